@@ -1,0 +1,124 @@
+"""Writing K and V into cache pages, with optional fp8 quantization.
+
+    cache[slot // page_size, slot % page_size] = x / scale        for every token with slot >= 0
+
+Two callers: the attention layers of a served model, and the drafter, which projects the target's
+hidden states to context K/V for all its layers at once and writes them here. A slot of -1 (padding,
+rejected draft tokens) is skipped, so nothing has to be rolled back. Two tokens of one call must not
+share a slot.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.inputs import FP8_DTYPES, QUERY_DTYPES, PagedKV
+from attention.tuning import next_power_of_2
+
+
+@triton.jit
+def write_kv_kernel(
+    key, value, key_cache, value_cache, k_scale, v_scale, slot_mapping,
+    key_stride_token, key_stride_head, value_stride_token, value_stride_head,
+    k_stride_page, k_stride_slot, k_stride_head, k_stride_dim,
+    v_stride_page, v_stride_slot, v_stride_head, v_stride_dim,
+    PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, FP8_MAX: tl.constexpr,
+):  # fmt: skip
+    """Write one token's K and V for one KV head. Grid: (tokens, KV heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    page, in_page = slot // PAGE_SIZE, slot % PAGE_SIZE
+    dim = tl.arange(0, PADDED_SIZE)
+    is_dim = dim < HEAD_SIZE
+    k = tl.load(key + token * key_stride_token + head * key_stride_head + dim, is_dim)
+    v = tl.load(value + token * value_stride_token + head * value_stride_head + dim, is_dim)
+    if FP8_MAX > 0:  # saturate: a cast beyond the range gives NaN or infinity; NaN stays NaN
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+        if HAS_K_SCALE:
+            k = k / tl.load(k_scale)
+        if HAS_V_SCALE:
+            v = v / tl.load(v_scale)
+        k = tl.clamp(k, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+        v = tl.clamp(v, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    k_row = page * k_stride_page + in_page * k_stride_slot + head * k_stride_head
+    v_row = page * v_stride_page + in_page * v_stride_slot + head * v_stride_head
+    tl.store(key_cache + k_row + dim * k_stride_dim, k.to(key_cache.dtype.element_ty), is_dim)
+    tl.store(value_cache + v_row + dim * v_stride_dim, v.to(value_cache.dtype.element_ty), is_dim)
+
+
+def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -> None:
+    """Write the K and V of every token whose slot is not -1 into the cache, in place.
+
+    key, value ``[>= num_slots, num_kv_heads, head_size]`` fp16, bf16 or fp32; slot_mapping
+    ``[num_slots]`` int64 or int32: page * page_size + slot in the page. Tokens beyond num_slots are
+    padding. An fp8 cache stores x / scale, rounded to nearest and saturated at the largest finite
+    number. Never waits for the device; slots are range-checked on the CPU only.
+    Raises ValueError for arguments that do not fit together, with both values.
+    """
+    _check(key, value, cache, slot_mapping)
+    num_slots, num_kv_heads = slot_mapping.shape[0], key.shape[1]
+    if num_slots == 0:
+        return
+    is_fp8 = cache.key.dtype in FP8_DTYPES
+    write_kv_kernel[(num_slots, num_kv_heads)](
+        key, value, cache.key, cache.value, cache.k_scale, cache.v_scale, slot_mapping,
+        *key.stride()[:2], *value.stride()[:2], *cache.key.stride(), *cache.value.stride(),
+        PAGE_SIZE=cache.page_size, HEAD_SIZE=key.shape[2],
+        PADDED_SIZE=next_power_of_2(key.shape[2]),
+        HAS_K_SCALE=cache.k_scale is not None, HAS_V_SCALE=cache.v_scale is not None,
+        FP8_MAX=torch.finfo(cache.key.dtype).max if is_fp8 else 0.0, num_warps=1,
+    )  # fmt: skip
+
+
+def _check(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -> None:
+    if key.dim() != 3 or key.shape != value.shape:
+        raise ValueError(
+            f"key is {list(key.shape)} and value is {list(value.shape)}, "
+            "expected two equal [num_tokens, num_kv_heads, head_size]"
+        )
+    if cache.key.dim() != 4 or cache.key.shape != cache.value.shape:
+        raise ValueError(
+            f"key cache is {list(cache.key.shape)} and value cache is {list(cache.value.shape)}, "
+            "expected two equal [num_pages, page_size, num_kv_heads, head_size]"
+        )
+    if key.shape[1:] != cache.key.shape[2:]:
+        raise ValueError(
+            f"key has [num_kv_heads, head_size] = {list(key.shape[1:])}, "
+            f"the cache {list(cache.key.shape[2:])}"
+        )
+    if key.stride(2) != 1 or value.stride(2) != 1:
+        raise ValueError(
+            f"last strides of key and value are {key.stride(2)}, {value.stride(2)}, expected 1"
+        )
+    if key.dtype not in QUERY_DTYPES or value.dtype != key.dtype:
+        raise ValueError(f"key is {key.dtype} and value {value.dtype}, allowed are {QUERY_DTYPES}")
+    if cache.key.dtype != key.dtype and cache.key.dtype not in FP8_DTYPES:
+        raise ValueError(
+            f"cache is {cache.key.dtype}, key is {key.dtype}: "
+            f"the cache must have the key's dtype or one of {FP8_DTYPES}"
+        )
+    if cache.value.dtype != cache.key.dtype:
+        raise ValueError(f"value cache is {cache.value.dtype}, key cache is {cache.key.dtype}")
+    if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}, "
+            "expected one axis of int32 or int64"
+        )
+    if slot_mapping.shape[0] > key.shape[0]:
+        raise ValueError(
+            f"slot_mapping has {slot_mapping.shape[0]} slots for {key.shape[0]} tokens"
+        )
+    if slot_mapping.device.type == "cpu" and slot_mapping.numel():
+        capacity = cache.key.shape[0] * cache.page_size
+        if int(slot_mapping.max()) >= capacity:
+            raise ValueError(
+                f"slot {int(slot_mapping.max())} is beyond the cache's {capacity} slots"
+            )

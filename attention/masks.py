@@ -1,0 +1,138 @@
+"""The specification: which keys a query row sees. Plain Python, written to be read.
+
+One sequence has ``seq_len`` keys at positions 0 .. seq_len - 1. One forward pass computes its last
+``query_len`` positions, the *query span*; row i of the span sits at position ``context_len + i``.
+
+    position   0                context_len                        seq_len
+               |    context         |    head        |    canvas      |
+    row                             0        bidirectional_from    query_len
+
+Rows before ``bidirectional_from`` (the head) are causal, rows from there on (the canvas) are
+bidirectional. ``bidirectional_from == query_len`` is a causal pass (prefill, commit), 0 is a denoise
+pass, anything between is a commit fused with the first denoise step of the next canvas.
+
+A window of size W counts the query itself (the count of vLLM and of Hugging Face's causal mask):
+a causal row at position p sees keys p - W + 1 .. p. Bidirectional rows follow one of two kinds:
+
+    symmetric   |pos_q - pos_k| < W: every row has its own range (vLLM's kernels)
+    anchored    canvas_start - (W - 1) .. the last key, the same range for every canvas row: what
+                Hugging Face's DiffusionGemma decoder sees, because its sliding cache holds W - 1 keys
+
+Hugging Face's ``sliding_window_bidirectional_overlay(w)`` is inclusive, ``|pos_q - pos_k| <= w``: it is
+the symmetric window of size W = w + 1.
+
+Every row sees one contiguous range of keys, so a kernel needs two integers per row and no mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+WindowKind = Literal["symmetric", "anchored"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """How far rows of a sliding-window layer look. ``size`` is in keys and includes the query itself.
+
+    Raises ValueError for an unknown kind or a size below 1.
+    """
+
+    kind: WindowKind
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(WindowKind):
+            raise ValueError(f"window kind is {self.kind!r}, allowed are {get_args(WindowKind)}")
+        if self.size < 1:
+            raise ValueError(f"window size is {self.size}, it counts the query itself: at least 1")
+
+
+@dataclass(frozen=True)
+class QuerySpan:
+    """The query span of one sequence in one forward pass; all three values in tokens.
+
+    ``bidirectional_from`` outside [0, query_len] means the nearest end (a kernel reads it from the
+    device, where nobody can refuse it). ``seq_len`` may be shorter than ``query_len``: a drafter
+    that shortens ``seq_len`` to draft fewer tokens leaves its first rows at negative positions.
+    """
+
+    query_len: int
+    seq_len: int
+    bidirectional_from: int
+
+    def __post_init__(self) -> None:
+        if self.query_len < 0 or self.seq_len < 0:
+            raise ValueError(
+                f"query_len is {self.query_len} and seq_len is {self.seq_len}, both must be >= 0"
+            )
+
+    @property
+    def context_len(self) -> int:
+        """Position of row 0: the number of keys before the span."""
+        return self.seq_len - self.query_len
+
+    @property
+    def split_point(self) -> int:
+        """Row at which rows stop being causal, within [0, query_len]."""
+        return min(max(self.bidirectional_from, 0), self.query_len)
+
+    @property
+    def canvas_start(self) -> int:
+        """Position of the first bidirectional row; what an anchored window is anchored to."""
+        return self.context_len + self.split_point
+
+    def position(self, row: int) -> int:
+        """Position of row ``row`` of the span. Raises IndexError outside the span."""
+        if not 0 <= row < self.query_len:
+            raise IndexError(f"row is {row}, the span has rows 0 .. {self.query_len - 1}")
+        return self.context_len + row
+
+    def is_causal(self, row: int) -> bool:
+        """Whether row ``row`` belongs to the causal head."""
+        return row < self.split_point
+
+
+def may_attend(row: int, key: int, span: QuerySpan, window: Window | None = None) -> bool:
+    """Whether row ``row`` of the span sees the key at position ``key``: the definition.
+
+    Raises IndexError when the row is not in the span; a key outside the sequence is never seen.
+    """
+    pos = span.position(row)
+    if not 0 <= key < span.seq_len:
+        return False
+    if span.is_causal(row):
+        return key <= pos and (window is None or pos - key < window.size)
+    if window is None:
+        return True
+    if window.kind == "symmetric":
+        return abs(pos - key) < window.size
+    return key > span.canvas_start - window.size
+
+
+def visible_range(row: int, span: QuerySpan, window: Window | None = None) -> tuple[int, int]:
+    """The keys row ``row`` sees, as a half-open range ``(start, stop)``: `may_attend` in closed form.
+
+    ``start <= stop`` always; an empty range means that the row sees nothing and its output is zero.
+    This is what the kernel computes on the device (`canvas_attention._row_bounds`).
+    """
+    pos = span.position(row)
+    causal = span.is_causal(row)
+    start = 0
+    stop = pos + 1 if causal else span.seq_len
+    if window is not None:
+        is_anchored_row = window.kind == "anchored" and not causal
+        start = (span.canvas_start if is_anchored_row else pos) - (window.size - 1)
+        if not is_anchored_row:
+            stop = min(stop, pos + window.size)
+    stop = min(max(stop, 0), span.seq_len)
+    return min(max(start, 0), stop), stop
+
+
+def picture(span: QuerySpan, window: Window | None = None) -> str:
+    """The mask of a span as text: one line a row, one character a key, 'x' where it is seen."""
+    return "\n".join(
+        "".join("x" if may_attend(row, key, span, window) else "." for key in range(span.seq_len))
+        for row in range(span.query_len)
+    )

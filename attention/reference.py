@@ -1,0 +1,94 @@
+"""Dense fp32 attention, written from `masks.py`; every kernel is compared with it.
+
+For row i of a sequence and query head h, which reads KV head h // (num_heads / num_kv_heads):
+
+    s_k = scale * <q_i, k_k>                       logits over the keys k that row i sees
+    s_k = cap * tanh(s_k / cap)                    if a soft cap is set
+    o_i = sum_k softmax(s)_k v_k                   zero when row i sees no key
+
+Nothing is tiled and nothing is fast. Everything is computed in fp32, whatever the inputs are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention.inputs import AttentionOptions
+from attention.masks import QuerySpan, Window, visible_range
+
+
+def dense_mask(span: QuerySpan, window: Window | None = None) -> Tensor:
+    """The mask of one span, ``[query_len, seq_len]`` bool on the CPU: True where a row sees a key."""
+    mask = torch.zeros(span.query_len, span.seq_len, dtype=torch.bool)
+    for row in range(span.query_len):
+        start, stop = visible_range(row, span, window)
+        mask[row, start:stop] = True
+    return mask
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, span: QuerySpan, options: AttentionOptions
+) -> Tensor:
+    """Attention of one sequence over contiguous keys.
+
+    query ``[query_len, num_heads, head_size]``, key and value ``[seq_len, num_kv_heads, head_size]``,
+    any floating type; returns ``[query_len, num_heads, head_size]`` fp32. Keys that no row sees are
+    never multiplied in, so NaN there stays there. Raises ValueError when shapes and span disagree.
+    """
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    if query.shape[0] != span.query_len or key.shape[0] != span.seq_len:
+        raise ValueError(
+            f"query has {query.shape[0]} rows and key {key.shape[0]}, "
+            f"the span has query_len {span.query_len} and seq_len {span.seq_len}"
+        )
+    if num_heads % num_kv_heads != 0:
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    mask = dense_mask(span, options.window).to(query.device)
+    is_seen = mask.any(dim=0)[:, None, None]
+    group = num_heads // num_kv_heads
+    key = torch.where(is_seen, key.float(), 0.0).repeat_interleave(group, dim=1)
+    value = torch.where(is_seen, value.float(), 0.0).repeat_interleave(group, dim=1)
+
+    logits = options.scale * torch.einsum("ihd,khd->hik", query.float(), key)
+    if options.logit_softcap > 0:
+        logits = options.logit_softcap * torch.tanh(logits / options.logit_softcap)
+    logits = logits.masked_fill(~mask, float("-inf"))
+    probs = torch.softmax(logits, dim=-1)
+    probs = torch.where(mask.any(dim=1)[:, None], probs, 0.0)
+    return torch.einsum("hik,khd->ihd", probs, value)
+
+
+def gather_pages(cache: Tensor, pages: Tensor, seq_len: int) -> Tensor:
+    """The first ``seq_len`` slots of one sequence, ``[seq_len, num_kv_heads, head_size]``.
+
+    cache ``[num_pages, page_size, num_kv_heads, head_size]``; pages ``[max_pages]`` integers, the
+    sequence's row of the block table.
+    """
+    page_size = cache.shape[1]
+    position = torch.arange(seq_len, device=pages.device)
+    return cache[pages[position // page_size].long(), position % page_size]
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    spans: list[QuerySpan],
+    options: AttentionOptions,
+) -> list[Tensor]:
+    """Attention of a ragged batch over a paged cache; returns one fp32 tensor per sequence.
+
+    query ``[>= sum(query_len), num_heads, head_size]``: the spans lie one after the other; caches
+    ``[num_pages, page_size, num_kv_heads, head_size]``, fp8 caches already multiplied by their
+    scales; block_tables ``[num_seqs, max_pages]``.
+    """
+    outputs, start = [], 0
+    for index, span in enumerate(spans):
+        rows = query[start : start + span.query_len]
+        key = gather_pages(key_cache, block_tables[index], span.seq_len)
+        value = gather_pages(value_cache, block_tables[index], span.seq_len)
+        outputs.append(dense_attention(rows, key, value, span, options))
+        start += span.query_len
+    return outputs

@@ -1,0 +1,97 @@
+"""Tile sizes, from one committed table. Nothing is searched when a server starts.
+
+How the numbers are bounded, per program (bytes of shared memory, registers of 4 bytes a thread):
+
+    shared memory   Q: block_m * head_size * 2, and K + V: num_stages * 2 * block_n * head_size * 2
+                    Hopper has 227 KiB a program
+    registers       the fp32 accumulator alone takes block_m * head_size / (32 * num_warps) a thread,
+                    of 255; above 128 it spills
+
+Hopper's wgmma works on 64 rows per group of four warps, so block_m is 64 or 128 there. The rows of
+`HOPPER` compile for sm_90 without a spill: bench/attention_compile.py checks that without a GPU and
+writes bench/results/attention_sm90_compile.csv. `SMALL` fits the 99 KiB of consumer cards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A sequence is split until its programs reach this number: about two for each of H200's 132 SMs.
+# It is a constant and not the number of SMs found, so that the same sequence gives the same bits
+# on every card.
+TARGET_PROGRAMS = 256
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One row of the table.
+
+    block_m: rows x query heads of one KV head handled by a program; block_n: keys loaded at a time;
+    min_keys_per_split: a sequence is split only into parts of at least so many keys;
+    max_splits: the most parts (1 turns splitting off). Powers of two, except max_splits.
+    Raises ValueError for values that the kernel cannot take.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    min_keys_per_split: int = 2048
+    max_splits: int = 8
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+            value = getattr(self, name)
+            if value < least or value & (value - 1):
+                raise ValueError(f"{name} is {value}, expected a power of two of at least {least}")
+        if self.min_keys_per_split < self.block_n or self.max_splits < 1 or self.num_stages < 1:
+            raise ValueError(
+                f"min_keys_per_split is {self.min_keys_per_split} (at least block_n = "
+                f"{self.block_n}), max_splits {self.max_splits} and num_stages {self.num_stages} "
+                "(at least 1)"
+            )
+
+
+# (head size rounded up to a power of two, bytes of a query element) -> tiles.
+HOPPER: dict[tuple[int, int], TileConfig] = {
+    (16, 2): TileConfig(128, 128, 4, 3),
+    (32, 2): TileConfig(128, 128, 4, 3),
+    (64, 2): TileConfig(128, 128, 4, 3),
+    (128, 2): TileConfig(128, 128, 8, 2, min_keys_per_split=1024, max_splits=32),
+    (256, 2): TileConfig(128, 64, 8, 2),
+    (512, 2): TileConfig(64, 32, 8, 2),
+    (16, 4): TileConfig(64, 32, 4, 2),
+    (32, 4): TileConfig(64, 32, 4, 2),
+    (64, 4): TileConfig(64, 32, 4, 2),
+    (128, 4): TileConfig(32, 32, 4, 2),
+    (256, 4): TileConfig(32, 32, 8, 1),
+    (512, 4): TileConfig(16, 16, 8, 1),
+}
+
+SMALL: dict[tuple[int, int], TileConfig] = {
+    **HOPPER,
+    (128, 2): TileConfig(64, 64, 4, 2, min_keys_per_split=1024, max_splits=32),
+    (256, 2): TileConfig(64, 32, 4, 1),
+    (512, 2): TileConfig(32, 32, 4, 1),
+}
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is at least ``value`` (1 for 0 and 1)."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def tile_config(head_size: int, element_size: int, capability_major: int = 9) -> TileConfig:
+    """The table's row for a head size and the bytes of a query element.
+
+    capability_major: CUDA's major compute capability; 9 and 10 (227 KiB of shared memory) read
+    HOPPER, all others SMALL. Raises ValueError when the table has no such row.
+    """
+    table = HOPPER if capability_major in (9, 10) else SMALL
+    key = (max(next_power_of_2(head_size), 16), element_size)
+    if key not in table:
+        raise ValueError(
+            f"no tiles for head size {head_size} with {element_size}-byte elements; "
+            f"the table has {sorted(table)}"
+        )
+    return table[key]

@@ -1,0 +1,208 @@
+"""Server-level configuration: every default of denoising and of the plugin, once.
+
+``DenoiseConfig`` is what a checkpoint (generation_config.json) and the command line
+(``--override-generation-config``, ``--diffusion-config``) say about denoising.
+``PluginOptions`` is ours alone and travels in ``--additional-config '{"dllm": {...}}'``.
+Both refuse wrong values when the server starts, with the key, the value and the allowed range.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+CanvasWindow = Literal["symmetric", "anchored"]
+CommitMode = Literal["overlapped", "separate"]
+
+CANVAS_WINDOWS: tuple[CanvasWindow, ...] = ("symmetric", "anchored")
+COMMIT_MODES: tuple[CommitMode, ...] = ("overlapped", "separate")
+
+
+def did_you_mean(given: str, known: list[str]) -> str:
+    """`` (did you mean 'x'?)`` for the nearest known word, or nothing."""
+    nearest = difflib.get_close_matches(given, known, n=1)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+@dataclass(frozen=True)
+class DenoiseConfig:
+    """How a canvas is denoised unless a request says otherwise.
+
+    Attributes:
+        canvas_length: tokens of the served canvas; a request may ask for fewer.
+        max_denoising_steps: denoise steps after which a canvas counts as converged.
+        t_min, t_max: temperature at the last and at the first denoise step.
+        entropy_bound: nats; see ``denoise.accept_mask``.
+        confidence_threshold: nats; a canvas may converge below this mean entropy.
+        stability_threshold: as in Hugging Face: how often the argmax canvas must repeat.
+        canvas_window: what canvas rows see on sliding layers (``attention.masks``).
+    """
+
+    canvas_length: int
+    max_denoising_steps: int
+    t_min: float
+    t_max: float
+    entropy_bound: float
+    confidence_threshold: float
+    stability_threshold: int
+    canvas_window: CanvasWindow
+
+    def __post_init__(self) -> None:
+        _check_int("canvas_length", self.canvas_length, at_least=1)
+        _check_int("max_denoising_steps", self.max_denoising_steps, at_least=1)
+        _check_int("stability_threshold", self.stability_threshold, at_least=0)
+        _check_float("t_min", self.t_min, above=0.0)
+        _check_float("t_max", self.t_max, above=0.0)
+        _check_float("sampler_config.entropy_bound", self.entropy_bound, above=0.0)
+        _check_float("confidence_threshold", self.confidence_threshold, at_least=0.0)
+        if self.t_min > self.t_max:
+            raise ValueError(
+                f"generation config: t_min = {self.t_min} must not exceed t_max = {self.t_max}."
+            )
+        if self.canvas_window not in CANVAS_WINDOWS:
+            raise ValueError(
+                f"config.json: canvas_window = {self.canvas_window!r}; allowed: "
+                f"{', '.join(CANVAS_WINDOWS)} or auto. "
+                """Set it with --hf-overrides '{"canvas_window": "anchored"}'."""
+            )
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> "DenoiseConfig":
+        """Resolve a server's configuration: the checkpoint's files, then the command line.
+
+        Raises:
+            ValueError: as ``from_mappings``.
+        """
+        model_config = vllm_config.model_config
+        generation = dict(model_config.try_get_generation_config())
+        override = dict(model_config.override_generation_config)
+        sampler_override = override.pop("sampler_config", None)
+        generation.update(override)
+        if isinstance(sampler_override, Mapping):
+            generation["sampler_config"] = {
+                **generation.get("sampler_config", {}),
+                **sampler_override,
+            }
+        hf_config = {
+            key: getattr(model_config.hf_config, key, None)
+            for key in ("canvas_length", "canvas_window")
+        }
+        diffusion = vllm_config.diffusion_config
+        if diffusion is not None:
+            hf_config["canvas_length"] = diffusion.canvas_length
+            if diffusion.max_denoising_steps is not None:
+                generation["max_denoising_steps"] = diffusion.max_denoising_steps
+        return cls.from_mappings(hf_config, generation)
+
+    @classmethod
+    def from_mappings(
+        cls, hf_config: Mapping[str, object], generation: Mapping[str, object]
+    ) -> "DenoiseConfig":
+        """Build from config.json and the (already overridden) generation config.
+
+        Args:
+            hf_config: ``canvas_length`` and, optionally, ``canvas_window`` (default: symmetric).
+            generation: t_min, t_max, stability_threshold, confidence_threshold,
+                max_denoising_steps, and sampler_config with entropy_bound.
+
+        Raises:
+            ValueError: a key is missing or its value is out of range.
+        """
+        sampler = generation.get("sampler_config")
+        if not isinstance(sampler, Mapping) or "EntropyBound" not in str(sampler.get("_cls_name")):
+            raise ValueError(
+                f"generation config: sampler_config = {sampler!r}; allowed: a mapping whose "
+                "_cls_name names the EntropyBound sampler, with its entropy_bound (nats)."
+            )
+        window = hf_config.get("canvas_window") or "auto"
+        return cls(
+            canvas_length=_require(hf_config, "canvas_length", "config.json"),
+            canvas_window="symmetric" if window == "auto" else window,  # type: ignore[arg-type]
+            entropy_bound=_require(sampler, "entropy_bound", "generation config: sampler_config"),
+            **{
+                key: _require(generation, key, "generation config")
+                for key in (
+                    "max_denoising_steps",
+                    "t_min",
+                    "t_max",
+                    "confidence_threshold",
+                    "stability_threshold",
+                )
+            },
+        )
+
+
+@dataclass(frozen=True)
+class PluginOptions:
+    """The ``dllm`` object of ``--additional-config``.
+
+    Attributes:
+        commit: ``overlapped`` fixes the KV of an emitted block at the head of the next forward
+            pass; ``separate`` gives it a pass of its own (the plain twin, for comparison).
+    """
+
+    commit: CommitMode = "overlapped"
+
+    def __post_init__(self) -> None:
+        if self.commit not in COMMIT_MODES:
+            raise ValueError(
+                f'--additional-config: "dllm": commit = {self.commit!r}; allowed: '
+                f"{', '.join(COMMIT_MODES)}."
+            )
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> "PluginOptions":
+        """The options of a server; raises ValueError as ``from_additional_config``."""
+        return cls.from_additional_config(vllm_config.additional_config)
+
+    @classmethod
+    def from_additional_config(cls, additional_config: object) -> "PluginOptions":
+        """Parse ``vllm_config.additional_config``.
+
+        Raises:
+            ValueError: an unknown key (with the nearest known one) or a value out of range.
+        """
+        if not isinstance(additional_config, Mapping):
+            return cls()
+        given = additional_config.get("dllm") or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f'--additional-config: "dllm" must be an object, got {given!r}.')
+        known = [field.name for field in fields(cls)]
+        for key in given:
+            if key not in known:
+                raise ValueError(
+                    f'--additional-config: "dllm" has no option {key!r}'
+                    f"{did_you_mean(str(key), known)}; known: {', '.join(known)}."
+                )
+        return cls(**given)
+
+
+def _require(mapping: Mapping[str, object], key: str, where: str):  # type: ignore[no-untyped-def]
+    """``mapping[key]``; its type and range are checked by ``DenoiseConfig``."""
+    value = mapping.get(key)
+    if value is None:
+        raise ValueError(
+            f"{where}: {key} is missing. Add it to the checkpoint, or give it on the command line "
+            f"""with --override-generation-config '{{"{key}": ...}}'."""
+        )
+    return value
+
+
+def _check_int(key: str, value: object, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{key} = {value!r}; allowed: an integer of at least {at_least}.")
+
+
+def _check_float(
+    key: str, value: object, at_least: float | None = None, above: float | None = None
+) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    bound = f"of at least {at_least}" if at_least is not None else f"above {above}"
+    if (
+        not is_number
+        or not math.isfinite(value)  # type: ignore[arg-type]
+        or (at_least is not None and value < at_least)  # type: ignore[operator]
+        or (above is not None and value <= above)  # type: ignore[operator]
+    ):
+        raise ValueError(f"generation config: {key} = {value!r}; allowed: a finite number {bound}.")

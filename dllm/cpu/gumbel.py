@@ -1,0 +1,105 @@
+"""The random numbers of vLLM's sampling kernels, and the argmax that they decide.
+
+Bit for bit the kernels' own, so that a seed gives the same tokens: Gumbel noise comes from a
+murmur3 hash of (seed, position, token), acceptance of drafts from Triton's Philox.
+"""
+
+import numpy as np
+
+_WORD = 0xFFFFFFFF
+
+# Added to the position of a draft's draw (`_DRAFT_NOISE_SALT` in gumbel.py): a proposal and the
+# residual that replaces it when rejected must not share noise.
+DRAFT_NOISE_SALT = 1 << 30
+
+
+def philox_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Draw one uniform in (0, 1) per (seed, position), as `tl.rand` raised to its least positive.
+
+    seeds, positions: [n] int64, the key and the counter of Philox4x32-10. Returns [n] fp32.
+    """
+    word = np.uint64(_WORD)
+    seeds, positions = seeds.astype(np.uint64), positions.astype(np.uint64)
+    key_a, key_b = seeds & word, seeds >> 32
+    c0, c1 = positions & word, positions >> 32
+    c2 = c3 = np.zeros_like(c0)
+    for _ in range(10):
+        product_a, product_b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1 = (product_b >> 32) ^ c1 ^ key_a, product_b & word
+        c2, c3 = (product_a >> 32) ^ c3 ^ key_b, product_a & word
+        key_a = (key_a + np.uint64(0x9E3779B9)) & word
+        key_b = (key_b + np.uint64(0xBB67AE85)) & word
+    signed = c0.astype(np.uint32).view(np.int32)
+    least = np.float32(4.6566127342e-10)
+    return np.maximum(np.where(signed < 0, ~signed, signed).astype(np.float32) * least, least)
+
+
+def _murmur3_mix(state: np.ndarray, key: np.ndarray) -> np.ndarray:
+    key = key * np.uint32(0xCC9E2D51)
+    key = (key << 15) | (key >> 17)
+    state = state ^ (key * np.uint32(0x1B873593))
+    state = (state << 13) | (state >> 19)
+    return state * np.uint32(5) + np.uint32(0xE6546B64)
+
+
+def murmur3(seed: int, position: int, keys: np.ndarray, domain: int = 0) -> np.ndarray:
+    """Hash (seed, position, key) to 32 random bits, as `murmur3_hash32` in vLLM's gumbel.py.
+
+    keys: [n] uint32. Returns [n] uint32. Arrays of one element stand for scalars, because numpy
+    warns when a scalar wraps around.
+    """
+    state = np.array([domain], dtype=np.uint32)
+    for word in (seed, seed >> 32, position):
+        state = _murmur3_mix(state, np.array([word & _WORD], dtype=np.uint32))
+    state = _murmur3_mix(state, keys) ^ np.uint32(16)
+    state = (state ^ (state >> 16)) * np.uint32(0x85EBCA6B)
+    state = (state ^ (state >> 13)) * np.uint32(0xC2B2AE35)
+    return state ^ (state >> 16)
+
+
+def _log1p_of_negated(value: np.ndarray) -> np.ndarray:
+    """Return log(1 - value) in fp32, by the kernel's series where value < 1/4."""
+    series = np.float32(1 / 8)
+    for divisor in range(7, 0, -1):
+        series = np.float32(1 / divisor) + value * series
+    direct = np.log(np.maximum(np.float32(1) - value, np.float32(2**-24)))
+    return np.where(value < 0.25, -value * series, direct)
+
+
+def gumbel_noise(seed: int, position: int, num_tokens: int, use_fp64: bool) -> np.ndarray:
+    """Draw the Gumbel noise of one position, [num_tokens] fp32 or fp64.
+
+    The fp32 draw puts its long tail, which decides who wins, at uniforms near 0, where fp32 is
+    fine-grained.
+    """
+    keys = np.arange(num_tokens, dtype=np.uint32)
+    low = murmur3(seed, position, keys)
+    if use_fp64:
+        high = murmur3(seed, position, keys, domain=0x9E3779B9)
+        bits = ((high.astype(np.uint64) << 32) | low) >> 11
+        uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
+        return -np.log(-np.log(np.minimum(uniform, 1 - 2.0**-53)))
+    uniform32 = (low >> 16).astype(np.float32) * np.float32(2**-16)
+    uniform32 += ((low & 0xFFFF).astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
+    return -np.log(-_log1p_of_negated(uniform32))
+
+
+def vocab_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
+    """Cut `values` [V] into the kernels' vocabulary blocks, [blocks, block_size], -inf at the end.
+
+    The kernels reduce block by block into buffers that vLLM allocates and reduces itself.
+    """
+    num_blocks = -(-len(values) // block_size)
+    padded = np.full(num_blocks * block_size, -np.inf, dtype=values.dtype)
+    padded[: len(values)] = values
+    return padded.reshape(num_blocks, block_size)
+
+
+def best_per_block(
+    logits: np.ndarray, noise: np.ndarray | None, block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (token, value) of the largest of logits + noise in each vocabulary block."""
+    blocks = vocab_blocks(logits if noise is None else logits + noise, block_size)
+    best = blocks.argmax(1)
+    rows = np.arange(len(blocks))
+    return rows * block_size + best, blocks[rows, best]

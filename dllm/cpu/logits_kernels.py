@@ -1,0 +1,107 @@
+"""The Triton kernels that report log-probabilities and apply grammars, in torch and numpy.
+
+Any model reaches them, a diffusion model too. `logits` is [N, V], one row per sampled position.
+Conventions as in kernels.py.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+_LOGPROB = "vllm.v1.worker.gpu.sample.logprob."
+
+
+def _topk_log_softmax_kernel(
+    output_ptr: torch.Tensor,
+    logits_ptr: torch.Tensor,
+    logits_stride: int,
+    topk_ids_ptr: torch.Tensor,
+    topk_ids_stride: int,
+    topk: int,
+    vocab_size: int,
+    BLOCK_SIZE: int,
+    TOPK_BLOCK_SIZE: int,
+) -> None:
+    """Write the fp32 log-probabilities of `topk_ids` [N, topk] under `logits` [N, V]."""
+    logits = logits_ptr.float()
+    output_ptr.copy_(logits.gather(1, topk_ids_ptr) - logits.logsumexp(1, keepdim=True))
+
+
+def _ranks_kernel(
+    output_ptr: torch.Tensor,
+    logits_ptr: torch.Tensor,
+    logits_stride: int,
+    token_ids_ptr: torch.Tensor,
+    vocab_size: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Count the tokens that score at least as high as `token_ids[i]` in `logits[i]`: 1 is best."""
+    chosen = logits_ptr.gather(1, token_ids_ptr.long().unsqueeze(1))
+    output_ptr.copy_((logits_ptr >= chosen).sum(1))
+
+
+def _fill_logprob_token_ids_kernel(
+    out_token_ids_ptr: torch.Tensor,
+    out_token_ids_stride: int,
+    out_valid_mask_ptr: torch.Tensor,
+    out_valid_mask_stride: int,
+    sampled_token_ids_ptr: torch.Tensor,
+    topk_indices_ptr: torch.Tensor,
+    topk_indices_stride: int,
+    expanded_idx_mapping_ptr: torch.Tensor,
+    num_per_req_token_ids_ptr: torch.Tensor,
+    per_req_token_ids_ptr: torch.Tensor,
+    per_req_token_ids_stride: int,
+    NUM_TOPK: int,
+    PADDED_COLS: int,
+) -> None:
+    """List the tokens to report per logits row: the sampled one, then its request's own or the top.
+
+    out_token_ids, out_valid_mask: [N, 1 + columns]; cells that nothing claims stay as they are.
+    """
+    out, valid = out_token_ids_ptr.numpy(), out_valid_mask_ptr.numpy()
+    out[:, 0], valid[:, 0] = sampled_token_ids_ptr.numpy(), True
+    wanted, topk = per_req_token_ids_ptr.numpy(), topk_indices_ptr.numpy()
+    for row, slot in enumerate(expanded_idx_mapping_ptr.tolist()):
+        num_wanted = int(num_per_req_token_ids_ptr[slot])
+        tokens = wanted[slot, :num_wanted] if num_wanted else topk[row, :NUM_TOPK]
+        out[row, 1 : 1 + len(tokens)] = tokens
+        valid[row, 1 : 1 + len(tokens)] = True
+
+
+def _apply_grammar_bitmask_kernel(
+    logits_ptr: torch.Tensor,
+    logits_stride: int,
+    logits_indices_ptr: torch.Tensor,
+    cu_num_logits_ptr: torch.Tensor,
+    bitmask_ptr: torch.Tensor,
+    bitmask_stride: int,
+    vocab_size: int,
+    MASK_STRIDE: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Set logits whose bit is 0 to -inf.
+
+    bitmask: [masks, ceil(V / 32)] int32, lowest bit first. Mask i is for logits row
+    `logits_indices[i] % MASK_STRIDE` of batch row `logits_indices[i] // MASK_STRIDE`, and is
+    dropped when that row has fewer logits.
+    """
+    bits = np.unpackbits(bitmask_ptr.numpy().view(np.uint8), axis=1, bitorder="little")
+    is_forbidden = torch.from_numpy(bits[:, :vocab_size] == 0)
+    cu_num_logits = cu_num_logits_ptr.tolist()
+    for mask, target in enumerate(logits_indices_ptr.tolist()):
+        row, position = divmod(target, MASK_STRIDE)
+        logits_row = cu_num_logits[row] + position
+        if logits_row < cu_num_logits[row + 1]:
+            logits_ptr[logits_row].masked_fill_(is_forbidden[mask], -torch.inf)
+
+
+LOGITS_KERNELS: dict[str, Callable[..., None]] = {
+    _LOGPROB + "_topk_log_softmax_kernel": _topk_log_softmax_kernel,
+    _LOGPROB + "_ranks_kernel": _ranks_kernel,
+    _LOGPROB + "_fill_logprob_token_ids_kernel": _fill_logprob_token_ids_kernel,
+    "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel": (
+        _apply_grammar_bitmask_kernel
+    ),
+}

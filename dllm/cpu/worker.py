@@ -1,0 +1,31 @@
+"""vLLM's CPU worker on Model Runner V2, with kernels that need no Triton.
+
+The config hook names this class for our architecture on a CPU without Triton. Any other model
+opts in with ``--worker-cls dllm.cpu.worker.CanvasCPUWorker``.
+"""
+
+# The shm module patches torch and must come before every other worker module.
+import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
+
+from vllm.config import VllmConfig
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from dllm import seams
+
+
+class CanvasCPUWorker(CPUWorker):
+    """A CPU worker whose start replaces the kernels and warms the sampler up."""
+
+    def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        is_diffusion = vllm_config.model_config.architecture == seams.ARCHITECTURE
+        seams.register_cpu_kernels(include_sampling=not is_diffusion)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Compile everything a request will run, before the server reports ready."""
+        times = super().compile_or_warm_up_model()
+        warm_up = getattr(self.model_runner.sampler, "warm_up", None)
+        if warm_up is not None and self._should_warm_up_model():
+            warm_up()
+        return times

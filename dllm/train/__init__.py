@@ -1,0 +1,1 @@
+"""Making and training small checkpoints in the released format."""

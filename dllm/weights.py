@@ -1,0 +1,77 @@
+"""Checkpoint names: the reference's encoder and decoder halves become one set of weights.
+
+Hugging Face ties every weight of the two halves except the per-layer buffer ``layer_scalar``. A
+checkpoint may carry one copy or both. Two copies are accepted only if they agree: averaging or
+picking one silently would serve a model that nobody trained.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+ENCODER = "model.encoder.language_model."
+DECODER = "model.decoder."
+# What load_weights sees of the two layer scalars, stacked over the layers: [layers].
+HEAD_SCALARS = "model.decoder.head_scalars"
+CANVAS_SCALARS = "model.decoder.canvas_scalars"
+
+
+def merge_shared_copies(
+    weights: Iterable[tuple[str, torch.Tensor]], num_layers: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each shared weight once, under its decoder name, then the two stacks of layer scalars.
+
+    A layer scalar that only one half carries counts for both.
+
+    Args:
+        weights: (checkpoint name, tensor) pairs; names outside the two halves pass unchanged.
+        num_layers: length of the layer-scalar stacks.
+
+    Raises:
+        ValueError: at the end of the stream, when the copies of a weight differ.
+    """
+    scalars: dict[str, torch.Tensor] = {}
+    digests: dict[str, tuple[object, ...]] = {}
+    differing: list[str] = []
+    for name, tensor in weights:
+        half = next((prefix for prefix in (ENCODER, DECODER) if name.startswith(prefix)), None)
+        if name.endswith(".layer_scalar"):
+            scalars[name] = tensor.reshape(())
+            continue
+        if half is None:
+            yield name, tensor
+            continue
+        shared_name = DECODER + name.removeprefix(half)
+        digest = _digest(tensor)
+        if shared_name not in digests:
+            digests[shared_name] = digest
+            yield shared_name, tensor
+        elif digests[shared_name] != digest:
+            differing.append(name.removeprefix(half))
+    if differing:
+        raise ValueError(
+            "the checkpoint carries an encoder and a decoder copy of shared weights, and they "
+            f"differ: {', '.join(sorted(differing))}. Save the model with tied weights, or drop "
+            f"the {ENCODER}* copy if the {DECODER}* one is meant."
+        )
+    yield HEAD_SCALARS, _stack_scalars(scalars, (ENCODER, DECODER, "model."), num_layers)
+    yield CANVAS_SCALARS, _stack_scalars(scalars, (DECODER, ENCODER, "model."), num_layers)
+
+
+def _stack_scalars(
+    scalars: dict[str, torch.Tensor], prefixes: tuple[str, ...], num_layers: int
+) -> torch.Tensor:
+    """``layer_scalar`` of every layer, from the first prefix that carries it, else 1: [layers]."""
+    one = torch.ones(())
+    rows = []
+    for layer in range(num_layers):
+        names = [f"{prefix}layers.{layer}.layer_scalar" for prefix in prefixes]
+        rows.append(next((scalars[name].float() for name in names if name in scalars), one))
+    return torch.stack(rows)
+
+
+def _digest(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Shape, dtype and 64 chunk hashes: equal for equal tensors, one pass at memory speed."""
+    chunks = tensor.reshape(-1).view(torch.uint8).chunk(64)
+    hashes = tuple(int(torch.hash_tensor(chunk)) for chunk in chunks)
+    return tensor.shape, tensor.dtype, hashes

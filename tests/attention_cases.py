@@ -1,0 +1,136 @@
+"""Batches for the attention tests: a few numbers describe one, `make_case` fills the tensors.
+
+Everything a kernel must not read is NaN: cache slots that belong to no sequence or lie beyond a
+sequence's end, and pages before a window. Everything it must not write is NaN too: the output,
+the workspace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+from attention.masks import QuerySpan, Window
+from attention.reference import paged_attention
+
+CAUSAL = 1 << 20  # a split point beyond every span: all rows are causal
+
+
+@dataclass(frozen=True)
+class CaseSpec:
+    """One batch. spans: (query_len, context_len, bidirectional_from) of each sequence."""
+
+    spans: tuple[tuple[int, int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 32
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    window: Window | None = None
+    logit_softcap: float = 0.0
+    padding_tokens: int = 0
+    padding_seqs: int = 0
+    seed: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Case:
+    """The tensors of a batch and what they should give. ``expected`` is fp32, one per sequence."""
+
+    query: Tensor
+    cache: PagedKV
+    batch: RaggedBatch
+    options: AttentionOptions
+    spans: list[QuerySpan]
+    expected: list[Tensor]
+
+    def poisoned_out(self) -> Tensor:
+        """An output full of NaN."""
+        return torch.full_like(self.query, float("nan"))
+
+
+def make_spans(spec: CaseSpec) -> list[QuerySpan]:
+    """The spans of a batch, without its padding."""
+    return [QuerySpan(q, q + context, split) for q, context, split in spec.spans]
+
+
+def make_case(spec: CaseSpec) -> Case:
+    """Random tensors for a batch, with NaN wherever nobody may read."""
+    generator = torch.Generator().manual_seed(spec.seed)
+    spans = make_spans(spec)
+    first = [_first_visible(span, spec.window) for span in spans]
+    pages = [-(-span.seq_len // spec.page_size) for span in spans]
+    max_pages = max([*pages, 1]) + 1
+    num_pages = sum(pages) + 3
+    order = torch.randperm(num_pages, generator=generator)
+    tables = torch.full((len(spans) + spec.padding_seqs, max_pages), -1, dtype=torch.int32)
+    shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_size)
+    key, value = torch.full(shape, float("nan")), torch.full(shape, float("nan"))
+
+    used = 0
+    for index, span in enumerate(spans):
+        mine = order[used : used + pages[index]]
+        used += pages[index]
+        tables[index, : pages[index]] = mine.int()
+        tables[index, : first[index] // spec.page_size] = -1  # freed by a sliding-window cache
+        for pos in range(first[index], span.seq_len):
+            where = (mine[pos // spec.page_size], pos % spec.page_size)
+            key[where] = torch.randn(shape[2:], generator=generator)
+            value[where] = torch.randn(shape[2:], generator=generator)
+
+    cache, key_seen, value_seen = _store(key, value, spec)
+    num_tokens = sum(span.query_len for span in spans) + spec.padding_tokens
+    query = torch.randn(num_tokens, spec.num_heads, spec.head_size, generator=generator)
+    query = query.to(spec.dtype).to(spec.device)
+    options = AttentionOptions(spec.head_size**-0.5, spec.window, spec.logit_softcap)
+    reference_tables = tables.clamp(min=0).to(spec.device)
+    expected = paged_attention(query, key_seen, value_seen, reference_tables, spans, options)
+    batch = make_batch(spans, tables, spec.padding_seqs, spec.device)
+    return Case(query, cache, batch, options, spans, expected)
+
+
+def make_batch(
+    spans: list[QuerySpan], tables: Tensor, padding_seqs: int = 0, device: str = "cpu"
+) -> RaggedBatch:
+    """The batch tensors of some spans followed by ``padding_seqs`` sequences of length zero."""
+    starts = [0]
+    for span in spans:
+        starts.append(starts[-1] + span.query_len)
+    starts += [starts[-1]] * padding_seqs
+
+    def int32(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    return RaggedBatch(
+        query_start_loc=int32(starts),
+        seq_lens=int32([span.seq_len for span in spans] + [0] * padding_seqs),
+        block_tables=tables.to(device),
+        bidirectional_from=int32([s.bidirectional_from for s in spans] + [0] * padding_seqs),
+        max_query_len=max([1, *(span.query_len for span in spans)]),
+    )
+
+
+def _first_visible(span: QuerySpan, window: Window | None) -> int:
+    if window is None:
+        return 0
+    return max(0, span.context_len - (window.size - 1))
+
+
+def _store(key: Tensor, value: Tensor, spec: CaseSpec) -> tuple[PagedKV, Tensor, Tensor]:
+    """The cache in its dtype, and the numbers a reader gets from it, in fp32."""
+    dtype = spec.cache_dtype or spec.dtype
+    if dtype == spec.dtype:
+        stored_key, stored_value = key.to(dtype).to(spec.device), value.to(dtype).to(spec.device)
+        cache = PagedKV(stored_key, stored_value)
+        return cache, stored_key.float(), stored_value.float()
+    scales = [torch.tensor([s], dtype=torch.float32, device=spec.device) for s in (0.5, 0.25)]
+    stored = [
+        (x.to(spec.device) / s).to(dtype) for x, s in zip((key, value), scales, strict=True)
+    ]
+    seen = [x.float() * s for x, s in zip(stored, scales, strict=True)]
+    return PagedKV(stored[0], stored[1], scales[0], scales[1]), seen[0], seen[1]
