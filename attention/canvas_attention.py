@@ -12,8 +12,8 @@ with log2(e) folded into the scale. The definition of [start_i, stop_i) is `mask
   all query heads that share them, whatever the group size is.
 - The tile's loop runs over the union of its rows' ranges; keys in the intersection of the ranges
   need no mask, so masks are applied in edge tiles only. Slots outside the union are never loaded.
-- Long sequences are split along the keys (`planning.py`); the parts are merged in order, with the
-  same instructions whoever merges them: the bits of a sequence do not depend on its batch.
+- Long sequences are split along the keys (`planning.py`) by a rule that looks at one sequence alone,
+  so that its bits do not depend on its batch; `splits.py` merges the parts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from torch import Tensor
 from attention.inputs import AttentionOptions, PagedKV, RaggedBatch, check_inputs
 from attention.planning import AttentionPlan, BatchShape, plan_attention
 from attention.splits import (
-    merge_parts,
     merge_splits_kernel,
     num_splits_on_device,
+    partial_row_on_device,
     visible_keys_on_device,
 )
 from attention.tuning import TARGET_PROGRAMS, next_power_of_2, tile_config
@@ -53,6 +53,25 @@ def _find_sequence(query_start_loc, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M
         else:
             high = mid
     return low - 1
+
+
+@triton.jit
+def _pairs_of_tile(query_start_loc, seq, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The (row, head) pairs of a tile: its first token and row, then per pair the distance from that
+    row, the head within the group, and whether the pair exists.
+
+    Pairs beyond the span repeat its last one: they load valid memory and change no bound. The
+    loads are volatile, so that the compiler computes all this again for the output instead of
+    keeping it in registers while the tile's keys go by.
+    """
+    query_start = tl.load(query_start_loc + seq, volatile=True)
+    num_pairs = (tl.load(query_start_loc + seq + 1, volatile=True) - query_start) * GROUP
+    first_pair = (tile - query_start * GROUP // BLOCK_M - seq) * BLOCK_M
+    first_row = first_pair // GROUP
+    pair = first_pair + tl.arange(0, BLOCK_M)
+    is_pair = pair < num_pairs
+    pair = tl.minimum(pair, num_pairs - 1)
+    return query_start + first_row, first_row, pair // GROUP - first_row, pair % GROUP, is_pair
 
 
 @triton.jit
@@ -102,7 +121,7 @@ def _attend(
     table, key_base, value_base,
     k_stride_page, k_stride_slot, k_stride_dim, v_stride_page, v_stride_slot, v_stride_dim,
     logit_scale, softcap,
-    HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    value_dim, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take ``num_tiles`` tiles of keys into the running softmax.
@@ -132,18 +151,20 @@ def _attend(
         k_offset = page * k_stride_page + slot * k_stride_slot
         v_offset = page * v_stride_page + slot * v_stride_slot
         k_pointers = key_base + k_offset[None, :] + (dim * k_stride_dim)[:, None]
-        v_pointers = value_base + v_offset[:, None] + (dim * v_stride_dim)[None, :]
+        v_pointers = value_base + v_offset[:, None] + (value_dim * v_stride_dim)[None, :]
 
         if MASKED:
             is_loaded = (key_pos >= low) & (key_pos < high)
             k = tl.load(k_pointers, is_loaded[None, :] & (dim < HEAD_SIZE)[:, None], other=0.0)
-            v = tl.load(v_pointers, is_loaded[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
+            v = tl.load(
+                v_pointers, is_loaded[:, None] & (value_dim < HEAD_SIZE)[None, :], other=0.0
+            )
         elif HEAD_SIZE == PADDED_SIZE:
             k = tl.load(k_pointers)
             v = tl.load(v_pointers)
         else:
             k = tl.load(k_pointers, mask=(dim < HEAD_SIZE)[:, None], other=0.0)
-            v = tl.load(v_pointers, mask=(dim < HEAD_SIZE)[None, :], other=0.0)
+            v = tl.load(v_pointers, mask=(value_dim < HEAD_SIZE)[None, :], other=0.0)
 
         s = _dot(q, k.to(q.dtype), tl.zeros([q.shape[0], BLOCK_N], tl.float32), UPCAST)
         if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1) saturates instead of overflowing
@@ -163,7 +184,7 @@ def _attend(
             safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         else:
             safe_max = new_max
-        p = tl.exp2(s * to_log2 - safe_max[:, None])
+        p = tl.exp2(tl.fma(s, to_log2, -safe_max[:, None]))
         rescale = tl.exp2(row_max - safe_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
@@ -176,7 +197,7 @@ def _attend(
 def canvas_attention_kernel(
     out, query, key_cache, value_cache, k_scale, v_scale, partial_acc, partial_max, partial_sum,
     query_start_loc, seq_lens, block_tables, bidirectional_from,
-    scale, softcap, num_seqs, num_tokens,
+    scale, softcap, num_seqs, num_partial_rows,
     out_stride_token, out_stride_head, q_stride_token, q_stride_head,
     k_stride_page, k_stride_slot, k_stride_head, k_stride_dim,
     v_stride_page, v_stride_slot, v_stride_head, v_stride_dim, table_stride,
@@ -184,43 +205,35 @@ def canvas_attention_kernel(
     PADDED_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     ANCHORED: tl.constexpr, SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr, IS_BOOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT_MODE: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
+    BLOCK_V: tl.constexpr, SPLIT: tl.constexpr, PARTIAL_ROWS_PER_SEQ: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One row tile of one sequence and KV head. Grid: (row tiles, KV heads, split programs).
+    """BLOCK_V output columns of a row tile of one sequence and KV head.
+
+    Grid: (row tiles, KV heads x column blocks, split programs).
 
     out, query ``[num_tokens, num_heads, head_size]``; caches ``[num_pages, page_size, num_kv_heads,
-    head_size]``; partial_acc ``[slots, num_tokens, num_heads, head_size]`` fp32, partial_max and
-    partial_sum ``[slots, num_tokens, num_heads]`` fp32, used when SPLIT_MODE is not "none".
+    head_size]``; partial_acc ``[max_splits, num_partial_rows, num_heads, head_size]`` fp32,
+    partial_max and partial_sum without the last axis, used by sequences that are split.
     Writes out, or its part of the partials, for the rows of this tile and nothing else.
     """
     # The last row tiles see most keys under a causal mask: they go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    VALUE_BLOCKS: tl.constexpr = (HEAD_SIZE + BLOCK_V - 1) // BLOCK_V
+    kv_head = tl.program_id(1) // VALUE_BLOCKS
+    value_block = tl.program_id(1) % VALUE_BLOCKS
+    value_dim = value_block * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_value_dim = value_dim < HEAD_SIZE
     seq = _find_sequence(query_start_loc, tile, num_seqs, GROUP, BLOCK_M)
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
     first_pair = (tile - query_start * GROUP // BLOCK_M - seq) * BLOCK_M
-    num_pairs = query_len * GROUP
-    if (first_pair >= num_pairs) | (seq_len == 0):
+    if (first_pair >= query_len * GROUP) | (seq_len == 0):
         return
 
-    # Pairs beyond the span repeat the last one: they load valid memory and change no bound.
-    pair = first_pair + tl.arange(0, BLOCK_M)
-    is_pair = pair < num_pairs
-    pair = tl.minimum(pair, num_pairs - 1)
-    row = pair // GROUP
-    token = (query_start + row).to(tl.int64)
-    head = kv_head * GROUP + pair % GROUP
-    dim = tl.arange(0, PADDED_SIZE)
-    is_dim = dim < HEAD_SIZE
-    q = tl.load(
-        query + (token * q_stride_token + head * q_stride_head)[:, None] + dim[None, :],
-        mask=is_dim[None, :],
-        other=0.0,
-    )
-
+    _, first_row, row, _, _ = _pairs_of_tile(query_start_loc, seq, tile, GROUP, BLOCK_M)
+    row += first_row
     split_point = _split_point(bidirectional_from, seq, query_len, IS_BOOL)
     row_start, row_stop = _row_bounds(row, query_len, seq_len, split_point, WINDOW, ANCHORED)
     union_low, union_high = tl.min(row_start, 0), tl.max(row_stop, 0)
@@ -234,31 +247,28 @@ def canvas_attention_kernel(
     value_base = value_cache + kv_head.to(tl.int64) * v_stride_head
 
     # Parts are cut at the same keys for every tile of the sequence, on multiples of BLOCK_N.
-    if SPLIT_MODE == "none":
-        num_splits = 1
-        first_split = 0
-        last_split = 1
-        split_base = 0
-        split_len = 0
-    else:
+    if SPLIT:
         num_keys = visible_keys_on_device(query_len, seq_len, WINDOW)
         num_splits = num_splits_on_device(
-            query_len, num_keys, GROUP, NUM_KV_HEADS, SPLIT_ROWS, MIN_KEYS, MAX_SPLITS, PROGRAMS
-        )
+            query_len, num_keys, GROUP, NUM_KV_HEADS, VALUE_BLOCKS,
+            SPLIT_ROWS, MIN_KEYS, MAX_SPLITS, PROGRAMS,
+        )  # fmt: skip
         split_base = (seq_len - num_keys) // BLOCK_N * BLOCK_N
         split_len = tl.cdiv(tl.cdiv(seq_len - split_base, num_splits), BLOCK_N) * BLOCK_N
-        if SPLIT_MODE == "serial":
-            first_split = 0
-            last_split = num_splits
-        else:
-            first_split = tl.program_id(2)
-            last_split = tl.minimum(first_split + 1, num_splits)
 
-    for split in range(first_split, last_split):
-        if SPLIT_MODE == "none":
-            low = union_low
-            high = union_high
-        else:
+        first_split = tl.program_id(2)
+        split_step = tl.num_programs(2)
+    else:
+        num_splits = 1
+        split_base = 0
+        split_len = 0
+        first_split = 0
+        split_step = 1
+
+    for split in range(first_split, num_splits, split_step):
+        low = union_low
+        high = union_high
+        if SPLIT:
             low = tl.maximum(union_low, split_base + split * split_len)
             high = tl.minimum(union_high, split_base + (split + 1) * split_len)
         # Tiles [tile_low, tile_high) touch the range, [mid_low, mid_high) need no mask.
@@ -268,60 +278,64 @@ def canvas_attention_kernel(
         mid_high = tl.maximum(tl.minimum(common_high, high) // BLOCK_N, mid_low)
         mid_high = tl.minimum(mid_high, tile_high)
 
+        # Q is loaded for each part: held across parts, its shared memory would not be free for
+        # the output's.
+        first_token, _, row, in_group, _ = _pairs_of_tile(
+            query_start_loc, seq, tile, GROUP, BLOCK_M
+        )
+        dim = tl.arange(0, PADDED_SIZE)
+        q_base = query + first_token.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
+        q = tl.load(
+            q_base + (row * q_stride_token + in_group * q_stride_head)[:, None] + dim[None, :],
+            mask=(dim < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, PADDED_SIZE], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, row_start, row_stop,
             mid_high - mid_low, mid_low, mid_high, 0, low, high,
             table, key_base, value_base,
             k_stride_page, k_stride_slot, k_stride_dim, v_stride_page, v_stride_slot, v_stride_dim,
-            logit_scale, softcap, HEAD_SIZE, PADDED_SIZE, PAGE_SIZE, BLOCK_N, SOFTCAP, UPCAST,
-            MASKED=False,
+            logit_scale, softcap, value_dim, HEAD_SIZE, PADDED_SIZE, PAGE_SIZE, BLOCK_N, SOFTCAP,
+            UPCAST, MASKED=False,
         )  # fmt: skip
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, row_start, row_stop,
             tile_high - tile_low - (mid_high - mid_low), tile_low, mid_low, mid_high - mid_low,
             low, high, table, key_base, value_base,
             k_stride_page, k_stride_slot, k_stride_dim, v_stride_page, v_stride_slot, v_stride_dim,
-            logit_scale, softcap, HEAD_SIZE, PADDED_SIZE, PAGE_SIZE, BLOCK_N, SOFTCAP, UPCAST,
-            MASKED=True,
+            logit_scale, softcap, value_dim, HEAD_SIZE, PADDED_SIZE, PAGE_SIZE, BLOCK_N, SOFTCAP,
+            UPCAST, MASKED=True,
         )  # fmt: skip
 
-        is_final = is_pair
-        which = tl.full([BLOCK_M], 0, tl.int32) + split
-        if SPLIT_MODE != "none":
-            slot = 0 if SPLIT_MODE == "serial" else split
-            part = (slot * num_tokens + token) * (GROUP * NUM_KV_HEADS) + head
-            acc_pointers = partial_acc + part[:, None] * HEAD_SIZE + dim[None, :]
-            if SPLIT_MODE == "serial":
-                # What this program wrote for the part before; other threads of it may have.
-                tl.debug_barrier()
-                has_before = is_pair & (which > 0)
-                max_before = tl.load(partial_max + part, has_before, other=float("-inf"))
-                sum_before = tl.load(partial_sum + part, has_before, other=0.0)
-                acc_before = tl.load(acc_pointers, has_before[:, None] & is_dim[None, :], other=0.0)
-                acc, row_max, row_sum = merge_parts(
-                    acc_before, max_before, sum_before, acc, row_max, row_sum
-                )
-                tl.debug_barrier()
-                last_part = num_splits - 1
-            else:
-                last_part = tl.where(num_splits == 1, 0, -1)  # the merge kernel is the last
-            is_final = is_pair & (which == last_part)
-            is_partial = is_pair & (which != last_part)
-            tl.store(partial_max + part, row_max, is_partial)
-            tl.store(partial_sum + part, row_sum, is_partial)
-            tl.store(acc_pointers, acc, is_partial[:, None] & is_dim[None, :])
-
-        result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-        if HAS_V_SCALE:
-            result *= tl.load(v_scale)
-        tl.store(
-            out + (token * out_stride_token + head * out_stride_head)[:, None] + dim[None, :],
-            result.to(out.dtype.element_ty),
-            mask=is_final[:, None] & is_dim[None, :],
+        first_token, first_row, row, in_group, is_pair = _pairs_of_tile(
+            query_start_loc, seq, tile, GROUP, BLOCK_M
         )
+        mask = is_pair[:, None] & is_value_dim[None, :]
+        if num_splits == 1:
+            result = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+            if HAS_V_SCALE:
+                result *= tl.load(v_scale)
+            out_base = out + first_token.to(tl.int64) * out_stride_token
+            out_base += kv_head * GROUP * out_stride_head
+            offset = row * out_stride_token + in_group * out_stride_head
+            tl.store(
+                out_base + offset[:, None] + value_dim[None, :],
+                result.to(out.dtype.element_ty),
+                mask,
+            )
+        else:
+            partial_row = partial_row_on_device(seq, first_row, first_token, PARTIAL_ROWS_PER_SEQ)
+            part = (split * num_partial_rows + partial_row) * (GROUP * NUM_KV_HEADS)
+            part += kv_head * GROUP
+            offset = row * (GROUP * NUM_KV_HEADS) + in_group
+            # Every column block has the same max and sum; all of them store it.
+            tl.store(partial_max + part + offset, row_max, is_pair)
+            tl.store(partial_sum + part + offset, row_sum, is_pair)
+            acc_base = partial_acc + part * HEAD_SIZE
+            tl.store(acc_base + (offset * HEAD_SIZE)[:, None] + value_dim[None, :], acc, mask)
 
 
 # False under TRITON_INTERPRET=1, which has to be set before Triton is imported.
@@ -409,7 +423,7 @@ def _launch(
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = cache.key.shape[2]
     group, config = num_heads // num_kv_heads, plan.config
-    rows = plan.workspace_slots * num_tokens * num_heads
+    rows = plan.max_splits * plan.num_partial_rows * num_heads
     partial_max, partial_sum = workspace[:rows], workspace[rows : 2 * rows]
     partial_acc = workspace[2 * rows :]
     window = options.window
@@ -420,28 +434,32 @@ def _launch(
         "PADDED_SIZE": max(16, next_power_of_2(head_size)),
         "WINDOW": window.size if window is not None else 0,
         "HAS_V_SCALE": cache.v_scale is not None,
+        "PARTIAL_ROWS_PER_SEQ": plan.partial_rows_per_seq,
         "SPLIT_ROWS": config.block_m,
         "MIN_KEYS": config.min_keys_per_split,
         "MAX_SPLITS": config.max_splits,
         "PROGRAMS": TARGET_PROGRAMS,
     }
-    canvas_attention_kernel[(plan.num_row_tiles, num_kv_heads, plan.split_programs)](
+    grid = (plan.num_row_tiles, num_kv_heads * plan.value_blocks, plan.split_programs)
+    canvas_attention_kernel[grid](
         out, query, cache.key, cache.value, cache.k_scale, cache.v_scale,
         partial_acc, partial_max, partial_sum,
         batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.bidirectional_from,
-        options.scale, options.logit_softcap, batch.num_seqs, num_tokens,
+        options.scale, options.logit_softcap, batch.num_seqs, plan.num_partial_rows,
         *out.stride()[:2], *query.stride()[:2], *cache.key.stride(), *cache.value.stride(),
         batch.block_tables.stride(0),
         PAGE_SIZE=cache.page_size, ANCHORED=window is not None and window.kind == "anchored",
         SOFTCAP=options.logit_softcap > 0, HAS_K_SCALE=cache.k_scale is not None,
         IS_BOOL=batch.bidirectional_from.dtype == torch.bool,
-        BLOCK_M=plan.block_m, BLOCK_N=config.block_n, SPLIT_MODE=plan.split_mode,
+        BLOCK_M=plan.block_m, BLOCK_N=config.block_n,
+        BLOCK_V=plan.block_v, SPLIT=plan.is_split,
         UPCAST=query.dtype == torch.bfloat16 and not _IS_COMPILED,
         num_warps=config.num_warps, num_stages=config.num_stages, **shared,
     )  # fmt: skip
-    if plan.split_mode == "parallel":
+    if plan.is_split:
         merge_splits_kernel[(num_tokens, num_kv_heads)](
             out, cache.v_scale, partial_acc, partial_max, partial_sum,
-            batch.query_start_loc, batch.seq_lens, batch.num_seqs, num_tokens, *out.stride()[:2],
-            PADDED_GROUP=next_power_of_2(group), **shared,
+            batch.query_start_loc, batch.seq_lens, batch.num_seqs,
+            plan.num_partial_rows, *out.stride()[:2],
+            VALUE_BLOCKS=plan.value_blocks, PADDED_GROUP=next_power_of_2(group), **shared,
         )  # fmt: skip

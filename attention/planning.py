@@ -1,32 +1,24 @@
 """From static shapes to a launch plan. Pure Python: no device access, nothing measured.
 
-Long contexts are split along the keys, so that one request fills the chip. Two questions are kept
-apart, because a sequence's bits must not depend on who shares its batch:
+Long contexts are split along the keys, so that one request fills the chip. How the keys of a
+sequence are cut decides how fp32 sums are grouped, hence the bits, so it must not depend on who
+shares the batch: `num_splits` looks at that sequence's own lengths only, and the kernel evaluates
+it on the device, where the lengths are. It asks for as many parts as bring the sequence's programs
+to TARGET_PROGRAMS, none shorter than min_keys_per_split.
 
-*Into how many parts?* decides how fp32 sums are grouped, hence the bits. The kernel answers it per
-sequence, on the device, from that sequence's own lengths (`num_splits` is the same rule in Python):
-as many parts as bring its programs to TARGET_PROGRAMS, none shorter than min_keys_per_split.
-
-*Who computes the parts?* does not touch the bits, and is answered here from static upper bounds:
-
-    none       no sequence can be long enough to be split: the kernel without any of this
-    parallel   few row tiles: one program for each part writes a partial result to the workspace,
-               a second kernel merges them in order
-    serial     row tiles alone fill the chip: one program goes through the parts of its tile in
-               order and merges each into the workspace, with the arithmetic of the second kernel
-
+The plan answers what is left, from upper bounds that the host knows: whether any sequence can be
+split at all (a kernel without the machinery otherwise), how many programs share the parts of one
+row tile (one is enough where row tiles alone fill the chip), and how much workspace that takes.
 A CUDA graph captures one plan; it holds for every content of the tensors.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from attention.masks import Window
 from attention.tuning import TARGET_PROGRAMS, TileConfig, next_power_of_2
 
-SplitMode = Literal["none", "serial", "parallel"]
 MIN_BLOCK_M = 16  # what tl.dot takes
 
 
@@ -57,20 +49,32 @@ class AttentionPlan:
 
     block_m: rows x heads of a program, at most config.block_m; num_row_tiles: upper bound on row
     tiles over all sequences, the grid's first axis; split_programs: the grid's third axis;
-    workspace_slots: partial results per token and head (0 without splitting).
+    block_v: output columns of a program, value_blocks: how many programs share a head's columns;
+    max_splits: most parts a sequence can have here (1: no splitting, no workspace).
+    The workspace has num_partial_rows rows per part: one a token, or, where that is less,
+    partial_rows_per_seq (else 0) for each sequence.
     """
 
     config: TileConfig
     block_m: int
     num_row_tiles: int
-    split_mode: SplitMode
+    block_v: int
+    value_blocks: int
+    max_splits: int
     split_programs: int
-    workspace_slots: int
+    num_partial_rows: int
+    partial_rows_per_seq: int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the kernel that can split runs, and the merge of the parts after it."""
+        return self.max_splits > 1
 
     def workspace_elements(self, shape: BatchShape) -> int:
-        """fp32 elements of workspace: per slot, token and head an accumulator, a max and a sum."""
-        rows = self.workspace_slots * shape.num_tokens * shape.num_heads
-        return rows * (shape.head_size + 2)
+        """fp32 elements of workspace: an accumulator, a max and a sum per part, row and head."""
+        if not self.is_split:
+            return 0
+        return self.max_splits * self.num_partial_rows * shape.num_heads * (shape.head_size + 2)
 
 
 def ceil_div(value: int, divisor: int) -> int:
@@ -88,9 +92,14 @@ def num_splits(query_len: int, num_keys: int, shape: BatchShape, config: TileCon
 
     num_keys: see `visible_keys`. The kernel's `_num_splits` computes the same on the device.
     """
-    programs = ceil_div(query_len * shape.group, config.block_m) * shape.num_kv_heads
+    programs = ceil_div(query_len * shape.group, config.block_m) * _head_programs(shape, config)
     by_keys = ceil_div(num_keys, config.min_keys_per_split)
     return max(1, min(config.max_splits, by_keys, TARGET_PROGRAMS // max(programs, 1)))
+
+
+def _head_programs(shape: BatchShape, config: TileConfig) -> int:
+    """Programs that work on the same row tile, without splitting: the grid's second axis."""
+    return shape.num_kv_heads * ceil_div(shape.head_size, config.columns(shape.head_size))
 
 
 def plan_attention(shape: BatchShape, config: TileConfig, window: Window | None) -> AttentionPlan:
@@ -103,13 +112,22 @@ def plan_attention(shape: BatchShape, config: TileConfig, window: Window | None)
     block_m = min(config.block_m, max(MIN_BLOCK_M, next_power_of_2(rows)))
     num_row_tiles = shape.num_tokens * shape.group // block_m + shape.num_seqs
 
+    # A sequence of one row gets the most parts, one with more than split_rows gets none.
     num_keys = visible_keys(shape.max_query_len, shape.max_seq_len, window)
-    most_splits = num_splits(1, num_keys, shape, config)
-    split_mode: SplitMode
-    if most_splits == 1:
-        split_mode, split_programs, slots = "none", 1, 0
-    elif num_row_tiles * shape.num_kv_heads > TARGET_PROGRAMS:
-        split_mode, split_programs, slots = "serial", 1, 1
-    else:
-        split_mode, split_programs, slots = "parallel", most_splits, most_splits
-    return AttentionPlan(config, block_m, num_row_tiles, split_mode, split_programs, slots)
+    max_splits = num_splits(1, num_keys, shape, config)
+    head_programs = _head_programs(shape, config)
+    is_filled = num_row_tiles * head_programs > TARGET_PROGRAMS
+    split_tiles = max(1, TARGET_PROGRAMS // 2 // head_programs)
+    split_rows = ceil_div(split_tiles * config.block_m, shape.group)
+    is_by_token = shape.num_tokens <= shape.num_seqs * split_rows
+    return AttentionPlan(
+        config=config,
+        block_m=block_m,
+        num_row_tiles=num_row_tiles,
+        block_v=config.columns(shape.head_size),
+        value_blocks=head_programs // shape.num_kv_heads,
+        max_splits=max_splits,
+        split_programs=1 if is_filled else max_splits,
+        num_partial_rows=shape.num_tokens if is_by_token else shape.num_seqs * split_rows,
+        partial_rows_per_seq=0 if is_by_token else split_rows,
+    )

@@ -5,8 +5,7 @@ sum_p = sum_k 2^(s_k - max_p). Parts are joined left to right,
 
     max = max(max_a, max_b),  x = 2^(max_a - max) x_a + 2^(max_b - max) x_b   for x = acc, sum
 
-either by the program that computed them ("serial") or by `merge_splits_kernel` ("parallel"); both
-call `merge_parts`, so that the two modes agree to the bit.
+so the bits depend on how the keys are cut and on nothing else. `merge_splits_kernel` does it.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ import triton.language as tl
 @triton.jit
 def num_splits_on_device(
     query_len, num_keys, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    VALUE_BLOCKS: tl.constexpr,
     SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """`planning.num_splits` on the device: how many parts one sequence's keys are cut into."""
-    programs = tl.maximum(tl.cdiv(query_len * GROUP, SPLIT_ROWS) * NUM_KV_HEADS, 1)
+    programs = tl.maximum(tl.cdiv(query_len * GROUP, SPLIT_ROWS) * (NUM_KV_HEADS * VALUE_BLOCKS), 1)
     by_keys = tl.cdiv(num_keys, MIN_KEYS)
     return tl.maximum(tl.minimum(tl.minimum(by_keys, MAX_SPLITS), PROGRAMS // programs), 1)
 
@@ -38,11 +38,21 @@ def visible_keys_on_device(query_len, seq_len, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def partial_row_on_device(seq, row, token, ROWS_PER_SEQ: tl.constexpr):
+    """Where a row's parts lie on the workspace's row axis: by token, or ROWS_PER_SEQ a sequence."""
+    if ROWS_PER_SEQ > 0:
+        index = seq.to(tl.int64) * ROWS_PER_SEQ + row
+    else:
+        index = token.to(tl.int64)
+    return index
+
+
+@triton.jit
 def merge_parts(acc_a, max_a, sum_a, acc_b, max_b, sum_b):
     """Join two partial softmaxes over disjoint keys; a comes before b.
 
-    acc is unnormalized and relative to exp2(max). The fused multiply-adds are spelled out, so that
-    both callers round alike. A part without keys has max -inf and contributes exact zeros.
+    acc is unnormalized and relative to exp2(max). The multiply-adds are
+    spelled out, so that no compiler setting changes how they round. A part without keys has max -inf and contributes exact zeros.
     """
     new_max = tl.maximum(max_a, max_b)
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -70,10 +80,10 @@ def _find_token(query_start_loc, token, num_seqs):
 @triton.jit
 def merge_splits_kernel(
     out, v_scale, partial_acc, partial_max, partial_sum, query_start_loc, seq_lens,
-    num_seqs, num_tokens, out_stride_token, out_stride_head,
+    num_seqs, num_partial_rows, out_stride_token, out_stride_head,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr, WINDOW: tl.constexpr, HAS_V_SCALE: tl.constexpr,
-    PADDED_GROUP: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr, VALUE_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, HAS_V_SCALE: tl.constexpr,
+    PADDED_GROUP: tl.constexpr, PARTIAL_ROWS_PER_SEQ: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one token and KV head, in order. Grid: (num_tokens, KV heads).
@@ -83,17 +93,19 @@ def merge_splits_kernel(
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = _find_token(query_start_loc, index, num_seqs)
-    query_len = tl.load(query_start_loc + seq + 1) - tl.load(query_start_loc + seq)
+    query_start = tl.load(query_start_loc + seq)
+    query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
     num_splits = num_splits_on_device(
         query_len, visible_keys_on_device(query_len, seq_len, WINDOW),
-        GROUP, NUM_KV_HEADS, SPLIT_ROWS, MIN_KEYS, MAX_SPLITS, PROGRAMS,
+        GROUP, NUM_KV_HEADS, VALUE_BLOCKS, SPLIT_ROWS, MIN_KEYS, MAX_SPLITS, PROGRAMS,
     )  # fmt: skip
     is_padding = index >= tl.load(query_start_loc + num_seqs)
     if is_padding | (seq_len == 0) | (num_splits == 1):
         return
 
     token = index.to(tl.int64)
+    row = partial_row_on_device(seq, index - query_start, token, PARTIAL_ROWS_PER_SEQ)
     in_group = tl.arange(0, PADDED_GROUP)
     is_head = in_group < GROUP
     head = kv_head * GROUP + in_group
@@ -103,13 +115,13 @@ def merge_splits_kernel(
     row_sum = tl.zeros([PADDED_GROUP], tl.float32)
     acc = tl.zeros([PADDED_GROUP, PADDED_SIZE], tl.float32)
     for split in range(num_splits):
-        part = (split * num_tokens + token) * (GROUP * NUM_KV_HEADS) + head
+        part = (split * num_partial_rows + row) * (GROUP * NUM_KV_HEADS) + head
         part_max = tl.load(partial_max + part, is_head, other=float("-inf"))
         part_sum = tl.load(partial_sum + part, is_head, other=0.0)
         part_acc = tl.load(partial_acc + part[:, None] * HEAD_SIZE + dim[None, :], mask, other=0.0)
         acc, row_max, row_sum = merge_parts(acc, row_max, row_sum, part_acc, part_max, part_sum)
 
-    result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    result = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
     if HAS_V_SCALE:
         result *= tl.load(v_scale)
     pointers = out + token * out_stride_token + head[:, None] * out_stride_head + dim[None, :]

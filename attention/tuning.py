@@ -1,15 +1,19 @@
 """Tile sizes, from one committed table. Nothing is searched when a server starts.
 
-How the numbers are bounded, per program (bytes of shared memory, registers of 4 bytes a thread):
+How the numbers are bounded, for 2-byte elements, per program:
 
-    shared memory   Q: block_m * head_size * 2, and K + V: num_stages * 2 * block_n * head_size * 2
-                    Hopper has 227 KiB a program
-    registers       the fp32 accumulator alone takes block_m * head_size / (32 * num_warps) a thread,
-                    of 255; above 128 it spills
+    shared memory   block_m * head_size (Q) + num_stages * block_n * (head_size + block_v) (K, V),
+                    times 2 bytes; Hopper has 227 KiB
+    registers       of 255 a thread the fp32 accumulator takes block_m * block_v / (32 * num_warps);
+                    above 128 it spills
 
-Hopper's wgmma works on 64 rows per group of four warps, so block_m is 64 or 128 there. The rows of
-`HOPPER` compile for sm_90 without a spill: bench/attention_compile.py checks that without a GPU and
-writes bench/results/attention_sm90_compile.csv. `SMALL` fits the 99 KiB of consumer cards.
+Hopper's wgmma works on 64 rows per group of four warps, so eight warps want block_m 128: with 64 rows
+both groups compute the same logits (measured in the PTX). At head size 512 an accumulator of 128 rows
+does not fit, so two programs share the columns of V and both compute the logits: half as much
+arithmetic again, but each K/V byte is read for twice the rows, and L2 is what runs out first.
+
+The rows of `HOPPER` compile for sm_90 without a spill (bench/attention_compile.py checks it without a
+GPU and writes bench/results/attention_sm90_compile.csv). `SMALL` fits the 99 KiB of other cards.
 """
 
 from __future__ import annotations
@@ -22,11 +26,17 @@ from dataclasses import dataclass
 TARGET_PROGRAMS = 256
 
 
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is at least ``value`` (1 for 0 and 1)."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
 @dataclass(frozen=True)
 class TileConfig:
     """One row of the table.
 
     block_m: rows x query heads of one KV head handled by a program; block_n: keys loaded at a time;
+    block_v: output columns of a program, at most (several programs share a larger head size);
     min_keys_per_split: a sequence is split only into parts of at least so many keys;
     max_splits: the most parts (1 turns splitting off). Powers of two, except max_splits.
     Raises ValueError for values that the kernel cannot take.
@@ -38,9 +48,14 @@ class TileConfig:
     num_stages: int
     min_keys_per_split: int = 2048
     max_splits: int = 8
+    block_v: int = 256
+
+    def columns(self, head_size: int) -> int:
+        """Output columns of a program for this head size, a power of two."""
+        return min(self.block_v, max(16, next_power_of_2(head_size)))
 
     def __post_init__(self) -> None:
-        for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+        for name, least in (("block_m", 16), ("block_n", 16), ("block_v", 16), ("num_warps", 1)):
             value = getattr(self, name)
             if value < least or value & (value - 1):
                 raise ValueError(f"{name} is {value}, expected a power of two of at least {least}")
@@ -54,12 +69,12 @@ class TileConfig:
 
 # (head size rounded up to a power of two, bytes of a query element) -> tiles.
 HOPPER: dict[tuple[int, int], TileConfig] = {
-    (16, 2): TileConfig(128, 128, 4, 3),
-    (32, 2): TileConfig(128, 128, 4, 3),
-    (64, 2): TileConfig(128, 128, 4, 3),
-    (128, 2): TileConfig(128, 128, 8, 2, min_keys_per_split=1024, max_splits=32),
+    (16, 2): TileConfig(128, 64, 4, 3),
+    (32, 2): TileConfig(128, 64, 4, 3),
+    (64, 2): TileConfig(128, 64, 4, 3),
+    (128, 2): TileConfig(128, 128, 8, 2, min_keys_per_split=1024, max_splits=16),
     (256, 2): TileConfig(128, 64, 8, 2),
-    (512, 2): TileConfig(64, 32, 8, 2),
+    (512, 2): TileConfig(128, 32, 8, 2),
     (16, 4): TileConfig(64, 32, 4, 2),
     (32, 4): TileConfig(64, 32, 4, 2),
     (64, 4): TileConfig(64, 32, 4, 2),
@@ -70,15 +85,10 @@ HOPPER: dict[tuple[int, int], TileConfig] = {
 
 SMALL: dict[tuple[int, int], TileConfig] = {
     **HOPPER,
-    (128, 2): TileConfig(64, 64, 4, 2, min_keys_per_split=1024, max_splits=32),
+    (128, 2): TileConfig(64, 64, 4, 2, min_keys_per_split=1024, max_splits=16),
     (256, 2): TileConfig(64, 32, 4, 1),
     (512, 2): TileConfig(32, 32, 4, 1),
 }
-
-
-def next_power_of_2(value: int) -> int:
-    """The smallest power of two that is at least ``value`` (1 for 0 and 1)."""
-    return 1 << max(value - 1, 0).bit_length()
 
 
 def tile_config(head_size: int, element_size: int, capability_major: int = 9) -> TileConfig:

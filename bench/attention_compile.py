@@ -28,6 +28,7 @@ from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +37,6 @@ sys.path.insert(0, str(ROOT))
 from attention.canvas_attention import canvas_attention_kernel  # noqa: E402
 from attention.tuning import HOPPER, TARGET_PROGRAMS, TileConfig, next_power_of_2  # noqa: E402
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_LIMIT = 232448
 RESULTS = ROOT / "bench" / "results" / "attention_sm90_compile.csv"
 POINTERS = {"out", "query", "key_cache", "value_cache"}
@@ -52,7 +52,7 @@ class Variant:
     dtype: str
     cache_dtype: str
     window: int
-    split_mode: str
+    is_split: bool
     page_size: int = 16
     is_anchored: bool = True
 
@@ -75,22 +75,19 @@ class Report:
 def variants(head_sizes: list[int]) -> list[Variant]:
     """Sliding layers (256), full layers (512) and the drafter (128); 16-bit and fp8 caches."""
     rows = [
-        Variant(256, 2, 8, "bf16", "bf16", 1024, "none"),
-        Variant(256, 2, 8, "bf16", "bf16", 1024, "none", is_anchored=False),
-        Variant(256, 2, 8, "bf16", "fp8e4nv", 1024, "none"),
-        Variant(256, 2, 8, "bf16", "bf16", 0, "serial"),
-        Variant(256, 2, 8, "bf16", "bf16", 0, "parallel"),
-        Variant(512, 8, 2, "bf16", "bf16", 0, "none"),
-        Variant(512, 8, 2, "bf16", "bf16", 0, "serial"),
-        Variant(512, 8, 2, "bf16", "bf16", 0, "parallel"),
-        Variant(512, 8, 2, "bf16", "bf16", 0, "parallel", page_size=64),
-        Variant(512, 8, 2, "bf16", "fp8e4nv", 0, "parallel"),
-        Variant(128, 4, 8, "bf16", "bf16", 0, "parallel"),
-        Variant(128, 4, 8, "bf16", "bf16", 0, "serial"),
-        Variant(64, 4, 8, "bf16", "bf16", 0, "none"),
-        Variant(32, 2, 2, "bf16", "bf16", 0, "none"),
-        Variant(512, 8, 2, "fp32", "fp32", 0, "none"),
-        Variant(256, 2, 8, "fp32", "fp32", 1024, "none"),
+        Variant(256, 2, 8, "bf16", "bf16", 1024, False),
+        Variant(256, 2, 8, "bf16", "bf16", 1024, False, is_anchored=False),
+        Variant(256, 2, 8, "bf16", "fp8e4nv", 1024, False),
+        Variant(256, 2, 8, "bf16", "bf16", 0, True),
+        Variant(512, 8, 2, "bf16", "bf16", 0, False),
+        Variant(512, 8, 2, "bf16", "bf16", 0, True),
+        Variant(512, 8, 2, "bf16", "bf16", 0, True, page_size=64),
+        Variant(512, 8, 2, "bf16", "fp8e4nv", 0, True),
+        Variant(128, 4, 8, "bf16", "bf16", 0, True),
+        Variant(64, 4, 8, "bf16", "bf16", 0, False),
+        Variant(32, 2, 2, "bf16", "bf16", 0, False),
+        Variant(512, 8, 2, "fp32", "fp32", 0, False),
+        Variant(256, 2, 8, "fp32", "fp32", 1024, False),
     ]
     return [row for row in rows if not head_sizes or row.head_size in head_sizes]
 
@@ -104,7 +101,7 @@ def kernel_source(variant: Variant, config: TileConfig) -> ASTSource:
         "PAGE_SIZE": variant.page_size, "WINDOW": variant.window,
         "ANCHORED": variant.is_anchored, "SOFTCAP": False, "HAS_K_SCALE": is_fp8,
         "HAS_V_SCALE": is_fp8, "IS_BOOL": False, "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n, "SPLIT_MODE": variant.split_mode,
+        "BLOCK_N": config.block_n, "BLOCK_V": config.columns(variant.head_size), "SPLIT": variant.is_split, "PARTIAL_ROWS_PER_SEQ": 0,
         "SPLIT_ROWS": config.block_m, "MIN_KEYS": config.min_keys_per_split,
         "MAX_SPLITS": config.max_splits, "PROGRAMS": TARGET_PROGRAMS, "UPCAST": False,
         "k_stride_dim": 1, "v_stride_dim": 1,
@@ -167,7 +164,7 @@ def _ptxas(ptx: str, arch: int) -> str:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         suffix = "a" if arch == 90 else ""
-        command = [str(TOOLS / "ptxas"), "-v", f"--gpu-name=sm_{arch}{suffix}", str(source)]
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name=sm_{arch}{suffix}", str(source)]
         result = subprocess.run(
             [*command, "-o", str(Path(folder) / "kernel.cubin")],
             capture_output=True, text=True,

@@ -108,8 +108,8 @@ def accept_mask(entropy: Tensor, width: Tensor, entropy_bound: PerRow) -> Tensor
     valid = valid_positions(width, entropy.shape[-1])
     ordered, position = torch.sort(torch.where(valid, entropy, torch.inf), dim=-1, stable=True)
     bound = _column(entropy_bound)
-    keep = torch.cumsum(ordered, dim=-1) - ordered <= bound
-    return torch.zeros_like(keep).scatter(-1, position, keep) & valid
+    keep = torch.cumsum(ordered, dim=-1) - ordered <= bound  # never at +inf: inf - inf is NaN
+    return torch.zeros_like(keep).scatter(-1, position, keep)
 
 
 def renoise(sample: Tensor, accept: Tensor, noise_tokens: Tensor) -> Tensor:
@@ -122,12 +122,12 @@ def count_stable(
 ) -> Tensor:
     """How many consecutive argmax canvases, this one included, are identical: [R], >= 1.
 
-    argmax, previous_argmax: [R, C] int64; stable_count: [R] int, 0 before the first step, when
-    `previous_argmax` holds nothing to compare with. A count of at least w says the same as a
+    argmax, previous_argmax: [R, C] int64; stable_count: [R] int, 0 before the first step: then
+    the count is 1 whatever `previous_argmax` holds. A count of at least w says the same as a
     history of w - 1 canvases that all equal this one, which is what Hugging Face keeps.
     """
     valid = valid_positions(width, argmax.shape[-1])
-    same = ((argmax == previous_argmax) | ~valid).all(dim=-1) & (stable_count > 0)
+    same = ((argmax == previous_argmax) | ~valid).all(dim=-1)
     return torch.where(same, stable_count, 0) + 1
 
 

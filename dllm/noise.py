@@ -146,7 +146,6 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
         high, low = _multiply_high_low(multiplier, even)
         even, odd = high.flip(0) ^ odd ^ key, low.flip(0)
         key = (key + weyl) & _MASK32
-    even, odd = torch.broadcast_tensors(even, odd)
     return torch.stack((even[0], odd[0], even[1], odd[1]))
 
 

@@ -49,13 +49,11 @@ def row_stats(
     through self-conditioning. Its argmax and sample are valid ids that mean nothing.
     """
     x = logits.to(torch.float32)
-    maximum = x.amax(dim=-1, keepdim=True)
-    maximum = torch.where(maximum > -torch.inf, maximum, 0.0)  # else -inf - -inf is NaN
-    d = (x - maximum) / temperature[:, None]
+    d = (x - x.amax(dim=-1, keepdim=True)) / temperature[:, None]
     e = torch.exp(d)
     z = e.sum(dim=-1)
     s = torch.where(e > 0, d * e, 0.0).sum(dim=-1)  # -inf * 0 is NaN
-    has_distribution = z > 0
+    has_distribution = z > 0  # not if d is NaN: -inf - -inf, or a NaN logit
     entropy = torch.where(has_distribution, torch.log(z) - s / z, torch.inf)
     probs = None
     if probs_dtype is not None:

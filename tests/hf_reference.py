@@ -68,8 +68,8 @@ def tiny_hf_model(
         moe_intermediate_size=16,
         max_position_embeddings=1024,
     )
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
-    vision |= dict(num_attention_heads=1, num_key_value_heads=1, head_dim=16)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
     config = DiffusionGemmaConfig(text_config=text, vision_config=vision)
     config.canvas_length = canvas_length
     torch.manual_seed(seed)

@@ -89,7 +89,7 @@ def test_philox_equals_python(counter: list[int], key: list[int]) -> None:
 def test_row_keys_and_tokens_follow_their_definition(
     seed: int, canvas_start: int, step: int, vocab_size: int
 ) -> None:
-    place = tuple(torch.tensor([value]) for value in (seed, canvas_start, step))
+    place = (torch.tensor([seed]), torch.tensor([canvas_start]), torch.tensor([step]))
     keys = noise.row_keys(*place, 5, noise.STREAM_GUMBEL)
     tokens = noise.random_tokens(*place, 5, vocab_size, noise.STREAM_RENOISE)
     seed_words = [seed & MASK, (seed >> 32) & MASK]
@@ -131,7 +131,7 @@ def test_step_noise_is_its_two_streams() -> None:
 
 def test_every_part_of_the_place_changes_every_key() -> None:
     def keys(seed: int, start: int, step: int, stream: int) -> Tensor:
-        place = (torch.tensor([value]) for value in (seed, start, step))
+        place = (torch.tensor([seed]), torch.tensor([start]), torch.tensor([step]))
         return noise.row_keys(*place, 64, stream)
 
     base = keys(5, 6, 7, 1)
@@ -184,16 +184,18 @@ def test_neighbouring_positions_and_tokens_are_independent() -> None:
         assert tail > ERROR_PROBABILITY / 3, (name, tail)
 
 
-@pytest.mark.parametrize("stride", [1, 2**8, 2**10, 2**13, 2**14, 257])
+@pytest.mark.parametrize("stride", [1, 257, 2**10, 2**13])
 def test_gumbel_max_draws_from_the_softmax(stride: int) -> None:
-    """Also for ids that differ by powers of two, where a two-multiplication mixer is biased."""
-    num_draws, num_tokens = 2**18, 16
+    """Also for ids that differ by powers of two, where a two-multiplication mixer fails this."""
+    num_draws, num_tokens = 2**20, 16
     logits = torch.randn(num_tokens, generator=torch.Generator().manual_seed(stride))
-    bits = noise.token_bits(random_keys(num_draws, stride), torch.arange(num_tokens) * stride)
-    drawn = (logits + noise.gumbel_from_bits(bits)).argmax(dim=-1)
-    counts = torch.bincount(drawn, minlength=num_tokens).double()
+    counts = torch.zeros(num_tokens, dtype=torch.float64)
+    for keys in random_keys(num_draws, stride).split(2**16):
+        bits = noise.token_bits(keys, torch.arange(num_tokens) * stride)
+        drawn = (logits + noise.gumbel_from_bits(bits)).argmax(dim=-1)
+        counts += torch.bincount(drawn, minlength=num_tokens)
     tail = chi_square_tail(counts, num_draws * torch.softmax(logits.double(), 0))
-    assert tail > ERROR_PROBABILITY / 6, (stride, tail)
+    assert tail > ERROR_PROBABILITY / 4, (stride, tail)
 
 
 def test_random_tokens_are_uniform_over_a_vocabulary_that_is_no_power_of_two() -> None:

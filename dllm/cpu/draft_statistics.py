@@ -59,11 +59,19 @@ class Distributions:
     ) -> "Distributions":
         """Join the (max, sumexp) blocks; a drafter without logits has log-probability 0."""
         target_lse = _logsumexp(*target_blocks)
-        draft_lse = _logsumexp(*draft_blocks) if draft_logits is not None else 0 * target_lse
+        draft_lse = np.zeros_like(target_lse)
+        if draft_logits is not None:
+            draft_lse = _logsumexp(*draft_blocks)
         return cls(target_logits, target_lse, draft_logits, draft_lse)
 
+    def normalizers(self, row: int | None) -> tuple[float, float]:
+        """Return the logsumexp of the target and of the drafter in a logits row, 0 for no row."""
+        if row is None:
+            return 0.0, 0.0
+        return float(self.target_lse[row]), float(self.draft_lse[row])
+
     def of_drafts(
-        self, start: int, slot: int, temperature: np.float32, drafts: np.ndarray
+        self, start: int, slot: int, temperature: float, drafts: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the target's and the drafter's log-probabilities of one request's drafts, [n]."""
         steps, tokens = np.arange(len(drafts)), np.maximum(drafts, 0)
@@ -71,7 +79,7 @@ class Distributions:
         target = self.target_logits[rows, tokens].float().numpy() - self.target_lse[rows]
         if self.draft_logits is None:
             return target, np.zeros_like(target)
-        draft = self.draft_logits[slot, steps, tokens].float().numpy() / temperature
+        draft = self.draft_logits[slot, steps, tokens].float().numpy() / np.float32(temperature)
         return target, draft - self.draft_lse[rows]
 
 
@@ -169,7 +177,7 @@ def _compute_cumulative_log_p_kernel(
         target, draft = distributions.of_drafts(start, slot, temperature, drafts)
         log_p = np.float32(0)
         for step, log_ratio in enumerate(np.where(drafts >= 0, target - draft, np.float32(0))):
-            log_p = np.minimum(log_p + log_ratio, np.float32(0))
+            log_p = np.fmin(log_p + log_ratio, np.float32(0))
             cumulative[start + step] = log_p
 
 

@@ -18,15 +18,15 @@ def philox_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
     seeds, positions: [n] int64, the key and the counter of Philox4x32-10. Returns [n] fp32.
     """
-    word = np.uint64(_WORD)
-    seeds, positions = seeds.astype(np.uint64), positions.astype(np.uint64)
-    key_a, key_b = seeds & word, seeds >> 32
-    c0, c1 = positions & word, positions >> 32
+    word, high = np.uint64(_WORD), np.uint64(32)
+    seeds, positions = seeds.view(np.uint64), positions.view(np.uint64)
+    key_a, key_b = seeds & word, seeds >> high
+    c0, c1 = positions & word, positions >> high
     c2 = c3 = np.zeros_like(c0)
     for _ in range(10):
         product_a, product_b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1 = (product_b >> 32) ^ c1 ^ key_a, product_b & word
-        c2, c3 = (product_a >> 32) ^ c3 ^ key_b, product_a & word
+        c0, c1 = (product_b >> high) ^ c1 ^ key_a, product_b & word
+        c2, c3 = (product_a >> high) ^ c3 ^ key_b, product_a & word
         key_a = (key_a + np.uint64(0x9E3779B9)) & word
         key_b = (key_b + np.uint64(0xBB67AE85)) & word
     signed = c0.astype(np.uint32).view(np.int32)
@@ -34,12 +34,13 @@ def philox_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.maximum(np.where(signed < 0, ~signed, signed).astype(np.float32) * least, least)
 
 
+def _rotate(words: np.ndarray, bits: int) -> np.ndarray:
+    return (words << np.uint32(bits)) | (words >> np.uint32(32 - bits))
+
+
 def _murmur3_mix(state: np.ndarray, key: np.ndarray) -> np.ndarray:
-    key = key * np.uint32(0xCC9E2D51)
-    key = (key << 15) | (key >> 17)
-    state = state ^ (key * np.uint32(0x1B873593))
-    state = (state << 13) | (state >> 19)
-    return state * np.uint32(5) + np.uint32(0xE6546B64)
+    key = _rotate(key * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
+    return _rotate(state ^ key, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 
 
 def murmur3(seed: int, position: int, keys: np.ndarray, domain: int = 0) -> np.ndarray:
@@ -48,7 +49,7 @@ def murmur3(seed: int, position: int, keys: np.ndarray, domain: int = 0) -> np.n
     keys: [n] uint32. Returns [n] uint32. Arrays of one element stand for scalars, because numpy
     warns when a scalar wraps around.
     """
-    state = np.array([domain], dtype=np.uint32)
+    state: np.ndarray = np.array([domain], dtype=np.uint32)
     for word in (seed, seed >> 32, position):
         state = _murmur3_mix(state, np.array([word & _WORD], dtype=np.uint32))
     state = _murmur3_mix(state, keys) ^ np.uint32(16)
@@ -59,7 +60,7 @@ def murmur3(seed: int, position: int, keys: np.ndarray, domain: int = 0) -> np.n
 
 def _log1p_of_negated(value: np.ndarray) -> np.ndarray:
     """Return log(1 - value) in fp32, by the kernel's series where value < 1/4."""
-    series = np.float32(1 / 8)
+    series: np.ndarray = np.array(1 / 8, dtype=np.float32)
     for divisor in range(7, 0, -1):
         series = np.float32(1 / divisor) + value * series
     direct = np.log(np.maximum(np.float32(1) - value, np.float32(2**-24)))

@@ -44,7 +44,7 @@ def _table_at(address: int, num_rows: int, num_columns: int) -> np.ndarray:
     differ.
     """
     buffer = (ctypes.c_int32 * (num_rows * num_columns)).from_address(address)
-    return np.frombuffer(buffer, dtype=np.int32).reshape(num_rows, num_columns)
+    return np.frombuffer(memoryview(buffer), dtype=np.int32).reshape(num_rows, num_columns)
 
 
 # --------------------------------------------------------------------------- staged writes

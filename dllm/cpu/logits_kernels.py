@@ -36,7 +36,10 @@ def _ranks_kernel(
     vocab_size: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Count the tokens that score at least as high as `token_ids[i]` in `logits[i]`: 1 is best."""
+    """Count the tokens that score at least as high as `token_ids[i]` in `logits[i]`: 1 is best.
+
+    For a token at -inf that is V; the Triton kernel counts the padding of its last block too.
+    """
     chosen = logits_ptr.gather(1, token_ids_ptr.long().unsqueeze(1))
     output_ptr.copy_((logits_ptr >= chosen).sum(1))
 

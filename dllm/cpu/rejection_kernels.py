@@ -68,20 +68,38 @@ def _num_leading(flags: np.ndarray) -> int:
     return int(np.append(flags, False).argmin())
 
 
-def _accept_by_block(
-    log_p: np.ndarray, next_mass: np.ndarray, uniform: np.ndarray
-) -> int:
-    """Return how many drafts block verification keeps: the last i with u_i <= h_i, plus one.
+def _best_tokens(local_max: torch.Tensor, local_argmax: torch.Tensor, rows: slice) -> np.ndarray:
+    """Return the token with the largest value over all vocabulary blocks, for each of `rows`."""
+    values, tokens = local_max.numpy()[rows], local_argmax.numpy()[rows]
+    blocks = np.where(np.isnan(values), -np.inf, values).argmax(1)
+    return tokens[np.arange(len(tokens)), blocks]
 
-    log_p: [n], of the prefix that ends with draft i. next_mass: [n], the residual mass of the
-    draft after i, NaN after the last.
+
+def _next_masses(
+    log_p: np.ndarray, target: np.ndarray, local_residual_mass: np.ndarray | None
+) -> np.ndarray:
+    """Return the residual mass of every draft but the first, [n - 1].
+
+    log_p, target: [n]. local_residual_mass: [n, blocks], None where the drafter put all its mass on
+    the draft: then it is p_i * (1 - target).
     """
-    p = np.exp(log_p)
-    denominator = next_mass + np.float32(1) - p
+    if local_residual_mass is not None:
+        return local_residual_mass[1:].sum(1)
+    return np.exp(log_p[:-1]) * (np.float32(1) - np.exp(target[1:]))
+
+
+def _num_kept_by_block(log_p: np.ndarray, next_masses: np.ndarray, uniform: np.ndarray) -> int:
+    """Return how many drafts block verification keeps: through the last i with u_i <= h_i.
+
+    log_p: [n], the joint ratio of the prefix that ends with draft i. next_masses: [n - 1], the
+    residual mass of draft i + 1. h_i = mass / (mass + 1 - p_i), and p_i at the last draft.
+    """
+    h = np.exp(log_p)
+    denominators = next_masses + np.float32(1) - h[:-1]
     with np.errstate(all="ignore"):
-        h = np.where(denominator > 0, next_mass / denominator, np.float32(1))
-    accepted = np.flatnonzero(uniform <= np.where(np.isnan(next_mass), p, h))
-    return int(accepted[-1]) + 1 if len(accepted) else 0
+        h[:-1] = np.where(denominators > 0, next_masses / denominators, np.float32(1))
+    kept = np.flatnonzero(uniform <= h)
+    return int(kept[-1]) + 1 if len(kept) else 0
 
 
 def _rejection_kernel(
@@ -134,21 +152,158 @@ def _rejection_kernel(
         draft_logits_ptr,
         (draft_local_max_ptr, draft_local_sumexp_ptr),
     )
-    slots, starts = idx_mapping_ptr.tolist(), cu_num_logits_ptr.tolist()
-    for row, slot in enumerate(slots):
+    starts, is_greedy = cu_num_logits_ptr.tolist(), (temp_ptr == 0).tolist()
+    for row, slot in enumerate(idx_mapping_ptr.tolist()):
         start, end = starts[row], starts[row + 1] - 1
-        drafts = draft_sampled_ptr.numpy()[start + 1 : end + 1].astype(np.int64)
-        is_there = drafts >= 0
-        uniform = philox_uniform(seed_ptr.numpy()[[slot]], pos_ptr.numpy()[start:end])
-        temperature = np.float32(temp_ptr[slot].item())
-        rates = synthetic_conditional_rates_ptr
-        is_lucky = uniform < rates.numpy()[: len(drafts)] if rates is not None else None
-        lse_row: int | None = None
+        drafts = draft_sampled_ptr.numpy()[start + 1 : end + 1]
+        if not is_greedy[slot]:
+            drafts = drafts[: _num_leading(drafts >= 0)]  # a draft that is not there ends them
+        rows = slice(start, start + len(drafts))
+        uniform = philox_uniform(seed_ptr.numpy()[slot : slot + 1], pos_ptr.numpy()[rows])
+        is_kept = None
+        if synthetic_conditional_rates_ptr is not None:
+            is_kept = uniform < synthetic_conditional_rates_ptr.numpy()[: len(drafts)]
 
-        if temperature == 0:
-            best = _best_tokens(target_local_max_ptr, target_local_argmax_ptr, start, end)
-            is_kept = is_there & (is_lucky if is_lucky is not None else best == drafts)
+        if is_greedy[slot]:
+            best = _best_tokens(target_local_max_ptr, target_local_argmax_ptr, rows)
+            is_kept = (best == drafts if is_kept is None else is_kept) & (drafts >= 0)
             num_kept = _num_leading(is_kept)
             tokens = np.where(is_kept, drafts, best)[: num_kept + 1]
-        elif USE_BLOCK_VERIFICATION:
-            ...
+            normalized_row = None
+        elif cumulative_log_p_ptr is not None:
+            target, _ = distributions.of_drafts(start, slot, temp_ptr[slot].item(), drafts)
+            log_p, masses = cumulative_log_p_ptr.numpy()[rows], None
+            if local_residual_mass_ptr is not None:
+                masses = local_residual_mass_ptr.numpy()[rows]
+            num_kept = _num_kept_by_block(log_p, _next_masses(log_p, target, masses), uniform)
+            tokens = drafts
+            normalized_row = start + num_kept if start + num_kept < end else None
+        else:
+            target, draft = distributions.of_drafts(start, slot, temp_ptr[slot].item(), drafts)
+            num_kept = _num_leading(
+                target > np.log(uniform) + draft if is_kept is None else is_kept
+            )
+            tokens = drafts[: num_kept + 1]
+            normalized_row = start + len(tokens) - 1 if len(tokens) else None
+
+        sampled_ptr.numpy()[row, : len(tokens)] = tokens
+        rejected_steps_ptr[row] = num_kept
+        target_lse, draft_lse = distributions.normalizers(normalized_row)
+        target_rejected_logsumexp_ptr[row] = target_lse
+        draft_rejected_logsumexp_ptr[row] = draft_lse
+
+
+# --------------------------------------------------------------------------- resampling
+
+
+def _residual(log_target: np.ndarray, log_draft: np.ndarray) -> np.ndarray:
+    """Return log max(exp(log_target) - exp(log_draft), 0), stable where the two are close."""
+    with np.errstate(all="ignore"):
+        ratio = np.exp(log_draft - log_target)
+        return np.where(ratio < 1, log_target + np.log1p(-ratio), np.float32(-np.inf))
+
+
+def _resample_kernel(
+    resampled_local_argmax_ptr: torch.Tensor,
+    resampled_local_argmax_stride: int,
+    resampled_local_max_ptr: torch.Tensor,
+    resampled_local_max_stride: int,
+    target_logits_ptr: torch.Tensor,
+    target_logits_stride: int,
+    target_rejected_logsumexp_ptr: torch.Tensor,
+    draft_logits_ptr: torch.Tensor | None,
+    draft_logits_stride_0: int,
+    draft_logits_stride_1: int,
+    draft_rejected_logsumexp_ptr: torch.Tensor,
+    rejected_step_ptr: torch.Tensor,
+    cu_num_logits_ptr: torch.Tensor,
+    expanded_idx_mapping_ptr: torch.Tensor,
+    draft_sampled_ptr: torch.Tensor,
+    temp_ptr: torch.Tensor,
+    seed_ptr: torch.Tensor,
+    pos_ptr: torch.Tensor,
+    cumulative_log_p_ptr: torch.Tensor | None,
+    contexts_ptr: torch.Tensor | None,
+    contexts_stride: int,
+    watermarking_ptr: torch.Tensor | None,
+    watermarking_skip_mask_ptr: torch.Tensor | None,
+    watermark_key_0: int,
+    watermark_key_1: int,
+    vocab_size: int,
+    BLOCK_SIZE: int,
+    HAS_DRAFT_LOGITS: bool,
+    USE_FP64: bool,
+    USE_BLOCK_VERIFICATION: bool,
+    CONTEXT_WIDTH: int,
+    WATERMARK: bool,
+    DEDUPLICATE_CONTEXTS: bool,
+) -> None:
+    """Draw the token after each row's kept drafts, per vocabulary block.
+
+    From the target's logits where there is no rejected draft, else from the residual. Greedy rows
+    that rejected a draft already have their token and stay unwritten.
+    """
+    assert not WATERMARK, "watermarked verification has no CPU kernel"
+    starts = cu_num_logits_ptr.tolist()
+    for row, num_kept in enumerate(rejected_step_ptr.tolist()):
+        logits_row = starts[row] + num_kept
+        slot = int(expanded_idx_mapping_ptr[logits_row])
+        temperature = np.float32(temp_ptr[slot].item())
+        is_bonus = logits_row == starts[row + 1] - 1
+        if temperature == 0 and not is_bonus:
+            continue
+        logits = target_logits_ptr[logits_row, :vocab_size].float().numpy()
+        rejected = -1 if is_bonus else int(draft_sampled_ptr[logits_row + 1])
+        if rejected >= 0 and draft_logits_ptr is None:
+            logits = logits.copy()
+            logits[rejected] = -np.inf
+        elif rejected >= 0 and draft_logits_ptr is not None:
+            target = logits - np.float32(target_rejected_logsumexp_ptr[row].item())
+            if cumulative_log_p_ptr is not None and num_kept:
+                target = target + np.float32(cumulative_log_p_ptr[logits_row - 1].item())
+            draft = draft_logits_ptr[slot, num_kept, :vocab_size].float().numpy() / temperature
+            logits = _residual(target, draft - np.float32(draft_rejected_logsumexp_ptr[row].item()))
+        noise = None
+        if temperature:
+            seed, position = int(seed_ptr[slot]), int(pos_ptr[logits_row])
+            noise = gumbel_noise(seed, position, vocab_size, USE_FP64)
+        tokens, values = best_per_block(logits, noise, BLOCK_SIZE)
+        resampled_local_argmax_ptr[row] = torch.from_numpy(tokens)
+        resampled_local_max_ptr[row] = torch.from_numpy(values)
+
+
+def _insert_resampled_kernel(
+    sampled_ptr: torch.Tensor,
+    sampled_stride: int,
+    num_sampled_ptr: torch.Tensor,
+    resampled_local_argmax_ptr: torch.Tensor,
+    resampled_local_argmax_stride: int,
+    resampled_local_max_ptr: torch.Tensor,
+    resampled_local_max_stride: int,
+    resample_num_blocks: int,
+    cu_num_logits_ptr: torch.Tensor,
+    expanded_idx_mapping_ptr: torch.Tensor,
+    temp_ptr: torch.Tensor,
+    PADDED_RESAMPLE_NUM_BLOCKS: int,
+) -> None:
+    """Put the token that was drawn after each row's kept drafts, and count it in num_sampled."""
+    num_rows = len(cu_num_logits_ptr) - 1
+    starts = cu_num_logits_ptr.numpy()
+    num_sampled = num_sampled_ptr.numpy()
+    logits_rows = starts[:-1] + num_sampled[:num_rows]
+    is_bonus = logits_rows == starts[1:] - 1
+    temperature = temp_ptr.numpy()[expanded_idx_mapping_ptr.numpy()[logits_rows]]
+    rows = np.flatnonzero(is_bonus | (temperature != 0))
+    tokens = _best_tokens(resampled_local_max_ptr, resampled_local_argmax_ptr, slice(num_rows))
+    sampled_ptr.numpy()[rows, num_sampled[rows]] = tokens[rows]
+    num_sampled[:num_rows] += 1
+
+
+REJECTION_KERNELS: dict[str, Callable[..., None]] = {
+    _SAMPLER + "_flatten_sampled_kernel": _flatten_sampled_kernel,
+    _SAMPLER + "_gather_draft_sampled_kernel": _gather_draft_sampled_kernel,
+    _UTILS + "_rejection_kernel": _rejection_kernel,
+    _UTILS + "_resample_kernel": _resample_kernel,
+    _UTILS + "_insert_resampled_kernel": _insert_resampled_kernel,
+    **STATISTICS_KERNELS,
+}

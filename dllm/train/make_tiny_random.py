@@ -262,8 +262,8 @@ def _vision_tower(vision: dict, text_hidden: int) -> dict:
 
 # What makes the random model behave: with layers that add this much to the residual stream, and
 # logits of this scale, entropies run from 0 to 0.7 nats inside a canvas, and a canvas converges
-# after 3 to 16 denoise steps. With 1.0 and 1.0 every position has the entropy of noise and no canvas
-# ever converges; with a smaller RESIDUAL the first canvas is copied and converges in 2.
+# after 3 to 16 denoise steps. With 1.0 and 1.0 every position has the entropy of noise and no
+# canvas ever converges; with a smaller RESIDUAL the first canvas is copied and converges in 2.
 RESIDUAL = 0.475
 FINAL_NORM = 5.0
 

