@@ -6,7 +6,7 @@
 
 PYTHON   ?= python3
 PIP_ARGS ?=
-HOST     ?= 127.0.0.1
+HOST     := 127.0.0.1# not from the environment: some shells export the machine's name as HOST
 PORT     ?= 8000
 MODEL    ?= checkpoints/tiny-random
 ARGS     ?=
@@ -40,7 +40,12 @@ $(VENV)/.locked: requirements/cpu.txt packaging/vllm-metadata/pyproject.toml
 	    "%s is Python %d.%d; 3.11 or later is needed: make setup PYTHON=python3.11" \
 	    % (sys.executable, v.major, v.minor))'
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing the pinned packages of requirements/cpu.txt; the first time takes minutes."
 	$(PIP) -r requirements/cpu.txt
+	@$(BIN)/python -c 'import importlib.metadata as m, sys; \
+	    any("nvidia" in r or "cuda" in r for r in m.requires("torch")) and sys.exit( \
+	    "pip found a CUDA build of torch, which needs packages that are not installed here. Name " \
+	    "the CPU wheel index of PyTorch in PIP_ARGS (README.md), then: make clean setup PIP_ARGS=...")'
 	$(PIP) --no-build-isolation ./packaging/vllm-metadata
 	@touch $@
 

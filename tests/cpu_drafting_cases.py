@@ -39,7 +39,7 @@ class Verification:
         self.draft = draft if has_draft_logits else None
         self.drafts = self.target.argmax(1).int().roll(1)
         self.drafts[torch.from_numpy(rng.random(self.num_logits) < 0.3)] = 5
-        self.drafts[[3, 6]] = -1  # a last draft, and a greedy one
+        self.drafts[[3, 6]] = -1  # the third draft of the first request, the second of the next
 
     def local(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """A poisoned `local_` buffer."""
@@ -59,7 +59,7 @@ class Verification:
                     blocks[name + "_max"][row, block] = values.max()
                     highest = values.max().nan_to_num(neginf=0)
                     blocks[name + "_sumexp"][row, block] = (values - highest).exp().sum()
-        named = {}
+        named: dict[str, Any] = {}
         for name, values in blocks.items():
             side, _, kind = name.partition("_")
             named |= {f"{side}_local_{kind}_ptr": values, f"{side}_local_{kind}_stride": 3}
@@ -76,8 +76,8 @@ class Verification:
         )
 
     def cumulative_log_p(self) -> torch.Tensor:
-        """Plausible joint ratios, increasing losses along each request."""
-        return -0.1 * (1 + self.local_pos.float())
+        """Joint ratios that fall along each request, so that it is rarely kept to its end."""
+        return -0.1 - self.local_pos.float()
 
 
 def draft_statistics_cases(rng: np.random.Generator) -> Iterator[Case]:
@@ -130,6 +130,10 @@ def draft_statistics_cases(rng: np.random.Generator) -> Iterator[Case]:
             ),
             rtol=1e-5,
         )
+
+
+def residual_mass_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """First, later and missing drafts of greedy and sampled requests."""
     batch = Verification(rng, True)
     yield Case(
         UTILS + "_compute_local_residual_mass_kernel",
@@ -166,8 +170,11 @@ def rejection_cases(rng: np.random.Generator) -> Iterator[Case]:
         ("synthetic", True, False, True),
         *[(f"ratio-{i}", True, False, False) for i in range(3)],
         *[(f"block-{i}", True, True, False) for i in range(3)],
+        *[(f"block-one-hot-{i}", False, True, False) for i in range(3)],
     ]:
         batch = Verification(rng, has_draft_logits)
+        if synthetic:
+            batch.drafts[13] = -1  # the first draft of the greedy request
         argmax = torch.stack([block.argmax(1) for block in batch.target.split(32, 1)], 1)
         residual = f32(rng.random((batch.num_logits, batch.num_blocks)) * 0.1)
         yield Case(
@@ -188,7 +195,7 @@ def rejection_cases(rng: np.random.Generator) -> Iterator[Case]:
                 temp_ptr=f32(batch.temperatures),
                 seed_ptr=i64(SEEDS),
                 pos_ptr=batch.pos,
-                synthetic_conditional_rates_ptr=f32([0.9, 0.6, 0.3]) if synthetic else None,
+                synthetic_conditional_rates_ptr=f32([1.0, 0.6, 0.3]) if synthetic else None,
                 cumulative_log_p_ptr=batch.cumulative_log_p() if by_block else None,
                 local_residual_mass_ptr=residual if by_block and has_draft_logits else None,
                 local_residual_mass_stride=3,
@@ -213,6 +220,9 @@ def resample_cases(rng: np.random.Generator) -> Iterator[Case]:
         ("fp64", True, False, True),
     ]:
         batch = Verification(rng, has_draft_logits)
+        if not has_draft_logits:
+            # Rejected tokens that would win if they were not excluded.
+            batch.target[[4, 9, 18], batch.drafts[[5, 10, 19]].long()] += 40
         yield Case(
             UTILS + "_resample_kernel",
             label,
@@ -226,7 +236,7 @@ def resample_cases(rng: np.random.Generator) -> Iterator[Case]:
                 resampled_local_max_stride=3,
                 target_rejected_logsumexp_ptr=f32(rng.normal(9, 1, 6)),
                 draft_rejected_logsumexp_ptr=f32(rng.normal(12, 1, 6)),
-                rejected_step_ptr=i32([2, 1, 2, 0, 0, 3]),
+                rejected_step_ptr=i32([2, 0, 1, 0, 0, 2]),
                 cu_num_logits_ptr=batch.cu_num_logits,
                 expanded_idx_mapping_ptr=batch.expanded,
                 draft_sampled_ptr=batch.drafts,
@@ -253,6 +263,10 @@ def resample_cases(rng: np.random.Generator) -> Iterator[Case]:
             # log(1 - ratio) loses digits where the two distributions are close.
             rtol=1e-4,
         )
+
+
+def insert_resampled_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Kept, rejected and bonus positions, and a NaN among the maxima."""
     batch = Verification(rng, True)
     local_max = f32(rng.normal(0, 1, (6, 3)))
     local_max[0, 1] = torch.nan
@@ -290,10 +304,10 @@ def draft_token_cases(rng: np.random.Generator) -> Iterator[Case]:
             pos_ptr=poisoned(batch.num_logits, dtype=torch.int64),
             input_ids_ptr=i32(rng.integers(0, 99, 40)),
             positions_ptr=i64(np.arange(40) + 10),
-            logits_indices_ptr=i64(np.sort(rng.permutation(40)[: batch.num_logits])),
+            logits_indices_ptr=i64(np.arange(batch.num_logits) + 3),
             expanded_idx_mapping_ptr=batch.expanded,
             expanded_local_pos_ptr=batch.local_pos,
-            prefill_len_ptr=i32([30, 5, 12, 60, 8, 30]),
+            prefill_len_ptr=i32([5, 60, 14, 8, 21, 30]),
             num_logits=batch.num_logits,
             BLOCK_SIZE=8,
         ),
@@ -369,8 +383,10 @@ def drafting_cases() -> list[Case]:
     rng = np.random.default_rng(2)
     builders = [
         draft_statistics_cases,
+        residual_mass_cases,
         rejection_cases,
         resample_cases,
+        insert_resampled_cases,
         draft_token_cases,
         dflash_cases,
     ]

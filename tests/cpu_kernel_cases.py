@@ -57,37 +57,43 @@ def spans(lengths: list[int], padding: int = 0) -> torch.Tensor:
     return i32(ends + ends[-1:] * padding)
 
 
+def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> torch.Tensor:
+    """fp32 logits with ties and -inf entries among them."""
+    logits = rng.normal(0, 4, (rows, vocab)).round(1)
+    logits[rng.random((rows, vocab)) < 0.1] = -np.inf
+    return torch.from_numpy(logits).float()
+
+
 # --------------------------------------------------------------------------- staged writes
 
 
 def apply_write_cases(rng: np.random.Generator) -> Iterator[Case]:
     """Tables of one and two dimensions, of ints and floats, one or several of them."""
-    kernel = GPU + "buffer_utils._apply_write_kernel"
-
-    def write(output: Any, stride: Any, rows: list[int], starts: list[int], lengths: list[int],
-              contents: torch.Tensor, groups: list[int] | None = None) -> dict[str, Any]:  # fmt: skip
-        return dict(
-            output_ptr=output,
-            output_stride=stride,
-            write_indices_ptr=i32(rows),
-            write_starts_ptr=i32(starts),
-            write_contents_ptr=contents,
-            write_cu_lens_ptr=spans(lengths)[1:].clone(),
-            write_group_ids_ptr=None if groups is None else i32(groups),
-            BLOCK_SIZE=8,
-            MULTI_GROUP=groups is not None,
-        )
-
     tokens = i32(rng.integers(0, 99, 64))
-    args = write(poisoned(6, 40), 40, [4, 0, 2], [0, 7, 39], [30, 3, 1], tokens)
-    yield Case(kernel, "rows", (3,), args)
-    yield Case(kernel, "one-dimension", (2,), write(poisoned(6), 1, [5, 0], [0, 0], [1, 1], tokens))
-    floats = torch.rand(4)
-    args = write(poisoned(3, 4, dtype=torch.float32), 4, [1], [0], [4], floats)
-    yield Case(kernel, "floats", (1,), args)
     tables = [poisoned(5, 12), poisoned(5, 20)]
-    args = write(tables, i64([12, 20]), [3, 0, 4], [2, 0, 1], [10, 9, 19], tokens, [0, 1, 1])
-    yield Case(kernel, "groups", (3,), args)
+    for label, output, stride, contents, groups, writes in [
+        ("rows", poisoned(6, 40), 40, tokens, None, [(4, 0, 30), (0, 7, 3), (2, 39, 1)]),
+        ("one-dimension", poisoned(6), 1, tokens, None, [(5, 0, 1), (0, 0, 1)]),
+        ("floats", poisoned(3, 4, dtype=torch.float32), 4, torch.rand(4), None, [(1, 0, 4)]),
+        ("groups", tables, i64([12, 20]), tokens, [0, 1, 1], [(3, 2, 10), (0, 0, 9), (4, 1, 19)]),
+    ]:
+        rows, starts, lengths = map(list, zip(*writes, strict=True))
+        yield Case(
+            GPU + "buffer_utils._apply_write_kernel",
+            label,
+            (len(writes),),
+            dict(
+                output_ptr=output,
+                output_stride=stride,
+                write_indices_ptr=i32(rows),
+                write_starts_ptr=i32(starts),
+                write_contents_ptr=contents,
+                write_cu_lens_ptr=spans(lengths)[1:].clone(),
+                write_group_ids_ptr=None if groups is None else i32(groups),
+                BLOCK_SIZE=8,
+                MULTI_GROUP=groups is not None,
+            ),
+        )
 
 
 # --------------------------------------------------------------------------- block tables
@@ -225,6 +231,7 @@ def combine_sampled_and_draft_tokens_cases(rng: np.random.Generator) -> Iterator
         ("diffusion-cut-canvas", 0, [3, 1, 4], [3, 1, 4], [23, 24, 9], [20, 20, 5]),
         ("no-drafts", 1, [0, 0, 0], [1, 6, 1], [21, 6, 9], [20, 20, 5]),
         ("drafts", 1, [4, 2, 0], [5, 3, 1], [25, 24, 9], [20, 20, 5]),
+        ("placeholders-in-the-prompt", 1, [2, 2, 2], [3, 4, 3], [20, 19, 8], [20, 20, 5]),
         ("starts-inside-the-prompt", 1, [4, 3, 2], [5, 4, 3], [22, 23, 8], [20, 20, 5]),
         ("empty", 1, [], [], [], []),
     ]:
@@ -298,7 +305,7 @@ def post_update_cases(rng: np.random.Generator) -> Iterator[Case]:
                 last_sampled_tokens_ptr=poisoned(6, 1, dtype=torch.int64),
                 output_bin_counts_ptr=i32(rng.integers(0, 3, (6, 7))) if has_counts else None,
                 output_bin_counts_stride=7 if has_counts else 0,
-                sampled_tokens_ptr=i32(rng.integers(0, 7, (rows, 4))),
+                sampled_tokens_ptr=i32(rng.integers(3, 5, (rows, 4))),
                 sampled_tokens_stride=4,
                 num_sampled_ptr=i32(num_sampled),
                 num_rejected_ptr=i32(num_rejected),
@@ -325,112 +332,8 @@ def post_update_num_computed_tokens_cases(rng: np.random.Generator) -> Iterator[
         )
 
 
-# --------------------------------------------------------------------------- logits
-
-
-def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> torch.Tensor:
-    """fp32 logits with ties and -inf entries among them."""
-    logits = rng.normal(0, 4, (rows, vocab)).round(1)
-    logits[rng.random((rows, vocab)) < 0.1] = -np.inf
-    return torch.from_numpy(logits).float()
-
-
-def logprob_cases(rng: np.random.Generator) -> Iterator[Case]:
-    """fp32 and half-precision logits, rows of -inf, ties, requests with token ids of their own."""
-    for label, dtype in [
-        ("fp32", torch.float32),
-        ("fp16", torch.float16),
-        ("empty", torch.float32),
-    ]:
-        rows = 0 if label == "empty" else 5
-        logits = random_logits(rng, rows, 70).to(dtype)
-        ids = rng.integers(0, 70, (rows, 9))
-        likely = logits.argsort(1)[:, 40]
-        logits_with_empty_row = logits.clone()
-        logits_with_empty_row[1:2] = -torch.inf
-        yield Case(
-            GPU + "sample.logprob._topk_log_softmax_kernel",
-            label,
-            (rows,),
-            dict(
-                output_ptr=poisoned(rows, 9, dtype=torch.float32),
-                logits_ptr=logits_with_empty_row,
-                logits_stride=70,
-                topk_ids_ptr=i64(ids),
-                topk_ids_stride=9,
-                topk=9,
-                vocab_size=70,
-                BLOCK_SIZE=32,
-                TOPK_BLOCK_SIZE=4,
-            ),
-            # The sum of exponentials is taken in another order.
-            rtol=2e-6,
-        )
-        yield Case(
-            GPU + "sample.logprob._ranks_kernel",
-            label,
-            (rows,),
-            dict(
-                output_ptr=poisoned(rows, dtype=torch.int64),
-                logits_ptr=logits,
-                logits_stride=70,
-                token_ids_ptr=likely.contiguous(),
-                vocab_size=70,
-                BLOCK_SIZE=32,
-            ),
-        )
-    for num_topk in (0, 3):
-        yield Case(
-            GPU + "sample.logprob._fill_logprob_token_ids_kernel",
-            f"top-{num_topk}",
-            (5,),
-            dict(
-                out_token_ids_ptr=poisoned(5, 6, dtype=torch.int64),
-                out_token_ids_stride=6,
-                out_valid_mask_ptr=torch.zeros(5, 6, dtype=torch.bool),
-                out_valid_mask_stride=6,
-                sampled_token_ids_ptr=i64(rng.integers(0, 99, 5)),
-                topk_indices_ptr=i32(rng.integers(0, 99, (5, 3))),
-                topk_indices_stride=3,
-                expanded_idx_mapping_ptr=i64([2, 2, 0, 1, 3]),
-                num_per_req_token_ids_ptr=i32([0, 5, 2, 1]),
-                per_req_token_ids_ptr=i32(rng.integers(0, 99, (4, 8))),
-                per_req_token_ids_stride=8,
-                NUM_TOPK=num_topk,
-                PADDED_COLS=8,
-            ),
-        )
-
-
-def apply_grammar_bitmask_cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Random masks, all and nothing allowed, positions beyond a row's logits, no mask."""
-    for label, targets in [
-        ("masks", [0, 1, 7, 8, 9]),
-        ("positions-beyond-the-row", [2, 3, 5, 6]),
-        ("empty", []),
-    ]:
-        bitmask = i32(rng.integers(-(2**31), 2**31, (len(targets), 3)))
-        bitmask[1:2], bitmask[2:3] = -1, 0
-        yield Case(
-            GPU + "structured_outputs._apply_grammar_bitmask_kernel",
-            label,
-            (len(targets), 2),
-            dict(
-                logits_ptr=random_logits(rng, 6, 70),
-                logits_stride=70,
-                logits_indices_ptr=i32(targets),
-                cu_num_logits_ptr=spans([2, 1, 3]),
-                bitmask_ptr=bitmask,
-                bitmask_stride=3,
-                vocab_size=70,
-                MASK_STRIDE=4,
-                BLOCK_SIZE=64,
-            ),
-        )
-
-
 def state_cases() -> list[Case]:
-    """Every case for `KERNELS`."""
+    """Every case for the runner's state."""
     rng = np.random.default_rng(0)
     builders = [
         apply_write_cases,
@@ -442,7 +345,5 @@ def state_cases() -> list[Case]:
         expand_idx_mapping_cases,
         post_update_cases,
         post_update_num_computed_tokens_cases,
-        logprob_cases,
-        apply_grammar_bitmask_cases,
     ]
     return [case for build in builders for case in build(rng)]

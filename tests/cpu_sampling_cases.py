@@ -1,4 +1,4 @@
-"""Inputs on which a sampling kernel of dllm/cpu has to do what its Triton original does."""
+"""Inputs on which the kernels that read and shape logits have to do what Triton's do."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +9,107 @@ from cpu_kernel_cases import GPU, Case, f32, i32, i64, poisoned, random_logits, 
 
 SEEDS = [7, -1, 2**62 + 12345, 0, 2**31, -(2**63)]
 VOCAB = 70
+
+
+# --------------------------------------------------------------------------- logprobs, grammars
+
+
+def logprob_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """fp32 and half-precision logits, rows of -inf, ties, no row."""
+    for label, dtype in [
+        ("fp32", torch.float32),
+        ("fp16", torch.float16),
+        ("empty", torch.float32),
+    ]:
+        rows = 0 if label == "empty" else 5
+        logits = random_logits(rng, rows, 70).to(dtype)
+        ids = rng.integers(0, 70, (rows, 9))
+        likely = logits.argsort(1)[:, 40]
+        logits_with_empty_row = logits.clone()
+        logits_with_empty_row[1:2] = -torch.inf
+        yield Case(
+            GPU + "sample.logprob._topk_log_softmax_kernel",
+            label,
+            (rows,),
+            dict(
+                output_ptr=poisoned(rows, 9, dtype=torch.float32),
+                logits_ptr=logits_with_empty_row,
+                logits_stride=70,
+                topk_ids_ptr=i64(ids),
+                topk_ids_stride=9,
+                topk=9,
+                vocab_size=70,
+                BLOCK_SIZE=32,
+                TOPK_BLOCK_SIZE=4,
+            ),
+            # The sum of exponentials is taken in another order.
+            rtol=2e-6,
+        )
+        yield Case(
+            GPU + "sample.logprob._ranks_kernel",
+            label,
+            (rows,),
+            dict(
+                output_ptr=poisoned(rows, dtype=torch.int64),
+                logits_ptr=logits,
+                logits_stride=70,
+                token_ids_ptr=likely.contiguous(),
+                vocab_size=70,
+                BLOCK_SIZE=32,
+            ),
+        )
+
+
+def logprob_token_ids_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Requests with token ids of their own and without, with and without a top."""
+    for num_topk in (0, 3):
+        yield Case(
+            GPU + "sample.logprob._fill_logprob_token_ids_kernel",
+            f"top-{num_topk}",
+            (5,),
+            dict(
+                out_token_ids_ptr=poisoned(5, 6, dtype=torch.int64),
+                out_token_ids_stride=6,
+                out_valid_mask_ptr=torch.zeros(5, 6, dtype=torch.bool),
+                out_valid_mask_stride=6,
+                sampled_token_ids_ptr=i64(rng.integers(0, 99, 5)),
+                topk_indices_ptr=i32(rng.integers(0, 99, (5, 3))),
+                topk_indices_stride=3,
+                expanded_idx_mapping_ptr=i64([2, 2, 0, 1, 3]),
+                num_per_req_token_ids_ptr=i32([0, 5, 2, 1]),
+                per_req_token_ids_ptr=i32(rng.integers(0, 99, (4, 8))),
+                per_req_token_ids_stride=8,
+                NUM_TOPK=num_topk,
+                PADDED_COLS=8,
+            ),
+        )
+
+
+def apply_grammar_bitmask_cases(rng: np.random.Generator) -> Iterator[Case]:
+    """Random masks, all and nothing allowed, positions beyond a row's logits, no mask."""
+    for label, targets in [
+        ("masks", [0, 1, 7, 8, 9]),
+        ("positions-beyond-the-row", [2, 3, 5, 6]),
+        ("empty", []),
+    ]:
+        bitmask = i32(rng.integers(-(2**31), 2**31, (len(targets), 3)))
+        bitmask[1:2], bitmask[2:3] = -1, 0
+        yield Case(
+            GPU + "structured_outputs._apply_grammar_bitmask_kernel",
+            label,
+            (len(targets), 2),
+            dict(
+                logits_ptr=random_logits(rng, 6, 70),
+                logits_stride=70,
+                logits_indices_ptr=i32(targets),
+                cu_num_logits_ptr=spans([2, 1, 3]),
+                bitmask_ptr=bitmask,
+                bitmask_stride=3,
+                vocab_size=70,
+                MASK_STRIDE=4,
+                BLOCK_SIZE=64,
+            ),
+        )
 
 
 # --------------------------------------------------------------------------- sampling
@@ -137,7 +238,7 @@ def bias_cases(rng: np.random.Generator) -> Iterator[Case]:
     for check_rows in (False, True):
         logits = random_logits(rng, 6, VOCAB)
         logits[4:, 3:] = -torch.inf
-        logits[5, 1] = -torch.inf
+        logits[5, :2] = torch.tensor([torch.inf, -torch.inf])
         yield Case(
             GPU + "sample.logit_bias._bias_kernel",
             "restore" if check_rows else "plain",
@@ -155,7 +256,7 @@ def bias_cases(rng: np.random.Generator) -> Iterator[Case]:
                 bias_token_ids_stride=8,
                 bias_ptr=f32(rng.normal(0, 5, (5, 8))),
                 bias_stride=8,
-                pos_ptr=i64([4, 4, 4, 50, 4, 4]),
+                pos_ptr=i64([4, 9, 8, 50, 4, 4]),
                 min_lens_ptr=i32([0, 10, 10, 10, 10]),
                 num_stop_token_ids_ptr=i32([0, 2, 1, 3, 3]),
                 restore_when_all_masked_ptr=torch.tensor([True, True, False, False, True]),
@@ -183,7 +284,7 @@ def bad_words_cases(rng: np.random.Generator) -> Iterator[Case]:
             logits_ptr=random_logits(rng, 5, VOCAB).nan_to_num(neginf=-50),
             logits_stride=VOCAB,
             expanded_idx_mapping_ptr=i64([1, 1, 1, 0, 2]),
-            bad_word_token_ids_ptr=i32([prompt_word + [0] * 22, sum(words, []), [0] * 24]),
+            bad_word_token_ids_ptr=i32([prompt_word + [0] * 22, np.concatenate(words), [0] * 24]),
             bad_word_token_ids_stride=24,
             bad_word_offsets_ptr=i32([[0, 2] + [0] * 6, offsets, [0] * 8]),
             bad_word_offsets_stride=8,
@@ -246,9 +347,12 @@ def counting_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def sampling_cases() -> list[Case]:
-    """Every case for the sampler of autoregressive models."""
+    """Every case for logprobs, grammars and the sampler of autoregressive models."""
     rng = np.random.default_rng(1)
     builders = [
+        logprob_cases,
+        logprob_token_ids_cases,
+        apply_grammar_bitmask_cases,
         gumbel_cases,
         temperature_and_min_p_cases,
         penalties_cases,

@@ -30,6 +30,34 @@ class DenoiseStep:
     num_emitted: int
 
 
+@dataclass
+class Run:
+    """What one request went through: its tokens, and the logits of every denoise step.
+
+    Random weights mostly echo their input, so equal tokens alone would prove little: the logits of
+    a step move by half their range when its context is wrong.
+    """
+
+    tokens: list[int]
+    logits: torch.Tensor  # [denoise steps * canvas width, vocab]
+
+    def difference(self, other: "Run") -> float:
+        """Largest difference of the logits in units of the largest logit; inf for other tokens."""
+        if self.tokens != other.tokens or self.logits.shape != other.logits.shape:
+            return float("inf")
+        return float((self.logits - other.logits).abs().max() / other.logits.abs().max())
+
+
+# Batches of other sizes round differently; 1e-5 was measured.
+RUN_TOLERANCE = 1e-4
+
+
+def assert_same_runs(runs: Sequence[Run], expected: Sequence[Run]) -> None:
+    """The same tokens from the same logits, up to rounding."""
+    differences = [run.difference(other) for run, other in zip(runs, expected, strict=True)]
+    assert max(differences) < RUN_TOLERANCE, differences
+
+
 class Engine:
     """vLLM's offline engine on the CPU runtime, eager, in this process."""
 
@@ -74,6 +102,25 @@ class Engine:
         ids = [self.add(*pair) for pair in zip(prompts, many, strict=True)]
         finished = self.run()
         return [finished[req_id] for req_id in ids]
+
+    def runs(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Run]:
+        """Generate, watching every denoise step."""
+        with self.watch(keep_logits=True) as watched:
+            outputs = self.outputs(prompts, params)
+        return [
+            Run(
+                list(output.outputs[0].token_ids),
+                torch.cat([step.logits for step in watched[output.request_id]]),
+            )
+            for output in outputs
+        ]
+
+    def quiet_run(self, prompt: Sequence[int], params: SamplingParams) -> Run:
+        """A request that has an engine with an empty cache to itself."""
+        self.reset_prefix_cache()
+        return self.runs([prompt], params)[0]
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> str:
         """Queue one request and return its id."""

@@ -53,7 +53,7 @@ def use_real_triton() -> None:
     vllm.triton_utils.triton = triton
     vllm.triton_utils.tl = tl
     vllm.triton_utils.tldevice = SimpleNamespace(log1p=log1p)
-    logits_metrics = importlib.import_module("vllm.v1.worker.gpu.metrics.logits")
+    logits_metrics: Any = importlib.import_module("vllm.v1.worker.gpu.metrics.logits")
     logits_metrics.libdevice = SimpleNamespace(isnan=lambda x: x != x)
 
 
@@ -71,12 +71,13 @@ def call_host_function(name: str, args: dict[str, Any]) -> list[Any]:
 def main(cases_path: str, results_path: str) -> None:
     """Run every kernel case, then every host case with Triton and with our kernels installed."""
     use_real_triton()
-    from dllm.cpu.kernels import install
     from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
+
+    from dllm.cpu.kernels import install
 
     # Memory that a function allocates and never writes must be the same in both runs.
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
     job = torch.load(cases_path)
     kernels = {name: getattr(*resolve(name)) for name in job["kernels"]}

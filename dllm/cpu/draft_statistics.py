@@ -169,7 +169,7 @@ def _compute_cumulative_log_p_kernel(
     )
     cumulative, starts = cumulative_log_p_ptr.numpy(), cu_num_logits_ptr.tolist()
     for row, slot in enumerate(idx_mapping_ptr.tolist()):
-        temperature = np.float32(temp_ptr[slot].item())
+        temperature = temp_ptr[slot].item()
         if temperature == 0:
             continue
         start, end = starts[row], starts[row + 1]

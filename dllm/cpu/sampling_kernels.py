@@ -10,6 +10,8 @@ as in kernels.py, and here
                          is conditioned on its drafts 1..i, which are the input ids of those rows
 """
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 
@@ -254,7 +256,7 @@ def _bad_words_kernel(
         output = [*committed.tolist(), *drafts.tolist()]
         tokens = bad_word_token_ids_ptr[slot].tolist()
         offsets = bad_word_offsets_ptr[slot, : num_words + 1].tolist()
-        for start, end in zip(offsets, offsets[1:], strict=False):
+        for start, end in pairwise(offsets):
             *prefix, last = tokens[start:end]
             if not prefix or output[-len(prefix) :] == prefix:
                 logits_ptr[row, last] = -torch.inf

@@ -1,0 +1,470 @@
+"""The attention kernels against the reference; run by test_attention_kernel.py in a process of its own.
+
+By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/attention_kernel_suite.py` without a GPU, the
+same without the variable on one. The variable has to be set before Triton is imported, which is why
+this is not collected with the other tests.
+
+Tolerances. Let u be the unit roundoff of the query's dtype (2^-9 for bf16, 2^-12 for fp16) and
+v = max |V|. The kernel rounds two things to it: every probability, which moves the output by at
+most u * sum(p |v|) <= u v, and the output itself, at most u v. Everything else is fp32: logits of
+N(0, 1) inputs are off by a few 1e-6, and so are the probabilities, relatively. fp8 adds nothing:
+its numbers are exact in bf16 and fp16, and scales are applied in fp32. Hence 2 u v + 2e-5 v.
+The interpreter truncates to bf16 instead of rounding, which doubles its u.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from attention_cases import CAUSAL, Case, CaseSpec, make_batch, make_case
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attention.cache_write import write_kv
+from attention.canvas_attention import batch_shape, canvas_attention
+from attention.inputs import PagedKV, RaggedBatch
+from attention.masks import QuerySpan, Window
+from attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
+from attention.tuning import TileConfig
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+UNIT_ROUNDOFF = {
+    torch.float32: 2**-24,
+    torch.float16: 2**-12,
+    torch.bfloat16: 2**-9 if DEVICE == "cuda" else 2**-8,
+}
+TINY = TileConfig(16, 32, 4, 1, min_keys_per_split=32, max_splits=3)
+UNSPLIT = dataclasses.replace(TINY, max_splits=1)
+# Causal, denoise, fused; a single row; a head of one row; odd lengths; a canvas that starts cold.
+MIXED = ((5, 20, CAUSAL), (7, 33, 0), (9, 0, 4), (1, 70, CAUSAL), (3, 90, 1), (6, 0, 0))
+WINDOWS = [None, Window("symmetric", 8), Window("anchored", 8)]
+
+
+def plan_of(case: Case, config: TileConfig | None) -> AttentionPlan | None:
+    """The plan with these tiles; None lets the wrapper read the table."""
+    if config is None:
+        return None
+    return plan_attention(
+        batch_shape(case.query, case.cache, case.batch), config, case.options.window
+    )
+
+
+def run(case: Case, config: TileConfig | None = TINY) -> tuple[torch.Tensor, AttentionPlan]:
+    """The output over NaN, with a workspace full of NaN, and the plan taken."""
+    plan = plan_of(case, config)
+    workspace = None
+    if plan is not None:
+        size = plan.workspace_elements(batch_shape(case.query, case.cache, case.batch))
+        workspace = torch.full((size,), float("nan"), device=case.query.device)
+    out = case.poisoned_out()
+    taken = canvas_attention(
+        case.query, case.cache, case.batch, case.options, out, plan, workspace
+    )
+    if plan is not None:
+        assert taken == plan
+    if taken.is_split and workspace is not None and any(s > 1 for s in splits(case, taken)):
+        assert not workspace.isnan().all(), "no part was written: nothing was split"
+    return out, taken
+
+
+def splits(case: Case, plan: AttentionPlan) -> list[int]:
+    """Into how many parts each sequence with rows is cut."""
+    shape = batch_shape(case.query, case.cache, case.batch)
+    return [
+        num_splits(
+            span.query_len,
+            visible_keys(span.query_len, span.seq_len, case.options.window),
+            shape,
+            plan.config,
+        )
+        for span in case.spans
+        if span.query_len > 0
+    ]
+
+
+def tolerance(case: Case) -> float:
+    """The bound derived at the top of the file."""
+    largest = max([1.0, *(e.abs().max().item() for e in case.expected if e.numel())])
+    values = case.cache.value.float()
+    if case.cache.v_scale is not None:
+        values = values * case.cache.v_scale
+    finite = values[values.isfinite()]
+    largest = max(largest, finite.abs().max().item() if finite.numel() else 0.0)
+    return (2 * UNIT_ROUNDOFF[case.query.dtype] + 2e-5) * largest
+
+
+def check(case: Case, out: torch.Tensor) -> None:
+    """Every row within the tolerance, every padding token untouched."""
+    start = 0
+    for span, expected in zip(case.spans, case.expected, strict=True):
+        got = out[start : start + span.query_len].float()
+        if span.seq_len == 0:
+            assert got.isnan().all()
+        else:
+            torch.testing.assert_close(got, expected, rtol=0, atol=tolerance(case))
+        start += span.query_len
+    assert out[start:].isnan().all(), "padding tokens were written"
+
+
+def rows_of(case: Case, out: torch.Tensor, index: int) -> torch.Tensor:
+    """The output rows of one sequence."""
+    start = sum(span.query_len for span in case.spans[:index])
+    return out[start : start + case.spans[index].query_len]
+
+
+DTYPES = [
+    (torch.float32, None),
+    (torch.float16, None),
+    (torch.bfloat16, None),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float16, torch.float8_e5m2),
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
+def test_every_dtype_and_row_kind(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, window: Window | None
+) -> None:
+    spec = CaseSpec(
+        MIXED, dtype=dtype, cache_dtype=cache_dtype, window=window,
+        padding_tokens=3, padding_seqs=2, device=DEVICE,
+    )  # fmt: skip
+    case = make_case(spec)
+    out, plan = run(case)
+    assert plan.is_split == (window is None)
+    assert (max(splits(case, plan)) > 1) == (window is None)
+    check(case, out)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+@pytest.mark.parametrize("context", [0, 10, 11, 25, 26, 60])
+def test_contexts_around_the_window(kind: str, context: int) -> None:
+    """W = 26: below, at and above W - 1 - canvas, W - 1 and W, where the kinds start to differ."""
+    spans = ((15, context, CAUSAL), (15, context, 0), (15, context, 7))
+    case = make_case(CaseSpec(spans, window=Window(kind, 26), num_heads=2, device=DEVICE))  # type: ignore[arg-type]
+    check(case, run(case)[0])
+
+
+@pytest.mark.parametrize("page_size", [5, 32, 48, 64])
+def test_page_sizes(page_size: int) -> None:
+    """Below, equal to and above the tile of 32 keys; dividing it or not; canvases cross pages."""
+    spans = ((20, 55, 0), (33, 14, 20), (1, 0, 0))
+    check(case := make_case(CaseSpec(spans, page_size=page_size, device=DEVICE)), run(case)[0])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (14, 2), (4, 4)])
+def test_groups_that_are_no_power_of_two(num_heads: int, num_kv_heads: int) -> None:
+    spec = CaseSpec(MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, device=DEVICE)
+    check(case := make_case(spec), run(case)[0])
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_head_sizes_with_the_committed_tiles(head_size: int, dtype: torch.dtype) -> None:
+    spans = ((20, 130, 0), (9, 5, CAUSAL), (12, 100, 6))
+    window = Window("anchored", 64) if head_size == 256 else None
+    spec = CaseSpec(spans, head_size=head_size, dtype=dtype, window=window, device=DEVICE)
+    out, plan = run(case := make_case(spec), config=None)
+    assert plan.value_blocks == (2 if head_size == 512 and dtype != torch.float32 else plan.value_blocks)
+    check(case, out)
+
+
+def test_columns_of_a_head_shared_by_programs_while_split() -> None:
+    config = dataclasses.replace(TINY, block_v=16)
+    out, plan = run(case := make_case(CaseSpec(MIXED, head_size=40, device=DEVICE)), config)
+    assert plan.value_blocks == 3
+    assert max(splits(case, plan)) > 1
+    check(case, out)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_soft_cap(window: Window | None) -> None:
+    spec = CaseSpec(MIXED, logit_softcap=1.5, window=window, device=DEVICE)
+    check(case := make_case(spec), run(case)[0])
+
+
+def test_a_bool_flag_is_the_special_case_of_the_split_point() -> None:
+    spans = ((9, 20, CAUSAL), (7, 33, 0), (5, 0, 0), (1, 40, CAUSAL))
+    case = make_case(CaseSpec(spans, padding_seqs=1, device=DEVICE))
+    flags = torch.tensor([True, False, False, True, False], device=DEVICE)
+    batch = dataclasses.replace(case.batch, bidirectional_from=flags)
+    assert torch.equal(
+        run(case)[0], run(dataclasses.replace(case, batch=batch))[0]
+    )
+    check(case, run(case)[0])
+
+
+def test_splitting_changes_nothing_but_rounding() -> None:
+    case = make_case(CaseSpec(MIXED, padding_tokens=1, padding_seqs=1, device=DEVICE))
+    split, plan = run(case, TINY)
+    whole, whole_plan = run(case, UNSPLIT)
+    assert plan.is_split
+    assert not whole_plan.is_split
+    torch.testing.assert_close(split, whole, rtol=0, atol=2e-6, equal_nan=True)
+
+
+def test_who_computes_the_parts_does_not_change_a_bit() -> None:
+    """One program for all parts or one for each; workspace by token or by sequence."""
+    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    shape = batch_shape(case.query, case.cache, case.batch)
+    plan = plan_of(case, TINY)
+    assert plan is not None
+    assert (plan.split_programs, plan.partial_rows_per_seq) == (plan.max_splits, 0)
+    outputs = []
+    for programs, rows_per_seq in ((plan.max_splits, 0), (1, 0), (2, 16), (1, 16)):
+        rows = shape.num_seqs * rows_per_seq or shape.num_tokens
+        other = dataclasses.replace(
+            plan,
+            split_programs=programs,
+            partial_rows_per_seq=rows_per_seq,
+            num_partial_rows=rows,
+        )
+        out = case.poisoned_out()
+        canvas_attention(case.query, case.cache, case.batch, case.options, out, other)
+        outputs.append(out)
+    check(case, outputs[0])
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("window", [None, Window("anchored", 40)], ids=str)
+def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch(window: Window | None) -> None:
+    spec = CaseSpec(MIXED, window=window, padding_tokens=5, padding_seqs=3, device=DEVICE)
+    case = make_case(spec)
+    together, _ = run(case)
+    again, _ = run(case)
+    assert torch.equal(together.nan_to_num(7), again.nan_to_num(7)), "not deterministic"
+    for index, span in enumerate(case.spans):
+        tables = case.batch.block_tables[index : index + 1]
+        batch = dataclasses.replace(
+            make_batch([span], tables, device=DEVICE), max_query_len=case.batch.max_query_len
+        )
+        start = sum(s.query_len for s in case.spans[:index])
+        alone = dataclasses.replace(
+            case, query=case.query[start : start + span.query_len], batch=batch, spans=[span]
+        )
+        assert torch.equal(run(alone)[0], rows_of(case, together, index))
+
+
+def test_a_drafter_that_shortens_seq_len() -> None:
+    """Query rows beyond the shortened end see the shorter sequence; causal ones before it nothing."""
+    spans = ((16, 30, 0), (16, -5, 0), (16, -13, 0), (8, -3, CAUSAL))
+    case = make_case(CaseSpec(spans, num_heads=8, num_kv_heads=2, device=DEVICE))
+    out, _ = run(case)
+    check(case, out)
+    assert (rows_of(case, out, 3)[:3] == 0).all()
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 8, 32])
+def test_drafter_shapes(num_rows: int) -> None:
+    """A few rows over long contexts of different lengths, with the committed tiles."""
+    spans = ((num_rows, 1100, 0), (num_rows, 3, 0), (num_rows, 0, 0), (num_rows, 257, 0))
+    spec = CaseSpec(spans, num_heads=8, num_kv_heads=2, head_size=128, device=DEVICE)
+    case = make_case(dataclasses.replace(spec, dtype=torch.bfloat16))
+    out, plan = run(case, config=None)
+    assert plan.block_m == max(16, num_rows * 4)
+    assert splits(case, plan)[0] == 2
+    check(case, out)
+
+
+def test_empty_batches() -> None:
+    """No sequence; only padded ones; tokens that belong to padding."""
+    case = make_case(CaseSpec((), padding_seqs=2, padding_tokens=4, device=DEVICE))
+    check(case, run(case)[0])
+    nothing = make_case(CaseSpec((), device=DEVICE))
+    check(nothing, run(nothing)[0])
+    padded = make_case(CaseSpec(((4, -4, 0), (3, 5, 0)), device=DEVICE))
+    check(padded, run(padded)[0])
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "heads first", "strided head"])
+def test_cache_layouts(layout: str) -> None:
+    """vLLM's [pages, 2, ...] buffer, its HND order, and a head dimension that is not contiguous."""
+    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    key, value = case.cache.key, case.cache.value
+    if layout == "interleaved":
+        both = torch.stack((key, value), dim=1)
+        key, value = both[:, 0], both[:, 1]
+    elif layout == "heads first":
+        key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+    else:
+        key, value = (torch.stack((x, x), dim=-1)[..., 0] for x in (key, value))
+    assert key.stride() != case.cache.key.stride()
+    moved = dataclasses.replace(case, cache=PagedKV(key, value))
+    assert torch.equal(run(moved)[0], run(case)[0])
+
+
+def test_a_query_that_is_a_view_of_a_fused_projection() -> None:
+    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    fused = torch.cat((case.query, torch.full_like(case.query, float("nan"))), dim=1)
+    view = fused[:, : case.query.shape[1]]
+    check(case, run(dataclasses.replace(case, query=view))[0])
+
+
+def test_a_workspace_that_is_too_small_is_refused() -> None:
+    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    plan = plan_of(case, TINY)
+    small = torch.empty(5, device=DEVICE)
+    with pytest.raises(ValueError, match=r"workspace has 5 elements .* needs \d+"):
+        canvas_attention(
+            case.query, case.cache, case.batch, case.options, case.poisoned_out(), plan, small
+        )
+
+
+SPAN = st.tuples(st.integers(0, 20), st.integers(0, 90), st.integers(-1, 21))
+WINDOW = st.none() | st.builds(
+    Window, st.sampled_from(["symmetric", "anchored"]), st.integers(1, 100)
+)
+
+
+@settings(
+    max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    spans=st.lists(SPAN, min_size=1, max_size=4),
+    window=WINDOW,
+    head_size=st.sampled_from([16, 24, 32]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2)]),
+    page_size=st.sampled_from([4, 7, 16, 32]),
+    config=st.sampled_from([TINY, UNSPLIT, TileConfig(64, 16, 4, 1, 32, 3, block_v=16)]),
+    seed=st.integers(0, 9),
+)
+def test_random_batches(
+    spans: list[tuple[int, int, int]], window: Window | None, head_size: int,
+    heads: tuple[int, int], page_size: int, config: TileConfig, seed: int,
+) -> None:  # fmt: skip
+    spec = CaseSpec(
+        tuple(spans), heads[0], heads[1], head_size, page_size, window=window, seed=seed,
+        padding_tokens=seed % 3, padding_seqs=seed % 2, device=DEVICE,
+    )  # fmt: skip
+    case = make_case(spec)
+    check(case, run(case, config)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_cache_write_fills_its_slots_and_no_other(
+    dtype: torch.dtype, index_dtype: torch.dtype
+) -> None:
+    num_pages, page_size, heads, head_size = 6, 5, 3, 24
+    both = torch.full((num_pages, 2, page_size, heads, head_size), float("nan"), dtype=dtype)
+    both = both.to(DEVICE)
+    cache = PagedKV(both[:, 0], both[:, 1])
+    slots = torch.tensor([7, -1, 0, 29, -1, 14], dtype=index_dtype, device=DEVICE)
+    key = torch.randn(8, heads, head_size).to(dtype).to(DEVICE)
+    value = torch.randn(8, heads, head_size).to(dtype).to(DEVICE)
+    write_kv(key, value, cache, slots)
+    for stored, given_rows in ((cache.key, key), (cache.value, value)):
+        flat = stored.reshape(num_pages * page_size, heads, head_size)
+        kept = [slot for slot in slots.tolist() if slot >= 0]
+        rows = [i for i, slot in enumerate(slots.tolist()) if slot >= 0]
+        assert torch.equal(flat[kept], given_rows[rows])
+        untouched = torch.ones(len(flat), dtype=torch.bool)
+        untouched[kept] = False
+        assert flat[untouched.to(flat.device)].isnan().all()
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_cache_write_quantizes_and_saturates(fp8: torch.dtype) -> None:
+    largest = torch.finfo(fp8).max
+    if DEVICE == "cuda":
+        key = torch.randn(4, 2, 32)
+    else:  # numbers that fp8 holds exactly: the interpreter does not round to nearest even
+        key = torch.randint(-7, 8, (4, 2, 32)) / 4
+    key[0, 0, :3] = torch.tensor([3 * largest, -3 * largest, float("inf")])
+    key = key.to(DEVICE)
+    scale = torch.tensor([0.5], device=DEVICE)
+    empty = torch.zeros(2, 4, 2, 32, dtype=fp8, device=DEVICE)
+    cache = PagedKV(empty.clone(), empty.clone(), k_scale=scale, v_scale=None)
+    write_kv(key, key, cache, torch.tensor([4, 2, -1, 7], device=DEVICE))
+    for stored, factor in ((cache.key, 0.5), (cache.value, 1.0)):
+        flat = stored.float().reshape(8, 2, 32)
+        wanted = (key[[0, 1, 3]] / factor).clamp(-largest, largest).to(fp8).float()
+        assert torch.equal(flat[[4, 2, 7]], wanted)
+        assert (flat[[0, 1, 3, 5, 6]] == 0).all()
+
+
+def test_what_was_written_is_what_attention_reads() -> None:
+    """Context and canvas enter through `write_kv`, into pages that held NaN."""
+    spans = [QuerySpan(6, 20, 0), QuerySpan(9, 9, 4)]
+    page_size, heads, head_size = 4, 2, 32
+    cache_key = torch.full((9, page_size, heads, head_size), float("nan"), device=DEVICE)
+    cache = PagedKV(cache_key, cache_key.clone())
+    tables = torch.tensor([[3, 1, 8, 0, 5], [7, 2, 4, -1, -1]], dtype=torch.int32)
+    case = make_case(CaseSpec(((6, 14, 0), (9, 0, 4)), num_kv_heads=heads, device=DEVICE))
+    for index, span in enumerate(spans):
+        pages = case.batch.block_tables[index].cpu()
+        pos = torch.arange(span.seq_len)
+        old = (pages[pos // 16].long(), pos % 16)
+        slots = tables[index][pos // page_size] * page_size + pos % page_size
+        key, value = case.cache.key[old], case.cache.value[old]
+        write_kv(key, value, cache, slots.to(torch.int64).to(DEVICE))
+    batch = make_batch(spans, tables, device=DEVICE)
+    check(case, run(dataclasses.replace(case, cache=cache, batch=batch))[0])
+
+
+def test_cache_write_refuses_a_slot_beyond_the_cache() -> None:
+    cache = PagedKV(torch.zeros(2, 4, 1, 16), torch.zeros(2, 4, 1, 16))
+    with pytest.raises(ValueError, match="slot 8 is beyond the cache's 8 slots"):
+        write_kv(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), cache, torch.tensor([8]))
+    with pytest.raises(ValueError, match=r"\[num_kv_heads, head_size\] = \[1, 32\].*\[1, 16\]"):
+        write_kv(torch.zeros(1, 1, 32), torch.zeros(1, 1, 32), cache, torch.tensor([0]))
+    with pytest.raises(ValueError, match="slot_mapping has 2 slots for 1 tokens"):
+        write_kv(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), cache, torch.tensor([0, 1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_one_graph_serves_every_mix(window: Window | None) -> None:
+    """Captured once with causal rows; replayed with other split points, lengths and padding."""
+    base = ((16, 40, CAUSAL), (16, 90, CAUSAL), (16, 0, CAUSAL))
+    spec = CaseSpec(base, dtype=torch.bfloat16, window=window, device=DEVICE)
+    first = make_case(spec)
+    tables = torch.zeros(3, 12, dtype=torch.int32, device=DEVICE)
+    pages = torch.zeros(32, *first.cache.key.shape[1:], dtype=torch.bfloat16, device=DEVICE)
+    static = RaggedBatch(
+        torch.zeros(4, dtype=torch.int32, device=DEVICE),
+        torch.zeros(3, dtype=torch.int32, device=DEVICE),
+        tables,
+        torch.zeros(3, dtype=torch.int32, device=DEVICE),
+        max_query_len=16,
+    )
+    cache = PagedKV(pages, pages.clone())
+    query, out = torch.zeros_like(first.query), torch.zeros_like(first.query)
+    plan = plan_attention(batch_shape(query, cache, static), TINY, window)
+    canvas_attention(query, cache, static, first.options, out, plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        canvas_attention(query, cache, static, first.options, out, plan)
+    for spans in (
+        base,
+        ((16, 40, 0), (16, 90, 7), (16, 0, 0)),
+        ((3, 20, 1), (16, 100, 16), (5, 60, 0)),
+        ((16, 70, 0),),
+    ):
+        missing = 3 - len(spans)
+        tokens = sum(span[0] for span in spans)
+        case = make_case(
+            dataclasses.replace(
+                spec, spans=spans, padding_seqs=missing, padding_tokens=48 - tokens
+            )
+        )
+        for target, source in (
+            (static.query_start_loc, case.batch.query_start_loc),
+            (static.seq_lens, case.batch.seq_lens),
+            (static.bidirectional_from, case.batch.bidirectional_from),
+            (query, case.query),
+        ):
+            target.copy_(source)
+        tables.fill_(-1)
+        tables[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
+        for target, source in ((cache.key, case.cache.key), (cache.value, case.cache.value)):
+            target.fill_(float("nan"))
+            target[: len(source)] = source
+        out.fill_(float("nan"))
+        graph.replay()
+        check(case, out)
