@@ -7,8 +7,11 @@ Read it in this order; every file stands on the ones before it:
     reference.py         dense fp32 attention written from the specification
     tuning.py            the committed table of tile sizes (nothing is searched at start-up)
     planning.py          from static shapes to a launch plan; pure Python, no device access
+    row_tiles.py         which rows a program works on and which keys they see
+    splits.py            long sequences in parts, and their merge
     canvas_attention.py  the Triton kernel and its wrapper
     cache_write.py       K/V into pages, with optional fp8 quantization
 
-Nothing here imports vLLM, and importing this package or the first five files does not import Triton.
+Backends, which import vLLM, stand on these. None of the above does, and the first five can be
+imported without Triton.
 """

@@ -5,15 +5,14 @@ For row i of a sequence, query head h and the keys k in [start_i, stop_i) that r
     s_ik = scale * <q_i, k_k>                      (cap * tanh(s_ik / cap) with a soft cap)
     o_i  = sum_k exp(s_ik - m_i) v_k / sum_k exp(s_ik - m_i),   m_i = max_k s_ik
 
-computed tile by tile with a running maximum (FlashAttention-2, Dao 2023, arXiv:2307.08691), in base 2
-with log2(e) folded into the scale. The definition of [start_i, stop_i) is `masks.visible_range`.
+computed tile by tile with a running maximum (FlashAttention-2, Dao 2023, arXiv:2307.08691), in base
+2 with log2(e) folded into the scale. The definition of [start_i, stop_i) is `masks.visible_range`.
 
-- A tile holds BLOCK_M consecutive (row, head) pairs of one KV head, so K and V are loaded once for
-  all query heads that share them, whatever the group size is.
-- The tile's loop runs over the union of its rows' ranges; keys in the intersection of the ranges
-  need no mask, so masks are applied in edge tiles only. Slots outside the union are never loaded.
-- Long sequences are split along the keys (`planning.py`) by a rule that looks at one sequence alone,
-  so that its bits do not depend on its batch; `splits.py` merges the parts.
+- A program takes one row tile (`row_tiles.py`). Its loop runs over the union of its rows' ranges;
+  slots outside the union are never loaded. Keys in the intersection of the ranges need no mask, so
+  masks are applied in edge tiles only.
+- Long sequences are split along the keys by a rule that looks at one sequence alone, so that its
+  bits do not depend on its batch (`planning.py`, `splits.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from attention.inputs import AttentionOptions, PagedKV, RaggedBatch, check_inputs
 from attention.planning import AttentionPlan, BatchShape, plan_attention
+from attention.row_tiles import find_sequence, pairs_of_tile, row_bounds, split_point_of
 from attention.splits import (
     merge_splits_kernel,
     num_splits_on_device,
@@ -34,74 +34,6 @@ from attention.splits import (
     visible_keys_on_device,
 )
 from attention.tuning import TARGET_PROGRAMS, next_power_of_2, tile_config
-
-
-@triton.jit
-def _find_sequence(query_start_loc, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The sequence whose row tiles include ``tile``: the last i with first_tile(i) <= tile.
-
-    first_tile(i) = query_start_loc[i] * GROUP // BLOCK_M + i leaves room for every sequence's
-    ceil(rows / BLOCK_M) tiles without knowing the others' lengths. Binary search, log2(num_seqs) loads.
-    """
-    low: tl.int32 = 0
-    high = num_seqs
-    while low < high:
-        mid = (low + high) // 2
-        first_tile = tl.load(query_start_loc + mid) * GROUP // BLOCK_M + mid
-        if first_tile <= tile:
-            low = mid + 1
-        else:
-            high = mid
-    return low - 1
-
-
-@triton.jit
-def _pairs_of_tile(query_start_loc, seq, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The (row, head) pairs of a tile: its first token and row, then per pair the distance from that
-    row, the head within the group, and whether the pair exists.
-
-    Pairs beyond the span repeat its last one: they load valid memory and change no bound. The
-    loads are volatile, so that the compiler computes all this again for the output instead of
-    keeping it in registers while the tile's keys go by.
-    """
-    query_start = tl.load(query_start_loc + seq, volatile=True)
-    num_pairs = (tl.load(query_start_loc + seq + 1, volatile=True) - query_start) * GROUP
-    first_pair = (tile - query_start * GROUP // BLOCK_M - seq) * BLOCK_M
-    first_row = first_pair // GROUP
-    pair = first_pair + tl.arange(0, BLOCK_M)
-    is_pair = pair < num_pairs
-    pair = tl.minimum(pair, num_pairs - 1)
-    return query_start + first_row, first_row, pair // GROUP - first_row, pair % GROUP, is_pair
-
-
-@triton.jit
-def _split_point(bidirectional_from, seq, query_len, IS_BOOL: tl.constexpr):
-    """The first bidirectional row of a sequence, within [0, query_len]; True means a causal pass."""
-    value = tl.load(bidirectional_from + seq)
-    if IS_BOOL:
-        point = tl.where(value != 0, query_len, 0)
-    else:
-        point = tl.minimum(tl.maximum(value, 0), query_len)
-    return point
-
-
-@triton.jit
-def _row_bounds(row, query_len, seq_len, split_point, WINDOW: tl.constexpr, ANCHORED: tl.constexpr):
-    """`masks.visible_range` for a vector of rows: the keys [start, stop) that each row sees."""
-    context_len = seq_len - query_len
-    pos = context_len + row
-    is_causal = row < split_point
-    stop = tl.where(is_causal, pos + 1, seq_len)
-    start = tl.zeros_like(pos)
-    if WINDOW > 0:
-        if ANCHORED:
-            start = tl.where(is_causal, pos, context_len + split_point) - (WINDOW - 1)
-        else:
-            start = pos - (WINDOW - 1)
-            stop = tl.minimum(stop, pos + WINDOW)
-        start = tl.maximum(start, 0)
-    stop = tl.minimum(tl.maximum(stop, 0), seq_len)
-    return start, stop
 
 
 @triton.jit
@@ -205,8 +137,9 @@ def canvas_attention_kernel(
     PADDED_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     ANCHORED: tl.constexpr, SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr, IS_BOOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, SPLIT: tl.constexpr, PARTIAL_ROWS_PER_SEQ: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_V: tl.constexpr, SPLIT: tl.constexpr, PARTIAL_ROWS_PER_SEQ: tl.constexpr,
+    SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_V output columns of a row tile of one sequence and KV head.
 
@@ -224,7 +157,7 @@ def canvas_attention_kernel(
     value_block = tl.program_id(1) % VALUE_BLOCKS
     value_dim = value_block * BLOCK_V + tl.arange(0, BLOCK_V)
     is_value_dim = value_dim < HEAD_SIZE
-    seq = _find_sequence(query_start_loc, tile, num_seqs, GROUP, BLOCK_M)
+    seq = find_sequence(query_start_loc, tile, num_seqs, GROUP, BLOCK_M)
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
@@ -232,10 +165,10 @@ def canvas_attention_kernel(
     if (first_pair >= query_len * GROUP) | (seq_len == 0):
         return
 
-    _, first_row, row, _, _ = _pairs_of_tile(query_start_loc, seq, tile, GROUP, BLOCK_M)
+    _, first_row, row, _, _ = pairs_of_tile(query_start_loc, seq, tile, GROUP, BLOCK_M)
     row += first_row
-    split_point = _split_point(bidirectional_from, seq, query_len, IS_BOOL)
-    row_start, row_stop = _row_bounds(row, query_len, seq_len, split_point, WINDOW, ANCHORED)
+    split_point = split_point_of(bidirectional_from, seq, query_len, IS_BOOL)
+    row_start, row_stop = row_bounds(row, query_len, seq_len, split_point, WINDOW, ANCHORED)
     union_low, union_high = tl.min(row_start, 0), tl.max(row_stop, 0)
     common_low, common_high = tl.max(row_start, 0), tl.min(row_stop, 0)
 
@@ -280,9 +213,7 @@ def canvas_attention_kernel(
 
         # Q is loaded for each part: held across parts, its shared memory would not be free for
         # the output's.
-        first_token, _, row, in_group, _ = _pairs_of_tile(
-            query_start_loc, seq, tile, GROUP, BLOCK_M
-        )
+        first_token, _, row, in_group, _ = pairs_of_tile(query_start_loc, seq, tile, GROUP, BLOCK_M)
         dim = tl.arange(0, PADDED_SIZE)
         q_base = query + first_token.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
         q = tl.load(
@@ -310,7 +241,7 @@ def canvas_attention_kernel(
             UPCAST, MASKED=True,
         )  # fmt: skip
 
-        first_token, first_row, row, in_group, is_pair = _pairs_of_tile(
+        first_token, first_row, row, in_group, is_pair = pairs_of_tile(
             query_start_loc, seq, tile, GROUP, BLOCK_M
         )
         mask = is_pair[:, None] & is_value_dim[None, :]

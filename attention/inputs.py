@@ -65,10 +65,11 @@ class PagedKV:
 class RaggedBatch:
     """Which tokens belong to which sequence and what every row may see. All tensors on one device.
 
-    query_start_loc ``[num_seqs + 1]`` int32: tokens [loc[i], loc[i + 1]) are the span of sequence i;
-    tokens from loc[-1] on are padding. seq_lens ``[num_seqs]`` int32: keys in the cache, the span
-    included; 0 marks a padded sequence, for which nothing is written. block_tables
-    ``[num_seqs, max_pages]`` int32; entries of pages that no row sees are never read.
+    query_start_loc ``[num_seqs + 1]`` int32: tokens [loc[i], loc[i + 1]) are the span of
+    sequence i, tokens from loc[-1] on are padding.
+    seq_lens ``[num_seqs]`` int32: keys in the cache, the span included; 0 marks a padded sequence,
+    for which nothing is written.
+    block_tables ``[num_seqs, max_pages]`` int32; entries of pages that no row sees are never read.
     bidirectional_from ``[num_seqs]``: int32 split point, or bool with True for a causal pass.
     max_query_len: an upper bound on span lengths, known to the host (it picks tile sizes).
     max_seq_len: an upper bound on seq_lens, known to the host; None means what the tables can hold.
@@ -181,7 +182,7 @@ def _check_batch(batch: RaggedBatch) -> None:
 
 
 def check_values(cache: PagedKV, batch: RaggedBatch, num_tokens: int) -> None:
-    """Refuse values that point outside the tensors. Waits for the device; for tests and debugging."""
+    """Refuse values that point outside the tensors. Waits for the device; for debugging."""
     loc = batch.query_start_loc.tolist()
     capacity = batch.block_tables.shape[1] * cache.page_size
     limit = capacity if batch.max_seq_len is None else min(batch.max_seq_len, capacity)

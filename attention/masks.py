@@ -8,18 +8,18 @@ One sequence has ``seq_len`` keys at positions 0 .. seq_len - 1. One forward pas
     row                             0        bidirectional_from    query_len
 
 Rows before ``bidirectional_from`` (the head) are causal, rows from there on (the canvas) are
-bidirectional. ``bidirectional_from == query_len`` is a causal pass (prefill, commit), 0 is a denoise
-pass, anything between is a commit fused with the first denoise step of the next canvas.
+bidirectional: query_len makes a causal pass (prefill, commit), 0 a denoise pass, anything between
+a commit fused with the first denoise step of the next canvas.
 
 A window of size W counts the query itself (the count of vLLM and of Hugging Face's causal mask):
 a causal row at position p sees keys p - W + 1 .. p. Bidirectional rows follow one of two kinds:
 
     symmetric   |pos_q - pos_k| < W: every row has its own range (vLLM's kernels)
     anchored    canvas_start - (W - 1) .. the last key, the same range for every canvas row: what
-                Hugging Face's DiffusionGemma decoder sees, because its sliding cache holds W - 1 keys
+                Hugging Face's DiffusionGemma decoder sees: its sliding cache holds W - 1 keys
 
-Hugging Face's ``sliding_window_bidirectional_overlay(w)`` is inclusive, ``|pos_q - pos_k| <= w``: it is
-the symmetric window of size W = w + 1.
+Hugging Face's ``sliding_window_bidirectional_overlay(w)`` is inclusive, ``|pos_q - pos_k| <= w``:
+the symmetric window of size w + 1.
 
 Every row sees one contiguous range of keys, so a kernel needs two integers per row and no mask.
 """
@@ -34,7 +34,7 @@ WindowKind = Literal["symmetric", "anchored"]
 
 @dataclass(frozen=True)
 class Window:
-    """How far rows of a sliding-window layer look. ``size`` is in keys and includes the query itself.
+    """How far rows of a sliding-window layer look; ``size`` is in keys and counts the query itself.
 
     Raises ValueError for an unknown kind or a size below 1.
     """
@@ -112,10 +112,10 @@ def may_attend(row: int, key: int, span: QuerySpan, window: Window | None = None
 
 
 def visible_range(row: int, span: QuerySpan, window: Window | None = None) -> tuple[int, int]:
-    """The keys row ``row`` sees, as a half-open range ``(start, stop)``: `may_attend` in closed form.
+    """The keys row ``row`` sees as a half-open ``(start, stop)``: `may_attend` in closed form.
 
-    ``start <= stop`` always; an empty range means that the row sees nothing and its output is zero.
-    This is what the kernel computes on the device (`canvas_attention._row_bounds`).
+    ``start <= stop`` always; an empty range means that the row sees nothing: its output is zero.
+    This is what the kernel computes on the device (`row_tiles.row_bounds`).
     """
     pos = span.position(row)
     causal = span.is_causal(row)

@@ -90,7 +90,7 @@ def visible_keys(query_len: int, seq_len: int, window: Window | None) -> int:
 def num_splits(query_len: int, num_keys: int, shape: BatchShape, config: TileConfig) -> int:
     """Parts into which the keys of one sequence are split; a function of this sequence alone.
 
-    num_keys: see `visible_keys`. The kernel's `_num_splits` computes the same on the device.
+    num_keys: see `visible_keys`. `splits.num_splits_on_device` computes the same.
     """
     programs = ceil_div(query_len * shape.group, config.block_m) * _head_programs(shape, config)
     by_keys = ceil_div(num_keys, config.min_keys_per_split)

@@ -19,7 +19,7 @@ from attention.masks import QuerySpan, Window, visible_range
 
 
 def dense_mask(span: QuerySpan, window: Window | None = None) -> Tensor:
-    """The mask of one span, ``[query_len, seq_len]`` bool on the CPU: True where a row sees a key."""
+    """The mask of one span, ``[query_len, seq_len]`` bool on the CPU: True where a key is seen."""
     mask = torch.zeros(span.query_len, span.seq_len, dtype=torch.bool)
     for row in range(span.query_len):
         start, stop = visible_range(row, span, window)
@@ -32,9 +32,10 @@ def dense_attention(
 ) -> Tensor:
     """Attention of one sequence over contiguous keys.
 
-    query ``[query_len, num_heads, head_size]``, key and value ``[seq_len, num_kv_heads, head_size]``,
-    any floating type; returns ``[query_len, num_heads, head_size]`` fp32. Keys that no row sees are
-    never multiplied in, so NaN there stays there. Raises ValueError when shapes and span disagree.
+    query ``[query_len, num_heads, head_size]``, key and value ``[seq_len, num_kv_heads,
+    head_size]``, any floating type; returns ``[query_len, num_heads, head_size]`` fp32. Keys that
+    no row sees are left out, so NaN there stays there. Raises ValueError when shapes and span
+    disagree.
     """
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     if query.shape[0] != span.query_len or key.shape[0] != span.seq_len:

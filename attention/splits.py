@@ -51,8 +51,9 @@ def partial_row_on_device(seq, row, token, ROWS_PER_SEQ: tl.constexpr):
 def merge_parts(acc_a, max_a, sum_a, acc_b, max_b, sum_b):
     """Join two partial softmaxes over disjoint keys; a comes before b.
 
-    acc is unnormalized and relative to exp2(max). The multiply-adds are
-    spelled out, so that no compiler setting changes how they round. A part without keys has max -inf and contributes exact zeros.
+    acc is unnormalized and relative to exp2(max). The multiply-adds are spelled out, so that no
+    compiler setting changes how they round. A part without keys has max -inf and contributes
+    exact zeros.
     """
     new_max = tl.maximum(max_a, max_b)
     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -82,9 +83,10 @@ def merge_splits_kernel(
     out, v_scale, partial_acc, partial_max, partial_sum, query_start_loc, seq_lens,
     num_seqs, num_partial_rows, out_stride_token, out_stride_head,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr, VALUE_BLOCKS: tl.constexpr, WINDOW: tl.constexpr, HAS_V_SCALE: tl.constexpr,
-    PADDED_GROUP: tl.constexpr, PARTIAL_ROWS_PER_SEQ: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr, VALUE_BLOCKS: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr, PADDED_GROUP: tl.constexpr, PARTIAL_ROWS_PER_SEQ: tl.constexpr,
+    SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one token and KV head, in order. Grid: (num_tokens, KV heads).
 

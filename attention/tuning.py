@@ -7,10 +7,10 @@ How the numbers are bounded, for 2-byte elements, per program:
     registers       of 255 a thread the fp32 accumulator takes block_m * block_v / (32 * num_warps);
                     above 128 it spills
 
-Hopper's wgmma works on 64 rows per group of four warps, so eight warps want block_m 128: with 64 rows
-both groups compute the same logits (measured in the PTX). At head size 512 an accumulator of 128 rows
-does not fit, so two programs share the columns of V and both compute the logits: half as much
-arithmetic again, but each K/V byte is read for twice the rows, and L2 is what runs out first.
+Hopper's wgmma works on 64 rows per group of four warps, so eight warps want block_m 128: with 64
+rows both groups compute the same logits (seen in the PTX). At head size 512 an accumulator of 128
+rows does not fit, so two programs share the columns of V and both compute the logits: half as much
+arithmetic again, but each byte of K and V serves twice the rows.
 
 The rows of `HOPPER` compile for sm_90 without a spill (bench/attention_compile.py checks it without a
 GPU and writes bench/results/attention_sm90_compile.csv). `SMALL` fits the 99 KiB of other cards.

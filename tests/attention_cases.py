@@ -129,8 +129,6 @@ def _store(key: Tensor, value: Tensor, spec: CaseSpec) -> tuple[PagedKV, Tensor,
         cache = PagedKV(stored_key, stored_value)
         return cache, stored_key.float(), stored_value.float()
     scales = [torch.tensor([s], dtype=torch.float32, device=spec.device) for s in (0.5, 0.25)]
-    stored = [
-        (x.to(spec.device) / s).to(dtype) for x, s in zip((key, value), scales, strict=True)
-    ]
+    stored = [(x.to(spec.device) / s).to(dtype) for x, s in zip((key, value), scales, strict=True)]
     seen = [x.float() * s for x, s in zip(stored, scales, strict=True)]
     return PagedKV(stored[0], stored[1], scales[0], scales[1]), seen[0], seen[1]

@@ -18,6 +18,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from vllm import LLM, SamplingParams  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
 
 @dataclass
 class DenoiseStep:
@@ -126,6 +127,8 @@ class Engine:
         """Queue one request and return its id."""
         req_id = f"r{next(self._ids)}"
         inputs = {"prompt_token_ids": list(prompt)}
+        params = params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
         self.llm.llm_engine.add_request(req_id, inputs, params)
         return req_id
 

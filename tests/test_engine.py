@@ -214,7 +214,11 @@ def test_prompts_longer_than_the_token_budget_and_budgets_smaller_than_the_batch
 
 def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch):
     tight = get_engine(
-        checkpoint(), max_num_batched_tokens=256, block_size=32, num_gpu_blocks_override=26
+        checkpoint(),
+        max_num_batched_tokens=128,
+        max_model_len=288,
+        block_size=32,
+        num_gpu_blocks_override=27,
     )
     contexts = [prompt(60, salt=salt) for salt in range(4)]
     expected = [engine.quiet_run(context, params(blocks=5)).tokens for context in contexts]

@@ -1,0 +1,75 @@
+"""The dense reference against torch's own attention, and its paged form against the dense one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_cases import CAUSAL, CaseSpec, make_case
+
+from attention.inputs import AttentionOptions
+from attention.masks import QuerySpan, Window
+from attention.reference import dense_attention, dense_mask
+
+
+@pytest.mark.parametrize("split", [0, 3, 7])
+@pytest.mark.parametrize("window", [None, Window("symmetric", 5), Window("anchored", 5)], ids=str)
+def test_dense_attention_is_softmax_attention(split: int, window: Window | None) -> None:
+    torch.manual_seed(0)
+    span = QuerySpan(7, 12, split)
+    query, key, value = torch.randn(7, 6, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    got = dense_attention(query, key, value, span, AttentionOptions(0.3, window))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=dense_mask(span, window),
+        scale=0.3,
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_soft_cap_bounds_logits() -> None:
+    """With a tiny cap all logits are nearly equal: the output is the mean of the values."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 1, 8) * 50, torch.randn(5, 1, 8) * 50, torch.randn(5, 1, 8)
+    got = dense_attention(query, key, value, QuerySpan(2, 5, 0), AttentionOptions(1.0, None, 1e-4))
+    torch.testing.assert_close(got, value.mean(0).expand(2, 1, 8), rtol=0, atol=1e-3)
+
+
+def test_rows_that_see_nothing_are_zero() -> None:
+    ones = torch.ones(3, 1, 4)
+    query = torch.ones(4, 1, 4)
+    got = dense_attention(query, ones, ones, QuerySpan(4, 3, 4), AttentionOptions(1.0))
+    assert (got[0] == 0).all()
+    assert (got[1:] == 1).all()
+
+
+def test_keys_that_no_row_sees_do_not_matter() -> None:
+    key, value = torch.ones(5, 1, 4), torch.ones(5, 1, 4)
+    key[:2] = value[:2] = float("nan")
+    options = AttentionOptions(1.0, Window("anchored", 2))
+    got = dense_attention(torch.ones(2, 1, 4), key, value, QuerySpan(2, 5, 2), options)
+    assert (got == 1).all()
+
+
+def test_pages_are_gathered_in_order() -> None:
+    """The same batch in pages of different sizes gives the same output."""
+    spans = ((5, 20, CAUSAL), (7, 33, 0), (9, 0, 4))
+    outputs = []
+    for page_size in (3, 16, 64):
+        case = make_case(CaseSpec(spans, page_size=page_size, window=Window("anchored", 9)))
+        assert all(e.isfinite().all() for e in case.expected)
+        outputs.append([tuple(e.shape) for e in case.expected])
+    assert outputs[0] == outputs[1] == outputs[2] == [(5, 4, 32), (7, 4, 32), (9, 4, 32)]
+
+
+def test_shapes_that_disagree_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"query has 3 rows and key 4, .* 2 and seq_len 4"):
+        dense_attention(
+            torch.ones(3, 1, 4),
+            torch.ones(4, 1, 4),
+            torch.ones(4, 1, 4),
+            QuerySpan(2, 4, 0),
+            AttentionOptions(1.0),
+        )
