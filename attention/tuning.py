@@ -12,8 +12,9 @@ rows both groups compute the same logits (seen in the PTX). At head size 512 an 
 rows does not fit, so two programs share the columns of V and both compute the logits: half as much
 arithmetic again, but each byte of K and V serves twice the rows.
 
-The rows of `HOPPER` compile for sm_90 without a spill (bench/attention_compile.py checks it without a
-GPU and writes bench/results/attention_sm90_compile.csv). `SMALL` fits the 99 KiB of other cards.
+The rows of `HOPPER` compile for sm_90 without a spill for caches of the query's dtype
+(bench/attention_compile.py checks it without a GPU and writes
+bench/results/attention_sm90_compile.csv). `SMALL` fits the 99 KiB of other cards.
 """
 
 from __future__ import annotations

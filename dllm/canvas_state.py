@@ -31,8 +31,11 @@ class CanvasState:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        # One slot more than requests: it keeps a lone row company (sampler.CanvasRows).
+        self.spare_slot = num_slots
+
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+            return torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device)
 
         self.argmax_canvas = zeros(canvas_length, dtype=torch.int64)
         self.stable_count = zeros(dtype=torch.int32)

@@ -41,6 +41,7 @@ class StepNoise(NamedTuple):
 
     keys: Tensor  # [R, C, 2] int64: row keys for `gumbel`
     renoise_tokens: Tensor  # [R, C] int64: a uniform token for every position that is not accepted
+    next_canvas: Tensor  # [R, C] int64: where the block after this one starts from
 
 
 def initial_canvas(seeds: Tensor, canvas_start: Tensor, width: int, vocab_size: int) -> Tensor:
@@ -53,18 +54,30 @@ def initial_canvas(seeds: Tensor, canvas_start: Tensor, width: int, vocab_size: 
 
 
 def step_noise(
-    seeds: Tensor, canvas_start: Tensor, denoise_step: Tensor, width: int, vocab_size: int
+    seeds: Tensor,
+    canvas_start: Tensor,
+    denoise_step: Tensor,
+    next_start: Tensor,
+    width: int,
+    vocab_size: int,
 ) -> StepNoise:
     """Everything random in one denoise step, from one batched Philox call.
 
-    Equal to `row_keys(..., STREAM_GUMBEL)` and `random_tokens(..., STREAM_RENOISE)`, at half the
-    number of operations. seeds, canvas_start, denoise_step: [R] int64; `denoise_step` counts the
-    steps that the canvas has already taken (0 for its first).
+    Equal to `row_keys(..., STREAM_GUMBEL)`, `random_tokens(..., STREAM_RENOISE)` and
+    `initial_canvas(seeds, next_start, ...)`, at a third of the number of operations. All but the
+    last two arguments: [R] int64; `denoise_step` counts the steps that the canvas has already
+    taken (0 for its first), `next_start` is the position behind the canvas.
     """
-    streams = STREAM_GUMBEL + torch.arange(2, device=seeds.device).view(2, 1, 1)
-    words = _position_words(seeds, canvas_start, denoise_step, width, streams)  # [4, 2, R, width]
-    keys = torch.stack((words[0, 0], words[1, 0]), dim=-1)
-    return StepNoise(keys, _scale_to_vocab(words[0, 1], vocab_size))
+    starts = torch.stack((canvas_start, canvas_start, next_start))
+    steps = torch.stack((denoise_step, denoise_step, torch.zeros_like(denoise_step)))
+    index = torch.arange(3, device=seeds.device).view(3, 1, 1)
+    streams = (STREAM_GUMBEL + index) % 3  # gumbel, renoise, initial canvas
+    words = _position_words(seeds, starts, steps, width, streams)  # [4, 3, R, width]
+    return StepNoise(
+        keys=torch.stack((words[0, 0], words[1, 0]), dim=-1),
+        renoise_tokens=_scale_to_vocab(words[0, 1], vocab_size),
+        next_canvas=_scale_to_vocab(words[0, 2], vocab_size),
+    )
 
 
 def row_keys(
@@ -152,10 +165,13 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
 def _position_words(
     seeds: Tensor, canvas_start: Tensor, denoise_step: Tensor, width: int, stream: int | Tensor
 ) -> Tensor:
-    """The Philox block of every canvas position: [4, ..., R, width], `stream` broadcast."""
+    """The Philox block of every canvas position: [4, ..., R, width].
+
+    canvas_start, denoise_step: [..., R]; stream: broadcast against [..., R, width].
+    """
     position = torch.arange(width, device=seeds.device)
     stream = torch.zeros_like(position) + stream
-    parts = (position, denoise_step[:, None], canvas_start[:, None], stream)
+    parts = (position, denoise_step[..., None], canvas_start[..., None], stream)
     counter = torch.stack(torch.broadcast_tensors(*parts))
     key = torch.stack((seeds & _MASK32, (seeds >> 32) & _MASK32))[..., None]
     # [2, R, 1], with one axis of size 1 for each leading axis of the streams

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -70,6 +71,20 @@ class CanvasRows(NamedTuple):
             padded=to_device(padded),
         )
 
+    def at_least_two(self, spare_slot: int) -> "CanvasRows":
+        """Give a lone row an empty one for company, in a slot of its own.
+
+        ``torch.compile`` treats a size of 1 as a special case, which would be compiled apart.
+        """
+        if len(self.slots) > 1:
+            return self
+        return self._replace(
+            slots=F.pad(self.slots, (0, 1), value=spare_slot),
+            widths=F.pad(self.widths, (0, 1)),
+            seq_lens=F.pad(self.seq_lens, (0, 1)),
+            padded=F.pad(self.padded, (0, 0, 0, 1)),
+        )
+
 
 class StepResult(NamedTuple):
     """What a denoise step leaves behind.
@@ -89,6 +104,12 @@ class StepResult(NamedTuple):
     steps_done: torch.Tensor
     temperature: torch.Tensor
     probs: torch.Tensor
+
+    def first_rows(self, num_rows: int) -> "StepResult":
+        """Without the company of a lone row."""
+        return StepResult(
+            *(tensor[:num_rows] for tensor in self[:5]), temperature=self.temperature, probs=self.probs
+        )
 
 
 class DiffusionSampler:
@@ -122,7 +143,6 @@ class DiffusionSampler:
         self.normalizer = normalizer
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
-        self._initial_canvas = maybe_compile(noise.initial_canvas, vllm_config)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Note top-k, top-p and logprobs; the model state has reset the slot already."""
@@ -146,14 +166,18 @@ class DiffusionSampler:
             return self._start_canvases(rows)
         logits = self._filter(logits, input_batch)
         result = self._denoise_rows(
-            logits, rows, self.canvases, self.config, self.embedding.weight.dtype
-        )
+            logits,
+            rows.at_least_two(self.canvases.spare_slot),
+            self.canvases,
+            self.config,
+            self.embedding.weight.dtype,
+        ).first_rows(input_batch.num_reqs)
         self._remember(rows, result)
         return self._emit(logits, rows, result, input_batch)
 
     def _start_canvases(self, rows: CanvasRows) -> SamplerOutput:
         """A step of prompt chunks and emitted blocks: every row is ready for a fresh canvas."""
-        self.req_states.draft_tokens[rows.slots] = self._initial_canvas(
+        self.req_states.draft_tokens[rows.slots] = noise.initial_canvas(
             self.canvases.seeds[rows.slots],
             rows.seq_lens,
             self.config.canvas_length,
@@ -216,27 +240,6 @@ class DiffusionSampler:
             num_rejected=rows.widths.to(torch.int32),
         )
 
-    def warm_up(self) -> None:
-        """Compile for one canvas and for several, on slots that no request holds yet."""
-        width = self.config.canvas_length
-        device = self.canvases.seeds.device
-        for num_rows in sorted({1, min(2, len(self.canvases.seeds))}):
-            index = torch.arange(num_rows, device=device)
-            place = torch.arange(width, device=device)
-            rows = CanvasRows(
-                slots=index,
-                widths=torch.full_like(index, width),
-                seq_lens=torch.full_like(index, width),
-                row_of=index.repeat_interleave(width),
-                place=place.repeat(num_rows),
-                padded=(index[:, None] * width + place),
-            )
-            self._start_canvases(rows)
-            logits = torch.zeros(num_rows * width, self.vocab_size, device=device)
-            self._denoise_rows(
-                logits, rows, self.canvases, self.config, self.embedding.weight.dtype
-            )
-
 
 def denoise_rows(
     logits: torch.Tensor,
@@ -249,18 +252,22 @@ def denoise_rows(
     slots, length = rows.slots, config.canvas_length
     vocab_size = logits.shape[-1]
     steps_done = canvases.steps_done[slots].long()
-    seeds = canvases.seeds[slots]
-    step_noise = noise.step_noise(
-        seeds, rows.seq_lens - rows.widths, steps_done, length, vocab_size
+    drawn = noise.step_noise(
+        canvases.seeds[slots],
+        rows.seq_lens - rows.widths,
+        steps_done,
+        rows.seq_lens,
+        length,
+        vocab_size,
     )
     temperature = denoise.temperature(
         steps_done, config.max_denoising_steps, canvases.t_min[slots], canvases.t_max[slots]
     )[rows.row_of]
-    stats = row_stats(logits, temperature, step_noise.keys[rows.row_of, rows.place], probs_dtype)
+    stats = row_stats(logits, temperature, drawn.keys[rows.row_of, rows.place], probs_dtype)
     sample = torch.where(canvases.is_greedy[slots][rows.row_of], stats.argmax, stats.sample)
     outcome = denoise.denoise_step(
         denoise.DenoiseState(
-            canvas=step_noise.renoise_tokens,
+            canvas=drawn.renoise_tokens,
             argmax_canvas=canvases.argmax_canvas[slots],
             stable_count=canvases.stable_count[slots],
             steps_done=steps_done,
@@ -268,7 +275,7 @@ def denoise_rows(
         stats.argmax[rows.padded],
         sample[rows.padded],
         stats.entropy[rows.padded],
-        step_noise.renoise_tokens,
+        drawn.renoise_tokens,
         rows.widths,
         denoise.DenoiseRules(
             t_min=canvases.t_min[slots],
@@ -280,10 +287,9 @@ def denoise_rows(
         ),
     )
     goes_on = (rows.widths > 0) & ~outcome.converged
-    fresh = noise.initial_canvas(seeds, rows.seq_lens, length, vocab_size)
     assert stats.probs is not None
     return StepResult(
-        next_canvas=torch.where(goes_on[:, None], outcome.canvas, fresh),
+        next_canvas=torch.where(goes_on[:, None], outcome.canvas, drawn.next_canvas),
         argmax_canvas=outcome.argmax_canvas,
         converged=outcome.converged,
         stable_count=torch.where(goes_on, outcome.stable_count, 0),

@@ -1,4 +1,4 @@
-"""The attention kernels against the reference; run by test_attention_kernel.py in a process of its own.
+"""The attention kernels against the reference; test_attention_kernel.py runs this in a process.
 
 By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/attention_kernel_suite.py` without a GPU, the
 same without the variable on one. The variable has to be set before Triton is imported, which is why
@@ -146,6 +146,15 @@ def test_contexts_around_the_window(kind: str, context: int) -> None:
     check(case, run(case)[0])
 
 
+@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_canvases_wider_than_the_window(kind: str, size: int) -> None:
+    """Here both edges of a symmetric row lie inside the canvas."""
+    spans = ((15, 9, 0), (15, 2, 4), (40, 0, 0))
+    case = make_case(CaseSpec(spans, window=Window(kind, size), num_heads=2, device=DEVICE))  # type: ignore[arg-type]
+    check(case, run(case)[0])
+
+
 @pytest.mark.parametrize("page_size", [5, 32, 48, 64])
 def test_page_sizes(page_size: int) -> None:
     """Below, equal to and above the tile of 32 keys; dividing it or not; canvases cross pages."""
@@ -248,7 +257,7 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch(window: Window | 
 
 
 def test_a_drafter_that_shortens_seq_len() -> None:
-    """Query rows beyond the shortened end see the shorter sequence; causal ones before it nothing."""
+    """Bidirectional rows see the shorter sequence; causal rows at negative positions nothing."""
     spans = ((16, 30, 0), (16, -5, 0), (16, -13, 0), (8, -3, CAUSAL))
     case = make_case(CaseSpec(spans, num_heads=8, num_kv_heads=2, device=DEVICE))
     out, _ = run(case)
@@ -265,6 +274,13 @@ def test_drafter_shapes(num_rows: int) -> None:
     out, plan = run(case, config=None)
     assert plan.block_m == max(16, num_rows * 4)
     assert splits(case, plan)[0] == 2
+    check(case, out)
+
+
+def test_padding_tokens_after_a_sequence_that_is_split() -> None:
+    case = make_case(CaseSpec(((3, 5, 0), (4, 90, 0)), padding_tokens=3, device=DEVICE))
+    out, plan = run(case)
+    assert splits(case, plan) == [1, 3]
     check(case, out)
 
 

@@ -1,4 +1,4 @@
-"""Runs attention_kernel_suite.py: in Triton's interpreter everywhere, compiled where there is a GPU.
+"""Runs attention_kernel_suite.py: in Triton's interpreter, or compiled where there is a GPU.
 
 The interpreter is chosen when Triton is first imported, by an environment variable that must not
 leak into the servers that other tests start; so the suite gets a process of its own. By hand:

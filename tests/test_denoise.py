@@ -331,7 +331,7 @@ def generate_with_our_step(
             canvases[-1].append(state.canvas[0].tolist())
             logits = one_step_logits(model, context, state.canvas[0].tolist(), scaled)
             t = denoise.temperature(state.steps_done, limits.max_steps, limits.t_min, limits.t_max)
-            draws = noise.step_noise(*place, state.steps_done, length, vocab_size)
+            draws = noise.step_noise(*place, state.steps_done, place[1], length, vocab_size)
             stats = row_stats(logits, t.expand(length), draws.keys[0], None)
             row = (stats.argmax[None], stats.sample[None], stats.entropy[None])
             after = denoise.denoise_step(state, *row, draws.renoise_tokens, full(1, length), limits)

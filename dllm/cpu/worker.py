@@ -12,20 +12,20 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm import seams
+from dllm.warm_up import warm_up
 
 
 class CanvasCPUWorker(CPUWorker):
     """A CPU worker whose start replaces the kernels and warms the sampler up."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        is_diffusion = vllm_config.model_config.architecture == seams.ARCHITECTURE
-        seams.register_cpu_kernels(include_sampling=not is_diffusion)
+        self._is_diffusion = vllm_config.model_config.architecture == seams.ARCHITECTURE
+        seams.register_cpu_kernels(include_sampling=not self._is_diffusion)
         super().__init__(vllm_config, *args, **kwargs)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Compile everything a request will run, before the server reports ready."""
         times = super().compile_or_warm_up_model()
-        warm_up = getattr(self.model_runner.sampler, "warm_up", None)
-        if warm_up is not None and self._should_warm_up_model():
-            warm_up()
+        if self._is_diffusion and self._should_warm_up_model():
+            warm_up(self.model_runner, self.execute_model)
         return times

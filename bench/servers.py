@@ -1,0 +1,189 @@
+"""``vllm serve`` processes of a benchmark: started on free ports, watched, stopped."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+READY_TIMEOUT_S = 600
+STOP_TIMEOUT_S = 30
+# One OpenMP thread and no binding, unless the caller says otherwise: several servers share a small
+# machine, and vLLM would bind each of them to the same core.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """One ``vllm serve``.
+
+    Attributes:
+        name: as it appears in tables, "ours" or "built-in".
+        model: path or name of the checkpoint.
+        flags: of ``vllm serve``, without host and port.
+        environment: beside the inherited one; ``DLLM_DISABLE`` chooses the implementation.
+    """
+
+    name: str
+    model: str
+    flags: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Response:
+    """A server's answer to a completion request: ``token_ids`` is empty unless status is 200."""
+
+    status: int
+    token_ids: tuple[int, ...] = ()
+    error: str = ""
+    seconds: float = 0.0
+
+
+class Server:
+    """A running ``vllm serve``; a context manager that stops it.
+
+    ``start`` returns at once, so that several servers load at the same time; ``wait_until_ready``
+    waits for this one.
+    """
+
+    def __init__(self, options: ServerOptions, log: Path) -> None:
+        self.options = options
+        self.port = free_port()
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """``http://127.0.0.1:<port>``."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def command(self) -> list[str]:
+        """The command line, as a user would type it."""
+        address = ["--host", "127.0.0.1", "--port", str(self.port)]
+        return [vllm_command(), "serve", self.options.model, *address, *self.options.flags]
+
+    def start(self) -> None:
+        """Start the process in a session of its own."""
+        environment = child_environment() | dict(self.options.environment)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            RuntimeError: it ended, or took more than ``READY_TIMEOUT_S``; with the end of its log.
+        """
+        assert self._process is not None, "start() first"
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(self._failure(f"ended with code {self._process.returncode}"))
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except OSError:
+                time.sleep(0.5)
+        raise RuntimeError(self._failure(f"was not ready after {READY_TIMEOUT_S} s"))
+
+    def _failure(self, what: str) -> str:
+        return f"the {self.options.name} server {what}:\n{tail(self.log)}"
+
+    def complete(self, **body: Any) -> Response:
+        """Ask for one completion, with the token ids in the answer."""
+        body = {"model": self.options.model, "return_token_ids": True} | body
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        start = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as response:
+                choice = json.load(response)["choices"][0]
+                seconds = time.monotonic() - start
+                return Response(response.status, tuple(choice["token_ids"]), seconds=seconds)
+        except urllib.error.HTTPError as error:
+            return Response(error.code, error=error.read().decode(errors="replace")[:500])
+        except OSError as error:
+            return Response(0, error=str(error))
+
+    def cpu_seconds(self) -> float:
+        """Processor time used so far by the server and the processes it started."""
+        assert self._process is not None, "start() first"
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:  # the process ended meanwhile
+                continue
+            if int(fields[3]) == self._process.pid:  # session
+                ticks += int(fields[11]) + int(fields[12])  # utime, stime
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        """Stop the process and what is left of its group."""
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def vllm_command() -> str:
+    """The ``vllm`` of this interpreter's environment, else the one on the path."""
+    beside = Path(sys.executable).parent / "vllm"
+    found = str(beside) if beside.exists() else shutil.which("vllm")
+    if found is None:
+        raise RuntimeError("no `vllm` command in this environment: run `make setup` first.")
+    return found
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of servers and clients alike, without a ``DLLM_DISABLE`` of the caller's."""
+    inherited = {key: value for key, value in os.environ.items() if key != "DLLM_DISABLE"}
+    return ENVIRONMENT | inherited
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tail(log: Path, num_lines: int = 25) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
