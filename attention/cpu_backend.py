@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm import envs
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -134,9 +135,9 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
 class AnchoredAttentionImpl(CPUAttentionBackendImpl):
     """Runs the CPU kernel once per sub-batch."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
-        layer: torch.nn.Module,
+        layer: Attention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -193,8 +194,8 @@ class AnchoredCPUBackend(CPUAttentionBackend):
         return AnchoredMetadataBuilder
 
 
-def use_anchored_window(layer: torch.nn.Module) -> None:
-    """Give a sliding-window ``vllm`` Attention layer the anchored backend, before KV allocation.
+def use_anchored_window(layer: Attention) -> None:
+    """Give a sliding-window layer the anchored backend, before KV allocation.
 
     The CPU platform offers no choice of backend, so the model makes it, layer by layer: other
     models in the process are not touched.

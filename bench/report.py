@@ -230,7 +230,7 @@ def pair_ratios(measurements: Sequence[Measurement], metric: str) -> list[float]
 
 def table(title: str, measurements: Sequence[Measurement]) -> str:
     """Medians with the smallest and largest value, and the ratios pair by pair."""
-    rows = [("", OURS, BUILTIN, f"{OURS} / {BUILTIN}")]
+    rows: list[tuple[str, ...]] = [("", OURS, BUILTIN, f"{OURS} / {BUILTIN}")]
     for metric, heading, decimals in METRICS:
         cells = []
         for server in (OURS, BUILTIN):

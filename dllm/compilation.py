@@ -1,15 +1,18 @@
 """One decision, made once: compile small tensor functions unless the server runs eagerly."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, VllmConfig
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def maybe_compile(function: Function, vllm_config: Any) -> Function:
+def maybe_compile(
+    function: Callable[Arguments, Result], vllm_config: VllmConfig
+) -> Callable[Arguments, Result]:
     """``torch.compile(function)`` for any batch size, or ``function`` under ``--enforce-eager``."""
     if vllm_config.compilation_config.mode == CompilationMode.NONE:
         return function

@@ -1,9 +1,11 @@
-"""DiffusionModelState: vLLM's hooks for one diffusion model, each delegating to one part.
+"""DiffusionModelState: vLLM's hooks for one diffusion model.
 
     add_request     CanvasState.reset(slot)
     prepare_attn    spans of the rows -> virtual sequences -> attention backend
     prepare_inputs  embed(ids) + self-conditioning of the canvas rows
     custom_sampler  DiffusionSampler
+
+Each hook delegates to one part; vLLM calls them in this order.
 """
 
 from typing import Any
@@ -171,9 +173,7 @@ class DiffusionModelState(ModelState):
 
 
 def _spans(input_batch: InputBatch) -> Spans:
-    return Spans.of_schedule(
-        input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
-    )
+    return Spans.of_schedule(input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req)
 
 
 def condition_canvas(

@@ -8,16 +8,18 @@ token. Noise is a function of the canvas start, so drawing that canvas twice dra
 """
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dllm import denoise, noise
 from dllm.canvas_state import CanvasState
@@ -107,8 +109,12 @@ class StepResult(NamedTuple):
 
     def first_rows(self, num_rows: int) -> "StepResult":
         """Without the company of a lone row."""
-        return StepResult(
-            *(tensor[:num_rows] for tensor in self[:5]), temperature=self.temperature, probs=self.probs
+        return self._replace(
+            next_canvas=self.next_canvas[:num_rows],
+            argmax_canvas=self.argmax_canvas[:num_rows],
+            converged=self.converged[:num_rows],
+            stable_count=self.stable_count[:num_rows],
+            steps_done=self.steps_done[:num_rows],
         )
 
 
@@ -128,10 +134,10 @@ class DiffusionSampler:
 
     def __init__(
         self,
-        vllm_config: Any,
+        vllm_config: VllmConfig,
         config: DenoiseConfig,
         canvases: CanvasState,
-        sampler: Any,
+        sampler: Sampler,
         embedding: VocabParallelEmbedding,
         normalizer: torch.Tensor,
     ) -> None:

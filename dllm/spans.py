@@ -78,4 +78,3 @@ class Spans:
             seq_lens=ends[kept].astype(np.int32),
             is_causal=is_causal[kept],
         )
-

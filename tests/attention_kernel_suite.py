@@ -282,6 +282,10 @@ def test_padding_tokens_after_a_sequence_that_is_split() -> None:
     out, plan = run(case)
     assert splits(case, plan) == [1, 3]
     check(case, out)
+    # Once more over zeros: merging NaN into the padding would look like leaving it alone.
+    zeros = torch.zeros(100_000, device=DEVICE)
+    canvas_attention(case.query, case.cache, case.batch, case.options, out, plan, zeros)
+    check(case, out)
 
 
 def test_empty_batches() -> None:

@@ -19,16 +19,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """
     written: dict[str, Path] = {}
 
-    def write(
-        seed: int = 3, generation: dict[str, Any] | None = None, **overrides: Any
-    ) -> Path:
+    def write(seed: int = 3, generation: dict[str, Any] | None = None, **overrides: Any) -> Path:
         key = repr((seed, generation, sorted(overrides.items(), key=lambda item: item[0])))
         if key not in written:
             names = ("encoder_scalars", "decoder_scalars", "encoder_copies", "mute_experts")
             options = {name: overrides.pop(name) for name in names if name in overrides}
             config = tiny_config(**({"dtype": "float32"} | overrides))
             path = tmp_path_factory.mktemp("checkpoint") / "model"
-            write_checkpoint(path, config, seed, generation=CONFIDENT | (generation or {}), **options)
+            write_checkpoint(
+                path, config, seed, generation=CONFIDENT | (generation or {}), **options
+            )
             written[key] = _steady(path)
         return written[key]
 

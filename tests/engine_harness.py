@@ -17,8 +17,9 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
 
 @dataclass
 class DenoiseStep:

@@ -44,9 +44,7 @@ def scheduled_spans(outputs) -> list[tuple[int, int, int]]:
     prompt_lens, spans = {}, []
     for output in outputs:
         computed = {new.req_id: 0 for new in output.scheduled_new_reqs}
-        prompt_lens |= {
-            new.req_id: len(new.prompt_token_ids) for new in output.scheduled_new_reqs
-        }
+        prompt_lens |= {new.req_id: len(new.prompt_token_ids) for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for req_id, count in output.num_scheduled_tokens.items():

@@ -1,0 +1,270 @@
+"""What the attention kernel is compared with. Each peer prepares a shape once and is timed on the call.
+
+A peer's `prepare(shape, inputs)` returns a function that runs it once and returns the output
+``[num_tokens, num_heads, head_size]``, or raises `CannotExpressError` with the reason. Peers that need
+contiguous K and V get them gathered beforehand, for free.
+
+    sdpa          torch.nn.functional.scaled_dot_product_attention with a dense mask
+    flex          torch flex_attention, compiled, with the block mask of the same ranges
+    vllm_unified  vLLM's unified Triton attention; fused spans as virtual sequences; it has no anchored
+                  window and runs the symmetric one, about the same work, checked against that
+    flash_attn    FlashAttention over the paged cache (vLLM's build or the upstream package)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.masks import QuerySpan, Window, visible_range
+from attention.reference import gather_pages
+from bench.attention_shapes import Inputs, Shape
+
+Run = Callable[[], Tensor]
+
+
+class CannotExpressError(Exception):
+    """This peer cannot compute this shape, or is not installed; the message says why."""
+
+
+def compared_window(name: str, shape: Shape) -> Window | None:
+    """The window a peer really computes, which its output is checked against."""
+    window = shape.layer.window
+    if name in ("vllm_unified", "flash_attn") and window is not None:
+        return Window("symmetric", window.size)
+    return window
+
+
+def _contiguous(shape: Shape, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Q ``[batch, heads, rows, size]``, K and V ``[batch, kv_heads, keys, size]``."""
+    seq_len, layer = shape.context + shape.query_len, shape.layer
+    query = inputs.query.view(shape.batch, shape.query_len, layer.num_heads, layer.head_size)
+    tables = inputs.batch.block_tables
+    key, value = (
+        torch.stack([gather_pages(cache, table, seq_len) for table in tables]).transpose(1, 2)
+        for cache in (inputs.cache.key, inputs.cache.value)
+    )
+    return query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
+
+
+def _bounds(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First and last-plus-one visible key of every row, both ``[batch, query_len]``."""
+    bounds = torch.tensor(
+        [
+            [visible_range(row, span, shape.layer.window) for row in range(span.query_len)]
+            for span in shape.spans()
+        ],
+        device=device,
+    )
+    return bounds[..., 0], bounds[..., 1]
+
+
+def _flat(output: Tensor) -> Tensor:
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+def prepare_sdpa(shape: Shape, inputs: Inputs) -> Run:
+    """torch's own attention; its mask is dense, so it computes every pair."""
+    query, key, value = _contiguous(shape, inputs)
+    start, stop = _bounds(shape, query.device)
+    position = torch.arange(key.shape[2], device=query.device)
+    mask = (position >= start[..., None]) & (position < stop[..., None])
+    mask = mask[:, None]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    scale = inputs.options.scale
+    return lambda: _flat(attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True))
+
+
+def prepare_flex(shape: Shape, inputs: Inputs) -> Run:
+    """torch's compiled block-sparse attention; the block mask is built beforehand."""
+    if inputs.query.device.type == "cpu":
+        raise CannotExpressError("not compiled on the CPU")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    query, key, value = _contiguous(shape, inputs)
+    start, stop = _bounds(shape, query.device)
+
+    def is_visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k >= start[b, q]) & (k < stop[b, q])
+
+    mask = create_block_mask(
+        is_visible, shape.batch, None, shape.query_len, key.shape[2], device=str(query.device)
+    )
+    compiled = torch.compile(flex_attention, dynamic=False)
+    scale = inputs.options.scale
+    return lambda: _flat(compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=True))
+
+
+def prepare_vllm_unified(shape: Shape, inputs: Inputs) -> Run:
+    """vLLM's kernel with its per-sequence causal tensor."""
+    if inputs.query.device.type == "cpu":
+        raise CannotExpressError("needs a GPU")
+    unified_attention = _unified_attention()
+    spans, tables, starts = _virtual_sequences(shape, inputs)
+    device = inputs.query.device
+
+    def int32(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    window = shape.layer.window
+    out = torch.empty_like(inputs.query)
+    arguments: dict[str, Any] = dict(
+        q=inputs.query, k=inputs.cache.key, v=inputs.cache.value, out=out,
+        cu_seqlens_q=int32(starts), max_seqlen_q=max(span.query_len for span in spans),
+        seqused_k=int32([span.seq_len for span in spans]),
+        max_seqlen_k=max(span.seq_len for span in spans),
+        softmax_scale=inputs.options.scale,
+        causal=int32([int(span.split_point > 0) for span in spans]),
+        window_size=(-1, -1) if window is None else (window.size - 1, 0),
+        block_table=tables, softcap=0.0, q_descale=None, k_descale=None, v_descale=None,
+    )  # fmt: skip
+    if all(span.split_point > 0 for span in spans):
+        arguments["causal"] = True
+
+    def run() -> Tensor:
+        unified_attention(**arguments)
+        return out
+
+    return run
+
+
+def _virtual_sequences(shape: Shape, inputs: Inputs) -> tuple[list[QuerySpan], Tensor, list[int]]:
+    """Spans that are causal or bidirectional as a whole: a fused span becomes two (DESIGN.md)."""
+    spans, rows, starts = [], [], [0]
+    for index, span in enumerate(shape.spans()):
+        head = span.split_point
+        for length, end, split in (
+            (head, span.context_len + head, head),
+            (span.query_len - head, span.seq_len, 0),
+        ):
+            if length > 0:
+                spans.append(QuerySpan(length, end, split))
+                rows.append(index)
+                starts.append(starts[-1] + length)
+    return spans, inputs.batch.block_tables[rows].contiguous(), starts
+
+
+# Set by --vllm-source: the folder that holds vLLM's package, where it is not installed.
+VLLM_SOURCE: Path | None = None
+
+
+@functools.lru_cache
+def _unified_attention() -> Callable[..., None]:
+    """vLLM's function, from the installed package or from its source files alone."""
+    name = "vllm.v1.attention.ops.triton_unified_attention"
+    if VLLM_SOURCE is None:
+        try:
+            return importlib.import_module(name).unified_attention
+        except ImportError as error:
+            raise CannotExpressError(f"vLLM cannot be imported ({error})") from None
+    return _load_from_source(VLLM_SOURCE, name).unified_attention
+
+
+def _load_from_source(folder: Path, name: str) -> types.ModuleType:
+    """Load vLLM's kernel file and its helpers with stand-ins for the five things they import."""
+    import logging
+
+    import triton
+    import triton.language as tl
+
+    class KVQuantMode:
+        NONE, INT4_PER_TOKEN_HEAD = 0, 4
+        INT8_PER_TOKEN_HEAD, FP8_PER_TOKEN_HEAD = 2, 3
+
+    capability = torch.cuda.get_device_capability()[0]
+    platform = types.SimpleNamespace(
+        fp8_dtype=lambda: torch.float8_e4m3fn,
+        is_device_capability_family=lambda family: capability == family // 10,
+        is_cuda=lambda: True, is_rocm=lambda: False, is_xpu=lambda: False,
+    )  # fmt: skip
+    stand_ins = {
+        "vllm": {"envs": types.SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
+        "vllm.logger": {"init_logger": logging.getLogger},
+        "vllm.platforms": {"current_platform": platform},
+        "vllm.triton_utils": {"triton": triton, "tl": tl},
+        "vllm.v1.kv_cache_interface": {"KVQuantMode": KVQuantMode},
+    }
+    for package in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):
+        stand_ins.setdefault(package, {})
+    for module_name, attributes in stand_ins.items():
+        module = types.ModuleType(module_name)
+        module.__path__ = []
+        vars(module).update(attributes)
+        sys.modules.setdefault(module_name, module)
+    module = None
+    for leaf in ("triton_attention_helpers", "triton_unified_attention"):
+        full = f"vllm.v1.attention.ops.{leaf}"
+        path = folder / "vllm" / "v1" / "attention" / "ops" / f"{leaf}.py"
+        spec = importlib.util.spec_from_file_location(full, path)
+        if spec is None or spec.loader is None or not path.exists():
+            raise CannotExpressError(f"no {path}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[full] = module
+        spec.loader.exec_module(module)
+    assert module is not None
+    return module
+
+
+def prepare_flash_attn(shape: Shape, inputs: Inputs) -> Run:
+    """FlashAttention where one flag describes the batch and the head size is at most 256."""
+    if inputs.query.device.type == "cpu":
+        raise CannotExpressError("needs a GPU")
+    if shape.layer.head_size > 256:
+        raise CannotExpressError(f"head size {shape.layer.head_size} > 256")
+    spans, tables, starts = _virtual_sequences(shape, inputs)
+    kinds = {span.split_point > 0 for span in spans}
+    if len(kinds) > 1:
+        raise CannotExpressError("one causal flag for the whole batch")
+    function, seqlen_name = _flash_attention()
+    window, causal = shape.layer.window, kinds.pop()
+    sides = (-1, -1) if window is None else (window.size - 1, 0 if causal else window.size - 1)
+    seq_lens = torch.tensor([s.seq_len for s in spans], dtype=torch.int32, device=tables.device)
+    cumulative = torch.tensor(starts, dtype=torch.int32, device=tables.device)
+    key, value = inputs.cache.key.contiguous(), inputs.cache.value.contiguous()
+    arguments: dict[str, Any] = {seqlen_name: seq_lens}
+    if seqlen_name == "cu_seqlens_k":
+        arguments[seqlen_name] = torch.nn.functional.pad(seq_lens.cumsum(0).int(), (1, 0))
+    return lambda: function(
+        inputs.query, key, value, cu_seqlens_q=cumulative,
+        max_seqlen_q=max(s.query_len for s in spans), max_seqlen_k=max(s.seq_len for s in spans),
+        softmax_scale=inputs.options.scale, causal=causal, window_size=sides,
+        block_table=tables, **arguments,
+    )  # fmt: skip
+
+
+@functools.lru_cache
+def _flash_attention() -> tuple[Callable[..., Tensor], str]:
+    """The varlen function and the name of its argument for the lengths of K."""
+    for name, lengths in (
+        ("vllm.vllm_flash_attn.flash_attn_interface", "seqused_k"),
+        ("flash_attn", "cu_seqlens_k"),
+    ):
+        try:
+            return importlib.import_module(name).flash_attn_varlen_func, lengths
+        except (ImportError, AttributeError):
+            continue
+    raise CannotExpressError("no FlashAttention is installed")
+
+
+PEERS: dict[str, Callable[[Shape, Inputs], Run]] = {
+    "sdpa": prepare_sdpa,
+    "flex": prepare_flex,
+    "vllm_unified": prepare_vllm_unified,
+    "flash_attn": prepare_flash_attn,
+}
+
+
+def with_window(shape: Shape, window: Window | None) -> Shape:
+    """The same shape under another window."""
+    return replace(shape, layer=replace(shape.layer, window=window))

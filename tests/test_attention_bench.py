@@ -1,0 +1,93 @@
+"""The attention benchmark's plumbing: a smoke run, and that wrong results get no numbers."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.attention_shapes import CANVAS, DRAFTER, FULL, SLIDING, Shape, table
+
+ROOT = Path(__file__).resolve().parent.parent
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+
+# Runs the benchmark with a kernel that forgets the last row.
+BROKEN = """
+import sys
+sys.argv = ["attention", "--smoke", "--out", sys.argv[1]]
+import os
+os.environ["TRITON_INTERPRET"] = "1"
+import bench.attention as benchmark
+honest = benchmark.prepare_ours
+def broken(shape, inputs):
+    run = honest(shape, inputs)
+    def forgetful():
+        out = run()
+        out[-1] = 0
+        return out
+    return forgetful
+benchmark.prepare_ours = broken
+sys.exit(benchmark.main())
+"""
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+@needs_triton
+def test_smoke_run_writes_csv_and_plot(tmp_path: Path) -> None:
+    out = tmp_path / "results.csv"
+    result = run("-m", "bench.attention", "--smoke", "--out", str(out))
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = list(csv.DictReader(out.open()))
+    by_name = {(row["shape"], row["implementation"]): row for row in rows}
+    assert by_name["full/denoise/b1/c48", "dllm"]["status"] == "ok"
+    assert by_name["sliding-anchored/mixed/b3/c24", "sdpa"]["status"] == "ok"
+    assert float(by_name["full/denoise/b1/c48", "sdpa"]["p50_ms"]) > 0
+    assert by_name["full/denoise/b1/c48", "flex"]["status"].startswith("skipped: ")
+    assert rows[0]["torch"] == torch.__version__
+    assert out.with_suffix(".svg").read_text().startswith("<svg")
+
+
+@needs_triton
+def test_a_wrong_result_gets_no_numbers(tmp_path: Path) -> None:
+    out = tmp_path / "results.csv"
+    result = run("-c", BROKEN, str(out))
+    assert result.returncode == 1, result.stdout + result.stderr
+    rows = list(csv.DictReader(out.open()))
+    assert {row["implementation"] for row in rows} == {"dllm"}
+    assert all(row["status"] == "wrong" and row["p50_ms"] == "" for row in rows)
+
+
+def test_the_table_covers_what_the_models_do() -> None:
+    shapes = table()
+    assert len({shape.name for shape in shapes}) == len(shapes)
+    for layer in (FULL, SLIDING, DRAFTER):
+        mine = [shape for shape in shapes if shape.layer == layer]
+        assert {shape.context for shape in mine} >= {1024, 8192, 65536, 131072}
+        assert {shape.batch for shape in mine} >= {1, 8, 32}
+    assert {shape.phase for shape in shapes if shape.layer == FULL} >= {"denoise", "fused", "mixed"}
+
+
+def test_work_is_counted_over_visible_pairs() -> None:
+    denoise = Shape(FULL, "denoise", 2, 1024, CANVAS, (0,))
+    assert denoise.visible_pairs() == 2 * CANVAS * (1024 + CANVAS)
+    assert denoise.flops() == 4 * 512 * 16 * denoise.visible_pairs()
+    keys = 1024 + CANVAS
+    assert denoise.bytes() == 2 * 2 * 2 * 512 * (CANVAS * 16 + keys * 2)
+    windowed = Shape(SLIDING, "denoise", 1, 8192, CANVAS, (0,))
+    assert windowed.visible_pairs() == CANVAS * (1023 + CANVAS)
+    causal = Shape(FULL, "prefill", 1, 0, 64, (64,))
+    assert causal.visible_pairs() == 64 * 65 // 2

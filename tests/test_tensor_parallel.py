@@ -1,0 +1,57 @@
+"""Tensor parallelism: the vocabulary is sharded, and so is the soft-embedding product."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine_harness import Engine
+from test_parity import CANVAS, prompt
+from vllm import SamplingParams
+
+from dllm import self_conditioning
+
+VOCAB, HIDDEN, ROWS = 50, 16, 7
+NORMALIZER = torch.tensor(HIDDEN**0.5)
+
+
+def shard(table: torch.Tensor, start: int, end: int, padding: int) -> SimpleNamespace:
+    """One rank's part of a table, as VocabParallelEmbedding holds it: padded, with NaN here."""
+    weight = torch.cat([table[start:end], torch.full((padding, HIDDEN), float("nan"))])
+    indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
+    return SimpleNamespace(weight=weight, shard_indices=indices)
+
+
+@pytest.mark.parametrize("cuts", [(0, 25, 50), (0, 32, 50), (0, 16, 32, 48, 50), (0, 50)])
+def test_partial_products_of_the_shards_sum_to_the_whole(monkeypatch, cuts):
+    generator = torch.Generator().manual_seed(1)
+    table = torch.randn(VOCAB, HIDDEN, generator=generator)
+    probs = torch.randn(ROWS, VOCAB, generator=generator).softmax(-1)
+    partial = []
+    monkeypatch.setattr(
+        self_conditioning,
+        "tensor_model_parallel_all_reduce",
+        lambda part: partial.append(part) or part,
+    )
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        embedding = shard(table, start, end, padding=3)
+        result = self_conditioning.soft_embeddings(probs, embedding, NORMALIZER)
+        torch.testing.assert_close(result, partial[-1] * NORMALIZER)
+    # fp32, 50 terms in another order.
+    torch.testing.assert_close(sum(partial), probs @ table, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def two_ranks(checkpoint, monkeypatch):
+    """An engine with two worker processes on gloo."""
+    # vLLM wants a NUMA node per rank, unless it is told not to bind threads.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    engine = Engine(checkpoint(), max_num_batched_tokens=256, tensor_parallel_size=2)
+    yield engine
+    engine.llm.llm_engine.engine_core.shutdown()
+
+
+def test_two_ranks_generate_the_tokens_of_one(engine, two_ranks):
+    """Blocks, prefills without any canvas row, and a batch, on sharded vocabulary and heads."""
+    contexts = [prompt(130), prompt(9, salt=3)]
+    params = SamplingParams(max_tokens=2 * CANVAS, seed=11, ignore_eos=True)
+    assert two_ranks.generate(contexts, params) == engine.generate(contexts, params)
