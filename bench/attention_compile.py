@@ -1,7 +1,7 @@
 """What the compiler makes of the attention kernel on Hopper, without a GPU.
 
-    python bench/attention_compile.py                 # the table's rows, to bench/results/
-    python bench/attention_compile.py --head-size 256 --tiles 128,64,8,2      # try other tiles
+    python -m bench.attention_compile                 # the table's rows, to bench/results/
+    python -m bench.attention_compile --head-size 256 --tiles 128,64,8,2      # try other tiles
 
 Triton compiles for sm_90 on any machine and its wheel brings ptxas. One line a variant:
 
@@ -32,15 +32,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from attention.canvas_attention import canvas_attention_kernel
+from attention.tuning import HOPPER, TARGET_PROGRAMS, TileConfig, next_power_of_2
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from attention.canvas_attention import canvas_attention_kernel  # noqa: E402
-from attention.tuning import HOPPER, TARGET_PROGRAMS, TileConfig, next_power_of_2  # noqa: E402
-
 SHARED_LIMIT = 232448
 RESULTS = ROOT / "bench" / "results" / "attention_sm90_compile.csv"
-POINTERS = {"out", "query", "key_cache", "value_cache"}
 
 
 @dataclass(frozen=True)
@@ -176,6 +173,20 @@ def _ptxas(ptx: str, arch: int) -> str:
     return result.stderr
 
 
+def write_results(rows: list[dict[str, object]]) -> None:
+    """Replace this Triton version's lines of the CSV; other versions' stay."""
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    if RESULTS.exists():
+        with RESULTS.open(newline="") as file:
+            rows += [old for old in csv.DictReader(file) if old["triton"] != triton.__version__]
+    rows.sort(key=lambda row: str(row["triton"]))
+    with RESULTS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"wrote {RESULTS.relative_to(ROOT)}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--head-size", type=int, action="append", default=[])
@@ -198,12 +209,7 @@ def main() -> int:
         is_spilling = report.spill_stores > 0 and is_large
         is_bad |= report.shared > SHARED_LIMIT or is_spilling
     if not args.tiles and not args.head_size and args.only is None:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[*rows[0], "triton"])
-            writer.writeheader()
-            writer.writerows(row | {"triton": triton.__version__} for row in rows)
-        print(f"wrote {RESULTS.relative_to(ROOT)}")
+        write_results([row | {"triton": triton.__version__} for row in rows])
     return int(is_bad)
 
 

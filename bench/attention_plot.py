@@ -29,9 +29,9 @@ def write_plot(path: Path, results: Sequence[Mapping[str, Any]], ours: str) -> N
         'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
     ]
     for index, name in enumerate(names):
-        x = 10 + index * 150
-        parts.append(f'<circle cx="{x}" cy="16" r="5" fill="{COLORS[index % len(COLORS)]}"/>')
-        parts.append(f'<text x="{x + 10}" y="20">{escape(name)}</text>')
+        left = 10 + index * 150
+        parts.append(f'<circle cx="{left}" cy="16" r="5" fill="{COLORS[index % len(COLORS)]}"/>')
+        parts.append(f'<text x="{left + 10}" y="20">{escape(name)}</text>')
     for ratio in (0.25, 0.5, 1, 2, 4, 8, 16):
         x = _position(ratio)
         color = "#000" if ratio == 1 else "#ddd"

@@ -1,9 +1,9 @@
 """The shapes of the attention benchmark, their tensors, and the least work each can take.
 
-Layers of the 26B model (16 query heads): sliding layers have 8 KV heads of size 256 and W = 1024, full
-layers 2 KV heads of size 512. The drafter is a Qwen3-8B-like block-diffusion drafter (32 query heads,
-8 KV heads of size 128, 16 rows). All sequences of a shape have the same lengths; what differs inside a
-batch is the phase.
+Layers of the 26B model (16 query heads): sliding layers have 8 KV heads of size 256 and W = 1024,
+full layers 2 KV heads of size 512. The drafter is a Qwen3-8B-like block-diffusion drafter (32 query
+heads, 8 KV heads of size 128, 16 rows). All sequences of a shape have the same lengths; what
+differs inside a batch is the phase.
 """
 
 from __future__ import annotations

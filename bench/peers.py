@@ -1,13 +1,13 @@
-"""What the attention kernel is compared with. Each peer prepares a shape once and is timed on the call.
+"""What the attention kernel is compared with. Each peer prepares once and is timed on the call.
 
 A peer's `prepare(shape, inputs)` returns a function that runs it once and returns the output
-``[num_tokens, num_heads, head_size]``, or raises `CannotExpressError` with the reason. Peers that need
-contiguous K and V get them gathered beforehand, for free.
+``[num_tokens, num_heads, head_size]``, or raises `CannotExpressError` with the reason. Peers that
+need contiguous K and V get them gathered beforehand, for free.
 
     sdpa          torch.nn.functional.scaled_dot_product_attention with a dense mask
     flex          torch flex_attention, compiled, with the block mask of the same ranges
-    vllm_unified  vLLM's unified Triton attention; fused spans as virtual sequences; it has no anchored
-                  window and runs the symmetric one, about the same work, checked against that
+    vllm_unified  vLLM's unified Triton attention; fused spans as virtual sequences; it has no
+                  anchored window and runs the symmetric one, less work, checked against that
     flash_attn    FlashAttention over the paged cache (vLLM's build or the upstream package)
 """
 
@@ -19,7 +19,6 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +186,7 @@ def _load_from_source(folder: Path, name: str) -> types.ModuleType:
         is_device_capability_family=lambda family: capability == family // 10,
         is_cuda=lambda: True, is_rocm=lambda: False, is_xpu=lambda: False,
     )  # fmt: skip
-    stand_ins = {
+    stand_ins: dict[str, dict[str, Any]] = {
         "vllm": {"envs": types.SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
         "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
         "vllm.logger": {"init_logger": logging.getLogger},
@@ -202,8 +201,7 @@ def _load_from_source(folder: Path, name: str) -> types.ModuleType:
         module.__path__ = []
         vars(module).update(attributes)
         sys.modules.setdefault(module_name, module)
-    module = None
-    for leaf in ("triton_attention_helpers", "triton_unified_attention"):
+    for leaf in ("triton_attention_helpers", name.rpartition(".")[2]):
         full = f"vllm.v1.attention.ops.{leaf}"
         path = folder / "vllm" / "v1" / "attention" / "ops" / f"{leaf}.py"
         spec = importlib.util.spec_from_file_location(full, path)
@@ -212,8 +210,7 @@ def _load_from_source(folder: Path, name: str) -> types.ModuleType:
         module = importlib.util.module_from_spec(spec)
         sys.modules[full] = module
         spec.loader.exec_module(module)
-    assert module is not None
-    return module
+    return sys.modules[name]
 
 
 def prepare_flash_attn(shape: Shape, inputs: Inputs) -> Run:
@@ -263,8 +260,3 @@ PEERS: dict[str, Callable[[Shape, Inputs], Run]] = {
     "vllm_unified": prepare_vllm_unified,
     "flash_attn": prepare_flash_attn,
 }
-
-
-def with_window(shape: Shape, window: Window | None) -> Shape:
-    """The same shape under another window."""
-    return replace(shape, layer=replace(shape.layer, window=window))

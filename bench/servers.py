@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -184,6 +185,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def tail(log: Path, num_lines: int = 25) -> str:
-    """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+def tail(log: Path, num_lines: int = 15) -> str:
+    """The errors that a log names, in order, and its last lines.
+
+    The last lines alone are those of the process that waited for the one that failed.
+    """
+    lines = log.read_text(errors="replace").splitlines()
+    errors = (match[0] for line in lines if (match := re.search(r"\w+Error: .*", line)))
+    return "\n".join([*dict.fromkeys(errors), "...", *lines[-num_lines:]])

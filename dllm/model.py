@@ -129,12 +129,13 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
 
     def _anchor_sliding_layers(self) -> None:
-        """On sliding layers, let every row of a canvas see what its first row sees."""
-        from attention.cpu_backend import use_anchored_window
-
+        """Give the sliding layers the anchored window where vLLM's backend has none (a CPU)."""
         for layer in islice(self.model.layers, self.model.start_layer, self.model.end_layer):
-            if layer.self_attn.is_sliding:
-                use_anchored_window(layer.self_attn.attn)
+            attention = layer.self_attn
+            if attention.is_sliding and attention.attn.attn_backend.get_name() == "CPU_ATTN":
+                from attention.cpu_backend import use_anchored_window
+
+                use_anchored_window(attention.attn)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Scaled token embeddings, ``[tokens, hidden]``."""

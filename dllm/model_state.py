@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
@@ -54,6 +55,10 @@ class DiffusionModelState(ModelState):
         self._inputs_embeds = torch.zeros(
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
         )
+        # Our own backend takes a split point per row; vLLM's take a flag per sequence.
+        backend = vllm_config.attention_config.backend
+        self._takes_split_points = backend == AttentionBackendEnum.CUSTOM
+        self._split_points = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._condition_canvas = maybe_compile(condition_canvas, vllm_config)
         self._is_canvas_row = torch.zeros(self.max_num_tokens, dtype=torch.bool, device=device)
 
@@ -130,27 +135,67 @@ class DiffusionModelState(ModelState):
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
         """Attention metadata in which heads are causal and canvases bidirectional."""
-        assert cudagraph_mode != CUDAGraphMode.FULL, "virtual sequences change in number"
         assert ubatch_idx == 0, "batches of heads and canvases are not split"
+        describe = self._rows if self._takes_split_points else self._virtual_sequences
+        return build_attn_metadata(
+            attn_groups=attn_groups,
+            slot_mappings=slot_mappings,
+            kv_cache_config=kv_cache_config,
+            for_cudagraph_capture=for_capture,
+            **describe(input_batch, cudagraph_mode, block_tables),
+        )
+
+    def _rows(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+    ) -> dict[str, Any]:
+        """One sequence per row and its split point, in tensors that a CUDA graph can replay."""
+        is_padded = cudagraph_mode == CUDAGraphMode.FULL
+        num_rows = input_batch.num_reqs_after_padding if is_padded else input_batch.num_reqs
+        head_lens = torch.from_numpy(_spans(input_batch).head_lens)
+        split_points = self._split_points[:num_rows].zero_()
+        split_points[: input_batch.num_reqs].copy_(head_lens, non_blocking=True)
+        return {
+            "num_reqs": num_rows,
+            "num_tokens": (
+                input_batch.num_tokens_after_padding if is_padded else input_batch.num_tokens
+            ),
+            "query_start_loc_gpu": input_batch.query_start_loc[: num_rows + 1],
+            "query_start_loc_cpu": torch.from_numpy(
+                input_batch.query_start_loc_np[: num_rows + 1]
+            ),
+            "max_query_len": int(input_batch.num_scheduled_tokens.max()),
+            "seq_lens": input_batch.seq_lens,
+            "max_seq_len": int(input_batch.seq_lens_cpu_upper_bound.max()),
+            "block_tables": block_tables,
+            "causal": split_points,
+        }
+
+    def _virtual_sequences(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+    ) -> dict[str, Any]:
+        """Heads and canvases as sequences of their own, for backends with one flag for each."""
+        assert cudagraph_mode != CUDAGraphMode.FULL, "virtual sequences change in number"
         seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
         sequences = _spans(input_batch).virtual_sequences(seq_lens)
         row_of = torch.from_numpy(sequences.row_of).to(self.device)
         query_start_loc = torch.from_numpy(sequences.query_start_loc)
-        return build_attn_metadata(
-            attn_groups=attn_groups,
-            num_reqs=len(sequences.row_of),
-            num_tokens=input_batch.num_tokens,
-            query_start_loc_gpu=query_start_loc.to(self.device),
-            query_start_loc_cpu=query_start_loc,
-            max_query_len=int(np.diff(sequences.query_start_loc).max()),
-            seq_lens=torch.from_numpy(sequences.seq_lens).to(self.device),
-            max_seq_len=int(sequences.seq_lens.max()),
-            block_tables=[table[row_of] for table in block_tables],
-            slot_mappings=slot_mappings,
-            kv_cache_config=kv_cache_config,
-            causal=torch.from_numpy(sequences.is_causal).to(self.device),
-            for_cudagraph_capture=for_capture,
-        )
+        return {
+            "num_reqs": len(sequences.row_of),
+            "num_tokens": input_batch.num_tokens,
+            "query_start_loc_gpu": query_start_loc.to(self.device),
+            "query_start_loc_cpu": query_start_loc,
+            "max_query_len": int(np.diff(sequences.query_start_loc).max()),
+            "seq_lens": torch.from_numpy(sequences.seq_lens).to(self.device),
+            "max_seq_len": int(sequences.seq_lens.max()),
+            "block_tables": [table[row_of] for table in block_tables],
+            "causal": torch.from_numpy(sequences.is_causal).to(self.device),
+        }
 
     def _write_emitted_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
         """Put the ids of emitted blocks into the heads of their rows.

@@ -8,7 +8,7 @@ it, causal, at the head of the next span, with the next canvas behind it.
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from dllm.config import PluginOptions
 from dllm.options import requested_canvas_width
@@ -39,8 +39,10 @@ class CanvasScheduler(Scheduler):
         withheld = self._withhold_canvases_that_do_not_fit()
         output = super().schedule(throttle_prefills)
         for request, canvas in withheld:
-            # A request that ran without its canvas gets it back from the worker.
-            if request.request_id not in output.num_scheduled_tokens and not request.is_finished():
+            # A request that ran without its canvas gets it back from the worker, and a preempted
+            # one will start another.
+            is_running = request.status == RequestStatus.RUNNING
+            if is_running and request.request_id not in output.num_scheduled_tokens:
                 request.spec_token_ids = canvas
         return output
 

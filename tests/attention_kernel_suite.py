@@ -338,7 +338,7 @@ WINDOW = st.none() | st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     spans=st.lists(SPAN, min_size=1, max_size=4),
     window=WINDOW,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -136,7 +137,12 @@ def test_inconsistent_inputs_are_refused_with_both_values() -> None:
     check_inputs(case.query, case.cache, case.batch, out)
 
     def refuses(pattern: str, **changes: object) -> None:
-        parts = {"query": case.query, "cache": case.cache, "batch": case.batch, "out": out}
+        parts: dict[str, Any] = {
+            "query": case.query,
+            "cache": case.cache,
+            "batch": case.batch,
+            "out": out,
+        }
         for name, value in changes.items():
             owner, _, field = name.partition("__")
             parts[owner] = dataclasses.replace(parts[owner], **{field: value}) if field else value

@@ -25,7 +25,7 @@ from bench.report import (
     table,
     write_csv,
 )
-from bench.servers import Response, Server, ServerOptions
+from bench.servers import Response, Server, ServerOptions, tail
 
 # Two requests of two blocks of 32, eight denoise steps each.
 WORKLOAD = Workload(num_prompts=2, input_len=16, output_len=64, canvas_length=32, steps_per_block=8)
@@ -202,3 +202,16 @@ def test_the_client_sends_no_sampling_parameter(tmp_path: Path) -> None:
     assert "--ignore-eos" in command
     assert command[command.index("--random-output-len") + 1] == "64"
     assert not {"--temperature", "--min-p", "--top-p", "--top-k"} & set(command)
+
+
+def test_a_failure_is_shown_with_its_cause(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    cause = "(Worker pid=1) ERROR [x.py:1] RuntimeError: sizes differ"
+    log.write_text("\n".join([cause, cause, *["at exit"] * 40, "RuntimeError: initialization"]))
+    assert tail(log, num_lines=2).splitlines() == [
+        "RuntimeError: sizes differ",
+        "RuntimeError: initialization",
+        "...",
+        "at exit",
+        "RuntimeError: initialization",
+    ]

@@ -25,6 +25,10 @@ from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=256, max_num_seqs=2)
+core = llm.llm_engine.engine_core.engine_core
+worker = core.model_executor.driver_worker.worker
+worker._should_warm_up_model = lambda: True  # as in a compiled start
+worker.compile_or_warm_up_model()
 params = SamplingParams(max_tokens=int(sys.argv[2]), ignore_eos=True)
 (output,) = llm.generate([{"prompt_token_ids": list(range(20, 50))}], params)
 try:
@@ -36,8 +40,7 @@ except VLLMValidationError as error:
 def name(cls):
     return f"{cls.__module__}.{cls.__qualname__}"
 
-core = llm.llm_engine.engine_core.engine_core
-runner = core.model_executor.driver_worker.worker.model_runner
+runner = worker.model_runner
 print("REPORT " + json.dumps({
     "num_tokens": len(output.outputs[0].token_ids),
     "refusal": refusal,

@@ -213,7 +213,7 @@ def test_prompts_longer_than_the_token_budget_and_budgets_smaller_than_the_batch
 def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch):
     tight = get_engine(
         checkpoint(),
-        max_num_batched_tokens=128,
+        max_num_batched_tokens=72,  # canvases are withheld, too
         max_model_len=288,
         block_size=32,
         num_gpu_blocks_override=27,

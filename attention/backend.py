@@ -1,0 +1,234 @@
+"""The vLLM attention backend of the canvas kernel: registered as CUSTOM, chosen on CUDA.
+
+``CommonAttentionMetadata.causal`` carries the split point: an int32 tensor, the offset in each
+sequence's query span at which rows stop being causal. (vLLM's own per-sequence causal *flag* says
+the same for spans without a head: a bool tensor is accepted.) A plain ``True`` or ``False`` means
+all rows, as for any backend; the drafter's passes arrive that way.
+
+Every tensor is read on the device, so that one captured CUDA graph serves every mix of spans.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from attention.cache_write import write_kv
+from attention.canvas_attention import canvas_attention
+from attention.inputs import (
+    FP8_DTYPES,
+    MAX_HEAD_SIZE,
+    MIN_HEAD_SIZE,
+    AttentionOptions,
+    PagedKV,
+    RaggedBatch,
+)
+from attention.masks import Window
+
+FP8_OF = {"fp8": FP8_DTYPES[0], "fp8_e4m3": FP8_DTYPES[0], "fp8_e5m2": FP8_DTYPES[1]}
+
+
+@dataclass
+class CanvasAttentionMetadata:
+    """One KV cache group's part of a step: the batch, and the tokens of it that are real."""
+
+    batch: RaggedBatch
+    num_actual_tokens: int
+
+
+class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
+    """Passes vLLM's persistent tensors on; nothing is computed per step."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CanvasAttentionMetadata:
+        """Metadata of a step; the host's bounds pick tile sizes and nothing else."""
+        common = common_attn_metadata
+        return self._metadata(common, common.max_query_len, common.max_seq_len)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> CanvasAttentionMetadata:
+        """Metadata whose bounds hold for every replay of the graph."""
+        common = common_attn_metadata
+        max_model_len = self.vllm_config.model_config.max_model_len
+        return self._metadata(common, common.num_actual_tokens, max_model_len)
+
+    def _metadata(
+        self, common: CommonAttentionMetadata, max_query_len: int, max_seq_len: int
+    ) -> CanvasAttentionMetadata:
+        seq_lens = common.seq_lens[: common.num_reqs]
+        bidirectional_from = common.causal
+        if isinstance(bidirectional_from, bool):
+            bidirectional_from = torch.full_like(seq_lens, bidirectional_from, dtype=torch.bool)
+        return CanvasAttentionMetadata(
+            batch=RaggedBatch(
+                query_start_loc=common.query_start_loc[: common.num_reqs + 1],
+                seq_lens=seq_lens,
+                block_tables=common.block_table_tensor[: common.num_reqs],
+                bidirectional_from=bidirectional_from[: common.num_reqs],
+                max_query_len=max(max_query_len, 1),
+                max_seq_len=max_seq_len,
+            ),
+            num_actual_tokens=common.num_actual_tokens,
+        )
+
+
+class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
+    """One layer. A sliding layer's window kind is the model's (``canvas_window``)."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise NotImplementedError("the CUSTOM attention backend of dllm has no ALiBi")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"attention of type {attn_type}; dllm has decoder attention")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        window = None
+        if sliding_window is not None:
+            hf_config = get_current_vllm_config().model_config.hf_config
+            kind = getattr(hf_config, "canvas_window", None)
+            window = Window("anchored" if kind == "anchored" else "symmetric", sliding_window)
+        self.options = AttentionOptions(float(scale), window, logits_soft_cap or 0.0)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CanvasAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write ``[tokens, heads, head_size]`` into ``output``; keys are already in the cache."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantization")
+        if attn_metadata is None:  # a profiling run
+            return output.zero_()
+        tokens = attn_metadata.num_actual_tokens
+        cache = self._paged_kv(layer, kv_cache)
+        canvas_attention(query[:tokens], cache, attn_metadata.batch, self.options, output[:tokens])
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write a step's keys and values into their pages; slot -1 is padding."""
+        write_kv(key, value, self._paged_kv(layer, kv_cache), slot_mapping)
+
+    def _paged_kv(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> PagedKV:
+        """Views of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache, any strides."""
+        key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        fp8 = FP8_OF.get(self.kv_cache_dtype)
+        if fp8 is None:
+            return PagedKV(key, value)
+        return PagedKV(key.view(fp8), value.view(fp8), layer._k_scale, layer._v_scale)
+
+
+class CanvasAttentionBackend(AttentionBackend):
+    """vLLM's view of what the kernel supports."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [  # type: ignore[assignment]
+        "auto",
+        "float16",
+        "bfloat16",
+        *FP8_OF,
+    ]
+    # The write is an entry of its own: the drafter puts projected context keys in through it.
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        """The registry's name for a plugin's backend."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[CanvasAttentionImpl]:
+        """The implementation of one layer."""
+        return CanvasAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CanvasAttentionMetadataBuilder]:
+        """The builder of one KV cache group."""
+        return CanvasAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+        """Page sizes."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Any size up to 512; those that are no power of two are padded in registers."""
+        return MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Bidirectional rows."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Symmetric and anchored windows."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """A sequence's bits do not depend on who shares its batch."""
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoder self-attention over a paged cache."""
+        return attn_type == AttentionType.DECODER

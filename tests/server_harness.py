@@ -1,0 +1,190 @@
+"""A ``vllm serve`` process for tests: started on a free port, watched, stopped with all it started.
+
+One server serves every ``test_server*.py`` (the ``server`` fixture below, imported by each).
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+
+START_TIMEOUT_S = 180
+STOP_TIMEOUT_S = 30
+REQUEST_TIMEOUT_S = 60
+
+MODEL = "tiny"
+CANVAS = 32
+MAX_MODEL_LEN = 512
+VOCAB_SIZE = 512
+# Less than one prompt of the tests and less than eight canvases: prompts come in chunks, and a
+# busy step does not have room for every canvas.
+MAX_NUM_BATCHED_TOKENS = 128
+
+FLAGS = (
+    f"--served-model-name={MODEL}",
+    "--dtype=float32",
+    "--enforce-eager",
+    f"--max-model-len={MAX_MODEL_LEN}",
+    "--max-num-seqs=8",
+    f"--max-num-batched-tokens={MAX_NUM_BATCHED_TOKENS}",
+)
+ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # another server may run on this machine
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+
+
+class Reply(NamedTuple):
+    """An HTTP response."""
+
+    status: int
+    text: str
+
+    @property
+    def message(self) -> str:
+        """The ``error.message`` of a refusal."""
+        return str(json.loads(self.text)["error"]["message"])
+
+
+class Server:
+    """A running ``vllm serve CHECKPOINT``; a context manager that stops it."""
+
+    def __init__(self, checkpoint: Path, log: Path, flags: Sequence[str] = FLAGS) -> None:
+        self.log = log
+        self._reserved = _reserve_port()
+        self.port = int(self._reserved.getsockname()[1])
+        command = [
+            str(Path(sys.executable).parent / "vllm"),
+            "serve",
+            str(checkpoint),
+            "--host=127.0.0.1",
+            f"--port={self.port}",
+            *flags,
+        ]
+        inherited = {key: value for key, value in os.environ.items() if key not in _OF_THIS_PROCESS}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=inherited | ENVIRONMENT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    @property
+    def url(self) -> str:
+        """``http://127.0.0.1:PORT``."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def wait_until_ready(self) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            RuntimeError: it ended first, or was not ready in time; with the end of its log.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.is_healthy():
+            code = self.process.poll()
+            if code is not None or time.monotonic() > deadline:
+                end = self.log.read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"vllm serve is not ready (exit code {code}):\n{end}")
+            time.sleep(0.2)
+
+    def is_healthy(self) -> bool:
+        """Whether /health answers 200 (it asks the engine process, too)."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
+    def client(self) -> openai.OpenAI:
+        """The real client, which reports failures instead of trying again."""
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
+        )
+
+    def post(
+        self, path: str, body: Any, content_type: str = "application/json"
+    ) -> Reply:
+        """POST what no client library would send: bytes go as they are, everything else as JSON."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, headers={"Content-Type": content_type}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as response:
+                return Reply(response.status, response.read().decode())
+        except urllib.error.HTTPError as error:
+            return Reply(error.code, error.read().decode(errors="replace"))
+
+    def stop(self) -> None:
+        """End the process and whatever is left of its session."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):  # nothing is left, the usual case
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._reserved.close()
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+@pytest.fixture(scope="session")
+def server(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """The server of every ``test_server*.py``: the tests' checkpoint, a tight token budget."""
+    with Server(checkpoint(), tmp_path_factory.mktemp("server") / "log") as running:
+        running.wait_until_ready()
+        yield running
+
+
+# Set by engine_harness for engines inside the test process; not for a server.
+_OF_THIS_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "DLLM_DISABLE", "VLLM_PLUGINS")
+
+
+def _reserve_port() -> socket.socket:
+    """A socket that keeps a free port from everybody but a server that sets SO_REUSEADDR.
+
+    It is bound and never listens; vLLM binds with SO_REUSEADDR, so that both may hold the port
+    (Linux), and nobody else is given it between the choice and the start.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved
+
+
+_libc = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """Runs in the child: a test run that is killed takes the server with it (Linux)."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
