@@ -368,7 +368,7 @@ def _launch(
         "PARTIAL_ROWS_PER_SEQ": plan.partial_rows_per_seq,
         "SPLIT_ROWS": config.block_m,
         "MIN_KEYS": config.min_keys_per_split,
-        "MAX_SPLITS": config.max_splits,
+        "MAX_SPLITS": plan.max_splits,
         "PROGRAMS": TARGET_PROGRAMS,
     }
     grid = (plan.num_row_tiles, num_kv_heads * plan.value_blocks, plan.split_programs)

@@ -7,7 +7,6 @@ Both refuse wrong values when the server starts, with the key, the value and the
 """
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -23,6 +22,35 @@ def did_you_mean(given: str, known: list[str]) -> str:
     """`` (did you mean 'x'?)`` for the nearest known word, or nothing."""
     nearest = difflib.get_close_matches(given, known, n=1)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+@dataclass(frozen=True)
+class FloatRange:
+    """The numbers from ``low`` (unless excluded) to ``high``; its text completes "allowed: "."""
+
+    low: float
+    high: float
+    excludes_low: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        """Whether ``value`` is a number (a bool is none, and neither is NaN) in the range."""
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and self.low <= value <= self.high
+            and not (self.excludes_low and value == self.low)
+        )
+
+    def __str__(self) -> str:
+        low = f"above {self.low:.10g}" if self.excludes_low else f"of at least {self.low:.10g}"
+        return f"a number {low} and at most {self.high:.10g}"
+
+
+# Of the model and of a request alike. Wide enough for every use, and narrow enough that fp32 holds
+# them and a logit over a temperature, also after a request's `temperature` has been multiplied in.
+TEMPERATURES = FloatRange(1e-4, 1e4)
+ENTROPY_BOUNDS = FloatRange(0.0, 1e6, excludes_low=True)
+CONFIDENCES = FloatRange(0.0, 1e6)
 
 
 @dataclass(frozen=True)
@@ -52,10 +80,10 @@ class DenoiseConfig:
         _check_int("canvas_length", self.canvas_length, at_least=1)
         _check_int("max_denoising_steps", self.max_denoising_steps, at_least=1)
         _check_int("stability_threshold", self.stability_threshold, at_least=0)
-        _check_float("t_min", self.t_min, above=0.0)
-        _check_float("t_max", self.t_max, above=0.0)
-        _check_float("sampler_config.entropy_bound", self.entropy_bound, above=0.0)
-        _check_float("confidence_threshold", self.confidence_threshold, at_least=0.0)
+        _check_float("t_min", self.t_min, TEMPERATURES)
+        _check_float("t_max", self.t_max, TEMPERATURES)
+        _check_float("sampler_config.entropy_bound", self.entropy_bound, ENTROPY_BOUNDS)
+        _check_float("confidence_threshold", self.confidence_threshold, CONFIDENCES)
         if self.t_min > self.t_max:
             raise ValueError(
                 f"generation config: t_min = {self.t_min} must not exceed t_max = {self.t_max}."
@@ -165,7 +193,9 @@ class PluginOptions:
         """
         if not isinstance(additional_config, Mapping):
             return cls()
-        given = additional_config.get("dllm") or {}
+        given = additional_config.get("dllm")
+        if given is None:
+            return cls()
         if not isinstance(given, Mapping):
             raise ValueError(f'--additional-config: "dllm" must be an object, got {given!r}.')
         known = [field.name for field in fields(cls)]
@@ -194,15 +224,6 @@ def _check_int(key: str, value: object, at_least: int) -> None:
         raise ValueError(f"{key} = {value!r}; allowed: an integer of at least {at_least}.")
 
 
-def _check_float(
-    key: str, value: object, at_least: float | None = None, above: float | None = None
-) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    bound = f"of at least {at_least}" if at_least is not None else f"above {above}"
-    if (
-        not is_number
-        or not math.isfinite(value)  # type: ignore[arg-type]
-        or (at_least is not None and value < at_least)  # type: ignore[operator]
-        or (above is not None and value <= above)  # type: ignore[operator]
-    ):
-        raise ValueError(f"generation config: {key} = {value!r}; allowed: a finite number {bound}.")
+def _check_float(key: str, value: object, allowed: FloatRange) -> None:
+    if value not in allowed:
+        raise ValueError(f"generation config: {key} = {value!r}; allowed: {allowed}.")

@@ -6,20 +6,30 @@ the scheduler and the worker call it again on what was admitted. Every message s
 given, what is allowed and what to do.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from vllm.exceptions import VLLMValidationError
 
-from dllm.config import DenoiseConfig, did_you_mean
+from dllm.config import (
+    CONFIDENCES,
+    ENTROPY_BOUNDS,
+    TEMPERATURES,
+    DenoiseConfig,
+    FloatRange,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-# Keys that vLLM itself puts into extra_args.
-ENGINE_EXTRA_ARGS = frozenset({"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"})
+# Keys that vLLM itself puts into extra_args, and the type that it relies on there.
+ENGINE_EXTRA_ARGS = {
+    "kv_transfer_params": dict,
+    "ec_transfer_params": dict,
+    "kv_cache_report_mode": str,
+}
 
 # Sampling parameters that the canvas sampler does not honour yet: (name, value that means "off").
 UNSUPPORTED_PARAMETERS: tuple[tuple[str, object], ...] = (
@@ -37,6 +47,8 @@ UNSUPPORTED_PARAMETERS: tuple[tuple[str, object], ...] = (
     ("thinking_token_budget", None),
     ("trace_decode_token_ids", None),
 )
+
+MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -74,27 +86,31 @@ class RequestOptions:
             if value != off and value not in ([], {}):
                 _refuse(
                     name,
-                    f"{name} = {value!r} is not served for diffusion models yet. "
+                    f"{name} = {_shown(value)} is not served for diffusion models yet. "
                     f"Leave it out{'' if off is None else f' or send {off}'}.",
                 )
+        _check_int_range("seed", params.seed, -(2**63), 2**63 - 1)
+        _check_int_range("top_k", params.top_k, -1, MAX_INT32)
         extra = dict(params.extra_args or {})
         width = _take_int(
             extra, "diffusion_canvas_length", config.canvas_length, config.canvas_length
         )
         # The released built-in clamps a larger cap to the server's; so do we.
-        max_steps = _take_int(extra, "diffusion_max_steps", config.max_denoising_steps, None)
-        t_min = _take_float(extra, "diffusion_t_min", config.t_min, above_zero=True)
-        t_max = _take_float(extra, "diffusion_t_max", config.t_max, above_zero=True)
+        max_steps = _take_int(extra, "diffusion_max_steps", config.max_denoising_steps, MAX_INT32)
+        t_min = _take_float(extra, "diffusion_t_min", config.t_min, TEMPERATURES)
+        t_max = _take_float(extra, "diffusion_t_max", config.t_max, TEMPERATURES)
         if t_min > t_max:
             _refuse(
                 "diffusion_t_min",
-                f"diffusion_t_min = {t_min} exceeds diffusion_t_max = {t_max}. "
-                "Send t_min <= t_max.",
+                f"diffusion_t_min = {t_min} exceeds diffusion_t_max = {t_max}; allowed: "
+                "t_min <= t_max. Send both, or omit both.",
             )
         entropy_bound = _take_float(
-            extra, "diffusion_entropy_bound", config.entropy_bound, above_zero=True
+            extra, "diffusion_entropy_bound", config.entropy_bound, ENTROPY_BOUNDS
         )
-        confidence = _take_float(extra, "diffusion_confidence", config.confidence_threshold)
+        confidence = _take_float(
+            extra, "diffusion_confidence", config.confidence_threshold, CONFIDENCES
+        )
         _refuse_unknown(extra)
         is_greedy = params.temperature < 1e-5
         scale = 1.0 if is_greedy else params.temperature
@@ -130,47 +146,60 @@ def _refuse(parameter: str, message: str) -> NoReturn:
     raise VLLMValidationError(message, parameter=parameter)
 
 
+def _shown(value: object) -> str:
+    """What was given, for a message; a client's megabytes are not sent back."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _refuse_unknown(extra: Mapping[str, object]) -> None:
     """Refuse what no ``_take_*`` consumed and vLLM did not put there."""
-    for key in extra:
-        if key not in ENGINE_EXTRA_ARGS:
+    for key, value in extra.items():
+        expected = ENGINE_EXTRA_ARGS.get(key)
+        if expected is None:
             _refuse(
                 "extra_args",
-                f"unknown extra argument {key!r}{did_you_mean(key, list(EXTRA_ARGS))}. "
+                f"unknown extra argument {_shown(key)}"
+                f"{did_you_mean(str(key)[:100], list(EXTRA_ARGS))}. "
                 f"Known: {', '.join(EXTRA_ARGS)}. Remove it or correct its name.",
+            )
+        if value is not None and not isinstance(value, expected):
+            _refuse(
+                key,
+                f"{key} = {_shown(value)}; allowed: a {expected.__name__}. Leave it out: it is "
+                "vLLM's own, for servers that exchange caches.",
             )
 
 
-def _take_int(extra: dict[str, object], key: str, default: int, at_most: int | None) -> int:
+def _check_int_range(name: str, value: int | None, at_least: int, at_most: int) -> None:
+    """Refuse what the engine's 32- and 64-bit fields cannot hold."""
+    if value is not None and not at_least <= value <= at_most:
+        _refuse(
+            name,
+            f"{name} = {_shown(value)}; allowed: an integer from {at_least} to {at_most}. "
+            "Send one of these, or omit it.",
+        )
+
+
+def _take_int(extra: dict[str, object], key: str, default: int, at_most: int) -> int:
     """Pop an integer in [1, at_most]."""
     value = extra.pop(key, None)
     if value is None:
         return default
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < 1
-        or (at_most is not None and value > at_most)
-    ):
-        allowed = "an integer of at least 1" + (f" and at most {at_most}" if at_most else "")
-        _refuse(key, f"{key} = {value!r}; allowed: {allowed}. Omit it for {default}.")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= at_most:
+        _refuse(
+            key,
+            f"{key} = {_shown(value)}; allowed: an integer of at least 1 and at most {at_most}. "
+            f"Omit it for {default}.",
+        )
     return value
 
 
-def _take_float(
-    extra: dict[str, object], key: str, default: float, above_zero: bool = False
-) -> float:
-    """Pop a finite number of at least (or above) 0."""
+def _take_float(extra: dict[str, object], key: str, default: float, allowed: FloatRange) -> float:
+    """Pop a number of that range."""
     value = extra.pop(key, None)
     if value is None:
         return default
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value < 0
-        or (above_zero and value == 0)
-    ):
-        allowed = f"a finite number {'above' if above_zero else 'of at least'} 0"
-        _refuse(key, f"{key} = {value!r}; allowed: {allowed}. Omit it for {default}.")
-    return float(value)
+    if value not in allowed:
+        _refuse(key, f"{key} = {_shown(value)}; allowed: {allowed}. Omit it for {default}.")
+    return float(value)  # type: ignore[arg-type]

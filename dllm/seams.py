@@ -6,6 +6,7 @@ our architecture: another model served in this process behaves as without the pl
 """
 
 import importlib.metadata
+import importlib.util
 import os
 import weakref
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 MODEL = "dllm.model:DiffusionGemmaForBlockDiffusion"
 SCHEDULER = "dllm.scheduler.CanvasScheduler"
 CPU_WORKER = "dllm.cpu.worker.CanvasCPUWorker"
+ATTENTION_BACKEND = "attention.backend.CanvasAttentionBackend"
+# vLLM's backends that take one causal flag per sequence.
+FLAG_BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
 
 TESTED_VLLM = ("0.32",)
 ALLOW_UNTESTED = "DLLM_ALLOW_UNTESTED_VLLM"
@@ -44,6 +48,11 @@ SEAMS = (
         "scheduler, worker, canvas length and limits are set for this architecture only",
     ),
     Seam(
+        "vllm.v1.attention.backends.registry.register_backend",
+        "call, on CUDA",
+        "our attention kernel, as the backend that vLLM names CUSTOM",
+    ),
+    Seam(
         "vllm.sampling_params.SamplingParams._validate_diffusion",
         "wrap",
         "admits temperature and seed, which the built-in sampler cannot honour and ours does",
@@ -52,6 +61,11 @@ SEAMS = (
         "vllm.v1.engine.input_processor.InputProcessor._validate_params",
         "wrap",
         "RequestOptions.parse refuses bad requests in the API server, with HTTP 400",
+    ),
+    Seam(
+        "vllm.multimodal.registry.MultiModalRegistry.create_processor",
+        "wrap",
+        "an image request gets HTTP 400 with the reason; vLLM only says 'not a multimodal model'",
     ),
     Seam(
         "vllm.config.VllmConfig.use_v2_model_runner",
@@ -73,6 +87,96 @@ SEAMS = (
         "call, in the CPU worker",
         "vLLM's own extension point for replacing Triton kernels",
     ),
+)
+
+# What the plugin imports from vLLM, here and elsewhere: (module, names, what for). An import that
+# is not listed fails ``tests/test_seams.py``; no names: the module as a whole.
+IMPORTS: tuple[tuple[str, str, str], ...] = (
+    # Public interface.
+    ("vllm", "ModelRegistry SamplingParams", "what vLLM exports at its top"),
+    ("vllm.sampling_params", "SamplingParams", "a request as it arrives"),
+    ("vllm.exceptions", "VLLMValidationError", "a request refused with HTTP 400"),
+    ("vllm.logger", "init_logger", "our lines among vLLM's"),
+    ("vllm.platforms", "current_platform", "CPU or CUDA"),
+    # Configuration.
+    ("vllm.config", "CompilationMode CUDAGraphMode VllmConfig", "what the server was told"),
+    ("vllm.config", "get_current_vllm_config", "the same, while a layer is built"),
+    ("vllm.config.compilation", "CUDAGraphMode", "whether a step is padded for a graph"),
+    ("vllm.config.diffusion", "DiffusionConfig", "makes the scheduler reserve the canvas"),
+    (
+        "vllm.model_executor.models.config",
+        "Gemma4Config MODELS_CONFIG_MAP VerifyAndUpdateConfig",
+        "the config hook of an architecture",
+    ),
+    # The model.
+    ("vllm.compilation.decorators", "support_torch_compile", "compiles the backbone"),
+    ("vllm.distributed", "get_pp_group tensor_model_parallel_all_reduce", "parallel ranks"),
+    ("vllm.model_executor.layers.attention", "Attention", "its type, for the anchored window"),
+    ("vllm.model_executor.layers.layernorm", "RMSNorm", "norms of self-conditioning"),
+    ("vllm.model_executor.layers.logits_processor", "LogitsProcessor", "gathers sharded logits"),
+    (
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        "ParallelLMHead VocabParallelEmbedding",
+        "the sharded vocabulary",
+    ),
+    ("vllm.model_executor.models.gemma4", "Gemma4Model", "the backbone"),
+    ("vllm.model_executor.models.interfaces", "SupportsQuant", "quantized checkpoints"),
+    (
+        "vllm.model_executor.models.utils",
+        "AutoWeightsLoader WeightsMapper maybe_prefix",
+        "loading and renaming weights",
+    ),
+    ("vllm.sequence", "IntermediateTensors", "the backbone's signature"),
+    ("vllm.model_executor.models.diffusion_gemma", "", "the built-in, with DLLM_DISABLE=1"),
+    ("vllm.model_executor.models.gemma4_mm", "", "imported by the built-in; needs torchvision"),
+    # Front end.
+    ("vllm.multimodal.registry", "MultiModalRegistry", "an image request is refused there"),
+    ("vllm.v1.engine.input_processor", "InputProcessor", "requests are checked there"),
+    # Scheduler.
+    (
+        "vllm.v1.core.sched.output",
+        "CachedRequestData NewRequestData SchedulerOutput",
+        "a schedule; the warm-up makes some of its own",
+    ),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "base of ours"),
+    ("vllm.v1.outputs", "DraftTokenIds LogprobsTensors", "canvases and logprobs on their way"),
+    ("vllm.v1.request", "Request RequestStatus", "a request in the scheduler"),
+    # Attention.
+    ("vllm", "_custom_ops envs", "the CPU attention kernel and its one setting"),
+    (
+        "vllm.v1.attention.backend",
+        "AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer "
+        "AttentionMetadataBuilder AttentionType CommonAttentionMetadata MultipleOf",
+        "bases of our backend on CUDA",
+    ),
+    (
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionBackend CPUAttentionBackendImpl CPUAttentionMetadata "
+        "CPUAttentionMetadataBuilder",
+        "bases of the anchored backend on a CPU",
+    ),
+    (
+        "vllm.v1.attention.backends.registry",
+        "AttentionBackendEnum register_backend",
+        "our backend takes the name CUSTOM",
+    ),
+    ("vllm.v1.kv_cache_interface", "AttentionSpec KVCacheConfig", "signatures of hooks"),
+    # Model Runner V2.
+    ("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p", "masks a request's top-k, top-p"),
+    ("vllm.v1.worker.gpu.attn_utils", "build_attn_metadata", "metadata of every cache group"),
+    ("vllm.v1.worker.gpu.input_batch", "InputBatch", "one step's batch"),
+    ("vllm.v1.worker.gpu.model_states.interface", "ModelState", "base of our model state"),
+    ("vllm.v1.worker.gpu.sample.output", "SamplerOutput", "what a sampler returns"),
+    ("vllm.v1.worker.gpu.sample.sampler", "Sampler", "whose states ours reads"),
+    ("vllm.v1.worker.gpu.states", "RequestState", "canvases and tokens by slot"),
+    ("vllm.v1.worker.utils", "AttentionGroup", "the signature of a hook"),
+    # A CPU without Triton.
+    ("vllm.triton_utils", "HAS_TRITON triton", "is it there, and the placeholder"),
+    ("vllm.triton_utils.dispatcher", "register_kernels", "replaces kernels"),
+    ("vllm.utils.math_utils", "next_power_of_2", "for the placeholder"),
+    ("vllm.v1.worker.cpu.shm", "", "patches torch; before every other worker module"),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker", "base of ours"),
+    ("vllm.v1.worker.worker_base", "CompilationTimes", "the signature of a hook"),
 )
 
 _installed = False
@@ -132,6 +236,7 @@ def _serve_architecture() -> None:
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
     MODELS_CONFIG_MAP[ARCHITECTURE] = _config_hook(_configure_dllm)
     _parse_requests_at_admission()
+    _explain_missing_images()
 
 
 def _keep_builtin() -> None:
@@ -234,18 +339,32 @@ def _refuse_unsupported(vllm_config: Any) -> None:
 
 
 def _choose_attention(vllm_config: Any, canvas_window: str) -> None:
-    """On CUDA, a backend that takes a per-sequence causal tensor; a CPU has only one backend."""
+    """On CUDA, our own backend unless another is asked for; a CPU has only one."""
+    from vllm.config import CUDAGraphMode
     from vllm.model_executor.models.config import Gemma4Config
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if current_platform.is_cpu():
         return
+    register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
+    attention = vllm_config.attention_config
+    attention.use_non_causal = True
+    if attention.backend in (None, AttentionBackendEnum.CUSTOM):
+        attention.backend = AttentionBackendEnum.CUSTOM
+        return
+    if attention.backend.name not in FLAG_BACKENDS:
+        raise ValueError(
+            f"--attention-backend {attention.backend.name}: allowed for diffusion models are "
+            f"{', '.join(FLAG_BACKENDS)} and CUSTOM. Leave the flag out for CUSTOM."
+        )
     if canvas_window == "anchored":
         raise ValueError(
-            "canvas_window = 'anchored': vLLM's attention backends have only the symmetric "
-            """window. Serve with --hf-overrides '{"canvas_window": "symmetric"}'."""
+            f"--attention-backend {attention.backend.name} has no anchored canvas window. Leave "
+            """the flag out, or serve with --hf-overrides '{"canvas_window": "symmetric"}'."""
         )
-    vllm_config.attention_config.use_non_causal = True
+    # Heads and canvases become sequences of their own, whose number no full graph can know.
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
     Gemma4Config.verify_and_update_config(vllm_config)
 
 
@@ -273,6 +392,27 @@ def _parse_requests_at_admission() -> None:
 
     InputProcessor._validate_params = _validate_params  # type: ignore[method-assign]
     SamplingParams._validate_diffusion = _validate_diffusion  # type: ignore[method-assign]
+
+
+def _explain_missing_images() -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.multimodal.registry import MultiModalRegistry
+
+    create = MultiModalRegistry.create_processor
+
+    def create_processor(self: Any, model_config: Any, **kwargs: Any) -> Any:
+        if model_config.architecture == ARCHITECTURE and not model_config.is_multimodal_model:
+            raise VLLMValidationError(_text_only_message(), parameter="messages")
+        return create(self, model_config, **kwargs)
+
+    MultiModalRegistry.create_processor = create_processor  # type: ignore[method-assign]
+
+
+def _text_only_message() -> str:
+    why = "the model is served without its vision tower"
+    if importlib.util.find_spec("torchvision") is None:
+        why = "images need torchvision, which is not installed here"
+    return f"This server is text-only: {why}. Send text alone."
 
 
 # --- Model Runner V2 on a CPU without Triton -----------------------------------------------------

@@ -77,4 +77,4 @@ def _digest(tensor: torch.Tensor) -> tuple[object, ...]:
     Equal for equal tensors. Changes within 32 adjacent bits always tell; others with 1 - 2**-32.
     """
     data = tensor.detach().cpu().reshape(-1).view(torch.uint8)
-    return tensor.shape, tensor.dtype, zlib.crc32(data.numpy())
+    return tensor.shape, tensor.dtype, zlib.crc32(data.numpy().data)

@@ -123,9 +123,7 @@ class Server:
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
         )
 
-    def post(
-        self, path: str, body: Any, content_type: str = "application/json"
-    ) -> Reply:
+    def post(self, path: str, body: Any, content_type: str = "application/json") -> Reply:
         """POST what no client library would send: bytes go as they are, everything else as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(

@@ -1,5 +1,10 @@
 """Tensor parallelism: the vocabulary is sharded, and so is the soft-embedding product."""
 
+import itertools
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +37,7 @@ def test_partial_products_of_the_shards_sum_to_the_whole(monkeypatch, cuts):
         "tensor_model_parallel_all_reduce",
         lambda part: partial.append(part) or part,
     )
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         embedding = shard(table, start, end, padding=3)
         result = self_conditioning.soft_embeddings(probs, embedding, NORMALIZER)
         torch.testing.assert_close(result, partial[-1] * NORMALIZER)
@@ -40,18 +45,33 @@ def test_partial_products_of_the_shards_sum_to_the_whole(monkeypatch, cuts):
     torch.testing.assert_close(sum(partial), probs @ table, rtol=1e-5, atol=1e-6)
 
 
-@pytest.fixture
-def two_ranks(checkpoint, monkeypatch):
-    """An engine with two worker processes on gloo."""
-    # vLLM wants a NUMA node per rank, unless it is told not to bind threads.
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    engine = Engine(checkpoint(), max_num_batched_tokens=256, tensor_parallel_size=2)
-    yield engine
+# Prefills without any canvas row, several blocks, two requests at different points.
+CONTEXTS = [prompt(130), prompt(9, salt=3)]
+PARAMS = SamplingParams(max_tokens=2 * CANVAS, seed=11, ignore_eos=True)
+
+
+def test_two_ranks_generate_the_tokens_of_one(engine, checkpoint):
+    """Heads, experts and vocabulary are sharded over two worker processes that speak gloo."""
+    result = subprocess.run(
+        [sys.executable, __file__, str(checkpoint())],
+        # vLLM wants a NUMA node per rank, unless it is told not to bind threads.
+        env=os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert json.loads(result.stdout.splitlines()[-1]) == engine.generate(CONTEXTS, PARAMS)
+
+
+def generate_on_two_ranks(model: str) -> None:
+    """The other side of the test: prints the tokens."""
+    engine = Engine(model, tensor_parallel_size=2, max_num_batched_tokens=256)
+    tokens = engine.generate(CONTEXTS, PARAMS)
     engine.llm.llm_engine.engine_core.shutdown()
+    print(json.dumps(tokens))
 
 
-def test_two_ranks_generate_the_tokens_of_one(engine, two_ranks):
-    """Blocks, prefills without any canvas row, and a batch, on sharded vocabulary and heads."""
-    contexts = [prompt(130), prompt(9, salt=3)]
-    params = SamplingParams(max_tokens=2 * CANVAS, seed=11, ignore_eos=True)
-    assert two_ranks.generate(contexts, params) == engine.generate(contexts, params)
+if __name__ == "__main__":
+    generate_on_two_ranks(sys.argv[1])

@@ -19,13 +19,15 @@ class CanvasCPUWorker(CPUWorker):
     """A CPU worker whose start replaces the kernels and warms the sampler up."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        self._is_diffusion = vllm_config.model_config.architecture == seams.ARCHITECTURE
-        seams.register_cpu_kernels(include_sampling=not self._is_diffusion)
+        is_diffusion = vllm_config.model_config.architecture == seams.ARCHITECTURE
+        seams.register_cpu_kernels(include_sampling=not is_diffusion)
+        # Not so for vLLM's built-in DiffusionGemma, which this worker may serve as well.
+        self._is_ours = vllm_config.scheduler_config.scheduler_cls == seams.SCHEDULER
         super().__init__(vllm_config, *args, **kwargs)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Compile everything a request will run, before the server reports ready."""
         times = super().compile_or_warm_up_model()
-        if self._is_diffusion and self._should_warm_up_model():
+        if self._is_ours and self._should_warm_up_model():
             warm_up(self.model_runner, self.execute_model)
         return times

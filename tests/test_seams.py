@@ -1,0 +1,594 @@
+"""Contracts with vLLM: when one of these fails, vLLM has moved and ``dllm/seams.py`` must follow.
+
+The signatures were read from vLLM 0.32.0. Most lists are not written down twice: what our code
+calls, overrides and reads is taken from our code itself and compared with what vLLM has.
+"""
+
+import ast
+import asyncio
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_harness import get_engine  # sets vLLM's environment first
+from vllm.exceptions import VLLMValidationError
+
+from dllm import seams
+
+# What vLLM's plugin loader does; tests that start no engine need it, too.
+seams.install(serve_with_dllm=True)
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(
+    path for folder in ("dllm", "attention", "quant") for path in (ROOT / folder).rglob("*.py")
+)
+
+
+def resolve(target: str) -> Any:
+    """The object behind a dotted name: the longest importable module, then attributes."""
+    parts = target.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[count:]:
+            found = getattr(found, name)
+        return found
+    raise AssertionError(f"{target} does not exist")
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def trees(*names: str) -> Iterator[ast.AST]:
+    """The syntax trees of our modules (all of them, or those of these paths)."""
+    for path in SOURCES:
+        if not names or str(path.relative_to(ROOT)) in names:
+            yield ast.parse(path.read_text())
+
+
+def attributes_read(of: str, *files: str) -> set[str]:
+    """Attributes that our code reads of a variable, or of an attribute, called ``of``."""
+    return {
+        node.attr
+        for tree in trees(*files)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and getattr(node.value, "id", getattr(node.value, "attr", None)) == of
+    }
+
+
+def keywords_of_calls(to: str, *files: str) -> set[str]:
+    """Keywords with which our code calls a function of that name."""
+    return {
+        keyword.arg
+        for tree in trees(*files)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", getattr(node.func, "attr", None)) == to
+        for keyword in node.keywords
+        if keyword.arg
+    }
+
+
+# --- the two tables -------------------------------------------------------------------------------
+
+# What a seam's target must look like. Wrapped functions were replaced in this process by ours with
+# the same parameters, so the originals are read from the source text below.
+SIGNATURES = {
+    "vllm.ModelRegistry.register_model": ["model_arch", "model_cls"],
+    "vllm.v1.attention.backends.registry.register_backend": [
+        "backend",
+        "class_path",
+        "is_mamba",
+    ],
+    "vllm.sampling_params.SamplingParams._validate_diffusion": ["self", "model_config"],
+    "vllm.v1.engine.input_processor.InputProcessor._validate_params": [
+        "self",
+        "params",
+        "supported_tasks",
+    ],
+    "vllm.multimodal.registry.MultiModalRegistry.create_processor": [
+        "self",
+        "model_config",
+        "tokenizer",
+    ],
+    "vllm.config.VllmConfig.use_v2_model_runner": ["self"],
+    "vllm.config.VllmConfig._validate_v2_model_runner": ["self"],
+    "vllm.triton_utils.dispatcher.register_kernels": ["overrides"],
+}
+OBJECTS = {  # not functions
+    "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
+    "vllm.triton_utils.triton.next_power_of_2": object,
+}
+
+
+def source_parameters(target: str) -> list[str]:
+    """Parameters of a function or property as vLLM's source has them, whatever was patched."""
+    *_, name = target.split(".")
+    owner = resolve(target.rsplit(".", 1)[0])
+    if inspect.ismodule(owner):
+        return parameters(getattr(owner, name))
+    owner = owner if inspect.isclass(owner) else type(owner)
+    tree = ast.parse(inspect.getsource(sys.modules[owner.__module__]))
+    (function,) = [
+        item
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == owner.__name__
+        for item in node.body
+        if isinstance(item, ast.FunctionDef) and item.name == name
+    ]
+    arguments = function.args
+    return [arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+
+
+def test_every_seam_is_under_contract():
+    targets = [seam.target for seam in seams.SEAMS]
+    assert sorted(targets) == sorted([*SIGNATURES, *OBJECTS])
+    assert all(seam.action and seam.why for seam in seams.SEAMS)
+
+
+@pytest.mark.parametrize("target", SIGNATURES)
+def test_the_signature_of_a_seam(target):
+    found = source_parameters(target)
+    if target == "vllm.ModelRegistry.register_model":
+        found = found[1:]  # self
+    assert found == SIGNATURES[target]
+
+
+@pytest.mark.parametrize("target", OBJECTS)
+def test_the_type_of_a_seam(target):
+    assert isinstance(resolve(target), OBJECTS[target])
+
+
+def test_the_registry_has_our_architecture_to_replace():
+    source = inspect.getsource(resolve("vllm.model_executor.models.config"))
+    assert f'"{seams.ARCHITECTURE}":' in source, "the built-in config hook is gone"
+    hook = resolve("vllm.model_executor.models.config.VerifyAndUpdateConfig")
+    assert parameters(hook.verify_and_update_config) == ["vllm_config"]
+
+
+def imports_of_ours() -> set[tuple[str, str]]:
+    """Every (module, name) that our code imports from vLLM, also by a module's name in a string."""
+    found = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and re.match(r"vllm(\.|$)", node.module or ""):
+                found |= {(str(node.module), alias.name) for alias in node.names}
+            elif isinstance(node, ast.Import):
+                names = (alias.name for alias in node.names)
+                found |= {(name, "") for name in names if re.match(r"vllm(\.|$)", name)}
+            elif is_module_name(node) and path.name != "seams.py":
+                found.add((node.value, ""))
+    return found
+
+
+def is_module_name(node: ast.AST) -> bool:
+    """A string that could be given to import_module; names of kernels go to register_kernels."""
+    text = str(getattr(node, "value", "")) if isinstance(node, ast.Constant) else ""
+    return bool(re.fullmatch(r"vllm(\.\w+)+", text)) and not text.endswith("kernel")
+
+
+def listed_imports() -> set[tuple[str, str]]:
+    return {
+        (module, name) for module, names, _ in seams.IMPORTS for name in (names.split() or [""])
+    }
+
+
+def test_every_import_from_vllm_is_listed_and_no_other():
+    ours, listed = imports_of_ours(), listed_imports()
+    assert ours - listed == set(), "imported but not in seams.IMPORTS"
+    assert listed - ours == set(), "in seams.IMPORTS but imported nowhere"
+    assert len(listed) == sum(len(names.split() or [""]) for _, names, _ in seams.IMPORTS)
+
+
+# Needs torchvision, without which nothing of it is imported.
+UNIMPORTABLE = {f"vllm.model_executor.models.{name}" for name in ("diffusion_gemma", "gemma4_mm")}
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(listed_imports()))
+def test_a_listed_import_exists(module, name):
+    if module in UNIMPORTABLE:
+        assert importlib.util.find_spec(module) is not None
+    elif name:
+        assert hasattr(importlib.import_module(module), name)
+    else:
+        importlib.import_module(module)
+
+
+# --- what we override -----------------------------------------------------------------------------
+
+OVERRIDING = (
+    ("dllm.scheduler.CanvasScheduler", "vllm.v1.core.sched.scheduler.Scheduler"),
+    (
+        "dllm.model_state.DiffusionModelState",
+        "vllm.v1.worker.gpu.model_states.interface.ModelState",
+    ),
+    ("dllm.cpu.worker.CanvasCPUWorker", "vllm.v1.worker.cpu_worker.CPUWorker"),
+    (
+        "attention.cpu_backend.AnchoredMetadataBuilder",
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder",
+    ),
+    (
+        "attention.cpu_backend.AnchoredAttentionImpl",
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",
+    ),
+    (
+        "attention.cpu_backend.AnchoredCPUBackend",
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",
+    ),
+)
+
+
+def overrides() -> list[tuple[str, str, str]]:
+    """(class, base, method) for every public method that replaces one of vLLM's."""
+    return [
+        (ours, base, name)
+        for ours, base in OVERRIDING
+        for name, value in vars(resolve(ours)).items()
+        if not name.startswith("__")
+        and callable(getattr(value, "__func__", value))
+        and hasattr(resolve(base), name)
+    ]
+
+
+EXPECTED_OVERRIDES = {
+    "CanvasScheduler": {"schedule", "update_draft_token_ids", "_update_request_with_output"},
+    "DiffusionModelState": {
+        "get_supported_generation_tasks",
+        "custom_sampler",
+        "add_request",
+        "prepare_inputs_embeds",
+        "prepare_inputs",
+        "prepare_dummy_inputs",
+        "prepare_attn",
+    },
+    "AnchoredMetadataBuilder": {"build"},
+    "AnchoredAttentionImpl": {"forward"},
+    "AnchoredCPUBackend": {"get_impl_cls", "get_builder_cls"},
+}
+
+
+def test_what_we_override_still_exists_in_the_base():
+    """A hook that vLLM renames would silently never be called."""
+    found: dict[str, set[str]] = {}
+    for ours, _, name in overrides():
+        found.setdefault(ours.rsplit(".", 1)[1], set()).add(name)
+    for cls, names in EXPECTED_OVERRIDES.items():
+        assert names <= found.get(cls, set()), cls
+
+
+@pytest.mark.parametrize(("ours", "base", "method"), overrides())
+def test_an_override_has_the_parameters_of_its_base(ours, base, method):
+    mine = inspect.signature(getattr(resolve(ours), method)).parameters.values()
+    theirs = inspect.signature(getattr(resolve(base), method)).parameters.values()
+    assert [(p.name, p.kind, p.default) for p in mine] == [
+        (p.name, p.kind, p.default) for p in theirs
+    ]
+
+
+def test_the_constructors_we_call():
+    impl = resolve("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl")
+    wanted = parameters(impl.__init__)[1:]
+    # use_anchored_window rebuilds a layer's impl: a new parameter would be dropped on the way.
+    passed = keywords_of_calls("AnchoredAttentionImpl", "attention/cpu_backend.py")
+    assert set(wanted) - passed == {"sinks"}  # asserted to be None there
+    builder = resolve("vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder")
+    assert parameters(builder.__init__)[1:] == [
+        "kv_cache_spec",
+        "layer_names",
+        "vllm_config",
+        "device",
+    ]
+    state = resolve("vllm.v1.worker.gpu.model_states.interface.ModelState")
+    ours = resolve("dllm.model_state.DiffusionModelState")
+    assert parameters(state.__init__) == parameters(ours.__init__)
+    assert resolve("vllm.v1.worker.cpu_worker.CPUWorker").__init__ is not object.__init__
+    assert parameters(resolve("vllm.v1.worker.cpu_worker.CPUWorker").__init__)[1] == "vllm_config"
+
+
+# --- what we call ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "file"),
+    [
+        ("vllm._custom_ops.cpu_attn_get_scheduler_metadata", "attention/cpu_backend.py"),
+        ("vllm._custom_ops.cpu_attention_with_kv_cache", "attention/cpu_backend.py"),
+    ],
+)
+def test_the_cpu_kernel_takes_what_we_pass_and_nothing_else(target, file):
+    """A new parameter has a meaning: somebody has to decide what it is for our rows."""
+    function = resolve(target)
+    assert keywords_of_calls(function.__name__, file) == set(parameters(function))
+
+
+def test_attention_metadata_takes_what_we_pass():
+    """Some keywords are in dictionaries: every string key of prepare_attn's helpers counts."""
+    accepted = set(parameters(resolve("vllm.v1.worker.gpu.attn_utils.build_attn_metadata")))
+    passed = keywords_of_calls("build_attn_metadata", "dllm/model_state.py")
+    (tree,) = trees("dllm/model_state.py")
+    for function in ast.walk(tree):
+        if getattr(function, "name", None) in ("_rows", "_virtual_sequences"):
+            returned = [node for node in ast.walk(function) if isinstance(node, ast.Dict)]
+            passed |= {key.value for node in returned for key in node.keys}
+    assert {"causal", "seq_lens", "block_tables", "attn_groups"} <= passed
+    assert passed <= accepted
+
+
+def test_what_a_sampler_returns():
+    output = resolve("vllm.v1.worker.gpu.sample.output.SamplerOutput")
+    fields = {field.name: field for field in dataclasses.fields(output)}
+    passed = keywords_of_calls("SamplerOutput", "dllm/sampler.py")
+    required = {name for name, f in fields.items() if f.default is dataclasses.MISSING}
+    assert required <= passed <= set(fields)
+
+
+def test_logprobs_and_warm_up_fill_what_vllm_declares():
+    logprobs = resolve("vllm.v1.outputs.LogprobsTensors")
+    assert keywords_of_calls("LogprobsTensors", "dllm/logprobs.py") <= set(logprobs._fields)
+    request = resolve("vllm.v1.core.sched.output.NewRequestData")
+    assert keywords_of_calls("NewRequestData", "dllm/warm_up.py") <= set(parameters(request))
+    for name in ("SchedulerOutput", "CachedRequestData"):
+        cls = resolve(f"vllm.v1.core.sched.output.{name}")
+        fields = {field.name for field in dataclasses.fields(cls)}
+        variable = {"SchedulerOutput": "output", "CachedRequestData": "cached"}[name]
+        assert attributes_read(variable, "dllm/warm_up.py") <= fields | {"make_empty"}
+
+
+def test_weight_loading():
+    loader = resolve("vllm.model_executor.models.utils.AutoWeightsLoader")
+    assert parameters(loader.__init__)[:2] == ["self", "module"]
+    assert parameters(loader.load_weights) == ["self", "weights", "mapper"]
+    mapper = resolve("vllm.model_executor.models.utils.WeightsMapper")
+    fields = {field.name for field in dataclasses.fields(mapper)}
+    assert {"orig_to_new_prefix", "orig_to_new_stacked"} <= fields
+    # A prefix that maps to None drops a weight: the vision tower's.
+    mapped = mapper(orig_to_new_prefix={"tower.": None, "model.decoder.": "model."})
+    assert [mapped.map_name(name) for name in ("tower.x", "model.decoder.y", "z")] == [
+        None,
+        "model.y",
+        "z",
+    ]
+
+
+# --- what we read ---------------------------------------------------------------------------------
+
+
+def test_the_fields_of_a_batch():
+    batch = resolve("vllm.v1.worker.gpu.input_batch.InputBatch")
+    read = attributes_read("input_batch", "dllm/model_state.py", "dllm/sampler.py")
+    assert {"cu_num_logits_np", "logits_indices", "num_draft_tokens_per_req"} <= read
+    assert read <= {field.name for field in dataclasses.fields(batch)}
+
+
+def test_the_fields_of_common_attention_metadata():
+    metadata = resolve("vllm.v1.attention.backend.CommonAttentionMetadata")
+    read = attributes_read("common", "attention/cpu_backend.py", "attention/backend.py")
+    assert {"causal", "block_table_tensor"} <= read
+    assert read <= {field.name for field in dataclasses.fields(metadata)}
+
+
+def test_the_state_of_requests():
+    state = resolve("vllm.v1.worker.gpu.states.RequestState")(
+        max_num_reqs=2,
+        max_model_len=8,
+        max_num_batched_tokens=8,
+        num_speculative_steps=4,
+        vocab_size=16,
+        device=torch.device("cpu"),
+    )
+    read = attributes_read("req_states", "dllm/model_state.py", "dllm/sampler.py")
+    assert read >= {"draft_tokens", "all_token_ids"}
+    assert all(hasattr(state, name) for name in read)
+    # Canvases ride in draft_tokens; emitted ids come from all_token_ids.
+    assert state.draft_tokens.shape == (2, 4) and state.draft_tokens.dtype == torch.int64
+    assert state.all_token_ids.gpu.shape == (2, 8)
+
+
+def test_the_methods_of_sampling_states():
+    states = resolve("vllm.v1.worker.gpu.sample.states.SamplingStates")
+    read = attributes_read("sampling_states", "dllm/sampler.py")
+    assert read == {
+        "add_request",
+        "apply_staged_writes",
+        "get_top_k_top_p",
+        "max_num_logprobs",
+    }
+    assert parameters(states.add_request) == ["self", "req_idx", "sampling_params"]
+    assert parameters(states.get_top_k_top_p) == ["self", "expanded_idx_mapping", "idx_mapping_np"]
+    assert parameters(states.max_num_logprobs) == ["self", "idx_mapping_np"]
+    sampler = resolve("vllm.v1.worker.gpu.sample.sampler.Sampler")
+    source = inspect.getsource(sampler.__init__)
+    assert "self.sampling_states" in source and "self.req_states" in source
+
+
+def test_the_runner_calls_a_sampler_as_ours_is_written():
+    runner = inspect.getsource(resolve("vllm.v1.worker.gpu.model_runner"))
+    assert "custom_sampler(" in runner
+    for method in attributes_read("sampler", "dllm/cpu/worker.py"):
+        assert hasattr(resolve("dllm.sampler.DiffusionSampler"), method)
+    # Every attribute that the runner reads of its sampler, ours has too.
+    read = {
+        node.attr
+        for node in ast.walk(ast.parse(runner))
+        if isinstance(node, ast.Attribute) and getattr(node.value, "attr", None) == "sampler"
+    }
+    assert "apply_staged_writes" in read
+    ours = resolve("dllm.sampler.DiffusionSampler")
+    own = attributes_assigned(ours.__init__)
+    missing = {name for name in read if not hasattr(ours, name) and name not in own}
+    # Read only when tensor-parallel ranks share out the sampling of a batch.
+    assert missing == {"compute_nans", "get_logprobs_dims"}
+
+
+def attributes_assigned(method: Callable[..., Any]) -> set[str]:
+    """Names that a method assigns on self."""
+    return set(re.findall(r"self\.(\w+) =", inspect.getsource(method)))
+
+
+def test_the_scheduler_attributes_we_read():
+    scheduler = resolve("vllm.v1.core.sched.scheduler.Scheduler")
+    source = "".join(inspect.getsource(cls) for cls in scheduler.__mro__[:-1])
+    ours = resolve("dllm.scheduler.CanvasScheduler")
+    own = set(vars(ours)) | attributes_assigned(ours.__init__)
+    for name in attributes_read("self", "dllm/scheduler.py") - own:
+        assert f"self.{name} =" in source or f"self.{name}:" in source, name
+    request = inspect.getsource(resolve("vllm.v1.request.Request"))
+    for name in attributes_read("request", "dllm/scheduler.py"):
+        assert f"self.{name}" in request or f"def {name}(" in request, name
+
+
+def test_the_layers_of_the_backbone(checkpoint):
+    """On a real model: what CanvasBackbone reads of Gemma4Model, and how it calls a layer."""
+    layer_cls = resolve("vllm.model_executor.models.gemma4.Gemma4DecoderLayer")
+    assert parameters(layer_cls.forward) == [
+        "self",
+        "positions",
+        "hidden_states",
+        "residual",
+        "per_layer_input",
+        "kwargs",
+    ]
+    model = get_engine(checkpoint(), max_num_batched_tokens=256).runner.model
+    backbone = model.model
+    for name in attributes_read("model", "dllm/model.py") | {"normalizer", "embed_tokens"}:
+        assert hasattr(backbone, name), name
+    for name in ("layers", "start_layer", "end_layer", "norm", "hf_to_vllm_mapper"):
+        assert hasattr(backbone, name), name
+    for layer in backbone.layers:
+        # Ours multiplies per row; the layer's own factor has to be 1.
+        assert layer.layer_scalar.tolist() == [1.0]
+        assert hasattr(layer.self_attn, "is_sliding") and hasattr(layer.self_attn, "attn")
+    shard = backbone.embed_tokens.shard_indices
+    assert (shard.org_vocab_start_index, shard.org_vocab_end_index) == (0, 512)
+
+
+# --- installing -----------------------------------------------------------------------------------
+
+
+def test_installing_again_changes_nothing():
+    def state() -> tuple[object, ...]:
+        vllm_config = resolve("vllm.config.VllmConfig")
+        return (
+            vllm_config.use_v2_model_runner,
+            vllm_config._validate_v2_model_runner,
+            resolve("vllm.sampling_params.SamplingParams")._validate_diffusion,
+            resolve("vllm.v1.engine.input_processor.InputProcessor")._validate_params,
+            resolve("vllm.multimodal.registry.MultiModalRegistry").create_processor,
+            resolve("vllm.model_executor.models.config.MODELS_CONFIG_MAP")[seams.ARCHITECTURE],
+        )
+
+    seams.install(serve_with_dllm=True)
+    first = state()
+    assert first[3].__module__ == first[4].__module__ == "dllm.seams"
+    seams.install(serve_with_dllm=True)
+    seams.install(serve_with_dllm=False)
+    assert state() == first
+
+
+def test_registering_imports_no_model_no_runner_and_no_device():
+    script = """
+import sys, torch, dllm
+dllm.register()
+from vllm.model_executor.models.registry import ModelRegistry
+runner = ("vllm.v1.worker.gpu", "vllm.v1.worker.cpu", "vllm.v1.attention.backends.cpu_attn")
+layers = ("vllm.model_executor.layers.attention", "vllm.model_executor.models.gemma")
+ours = ("dllm.model", "dllm.sampler", "dllm.scheduler", "dllm.cpu", "attention")
+assert "ARCH" in ModelRegistry.models
+heavy = [name for name in sys.modules if name.startswith(runner + layers + ours)]
+print(heavy, torch.cuda.is_initialized())
+""".replace("ARCH", seams.ARCHITECTURE)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.splitlines()[-1] == "[] False"
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu"])
+def test_a_tested_version_is_accepted(version):
+    seams.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.320.0", "1.32.0"])
+def test_an_untested_version_is_refused_unless_asked_for(version, monkeypatch):
+    monkeypatch.delenv(seams.ALLOW_UNTESTED, raising=False)
+    with pytest.raises(RuntimeError, match=rf"vLLM 0\.32 and this is {re.escape(version)}\."):
+        seams.check_version(version)
+    monkeypatch.setenv(seams.ALLOW_UNTESTED, "1")
+    seams.check_version(version)
+
+
+# --- images ---------------------------------------------------------------------------------------
+
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
+    "AAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+MESSAGES = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "What is this?"},
+            {"type": "image_url", "image_url": {"url": PIXEL}},
+        ],
+    }
+]
+
+
+def parse_chat(model: Path, messages: list[dict[str, Any]]) -> Any:
+    """What the API server does first with a chat request."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.renderers.chat_utils import parse_chat_messages_async
+
+    config = EngineArgs(model=str(model), enforce_eager=True).create_model_config()
+    return asyncio.run(parse_chat_messages_async(messages, config, "openai"))
+
+
+def test_an_image_gets_a_400_that_says_why(checkpoint, monkeypatch):
+    monkeypatch.setattr(seams.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        VLLMValidationError,
+        match=r"text-only: images need torchvision, which is not installed here\. Send text",
+    ):
+        parse_chat(checkpoint(), MESSAGES)
+
+
+def test_an_image_gets_a_400_also_where_torchvision_is(checkpoint, monkeypatch):
+    monkeypatch.setattr(seams.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(VLLMValidationError, match=r"served without its vision tower\. Send text"):
+        parse_chat(checkpoint(), MESSAGES)
+
+
+def test_text_parts_pass(checkpoint):
+    conversation, media, _ = parse_chat(
+        checkpoint(), [{"role": "user", "content": MESSAGES[0]["content"][:1]}]
+    )
+    assert conversation[0]["content"] == [{"type": "text", "text": "What is this?"}]
+    assert media is None
+
+
+def test_other_text_only_models_get_vllms_own_answer():
+    """Scoped to our architecture."""
+    config = type("Config", (), dict(architecture="Qwen3ForCausalLM", is_multimodal_model=False))
+    config.served_model_name = "qwen"
+    registry = resolve("vllm.multimodal.registry.MultiModalRegistry")()
+    with pytest.raises(ValueError, match="qwen is not a multimodal model"):
+        registry.create_processor(config)
