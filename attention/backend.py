@@ -61,6 +61,12 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Persistent, as everything a captured graph reads.
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self._all_rows = {
+            flag: torch.full((max_num_seqs,), flag, dtype=torch.bool, device=device)
+            for flag in (True, False)
+        }
 
     def build(
         self,
@@ -86,7 +92,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         seq_lens = common.seq_lens[: common.num_reqs]
         bidirectional_from = common.causal
         if isinstance(bidirectional_from, bool):
-            bidirectional_from = torch.full_like(seq_lens, bidirectional_from, dtype=torch.bool)
+            bidirectional_from = self._all_rows[bidirectional_from]
         return CanvasAttentionMetadata(
             batch=RaggedBatch(
                 query_start_loc=common.query_start_loc[: common.num_reqs + 1],

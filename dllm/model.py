@@ -24,7 +24,7 @@ from vllm.sequence import IntermediateTensors
 from dllm.compilation import maybe_compile
 from dllm.config import DenoiseConfig
 from dllm.self_conditioning import SelfConditioning
-from dllm.weights import merge_shared_copies
+from dllm.weights import merge_shared_copies, refuse_missing
 
 if TYPE_CHECKING:
     from dllm.model_state import DiffusionModelState
@@ -156,6 +156,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """Logits of canvas rows, ``[rows, vocab]`` fp32, soft-capped in fp32 as the reference."""
+        if hidden_states.shape[0] == 0:  # no canvas: vLLM's CPU all-gather divides by the row count
+            return hidden_states.new_empty(0, self.logits_processor.vocab_size, dtype=torch.float32)
         logits = self.logits_processor(self.lm_head, hidden_states)
         if logits is None:
             return None
@@ -167,12 +169,28 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         """Load a checkpoint whose encoder and decoder halves are one, or agree.
 
         Raises:
-            ValueError: the halves disagree; the message names the tensors.
+            ValueError: the halves disagree, or a tensor is missing; the message names the tensors.
         """
-        return AutoWeightsLoader(self).load_weights(
-            merge_shared_copies(weights, self.model.config.num_hidden_layers),
+        filled: set[str] = set()
+
+        def noting_names(
+            pairs: Iterable[tuple[str, torch.Tensor]],
+        ) -> Iterable[tuple[str, torch.Tensor]]:
+            for name, tensor in pairs:
+                filled.add(self.hf_to_vllm_mapper.map_name(name) or name)
+                yield name, tensor
+
+        loaded = AutoWeightsLoader(self).load_weights(
+            noting_names(merge_shared_copies(weights, self.model.config.num_hidden_layers)),
             mapper=self.hf_to_vllm_mapper,
         )
+        if self.model.quant_config is None:  # a quantized checkpoint may leave scales out
+            refuse_missing(
+                (name for name, _ in self.named_parameters()),
+                filled | loaded,
+                self.model.hf_to_vllm_mapper.orig_to_new_stacked,
+            )
+        return loaded
 
 
 def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:

@@ -83,7 +83,7 @@ class DiffusionModelState(ModelState):
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Reset the slot of a new or resumed request."""
         assert new_req_data.sampling_params is not None, "a generation request has parameters"
-        options = RequestOptions.parse(new_req_data.sampling_params, self.denoise_config)
+        options = RequestOptions.read(new_req_data.sampling_params, self.denoise_config)
         seed = request_seed(options, new_req_data.req_id, self.model_config.seed)
         self.canvases.reset(req_index, options, seed)
 
@@ -203,7 +203,8 @@ class DiffusionModelState(ModelState):
         The runner writes prompt chunks and canvases; what was generated is in ``all_token_ids``.
         """
         computed = input_batch.num_computed_tokens_np
-        is_generated = computed >= input_batch.prefill_len_np
+        prefill_len = input_batch.prefill_len_np
+        is_generated = (computed >= prefill_len) & (prefill_len > 0)  # 0: a dummy run
         head_lens = np.where(is_generated, _spans(input_batch).head_lens, 0)
         if not head_lens.any():
             return

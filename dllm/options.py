@@ -2,7 +2,7 @@
 
 ``RequestOptions.parse`` reads a request's ``SamplingParams`` (and, over HTTP, its ``vllm_xargs``,
 which arrive as ``extra_args``) once. The API server calls it to refuse bad input with HTTP 400;
-the scheduler and the worker call it again on what was admitted. Every message says what was
+the worker reads again what was admitted. Every message says what was
 given, what is allowed and what to do.
 """
 
@@ -76,21 +76,31 @@ class RequestOptions:
 
     @classmethod
     def parse(cls, params: "SamplingParams", config: DenoiseConfig) -> "RequestOptions":
-        """Read and check one request.
+        """Admit one request: refuse what cannot be served, then ``read``.
 
         Raises:
             VLLMValidationError: HTTP 400 to the client.
         """
         for name, off in UNSUPPORTED_PARAMETERS:
             value = getattr(params, name)
-            if value != off and value not in ([], {}):
+            if value is not None and value != off and value not in ([], {}):
                 _refuse(
                     name,
                     f"{name} = {_shown(value)} is not served for diffusion models yet. "
                     f"Leave it out{'' if off is None else f' or send {off}'}.",
                 )
-        _check_int_range("seed", params.seed, -(2**63), 2**63 - 1)
+        # Of n samples, sample i gets seed + i after admission.
+        _check_int_range("seed", params.seed, -(2**63), 2**63 - params.n)
         _check_int_range("top_k", params.top_k, -1, MAX_INT32)
+        return cls.read(params, config)
+
+    @classmethod
+    def read(cls, params: "SamplingParams", config: DenoiseConfig) -> "RequestOptions":
+        """The options of an admitted request, or of vLLM's own warm-up requests.
+
+        Raises:
+            VLLMValidationError: as ``parse``, for ``extra_args`` alone.
+        """
         extra = dict(params.extra_args or {})
         width = _take_int(
             extra, "diffusion_canvas_length", config.canvas_length, config.canvas_length

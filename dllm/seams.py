@@ -232,10 +232,16 @@ def _vllm_version() -> str:
 def _serve_architecture() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    if not current_platform.is_cpu():
+        register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
     MODELS_CONFIG_MAP[ARCHITECTURE] = _config_hook(_configure_dllm)
     _parse_requests_at_admission()
+    _refuse_before_the_stream_starts()
+    _say_why()
     _explain_missing_images()
 
 
@@ -305,6 +311,7 @@ def _set_scheduler(vllm_config: Any, canvas_length: int) -> None:
     scheduler.async_scheduling = False
     for flag, limit in (
         ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
+        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
         ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold or None),
     ):
         if limit is not None and limit < canvas_length:
@@ -316,6 +323,7 @@ def _set_scheduler(vllm_config: Any, canvas_length: int) -> None:
         vocab_size = vllm_config.model_config.get_vocab_size()
         fitting = LOGITS_WORKSPACE_BYTES // (4 * canvas_length * vocab_size)
         scheduler.max_num_seqs = max(1, min(64, fitting))
+        logger.info("dllm: --max-num-seqs is %d", scheduler.max_num_seqs)
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:
@@ -333,6 +341,16 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             "canvas rows see each other across the shards",
         ),
         (parallel.enable_dbo, "--enable-dbo", "heads and canvases of a batch are not split"),
+        (
+            vllm_config.kv_transfer_config or vllm_config.cache_config.kv_offloading_size,
+            "--kv-transfer-config (and KV offloading)",
+            "the last block of a request has no KV that another request may load",
+        ),
+        (
+            vllm_config.model_config.logits_processors,
+            "--logits-processors",
+            "the canvas sampler runs none",
+        ),
     ):
         if given:
             raise ValueError(f"{flag} does not work with diffusion models: {why}. Leave it out.")
@@ -343,11 +361,10 @@ def _choose_attention(vllm_config: Any, canvas_window: str) -> None:
     from vllm.config import CUDAGraphMode
     from vllm.model_executor.models.config import Gemma4Config
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if current_platform.is_cpu():
         return
-    register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
     attention = vllm_config.attention_config
     attention.use_non_causal = True
     if attention.backend in (None, AttentionBackendEnum.CUSTOM):
@@ -413,6 +430,59 @@ def _text_only_message() -> str:
     if importlib.util.find_spec("torchvision") is None:
         why = "images need torchvision, which is not installed here"
     return f"This server is text-only: {why}. Send text alone."
+
+
+def _refuse_before_the_stream_starts() -> None:
+    """HTTP 400 for streams too: `generate` is a generator, and by its first item 200 is sent."""
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    generate = AsyncLLM.generate
+
+    def checked_generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+        if self.model_config.architecture == ARCHITECTURE:
+            if isinstance(sampling_params, SamplingParams):
+                self.input_processor._validate_params(sampling_params, ("generate",))
+            if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
+                self.renderer.validate_token_ids(prompt["prompt_token_ids"])
+        return generate(self, prompt, sampling_params, *args, **kwargs)
+
+    AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
+
+
+def _say_why() -> None:
+    """Refusals of vLLM's own that leave out what is allowed and what to do."""
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers.base import BaseRenderer
+
+    validate_token_ids = BaseRenderer.validate_token_ids
+    beam_search = BeamSearchOnlineMixin.beam_search
+
+    def checked_token_ids(self: Any, token_ids: Any, *, parameter: str | None = None) -> None:
+        if self.model_config.architecture == ARCHITECTURE and token_ids:
+            vocab_size = self.model_config.get_vocab_size()
+            for token in (min(token_ids), max(token_ids)):
+                if not 0 <= token < vocab_size:
+                    raise VLLMValidationError(
+                        f"prompt token id {token} is out of the vocabulary; allowed: 0 to "
+                        f"{vocab_size - 1}. Send ids of this model's tokenizer (POST /tokenize).",
+                        parameter=parameter or "prompt",
+                    )
+        validate_token_ids(self, token_ids, parameter=parameter)
+
+    async def checked_beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.model_config.architecture == ARCHITECTURE:
+            raise VLLMValidationError(
+                "use_beam_search = True; allowed: False, because a canvas has no next token to "
+                "branch on. Leave it out; n = 2 asks for two samples.",
+                parameter="use_beam_search",
+            )
+        async for output in beam_search(self, *args, **kwargs):
+            yield output
+
+    BeamSearchOnlineMixin.beam_search = checked_beam_search  # type: ignore[method-assign]
+    BaseRenderer.validate_token_ids = checked_token_ids  # type: ignore[method-assign]
 
 
 # --- Model Runner V2 on a CPU without Triton -----------------------------------------------------

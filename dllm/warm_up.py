@@ -15,7 +15,7 @@ PARAMS = SamplingParams(max_tokens=1, seed=0, extra_args={"diffusion_max_steps":
 
 
 def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-    """Serve two, then one imaginary request of three passes each, as far as the cache holds.
+    """Serve two, then one imaginary request of three passes each, then one with a narrow canvas.
 
     Two come first: with one, the logit rows are as many as the canvas is long, and the compiler
     would take the two sizes for the same.
@@ -25,7 +25,7 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
         execute_model: the worker's method of that name.
     """
     canvas_length = runner.num_speculative_steps
-    for num_reqs in (2, 1):
+    for num_reqs, width in ((2, canvas_length), (1, canvas_length), (1, canvas_length // 2 or 1)):
         pages = [
             -(-3 * canvas_length // group.kv_cache_spec.block_size)
             for group in runner.kv_cache_config.kv_cache_groups
@@ -34,11 +34,13 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
         fits_budget = num_reqs * 2 * canvas_length <= runner.max_num_tokens
         fits_length = 3 * canvas_length <= runner.max_model_len
         if fits_cache and fits_budget and fits_length and num_reqs <= runner.max_num_reqs:
-            _serve([f"_warmup_{i}_" for i in range(num_reqs)], pages, runner, execute_model)
+            req_ids = [f"_warmup_{i}_" for i in range(num_reqs)]
+            _serve(req_ids, width, pages, runner, execute_model)
 
 
 def _serve(
     req_ids: Sequence[str],
+    width: int,
     pages: Sequence[int],
     runner: Any,
     execute_model: Callable[[SchedulerOutput], Any],
@@ -65,7 +67,7 @@ def _serve(
                 prefill_token_ids=prompt,
             )
         )
-    passes = [(0, length, 0), (length, length, length), (length, 2 * length, length)]
+    passes = [(0, length, 0), (length, width, width), (length, 2 * width, width)]
     for num_computed, num_scheduled, num_canvas in passes:
         if num_computed:
             output = SchedulerOutput.make_empty()

@@ -6,7 +6,7 @@ picking one silently would serve a model that nobody trained.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 import torch
 
@@ -57,6 +57,39 @@ def merge_shared_copies(
         )
     yield HEAD_SCALARS, _stack_scalars(scalars, (ENCODER, DECODER, "model."), num_layers)
     yield CANVAS_SCALARS, _stack_scalars(scalars, (DECODER, ENCODER, "model."), num_layers)
+
+
+def refuse_missing(
+    parameters: Iterable[str],
+    filled: Set[str],
+    stacked: Mapping[str, tuple[str, object]],
+) -> None:
+    """Refuse a checkpoint that leaves a parameter, or a part of a stacked one, uninitialized.
+
+    vLLM's own check exempts every linear layer, embedding and expert, and takes a stacked
+    parameter for loaded when one of its parts was.
+
+    Args:
+        parameters: names of the model's parameters.
+        filled: names that the checkpoint filled: of parameters or of parts of stacked ones.
+        stacked: part -> (stacked name, shard), as in ``WeightsMapper.orig_to_new_stacked``.
+
+    Raises:
+        ValueError: naming the missing tensors as the checkpoint would.
+    """
+    missing = []
+    for name in parameters:
+        parts = [name.replace(new, old) for old, (new, _) in stacked.items() if new in name]
+        missing += [part for part in parts or [name] if part not in filled]
+    if missing:
+        names = sorted(
+            name if name.startswith("lm_head.") else DECODER + name.removeprefix("model.")
+            for name in missing
+        )
+        raise ValueError(
+            f"the checkpoint misses {', '.join(names)}. Download or save it again: these weights "
+            "would be served with whatever is in memory."
+        )
 
 
 def _stack_scalars(

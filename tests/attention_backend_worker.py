@@ -25,6 +25,7 @@ def main(checkpoint: str, output: str) -> None:
     """Generate, and save the tokens, the watched steps and the kernel's plans."""
     from attention import backend
 
+    # The plugin does this wherever the platform is not a CPU.
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
     engine = Engine(

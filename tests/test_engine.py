@@ -5,7 +5,7 @@ The quiet run itself is held to Hugging Face in ``test_parity.py``.
 
 import pytest
 import torch
-from engine_harness import assert_same_runs, blocks_of, get_engine
+from engine_harness import RUN_TOLERANCE, assert_same_runs, blocks_of, get_engine
 from test_parity import CANVAS, prompt
 from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -96,11 +96,13 @@ def test_without_the_kv_rollback_runs_differ(engine, checkpoint, monkeypatch):
     )
     # The scheduler now believes that the emitted block's KV is final; the worker does not.
     broken = get_engine(checkpoint(), max_num_batched_tokens=255)  # an engine to ruin
-    with pytest.raises(AssertionError):
-        assert_same_runs([broken.quiet_run(prompt(70), params())], [expected])
+    broken.reset_prefix_cache()
+    # The worker denoises at positions that the scheduler does not mean.
+    (run,) = broken.runs([prompt(70)], params())
+    assert run.difference(expected) > 100 * RUN_TOLERANCE
 
 
-def test_without_the_causal_head_runs_differ(engine, monkeypatch):
+def test_without_the_causal_head_runs_differ(engine, checkpoint, monkeypatch):
     expected = engine.quiet_run(prompt(70), params())
     of_schedule = Spans.of_schedule.__func__
 
@@ -110,8 +112,8 @@ def test_without_the_causal_head_runs_differ(engine, monkeypatch):
         return cls(spans.head_lens * ~fused, spans.canvas_widths + spans.head_lens * fused)
 
     monkeypatch.setattr(Spans, "of_schedule", classmethod(all_canvas))
-    with pytest.raises(AssertionError):
-        assert_same_runs([engine.quiet_run(prompt(70), params())], [expected])
+    broken = get_engine(checkpoint(), max_num_batched_tokens=254)
+    assert broken.quiet_run(prompt(70), params()).difference(expected) > 100 * RUN_TOLERANCE
 
 
 # --- key-value cache -----------------------------------------------------------------------------
