@@ -163,9 +163,7 @@ class DiffusionModelState(ModelState):
                 input_batch.num_tokens_after_padding if is_padded else input_batch.num_tokens
             ),
             "query_start_loc_gpu": input_batch.query_start_loc[: num_rows + 1],
-            "query_start_loc_cpu": torch.from_numpy(
-                input_batch.query_start_loc_np[: num_rows + 1]
-            ),
+            "query_start_loc_cpu": torch.from_numpy(input_batch.query_start_loc_np[: num_rows + 1]),
             "max_query_len": int(input_batch.num_scheduled_tokens.max()),
             "seq_lens": input_batch.seq_lens,
             "max_seq_len": int(input_batch.seq_lens_cpu_upper_bound.max()),

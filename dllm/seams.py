@@ -9,10 +9,13 @@ import importlib.metadata
 import importlib.util
 import os
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.logger import init_logger
+
+from dllm.seams_table import IMPORTS, SEAMS, Seam
+
+__all__ = ["IMPORTS", "SEAMS", "Seam", "install"]
 
 logger = init_logger("vllm.dllm")
 
@@ -30,154 +33,6 @@ ALLOW_UNTESTED = "DLLM_ALLOW_UNTESTED_VLLM"
 # fp32 logits of one step: bounds the default number of concurrent requests.
 LOGITS_WORKSPACE_BYTES = 4 << 30
 
-
-@dataclass(frozen=True)
-class Seam:
-    """One private name: where it is, what is done to it, and what it is for."""
-
-    target: str
-    action: str
-    why: str
-
-
-SEAMS = (
-    Seam("vllm.ModelRegistry.register_model", "call", "our class serves the architecture"),
-    Seam(
-        "vllm.model_executor.models.config.MODELS_CONFIG_MAP",
-        "replace our entry",
-        "scheduler, worker, canvas length and limits are set for this architecture only",
-    ),
-    Seam(
-        "vllm.v1.attention.backends.registry.register_backend",
-        "call, on CUDA",
-        "our attention kernel, as the backend that vLLM names CUSTOM",
-    ),
-    Seam(
-        "vllm.sampling_params.SamplingParams._validate_diffusion",
-        "wrap",
-        "admits temperature and seed, which the built-in sampler cannot honour and ours does",
-    ),
-    Seam(
-        "vllm.v1.engine.input_processor.InputProcessor._validate_params",
-        "wrap",
-        "RequestOptions.parse refuses bad requests in the API server, with HTTP 400",
-    ),
-    Seam(
-        "vllm.multimodal.registry.MultiModalRegistry.create_processor",
-        "wrap",
-        "an image request gets HTTP 400 with the reason; vLLM only says 'not a multimodal model'",
-    ),
-    Seam(
-        "vllm.config.VllmConfig.use_v2_model_runner",
-        "wrap",
-        "Model Runner V2 on a CPU without Triton (vLLM insists on Triton)",
-    ),
-    Seam(
-        "vllm.config.VllmConfig._validate_v2_model_runner",
-        "wrap",
-        "the same insistence, in a second place",
-    ),
-    Seam(
-        "vllm.triton_utils.triton.next_power_of_2",
-        "add to the placeholder",
-        "Model Runner V2 calls it to size kernels that dllm.cpu.kernels replaces",
-    ),
-    Seam(
-        "vllm.triton_utils.dispatcher.register_kernels",
-        "call, in the CPU worker",
-        "vLLM's own extension point for replacing Triton kernels",
-    ),
-)
-
-# What the plugin imports from vLLM, here and elsewhere: (module, names, what for). An import that
-# is not listed fails ``tests/test_seams.py``; no names: the module as a whole.
-IMPORTS: tuple[tuple[str, str, str], ...] = (
-    # Public interface.
-    ("vllm", "ModelRegistry SamplingParams", "what vLLM exports at its top"),
-    ("vllm.sampling_params", "SamplingParams", "a request as it arrives"),
-    ("vllm.exceptions", "VLLMValidationError", "a request refused with HTTP 400"),
-    ("vllm.logger", "init_logger", "our lines among vLLM's"),
-    ("vllm.platforms", "current_platform", "CPU or CUDA"),
-    # Configuration.
-    ("vllm.config", "CompilationMode CUDAGraphMode VllmConfig", "what the server was told"),
-    ("vllm.config", "get_current_vllm_config", "the same, while a layer is built"),
-    ("vllm.config.compilation", "CUDAGraphMode", "whether a step is padded for a graph"),
-    ("vllm.config.diffusion", "DiffusionConfig", "makes the scheduler reserve the canvas"),
-    (
-        "vllm.model_executor.models.config",
-        "Gemma4Config MODELS_CONFIG_MAP VerifyAndUpdateConfig",
-        "the config hook of an architecture",
-    ),
-    # The model.
-    ("vllm.compilation.decorators", "support_torch_compile", "compiles the backbone"),
-    ("vllm.distributed", "get_pp_group tensor_model_parallel_all_reduce", "parallel ranks"),
-    ("vllm.model_executor.layers.attention", "Attention", "its type, for the anchored window"),
-    ("vllm.model_executor.layers.layernorm", "RMSNorm", "norms of self-conditioning"),
-    ("vllm.model_executor.layers.logits_processor", "LogitsProcessor", "gathers sharded logits"),
-    (
-        "vllm.model_executor.layers.vocab_parallel_embedding",
-        "ParallelLMHead VocabParallelEmbedding",
-        "the sharded vocabulary",
-    ),
-    ("vllm.model_executor.models.gemma4", "Gemma4Model", "the backbone"),
-    ("vllm.model_executor.models.interfaces", "SupportsQuant", "quantized checkpoints"),
-    (
-        "vllm.model_executor.models.utils",
-        "AutoWeightsLoader WeightsMapper maybe_prefix",
-        "loading and renaming weights",
-    ),
-    ("vllm.sequence", "IntermediateTensors", "the backbone's signature"),
-    ("vllm.model_executor.models.diffusion_gemma", "", "the built-in, with DLLM_DISABLE=1"),
-    ("vllm.model_executor.models.gemma4_mm", "", "imported by the built-in; needs torchvision"),
-    # Front end.
-    ("vllm.multimodal.registry", "MultiModalRegistry", "an image request is refused there"),
-    ("vllm.v1.engine.input_processor", "InputProcessor", "requests are checked there"),
-    # Scheduler.
-    (
-        "vllm.v1.core.sched.output",
-        "CachedRequestData NewRequestData SchedulerOutput",
-        "a schedule; the warm-up makes some of its own",
-    ),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "base of ours"),
-    ("vllm.v1.outputs", "DraftTokenIds LogprobsTensors", "canvases and logprobs on their way"),
-    ("vllm.v1.request", "Request RequestStatus", "a request in the scheduler"),
-    # Attention.
-    ("vllm", "_custom_ops envs", "the CPU attention kernel and its one setting"),
-    (
-        "vllm.v1.attention.backend",
-        "AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer "
-        "AttentionMetadataBuilder AttentionType CommonAttentionMetadata MultipleOf",
-        "bases of our backend on CUDA",
-    ),
-    (
-        "vllm.v1.attention.backends.cpu_attn",
-        "CPUAttentionBackend CPUAttentionBackendImpl CPUAttentionMetadata "
-        "CPUAttentionMetadataBuilder",
-        "bases of the anchored backend on a CPU",
-    ),
-    (
-        "vllm.v1.attention.backends.registry",
-        "AttentionBackendEnum register_backend",
-        "our backend takes the name CUSTOM",
-    ),
-    ("vllm.v1.kv_cache_interface", "AttentionSpec KVCacheConfig", "signatures of hooks"),
-    # Model Runner V2.
-    ("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p", "masks a request's top-k, top-p"),
-    ("vllm.v1.worker.gpu.attn_utils", "build_attn_metadata", "metadata of every cache group"),
-    ("vllm.v1.worker.gpu.input_batch", "InputBatch", "one step's batch"),
-    ("vllm.v1.worker.gpu.model_states.interface", "ModelState", "base of our model state"),
-    ("vllm.v1.worker.gpu.sample.output", "SamplerOutput", "what a sampler returns"),
-    ("vllm.v1.worker.gpu.sample.sampler", "Sampler", "whose states ours reads"),
-    ("vllm.v1.worker.gpu.states", "RequestState", "canvases and tokens by slot"),
-    ("vllm.v1.worker.utils", "AttentionGroup", "the signature of a hook"),
-    # A CPU without Triton.
-    ("vllm.triton_utils", "HAS_TRITON triton", "is it there, and the placeholder"),
-    ("vllm.triton_utils.dispatcher", "register_kernels", "replaces kernels"),
-    ("vllm.utils.math_utils", "next_power_of_2", "for the placeholder"),
-    ("vllm.v1.worker.cpu.shm", "", "patches torch; before every other worker module"),
-    ("vllm.v1.worker.cpu_worker", "CPUWorker", "base of ours"),
-    ("vllm.v1.worker.worker_base", "CompilationTimes", "the signature of a hook"),
-)
 
 _installed = False
 

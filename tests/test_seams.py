@@ -104,6 +104,32 @@ SIGNATURES = {
         "model_config",
         "tokenizer",
     ],
+    "vllm.v1.engine.async_llm.AsyncLLM.generate": [
+        "self",
+        "prompt",
+        "sampling_params",
+        "request_id",
+        "prompt_text",
+        "lora_request",
+        "tokenization_kwargs",
+        "trace_headers",
+        "priority",
+        "data_parallel_rank",
+        "session_id",
+        "kv_hints",
+        "reasoning_ended",
+        "reasoning_parser_kwargs",
+    ],
+    "vllm.renderers.base.BaseRenderer.validate_token_ids": ["self", "token_ids", "parameter"],
+    "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search": [
+        "self",
+        "prompt",
+        "request_id",
+        "params",
+        "lora_request",
+        "trace_headers",
+        "session_id",
+    ],
     "vllm.config.VllmConfig.use_v2_model_runner": ["self"],
     "vllm.config.VllmConfig._validate_v2_model_runner": ["self"],
     "vllm.triton_utils.dispatcher.register_kernels": ["overrides"],
@@ -127,7 +153,7 @@ def source_parameters(target: str) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and node.name == owner.__name__
         for item in node.body
-        if isinstance(item, ast.FunctionDef) and item.name == name
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and item.name == name
     ]
     arguments = function.args
     return [arg.arg for arg in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
@@ -169,7 +195,7 @@ def imports_of_ours() -> set[tuple[str, str]]:
             elif isinstance(node, ast.Import):
                 names = (alias.name for alias in node.names)
                 found |= {(name, "") for name in names if re.match(r"vllm(\.|$)", name)}
-            elif is_module_name(node) and path.name != "seams.py":
+            elif is_module_name(node) and path.name != "seams_table.py":
                 found.add((node.value, ""))
     return found
 
