@@ -195,7 +195,7 @@ def imports_of_ours() -> set[tuple[str, str]]:
             elif isinstance(node, ast.Import):
                 names = (alias.name for alias in node.names)
                 found |= {(name, "") for name in names if re.match(r"vllm(\.|$)", name)}
-            elif is_module_name(node) and path.name != "seams_table.py":
+            elif is_module_name(node) and path.stem not in ("seams", "seams_table"):
                 found.add((node.value, ""))
     return found
 
