@@ -530,7 +530,7 @@ import sys, torch, dllm
 dllm.register()
 from vllm.model_executor.models.registry import ModelRegistry
 runner = ("vllm.v1.worker.gpu", "vllm.v1.worker.cpu", "vllm.v1.attention.backends.cpu_attn")
-layers = ("vllm.model_executor.layers.attention", "vllm.model_executor.models.gemma")
+layers = ("vllm.model_executor.layers.attention.", "vllm.model_executor.models.gemma")
 ours = ("dllm.model", "dllm.sampler", "dllm.scheduler", "dllm.cpu", "attention")
 assert "ARCH" in ModelRegistry.models
 heavy = [name for name in sys.modules if name.startswith(runner + layers + ours)]
