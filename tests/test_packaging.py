@@ -3,6 +3,7 @@
 import importlib.metadata
 import re
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -75,9 +76,11 @@ def test_the_metadata_named_vllm_has_the_version_of_the_locked_build() -> None:
 
 @in_own_venv
 def test_the_locked_versions_are_installed() -> None:
+    # Not all of sys.path: setuptools, once imported by another test, adds what it vendors.
+    paths = sysconfig.get_paths()
+    found_here = importlib.metadata.distributions(path=[paths["purelib"], paths["platlib"]])
     installed = {
-        normalized(found.metadata["Name"]): found.version.split("+")[0]
-        for found in importlib.metadata.distributions()
+        normalized(found.metadata["Name"]): found.version.split("+")[0] for found in found_here
     }
     wrong = {
         name: (version, installed.get(name))
