@@ -14,14 +14,12 @@ from transformers.cache_utils import DynamicCache
 
 from dllm.config import DenoiseConfig
 from dllm.train.make_tiny_random import (
-    SPECIAL_TOKENS,
-    TOKEN_ID,
-    VOCAB_SIZE,
     make_tensors,
     tensor_shapes,
     tiny_config,
     write_checkpoint,
 )
+from dllm.train.tokenizer import SPECIAL_TOKENS, TOKEN_ID, VOCAB_SIZE
 
 BUNDLED = Path(__file__).parent.parent / "checkpoints/tiny-random"
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED)

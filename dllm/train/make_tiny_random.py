@@ -23,27 +23,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
+
+from dllm.train.tokenizer import TOKEN_ID, VOCAB_SIZE, make_tokenizer, save_tokenizer
 
 Config = dict[str, object]
-
-VOCAB_SIZE = 512
-# Ids are positions in this list; the first five are those of the released tokenizer.
-SPECIAL_TOKENS = (
-    "<pad>",
-    "<eos>",
-    "<bos>",
-    "<unk>",
-    "<mask>",
-    "<|turn>",
-    "<turn|>",
-    "<|image>",
-    "<|image|>",
-    "<image|>",
-)
-TOKEN_ID = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
 
 DECODER = "model.decoder."
 ENCODER_TEXT = "model.encoder.language_model."
@@ -336,72 +319,6 @@ There are many ways to say the same thing, but one of them is usually the cleare
 Translate this sentence into French. Which word comes first? The words are in the wrong order.
 """
 
-# Digits stand alone; letters keep their leading space; the rest is split from letters.
-SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
-
-CHAT_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
-    {%- if role not in ['system', 'user', 'model'] -%}
-        {{- raise_exception('Unknown role ' ~ role ~ '; allowed: system, user, assistant.') -}}
-    {%- endif -%}
-    {{- '<|turn>' + role + '\\n' -}}
-    {%- if message['content'] is string -%}
-        {{- message['content'] | trim -}}
-    {%- else -%}
-        {%- for part in message['content'] -%}
-            {%- if part['type'] == 'text' -%}
-                {{- part['text'] | trim -}}
-            {%- elif part['type'] == 'image' -%}
-                {{- '<|image|>' -}}
-            {%- endif -%}
-        {%- endfor -%}
-    {%- endif -%}
-    {{- '<turn|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|turn>model\\n' -}}
-{%- endif -%}
-"""
-
-
-def make_tokenizer() -> Tokenizer:
-    """A byte-level BPE of 512 tokens: every byte has a token, so any text encodes and decodes."""
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS.splitlines(), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", TOKEN_ID["<bos>"])]
-    )
-    return tokenizer
-
-
-def tokenizer_config(config: Config) -> Config:
-    text: dict = config["text_config"]  # type: ignore[assignment]
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": text["max_position_embeddings"],
-        "clean_up_tokenization_spaces": False,
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-        "mask_token": "<mask>",
-    }
-
 
 # --------------------------------------------------------------------------------------------------
 # Writing
@@ -451,9 +368,8 @@ def write_checkpoint(
     weights.chmod(0o644)  # safetensors writes it readable by its owner only
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", generation_config() | (generation or {}))
-    make_tokenizer().save(str(path / "tokenizer.json"))
-    _write_json(path / "tokenizer_config.json", tokenizer_config(config))
-    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    text: dict = config["text_config"]  # type: ignore[assignment]
+    save_tokenizer(make_tokenizer(CORPUS.splitlines()), path, text["max_position_embeddings"])
     return path
 
 

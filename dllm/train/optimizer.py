@@ -1,0 +1,96 @@
+"""Muon for the matrices, AdamW for everything else, one schedule for both.
+
+Muon (K. Jordan, 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix
+by the nearest semi-orthogonal one, found with five Newton-Schulz iterations. `torch.optim.Muon`
+takes 2-D parameters only and walks them one by one; experts are 3-D here, and matrices of one
+shape are orthogonalised in one batch.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dllm.train.settings import TrainSettings
+
+# Of the quintic iteration; they maximise its slope at 0 (same source).
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+MOMENTUM = 0.95
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalised momentum for parameters of 2 or more dimensions (the last two are a matrix).
+
+    Args:
+        params: the matrices.
+        lr: step size, for a matrix of ones on its spectrum; scaled by sqrt(max(1, rows / columns)).
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient, in place."""
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(param)
+                momentum = state["momentum"].lerp_(param.grad, 1 - MOMENTUM)
+                update = param.grad.lerp(momentum, MOMENTUM)  # Nesterov
+                by_shape.setdefault(param.shape[-2:], []).append((param, update))
+            for shape, pairs in by_shape.items():
+                stacked = torch.cat([update.reshape(-1, *shape) for _, update in pairs])
+                scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                orthogonal = orthogonalize(stacked).mul_(-scale)
+                counts = [update.numel() // shape.numel() for _, update in pairs]
+                for (param, _), change in zip(pairs, orthogonal.split(counts), strict=True):
+                    param.add_(change.view_as(param))
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Singular values to about 1, singular vectors kept: [N, rows, columns] fp32.
+
+    Computed in bf16, as the source does: the iteration only has to come near.
+    """
+    a, b, c = NEWTON_SCHULZ
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if is_tall else x).float()
+
+
+def make_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+    """Muon over the layers' matrices, AdamW over embeddings, norms, scalars and routers.
+
+    Parameters that need no gradient (a vision tower, say) are in neither.
+    """
+    matrices, others = [], []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            is_matrix = param.ndim >= 2 and "embed" not in name and "router" not in name
+            (matrices if is_matrix else others).append(param)
+    return [
+        Muon(matrices, settings.matrix_lr),
+        torch.optim.AdamW(others, settings.vector_lr, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def lr_factor(step: int, settings: TrainSettings) -> float:
+    """The fraction of the peak learning rate at a step: warm-up, constant, cosine."""
+    if step < settings.warmup_steps:
+        return (step + 1) / settings.warmup_steps
+    progress = step / settings.steps
+    if progress <= settings.decay_from:
+        return 1.0
+    fallen = (progress - settings.decay_from) / (1 - settings.decay_from)
+    cosine = 0.5 * (1 + math.cos(math.pi * fallen))
+    return settings.final_lr + (1 - settings.final_lr) * cosine

@@ -1,0 +1,183 @@
+"""TrainSettings: everything a training run is made of, checked before its first step.
+
+A run is a TOML file. With the seed and the code it decides the weights: nothing else does.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Literal, get_args
+
+from dllm.config import FloatRange, did_you_mean
+from dllm.train.tasks import FAMILIES
+
+Objective = Literal["diffusion", "ar"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of the transformer, by the names of its config.json.
+
+    Attributes:
+        num_layers: of which every third attends to everything, the last one included; the others
+            are sliding (diffusion only: all layers of an autoregressive model are full).
+        canvas_length, sliding_window: tokens (diffusion only).
+        num_experts, moe_intermediate_size: two experts a token are used (diffusion only).
+    """
+
+    hidden_size: int = 128
+    num_layers: int = 6
+    intermediate_size: int = 256
+    num_experts: int = 4
+    moe_intermediate_size: int = 64
+    sliding_window: int = 64
+    canvas_length: int = 32
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """One training run.
+
+    Attributes:
+        objective: ``diffusion`` or ``ar`` (autoregressive).
+        seed: of the initial weights, the questions and the noise.
+        steps: optimizer steps in all.
+        batch_size: questions a step.
+        canvases: noised canvases a question (diffusion only).
+        matrix_lr, vector_lr: peak learning rate of Muon and of AdamW.
+        warmup_steps: linear, from 0.
+        decay_from: fraction of the run after which the learning rates fall, along a cosine.
+        final_lr: fraction of the peak that is left at the end.
+        ema: decay of the average of the weights, which is what is evaluated and written.
+        clip: largest norm of the gradient.
+        prefix_loss: weight of the next-token loss on the answer (diffusion only).
+        families: task families, or empty for all.
+        focus: share of the questions that goes to families by their validation error.
+        evaluate_every, checkpoint_every: steps.
+        validation_questions: per family, at every evaluation.
+        threads: of the CPU; the weights depend on it in the last bits.
+    """
+
+    objective: Objective
+    seed: int = 0
+    steps: int = 12000
+    batch_size: int = 24
+    canvases: int = 2
+    matrix_lr: float = 0.02
+    vector_lr: float = 0.003
+    warmup_steps: int = 100
+    decay_from: float = 0.5
+    final_lr: float = 0.02
+    ema: float = 0.998
+    clip: float = 1.0
+    prefix_loss: float = 0.3
+    families: tuple[str, ...] = ()
+    focus: float = 0.5
+    evaluate_every: int = 500
+    checkpoint_every: int = 250
+    validation_questions: int = 24
+    threads: int = 1
+    model: ModelShape = field(default_factory=ModelShape)
+
+    def __post_init__(self) -> None:
+        if self.objective not in get_args(Objective):
+            _refuse("objective", self.objective, " or ".join(get_args(Objective)))
+        for name, at_least in _AT_LEAST.items():
+            _check_int(name, getattr(self, name), at_least)
+        for name, allowed in _RANGES.items():
+            if getattr(self, name) not in allowed:
+                _refuse(name, getattr(self, name), str(allowed))
+        for size in fields(ModelShape):
+            _check_int(f"model.{size.name}", getattr(self.model, size.name), 1)
+        if self.model.hidden_size % 32:
+            _refuse("model.hidden_size", self.model.hidden_size, "a multiple of 32")
+        if self.model.num_experts < 2:
+            _refuse("model.num_experts", self.model.num_experts, "an integer of at least 2")
+        for name in self.families:
+            if name not in FAMILIES:
+                known = f"{', '.join(FAMILIES)}{did_you_mean(str(name), list(FAMILIES))}"
+                _refuse("families", name, known)
+
+    @classmethod
+    def load(cls, path: Path) -> "TrainSettings":
+        """Read a TOML file.
+
+        Raises:
+            ValueError: no such file, no TOML, or a field that is unknown or out of range.
+        """
+        try:
+            values = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"config {path}: {error}") from None
+        return cls.from_mapping(values)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> "TrainSettings":
+        """The inverse of ``to_mapping``.
+
+        Raises:
+            ValueError: a field is unknown, missing or out of range.
+        """
+        values = dict(values)
+        shape = values.pop("model", {})
+        if not isinstance(shape, Mapping):
+            _refuse("model", shape, "a table of sizes")
+        _check_known(ModelShape, shape, "model.")
+        _check_known(cls, values)
+        if "objective" not in values:
+            _refuse("objective", None, " or ".join(get_args(Objective)))
+        families = values.pop("families", ())
+        if not isinstance(families, list | tuple):
+            _refuse("families", families, "a list of names")
+        return cls(
+            model=ModelShape(**shape),
+            families=tuple(families),
+            **values,  # type: ignore[arg-type]
+        )
+
+    def to_mapping(self) -> dict[str, object]:
+        """Plain data, for a checkpoint and its model card."""
+        return asdict(self)
+
+
+_AT_LEAST = {
+    "seed": 0,
+    "steps": 1,
+    "batch_size": 1,
+    "canvases": 1,
+    "warmup_steps": 0,
+    "evaluate_every": 1,
+    "checkpoint_every": 1,
+    "validation_questions": 1,
+    "threads": 1,
+}
+_RANGES = {
+    "matrix_lr": FloatRange(0, 1, excludes_low=True),
+    "vector_lr": FloatRange(0, 1, excludes_low=True),
+    "decay_from": FloatRange(0, 1),
+    "final_lr": FloatRange(0, 1),
+    "ema": FloatRange(0, 0.99999),
+    "clip": FloatRange(0, 1e6, excludes_low=True),
+    "prefix_loss": FloatRange(0, 10),
+    "focus": FloatRange(0, 1),
+}
+
+
+def _check_known(kind: type, values: Mapping[str, object], prefix: str = "") -> None:
+    known = [f.name for f in fields(kind)]
+    for name in values:
+        if name not in known:
+            raise ValueError(
+                f"unknown field {prefix}{name}{did_you_mean(name, known)}; "
+                f"allowed: {', '.join(known)}."
+            )
+
+
+def _check_int(name: str, value: object, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        _refuse(name, value, f"an integer of at least {at_least}")
+
+
+def _refuse(name: str, value: object, allowed: str) -> None:
+    raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
