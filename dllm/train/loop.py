@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from dllm.train.objective import Objective
 from dllm.train.optimizer import lr_factor, make_optimizers
@@ -195,8 +194,3 @@ class Trainer:
             header, *rows = path.read_text().splitlines(keepends=True)
             kept = [row for row in rows if int(row.split(",", 1)[0]) <= self.step]
             path.write_text("".join([header, *kept]))
-
-
-def finished_model(trainer: Trainer) -> PreTrainedModel:
-    """What a run is for: the averaged weights."""
-    return trainer.average

@@ -73,7 +73,8 @@ def make_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.opt
 
     Parameters that need no gradient (a vision tower, say) are in neither.
     """
-    matrices, others = [], []
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
             is_matrix = param.ndim >= 2 and "embed" not in name and "router" not in name

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NoReturn, get_args
 
 from dllm.config import FloatRange, did_you_mean
 from dllm.train.tasks import FAMILIES
@@ -179,5 +179,5 @@ def _check_int(name: str, value: object, at_least: int) -> None:
         _refuse(name, value, f"an integer of at least {at_least}")
 
 
-def _refuse(name: str, value: object, allowed: str) -> None:
+def _refuse(name: str, value: object, allowed: str) -> NoReturn:
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")

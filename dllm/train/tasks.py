@@ -67,16 +67,17 @@ def questions(families: Iterable[str], split: str, count: int, seed: int = 0) ->
     found: list[Question] = []
     for family in families:
         distinct: dict[str, Question] = {}
-        draws = 0
+        draws = last_new = 0
         while len(distinct) < count:
-            if draws >= 100 * count:
+            if draws - last_new > 100 + 10 * len(distinct):  # all have most likely been drawn
                 raise ValueError(
                     f"{count} questions of {family!r} asked for, but {split} holds about "
                     f"{len(distinct)} different ones; ask for fewer"
                 )
             drawn = question(family, split, draws, seed)
-            distinct.setdefault(drawn.prompt, drawn)
             draws += 1
+            if distinct.setdefault(drawn.prompt, drawn) is drawn:
+                last_new = draws
         found.extend(distinct.values())
     return found
 

@@ -1,0 +1,118 @@
+"""``dllm train``: a training run from a TOML file to a checkpoint directory."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dllm.cli import OK, CommandError
+from dllm.train.autoregressive import Autoregressive
+from dllm.train.curve import draw
+from dllm.train.diffusion import Diffusion
+from dllm.train.export import copy_run_files, export
+from dllm.train.loop import CHECKPOINT, LOG, Trainer
+from dllm.train.model_card import write_model_card
+from dllm.train.objective import Objective
+from dllm.train.settings import TrainSettings
+from dllm.train.tokenizer import train_tokenizer
+
+CURVE = "curve.svg"
+MODEL = "model"
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train, or go on training, and write the checkpoint to ``OUT/model``."""
+    given = parse(argv)
+    settings = load_settings(given)
+    trainer = open_run(settings, given.out, given.resume)
+    train(trainer)
+    draw(given.out / LOG, given.out / CURVE)
+    model = given.out / MODEL
+    export(trainer.average, trainer.objective, model)
+    copy_run_files(given.out, model, (LOG, CURVE))
+    write_model_card(trainer, model)
+    print(model)
+    return OK
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; exits with status 2 when it is wrong."""
+    parser = argparse.ArgumentParser(prog="dllm train", description=__doc__)
+    parser.add_argument("objective", choices=("diffusion", "ar"), help="the kind of model")
+    parser.add_argument("--config", type=Path, help="TOML; default: the one of the shipped model")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the run")
+    parser.add_argument("--resume", action="store_true", help="go on from the run's checkpoint")
+    return parser.parse_args(argv)
+
+
+def load_settings(given: argparse.Namespace) -> TrainSettings:
+    """The settings of the run.
+
+    Raises:
+        CommandError: the config is wrong, or for the other kind of model.
+    """
+    shipped = CONFIGS / {"diffusion": "tiny-dllm.toml", "ar": "tiny-ar.toml"}[given.objective]
+    path = given.config or shipped
+    try:
+        settings = TrainSettings.load(path)
+    except ValueError as error:
+        raise CommandError(f"{path}: {error}") from None
+    if settings.objective != given.objective:
+        raise CommandError(
+            f"{path} has objective = {settings.objective!r}, asked for was {given.objective!r}; "
+            f"run `dllm train {settings.objective}`, or give another --config."
+        )
+    return settings
+
+
+def open_run(settings: TrainSettings, out: Path, resume: bool) -> Trainer:
+    """A new run, or the one that the directory holds.
+
+    Raises:
+        CommandError: the directory holds a run and ``resume`` was not asked for, or the reverse,
+            or the run had other settings.
+    """
+    exists = (out / CHECKPOINT).exists()
+    if exists and not resume:
+        raise CommandError(f"{out} holds a run; go on with --resume, or give another --out.")
+    if resume and not exists:
+        raise CommandError(f"{out} holds no {CHECKPOINT} to resume; leave out --resume.")
+    out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(settings, make_objective(settings), out)
+    if resume:
+        try:
+            trainer.resume()
+        except ValueError as error:
+            raise CommandError(str(error)) from None
+    return trainer
+
+
+def make_objective(settings: TrainSettings) -> Objective:
+    """The objective that the settings name."""
+    kinds: dict[str, type[Diffusion] | type[Autoregressive]]
+    kinds = {"diffusion": Diffusion, "ar": Autoregressive}
+    return kinds[settings.objective](settings, train_tokenizer())
+
+
+def train(trainer: Trainer) -> None:
+    """Run to the last step under a progress bar."""
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  validation {task.fields[accuracy]}"),
+    )
+    with Progress(*columns) as progress:
+        bar = progress.add_task(
+            trainer.settings.objective,
+            total=trainer.settings.steps,
+            completed=trainer.step,
+            loss=trainer.loss,
+            accuracy="-",
+        )
+        for now in trainer.run():
+            accuracy = "-" if now.accuracy is None else f"{now.accuracy:.1%}"
+            progress.update(bar, completed=now.step, loss=now.loss, accuracy=accuracy)

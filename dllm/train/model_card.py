@@ -1,0 +1,103 @@
+"""The model card of a trained checkpoint: data, steps, seeds, scores, limits."""
+
+import csv
+import json
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+from dllm.train.loop import LOG, Trainer
+from dllm.train.tasks import FAMILIES
+
+SCORES = "scores.json"
+
+KINDS = {
+    "diffusion": (
+        "a block-diffusion language model in DiffusionGemma's format (sliding and full layers, "
+        "mixture of experts, self-conditioning, tied embeddings)"
+    ),
+    "ar": "an autoregressive language model in Qwen3's format",
+}
+
+
+def write_model_card(trainer: Trainer, path: Path) -> None:
+    """Write ``README.md`` beside the weights.
+
+    Held-out scores come from ``scores.json`` in the directory of the run, if there is one: an
+    object with the output of ``dllm eval`` for every column of the table.
+    """
+    settings = trainer.settings
+    num_params = sum(p.numel() for p in trainer.average.parameters())
+    command = f"dllm train {settings.objective} --config config.toml --out RUN"
+    lines = [
+        f"# A small {settings.objective} model",
+        "",
+        f"This is {KINDS[settings.objective]} of {num_params / 1e6:.2f}M parameters, in bf16. It "
+        "answers the questions of `dllm/train/tasks.py` and nothing else: it knows no English "
+        "beyond them, and exists so that a server can be tested on real answers.",
+        "",
+        "## Training",
+        "",
+        f"- Data: questions drawn on the fly from the train split of {len(trainer.errors)} task "
+        f"families (seed {settings.seed}); held-out problems are never drawn.",
+        f"- {settings.steps} steps of {settings.batch_size} questions, Muon and AdamW, fp32 "
+        "weights with bf16 matrix products, average of the weights.",
+        f"- Reproduce with `{command}` and the settings below.",
+        f"- {trainer.seconds / 60:.0f} minutes on {settings.threads} thread(s) of "
+        f"{_processor()}; torch {torch.__version__}, transformers {transformers.__version__}.",
+        "",
+        "```json",
+        json.dumps(settings.to_mapping(), indent=2),
+        "```",
+        "",
+        "## Validation answers correct at the last step",
+        "",
+        *_validation_table(trainer.out / LOG),
+    ]
+    scores = trainer.out / SCORES
+    if scores.exists():
+        lines += ["", "## Held-out answers correct", "", *_score_table(scores)]
+    lines += [
+        "",
+        "## Limits",
+        "",
+        "One question and one answer; other topics, longer lists and multi-turn conversations were "
+        "never shown to it.",
+        "",
+    ]
+    (path / "README.md").write_text("\n".join(lines))
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _validation_table(log: Path) -> list[str]:
+    with log.open(newline="") as file:
+        *_, last = csv.DictReader(file)
+    rows = [f"| {name} | {100 * float(last[name]):.0f} % |" for name in FAMILIES if name in last]
+    return ["| family | correct |", "|---|---|", *rows]
+
+
+def _score_table(path: Path) -> list[str]:
+    """One column a run of ``dllm eval``: {"column": its JSON output}."""
+    runs: dict[str, dict] = json.loads(path.read_text())
+    header = ["| family |", *(f" {name} |" for name in runs)]
+    lines = ["".join(header), "|---" * (len(runs) + 1) + "|"]
+    for family in FAMILIES:
+        cells = [f" {_score(run['families'].get(family))} |" for run in runs.values()]
+        lines.append(f"| {family} |{''.join(cells)}")
+    return lines
+
+
+def _score(result: dict | None) -> str:
+    if result is None:
+        return "-"
+    steps = result.get("denoise_steps_per_block")
+    text = f"{100 * result['accuracy']:.1f} %"
+    return text if steps is None else f"{text}, {steps:.1f} steps"

@@ -1,0 +1,212 @@
+"""Training: it learns, a resumed run is the run, a bad config never starts, the result loads."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
+
+from dllm import cli
+from dllm.train import command
+from dllm.train.diffusion import Diffusion, canvas_masks
+from dllm.train.loop import LOG, Trainer
+from dllm.train.objective import EOS, Encoded, pad_right
+from dllm.train.optimizer import lr_factor, orthogonalize
+from dllm.train.settings import ModelShape, TrainSettings
+from dllm.train.tasks import question
+from dllm.train.tokenizer import train_tokenizer
+
+TINY = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 32, "moe_intermediate_size": 16}
+SHORT = {
+    "steps": 4,
+    "batch_size": 2,
+    "evaluate_every": 2,
+    "checkpoint_every": 2,
+    "validation_questions": 1,
+    "families": ["compare", "report"],
+}
+OBJECTIVES = ("diffusion", "ar")
+
+
+def write_config(path: Path, objective: str, **fields: object) -> Path:
+    values = {"objective": objective} | SHORT | fields
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+    lines += ["[model]", *(f"{name} = {value}" for name, value in TINY.items())]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(tmp_path: Path, objective: str, name: str, *args: str) -> Path:
+    config = write_config(tmp_path / f"{objective}.toml", objective)
+    out = tmp_path / name
+    assert cli.main(["train", objective, "--config", str(config), "--out", str(out), *args]) == 0
+    return out
+
+
+@pytest.fixture(scope="module", params=OBJECTIVES)
+def finished(request, tmp_path_factory) -> tuple[str, Path]:
+    return request.param, run(tmp_path_factory.mktemp("run"), request.param, "out")
+
+
+def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path):
+    """Every bit of the weights, the optimizers and the log, but for the seconds."""
+    objective, whole = finished
+    config = write_config(tmp_path / "c.toml", objective)
+    settings = TrainSettings.load(config)
+    out = tmp_path / "out"
+    first = command.open_run(settings, out, resume=False)
+    # One step beyond the checkpoint of step 2 is lost, and done again.
+    assert [now.step for now in first.run(stop_at=3)] == [1, 2, 3]
+    (out / LOG).open("a").write((out / LOG).read_text().splitlines()[-1].replace("2,", "4,", 1))
+    second = command.open_run(settings, out, resume=True)
+    assert second.step == 3
+    assert [now.step for now in second.run()] == [4]
+    a, b = (torch.load(d / "state.pt", weights_only=True) for d in (whole, out))
+    assert a["step"] == b["step"] == 4 and a["errors"] == b["errors"] and a["loss"] == b["loss"]
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+    torch.testing.assert_close(a["average"], b["average"], rtol=0, atol=0)
+    torch.testing.assert_close(a["optimizers"], b["optimizers"], rtol=0, atol=0)
+    logs = [list(csv.DictReader((d / LOG).open())) for d in (whole, out)]
+    for row in logs[0] + logs[1]:
+        del row["seconds"]
+    assert logs[0] == logs[1] and [row["step"] for row in logs[0]] == ["2", "4"]
+
+
+def test_checkpoint_loads_in_transformers(finished):
+    """No missing, unexpected or mismatched key, and the averaged weights in bf16."""
+    objective, out = finished
+    kind = DiffusionGemmaForBlockDiffusion if objective == "diffusion" else AutoModelForCausalLM
+    model, info = kind.from_pretrained(out / "model", output_loading_info=True)
+    assert not any(info.values()), info
+    average = torch.load(out / "state.pt", weights_only=True)["average"]
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, average[name].to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_run_documents_itself(finished):
+    objective, out = finished
+    card = (out / "model" / "README.md").read_text()
+    assert f"dllm train {objective}" in card and '"steps": 4' in card and "| compare |" in card
+    assert (out / "model" / "curve.svg").read_text().count("<svg") == 1
+    assert (out / "model" / LOG).read_text() == (out / LOG).read_text()
+
+
+def test_finished_run_is_not_started_over(finished, capsys):
+    objective, out = finished
+    assert cli.main(["train", objective, "--out", str(out)]) == 1
+    assert "--resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stepz": 3}, "unknown field stepz (did you mean 'steps'?)"),
+        ({"steps": 0}, "steps = 0; allowed: an integer of at least 1."),
+        ({"ema": 1.0}, "ema = 1.0; allowed: a number of at least 0"),
+        ({"matrix_lr": "fast"}, "matrix_lr = 'fast'"),
+        ({"families": ["ad"]}, "families = 'ad'; allowed: add, sort"),
+        ({"objective": "gan"}, "objective = 'gan'; allowed: diffusion or ar."),
+        ({"objective": "ar"}, "run `dllm train ar`"),
+    ],
+)
+def test_bad_config_is_refused_before_the_first_step(tmp_path, capsys, fields, message):
+    config = write_config(tmp_path / "c.toml", **({"objective": "diffusion"} | fields))
+    out = tmp_path / "out"
+    assert cli.main(["train", "diffusion", "--config", str(config), "--out", str(out)]) == 1
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "canvas_length"])
+def test_bad_model_size_is_refused(name):
+    with pytest.raises(ValueError, match=rf"model\.{name} = 0; allowed: "):
+        TrainSettings("diffusion", model=ModelShape(**{name: 0}))
+
+
+def test_shipped_configs_are_valid():
+    for path in command.CONFIGS.glob("*.toml"):
+        assert TrainSettings.load(path).steps > 1000
+    assert len(list(command.CONFIGS.glob("*.toml"))) == 2
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_overfits_ten_examples(objective, tmp_path, monkeypatch):
+    """Ten questions, asked again and again, are answered right in the end."""
+    settings = TrainSettings.from_mapping(
+        {"objective": objective, "steps": 150, "batch_size": 10, "warmup_steps": 10, "ema": 0.9}
+        | {"evaluate_every": 1000, "checkpoint_every": 1000, "families": ["compare"]}
+        | {"model": {"hidden_size": 64, "num_layers": 2, "intermediate_size": 64}}
+    )
+    ten = [question("compare", "train", index) for index in range(10)]
+    trainer = Trainer(settings, command.make_objective(settings), tmp_path)
+    monkeypatch.setattr(trainer, "_draw_questions", lambda: ten)
+    monkeypatch.setattr(trainer, "_validate", lambda: None)
+    losses = [now.loss for now in trainer.run()]
+    answers = trainer.objective.answer(trainer.average, [each.prompt for each in ten], seed=0)
+    right = [q.is_correct(text) for q, text in zip(ten, answers.texts, strict=True)]
+    assert sum(right) >= 9, (answers.texts, losses[-1])
+
+
+def test_canvas_sees_what_the_reference_shows_it():
+    """Training's masks give the logits of the model's own masks, behind a context of any length."""
+    settings = TrainSettings("diffusion", model=ModelShape(**TINY, sliding_window=16))
+    objective = Diffusion(settings, train_tokenizer())
+    model = objective.build_model().eval()
+    contexts = [list(range(10, 10 + length)) for length in (3, 15, 16, 40)]
+    canvas = torch.randint(512, (len(contexts), 32), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache()
+    with torch.no_grad():
+        model.model.encoder(input_ids=pad_right(contexts), past_key_values=cache)
+        start = torch.tensor([len(context) for context in contexts])
+        ours = objective._decode(model, cache, start, canvas)
+        for row, context in enumerate(contexts):
+            theirs = model(
+                input_ids=torch.tensor([context]),
+                past_key_values=DynamicCache(config=model.config.get_text_config(decoder=True)),
+                decoder_input_ids=canvas[row : row + 1],
+            ).logits[0]
+            # fp32, other shapes of the same sums
+            torch.testing.assert_close(ours[row], theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_masks_hide_what_is_behind_the_canvas():
+    masks = canvas_masks(torch.tensor([0, 5]), 8, 2, ModelShape(sliding_window=4))
+    seen = {name: (mask[:, 0, 0] == 0).int().tolist() for name, mask in masks.items()}
+    assert seen["full_attention"] == [[0] * 8 + [1, 1], [1] * 5 + [0] * 3 + [1, 1]]
+    assert seen["sliding_attention"] == [[0] * 8 + [1, 1], [0, 0, 1, 1, 1, 0, 0, 0, 1, 1]]
+
+
+def test_canvases_are_blocks_of_the_answer():
+    """Every block occurs, starts where the server's would, and is filled with end-of-sequence."""
+    settings = TrainSettings("diffusion", canvases=40)
+    objective = Diffusion(settings, train_tokenizer())
+    encoded = Encoded.of(objective.tokenizer, [question("report", "train", 1)])
+    drawn = objective._draw_canvases(encoded, torch.Generator().manual_seed(0))
+    prompt_len, answer = len(encoded.prompts[0]), encoded.answers[0]
+    blocks = sorted(set(((drawn.start - prompt_len) // 32).tolist()))
+    assert blocks == list(range(-(-len(answer) // 32))) and len(blocks) > 1
+    for start, clean in zip(drawn.start.tolist(), drawn.clean.tolist(), strict=True):
+        tokens = answer[start - prompt_len :][:32]
+        assert clean == tokens + [EOS] * (32 - len(tokens))
+    is_changed = (drawn.noised != drawn.clean).float().mean(dim=1)
+    assert is_changed.max() > 0.9 and is_changed.min() < 0.5
+
+
+def test_orthogonalize_keeps_singular_vectors():
+    """The singular values come near 1 (the iteration overshoots by design), tall and wide."""
+    for shape in ((3, 8, 20), (2, 20, 8)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        u, _, vt = torch.linalg.svd(x, full_matrices=False)
+        values = (u.mT @ orthogonalize(x) @ vt.mT).diagonal(dim1=-2, dim2=-1)
+        assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_learning_rate_schedule():
+    settings = TrainSettings("ar", steps=1000, warmup_steps=10, decay_from=0.5, final_lr=0.02)
+    assert lr_factor(0, settings) == pytest.approx(0.1)
+    assert lr_factor(10, settings) == lr_factor(500, settings) == 1.0
+    assert lr_factor(750, settings) == pytest.approx(0.51)
+    assert lr_factor(1000, settings) == pytest.approx(0.02)
