@@ -25,6 +25,8 @@ export OMP_NUM_THREADS ?= 1
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_NO_USAGE_STATS ?= 1
 export DO_NOT_TRACK ?= 1
+# Some shells set it; every start would then compile 4000 modules to bytecode again, three times.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test check lint types bench lock clean
@@ -53,10 +55,12 @@ $(VENV)/.installed: $(VENV)/.locked pyproject.toml $(addsuffix /__init__.py,$(SO
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-# The KV cache is bounded because vLLM otherwise takes most of the memory; ARGS can say otherwise.
+# The KV cache is bounded because vLLM otherwise takes most of the memory, and clears it before it is
+# ready; ARGS can say otherwise. Processes are forked, because spawned ones import everything again.
 serve: export HF_HUB_OFFLINE ?= $(if $(wildcard $(MODEL)/config.json),1,0)
+serve: export VLLM_WORKER_MULTIPROC_METHOD ?= fork
 serve: setup
-	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 1G $(ARGS)
+	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 
 test: export HF_HUB_OFFLINE ?= 1
 test: setup

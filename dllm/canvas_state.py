@@ -7,8 +7,11 @@ model runner puts it into the next batch; everything else about it lives here.
 | tensor         | shape            | written by              | read by                        |
 |----------------|------------------|-------------------------|--------------------------------|
 | seeds, options | [slots]          | reset                   | sampler                        |
+| is_stop        | [slots, V] bool  | reset                   | sampler: stop rule             |
+| seed_canvas    | [slots, C] int64 | reset                   | sampler: the first canvas      |
+| is_pinned      | [slots, C] bool  | reset                   | sampler: the first canvas      |
 | argmax_canvas  | [slots, C] int64 | sampler, each step      | sampler: stability, emission   |
-| stable_count   | [slots] int32    | sampler, each step      | sampler: stop rule             |
+| stable_count   | [slots, C] int32 | sampler, each step      | sampler: stop rule             |
 | steps_done     | [slots] int32    | sampler, each step      | sampler; prepare_inputs        |
 | soft_embeds    | [slots, C, H]    | sampler, each step      | prepare_inputs, if steps_done  |
 """
@@ -27,18 +30,19 @@ class CanvasState:
         self,
         num_slots: int,
         canvas_length: int,
+        vocab_size: int,
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        # One slot more than requests: it keeps a lone row company (sampler.CanvasRows).
+        # One slot more than requests: it keeps a lone row company (CanvasRows).
         self.spare_slot = num_slots
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device)
 
         self.argmax_canvas = zeros(canvas_length, dtype=torch.int64)
-        self.stable_count = zeros(dtype=torch.int32)
+        self.stable_count = zeros(canvas_length, dtype=torch.int32)
         self.steps_done = zeros(dtype=torch.int32)
         self.soft_embeds = zeros(canvas_length, hidden_size, dtype=dtype)
 
@@ -50,8 +54,15 @@ class CanvasState:
         self.entropy_bound = zeros(dtype=torch.float32)
         self.confidence = zeros(dtype=torch.float32)
         self.is_greedy = zeros(dtype=torch.bool)
+        self.is_read_only = zeros(dtype=torch.bool)
+        self.is_stop = zeros(vocab_size, dtype=torch.bool)
 
-    def reset(self, slot: int, options: RequestOptions, seed: int) -> None:
+        self.seed_canvas = zeros(canvas_length, dtype=torch.int64)
+        self.is_pinned = zeros(canvas_length, dtype=torch.bool)
+        # Where the canvas that the request brings starts, -1 if it brings none.
+        self.seeded_at = zeros(dtype=torch.int64).fill_(-1)
+
+    def reset(self, slot: int, options: RequestOptions, seed: int, prompt_len: int) -> None:
         """Prepare ``slot`` for a new (or resumed) request; whatever was there is forgotten.
 
         A soft embedding is only read once ``steps_done`` is above zero, so it need not be cleared.
@@ -65,6 +76,29 @@ class CanvasState:
         self.entropy_bound[slot] = options.entropy_bound
         self.confidence[slot] = options.confidence
         self.is_greedy[slot] = options.is_greedy
+        self.is_read_only[slot] = options.is_read_only
+        self.is_stop[slot] = False
+        self.is_stop[slot, sorted(options.stops)] = True
+        self.seeded_at[slot] = prompt_len if options.seed_canvas else -1
+        if options.seed_canvas:
+            ids = torch.tensor(options.seed_canvas)
+            self.seed_canvas[slot, : len(ids)] = ids.to(self.seed_canvas.device)
+            self.is_pinned[slot] = False
+            self.is_pinned[slot, list(options.pinned)] = True
+
+    def with_seeds(
+        self, slots: torch.Tensor, starts: torch.Tensor, drawn: torch.Tensor
+    ) -> torch.Tensor:
+        """What the canvases of ``slots`` that start at ``starts`` begin as: ``[R, C]`` int64.
+
+        ``drawn`` (random tokens, ``[R, C]``), unless it is the one that the request brought.
+        """
+        is_seeded = starts == self.seeded_at[slots]
+        return torch.where(is_seeded[:, None], self.seed_canvas[slots], drawn)
+
+    def pins(self, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """The positions whose input stays what the request brought: ``[R, C]`` bool."""
+        return self.is_pinned[slots] & (starts == self.seeded_at[slots])[:, None]
 
 
 def request_seed(options: RequestOptions, request_id: str, server_seed: int) -> int:

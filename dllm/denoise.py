@@ -7,6 +7,9 @@ count in no mean and no comparison. A row of width 0 takes no step.
 Defined by Hugging Face transformers 5.19, `models/diffusion_gemma/generation_diffusion_gemma.py`;
 `tests/test_denoise.py` holds every function to the class that it names. Parameters are plain
 numbers or one number per row (`[R]` tensors).
+
+One rule is ours: what stands behind the first token that ends the request is never emitted, so it
+need not converge (`is_stop` of `StepInputs`; all False is exactly the reference's rule).
 """
 
 from typing import NamedTuple
@@ -33,8 +36,18 @@ class DenoiseState(NamedTuple):
 
     canvas: Tensor  # [R, C] int64: the noisy input of the next step
     argmax_canvas: Tensor  # [R, C] int64: what would be emitted
-    stable_count: Tensor  # [R] int: consecutive identical argmax canvases, this one included
+    stable_count: Tensor  # [R, C] int: consecutive equal argmax tokens, the last one included
     steps_done: Tensor  # [R] int
+
+
+class StepInputs(NamedTuple):
+    """What a step decides from. Entries beyond a row's width may hold anything."""
+
+    argmax: Tensor  # [R, C] int64, from `row_stats` at `temperature(state.steps_done, ...)`
+    sample: Tensor  # [R, C] int64, the same
+    entropy: Tensor  # [R, C] fp32, the same
+    noise_tokens: Tensor  # [R, C] int64: a random token for every position that is not accepted
+    is_stop: Tensor  # [R, C] bool: an argmax token behind which nothing would be emitted
 
 
 class DenoiseOutcome(NamedTuple):
@@ -48,31 +61,28 @@ class DenoiseOutcome(NamedTuple):
 
 
 def denoise_step(
-    state: DenoiseState,
-    argmax: Tensor,
-    sample: Tensor,
-    entropy: Tensor,
-    noise_tokens: Tensor,
-    width: Tensor,
-    rules: DenoiseRules,
+    state: DenoiseState, inputs: StepInputs, width: Tensor, rules: DenoiseRules
 ) -> DenoiseOutcome:
     """The whole step: the next state of every row, and who has converged.
 
-    argmax, sample: [R, C] int64 and entropy: [R, C] fp32, from `row_stats` at
-    `temperature(state.steps_done, ...)`; noise_tokens: [R, C] int64; width: [R] int. Entries
-    beyond the width may hold anything and keep their place in the state. Writes nothing in place.
+    width: [R] int. Positions beyond it keep what they hold in the state. Writes nothing in place.
     A converged row comes back like any other: starting its next canvas is the caller's business.
     """
-    valid = valid_positions(width, entropy.shape[-1])
-    accept = accept_mask(entropy, width, rules.entropy_bound)
-    stable_count = count_stable(argmax, state.argmax_canvas, state.stable_count, width)
+    valid = valid_positions(width, inputs.entropy.shape[-1])
+    accept = accept_mask(inputs.entropy, width, rules.entropy_bound)
+    stable_count = count_stable(inputs.argmax, state.argmax_canvas, state.stable_count)
     steps_done = state.steps_done + 1
-    converged = has_converged(stable_count, mean_entropy(entropy, width), steps_done, rules)
+    converged = (
+        has_settled(stable_count, inputs.entropy, width, rules)
+        | has_settled(stable_count, inputs.entropy, width_to_stop(inputs.is_stop, width), rules)
+        | (steps_done >= rules.max_steps)
+    )
     active = width > 0
+    next_canvas = renoise(inputs.sample, accept, inputs.noise_tokens)
     return DenoiseOutcome(
-        canvas=torch.where(valid, renoise(sample, accept, noise_tokens), state.canvas),
-        argmax_canvas=torch.where(valid, argmax, state.argmax_canvas),
-        stable_count=torch.where(active, stable_count, state.stable_count),
+        canvas=torch.where(valid, next_canvas, state.canvas),
+        argmax_canvas=torch.where(valid, inputs.argmax, state.argmax_canvas),
+        stable_count=torch.where(valid, stable_count, state.stable_count),
         steps_done=torch.where(active, steps_done, state.steps_done),
         converged=converged & active,
     )
@@ -117,36 +127,44 @@ def renoise(sample: Tensor, accept: Tensor, noise_tokens: Tensor) -> Tensor:
     return torch.where(accept, sample, noise_tokens)
 
 
-def count_stable(
-    argmax: Tensor, previous_argmax: Tensor, stable_count: Tensor, width: Tensor
-) -> Tensor:
-    """How many consecutive argmax canvases, this one included, are identical: [R], >= 1.
+def count_stable(argmax: Tensor, previous_argmax: Tensor, stable_count: Tensor) -> Tensor:
+    """How many consecutive argmax tokens, this one included, are the same: [R, C], >= 1.
 
-    argmax, previous_argmax: [R, C] int64; stable_count: [R] int, 0 before the first step: then
-    the count is 1 whatever `previous_argmax` holds. A count of at least w says the same as a
-    history of w - 1 canvases that all equal this one, which is what Hugging Face keeps.
+    argmax, previous_argmax: [R, C] int64; stable_count: [R, C] int, 0 before the first step: then
+    the count is 1 whatever `previous_argmax` holds. That every count of a canvas is at least w says
+    the same as a history of w - 1 canvases that all equal this one, which is what Hugging Face
+    keeps.
     """
-    valid = valid_positions(width, argmax.shape[-1])
-    same = ((argmax == previous_argmax) | ~valid).all(dim=-1)
-    return torch.where(same, stable_count, 0) + 1
+    return torch.where(argmax == previous_argmax, stable_count, 0) + 1
+
+
+def width_to_stop(is_stop: Tensor, width: Tensor) -> Tensor:
+    """How many positions are emitted at most: those up to the first stop, itself included: [R] int.
+
+    is_stop: [R, C] bool; width: [R] int, which it is for a row without a stop.
+    """
+    place = torch.arange(is_stop.shape[-1], device=width.device)
+    length = torch.where(is_stop, place + 1, is_stop.shape[-1]).amin(dim=-1)
+    return torch.minimum(length, width)
 
 
 def mean_entropy(entropy: Tensor, width: Tensor) -> Tensor:
-    """Mean over the positions that exist: [R] fp32, nats; 0 where width is 0."""
+    """Mean over the first `width` positions: [R] fp32, nats; 0 where width is 0."""
     valid = valid_positions(width, entropy.shape[-1])
     return torch.where(valid, entropy, 0.0).sum(dim=-1) / width.clamp(min=1)
 
 
-def has_converged(
-    stable_count: Tensor, mean: Tensor, steps_done: Tensor, rules: DenoiseRules
+def has_settled(
+    stable_count: Tensor, entropy: Tensor, width: Tensor, rules: DenoiseRules
 ) -> Tensor:
-    """Stable and confident, or out of steps: [R] bool. All arguments [R], after this step.
+    """Whether the first `width` positions are stable and confident: [R] bool.
 
-    Source: StableAndConfidentStoppingCriteria, and the loop over `cur_step` in `generate`.
+    stable_count: [R, C] int and entropy: [R, C] fp32, after this step; width: [R] int.
+    Source: StableAndConfidentStoppingCriteria.
     """
-    stable = stable_count >= rules.stability_window
-    confident = mean < rules.confidence
-    return (stable & confident) | (steps_done >= rules.max_steps)
+    valid = valid_positions(width, entropy.shape[-1])
+    stable = ((stable_count >= _column(rules.stability_window)) | ~valid).all(dim=-1)
+    return stable & (mean_entropy(entropy, width) < rules.confidence)
 
 
 def _column(value: PerRow) -> PerRow:

@@ -1,43 +1,84 @@
-"""Logprobs of emitted blocks.
+"""Logprobs of emitted blocks, taken in the step that emits them; vLLM's own functions report them.
 
 A block is emitted in the very step in which it converged, so its logprobs are computed then and
-never kept. They are those of the distribution that the last denoise step sampled from: the
-logits over the temperature of that step, filtered by top-k and top-p if the request asks for it.
+never kept. They are those of the distribution that this step would sample from without its filters:
+the logits, as the request edited them, over the temperature of the step. (top-k, top-p and min-p
+would only renormalize what they leave, and put everything else at -inf.) A read-only request
+(``diffusion_read_only``) gets temperature 1.
 """
 
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+from dllm.canvas_rows import CanvasRows
 
 
-def block_logprobs(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    chosen: torch.Tensor,
-    num_logprobs: int,
-    num_emitted: list[int],
-) -> LogprobsTensors:
-    """Top-k and chosen logprobs of the rows that are emitted.
+class BlockLogprobs:
+    """Top logprobs, or those of a request's own ``logprob_token_ids``, and the emitted token's.
 
     Args:
-        logits: ``[rows, vocab]`` of the emitted rows only, in batch order.
-        temperature: ``[rows]``.
-        chosen: ``[rows]`` int64, the emitted tokens.
-        num_logprobs: how many alternatives the widest request wants.
-        num_emitted: tokens emitted per batch row, zeros included.
-
-    Returns:
-        Column 0 is the chosen token, the others the top ``num_logprobs``. A rank is 1-based and
-        counts ties, as vLLM's does for autoregressive models.
+        sampler: vLLM's, which knows who asked for what.
     """
-    logprobs = (logits.float() / temperature[:, None]).log_softmax(dim=-1)
-    ids = torch.cat([chosen[:, None], logprobs.topk(num_logprobs, dim=-1).indices], dim=1)
-    picked = logprobs.gather(1, ids)
-    starts = [0]
-    for count in num_emitted[:-1]:
-        starts.append(starts[-1] + count)
-    return LogprobsTensors(
-        logprob_token_ids=ids,
-        logprobs=picked,
-        selected_token_ranks=(logprobs >= picked[:, :1]).sum(dim=1),
-        cu_num_generated_tokens=starts,
-    )
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._reports_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
+
+    def add_request(self, slot: int, params: SamplingParams) -> None:
+        """Note which tokens a request asks about; the number of top ones is in SamplingStates."""
+        self._sampler.logprob_token_ids_state.add_request(slot, params)
+
+    def apply_staged_writes(self) -> None:
+        """Send what ``add_request`` noted to the device."""
+        self._sampler.logprob_token_ids_state.apply_staged_writes()
+
+    def are_wanted(self, input_batch: InputBatch) -> bool:
+        """Whether any request of the batch asks for them (host arithmetic)."""
+        return self._dims(input_batch) is not None
+
+    def of_blocks(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        argmax_canvas: torch.Tensor,
+        num_emitted: torch.Tensor,
+        rows: CanvasRows,
+        input_batch: InputBatch,
+    ) -> LogprobsTensors | None:
+        """The logprobs of what is emitted, None if that is nothing. Waits for the device.
+
+        Args:
+            logits: ``[N, vocab]``.
+            temperature: ``[N]``.
+            argmax_canvas: ``[R, C]`` int64, of which the first ``num_emitted`` ``[R]`` leave.
+
+        Returns:
+            Column 0 is the emitted token, the others what was asked for. A rank is 1-based and
+            counts ties. Or, with ``--logprobs-mode`` of logits: logits over temperature.
+        """
+        dims = self._dims(input_batch)
+        emitted = (rows.place < num_emitted[rows.row_of]).nonzero().squeeze(1)
+        if dims is None or len(emitted) == 0:
+            return None
+        scaled = logits[emitted]
+        if not self._reports_logits:
+            scaled -= scaled.amax(dim=1, keepdim=True)
+        scaled /= temperature[emitted, None]
+        return compute_topk_scores(
+            scaled,
+            dims[0],
+            argmax_canvas[rows.row_of[emitted], rows.place[emitted]],
+            cu_num_logits=(num_emitted.cumsum(0) - num_emitted).tolist(),
+            logprob_token_ids_state=self._sampler.logprob_token_ids_state,
+            expanded_idx_mapping=input_batch.expanded_idx_mapping[emitted],
+            max_per_req_token_ids=dims[1],
+            logits_mode=self._reports_logits,
+        )
+
+    def _dims(self, input_batch: InputBatch) -> tuple[int, int] | None:
+        """(top logprobs, own ids) that the widest request of the batch asks for."""
+        return self._sampler.get_logprobs_dims(input_batch.idx_mapping_np[: input_batch.num_reqs])

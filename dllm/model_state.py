@@ -49,7 +49,12 @@ class DiffusionModelState(ModelState):
         self.denoise_config = DenoiseConfig.from_vllm(vllm_config)
         hidden_size = self.model_config.hf_text_config.hidden_size
         self.canvases = CanvasState(
-            self.max_num_reqs, self.denoise_config.canvas_length, hidden_size, self.dtype, device
+            self.max_num_reqs,
+            self.denoise_config.canvas_length,
+            self.model_config.get_vocab_size(),
+            hidden_size,
+            self.dtype,
+            device,
         )
         # Persistent model inputs: a captured CUDA graph reads these addresses.
         self._inputs_embeds = torch.zeros(
@@ -85,7 +90,7 @@ class DiffusionModelState(ModelState):
         assert new_req_data.sampling_params is not None, "a generation request has parameters"
         options = RequestOptions.read(new_req_data.sampling_params, self.denoise_config)
         seed = request_seed(options, new_req_data.req_id, self.model_config.seed)
-        self.canvases.reset(req_index, options, seed)
+        self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
 
     def prepare_inputs_embeds(
         self,

@@ -7,11 +7,13 @@ it, causal, at the head of the next span, with the next canvas behind it.
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from dllm.config import PluginOptions
 from dllm.options import requested_canvas_width
+from dllm.prompt_logprobs import PendingPromptLogprobs
 
 
 class CanvasScheduler(Scheduler):
@@ -20,6 +22,7 @@ class CanvasScheduler(Scheduler):
     def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args, **kwargs)
         self._separate_commit = PluginOptions.from_vllm(self.vllm_config).commit == "separate"
+        self._prompt_logprobs = PendingPromptLogprobs()
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the worker's canvases, each trimmed to the width its request asked for."""
@@ -64,6 +67,13 @@ class CanvasScheduler(Scheduler):
                 needed = head_len
             budget -= min(needed, budget, cap)
         return withheld
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """Account for a step; prompt logprobs leave with the first block."""
+        self._prompt_logprobs.postpone(model_runner_output, self.requests)
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

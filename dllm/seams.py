@@ -13,16 +13,14 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from dllm.seams_table import IMPORTS, SEAMS, Seam
+from dllm.seams_cpu import enable_cpu_runtime, is_cpu_without_triton, set_cpu_worker
+from dllm.seams_table import ARCHITECTURE, IMPORTS, SCHEDULER, SEAMS, Seam
 
-__all__ = ["IMPORTS", "SEAMS", "Seam", "install"]
+__all__ = ["ARCHITECTURE", "IMPORTS", "SEAMS", "Seam", "install"]
 
 logger = init_logger("vllm.dllm")
 
-ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 MODEL = "dllm.model:DiffusionGemmaForBlockDiffusion"
-SCHEDULER = "dllm.scheduler.CanvasScheduler"
-CPU_WORKER = "dllm.cpu.worker.CanvasCPUWorker"
 ATTENTION_BACKEND = "attention.backend.CanvasAttentionBackend"
 # vLLM's backends that take one causal flag per sequence.
 FLAG_BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
@@ -48,7 +46,7 @@ def install(serve_with_dllm: bool) -> None:
         return
     check_version(_vllm_version())
     _installed = True
-    _enable_cpu_runtime()
+    enable_cpu_runtime()
     if serve_with_dllm:
         _serve_architecture()
     else:
@@ -108,10 +106,10 @@ def _keep_builtin() -> None:
 
     def configure(vllm_config: Any) -> None:
         builtin_hook.verify_and_update_config(vllm_config)
-        _set_cpu_worker(vllm_config)
+        set_cpu_worker(vllm_config)
 
     MODELS_CONFIG_MAP[ARCHITECTURE] = _config_hook(configure)
-    if _cpu_without_triton():
+    if is_cpu_without_triton():
         from vllm import ModelRegistry
 
         ModelRegistry.register_model(ARCHITECTURE, "dllm.cpu.builtin:TextOnlyDiffusionGemma")
@@ -142,7 +140,7 @@ def _configure_dllm(vllm_config: Any) -> None:
     _set_scheduler(vllm_config, denoise.canvas_length)
     _refuse_unsupported(vllm_config)
     _choose_attention(vllm_config, denoise.canvas_window)
-    _set_cpu_worker(vllm_config)
+    set_cpu_worker(vllm_config)
     # vLLM's default keeps only the end of a prompt in sliding-window groups: a conversation could
     # never continue from the blocks it generated. None keeps every block until it is evicted.
     if vllm_config.cache_config.prefix_cache_retention_interval == 0:
@@ -245,6 +243,7 @@ def _parse_requests_at_admission() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     from dllm.config import DenoiseConfig
+    from dllm.edit_limits import refuse_impossible_edits
     from dllm.options import RequestOptions
 
     configs: weakref.WeakKeyDictionary[Any, DenoiseConfig] = weakref.WeakKeyDictionary()
@@ -252,11 +251,25 @@ def _parse_requests_at_admission() -> None:
     validate_diffusion = SamplingParams._validate_diffusion
 
     def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
-        if isinstance(params, SamplingParams) and self.model_config.architecture == ARCHITECTURE:
-            if self not in configs:
-                configs[self] = DenoiseConfig.from_vllm(self.vllm_config)
-            RequestOptions.parse(params, configs[self])
-        return validate_params(self, params, supported_tasks)
+        if not isinstance(params, SamplingParams) or self.model_config.architecture != ARCHITECTURE:
+            return validate_params(self, params, supported_tasks)
+        if self not in configs:
+            configs[self] = DenoiseConfig.from_vllm(self.vllm_config)
+        vocab_size = self.model_config.get_vocab_size()
+        RequestOptions.parse(params, configs[self], vocab_size)
+        is_watermarked = validate_params(self, params, supported_tasks)
+        refuse_impossible_edits(_with_resolved_ids(self, params), vocab_size)
+        return is_watermarked
+
+    def _with_resolved_ids(self: Any, params: Any) -> Any:
+        """A copy with stop tokens and bad words as ids, which vLLM makes only after admission."""
+        params = params.clone()
+        params.update_from_generation_config(
+            self.generation_config_fields, self.renderer.get_eos_token_id()
+        )
+        if self.tokenizer is not None:
+            params.update_from_tokenizer(self.tokenizer)
+        return params
 
     def _validate_diffusion(self: Any, model_config: Any) -> None:
         if model_config.architecture != ARCHITECTURE:
@@ -338,55 +351,3 @@ def _say_why() -> None:
 
     BeamSearchOnlineMixin.beam_search = checked_beam_search  # type: ignore[method-assign]
     BaseRenderer.validate_token_ids = checked_token_ids  # type: ignore[method-assign]
-
-
-# --- Model Runner V2 on a CPU without Triton -----------------------------------------------------
-
-
-def _cpu_without_triton() -> bool:
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
-
-    return current_platform.is_cpu() and not HAS_TRITON
-
-
-def _set_cpu_worker(vllm_config: Any) -> None:
-    if _cpu_without_triton() and vllm_config.parallel_config.worker_cls == "auto":
-        vllm_config.parallel_config.worker_cls = CPU_WORKER
-
-
-def _enable_cpu_runtime() -> None:
-    """Let our architecture, and models started with ``--worker-cls`` of ours, run on V2."""
-    if not _cpu_without_triton():
-        return
-    from vllm.config import VllmConfig
-    from vllm.triton_utils import triton
-    from vllm.utils.math_utils import next_power_of_2
-
-    use_v2 = VllmConfig.use_v2_model_runner
-    validate_v2 = VllmConfig._validate_v2_model_runner
-
-    def on_cpu_runtime(self: Any) -> bool:
-        return self.parallel_config.worker_cls == CPU_WORKER or (
-            self.model_config is not None and self.model_config.architecture == ARCHITECTURE
-        )
-
-    def use_v2_model_runner(self: Any) -> bool:
-        return on_cpu_runtime(self) or use_v2.fget(self)  # type: ignore[attr-defined]
-
-    def _validate_v2_model_runner(self: Any) -> None:
-        if not on_cpu_runtime(self):
-            validate_v2(self)
-
-    VllmConfig.use_v2_model_runner = property(use_v2_model_runner)  # type: ignore[assignment]
-    VllmConfig._validate_v2_model_runner = _validate_v2_model_runner  # type: ignore[method-assign]
-    triton.next_power_of_2 = next_power_of_2
-
-
-def register_cpu_kernels(include_sampling: bool) -> None:
-    """Replace Model Runner V2's Triton kernels in this worker process."""
-    from vllm.triton_utils.dispatcher import register_kernels
-
-    from dllm.cpu import kernels
-
-    kernels.install(register_kernels, include_sampling=include_sampling)

@@ -5,6 +5,10 @@ Read from vLLM 0.32.0; ``tests/test_seams.py`` holds the code to it.
 
 from dataclasses import dataclass
 
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+SCHEDULER = "dllm.scheduler.CanvasScheduler"
+CPU_WORKER = "dllm.cpu.worker.CanvasCPUWorker"
+
 
 @dataclass(frozen=True)
 class Seam:
@@ -30,7 +34,7 @@ SEAMS = (
     Seam(
         "vllm.sampling_params.SamplingParams._validate_diffusion",
         "wrap",
-        "admits temperature and seed, which the built-in sampler cannot honour and ours does",
+        "admits the parameters that the built-in sampler cannot honour and ours does",
     ),
     Seam(
         "vllm.v1.engine.input_processor.InputProcessor._validate_params",
@@ -76,6 +80,16 @@ SEAMS = (
         "vllm.triton_utils.dispatcher.register_kernels",
         "call, in the CPU worker",
         "vLLM's own extension point for replacing Triton kernels",
+    ),
+    Seam(
+        "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
+        "wrap",
+        "VLLM_WORKER_MULTIPROC_METHOD=fork may stand: spawned processes import everything again",
+    ),
+    Seam(
+        "vllm.compilation.decorators._try_load_aot_compiled_fn",
+        "wrap, in the CPU worker",
+        "a restart loads the compiled backbone; vLLM finds its own file broken and traces again",
     ),
 )
 
@@ -136,10 +150,15 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
         "a schedule; the warm-up makes some of its own",
     ),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "base of ours"),
-    ("vllm.v1.outputs", "DraftTokenIds LogprobsTensors", "canvases and logprobs on their way"),
+    ("vllm.v1.engine", "EngineCoreOutputs", "the signature of a scheduler method"),
+    (
+        "vllm.v1.outputs",
+        "DraftTokenIds LogprobsTensors ModelRunnerOutput",
+        "canvases and logprobs on their way",
+    ),
     ("vllm.v1.request", "Request RequestStatus", "a request in the scheduler"),
     # Attention.
-    ("vllm", "_custom_ops envs", "the CPU attention kernel and its one setting"),
+    ("vllm", "_custom_ops envs", "the CPU attention kernel; settings that vLLM reads"),
     (
         "vllm.v1.attention.backend",
         "AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer "
@@ -159,10 +178,20 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
     ),
     ("vllm.v1.kv_cache_interface", "AttentionSpec KVCacheConfig", "signatures of hooks"),
     # Model Runner V2.
-    ("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p", "masks a request's top-k, top-p"),
     ("vllm.v1.worker.gpu.attn_utils", "build_attn_metadata", "metadata of every cache group"),
     ("vllm.v1.worker.gpu.input_batch", "InputBatch", "one step's batch"),
     ("vllm.v1.worker.gpu.model_states.interface", "ModelState", "base of our model state"),
+    (
+        "vllm.v1.worker.gpu.sample.logit_bias",
+        "MAX_NUM_ALLOWED_TOKEN_IDS MAX_NUM_LOGIT_BIAS_TOKENS MAX_NUM_STOP_TOKEN_IDS",
+        "how much its state holds",
+    ),
+    (
+        "vllm.v1.worker.gpu.sample.logits_processor.interface",
+        "LogitsContext LogitsProcessor",
+        "how its logit edits see a batch",
+    ),
+    ("vllm.v1.worker.gpu.sample.logprob", "compute_topk_scores", "logprobs of chosen rows"),
     ("vllm.v1.worker.gpu.sample.output", "SamplerOutput", "what a sampler returns"),
     ("vllm.v1.worker.gpu.sample.sampler", "Sampler", "whose states ours reads"),
     ("vllm.v1.worker.gpu.states", "RequestState", "canvases and tokens by slot"),
@@ -170,6 +199,8 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
     # A CPU without Triton.
     ("vllm.triton_utils", "HAS_TRITON triton", "is it there, and the placeholder"),
     ("vllm.triton_utils.dispatcher", "register_kernels", "replaces kernels"),
+    ("vllm.platforms.cpu", "CpuPlatform", "where vLLM overwrites how processes start"),
+    ("vllm.compilation", "decorators", "where a restart loads the compiled backbone"),
     ("vllm.utils.math_utils", "next_power_of_2", "for the placeholder"),
     ("vllm.v1.worker.cpu.shm", "", "patches torch; before every other worker module"),
     ("vllm.v1.worker.cpu_worker", "CPUWorker", "base of ours"),

@@ -61,7 +61,7 @@ def logprob_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def logprob_token_ids_cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Requests with token ids of their own and without, with and without a top."""
+    """Requests with token ids of their own and without, with a top and with no such tensor."""
     for num_topk in (0, 3):
         yield Case(
             GPU + "sample.logprob._fill_logprob_token_ids_kernel",
@@ -73,7 +73,7 @@ def logprob_token_ids_cases(rng: np.random.Generator) -> Iterator[Case]:
                 out_valid_mask_ptr=torch.zeros(5, 6, dtype=torch.bool),
                 out_valid_mask_stride=6,
                 sampled_token_ids_ptr=i64(rng.integers(0, 99, 5)),
-                topk_indices_ptr=i32(rng.integers(0, 99, (5, 3))),
+                topk_indices_ptr=i32(rng.integers(0, 99, (5 if num_topk else 1, 3))),
                 topk_indices_stride=3,
                 expanded_idx_mapping_ptr=i64([2, 2, 0, 1, 3]),
                 num_per_req_token_ids_ptr=i32([0, 5, 2, 1]),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dllm import seams
+from dllm import seams_cpu
 
 ROOT = Path(__file__).parents[1]
 NUM_TOKENS = 40  # no multiple of the canvas of 32
@@ -57,7 +57,7 @@ print("REPORT " + json.dumps({
 @pytest.fixture(scope="module")
 def served(checkpoint: Callable[..., Path]) -> dict[str, Any]:
     """What served a request under ``DLLM_DISABLE=1``."""
-    if not seams._cpu_without_triton():
+    if not seams_cpu.is_cpu_without_triton():
         pytest.skip("elsewhere vLLM serves the built-in class without help")
     environment = os.environ | {
         "DLLM_DISABLE": "1",

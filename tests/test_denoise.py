@@ -173,15 +173,15 @@ def test_accept_takes_every_certain_position_and_no_position_without_a_distribut
     st.lists(st.lists(st.integers(0, 1), min_size=3, max_size=3), min_size=1, max_size=30),
 )
 def test_stable_count_is_hugging_faces_history(threshold: int, canvases: list[list[int]]) -> None:
-    """Every threshold, any sequence of canvases: `count >= threshold + 1` is HF's `stable`."""
+    """Every threshold, any sequence of canvases: all counts >= threshold + 1 is HF's `stable`."""
     criteria = StableAndConfidentStoppingCriteria(threshold, confidence_threshold=1.0)
     confident = torch.tensor([[[0.0, -INF]] * 3])
-    count, previous = torch.tensor([0]), torch.zeros(1, 3, dtype=torch.int64)
+    count = previous = torch.zeros(1, 3, dtype=torch.int64)
     for canvas in canvases:
         argmax = torch.tensor([canvas])
-        count = denoise.count_stable(argmax, previous, count, full(1, 3))
+        count = denoise.count_stable(argmax, previous, count)
         previous = argmax
-        assert (count >= threshold + 1).item() == criteria(argmax, confident).item()
+        assert (count >= threshold + 1).all().item() == criteria(argmax, confident).item()
 
 
 @SMALL
@@ -192,17 +192,16 @@ def test_stop_decision_equals_hugging_face(
     """Twelve steps of random logits that repeat now and then; the same entropies on both sides."""
     criteria = StableAndConfidentStoppingCriteria(threshold, confidence)
     repeats = torch.Generator().manual_seed(seed)
-    count, previous = torch.zeros(2, dtype=torch.int64), torch.zeros(2, width, dtype=torch.int64)
+    count = previous = torch.zeros(2, width, dtype=torch.int64)
     logits = canvas_logits(seed, 2, width)
-    for done in range(1, 13):
+    for done in range(12):
         if torch.rand((), generator=repeats) < 0.4:
             logits = canvas_logits(seed + done, 2, width)
         argmax, entropy = logits.argmax(-1), hf_entropy(logits)
-        count = denoise.count_stable(argmax, previous, count, full(2, width))
+        count = denoise.count_stable(argmax, previous, count)
         previous = argmax
-        mean = denoise.mean_entropy(entropy, full(2, width))
         limits = rules(confidence=confidence, stability_window=threshold + 1)
-        ours = denoise.has_converged(count, mean, full(2, done), limits)
+        ours = denoise.has_settled(count, entropy, full(2, width), limits)
         assert torch.equal(ours, criteria(argmax, logits))
 
 
@@ -211,36 +210,102 @@ def test_a_mean_entropy_at_the_threshold_is_not_confident() -> None:
     mean = hf_entropy(logits)[0, 0].item()
     assert not StableAndConfidentStoppingCriteria(0, mean)(logits.argmax(-1), logits)
     limits = rules(confidence=mean, stability_window=1)
-    entropy = denoise.mean_entropy(hf_entropy(logits), full(1, 4))
-    assert not denoise.has_converged(full(1, 1), entropy, full(1, 1), limits)
+    count = torch.ones(1, 4, dtype=torch.int64)
+    assert not denoise.has_settled(count, hf_entropy(logits), full(1, 4), limits)
 
 
 def test_out_of_steps_converges_whatever_the_canvas() -> None:
-    steps_done = torch.tensor([1, 5, 6, 7])
-    limits = rules(max_steps=torch.tensor([6, 6, 6, 7]))
-    converged = denoise.has_converged(full(4, 1), torch.full((4,), 9.0), steps_done, limits)
-    assert converged.tolist() == [False, False, True, True]
+    state, inputs = random_step(3, 4, 5)
+    state = state._replace(steps_done=torch.tensor([0, 4, 5, 6]))
+    limits = rules(max_steps=torch.tensor([6, 6, 6, 7]), confidence=0.0)
+    outcome = denoise.denoise_step(state, inputs, full(4, 5), limits)
+    assert outcome.converged.tolist() == [False, False, True, True]
+
+
+# --- the stop token ------------------------------------------------------------------------------
+
+
+def test_the_width_to_a_stop_token_includes_it() -> None:
+    is_stop = torch.tensor(
+        [[0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1]], dtype=torch.bool
+    )
+    width = torch.tensor([4, 4, 4, 2, 0])
+    assert denoise.width_to_stop(is_stop, width).tolist() == [4, 1, 4, 2, 0]
+
+
+def stop_step(stable: list[int], entropy: list[float], stop: int | None) -> bool:
+    """Whether a canvas of four with these counts and entropies converges by the stop rule."""
+    state, inputs = random_step(1, 1, 4)
+    state = state._replace(
+        argmax_canvas=inputs.argmax,
+        stable_count=torch.tensor([stable]) - 1,
+        steps_done=torch.tensor([0]),
+    )
+    is_stop = torch.zeros(1, 4, dtype=torch.bool)
+    if stop is not None:
+        is_stop[0, stop] = True
+    inputs = inputs._replace(entropy=torch.tensor([entropy]), is_stop=is_stop)
+    return bool(denoise.denoise_step(state, inputs, full(1, 4), rules(confidence=0.1)).converged)
+
+
+@pytest.mark.parametrize(
+    ("stable", "entropy", "stop", "converged"),
+    [
+        ([2, 2, 1, 1], [0.0, 0.0, 9.0, 9.0], 1, True),  # the tail need not
+        ([2, 2, 1, 1], [0.0, 0.0, 9.0, 9.0], None, False),  # without a stop token it must
+        ([2, 2, 1, 1], [0.0, 0.0, 9.0, 9.0], 2, False),  # a stop token that is not stable
+        ([1, 2, 2, 2], [0.0, 0.0, 9.0, 9.0], 1, False),  # before it something is not
+        ([2, 2, 2, 2], [0.0, 0.3, 0.0, 0.0], 1, True),  # the whole canvas is confident
+        ([2, 2, 1, 2], [0.0, 0.3, 0.0, 0.0], 1, False),  # but not what is emitted of it
+        ([3, 2, 1, 1], [0.0, 0.1999, 9.0, 9.0], 1, True),  # mean over what is emitted
+        ([3, 2, 1, 1], [0.0, 0.2001, 9.0, 9.0], 1, False),
+        ([2, 1, 1, 1], [0.05, 9.0, 9.0, 9.0], 0, True),  # at once
+        ([2, 2, 2, 1], [0.0, 0.0, INF, 9.0], 1, True),
+    ],
+)
+def test_the_tail_behind_a_stop_token_need_not_converge(stable, entropy, stop, converged) -> None:
+    assert stop_step(stable, entropy, stop) == converged
+
+
+@SMALL
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_the_stop_rule_is_the_reference_on_a_canvas_cut_behind_the_stop(
+    seed: int, widths: list[int]
+) -> None:
+    """It only adds convergence, changes nothing else, and never converges later."""
+    state, inputs = random_step(seed, len(widths), 9)
+    width = torch.tensor(widths)
+    generator = torch.Generator().manual_seed(seed)
+    is_stop = torch.rand(len(widths), 9, generator=generator) < 0.2
+    with_stop = denoise.denoise_step(state, inputs._replace(is_stop=is_stop), width, ROW_RULES)
+    reference = denoise.denoise_step(state, inputs, width, ROW_RULES)
+    assert all(torch.equal(*pair) for pair in zip(with_stop[:4], reference[:4], strict=True))
+    cut = denoise.width_to_stop(is_stop, width)
+    on_cut = denoise.denoise_step(state, inputs, cut, ROW_RULES).converged
+    assert torch.equal(with_stop.converged, reference.converged | on_cut)
 
 
 # --- the step, widths and rows -------------------------------------------------------------------
 
 
-StepInputs = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def random_step(seed: int, num_rows: int, width: int) -> tuple[denoise.DenoiseState, StepInputs]:
-    """A state and (argmax, sample, entropy, noise_tokens), all random."""
+def random_step(
+    seed: int, num_rows: int, width: int
+) -> tuple[denoise.DenoiseState, denoise.StepInputs]:
+    """A state and what its next step decides from, all random, without a stop token."""
     g = torch.Generator().manual_seed(seed)
 
     def ids() -> Tensor:
         return torch.randint(3, (num_rows, width), generator=g)
 
-    counts = torch.randint(4, (2, num_rows), generator=g)
+    steps_done = torch.randint(4, (num_rows,), generator=g)
+    stable_count = torch.randint(1, 4, (num_rows, width), generator=g)
     argmax = ids()
     keep = torch.rand(num_rows, 1, generator=g) < 0.5
-    state = denoise.DenoiseState(ids(), torch.where(keep, argmax, ids()), counts[0], counts[1])
+    previous = torch.where(keep, argmax, ids())
+    state = denoise.DenoiseState(ids(), previous, stable_count, steps_done)
     entropy = torch.rand(num_rows, width, generator=g) * 0.2
-    return state, (argmax, ids(), entropy, ids())
+    is_stop = torch.zeros(num_rows, width, dtype=torch.bool)
+    return state, denoise.StepInputs(argmax, ids(), entropy, ids(), is_stop)
 
 
 ROW_RULES = rules(confidence=0.11, entropy_bound=0.3, max_steps=4)
@@ -250,24 +315,18 @@ ROW_RULES = rules(confidence=0.11, entropy_bound=0.3, max_steps=4)
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 9), min_size=1, max_size=6))
 def test_a_row_of_smaller_width_is_that_smaller_canvas(seed: int, widths: list[int]) -> None:
     """Each padded row equals the same row alone and cut to its width; garbage beyond is unread."""
-    state, (argmax, sample, entropy, tokens) = random_step(seed, len(widths), 9)
+    state, inputs = random_step(seed, len(widths), 9)
     width = torch.tensor(widths)
     beyond = ~denoise.valid_positions(width, 9)
     garbage = (math.nan, 0.0, -5.0)[seed % 3]
-    together = denoise.denoise_step(
-        state,
-        argmax.masked_fill(beyond, 99),
-        sample.masked_fill(beyond, 99),
-        entropy.masked_fill(beyond, garbage),
-        tokens.masked_fill(beyond, 99),
-        width,
-        ROW_RULES,
-    )
+    poison = {torch.float32: garbage, torch.int64: 99, torch.bool: True}
+    spoiled = denoise.StepInputs(*(x.masked_fill(beyond, poison[x.dtype]) for x in inputs))
+    together = denoise.denoise_step(state, spoiled, width, ROW_RULES)
     for r, w in enumerate(widths):
         assert torch.equal(together.canvas[r, w:], state.canvas[r, w:])
         assert torch.equal(together.argmax_canvas[r, w:], state.argmax_canvas[r, w:])
+        assert torch.equal(together.stable_count[r, w:], state.stable_count[r, w:])
         if w == 0:
-            assert together.stable_count[r] == state.stable_count[r]
             assert together.steps_done[r] == state.steps_done[r]
             assert not together.converged[r]
             continue
@@ -275,14 +334,14 @@ def test_a_row_of_smaller_width_is_that_smaller_canvas(seed: int, widths: list[i
         cut = denoise.DenoiseState(
             state.canvas[row, :w],
             state.argmax_canvas[row, :w],
-            state.stable_count[row],
+            state.stable_count[row, :w],
             state.steps_done[row],
         )
-        small = (argmax[row, :w], sample[row, :w], entropy[row, :w], tokens[row, :w])
-        alone = denoise.denoise_step(cut, *small, full(1, w), ROW_RULES)
+        small = denoise.StepInputs(*(x[row, :w] for x in inputs))
+        alone = denoise.denoise_step(cut, small, full(1, w), ROW_RULES)
         assert torch.equal(together.canvas[row, :w], alone.canvas)
         assert torch.equal(together.argmax_canvas[row, :w], alone.argmax_canvas)
-        assert torch.equal(together.stable_count[row], alone.stable_count)
+        assert torch.equal(together.stable_count[row, :w], alone.stable_count)
         assert torch.equal(together.steps_done[row], alone.steps_done)
         assert torch.equal(together.converged[row], alone.converged)
 
@@ -290,7 +349,7 @@ def test_a_row_of_smaller_width_is_that_smaller_canvas(seed: int, widths: list[i
 def test_a_step_writes_nothing_in_place() -> None:
     state, inputs = random_step(1, 4, 6)
     before = [x.clone() for x in (*state, *inputs)]
-    denoise.denoise_step(state, *inputs, torch.tensor([6, 3, 0, 1]), ROW_RULES)
+    denoise.denoise_step(state, inputs, torch.tensor([6, 3, 0, 1]), ROW_RULES)
     assert all(torch.equal(a, b) for a, b in zip(before, (*state, *inputs), strict=True))
 
 
@@ -302,8 +361,8 @@ def test_compiled_step_equals_eager() -> None:
             widths = torch.arange(num_rows) * 3 % (width + 1)
             bound = torch.linspace(0.1, 0.5, num_rows)
             limits = ROW_RULES._replace(entropy_bound=bound)
-            ours = compiled(state, *inputs, widths, limits)
-            eager = denoise.denoise_step(state, *inputs, widths, limits)
+            ours = compiled(state, inputs, widths, limits)
+            eager = denoise.denoise_step(state, inputs, widths, limits)
             assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
 
 
@@ -324,7 +383,8 @@ def generate_with_our_step(
         place = torch.tensor([seed]), torch.tensor([len(context)])
         canvas = noise.initial_canvas(*place, length, vocab_size)
         zero = torch.zeros(1, dtype=torch.int64)
-        state = denoise.DenoiseState(canvas, torch.full_like(canvas, -1), zero, zero)
+        no_past = torch.full_like(canvas, -1), torch.zeros_like(canvas)
+        state = denoise.DenoiseState(canvas, *no_past, zero)
         scaled = None
         canvases.append([])
         while True:
@@ -333,8 +393,14 @@ def generate_with_our_step(
             t = denoise.temperature(state.steps_done, limits.max_steps, limits.t_min, limits.t_max)
             draws = noise.step_noise(*place, state.steps_done, place[1], length, vocab_size)
             stats = row_stats(logits, t.expand(length), draws.keys[0], None)
-            row = (stats.argmax[None], stats.sample[None], stats.entropy[None])
-            after = denoise.denoise_step(state, *row, draws.renoise_tokens, full(1, length), limits)
+            inputs = denoise.StepInputs(
+                stats.argmax[None],
+                stats.sample[None],
+                stats.entropy[None],
+                draws.renoise_tokens,
+                is_stop=torch.zeros(1, length, dtype=torch.bool),
+            )
+            after = denoise.denoise_step(state, inputs, full(1, length), limits)
             state, scaled = denoise.DenoiseState(*after[:4]), logits / t
             if after.converged:
                 break

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dllm import noise
-from dllm.row_stats import RowStats, row_stats
+from dllm import noise, row_stats_cpu
+from dllm.row_stats import RowFilters, RowStats, reference_row_stats, row_stats
 
 ENTROPY_TOLERANCE = 2e-5  # nats; fp32 over up to 1e3 terms
 INF = math.inf
@@ -62,7 +62,7 @@ def hostile_rows(vocab_size: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-3, 0.4, 0.8, 1.0, 50.0])
-@pytest.mark.parametrize("vocab_size", [11, 512, 1000])
+@pytest.mark.parametrize("vocab_size", [11, 1024, 2500])  # one tile, one full tile, 2.4 tiles
 def test_statistics_equal_float64(vocab_size: int, temperature: float) -> None:
     rows = hostile_rows(vocab_size)
     logits = torch.stack(list(rows.values()))
@@ -77,6 +77,12 @@ def test_statistics_equal_float64(vocab_size: int, temperature: float) -> None:
             ours.probs[r].double(), probs[r], rtol=3e-5, atol=1e-30, msg=name
         )
         assert logits[r, ours.sample[r]] > -INF, name
+        mass = [part.sum() for part in probs[r].split(row_stats_cpu.tile_width(vocab_size))]
+        torch.testing.assert_close(ours.tile_mass[r].double(), torch.stack(mass), msg=name)
+        scaled = (logits[r].double() - ours.peak[r]) / float(torch.tensor(temperature))
+        torch.testing.assert_close(
+            torch.exp(scaled - ours.log_z[r]), probs[r], rtol=3e-5, atol=1e-30, msg=name
+        )
 
 
 def test_ties_go_to_the_lowest_id() -> None:
@@ -117,16 +123,43 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         assert a is not None and b is not None and torch.equal(a[pick], b)
 
 
-def test_the_sample_is_the_gumbel_max_of_the_scaled_logits() -> None:
-    logits = torch.randn(500, 300, generator=torch.Generator().manual_seed(2)) * 3
-    temperature = torch.linspace(0.2, 1.5, 500)
-    keys = keys_for(500)
-    noisy = logits.double() / temperature.double()[:, None] + noise.gumbel(keys, 300).double()
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
+@pytest.mark.parametrize("vocab_size", [300, 5000])
+def test_the_sample_is_the_gumbel_max_of_the_scaled_logits(vocab_size: int, spread: float) -> None:
+    """Whatever share of the tiles is skipped: all noise at spread 0, all logits at 30."""
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(200, vocab_size, generator=generator) * spread
+    temperature = torch.linspace(0.2, 1.5, 200)
+    keys = keys_for(200)
+    scaled = logits.double() / temperature.double()[:, None]
+    noisy = scaled + noise.gumbel(keys, vocab_size).double()
     best = noisy.topk(2).values
     clear = best[:, 0] - best[:, 1] > 1e-4
     ours = row_stats(logits, temperature, keys, None)
     assert ours.probs is None
-    assert clear.sum() > 490 and torch.equal(ours.sample[clear], noisy.argmax(-1)[clear])
+    assert clear.sum() > 190 and torch.equal(ours.sample[clear], noisy.argmax(-1)[clear])
+    definition = reference_row_stats(logits, temperature, keys, None)
+    assert torch.equal(ours.sample, definition.sample)
+
+
+def test_row_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: at once, two rows at a time, and cut unevenly."""
+    logits = torch.randn(37, 2500, generator=torch.Generator().manual_seed(7)) * 4
+    temperature, keys = torch.linspace(0.2, 1.5, 37), keys_for(37)
+    filters = some_filters(37, 2500)
+    at_once = row_stats(logits, temperature, keys, torch.bfloat16, filters)
+    for workspace in (1, 5 * 2500, 20 * 2500):
+        monkeypatch.setattr(row_stats_cpu, "WORKSPACE_LOGITS", workspace)
+        assert_identical(at_once, row_stats(logits, temperature, keys, torch.bfloat16, filters))
+
+
+@pytest.mark.parametrize(("num_rows", "workspace"), [(1, 1), (2, 1), (3, 1), (37, 60), (512, 10**9)])
+def test_row_tiles_cover_every_row_once(num_rows: int, workspace: int) -> None:
+    slices = list(row_stats_cpu.row_slices(num_rows, 10, workspace))
+    rows = [row for part in slices for row in range(num_rows)[part]]
+    assert rows == list(range(num_rows))
+    sizes = {part.stop - part.start for part in slices}
+    assert max(sizes) <= max(workspace // 10, 3) and (min(sizes) > 1 or num_rows == 1)
 
 
 def test_samples_follow_the_distribution() -> None:
@@ -165,17 +198,121 @@ def test_entropy_and_argmax_equal_the_hugging_face_ones() -> None:
     assert torch.equal(ours.argmax, scaled.argmax(-1))
 
 
+def some_filters(num_rows: int, vocab_size: int) -> RowFilters:
+    """Every combination of filters, in turn; every fourth row has none."""
+    turn = torch.arange(num_rows)
+    return RowFilters(
+        top_k=torch.where(turn % 4 == 1, 1 + turn, vocab_size).to(torch.int32),
+        top_p=torch.where((turn % 4 == 2) | (turn % 8 == 1), 0.1 + 0.9 * turn / num_rows, 1.0),
+        min_p=torch.where((turn % 4 == 3) | (turn % 16 == 1), 0.3 * turn / num_rows, 0.0),
+    )
+
+
+def filtered_by_sorting(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
+    """The kept tokens of one row in float64, [V] bool: a full sort, from the definitions."""
+    _, (probs,) = reference(logits[None], temperature)
+    kept = (probs >= min_p * probs.max()) & (logits >= logits.sort(descending=True).values[top_k - 1])
+    rest = torch.where(kept, probs, 0.0) / probs[kept].sum()
+    ordered, ids = rest.sort(descending=True, stable=True)
+    in_front = ordered.cumsum(0) - ordered
+    nucleus = ordered[in_front < top_p][-1] if top_p < 1 else 0.0
+    return kept & (rest >= nucleus)
+
+
+FILTERS = {
+    "top-k": (7, 1.0, 0.0),
+    "top-k of one": (1, 1.0, 0.0),
+    "top-p": (None, 0.8, 0.0),
+    "small top-p": (None, 1e-6, 0.0),
+    "min-p": (None, 1.0, 0.05),
+    "min-p of one": (None, 1.0, 1.0),
+    "all": (40, 0.7, 0.01),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("vocab_size", [300, 2500])
+def test_filters_equal_a_full_sort(vocab_size: int, name: str) -> None:
+    top_k, top_p, min_p = FILTERS[name]
+    top_k = vocab_size if top_k is None else top_k
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(40, vocab_size, generator=generator) * 3
+    logits[1] *= 10  # below what the histogram resolves
+    logits[2] = 1.5  # nothing but ties
+    logits[3] = logits[3].round()  # many ties
+    logits[4, 5:] = -INF
+    logits[5] *= 1e-3
+    n, temperature = len(logits), 0.7
+    filters = RowFilters(
+        torch.full((n,), top_k, dtype=torch.int32), torch.full((n,), top_p), torch.full((n,), min_p)
+    )
+    ours = row_stats(logits, torch.full((n,), temperature), keys_for(n), torch.float32, filters)
+    assert ours.probs is not None
+    for r in range(n):
+        kept = filtered_by_sorting(logits[r], temperature, top_k, top_p, min_p)
+        possible = logits[r] > -INF
+        assert torch.equal((logits[r] >= ours.cutoff[r]) & possible, kept & possible), r
+        entropy, probs = reference(torch.where(kept, logits[r], -INF)[None], temperature)
+        torch.testing.assert_close(ours.probs[r].double(), probs[0], rtol=3e-5, atol=1e-30)
+        assert abs(ours.entropy[r] - entropy[0]) < ENTROPY_TOLERANCE
+        assert ours.argmax[r] == logits[r].argmax() and kept[ours.sample[r]]
+
+
+def test_a_row_without_filters_is_the_same_beside_filtered_ones() -> None:
+    logits = torch.randn(24, 700, generator=torch.Generator().manual_seed(9)) * 3
+    logits[12:20] = torch.tensor([-INF, math.nan]).repeat(4)[:, None]  # filters cannot crash these
+    temperature, keys = torch.linspace(0.2, 1.5, 24), keys_for(24)
+    ours = row_stats(logits, temperature, keys, torch.float32, some_filters(24, 700))
+    plain = row_stats(logits, temperature, keys, torch.float32)
+    unfiltered = torch.arange(24) % 4 == 0
+    for a, b in zip(ours, plain, strict=True):
+        assert a is not None and b is not None
+        torch.testing.assert_close(a[unfiltered], b[unfiltered], rtol=0, atol=0, equal_nan=True)
+    assert (ours.entropy[12:20] == INF).all()
+
+
+def test_a_filtered_sample_follows_the_filtered_distribution() -> None:
+    """Chi-square over 2^17 draws with error probability 1e-6."""
+    num_draws, temperature = 2**17, 0.6
+    row = torch.randn(2000, generator=torch.Generator().manual_seed(10))
+    filters = RowFilters(
+        torch.full((num_draws,), 24, dtype=torch.int32), torch.ones(num_draws), torch.zeros(num_draws)
+    )
+    temperatures = torch.full((num_draws,), temperature)
+    kept = row.topk(24)
+    # Rows repeat in chunks: 2^17 rows of 2000 logits at once are 1 GiB.
+    samples = [
+        row_stats(row.expand(1024, -1), temperatures[:1024], keys, None, filters.rows(slice(1024)))
+        for keys in keys_for(num_draws).split(1024)
+    ]
+    drawn = torch.cat([part.sample for part in samples])
+    counts = torch.bincount(drawn, minlength=2000)[kept.indices].double()
+    assert counts.sum() == num_draws
+    expected = num_draws * reference(kept.values[None], temperature)[1][0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    tail = torch.special.gammaincc(torch.tensor(23 / 2, dtype=torch.float64), statistic / 2)
+    assert tail > 1e-6, (statistic, tail)
+
+
+def assert_identical(a: RowStats, b: RowStats) -> None:
+    for name, x, y in zip(RowStats._fields, a, b, strict=True):
+        assert x is not None and y is not None and torch.equal(x, y), name
+
+
 def test_compiled_equals_eager() -> None:
     with torch._dynamo.config.patch(disable=False):
         compiled = torch.compile(row_stats, dynamic=True, fullgraph=True)
-        for vocab_size in (512, 1000):
+        for vocab_size in (512, 2500):
             logits = torch.stack(list(hostile_rows(vocab_size).values()))
             no_distribution = torch.tensor([[-INF], [math.nan]]).expand(-1, vocab_size)
             logits = torch.cat([logits, no_distribution])
             temperature = torch.linspace(0.4, 0.8, len(logits))
             keys = keys_for(len(logits))
-            ours = compiled(logits, temperature, keys, torch.float32)
-            eager = row_stats(logits, temperature, keys, torch.float32)
+            filters = some_filters(len(logits), vocab_size)
+            ours = compiled(logits, temperature, keys, torch.float32, filters)
+            eager = row_stats(logits, temperature, keys, torch.float32, filters)
             assert torch.equal(ours.argmax, eager.argmax)
             assert torch.equal(ours.sample, eager.sample)
             torch.testing.assert_close(ours.entropy, eager.entropy, rtol=0, atol=ENTROPY_TOLERANCE)

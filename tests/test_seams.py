@@ -133,6 +133,8 @@ SIGNATURES = {
     "vllm.config.VllmConfig.use_v2_model_runner": ["self"],
     "vllm.config.VllmConfig._validate_v2_model_runner": ["self"],
     "vllm.triton_utils.dispatcher.register_kernels": ["overrides"],
+    "vllm.platforms.cpu.CpuPlatform.check_and_update_config": ["cls", "vllm_config"],
+    "vllm.compilation.decorators._try_load_aot_compiled_fn": ["model", "aot_compilation_path"],
 }
 OBJECTS = {  # not functions
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
@@ -394,7 +396,8 @@ def test_weight_loading():
 
 def test_the_fields_of_a_batch():
     batch = resolve("vllm.v1.worker.gpu.input_batch.InputBatch")
-    read = attributes_read("input_batch", "dllm/model_state.py", "dllm/sampler.py")
+    names = ("model_state", "sampler", "canvas_rows", "logit_edits", "logprobs")
+    read = attributes_read("input_batch", *(f"dllm/{name}.py" for name in names))
     assert {"cu_num_logits_np", "logits_indices", "num_draft_tokens_per_req"} <= read
     assert read <= {field.name for field in dataclasses.fields(batch)}
 
@@ -423,21 +426,91 @@ def test_the_state_of_requests():
     assert state.all_token_ids.gpu.shape == (2, 8)
 
 
-def test_the_methods_of_sampling_states():
-    states = resolve("vllm.v1.worker.gpu.sample.states.SamplingStates")
-    read = attributes_read("sampling_states", "dllm/sampler.py")
-    assert read == {
+def test_the_state_of_filters():
+    states = resolve("vllm.v1.worker.gpu.sample.states.SamplingStates")(2, 16)
+    assert attributes_read("sampling_states", "dllm/sampler.py") == {
         "add_request",
         "apply_staged_writes",
-        "get_top_k_top_p",
-        "max_num_logprobs",
     }
-    assert parameters(states.add_request) == ["self", "req_idx", "sampling_params"]
-    assert parameters(states.get_top_k_top_p) == ["self", "expanded_idx_mapping", "idx_mapping_np"]
-    assert parameters(states.max_num_logprobs) == ["self", "idx_mapping_np"]
+    assert parameters(states.add_request) == ["req_idx", "sampling_params"]
+    # What `_filters` takes for "off".
+    for name, off in (("top_k", 16), ("top_p", 1.0), ("min_p", 0.0)):
+        filters = getattr(states, name)
+        assert filters.np.tolist() == filters.gpu.tolist() == [off, off]
+
+
+def test_the_states_of_the_sampler():
     sampler = resolve("vllm.v1.worker.gpu.sample.sampler.Sampler")
+    assert attributes_read("sampler", "dllm/sampler.py", "dllm/logit_edits.py") == {
+        "req_states",
+        "sampling_states",
+        "penalties_state",
+        "logits_processors",
+    }
     source = inspect.getsource(sampler.__init__)
-    assert "self.sampling_states" in source and "self.req_states" in source
+    assert attributes_assigned(sampler.__init__) >= {"req_states", "sampling_states"}
+    assert attributes_assigned(sampler.__init__) >= {"penalties_state", "logprob_token_ids_state"}
+    processors = """self.logits_processors: list[LogitsProcessor] = [
+            logit_bias_state,
+            self.penalties_state,
+            bad_words_state,
+            *custom_logits_processors,
+        ]"""
+    assert processors in source, "LogitEdits unpacks them in this order"
+    assert parameters(sampler.get_logprobs_dims)[:2] == ["self", "idx_mapping_np"]
+
+
+def test_how_logit_edits_see_a_batch():
+    context = resolve("vllm.v1.worker.gpu.sample.logits_processor.interface.LogitsContext")
+    assert {field.name for field in dataclasses.fields(context)} == {
+        "expanded_idx_mapping",
+        "idx_mapping",
+        "idx_mapping_np",
+        "expanded_local_pos",
+        "input_ids",
+        "pos",
+        "seq_lens_upper_bound_np",
+    }
+    for name in ("logit_bias.LogitBias", "penalties.Penalties", "bad_words.BadWords"):
+        state = resolve(f"vllm.v1.worker.gpu.sample.{name}State")
+        assert parameters(state.add_request) == ["self", "req_idx", "sampling_params"]
+        assert parameters(state.apply) == ["self", "logits", "ctx"]
+        assert parameters(state.apply_staged_writes) == ["self"]
+
+
+def test_the_function_that_reports_logprobs():
+    function = resolve("vllm.v1.worker.gpu.sample.logprob.compute_topk_scores")
+    assert parameters(function) == [
+        "logits",
+        "num_logprobs",
+        "sampled_token_ids",
+        "cu_num_logits",
+        "logprob_token_ids_state",
+        "expanded_idx_mapping",
+        "max_per_req_token_ids",
+        "logits_mode",
+    ]
+
+
+def test_prompt_logprobs_on_their_way():
+    """The worker computes them, and the scheduler wants them together with the first tokens."""
+    output = resolve("vllm.v1.outputs.ModelRunnerOutput")
+    assert attributes_read("output", "dllm/prompt_logprobs.py") <= {
+        field.name for field in dataclasses.fields(output)
+    }
+    scheduler = resolve("vllm.v1.core.sched.scheduler.Scheduler")
+    assert "assert not prompt_logprobs_tensors" in inspect.getsource(scheduler.update_from_output)
+
+
+def test_how_stop_tokens_and_bad_words_become_ids():
+    processor = resolve("vllm.v1.engine.input_processor.InputProcessor")
+    source = inspect.getsource(processor)
+    assert """sampling_params.update_from_generation_config(
+                self.generation_config_fields,
+                self.renderer.get_eos_token_id(),
+            )
+            if self.tokenizer is not None:
+                sampling_params.update_from_tokenizer(self.tokenizer)""" in source
 
 
 def test_the_runner_calls_a_sampler_as_ours_is_written():

@@ -50,9 +50,10 @@ def xargs(given: str, allowed: str, **extra: Any) -> Any:
     return case(given, allowed, vllm_xargs=extra)
 
 
+IDS = f"0 to {VOCAB_SIZE - 1}"
 WIDTHS = f"an integer of at least 1 and at most {CANVAS}"
 TEMPERATURES = "a number of at least 0.0001 and at most 10000"
-IDS = f"0 to {VOCAB_SIZE - 1}"
+
 
 OURS = [
     # Unknown and misspelled extra arguments; the nearest known one is named.
@@ -80,19 +81,27 @@ OURS = [
     xargs("diffusion_confidence = -0.1", "at least 0", diffusion_confidence=-0.1),
     xargs("diffusion_confidence = 1e+308", "at most 1000000", diffusion_confidence=1e308),
     xargs("diffusion_confidence = 'high'", "at least 0", diffusion_confidence="high"),
+    # A canvas that the request brings.
+    xargs("diffusion_seed_canvas holds 2 ids", f"exactly {CANVAS}", diffusion_seed_canvas=[1, 2]),
+    xargs(f"diffusion_seed_canvas = {VOCAB_SIZE}", IDS, diffusion_seed_canvas=[VOCAB_SIZE],
+          diffusion_canvas_length=1),
+    xargs("diffusion_seed_canvas = [1, 'a']", "a list of integers", diffusion_seed_canvas=[1, "a"]),
+    xargs("diffusion_pinned = [0]", "positions of a canvas", diffusion_pinned=[0]),
+    xargs("diffusion_pinned = 2", "from 0 to 1", diffusion_pinned=[1, 2],
+          diffusion_seed_canvas=[5, 6], diffusion_canvas_length=2),
+    xargs("diffusion_pinned = 'all'", "a list of integers", diffusion_pinned="all"),
+    xargs("diffusion_read_only = 2", "true or false", diffusion_read_only=2),
+    xargs("diffusion_eos_stop = 'no'", "true or false", diffusion_eos_stop="no"),
+    xargs("without logprob_token_ids", "they are the tokens", diffusion_constrained=True),
+    # Edits that the worker cannot hold, or that leave nothing to emit.
+    case("allowed_token_ids comes to 1025 tokens", "at most 1024", allowed_token_ids=[5] * 1025),
+    case("bad_words comes to", "at most 1024", bad_words=["a b c d e f" * 9] * 2
+         + ["z y x w v" * 300]),
+    case("stop_token_ids comes to", "at most 128", min_tokens=1, stop_token_ids=list(range(130))),
+    case("allowed_token_ids leaves no token", "at least one", allowed_token_ids=[1, 6],
+         min_tokens=1),
+    case("repetition_penalty = 1e+38", "at most 10000", repetition_penalty=1e38),
     # Parameters that canvases do not honour yet.
-    case("prompt_logprobs = 1", "not served", prompt_logprobs=1),
-    case("prompt_logprobs = -1", "not served", prompt_logprobs=-1),
-    case("prompt_logprobs = 1", "not served", echo=True, logprobs=1),
-    case("prompt_logprobs = 0", "not served", echo=True, logprobs=0),
-    case("min_p = 0.1", "send 0.0", min_p=0.1),
-    case("min_tokens = 2", "send 0", min_tokens=2),
-    case("presence_penalty = 0.5", "send 0.0", presence_penalty=0.5),
-    case("frequency_penalty = -2.0", "send 0.0", frequency_penalty=-2),
-    case("repetition_penalty = 1.5", "send 1.0", repetition_penalty=1.5),
-    case("logit_bias = {5: 3.0}", "not served", logit_bias={"5": 3}),
-    case("bad_words = ['the']", "not served", bad_words=["the"]),
-    case("allowed_token_ids = [3, 4]", "not served", allowed_token_ids=[3, 4]),
     case("thinking_token_budget = 3", "not served", thinking_token_budget=3),
     case("`response_format`", "not yet supported", response_format={"type": "json_object"}),
     case("`structured_outputs`", "not yet supported", structured_outputs={"regex": "a+"}),
@@ -124,8 +133,9 @@ def test_refusals_say_what_was_given_what_is_allowed_and_what_to_do(
     [
         xargs("'x'", "Known: diffusion_canvas_length", x=1),
         xargs("diffusion_canvas_length = 0", WIDTHS, diffusion_canvas_length=0),
-        case("prompt_logprobs = 2", "not served", prompt_logprobs=2),
-        case("min_p = 0.3", "send 0.0", min_p=0.3),
+        case("thinking_token_budget = 2", "not served", thinking_token_budget=2),
+        case("repetition_penalty = 1e-05", "of at least 0.0001", repetition_penalty=1e-5),
+        case("leaves no token", "at least one", allowed_token_ids=[6], min_tokens=2),
         case("`response_format`", "not yet supported", response_format={"type": "json_object"}),
         case(
             "at least 513 input tokens",
@@ -142,7 +152,9 @@ def test_chats_are_refused_in_the_same_words(server, options, given, allowed):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("options", [{"vllm_xargs": {"x": 1}}, {"min_p": 0.2}, {"n": 0}])
+@pytest.mark.parametrize(
+    "options", [{"vllm_xargs": {"x": 1}}, {"repetition_penalty": 1e9}, {"n": 0}]
+)
 def test_a_stream_is_refused_before_it_starts(server, path, options):
     """As a status, not as an event in a stream that began with 200."""
     reply = ask(server, path, stream=True, **options)
@@ -218,7 +230,7 @@ def test_offline_values_that_json_cannot_hold_are_refused_too(name, value):
     params = SamplingParams()
     params.extra_args = {name: value}
     with pytest.raises(VLLMValidationError, match=rf"{name} = .*; allowed: .* Omit it for"):
-        RequestOptions.parse(params, config)
+        RequestOptions.parse(params, config, VOCAB_SIZE)
 
 
 def test_a_long_value_is_not_sent_back_whole(server):
@@ -236,7 +248,9 @@ RICH = [
     (COMPLETIONS, {
         "model": MODEL, "prompt": [5, 6, 7], "max_tokens": 5, "seed": 3, "n": 2, "logprobs": 2,
         "temperature": 0.7, "top_p": 0.9, "top_k": 20, "stop": ["e"], "stop_token_ids": [9],
-        "ignore_eos": True, "echo": False, "stream": True,
+        "ignore_eos": True, "echo": False, "stream": True, "min_p": 0.01, "min_tokens": 2,
+        "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1,
+        "logit_bias": {"5": 1}, "bad_words": ["no", "never more"], "prompt_logprobs": 0,
         "stream_options": {"include_usage": True},
         "vllm_xargs": {"diffusion_canvas_length": 8, "diffusion_t_min": 0.5},
     }),
@@ -246,8 +260,13 @@ RICH = [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "Sort these"}]},
         ],
-        "temperature": 0, "stop": "e", "chat_template_kwargs": {"a": 1},
-        "vllm_xargs": {"diffusion_max_steps": 3, "diffusion_confidence": 0.5},
+        "temperature": 0, "stop": "e", "chat_template_kwargs": {"a": 1}, "prompt_logprobs": 2,
+        "allowed_token_ids": [5, 6, 7, 300], "logprob_token_ids": [5, 6],
+        "vllm_xargs": {
+            "diffusion_max_steps": 3, "diffusion_confidence": 0.5, "diffusion_eos_stop": 0,
+            "diffusion_canvas_length": 2, "diffusion_seed_canvas": [5, 6], "diffusion_pinned": [1],
+            "diffusion_read_only": 1,
+        },
     }),
     ("/v1/responses", {"model": MODEL, "input": "Sort these", "max_output_tokens": 4}),
     ("/v1/messages", {
@@ -263,6 +282,8 @@ FIELDS = [
     "min_tokens", "length_penalty", "echo", "logprobs", "top_k", "seed", "temperature", "n",
     "skip_special_tokens", "return_token_ids", "add_special_tokens", "request_id", "user",
     "diffusion_entropy_bound", "diffusion_t_max", "stream", "vllm_xargs", "documents",
+    "allowed_token_ids", "logprob_token_ids", "presence_penalty", "frequency_penalty", "top_p",
+    "stop_token_ids", "diffusion_seed_canvas", "diffusion_pinned", "diffusion_constrained",
 ]  # fmt: skip
 JUNK: list[Any] = [
     None, True, False, 0, -1, 1.5, 2**31, 2**63, 10**30, -(10**30), 1e308, 1e-308, -0.0, NAN, INF,

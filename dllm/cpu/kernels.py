@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from dllm.cpu.logit_edit_kernels import LOGIT_EDIT_KERNELS
 from dllm.cpu.logits_kernels import LOGITS_KERNELS
 
 Kernel = Callable[..., None]
@@ -359,6 +360,7 @@ KERNELS: dict[str, Kernel] = {
         _post_update_num_computed_tokens_kernel
     ),
     **LOGITS_KERNELS,
+    **LOGIT_EDIT_KERNELS,
 }
 
 

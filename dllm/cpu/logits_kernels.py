@@ -62,15 +62,19 @@ def _fill_logprob_token_ids_kernel(
     """List the tokens to report per logits row: the sampled one, then its request's own or the top.
 
     out_token_ids, out_valid_mask: [N, 1 + columns]; cells that nothing claims stay as they are.
+    With NUM_TOPK 0, topk_indices may be any tensor.
     """
     out, valid = out_token_ids_ptr.numpy(), out_valid_mask_ptr.numpy()
     out[:, 0], valid[:, 0] = sampled_token_ids_ptr.numpy(), True
-    wanted, topk = per_req_token_ids_ptr.numpy(), topk_indices_ptr.numpy()
-    for row, slot in enumerate(expanded_idx_mapping_ptr.tolist()):
-        num_wanted = int(num_per_req_token_ids_ptr[slot])
-        tokens = wanted[slot, :num_wanted] if num_wanted else topk[row, :NUM_TOPK]
-        out[row, 1 : 1 + len(tokens)] = tokens
-        valid[row, 1 : 1 + len(tokens)] = True
+    slots = expanded_idx_mapping_ptr.numpy()
+    num_wanted = num_per_req_token_ids_ptr.numpy()[slots]
+    has_own = num_wanted > 0
+    if NUM_TOPK:
+        out[~has_own, 1 : 1 + NUM_TOPK] = topk_indices_ptr.numpy()[~has_own, :NUM_TOPK]
+        valid[~has_own, 1 : 1 + NUM_TOPK] = True
+    rows, places = np.nonzero(np.arange(num_wanted.max(initial=0)) < num_wanted[:, None])
+    out[rows, 1 + places] = per_req_token_ids_ptr.numpy()[slots[rows], places]
+    valid[rows, 1 + places] = True
 
 
 def _apply_grammar_bitmask_kernel(

@@ -6,18 +6,14 @@ as in kernels.py, and here
 
     logits               [N, V], one row per sampled position; changed in place
     expanded_idx_mapping [N], logits row -> slot
-    expanded_local_pos   [N], place of a logits row among its request's rows; row i > 0 of a request
-                         is conditioned on its drafts 1..i, which are the input ids of those rows
 """
-
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from dllm.cpu.dflash_kernels import DFLASH_KERNELS
 from dllm.cpu.gumbel import DRAFT_NOISE_SALT, best_per_block, gumbel_noise
-from dllm.cpu.kernels import Kernel, spread
+from dllm.cpu.kernels import Kernel
 from dllm.cpu.rejection_kernels import REJECTION_KERNELS
 
 _GPU = "vllm.v1.worker.gpu."
@@ -105,163 +101,6 @@ def _min_p_kernel(
     logits_ptr.masked_fill_(logits_ptr < threshold.unsqueeze(1), -torch.inf)
 
 
-def _penalties_kernel(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    token_ids_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
-    repetition_penalty_ptr: torch.Tensor,
-    frequency_penalty_ptr: torch.Tensor,
-    presence_penalty_ptr: torch.Tensor,
-    prompt_bin_mask_ptr: torch.Tensor,
-    prompt_bin_mask_stride: int,
-    output_bin_counts_ptr: torch.Tensor,
-    output_bin_counts_stride: int,
-    vocab_size: int,
-    BLOCK_SIZE: int,
-) -> None:
-    """Penalize the tokens of each row's prompt (repetition) and output (all three penalties).
-
-    output_bin_counts: [max_num_reqs, V] int32. prompt_bin_mask: [max_num_reqs, ceil(V / 32)] int32,
-    lowest bit first. A row's output includes the drafts before it.
-    """
-    repetition, frequency, presence = (
-        penalty.numpy()
-        for penalty in (repetition_penalty_ptr, frequency_penalty_ptr, presence_penalty_ptr)
-    )
-    token_ids, local_pos = token_ids_ptr.numpy(), expanded_local_pos_ptr.tolist()
-    for row, slot in enumerate(expanded_idx_mapping_ptr.tolist()):
-        if repetition[slot] == 1 and frequency[slot] == 0 and presence[slot] == 0:
-            continue
-        drafts = token_ids[row - local_pos[row] + 1 : row + 1]
-        counts = output_bin_counts_ptr[slot, :vocab_size].numpy().astype(np.float32)
-        np.add.at(counts, drafts[drafts >= 0], 1)  # -1 stands for a draft that is not there
-        is_output = counts > 0
-
-        logits = logits_ptr[row].float().numpy()
-        if repetition[slot] != 1:
-            packed = prompt_bin_mask_ptr[slot].numpy().view(np.uint8)
-            is_prompt = np.unpackbits(packed, count=vocab_size, bitorder="little").astype(bool)
-            scale = np.where(is_prompt | is_output, repetition[slot], np.float32(1))
-            logits = logits * np.where(logits > 0, 1 / scale, scale)
-        logits = logits - frequency[slot] * counts - presence[slot] * is_output
-        logits_ptr[row] = torch.from_numpy(logits)
-
-
-def _bincount_kernel(
-    expanded_idx_mapping_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    prompt_len_ptr: torch.Tensor,
-    prefill_len_ptr: torch.Tensor,
-    prompt_bin_mask_ptr: torch.Tensor,
-    prompt_bin_mask_stride: int,
-    output_bin_counts_ptr: torch.Tensor,
-    output_bin_counts_stride: int,
-    BLOCK_SIZE: int,
-) -> None:
-    """Add the prompt to each slot's prompt mask and the rest of its prefill to its output counts.
-
-    What was generated before a preemption is prefilled again but is output, not prompt.
-    """
-    all_token_ids, masks = all_token_ids_ptr.numpy(), prompt_bin_mask_ptr.numpy()
-    counts = output_bin_counts_ptr.numpy()
-    for slot in expanded_idx_mapping_ptr.tolist():
-        prompt_len, prefill_len = int(prompt_len_ptr[slot]), int(prefill_len_ptr[slot])
-        is_prompt = np.zeros(masks.shape[1] * 32, dtype=bool)
-        is_prompt[all_token_ids[slot, :prompt_len]] = True
-        masks[slot] |= np.packbits(is_prompt, bitorder="little").view(np.int32)
-        np.add.at(counts[slot], all_token_ids[slot, prompt_len:prefill_len], 1)
-
-
-def _bias_kernel(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    vocab_size: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    num_allowed_token_ids_ptr: torch.Tensor,
-    allowed_token_ids_ptr: torch.Tensor,
-    allowed_token_ids_stride: int,
-    num_logit_bias_ptr: torch.Tensor,
-    bias_token_ids_ptr: torch.Tensor,
-    bias_token_ids_stride: int,
-    bias_ptr: torch.Tensor,
-    bias_stride: int,
-    pos_ptr: torch.Tensor,
-    min_lens_ptr: torch.Tensor,
-    num_stop_token_ids_ptr: torch.Tensor,
-    restore_when_all_masked_ptr: torch.Tensor,
-    stop_token_ids_ptr: torch.Tensor,
-    stop_token_ids_stride: int,
-    BLOCK_SIZE: int,
-    LOGITS_BLOCK_SIZE: int,
-    CHECK_ALL_MASKED_ROWS: bool,
-) -> None:
-    """Keep only a row's allowed tokens, add its biases, and mask its stop tokens until min_len.
-
-    With CHECK_ALL_MASKED_ROWS, a slot that asks for it gets its stop tokens back when nothing else
-    is left.
-    """
-    for row, slot in enumerate(expanded_idx_mapping_ptr.tolist()):
-        logits = logits_ptr[row]
-        if num_allowed := int(num_allowed_token_ids_ptr[slot]):
-            allowed = allowed_token_ids_ptr[slot, :num_allowed]
-            kept = logits[allowed]
-            logits.fill_(-torch.inf)
-            logits[allowed] = kept
-        if num_biased := int(num_logit_bias_ptr[slot]):
-            biased = bias_token_ids_ptr[slot, :num_biased]
-            logits[biased] += bias_ptr[slot, :num_biased].to(logits.dtype)
-        num_stop = int(num_stop_token_ids_ptr[slot])
-        if not num_stop or int(pos_ptr[row]) + 1 >= int(min_lens_ptr[slot]):
-            continue
-        stop = stop_token_ids_ptr[slot, :num_stop]
-        before = logits[stop]
-        logits[stop] = -torch.inf
-        can_restore = CHECK_ALL_MASKED_ROWS and bool(restore_when_all_masked_ptr[slot])
-        if can_restore and logits.max() == -torch.inf:
-            logits[stop] = before.where(before.isfinite(), -torch.inf)
-
-
-def _bad_words_kernel(
-    logits_ptr: torch.Tensor,
-    logits_stride: int,
-    expanded_idx_mapping_ptr: torch.Tensor,
-    bad_word_token_ids_ptr: torch.Tensor,
-    bad_word_token_ids_stride: int,
-    bad_word_offsets_ptr: torch.Tensor,
-    bad_word_offsets_stride: int,
-    num_bad_words_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    prompt_len_ptr: torch.Tensor,
-    total_len_ptr: torch.Tensor,
-    input_ids_ptr: torch.Tensor,
-    expanded_local_pos_ptr: torch.Tensor,
-) -> None:
-    """Mask the last token of every bad word whose other tokens end the row's output so far.
-
-    bad_word_token_ids: [max_num_reqs, tokens], the words end to end; word i of a slot is
-    [offsets[i], offsets[i + 1]). A row's output includes the drafts before it, not the prompt.
-    """
-    all_token_ids, input_ids = all_token_ids_ptr.numpy(), input_ids_ptr.numpy()
-    local_pos = expanded_local_pos_ptr.tolist()
-    for row, slot in enumerate(expanded_idx_mapping_ptr.tolist()):
-        num_words = int(num_bad_words_ptr[slot])
-        if not num_words:
-            continue
-        drafts = input_ids[row - local_pos[row] + 1 : row + 1]
-        committed = all_token_ids[slot, int(prompt_len_ptr[slot]) : int(total_len_ptr[slot])]
-        output = [*committed.tolist(), *drafts.tolist()]
-        tokens = bad_word_token_ids_ptr[slot].tolist()
-        offsets = bad_word_offsets_ptr[slot, : num_words + 1].tolist()
-        for start, end in pairwise(offsets):
-            *prefix, last = tokens[start:end]
-            if not prefix or output[-len(prefix) :] == prefix:
-                logits_ptr[row, last] = -torch.inf
-
-
 # --------------------------------------------------------------------------- counting
 
 
@@ -294,39 +133,12 @@ def _num_nans_kernel(
     num_nans_ptr.copy_(logits_ptr.isnan().sum(1))
 
 
-def _prompt_logprobs_token_ids_kernel(
-    prompt_logprobs_token_ids_ptr: torch.Tensor,
-    query_start_loc_ptr: torch.Tensor,
-    idx_mapping_ptr: torch.Tensor,
-    num_computed_tokens_ptr: torch.Tensor,
-    all_token_ids_ptr: torch.Tensor,
-    all_token_ids_stride: int,
-    BLOCK_SIZE: int,
-) -> None:
-    """Name the token after each query token: what the prompt's logprobs are about."""
-    slots = idx_mapping_ptr.numpy()
-    spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
-    rows, offsets = spread(spans)
-    all_token_ids = all_token_ids_ptr.numpy()
-    target = num_computed_tokens_ptr.numpy()[slots[rows]] + 1 + offsets
-    # A prompt of max_model_len has nothing after its end; that logprob is dropped later.
-    target = np.minimum(target, all_token_ids.shape[1] - 1)
-    prompt_logprobs_token_ids_ptr.numpy()[spans[0] : spans[-1]] = all_token_ids[slots[rows], target]
-
-
 SAMPLING_KERNELS: dict[str, Kernel] = {
     _GPU + "input_batch._get_num_sampled_and_rejected_kernel": _get_num_sampled_and_rejected_kernel,
     _GPU + "metrics.logits._num_nans_kernel": _num_nans_kernel,
     _GPU + "sample.gumbel._gumbel_sample_kernel": _gumbel_sample_kernel,
     _GPU + "sample.gumbel._temperature_kernel": _temperature_kernel,
     _GPU + "sample.min_p._min_p_kernel": _min_p_kernel,
-    _GPU + "sample.penalties._penalties_kernel": _penalties_kernel,
-    _GPU + "sample.penalties._bincount_kernel": _bincount_kernel,
-    _GPU + "sample.logit_bias._bias_kernel": _bias_kernel,
-    _GPU + "sample.bad_words._bad_words_kernel": _bad_words_kernel,
-    _GPU + "sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (
-        _prompt_logprobs_token_ids_kernel
-    ),
     **REJECTION_KERNELS,
     **DFLASH_KERNELS,
 }

@@ -11,7 +11,8 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from dllm import seams
+from dllm import seams_cpu
+from dllm.seams_table import ARCHITECTURE, SCHEDULER
 from dllm.warm_up import warm_up
 
 
@@ -19,10 +20,11 @@ class CanvasCPUWorker(CPUWorker):
     """A CPU worker whose start replaces the kernels and warms the sampler up."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        is_diffusion = vllm_config.model_config.architecture == seams.ARCHITECTURE
-        seams.register_cpu_kernels(include_sampling=not is_diffusion)
+        is_diffusion = vllm_config.model_config.architecture == ARCHITECTURE
+        seams_cpu.register_cpu_kernels(include_sampling=not is_diffusion)
+        seams_cpu.reload_compiled_backbone()
         # Not so for vLLM's built-in DiffusionGemma, which this worker may serve as well.
-        self._is_ours = vllm_config.scheduler_config.scheduler_cls == seams.SCHEDULER
+        self._is_ours = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
         super().__init__(vllm_config, *args, **kwargs)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

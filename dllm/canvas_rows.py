@@ -1,0 +1,66 @@
+"""Where the canvases of a step are, among its batch rows and its rows of logits."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+class CanvasRows(NamedTuple):
+    """Where the canvases of a step are: R batch rows, N logit rows, C the served canvas length.
+
+    A row without a canvas has width 0 and no logit rows.
+
+    Attributes:
+        slots: ``[R]`` int64, into per-slot state.
+        widths: ``[R]`` int64, canvas tokens of the row.
+        seq_lens: ``[R]`` int64, tokens up to the end of the row: where its next canvas starts.
+        row_of, place: ``[N]`` int64, batch row and canvas position of a logit row.
+        padded: ``[R, C]`` int64, the logit row of a canvas position (any row beyond the width).
+    """
+
+    slots: torch.Tensor
+    widths: torch.Tensor
+    seq_lens: torch.Tensor
+    row_of: torch.Tensor
+    place: torch.Tensor
+    padded: torch.Tensor
+
+    @classmethod
+    def of_batch(cls, input_batch: InputBatch, canvas_length: int) -> "CanvasRows":
+        """Read the rows off the batch; host arithmetic only, no device sync."""
+        num_reqs = input_batch.num_reqs
+        starts = input_batch.cu_num_logits_np[: num_reqs + 1]
+        widths = np.diff(starts)
+        places = np.minimum(np.arange(canvas_length), np.maximum(widths - 1, 0)[:, None])
+        last_row = max(int(starts[-1]) - 1, 0)
+        padded = np.minimum(starts[:-1, None] + places, last_row)
+        device = input_batch.seq_lens.device
+
+        def to_device(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+
+        return cls(
+            slots=input_batch.idx_mapping[:num_reqs].long(),
+            widths=to_device(widths),
+            seq_lens=input_batch.seq_lens[:num_reqs].long(),
+            row_of=to_device(np.repeat(np.arange(num_reqs), widths)),
+            place=input_batch.expanded_local_pos.long(),
+            padded=to_device(padded),
+        )
+
+    def at_least_two(self, spare_slot: int) -> "CanvasRows":
+        """Give a lone row an empty one for company, in a slot of its own.
+
+        ``torch.compile`` treats a size of 1 as a special case, which would be compiled apart.
+        """
+        if len(self.slots) > 1:
+            return self
+        return self._replace(
+            slots=F.pad(self.slots, (0, 1), value=spare_slot),
+            widths=F.pad(self.widths, (0, 1)),
+            seq_lens=F.pad(self.seq_lens, (0, 1)),
+            padded=F.pad(self.padded, (0, 0, 0, 1)),
+        )

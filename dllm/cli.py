@@ -1,0 +1,64 @@
+"""The ``dllm`` command: finds the module of a subcommand and hands it the rest of the line.
+
+Every subcommand is a module with ``main(argv) -> int`` (an exit status) and is imported only when
+it is asked for: ``dllm --help`` needs no torch. A mistake that a user can correct is raised as
+CommandError and printed as one line.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from dllm import __version__
+from dllm.config import did_you_mean
+
+# Name: (module, what it does).
+COMMANDS = {
+    "train": ("dllm.train.command", "train a small model: diffusion or autoregressive"),
+    "eval": ("dllm.evaluate", "score a server, or a checkpoint in process, on held-out questions"),
+    "chat": ("dllm.chat", "talk to a running server"),
+    "watch": ("dllm.watch", "watch a canvas settle, step by step"),
+}
+OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+
+
+class CommandError(Exception):
+    """Something that the user can put right; the message says what was given and what to do."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns its exit status (1: it failed, 2: the command line is wrong)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return OK if arguments else MISUSED
+    name, *rest = arguments
+    if name == "--version":
+        print(f"dllm {__version__}")
+        return OK
+    if name not in COMMANDS:
+        hint = did_you_mean(name, list(COMMANDS))
+        print(f"dllm: no command {name!r}{hint}; allowed: {', '.join(COMMANDS)}.", file=sys.stderr)
+        return MISUSED
+    try:
+        status: int = importlib.import_module(COMMANDS[name][0]).main(rest)
+        return status
+    except CommandError as error:
+        print(f"dllm {name}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"dllm {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def usage() -> str:
+    """The commands, one a line."""
+    lines = [f"  {name:<8}{help_text}" for name, (_, help_text) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: dllm COMMAND ...", "", *lines, "", "dllm COMMAND --help says what it takes."]
+    )
+
+
+if __name__ == "__main__":
+    # Through the package: what the subcommands raise is `dllm.cli.CommandError`, not __main__'s.
+    sys.exit(importlib.import_module("dllm.cli").main())

@@ -1,0 +1,169 @@
+"""A denoise step as cells, and the cells in a terminal.
+
+Every canvas position is a cell with the token that it holds after the step. Its colour is the
+entropy of the model's belief there; its status is what the step did:
+
+    accepted  the model's sampled token stays              filled
+    renoised  a random token was put in its place          outlined (in the terminal: dim)
+    final     the block has converged and is emitted       filled, framed (in the terminal: bold)
+    unused    behind the end of a converged answer         empty
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Status = Literal["accepted", "renoised", "final", "unused"]
+LEGEND: tuple[Status, ...] = ("accepted", "renoised", "final")
+
+# Nats up to which a colour is used; one vocabulary of 512 has at most 6.2.
+ENTROPY_COLORS = (
+    (0.01, "#78c679"),
+    (0.1, "#c2e699"),
+    (0.5, "#fee391"),
+    (1.5, "#fdae6b"),
+    (float("inf"), "#f4836b"),
+)
+CELL_CHARACTERS = 9
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One denoise step of one block; positions are those of the canvas.
+
+    Attributes:
+        block, step: from 0, and from 1 in each block.
+        emitted: the tokens of the blocks before.
+        canvas: what the model saw.
+        argmax, entropy: its belief: the likeliest tokens, nats.
+        accepted: where the sampled token stays.
+        next_canvas: what the next step sees: sampled tokens where accepted, else random ones.
+        is_final: the block has converged; its argmax is emitted.
+    """
+
+    block: int
+    step: int
+    temperature: float
+    emitted: tuple[int, ...]
+    canvas: tuple[int, ...]
+    argmax: tuple[int, ...]
+    entropy: tuple[float, ...]
+    accepted: tuple[bool, ...]
+    next_canvas: tuple[int, ...]
+    is_final: bool
+
+    @property
+    def title(self) -> str:
+        mean = sum(self.entropy) / len(self.entropy)
+        return (
+            f"block {self.block + 1}, step {self.step}: temperature {self.temperature:.2f}, "
+            f"{sum(self.accepted)}/{len(self.canvas)} accepted, mean entropy {mean:.3f}"
+            + (", converged" if self.is_final else "")
+        )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is drawn at a position: the token's text, and how."""
+
+    text: str
+    status: Status
+    level: int  # of ENTROPY_COLORS
+
+    @property
+    def color(self) -> str:
+        return ENTROPY_COLORS[self.level][1]
+
+
+class Decoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Tokens as text."""
+
+    tokenizer: Decoder
+    eos_ids: frozenset[int]
+
+    def token(self, token_id: int) -> str:
+        """One token, short and on one line, with visible spaces."""
+        text = self.tokenizer.decode([token_id]).replace(" ", "·")
+        text = "".join(
+            char if char.isprintable() else "⏎" if char == "\n" else "�" for char in text
+        )
+        return text if len(text) <= CELL_CHARACTERS else text[: CELL_CHARACTERS - 1] + "…"
+
+    def answer(self, frame: Frame) -> str:
+        """What would be answered if the canvas were final now."""
+        ids = [*frame.emitted, *frame.argmax]
+        return self.tokenizer.decode(ids[: self.length(ids)], skip_special_tokens=True)
+
+    def length(self, ids: Sequence[int]) -> int:
+        """How many tokens there are up to the end of the sequence, that token included."""
+        ends = (i + 1 for i, token_id in enumerate(ids) if token_id in self.eos_ids)
+        return next(ends, len(ids))
+
+
+def entropy_level(nats: float) -> int:
+    """The index of its colour."""
+    return next(i for i, (limit, _) in enumerate(ENTROPY_COLORS) if nats <= limit)
+
+
+def entropy_ranges() -> list[str]:
+    """What each colour stands for."""
+    limits = [limit for limit, _ in ENTROPY_COLORS[:-1]]
+    return [*(f"≤ {limit:g}" for limit in limits), f"> {limits[-1]:g}"]
+
+
+def cells(frame: Frame, labels: Labels) -> list[Cell]:
+    """The canvas after a step, one cell a position."""
+    if frame.is_final:
+        length = labels.length(frame.argmax)
+        held = [labels.token(token_id) for token_id in frame.argmax[:length]]
+        num_unused = len(frame.argmax) - length
+        held += [""] * num_unused
+        statuses: list[Status] = ["final"] * length + ["unused"] * num_unused
+    else:
+        held = [labels.token(token_id) for token_id in frame.next_canvas]
+        statuses = ["accepted" if accepted else "renoised" for accepted in frame.accepted]
+    levels = [entropy_level(nats) for nats in frame.entropy]
+    return [Cell(*parts) for parts in zip(held, statuses, levels, strict=True)]
+
+
+def picture(frame: Frame, labels: Labels, width: int) -> RenderableType:
+    """A step for a terminal of so many columns: the canvas, and the answer it amounts to."""
+    columns = max(1, min(16, width // (CELL_CHARACTERS + 1)))
+    grid = Table.grid(padding=(0, 1))
+    for _ in range(columns):
+        grid.add_column(width=CELL_CHARACTERS, no_wrap=True)
+    drawn = [_styled(cell) for cell in cells(frame, labels)]
+    for start in range(0, len(drawn), columns):
+        grid.add_row(*drawn[start : start + columns])
+    answer = Text(labels.answer(frame), style="bold" if frame.is_final else "")
+    return Group(Text(frame.title, style="dim"), grid, answer, Text())
+
+
+def legend() -> Text:
+    """What colours and styles mean in a terminal."""
+    parts = [Text("entropy (nats): ", style="dim")]
+    for level, shown in enumerate(entropy_ranges()):
+        parts += [_styled(Cell(shown, "accepted", level)), Text(" ")]
+    samples = [_styled(Cell(status, status, 0)) for status in LEGEND]
+    return Text.assemble(*parts, "  ", Text(" ").join(samples))
+
+
+def _styled(cell: Cell) -> Text:
+    style = {
+        "accepted": f"black on {cell.color}",
+        "renoised": f"dim italic {cell.color}",
+        "final": f"bold underline black on {cell.color}",
+        "unused": "",
+    }[cell.status]
+    return Text(cell.text, style=style)

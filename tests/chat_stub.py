@@ -1,0 +1,108 @@
+"""A small OpenAI-compatible server inside the test process, which answers what it is told to."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+CANVAS = 32
+
+
+@dataclass
+class Stub:
+    """What the server does, and what it was asked.
+
+    Attributes:
+        reply: from the messages of a request to the answer's text.
+        num_tokens, passes: reported for every answer; passes None: no diffusion counters.
+        status: of a chat request; anything but 200 is an error.
+    """
+
+    reply: Callable[[list[dict[str, str]]], str]
+    models: tuple[str, ...] = ("stub",)
+    num_tokens: int = 10
+    passes: int | None = None
+    status: int = 200
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    def metrics(self) -> str:
+        """In Prometheus' format, with a decoy whose name only begins like the real one."""
+        if self.passes is None:
+            return "vllm:num_requests_running 0\n"
+        passes = self.passes * len(self.requests)
+        labels = '{engine="0",model_name="stub"}'
+        return (
+            "# TYPE vllm:diffusion_num_denoising_steps_total counter\n"
+            f"vllm:diffusion_num_denoising_steps_total{labels} {float(passes)}\n"
+            f"vllm:diffusion_num_denoising_steps_total_of_warm_up{labels} 1000.0\n"
+            f"vllm:diffusion_num_canvas_positions_total{labels} {float(CANVAS * passes)}\n"
+        )
+
+
+@contextmanager
+def serve(stub: Stub) -> Iterator[Stub]:
+    """Run it on a free port; ``stub.url`` says where."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self._send(200, stub.metrics().encode(), "text/plain")
+            else:
+                models = [{"id": name, "object": "model"} for name in stub.models]
+                self._send_json(200, {"object": "list", "data": models})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            stub.requests.append(body)
+            if stub.status != 200:
+                self._send_json(stub.status, {"error": {"message": "the stub refuses"}})
+            elif body.get("stream"):
+                self._stream(stub.reply(body["messages"]))
+            else:
+                self._send_json(200, completion(stub.reply(body["messages"]), stub.num_tokens))
+
+        def _stream(self, text: str) -> None:
+            pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
+            deltas = [{"choices": [{"index": 0, "delta": {"content": p}}]} for p in pieces]
+            events = [f"data: {json.dumps(delta)}\n\n" for delta in deltas]
+            self._send(200, "".join([*events, "data: [DONE]\n\n"]).encode(), "text/event-stream")
+
+        def _send_json(self, status: int, body: object) -> None:
+            self._send(status, json.dumps(body).encode(), "application/json")
+
+        def _send(self, status: int, body: bytes, kind: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        stub.url = f"http://127.0.0.1:{server.server_port}"
+        try:
+            yield stub
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def completion(text: str, num_tokens: int) -> dict[str, Any]:
+    """A chat completion."""
+    message = {"role": "assistant", "content": text}
+    return {
+        "id": "0",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "stub",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": num_tokens, "total_tokens": 1},
+    }
