@@ -1,9 +1,9 @@
 """Which tokens of a row may be drawn: top-k, top-p and min-p, as one smallest kept logit per row.
 
-The order is vLLM's (Model Runner V2: temperature, min-p, top-k, top-p). min-p keeps the tokens whose
-probability is at least `min_p` times the largest one, top-k the k largest logits, and top-p, over
-what the two have left and renormalized to 1, the smallest set of largest tokens whose probability
-reaches `top_p`. Each keeps all tokens above some logit, so together they are one number, `cutoff`:
+The order is vLLM's (Model Runner V2: temperature, min-p, top-k, top-p). min-p keeps the tokens with
+at least `min_p` times the largest probability, top-k the k largest logits, and top-p, over what the
+two have left and renormalized to 1, the smallest set of largest tokens whose probability reaches
+`top_p`. Each keeps all tokens above some logit, so together they are one number, `cutoff`:
 
     kept = logits >= cutoff
 
@@ -69,8 +69,8 @@ class _Histogram(NamedTuple):
     x: Tensor  # [F, V]
     weights: Tensor  # [F, V], exp((x - peak) / temperature)
     bins: Tensor  # [F, V] int64, falling with x
-    count: Tensor  # [F, bins], of the tokens of a bin and of those before it
-    mass: Tensor  # [F, bins], likewise
+    counts: Tensor  # [F, bins] fp32, of the tokens of a bin and of those before it
+    masses: Tensor  # [F, bins] fp32, likewise
 
     @classmethod
     def of_rows(cls, x: Tensor, peak: Tensor, temperature: Tensor) -> "_Histogram":
@@ -87,12 +87,14 @@ class _Histogram(NamedTuple):
         target: [F] fp32. Where rounding, or a target out of reach, leaves none, the smallest
         logit of the last bin that was searched.
         """
-        total = self.count if is_count else self.mass
+        total = self.counts if is_count else self.masses
         bin_of = (total < target[:, None]).sum(dim=-1, keepdim=True).clamp(max=NUM_BINS - 1)
         above = torch.where(bin_of > 0, total.gather(1, (bin_of - 1).clamp(min=0)), 0.0)
         row, token = (self.bins == bin_of).nonzero(as_tuple=True)
         tokens = _packed(row, self.x[row, token], len(self.x), -torch.inf)
-        measure = torch.ones_like(row, dtype=torch.float32) if is_count else self.weights[row, token]
+        measure = (
+            torch.ones_like(row, dtype=torch.float32) if is_count else self.weights[row, token]
+        )
         measure = _packed(row, measure, len(self.x), 0.0)
 
         def reaches(threshold: Tensor) -> Tensor:

@@ -71,10 +71,10 @@ def row_stats(
 
     No row depends on the rows beside it. On a CPU the passes are compiled where the caller is.
     """
-    result = torch.ops.dllm.row_stats(
+    *rest, probs = torch.ops.dllm.row_stats(
         logits, temperature, keys, probs_dtype, *(filters or _OFF), torch.compiler.is_compiling()
     )
-    return RowStats(*result[:-1], probs=None if probs_dtype is None else result[-1])
+    return RowStats(*rest, None if probs_dtype is None else probs)
 
 
 def reference_row_stats(
@@ -84,9 +84,9 @@ def reference_row_stats(
     probs_dtype: torch.dtype | None,
     cutoff: Tensor | None = None,
 ) -> RowStats:
-    """The definition of `row_stats`, tile after tile nowhere; for a given cutoff instead of filters.
+    """The definition of `row_stats`, with cutoffs in the place of filters.
 
-    It holds several tensors of `[N, V]`. Its one tile is the row.
+    It holds several tensors of `[N, V]`; its one tile is the row.
     """
     x = logits.to(torch.float32)
     cutoff = torch.full_like(temperature, -torch.inf) if cutoff is None else cutoff

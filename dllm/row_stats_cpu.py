@@ -1,9 +1,8 @@
-"""Row statistics on a CPU: tiles of rows that stay in the cache, tiles of tokens that can be skipped.
+"""Row statistics on a CPU: tiles of rows stay in the cache, most tiles of tokens need no noise.
 
-A row is read once from memory: `tile_rows` rows at a time fit the cache, and the passes over them
-(their tile maxima; the sums, with the smallest noise word of each tile; the probabilities, if they
-are asked for) find them there. The passes are compiled where the caller is, and the same torch
-operations otherwise.
+A row is read once from memory: a few rows at a time fit the cache, where the passes over them (the
+tile maxima, the sums, the probabilities if they are asked for) find them. The passes are compiled
+where the caller is, and the same torch operations otherwise.
 
 The Gumbel sample is exact, yet the two logarithms of its noise are taken of a few tiles a row only.
 The noise falls as the random word rises, so a tile cannot hold a token above
@@ -85,9 +84,7 @@ def row_slices(num_rows: int, vocab_size: int, workspace_logits: int) -> Iterato
         yield slice(num_rows * index // count, num_rows * (index + 1) // count)
 
 
-def fused(
-    function: Callable[Arguments, Result], is_compiled: bool
-) -> Callable[Arguments, Result]:
+def fused(function: Callable[Arguments, Result], is_compiled: bool) -> Callable[Arguments, Result]:
     """``function``, compiled for any shape if the caller is compiled."""
     return _compiled(function) if is_compiled else function
 

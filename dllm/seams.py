@@ -21,6 +21,7 @@ __all__ = ["ARCHITECTURE", "IMPORTS", "SEAMS", "Seam", "install"]
 logger = init_logger("vllm.dllm")
 
 MODEL = "dllm.model:DiffusionGemmaForBlockDiffusion"
+MODEL_WITH_IMAGES = "dllm.images:DiffusionGemmaWithImages"  # imports torchvision
 ATTENTION_BACKEND = "attention.backend.CanvasAttentionBackend"
 # vLLM's backends that take one causal flag per sequence.
 FLAG_BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
@@ -88,7 +89,8 @@ def _serve_architecture() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    ModelRegistry.register_model(ARCHITECTURE, MODEL)
+    model = MODEL if importlib.util.find_spec("torchvision") is None else MODEL_WITH_IMAGES
+    ModelRegistry.register_model(ARCHITECTURE, model)
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
     MODELS_CONFIG_MAP[ARCHITECTURE] = _config_hook(_configure_dllm)

@@ -103,14 +103,6 @@ def block_frames(
     context = [*prompt_ids, *emitted]
     seeds, start = torch.tensor([seed]), torch.tensor([len(context)])
     width = torch.tensor([config.canvas_length])
-    rules = denoise.DenoiseRules(
-        config.t_min,
-        config.t_max,
-        config.max_denoising_steps,
-        config.entropy_bound,
-        config.confidence_threshold,
-        config.stability_threshold + 1,
-    )
     canvas = noise.initial_canvas(seeds, start, config.canvas_length, vocab_size)
     stops = torch.tensor(sorted(watched.eos_ids))
     state = denoise.DenoiseState(
@@ -138,7 +130,7 @@ def block_frames(
             drawn.renoise_tokens,
             is_stop=torch.isin(stats.argmax[None], stops),
         )
-        outcome = denoise.denoise_step(state, inputs, width, rules)
+        outcome = denoise.denoise_step(state, inputs, width, rules(config))
         accept = denoise.accept_mask(stats.entropy[None], width, config.entropy_bound)
         converged = bool(outcome.converged)
         yield Frame(
@@ -155,6 +147,18 @@ def block_frames(
         )
         state = denoise.DenoiseState(*outcome[:4])
         believed = logits[None] / temperature
+
+
+def rules(config: DenoiseConfig) -> denoise.DenoiseRules:
+    """The parameters of every denoise step of a request that asks for nothing special."""
+    return denoise.DenoiseRules(
+        config.t_min,
+        config.t_max,
+        config.max_denoising_steps,
+        config.entropy_bound,
+        config.confidence_threshold,
+        config.stability_threshold + 1,
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -124,12 +124,12 @@ def entropy_ranges() -> list[str]:
 
 def cells(frame: Frame, labels: Labels) -> list[Cell]:
     """The canvas after a step, one cell a position."""
+    statuses: list[Status]
     if frame.is_final:
         length = labels.length(frame.argmax)
         held = [labels.token(token_id) for token_id in frame.argmax[:length]]
-        num_unused = len(frame.argmax) - length
-        held += [""] * num_unused
-        statuses: list[Status] = ["final"] * length + ["unused"] * num_unused
+        held += [""] * (len(frame.argmax) - length)
+        statuses = ["final" if place < length else "unused" for place in range(len(held))]
     else:
         held = [labels.token(token_id) for token_id in frame.next_canvas]
         statuses = ["accepted" if accepted else "renoised" for accepted in frame.accepted]

@@ -278,6 +278,27 @@ def bad_words_cases(rng: np.random.Generator) -> Iterator[Case]:
     offsets = [0, *np.cumsum([len(word) for word in words])]
     yield Case(
         GPU + "sample.bad_words._bad_words_kernel",
+        "nothing-in-front",
+        (1, 2),
+        dict(
+            logits_ptr=random_logits(rng, 1, VOCAB).nan_to_num(neginf=-50),
+            logits_stride=VOCAB,
+            expanded_idx_mapping_ptr=i64([0]),
+            bad_word_token_ids_ptr=i32([[7, 4, 5]]),
+            bad_word_token_ids_stride=3,
+            bad_word_offsets_ptr=i32([[0, 1, 3]]),
+            bad_word_offsets_stride=3,
+            num_bad_words_ptr=i32([2]),
+            all_token_ids_ptr=i32([[4, 4, 4]]),
+            all_token_ids_stride=3,
+            prompt_len_ptr=i32([3]),
+            total_len_ptr=i32([3]),
+            input_ids_ptr=i32([4]),
+            expanded_local_pos_ptr=i32([0]),
+        ),
+    )
+    yield Case(
+        GPU + "sample.bad_words._bad_words_kernel",
         "batch",
         (5, 7),
         dict(

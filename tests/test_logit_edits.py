@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip  (lets vLLM's states be made on a CPU)
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcReque
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm import seams
+import dllm
+from dllm import seams_cpu
 from dllm.canvas_rows import CanvasRows
 from dllm.logit_edits import LogitEdits
 
@@ -24,7 +27,8 @@ STOPS = (1, 6)
 
 @pytest.fixture(scope="module", autouse=True)
 def cpu_kernels() -> None:
-    seams.register_cpu_kernels(include_sampling=False)
+    dllm.register()
+    seams_cpu.register_cpu_kernels(include_sampling=False)
 
 
 class Batch:

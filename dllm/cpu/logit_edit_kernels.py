@@ -196,14 +196,14 @@ def _bad_words_kernel(
     first = committed_len + local_pos - prefix_len  # of the output tokens compared with the prefix
     is_completed = first >= 0
     for i in range(int(prefix_len.max(initial=0))):
-        place = np.where(is_completed & (i < prefix_len), first + i, 0)
-        is_draft = place >= committed_len
-        draft_rows = np.where(is_draft, rows - local_pos + place - committed_len + 1, 0)
-        committed_places = np.where(is_draft, 0, prompt_len + place)
-        committed = all_token_ids_ptr.numpy()[slots, committed_places]
+        is_compared = is_completed & (i < prefix_len)
+        is_draft = is_compared & (first + i >= committed_len)
+        draft_rows = np.where(is_draft, rows - local_pos + first + i - committed_len + 1, 0)
+        places = np.where(is_compared & ~is_draft, prompt_len + first + i, 0)
+        committed = all_token_ids_ptr.numpy()[slots, places]
         actual = np.where(is_draft, input_ids_ptr.numpy()[draft_rows], committed)
         expected = tokens[slots, np.minimum(starts + i, ends - 1)]
-        is_completed &= (actual == expected) | (i >= prefix_len)
+        is_completed &= ~is_compared | (actual == expected)
     last = tokens[slots, ends - 1]
     logits_ptr[rows[is_completed], last[is_completed]] = -torch.inf
 

@@ -334,6 +334,7 @@ def write_checkpoint(
     decoder_scalars: Sequence[float] | None = None,
     encoder_copies: bool = False,
     mute_experts: bool = False,
+    image_processor: bool = False,
 ) -> Path:
     """Write a whole checkpoint directory; the same arguments give the same bytes.
 
@@ -348,6 +349,7 @@ def write_checkpoint(
         mute_experts: zero the experts and neutralise the norm behind the MLP. The model then
             computes what the dense one (``num_experts=None``) with this seed computes, up to the
             epsilon of one more norm, which gives the reference a dense twin.
+        image_processor: also write what an image request needs, for the vision tower of the config.
 
     Returns:
         The directory.
@@ -370,7 +372,30 @@ def write_checkpoint(
     _write_json(path / "generation_config.json", generation_config() | (generation or {}))
     text: dict = config["text_config"]  # type: ignore[assignment]
     save_tokenizer(make_tokenizer(CORPUS.splitlines()), path, text["max_position_embeddings"])
+    if image_processor:
+        _write_image_processor(path, config["vision_config"])  # type: ignore[arg-type]
     return path
+
+
+def _write_image_processor(path: Path, vision: dict) -> None:
+    """processor_config.json, and the names of the image tokens in tokenizer_config.json."""
+    patches = {name: vision[name] for name in ("patch_size", "pooling_kernel_size")}
+    processor: Config = {
+        "processor_class": "Gemma4Processor",
+        "image_seq_length": vision["default_output_length"],
+        "image_processor": {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "max_soft_tokens": vision["default_output_length"],
+            **patches,
+        },
+        # Never used, and the processor cannot do without them.
+        "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
+        "video_processor": {"video_processor_type": "Gemma4VideoProcessor", **patches},
+    }
+    _write_json(path / "processor_config.json", processor)
+    tokenizer_config = path / "tokenizer_config.json"
+    names = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
+    _write_json(tokenizer_config, json.loads(tokenizer_config.read_text()) | names)
 
 
 def _write_json(path: Path, value: Config) -> None:

@@ -1,0 +1,133 @@
+"""DiffusionGemma with its vision tower: image prompts, where torchvision can be imported.
+
+vLLM's own Gemma4 processor turns an image into patches and its placeholder into as many soft
+tokens; the tower and its projection turn the patches into embeddings, which replace those of the
+placeholder in the prompt. Everything else is the text model. Imported only where torchvision is
+(``seams.MODEL_WITH_IMAGES``): vLLM's processor does not import without it.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModel, DiffusionGemmaConfig
+from vllm.config import VllmConfig
+from vllm.model_executor.models.gemma4_mm import (
+    Gemma4DummyInputsBuilder,
+    Gemma4MultimodalEmbedder,
+    Gemma4MultiModalProcessor,
+    Gemma4ProcessingInfo,
+)
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.states import RequestState
+
+from dllm.model import DiffusionGemmaForBlockDiffusion
+from dllm.model_state import DiffusionModelState
+
+
+class ImageProcessingInfo(Gemma4ProcessingInfo):
+    """What a prompt may hold: images, if the checkpoint has a tower to look at them with."""
+
+    def get_hf_config(self) -> DiffusionGemmaConfig:
+        """The checkpoint's config.json."""
+        return self.ctx.get_hf_config(DiffusionGemmaConfig)
+
+    def has_audio(self) -> bool:
+        """No DiffusionGemma has an audio tower."""
+        return False
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Any number of images, or nothing: vLLM then serves text only."""
+        return {} if self.get_hf_config().vision_config is None else {"image": None}
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        """Soft tokens of the largest image."""
+        tokens = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
+        return {name: tokens[name] for name in self.get_supported_mm_limits()}
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    Gemma4MultiModalProcessor, info=ImageProcessingInfo, dummy_inputs=Gemma4DummyInputsBuilder
+)
+class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiModal):
+    """The text model, the vision tower and the projection between them."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix=DiffusionGemmaForBlockDiffusion.hf_to_vllm_mapper.orig_to_new_prefix
+        | {
+            "model.encoder.vision_tower.": "vision_tower.",
+            "model.encoder.embed_vision.": "embed_vision.",
+        }
+    )
+
+    @staticmethod
+    def get_model_state_cls() -> "type[ImageModelState]":
+        """vLLM's hook that selects the model state of this model."""
+        return ImageModelState
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        """What stands for an image in a prompt whose chat template does not say."""
+        return "<|image|>"
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config = vllm_config.model_config.hf_config
+        if config.vision_config is None:
+            self.hf_to_vllm_mapper = DiffusionGemmaForBlockDiffusion.hf_to_vllm_mapper
+            return
+        with self._mark_tower_model(vllm_config, "image"):
+            self.vision_tower = AutoModel.from_config(config.vision_config)
+            self.embed_vision = Gemma4MultimodalEmbedder(
+                config.vision_config,
+                config.text_config,
+                prefix=maybe_prefix(prefix, "embed_vision"),
+            )
+
+    def embed_multimodal(
+        self, *, pixel_values: Iterable[torch.Tensor], pixel_position_ids: Iterable[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Embeddings of each image's soft tokens, ``[soft tokens, hidden]``.
+
+        Args:
+            pixel_values: per image, ``[patches, 3 * patch_size**2]``.
+            pixel_position_ids: per image, ``[patches, 2]``, (-1, -1) where a patch is padding.
+        """
+        return [
+            self.embed_vision(
+                self.vision_tower(
+                    pixel_values=patches[None], pixel_position_ids=places[None]
+                ).last_hidden_state
+            )
+            for patches, places in zip(pixel_values, pixel_position_ids, strict=True)
+        ]
+
+
+class ImageModelState(DiffusionModelState):
+    """Puts the images' embeddings in the place of their placeholders'."""
+
+    def prepare_inputs_embeds(
+        self,
+        scheduled_encoder_inputs: dict[str, list[int]],
+        input_batch: InputBatch,
+        req_states: RequestState,
+    ) -> None:
+        """Encode the images whose prompt chunk comes next; ``prepare_inputs`` embeds them."""
+        if self.supports_mm_inputs:
+            self.execute_mm_encoder(scheduled_encoder_inputs)
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """The text's inputs, then the images'. No canvas row holds an image."""
+        inputs = super().prepare_inputs(input_batch, req_states)
+        if self.supports_mm_inputs:
+            embeds, is_image = self.gather_mm_embeddings(input_batch)
+            if embeds:
+                inputs["inputs_embeds"][: len(is_image)][is_image.to(self.device)] = torch.cat(
+                    embeds
+                ).to(self.dtype)
+        return inputs
