@@ -8,11 +8,11 @@ all rows, as for any backend; the drafter's passes arrive that way.
 Every tensor is read on the device, so that one captured CUDA graph serves every mix of spans.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -61,6 +61,10 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Not the longest span of a step: tile heights, and with them a sequence's bits, would
+        # depend on who shares its batch, and on whether a graph runs it.
+        self._max_query_len = vllm_config.scheduler_config.max_num_batched_tokens
+        self._max_model_len = vllm_config.model_config.max_model_len
         # Persistent, as everything a captured graph reads.
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self._all_rows = {
@@ -74,20 +78,17 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CanvasAttentionMetadata:
-        """Metadata of a step; the host's bounds pick tile sizes and nothing else."""
-        common = common_attn_metadata
-        return self._metadata(common, common.max_query_len, common.max_seq_len)
+        """Metadata of a step; its longest sequence only says whether any can be split."""
+        return self._metadata(common_attn_metadata, common_attn_metadata.max_seq_len)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> CanvasAttentionMetadata:
         """Metadata whose bounds hold for every replay of the graph."""
-        common = common_attn_metadata
-        max_model_len = self.vllm_config.model_config.max_model_len
-        return self._metadata(common, common.num_actual_tokens, max_model_len)
+        return self._metadata(common_attn_metadata, self._max_model_len)
 
     def _metadata(
-        self, common: CommonAttentionMetadata, max_query_len: int, max_seq_len: int
+        self, common: CommonAttentionMetadata, max_seq_len: int
     ) -> CanvasAttentionMetadata:
         seq_lens = common.seq_lens[: common.num_reqs]
         bidirectional_from = common.causal
@@ -99,7 +100,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
                 seq_lens=seq_lens,
                 block_tables=common.block_table_tensor[: common.num_reqs],
                 bidirectional_from=bidirectional_from[: common.num_reqs],
-                max_query_len=max(max_query_len, 1),
+                max_query_len=self._max_query_len,
                 max_seq_len=max_seq_len,
             ),
             num_actual_tokens=common.num_actual_tokens,
@@ -107,7 +108,7 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
 
 
 class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
-    """One layer. A sliding layer's window kind is the model's (``canvas_window``)."""
+    """One layer. A sliding layer's window is symmetric unless the model asks for the other kind."""
 
     def __init__(
         self,
@@ -132,12 +133,14 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        window = None
-        if sliding_window is not None:
-            hf_config = get_current_vllm_config().model_config.hf_config
-            kind = getattr(hf_config, "canvas_window", None)
-            window = Window("anchored" if kind == "anchored" else "symmetric", sliding_window)
+        window = None if sliding_window is None else Window("symmetric", sliding_window)
         self.options = AttentionOptions(float(scale), window, logits_soft_cap or 0.0)
+
+    def use_anchored_window(self) -> None:
+        """Let every canvas row of a sliding layer see the context that the first of them sees."""
+        assert self.options.window is not None, "only sliding-window layers can be anchored"
+        window = replace(self.options.window, kind="anchored")
+        self.options = replace(self.options, window=window)
 
     def forward(
         self,
@@ -227,6 +230,11 @@ class CanvasAttentionBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         """Symmetric and anchored windows."""
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Images whose rows see each other: rows with none of them causal."""
         return True
 
     @classmethod

@@ -32,11 +32,13 @@ class SubBatch:
     Attributes:
         tokens: ``[rows]`` int64, their places on the flat token axis.
         window: keys a row sees, itself included.
+        is_causal: whether it sees them before it only, or on both sides.
         query_start_loc, seq_lens, block_table, scheduler_metadata: of these rows alone.
     """
 
     tokens: torch.Tensor
     window: int
+    is_causal: bool
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
@@ -45,7 +47,7 @@ class SubBatch:
 
 @dataclass
 class AnchoredMetadata(CPUAttentionMetadata):
-    """One sub-batch of causal rows, and one per canvas width."""
+    """One sub-batch of causal rows, one of images, and one per canvas width."""
 
     sub_batches: tuple[SubBatch, ...] = ()
 
@@ -61,7 +63,8 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> AnchoredMetadata:
         """Build for a batch whose ``causal`` is a tensor per sequence (a bool means all of them).
 
-        A bidirectional sequence is one canvas: its query rows are its last ``width`` positions.
+        A bidirectional sequence is one canvas, its query rows its last ``width`` positions, or
+        one image (``mm_req_doc_ranges``): a prompt's image has the reference's symmetric window.
         """
         common = common_attn_metadata
         is_causal = np.full(common.num_reqs, common.causal is not False)
@@ -69,11 +72,16 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
             is_causal = common.causal[: common.num_reqs].numpy() != 0
         lens = np.diff(common.query_start_loc[: common.num_reqs + 1].numpy())
         sub_batches = []
-        causal = np.flatnonzero(is_causal)
-        if len(causal):
-            sub_batches.append(self._sub_batch(common, causal, lens[causal], self.window_size))
-        for width in np.unique(lens[~is_causal]).tolist():
-            canvases = np.flatnonzero(~is_causal & (lens == width))
+        is_image = np.isin(np.arange(common.num_reqs), list(common.mm_req_doc_ranges or ()))
+        for kind, one_sided in ((is_causal, True), (is_image, False)):
+            whole = np.flatnonzero(kind)
+            if len(whole):
+                sub_batches.append(
+                    self._sub_batch(common, whole, lens[whole], self.window_size, one_sided)
+                )
+        is_canvas = ~is_causal & ~is_image
+        for width in np.unique(lens[is_canvas]).tolist():
+            canvases = np.flatnonzero(is_canvas & (lens == width))
             window = self.window_size - 1 + width
             rows = np.repeat(canvases, width)
             sub_batches.append(self._sub_batch(common, rows, np.ones_like(rows), window))
@@ -95,8 +103,9 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
         sequences: np.ndarray,
         query_lens: np.ndarray,
         window: int,
+        is_causal: bool = True,
     ) -> SubBatch:
-        """Causal attention of ``query_lens[i]`` rows that end where sequence ``sequences[i]`` does.
+        """Attention of ``query_lens[i]`` rows that end where sequence ``sequences[i]`` does.
 
         A sequence that is named once per canvas row contributes its rows in order.
         """
@@ -111,6 +120,7 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
         return SubBatch(
             tokens=torch.from_numpy(tokens.astype(np.int64)),
             window=window,
+            is_causal=is_causal,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             block_table=common.block_table_tensor[index],
@@ -122,7 +132,7 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
                 seq_lens=seq_lens,
                 dtype=self.dtype,
                 query_start_loc=query_start_loc,
-                causal=True,
+                causal=is_causal,
                 sliding_window_size=window,
                 isa=self.isa,
                 enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
@@ -164,7 +174,7 @@ class AnchoredAttentionImpl(CPUAttentionBackendImpl):
                 query_start_loc=sub_batch.query_start_loc,
                 seq_lens=sub_batch.seq_lens,
                 scale=self.scale,
-                causal=True,
+                causal=sub_batch.is_causal,
                 alibi_slopes=None,
                 sliding_window=sub_batch.window,
                 block_table=sub_batch.block_table,

@@ -71,7 +71,8 @@ class RaggedBatch:
     for which nothing is written.
     block_tables ``[num_seqs, max_pages]`` int32; entries of pages that no row sees are never read.
     bidirectional_from ``[num_seqs]``: int32 split point, or bool with True for a causal pass.
-    max_query_len: an upper bound on span lengths, known to the host (it picks tile sizes).
+    max_query_len: an upper bound on span lengths, known to the host. It picks the tile height;
+    a sequence gives the same bits in any batch with the same bound.
     max_seq_len: an upper bound on seq_lens, known to the host; None means what the tables can hold.
     """
 
@@ -198,6 +199,12 @@ def check_values(cache: PagedKV, batch: RaggedBatch, num_tokens: int) -> None:
             )
         if not 0 <= seq_len <= limit:
             raise ValueError(f"sequence {index} has seq_len {seq_len}, the limit is {limit}")
+        pages = batch.block_tables[index, : -(-seq_len // cache.page_size)]
+        if pages.numel() and int(pages.max()) >= cache.key.shape[0]:
+            raise ValueError(
+                f"sequence {index} has page {int(pages.max())}, the cache has "
+                f"{cache.key.shape[0]} pages"
+            )
 
 
 def _shape(tensor: Tensor) -> list[int]:

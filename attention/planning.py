@@ -4,7 +4,9 @@ Long contexts are split along the keys, so that one request fills the chip. How 
 sequence are cut decides how fp32 sums are grouped, hence the bits, so it must not depend on who
 shares the batch: `num_splits` looks at that sequence's own lengths only, and the kernel evaluates
 it on the device, where the lengths are. It asks for as many parts as bring the sequence's programs
-to TARGET_PROGRAMS, none shorter than min_keys_per_split.
+to TARGET_PROGRAMS, none shorter than min_keys_per_split. The height of a row tile decides too
+(which keys need a mask, which matrix instruction runs): it follows from max_query_len, so calls
+that shall agree to the bit are given the same bound, and not the longest span of each batch.
 
 The plan answers what is left, from upper bounds that the host knows: whether any sequence can be
 split at all (a kernel without the machinery otherwise), how many programs share the parts of one
@@ -14,6 +16,7 @@ A CUDA graph captures one plan; it holds for every content of the tensors.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from attention.masks import Window
@@ -102,8 +105,27 @@ def _head_programs(shape: BatchShape, config: TileConfig) -> int:
     return shape.num_kv_heads * ceil_div(shape.head_size, config.columns(shape.head_size))
 
 
+def most_splits(shape: BatchShape, config: TileConfig, window: Window | None) -> int:
+    """The most parts that any sequence within the bounds of ``shape`` can have.
+
+    More rows see more keys through a window, but have more programs. With each number of programs
+    that still allows two parts, the longest span counts.
+    """
+    most_tiles = TARGET_PROGRAMS // (2 * _head_programs(shape, config))
+    longest = (tiles * config.block_m // shape.group for tiles in range(1, most_tiles + 1))
+    spans = {min(max(rows, 1), shape.max_query_len) for rows in longest}
+    return max(
+        (
+            num_splits(rows, visible_keys(rows, shape.max_seq_len, window), shape, config)
+            for rows in spans
+        ),
+        default=1,
+    )
+
+
+@functools.lru_cache(maxsize=256)
 def plan_attention(shape: BatchShape, config: TileConfig, window: Window | None) -> AttentionPlan:
-    """The launch plan of a batch shape.
+    """The launch plan of a batch shape; layers of one step share it.
 
     The first axis of the grid has floor(num_tokens * group / block_m) + num_seqs programs: at
     least sum(ceil(query_len * group / block_m)) for any way of cutting the tokens into sequences.
@@ -112,12 +134,10 @@ def plan_attention(shape: BatchShape, config: TileConfig, window: Window | None)
     block_m = min(config.block_m, max(MIN_BLOCK_M, next_power_of_2(rows)))
     num_row_tiles = shape.num_tokens * shape.group // block_m + shape.num_seqs
 
-    # A sequence of one row gets the most parts, one with more than split_rows gets none.
-    num_keys = visible_keys(shape.max_query_len, shape.max_seq_len, window)
-    max_splits = num_splits(1, num_keys, shape, config)
+    max_splits = most_splits(shape, config, window)
     head_programs = _head_programs(shape, config)
     is_filled = num_row_tiles * head_programs > TARGET_PROGRAMS
-    split_tiles = max(1, TARGET_PROGRAMS // 2 // head_programs)
+    split_tiles = max(1, TARGET_PROGRAMS // 2 // head_programs)  # a longer span is never split
     split_rows = ceil_div(split_tiles * config.block_m, shape.group)
     is_by_token = shape.num_tokens <= shape.num_seqs * split_rows
     return AttentionPlan(

@@ -91,12 +91,15 @@ DRAFTER = Layer("drafter", 32, 8, 128)
 
 def table() -> list[Shape]:
     """Every shape of the benchmark, the most telling ones first."""
-    shapes = []
-    for context in (1024, 8192, 65536, 131072):
+    shapes: list[Shape] = []
+
+    def add_steps(context: int) -> None:
         for batch in (1, 8, 32):
             for layer in (FULL, SLIDING, SYMMETRIC, UNWINDOWED):
                 shapes.append(Shape(layer, "denoise", batch, context, CANVAS, (0,)))
             shapes.append(Shape(DRAFTER, "draft", batch, context, 16, (0,)))
+
+    add_steps(65536)
     for batch in (1, 8):
         for layer in (FULL, SLIDING):
             fused, mixed = (CANVAS,), (2 * CANVAS, 0, CANVAS)
@@ -104,6 +107,8 @@ def table() -> list[Shape]:
             shapes.append(Shape(layer, "mixed", batch, 8192, 2 * CANVAS, mixed))
             shapes.append(Shape(layer, "prefill", batch, 0, 4096, (4096,)))
             shapes.append(Shape(layer, "chunk", batch, 8192, 2048, (2048,)))
+    for context in (1024, 8192, 131072):
+        add_steps(context)
     return shapes
 
 

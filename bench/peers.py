@@ -48,12 +48,12 @@ def _contiguous(shape: Shape, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """Q ``[batch, heads, rows, size]``, K and V ``[batch, kv_heads, keys, size]``."""
     seq_len, layer = shape.context + shape.query_len, shape.layer
     query = inputs.query.view(shape.batch, shape.query_len, layer.num_heads, layer.head_size)
-    tables = inputs.batch.block_tables
-    key, value = (
-        torch.stack([gather_pages(cache, table, seq_len) for table in tables]).transpose(1, 2)
-        for cache in (inputs.cache.key, inputs.cache.value)
-    )
-    return query.transpose(1, 2).contiguous(), key.contiguous(), value.contiguous()
+
+    def gather(cache: Tensor) -> Tensor:
+        pages = [gather_pages(cache, table, seq_len) for table in inputs.batch.block_tables]
+        return torch.stack(pages).transpose(1, 2).contiguous()
+
+    return query.transpose(1, 2).contiguous(), gather(inputs.cache.key), gather(inputs.cache.value)
 
 
 def _bounds(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -99,6 +99,8 @@ def prepare_flex(shape: Shape, inputs: Inputs) -> Run:
     mask = create_block_mask(
         is_visible, shape.batch, None, shape.query_len, key.shape[2], device=str(query.device)
     )
+    # Every shape compiles anew; after eight of them torch would run it uncompiled, without a word.
+    torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     scale = inputs.options.scale
     return lambda: _flat(compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=True))
@@ -106,8 +108,8 @@ def prepare_flex(shape: Shape, inputs: Inputs) -> Run:
 
 def prepare_vllm_unified(shape: Shape, inputs: Inputs) -> Run:
     """vLLM's kernel with its per-sequence causal tensor."""
-    if inputs.query.device.type == "cpu":
-        raise CannotExpressError("needs a GPU")
+    if inputs.query.device.type == "cpu" and VLLM_SOURCE is None:
+        raise CannotExpressError("without a GPU it needs --vllm-source")
     unified_attention = _unified_attention()
     spans, tables, starts = _virtual_sequences(shape, inputs)
     device = inputs.query.device
@@ -180,7 +182,7 @@ def _load_from_source(folder: Path, name: str) -> types.ModuleType:
         NONE, INT4_PER_TOKEN_HEAD = 0, 4
         INT8_PER_TOKEN_HEAD, FP8_PER_TOKEN_HEAD = 2, 3
 
-    capability = torch.cuda.get_device_capability()[0]
+    capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
     platform = types.SimpleNamespace(
         fp8_dtype=lambda: torch.float8_e4m3fn,
         is_device_capability_family=lambda family: capability == family // 10,

@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 CanvasWindow = Literal["symmetric", "anchored"]
 CommitMode = Literal["overlapped", "separate"]
+SoftEmbedding = Literal["sparse", "exact"]
 
 CANVAS_WINDOWS: tuple[CanvasWindow, ...] = ("symmetric", "anchored")
 COMMIT_MODES: tuple[CommitMode, ...] = ("overlapped", "separate")
+SOFT_EMBEDDINGS: tuple[SoftEmbedding, ...] = ("sparse", "exact")
 
 
 def did_you_mean(given: str, known: list[str]) -> str:
@@ -168,16 +170,30 @@ class PluginOptions:
     Attributes:
         commit: ``overlapped`` fixes the KV of an emitted block at the head of the next forward
             pass; ``separate`` gives it a pass of its own (the plain twin, for comparison).
+        soft_embedding: ``sparse`` leaves out tokens that move a soft embedding by no more than
+            rounding its probabilities does, if the vocabulary is large (``soft_embedding``);
+            ``exact`` multiplies by all of it.
+        logits_workspace_mib: MiB of fp32 logits that exist at once; more rows than fit are taken
+            in tiles of whole canvases (``logit_rows``). Bounds the memory of a step.
     """
 
     commit: CommitMode = "overlapped"
+    soft_embedding: SoftEmbedding = "sparse"
+    logits_workspace_mib: int = 1024
 
     def __post_init__(self) -> None:
-        if self.commit not in COMMIT_MODES:
-            raise ValueError(
-                f'--additional-config: "dllm": commit = {self.commit!r}; allowed: '
-                f"{', '.join(COMMIT_MODES)}."
-            )
+        _check_int(
+            '--additional-config: "dllm": logits_workspace_mib', self.logits_workspace_mib, 1
+        )
+        for key, value, allowed in (
+            ("commit", self.commit, COMMIT_MODES),
+            ("soft_embedding", self.soft_embedding, SOFT_EMBEDDINGS),
+        ):
+            if value not in allowed:
+                raise ValueError(
+                    f'--additional-config: "dllm": {key} = {value!r}; allowed: '
+                    f"{', '.join(allowed)}."
+                )
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "PluginOptions":
@@ -206,6 +222,15 @@ class PluginOptions:
                     f"{did_you_mean(str(key), known)}; known: {', '.join(known)}."
                 )
         return cls(**given)
+
+
+def takes_images(hf_config: Any) -> bool:
+    """Whether a checkpoint has a vision tower and says how many soft tokens make an image.
+
+    One that does not say (ours are written for text) has no image processor and is served without.
+    """
+    vision = getattr(hf_config, "vision_config", None)
+    return getattr(vision, "default_output_length", None) is not None
 
 
 def _require(mapping: Mapping[str, object], key: str, where: str):  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModel, DiffusionGemmaConfig
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.models.gemma4_mm import (
     Gemma4DummyInputsBuilder,
     Gemma4MultimodalEmbedder,
@@ -24,8 +24,10 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
+from dllm.config import takes_images
 from dllm.model import DiffusionGemmaForBlockDiffusion
 from dllm.model_state import DiffusionModelState
+from dllm.spans import VirtualSequences
 
 
 class ImageProcessingInfo(Gemma4ProcessingInfo):
@@ -41,14 +43,15 @@ class ImageProcessingInfo(Gemma4ProcessingInfo):
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         """Any number of images, or nothing: vLLM then serves text only."""
-        return {} if self.get_hf_config().vision_config is None else {"image": None}
+        return {"image": None} if takes_images(self.get_hf_config()) else {}
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
         """Soft tokens of the largest image."""
-        tokens = super().get_mm_max_tokens_per_item(seq_len, mm_counts)
-        return {name: tokens[name] for name in self.get_supported_mm_limits()}
+        if not self.get_supported_mm_limits():
+            return {}
+        return {"image": super().get_mm_max_tokens_per_item(seq_len, mm_counts)["image"]}
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -78,7 +81,7 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = vllm_config.model_config.hf_config
-        if config.vision_config is None:
+        if not takes_images(config):
             self.hf_to_vllm_mapper = DiffusionGemmaForBlockDiffusion.hf_to_vllm_mapper
             return
         with self._mark_tower_model(vllm_config, "image"):
@@ -109,7 +112,8 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
 
 
 class ImageModelState(DiffusionModelState):
-    """Puts the images' embeddings in the place of their placeholders'."""
+    """Puts images' embeddings in the place of their placeholders', and lets their rows see each
+    other if the checkpoint says so (``use_bidirectional_attention: vision``)."""
 
     def prepare_inputs_embeds(
         self,
@@ -131,3 +135,39 @@ class ImageModelState(DiffusionModelState):
                     embeds
                 ).to(self.dtype)
         return inputs
+
+    def _sequences(self, input_batch: InputBatch) -> VirtualSequences:
+        sequences = super()._sequences(input_batch)
+        images = self._images(input_batch)
+        return sequences.with_images(images) if any(images) else sequences
+
+    def _images(self, input_batch: InputBatch) -> list[list[tuple[int, int]]]:
+        """Of each row, the (first, last) position of every bidirectional image of its prompt."""
+        if not (self.supports_mm_inputs and self.model_config.is_mm_prefix_lm):
+            return [[]] * input_batch.num_reqs
+        features = self.encoder_cache.mm_features
+        return [
+            [
+                positions
+                for feature in features.get(req_id, ())
+                for positions in feature.mm_position.extract_embeds_range()
+            ]
+            for req_id in input_batch.req_ids
+        ]
+
+    def _rows(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+    ) -> dict[str, Any]:
+        """Rows that hold an image come apart into sequences with none or all of their rows causal.
+
+        A full graph has no room for them: there, images are causal.
+        """
+        is_full = cudagraph_mode == CUDAGraphMode.FULL
+        if is_full or self._sequences(input_batch).images is None:
+            return super()._rows(input_batch, cudagraph_mode, block_tables)
+        sequences = self._virtual_sequences(input_batch, cudagraph_mode, block_tables)
+        split_points = sequences["query_start_loc_gpu"].diff() * sequences["causal"]
+        return sequences | {"causal": split_points}

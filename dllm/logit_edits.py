@@ -14,11 +14,12 @@ is exact, and each step settles at least one position more, if the logits do not
 Jacobi decoding). What depends on the position alone is exact at once.
 
 A step that ends without a fixed point (out of steps, or a `stability_threshold` of 0) may hold a
-bad word in its argmax canvas. `clean_lengths` finds the first, and only what is in front of it is
-emitted. That is one token at least: in front of position 0 there are only committed tokens.
+bad word in its argmax canvas. `completes_bad_word` finds them, and only what is in front of the
+first is emitted. That is one token at least: in front of position 0 are committed tokens alone.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -64,72 +65,66 @@ class LogitEdits:
         for processor in self._processors:
             processor.apply_staged_writes()
 
-    def apply(
-        self,
-        logits: torch.Tensor,
-        rows: CanvasRows,
-        canvases: CanvasState,
-        input_batch: InputBatch,
-    ) -> torch.Tensor:
-        """Edit the logits of this step in place: ``[N, vocab]`` fp32; returns them."""
+    def context(
+        self, rows: CanvasRows, canvases: CanvasState, input_batch: InputBatch
+    ) -> LogitsContext | None:
+        """This step as vLLM's processors see it, None if no request of the batch edits anything.
+
+        They read the draft in front of row i > 0 as the input id of row i, and take a row's
+        position for that of its input, one in front of the token that is decided.
+        """
         if not self._is_edited[_slots_np(input_batch)].any():
-            return logits
-        has_past = canvases.steps_done[rows.slots] > 0
-        past = torch.where(has_past[:, None], canvases.argmax_canvas[rows.slots], NO_TOKEN)
-        context = _context(rows, past, input_batch)
+            return None
+        slots = rows.slots[rows.row_of]
+        in_front = canvases.argmax_canvas[slots, (rows.place - 1).clamp(min=0)]
+        in_front = torch.where(canvases.steps_done[slots] > 0, in_front, NO_TOKEN)
+        return LogitsContext(
+            expanded_idx_mapping=input_batch.expanded_idx_mapping,
+            idx_mapping=input_batch.idx_mapping,
+            idx_mapping_np=_slots_np(input_batch),
+            expanded_local_pos=input_batch.expanded_local_pos,
+            input_ids=in_front.to(torch.int32),
+            pos=input_batch.positions[input_batch.logits_indices] - 1,
+            seq_lens_upper_bound_np=input_batch.seq_lens_cpu_upper_bound.numpy(),
+        )
+
+    def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
+        """Edit the logits of the rows of ``context`` in place: ``[N, vocab]`` fp32."""
         for processor in self._processors:
             logits = processor.apply(logits, context)
         return logits
 
     def may_forbid_words(self, input_batch: InputBatch) -> bool:
-        """Whether ``clean_lengths`` has to be asked (host arithmetic)."""
+        """Whether ``completes_bad_word`` has to be asked (host arithmetic)."""
         return bool(self._has_bad_words[_slots_np(input_batch)].any())
 
-    def clean_lengths(
-        self,
-        logits: torch.Tensor,
-        rows: CanvasRows,
-        argmax_canvas: torch.Tensor,
-        input_batch: InputBatch,
+    def completes_bad_word(
+        self, logits: torch.Tensor, argmax: torch.Tensor, context: LogitsContext
     ) -> torch.Tensor:
-        """How many tokens of each argmax canvas come before one that completes a bad word.
+        """Which argmax tokens complete a bad word, if all in front of them are emitted: [N] bool.
 
-        The words are masked once more in ``logits``, now behind the tokens that would be emitted:
-        a token that is masked by that completes one.
+        The words are masked once more in ``logits``, now behind the tokens of this step: a token
+        that is masked by that completes one.
 
         Args:
-            logits: ``[N, vocab]`` that the argmax canvas was taken from; changed in place.
-            argmax_canvas: ``[R, C]`` int64.
-
-        Returns:
-            ``[R]`` int64, from 1 to the width (0 where there is no canvas).
+            logits: ``[N, vocab]`` that the argmax was taken from, edited; changed in place.
+            argmax: ``[N]`` int64.
         """
-        self._bad_words.apply(logits, _context(rows, argmax_canvas, input_batch))
-        chosen = argmax_canvas[rows.row_of, rows.place]
-        is_bad = logits.gather(1, chosen[:, None]).squeeze(1) == -torch.inf
-        first_bad = torch.where(is_bad, rows.place, argmax_canvas.shape[1])
-        clean = rows.widths.scatter_reduce(0, rows.row_of, first_bad, "amin")
-        # A row without any token left, which admission rules out, must not stop the request.
-        return torch.maximum(clean, (rows.widths > 0).long())
+        in_front = argmax.roll(1).to(torch.int32)  # not read at position 0
+        self._bad_words.apply(logits, replace(context, input_ids=in_front))
+        return logits.gather(1, argmax[:, None]).squeeze(1) == -torch.inf
+
+
+def clean_lengths(rows: CanvasRows, is_bad: torch.Tensor) -> torch.Tensor:
+    """How many tokens of each canvas come before its first bad one: ``[R]`` int64.
+
+    is_bad: ``[N]`` bool. From 1 to the width, 0 where there is no canvas: a position 0 that is bad
+    has no token left, which admission rules out, and must not stop the request.
+    """
+    first_bad = torch.where(is_bad, rows.place, rows.widths[rows.row_of])
+    clean = rows.widths.scatter_reduce(0, rows.row_of, first_bad, "amin")
+    return torch.maximum(clean, (rows.widths > 0).long())
 
 
 def _slots_np(input_batch: InputBatch) -> np.ndarray:
     return input_batch.idx_mapping_np[: input_batch.num_reqs]
-
-
-def _context(rows: CanvasRows, canvas: torch.Tensor, input_batch: InputBatch) -> LogitsContext:
-    """The batch as vLLM's processors see it, with ``canvas`` ``[R, C]`` for the drafts.
-
-    They read the draft in front of row i > 0 as the input id of row i, and take a row's position
-    for that of its input, one in front of the token that is decided.
-    """
-    in_front = canvas[rows.row_of, (rows.place - 1).clamp(min=0)]
-    return LogitsContext(
-        expanded_idx_mapping=input_batch.expanded_idx_mapping,
-        idx_mapping=input_batch.idx_mapping,
-        idx_mapping_np=_slots_np(input_batch),
-        expanded_local_pos=input_batch.expanded_local_pos,
-        input_ids=in_front.to(torch.int32),
-        pos=input_batch.positions[input_batch.logits_indices] - 1,
-        seq_lens_upper_bound_np=input_batch.seq_lens_cpu_upper_bound.numpy(),
-    )

@@ -7,7 +7,10 @@ would only renormalize what they leave, and put everything else at -inf.) A read
 (``diffusion_read_only``) gets temperature 1.
 """
 
+from collections.abc import Sequence
+
 import torch
+from torch.nn import functional as F
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -79,6 +82,36 @@ class BlockLogprobs:
             logits_mode=self._reports_logits,
         )
 
+    @staticmethod
+    def joined(
+        parts: Sequence[LogprobsTensors | None], num_requests: Sequence[int]
+    ) -> LogprobsTensors | None:
+        """The logprobs of a batch from those of its parts, of so many requests each.
+
+        A part whose requests ask for less than others gets columns that none of them reads.
+        """
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        width = max(part.logprobs.shape[1] for part in known)
+        starts: list[int] = []
+        num_rows = 0
+        for part, count in zip(parts, num_requests, strict=True):
+            offsets = [0] * count if part is None else part.cu_num_generated_tokens
+            assert offsets is not None and len(offsets) == count, (offsets, count)
+            starts.extend(num_rows + offset for offset in offsets)
+            num_rows += 0 if part is None else len(part.logprobs)
+        return LogprobsTensors(
+            torch.cat([_widened(part.logprob_token_ids, width) for part in known]),
+            torch.cat([_widened(part.logprobs, width) for part in known]),
+            torch.cat([part.selected_token_ranks for part in known]),
+            starts,
+        )
+
     def _dims(self, input_batch: InputBatch) -> tuple[int, int] | None:
         """(top logprobs, own ids) that the widest request of the batch asks for."""
         return self._sampler.get_logprobs_dims(input_batch.idx_mapping_np[: input_batch.num_reqs])
+
+
+def _widened(columns: torch.Tensor, width: int) -> torch.Tensor:
+    return F.pad(columns, (0, width - columns.shape[1]))

@@ -6,23 +6,21 @@ per row says which of the two a row belongs to. No request state lives on the mo
 """
 
 from collections.abc import Iterable
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
-from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.gemma4 import Gemma4Model
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
-from vllm.sequence import IntermediateTensors
 
 from dllm.compilation import maybe_compile
 from dllm.config import DenoiseConfig
+from dllm.logit_rows import LogitRows, rows_at_once
 from dllm.self_conditioning import SelfConditioning
 from dllm.weights import merge_shared_copies, refuse_missing
 
@@ -48,11 +46,10 @@ class CanvasBackbone(Gemma4Model):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None,
         inputs_embeds: torch.Tensor | None,
         is_canvas_row: torch.Tensor,
-    ) -> torch.Tensor | IntermediateTensors:
-        """Run the layers of this pipeline stage.
+    ) -> torch.Tensor:
+        """Run the layers.
 
         Args:
             input_ids, positions: ``[tokens]``; ids are only read when no embeddings are given.
@@ -60,22 +57,15 @@ class CanvasBackbone(Gemma4Model):
             is_canvas_row: ``[tokens]`` bool.
 
         Returns:
-            ``[tokens, hidden]``, normalized on the last stage.
+            ``[tokens, hidden]``, normalized.
         """
-        if get_pp_group().is_first_rank:
-            hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
-        else:
-            assert intermediate_tensors is not None, "a later pipeline stage got no hidden states"
-            hidden = intermediate_tensors["hidden_states"]
+        hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         scalars = torch.where(
             is_canvas_row[:, None], self.canvas_scalars.to(hidden), self.head_scalars.to(hidden)
         )
-        layers = islice(self.layers, self.start_layer, self.end_layer)
-        for index, layer in enumerate(layers, start=self.start_layer):
+        for index, layer in enumerate(self.layers):
             hidden, _ = layer(positions, hidden, None)
             hidden = hidden * scalars[:, index : index + 1]
-        if not get_pp_group().is_last_rank:
-            return IntermediateTensors({"hidden_states": hidden})
         return self.norm(hidden)
 
 
@@ -121,21 +111,25 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self.final_logit_softcapping = config.final_logit_softcapping
         self._softcap = maybe_compile(softcap, vllm_config)
+        self._rows_at_once = rows_at_once(vllm_config)
         self.self_conditioning = SelfConditioning(
             config.hidden_size, config.intermediate_size, config.rms_norm_eps
         )
         if DenoiseConfig.from_vllm(vllm_config).canvas_window == "anchored":
             self._anchor_sliding_layers()
-        self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
 
     def _anchor_sliding_layers(self) -> None:
-        """Give the sliding layers the anchored window where vLLM's backend has none (a CPU)."""
-        for layer in islice(self.model.layers, self.model.start_layer, self.model.end_layer):
-            attention = layer.self_attn
-            if attention.is_sliding and attention.attn.attn_backend.get_name() == "CPU_ATTN":
+        """Give the sliding layers the anchored window, which no backend of vLLM's own has."""
+        for layer in self.model.layers:
+            if not layer.self_attn.is_sliding:
+                continue
+            attention = layer.self_attn.attn
+            if attention.attn_backend.get_name() == "CPU_ATTN":
                 from attention.cpu_backend import use_anchored_window
 
-                use_anchored_window(attention.attn)
+                use_anchored_window(attention)
+            else:
+                attention.impl.use_anchored_window()
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Scaled token embeddings, ``[tokens, hidden]``."""
@@ -145,22 +139,31 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         self,
         input_ids: torch.Tensor | None,
         positions: torch.Tensor,
-        intermediate_tensors: IntermediateTensors | None = None,
+        intermediate_tensors: None = None,
         inputs_embeds: torch.Tensor | None = None,
         is_canvas_row: torch.Tensor | None = None,
-    ) -> torch.Tensor | IntermediateTensors:
-        """One pass over heads and canvases; see ``CanvasBackbone.forward``."""
+    ) -> torch.Tensor:
+        """One pass over heads and canvases; see ``CanvasBackbone.forward``.
+
+        Args:
+            intermediate_tensors: of pipeline stages, which are refused at start: always None.
+        """
         if is_canvas_row is None:
             is_canvas_row = torch.zeros_like(positions, dtype=torch.bool)
-        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds, is_canvas_row)
+        return self.model(input_ids, positions, inputs_embeds, is_canvas_row)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """Logits of canvas rows, ``[rows, vocab]`` fp32, soft-capped in fp32 as the reference."""
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | LogitRows:
+        """Logits of canvas rows, ``[rows, vocab]``: now, or in the sampler if they are too many."""
+        if hidden_states.shape[0] > self._rows_at_once:
+            return LogitRows(hidden_states, self._logits)
+        return self._logits(hidden_states)
+
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits in fp32, soft-capped in fp32 as the reference."""
         if hidden_states.shape[0] == 0:  # no canvas: vLLM's CPU all-gather divides by the row count
             return hidden_states.new_empty(0, self.logits_processor.vocab_size, dtype=torch.float32)
         logits = self.logits_processor(self.lm_head, hidden_states)
-        if logits is None:
-            return None
+        assert logits is not None, "every rank samples, so every rank gathers the logits"
         if self.final_logit_softcapping is None:
             return logits.float()
         return self._softcap(logits, self.final_logit_softcapping)

@@ -29,7 +29,7 @@ from dllm.compilation import maybe_compile
 from dllm.config import DenoiseConfig
 from dllm.options import RequestOptions
 from dllm.sampler import DiffusionSampler
-from dllm.spans import Spans
+from dllm.spans import Spans, VirtualSequences
 
 
 class DiffusionModelState(ModelState):
@@ -184,8 +184,7 @@ class DiffusionModelState(ModelState):
     ) -> dict[str, Any]:
         """Heads and canvases as sequences of their own, for backends with one flag for each."""
         assert cudagraph_mode != CUDAGraphMode.FULL, "virtual sequences change in number"
-        seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
-        sequences = _spans(input_batch).virtual_sequences(seq_lens)
+        sequences = self._sequences(input_batch)
         row_of = torch.from_numpy(sequences.row_of).to(self.device)
         query_start_loc = torch.from_numpy(sequences.query_start_loc)
         return {
@@ -198,7 +197,12 @@ class DiffusionModelState(ModelState):
             "max_seq_len": int(sequences.seq_lens.max()),
             "block_tables": [table[row_of] for table in block_tables],
             "causal": torch.from_numpy(sequences.is_causal).to(self.device),
+            "mm_req_doc_ranges": sequences.images,
         }
+
+    def _sequences(self, input_batch: InputBatch) -> VirtualSequences:
+        seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
+        return _spans(input_batch).virtual_sequences(seq_lens)
 
     def _write_emitted_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
         """Put the ids of emitted blocks into the heads of their rows.

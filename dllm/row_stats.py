@@ -71,10 +71,10 @@ def row_stats(
 
     No row depends on the rows beside it. On a CPU the passes are compiled where the caller is.
     """
-    *rest, probs = torch.ops.dllm.row_stats(
+    result = torch.ops.dllm.row_stats(
         logits, temperature, keys, probs_dtype, *(filters or _OFF), torch.compiler.is_compiling()
     )
-    return RowStats(*rest, None if probs_dtype is None else probs)
+    return RowStats._make([*result[:-1], None if probs_dtype is None else result[-1]])
 
 
 def reference_row_stats(

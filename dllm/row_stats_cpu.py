@@ -63,7 +63,7 @@ def row_stats_cpu(
     num_rows, vocab_size = logits.shape
     probs = logits.new_empty(num_rows, vocab_size if probs_dtype else 0, dtype=probs_dtype)
     parts = []
-    for rows in row_slices(num_rows, vocab_size, WORKSPACE_LOGITS):
+    for rows in row_slices(num_rows, vocab_size):
         some_filters = None if filters is None else filters.rows(rows)
         tile = _tile(logits[rows], temperature[rows], keys[rows])
         tile, cutoff = _filter(tile, some_filters, vocab_size)
@@ -73,12 +73,12 @@ def row_stats_cpu(
     return [*(torch.cat(column) for column in zip(*parts, strict=True)), probs]
 
 
-def row_slices(num_rows: int, vocab_size: int, workspace_logits: int) -> Iterator[slice]:
-    """Row tiles of nearly equal size, none of one row unless that is all there is.
+def row_slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    """Row tiles of nearly equal size that fit the workspace, none of one row if there are two.
 
     ``torch.compile`` treats a size of 1 as a special case, which would be compiled apart.
     """
-    most = max(workspace_logits // vocab_size, 2)
+    most = max(WORKSPACE_LOGITS // vocab_size, 2)
     count = min(-(-num_rows // most), max(num_rows // 2, 1))
     for index in range(count):
         yield slice(num_rows * index // count, num_rows * (index + 1) // count)

@@ -8,6 +8,7 @@ chunk, an emitted block, a canvas that has just converged) gets a fresh canvas b
 token. Noise is a function of the canvas start, so drawing that canvas twice draws the same one.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,12 +24,14 @@ from dllm import denoise, noise
 from dllm.canvas_rows import CanvasRows
 from dllm.canvas_state import CanvasState
 from dllm.compilation import maybe_compile
-from dllm.config import DenoiseConfig
-from dllm.logit_edits import LogitEdits
+from dllm.config import DenoiseConfig, PluginOptions
+from dllm.logit_edits import LogitEdits, clean_lengths
+from dllm.logit_rows import LogitRows, rows_at_once, tiles_of_batch
 from dllm.logprobs import BlockLogprobs
 from dllm.options import constrained
-from dllm.row_stats import RowFilters, row_stats
+from dllm.row_stats import RowFilters, RowStats, row_stats
 from dllm.self_conditioning import soft_embeddings
+from dllm.soft_embedding import is_worth_it
 
 
 class StepResult(NamedTuple):
@@ -39,7 +42,7 @@ class StepResult(NamedTuple):
         converged: ``[R]`` bool, rows whose ``argmax_canvas`` is emitted.
         stable_count: ``[R, C]`` and steps_done ``[R]``, of the next canvas.
         temperature: ``[N]`` fp32, of each logit row.
-        probs: ``[N, V]`` in the embedding's dtype.
+        stats: of each logit row.
         is_pinned: ``[R, C]`` bool, positions whose input the request holds.
     """
 
@@ -49,7 +52,7 @@ class StepResult(NamedTuple):
     stable_count: torch.Tensor
     steps_done: torch.Tensor
     temperature: torch.Tensor
-    probs: torch.Tensor
+    stats: RowStats
     is_pinned: torch.Tensor
 
     def first_rows(self, num_rows: int) -> "StepResult":
@@ -97,6 +100,12 @@ class DiffusionSampler:
         self.embedding = embedding
         self.normalizer = normalizer
         self.vocab_size = vllm_config.model_config.get_vocab_size()
+        # The exact product reads the probabilities; the sparse one computes the few it needs.
+        is_sparse = PluginOptions.from_vllm(vllm_config).soft_embedding == "sparse"
+        self._probs_dtype = (
+            None if is_sparse and is_worth_it(self.vocab_size) else embedding.weight.dtype
+        )
+        self._rows_at_once = rows_at_once(vllm_config)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
@@ -112,7 +121,7 @@ class DiffusionSampler:
         self.logprobs.apply_staged_writes()
 
     def __call__(
-        self, logits: torch.Tensor, input_batch: InputBatch, draft_logits: None = None
+        self, logits: torch.Tensor | LogitRows, input_batch: InputBatch, draft_logits: None = None
     ) -> SamplerOutput:
         """Run one denoise step.
 
@@ -120,22 +129,33 @@ class DiffusionSampler:
             logits: ``[N, vocab]`` fp32, of the canvas rows alone, in batch order; edited in place.
             input_batch: vLLM's; canvases are its draft tokens.
         """
-        rows = CanvasRows.of_batch(input_batch, self.config.canvas_length)
         if input_batch.num_draft_tokens == 0:
-            return self._start_canvases(rows)
-        logits = self.edits.apply(logits, rows, self.canvases, input_batch)
+            return self._start_canvases(CanvasRows.of_batch(input_batch, self.config.canvas_length))
+        if isinstance(logits, torch.Tensor):
+            return self._denoise(logits, input_batch)
+        tiles = tiles_of_batch(input_batch, self._rows_at_once)
+        return _joined([self._denoise(logits[rows], tile) for rows, tile in tiles])
+
+    def _denoise(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+        """A denoise step of the canvases whose logits these are."""
+        rows = CanvasRows.of_batch(input_batch, self.config.canvas_length)
+        context = self.edits.context(rows, self.canvases, input_batch)
+        if context is not None:
+            logits = self.edits.apply(logits, context)
         result = self._denoise_rows(
             logits,
             rows.at_least_two(self.canvases.spare_slot),
             self.canvases,
             self.config,
-            self.embedding.weight.dtype,
+            self._probs_dtype,
             self._filters(input_batch),
         ).first_rows(input_batch.num_reqs)
+        self._believe(logits, rows, result)
         num_emitted = torch.where(result.converged, rows.widths, 0)
-        if self.edits.may_forbid_words(input_batch):
-            clean = self.edits.clean_lengths(logits, rows, result.argmax_canvas, input_batch)
-            result, num_emitted = self._cut(rows, result, torch.minimum(num_emitted, clean))
+        if context is not None and self.edits.may_forbid_words(input_batch):
+            is_bad = self.edits.completes_bad_word(logits, result.stats.argmax, context)
+            num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
+            result = self._cut(rows, result, num_emitted)
         self._remember(rows, result)
         return self._emit(logits, rows, result, num_emitted, input_batch)
 
@@ -176,15 +196,13 @@ class DiffusionSampler:
             min_p=states.min_p.gpu[row_slots],
         )
 
-    def _cut(
-        self, rows: CanvasRows, result: StepResult, num_emitted: torch.Tensor
-    ) -> tuple[StepResult, torch.Tensor]:
+    def _cut(self, rows: CanvasRows, result: StepResult, num_emitted: torch.Tensor) -> StepResult:
         """Start the next canvas of a converged row behind what is emitted of this one."""
         canvas_start = rows.seq_lens - rows.widths
         is_cut = result.converged & (num_emitted < rows.widths)
         redrawn = self._draw_canvas(rows.slots, canvas_start + num_emitted)
         next_canvas = torch.where(is_cut[:, None], redrawn, result.next_canvas)
-        return result._replace(next_canvas=next_canvas), num_emitted
+        return result._replace(next_canvas=next_canvas)
 
     def _remember(self, rows: CanvasRows, result: StepResult) -> None:
         """Write the state of the next step."""
@@ -193,7 +211,13 @@ class DiffusionSampler:
         state.argmax_canvas[slots] = result.argmax_canvas
         state.stable_count[slots] = result.stable_count.to(state.stable_count.dtype)
         state.steps_done[slots] = result.steps_done.to(state.steps_done.dtype)
-        soft = soft_embeddings(result.probs, self.embedding, self.normalizer)
+
+    def _believe(self, logits: torch.Tensor, rows: CanvasRows, result: StepResult) -> None:
+        """Keep the soft embeddings for the next step, before anything else edits the logits."""
+        state, slots = self.canvases, rows.slots
+        soft = soft_embeddings(
+            logits, result.temperature, result.stats, self.embedding, self.normalizer
+        )
         # What the model would put at a pinned position is not to reach the next step.
         soft = torch.where(result.is_pinned[rows.row_of, rows.place][:, None], 0, soft)
         state.soft_embeds[slots[rows.row_of], rows.place] = soft.to(state.soft_embeds.dtype)
@@ -225,12 +249,25 @@ class DiffusionSampler:
         )
 
 
+def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
+    """The output of a batch from those of its tiles."""
+    return SamplerOutput(
+        sampled_token_ids=torch.cat([part.sampled_token_ids for part in parts]),
+        logprobs_tensors=BlockLogprobs.joined(
+            [part.logprobs_tensors for part in parts], [len(part.num_sampled) for part in parts]
+        ),
+        num_nans=None,
+        num_sampled=torch.cat([part.num_sampled for part in parts]),
+        num_rejected=torch.cat([part.num_rejected for part in parts]),
+    )
+
+
 def denoise_rows(
     logits: torch.Tensor,
     rows: CanvasRows,
     canvases: CanvasState,
     config: DenoiseConfig,
-    probs_dtype: torch.dtype,
+    probs_dtype: torch.dtype | None,
     filters: RowFilters | None,
 ) -> StepResult:
     """The tensor part of a denoise step: statistics of N logit rows, decisions for R canvases."""
@@ -276,7 +313,6 @@ def denoise_rows(
     pins = canvases.pins(slots, starts)
     canvas = torch.where(pins, canvases.seed_canvas[slots], outcome.canvas)
     fresh = canvases.with_seeds(slots, rows.seq_lens, drawn.next_canvas)
-    assert stats.probs is not None
     return StepResult(
         next_canvas=torch.where(goes_on[:, None], canvas, fresh),
         argmax_canvas=outcome.argmax_canvas,
@@ -284,6 +320,6 @@ def denoise_rows(
         stable_count=torch.where(goes_on[:, None], outcome.stable_count, 0),
         steps_done=torch.where(goes_on, outcome.steps_done, 0),
         temperature=temperature,
-        probs=stats.probs,
+        stats=stats,
         is_pinned=pins,
     )

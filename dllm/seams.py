@@ -29,8 +29,8 @@ FLAG_BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
 TESTED_VLLM = ("0.32",)
 ALLOW_UNTESTED = "DLLM_ALLOW_UNTESTED_VLLM"
 
-# fp32 logits of one step: bounds the default number of concurrent requests.
-LOGITS_WORKSPACE_BYTES = 4 << 30
+# Requests at a time unless the user chooses: what is larger than a step's workspace is tiled.
+DEFAULT_CONCURRENCY = 64
 
 
 _installed = False
@@ -142,6 +142,9 @@ def _configure_dllm(vllm_config: Any) -> None:
     _set_scheduler(vllm_config, denoise.canvas_length)
     _refuse_unsupported(vllm_config)
     _choose_attention(vllm_config, denoise.canvas_window)
+    if vllm_config.model_config.is_multimodal_model and vllm_config.model_config.is_mm_prefix_lm:
+        # The rows of an image see each other: they have to come in one chunk.
+        vllm_config.scheduler_config.disable_chunked_mm_input = True
     set_cpu_worker(vllm_config)
     # vLLM's default keeps only the end of a prompt in sliding-window groups: a conversation could
     # never continue from the blocks it generated. None keeps every block until it is evicted.
@@ -175,9 +178,7 @@ def _set_scheduler(vllm_config: Any, canvas_length: int) -> None:
                 f"scheduled whole or not at all. Allowed: at least {canvas_length}."
             )
     if scheduler.max_num_seqs >= scheduler.DEFAULT_MAX_NUM_SEQS:  # not chosen by the user
-        vocab_size = vllm_config.model_config.get_vocab_size()
-        fitting = LOGITS_WORKSPACE_BYTES // (4 * canvas_length * vocab_size)
-        scheduler.max_num_seqs = max(1, min(64, fitting))
+        scheduler.max_num_seqs = DEFAULT_CONCURRENCY
         logger.info("dllm: --max-num-seqs is %d", scheduler.max_num_seqs)
 
 
@@ -285,10 +286,14 @@ def _explain_missing_images() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.multimodal.registry import MultiModalRegistry
 
+    from dllm.config import takes_images
+
     create = MultiModalRegistry.create_processor
 
     def create_processor(self: Any, model_config: Any, **kwargs: Any) -> Any:
-        if model_config.architecture == ARCHITECTURE and not model_config.is_multimodal_model:
+        if model_config.architecture == ARCHITECTURE and (
+            not model_config.is_multimodal_model or not takes_images(model_config.hf_config)
+        ):
             raise VLLMValidationError(_text_only_message(), parameter="messages")
         return create(self, model_config, **kwargs)
 

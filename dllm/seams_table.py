@@ -111,7 +111,6 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
     ),
     # Configuration.
     ("vllm.config", "CompilationMode CUDAGraphMode VllmConfig", "what the server was told"),
-    ("vllm.config", "get_current_vllm_config", "the same, while a layer is built"),
     ("vllm.config.compilation", "CUDAGraphMode", "whether a step is padded for a graph"),
     ("vllm.config.diffusion", "DiffusionConfig", "makes the scheduler reserve the canvas"),
     (
@@ -121,7 +120,7 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
     ),
     # The model.
     ("vllm.compilation.decorators", "support_torch_compile", "compiles the backbone"),
-    ("vllm.distributed", "get_pp_group tensor_model_parallel_all_reduce", "parallel ranks"),
+    ("vllm.distributed", "tensor_model_parallel_all_reduce", "sums of sharded products"),
     ("vllm.model_executor.layers.attention", "Attention", "its type, for the anchored window"),
     ("vllm.model_executor.layers.layernorm", "RMSNorm", "norms of self-conditioning"),
     ("vllm.model_executor.layers.logits_processor", "LogitsProcessor", "gathers sharded logits"),
@@ -131,15 +130,25 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
         "the sharded vocabulary",
     ),
     ("vllm.model_executor.models.gemma4", "Gemma4Model", "the backbone"),
-    ("vllm.model_executor.models.interfaces", "SupportsQuant", "quantized checkpoints"),
+    (
+        "vllm.model_executor.models.interfaces",
+        "SupportsMultiModal SupportsQuant",
+        "image prompts; quantized checkpoints",
+    ),
     (
         "vllm.model_executor.models.utils",
         "AutoWeightsLoader WeightsMapper maybe_prefix",
         "loading and renaming weights",
     ),
-    ("vllm.sequence", "IntermediateTensors", "the backbone's signature"),
     ("vllm.model_executor.models.diffusion_gemma", "", "the built-in, with DLLM_DISABLE=1"),
     ("vllm.model_executor.models.gemma4_mm", "", "imported by the built-in; needs torchvision"),
+    (
+        "vllm.model_executor.models.gemma4_mm",
+        "Gemma4DummyInputsBuilder Gemma4MultiModalProcessor Gemma4MultimodalEmbedder "
+        "Gemma4ProcessingInfo",
+        "images: the processor, and the projection behind the vision tower",
+    ),
+    ("vllm.multimodal", "MULTIMODAL_REGISTRY", "names the processor of a model class"),
     # Front end.
     ("vllm.multimodal.registry", "MultiModalRegistry", "an image request is refused there"),
     ("vllm.v1.engine.input_processor", "InputProcessor", "requests are checked there"),
@@ -193,6 +202,7 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
     ),
     ("vllm.v1.worker.gpu.sample.logprob", "compute_topk_scores", "logprobs of chosen rows"),
     ("vllm.v1.worker.gpu.sample.output", "SamplerOutput", "what a sampler returns"),
+    ("vllm.v1.worker.gpu.sample.prompt_logprob", "CHUNK_SIZE", "rows of logits it wants at once"),
     ("vllm.v1.worker.gpu.sample.sampler", "Sampler", "whose states ours reads"),
     ("vllm.v1.worker.gpu.states", "RequestState", "canvases and tokens by slot"),
     ("vllm.v1.worker.utils", "AttentionGroup", "the signature of a hook"),

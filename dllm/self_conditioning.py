@@ -15,6 +15,9 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from dllm.row_stats import RowStats
+from dllm.soft_embedding import Shard, exact_product, skipped_mass, sparse_product
+
 
 class SelfConditioning(nn.Module):
     """The gated MLP that adds a soft embedding to the embedding of a canvas.
@@ -38,19 +41,31 @@ class SelfConditioning(nn.Module):
 
 
 def soft_embeddings(
-    probs: torch.Tensor, embedding: VocabParallelEmbedding, normalizer: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    stats: RowStats,
+    embedding: VocabParallelEmbedding,
+    normalizer: torch.Tensor,
 ) -> torch.Tensor:
     """Probability-weighted mean of the scaled token embeddings.
 
+    The exact product if ``stats`` kept the probabilities; otherwise each row leaves out tokens of
+    ``skipped_mass`` together, with the error that ``soft_embedding`` states.
+
     Args:
-        probs: ``[rows, vocab]`` in the embedding's dtype, over the whole vocabulary.
+        logits: ``[rows, vocab]`` over the whole vocabulary, those that ``stats`` are of.
+        temperature: ``[rows]``, likewise.
         embedding: this rank's shard of the table; partial products are summed over the ranks.
         normalizer: the embedding scale, sqrt(hidden_size).
 
     Returns:
         ``[rows, hidden]`` in the embedding's dtype.
     """
-    shard = embedding.shard_indices
-    start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
-    soft = probs[:, start:end] @ embedding.weight[: end - start]
+    indices = embedding.shard_indices
+    shard = Shard(embedding.weight, indices.org_vocab_start_index, indices.org_vocab_end_index)
+    if stats.probs is not None:
+        soft = exact_product(stats.probs, shard)
+    else:
+        budget = skipped_mass(embedding.weight.dtype)
+        soft = sparse_product(logits, temperature, stats, shard, budget)
     return tensor_model_parallel_all_reduce(soft) * normalizer

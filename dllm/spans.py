@@ -7,6 +7,7 @@ There is no phase flag anywhere. The schedule says it all (the core rule of ARCH
     rows [head_len, query_len)  the canvas: bidirectional, with logits
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,12 +25,48 @@ class VirtualSequences(NamedTuple):
         query_start_loc: [S + 1] int32.
         seq_lens: [S] int32, tokens of context and query together.
         is_causal: [S] int32, 1 or 0.
+        images: sequence -> positions (first, last) of the image that it is, if any are.
     """
 
     row_of: np.ndarray
     query_start_loc: np.ndarray
     seq_lens: np.ndarray
     is_causal: np.ndarray
+    images: dict[int, list[tuple[int, int]]] | None = None
+
+    def with_images(self, images: Sequence[Sequence[tuple[int, int]]]) -> "VirtualSequences":
+        """Cut the images out of the causal sequences: bidirectional sequences that end with them.
+
+        Args:
+            images: per batch row, (first, last) position of each of its images, in order.
+        """
+        parts: list[tuple[int, int, int, int]] = []  # row, length, sequence length, causal
+        found: dict[int, list[tuple[int, int]]] = {}
+        lens = np.diff(self.query_start_loc)
+        for row, length, stop, is_causal in zip(
+            self.row_of.tolist(), lens.tolist(), self.seq_lens.tolist(), self.is_causal.tolist(),
+            strict=True,
+        ):  # fmt: skip
+            start = stop - length
+            for first, last in images[row] if is_causal else ():
+                begin, end = max(first, start), min(last + 1, stop)
+                if begin >= end:  # computed before, or in a later chunk
+                    continue
+                if start < begin:
+                    parts.append((row, begin - start, begin, 1))
+                found[len(parts)] = [(first, last)]
+                parts.append((row, end - begin, end, 0))
+                start = end
+            if start < stop:
+                parts.append((row, stop - start, stop, is_causal))
+        rows, lengths, ends, flags = np.array(parts, dtype=np.int32).T
+        return VirtualSequences(
+            row_of=rows.astype(np.int64),
+            query_start_loc=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
+            seq_lens=ends.copy(),
+            is_causal=flags.copy(),
+            images=found or None,
+        )
 
 
 @dataclass(frozen=True)
@@ -52,11 +89,6 @@ class Spans:
         head_lens = query_lens - num_draft_tokens
         assert (head_lens >= 0).all(), f"canvas longer than its row: {query_lens=}, {head_lens=}"
         return cls(head_lens.astype(np.int32), num_draft_tokens.astype(np.int32))
-
-    @property
-    def has_heads_before_canvases(self) -> bool:
-        """Whether some row holds both a head and a canvas."""
-        return bool(((self.head_lens > 0) & (self.canvas_widths > 0)).any())
 
     def virtual_sequences(self, seq_lens: np.ndarray) -> VirtualSequences:
         """Split each row where its canvas starts.

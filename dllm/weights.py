@@ -82,14 +82,19 @@ def refuse_missing(
         parts = [name.replace(new, old) for old, (new, _) in stacked.items() if new in name]
         missing += [part for part in parts or [name] if part not in filled]
     if missing:
-        names = sorted(
-            name if name.startswith("lm_head.") else DECODER + name.removeprefix("model.")
-            for name in missing
-        )
+        names = sorted(_checkpoint_name(name) for name in missing)
         raise ValueError(
             f"the checkpoint misses {', '.join(names)}. Download or save it again: these weights "
             "would be served with whatever is in memory."
         )
+
+
+def _checkpoint_name(name: str) -> str:
+    if name.startswith("lm_head."):
+        return name
+    if name.startswith(("vision_tower.", "embed_vision.")):
+        return f"model.encoder.{name}"
+    return DECODER + name.removeprefix("model.")
 
 
 def _stack_scalars(

@@ -21,13 +21,18 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 BACKEND = "attention.backend.CanvasAttentionBackend"
 
 
+def serve_with_triton_kernel() -> None:
+    """Make the CPU platform answer with our backend."""
+    # The plugin does this wherever the platform is not a CPU.
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
+
+
 def main(checkpoint: str, output: str) -> None:
     """Generate, and save the tokens, the watched steps and the kernel's plans."""
     from attention import backend
 
-    # The plugin does this wherever the platform is not a CPU.
-    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
+    serve_with_triton_kernel()
     engine = Engine(
         checkpoint,
         max_model_len=128,

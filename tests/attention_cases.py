@@ -40,7 +40,10 @@ class CaseSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """The tensors of a batch and what they should give. ``expected`` is fp32, one per sequence."""
+    """The tensors of a batch and what they should give.
+
+    expected: fp32, one per sequence; magnitude: the same for the values' absolute values.
+    """
 
     query: Tensor
     cache: PagedKV
@@ -48,6 +51,7 @@ class Case:
     options: AttentionOptions
     spans: list[QuerySpan]
     expected: list[Tensor]
+    magnitude: list[Tensor]
 
     def poisoned_out(self) -> Tensor:
         """An output full of NaN."""
@@ -89,9 +93,12 @@ def make_case(spec: CaseSpec) -> Case:
     query = query.to(spec.dtype).to(spec.device)
     options = AttentionOptions(spec.head_size**-0.5, spec.window, spec.logit_softcap)
     reference_tables = tables.clamp(min=0).to(spec.device)
-    expected = paged_attention(query, key_seen, value_seen, reference_tables, spans, options)
+    expected, magnitude = (
+        paged_attention(query, key_seen, values, reference_tables, spans, options)
+        for values in (value_seen, value_seen.abs())
+    )
     batch = make_batch(spans, tables, spec.padding_seqs, spec.device)
-    return Case(query, cache, batch, options, spans, expected)
+    return Case(query, cache, batch, options, spans, expected, magnitude)
 
 
 def make_batch(

@@ -23,6 +23,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         key = repr((seed, generation, sorted(overrides.items(), key=lambda item: item[0])))
         if key not in written:
             names = ("encoder_scalars", "decoder_scalars", "encoder_copies", "mute_experts")
+            names += ("image_processor",)
             options = {name: overrides.pop(name) for name in names if name in overrides}
             config = tiny_config(**({"dtype": "float32"} | overrides))
             path = tmp_path_factory.mktemp("checkpoint") / "model"

@@ -27,7 +27,7 @@ class DenoiseStep:
 
     canvas_start: int
     head_len: int
-    logits: torch.Tensor | None  # [width, vocab]
+    logits: torch.Tensor | None  # [width, vocab], the model's own
     canvas: list[int]  # the input of the pass
     num_emitted: int
 
@@ -158,6 +158,7 @@ class Engine:
         call = type(sampler).__call__
 
         def spy(self: Any, logits: torch.Tensor, batch: Any, draft_logits: None = None) -> Any:
+            logits_before = logits.clone() if keep_logits else logits  # edited in place
             output = call(self, logits, batch, draft_logits)
             starts = batch.cu_num_logits_np
             for row, req_id in enumerate(batch.req_ids):
@@ -169,7 +170,7 @@ class Engine:
                     DenoiseStep(
                         canvas_start=int(batch.seq_lens[row]) - width,
                         head_len=int(batch.num_scheduled_tokens[row]) - width,
-                        logits=logits[starts[row] : starts[row + 1]].clone()
+                        logits=logits_before[starts[row] : starts[row + 1]]
                         if keep_logits
                         else None,
                         canvas=batch.input_ids[end - width : end].tolist(),

@@ -21,7 +21,7 @@ def edited(
     output: Sequence[int | None],
     stops: Collection[int] = (),
 ) -> Tensor:
-    """The logits ``[V]`` of the token that follows ``output``, as vLLM's sampler would edit them."""
+    """The logits ``[V]`` of the token that follows ``output``, edited as vLLM's sampler does."""
     x = logits.clone()
     if params.allowed_token_ids:
         forbidden = torch.ones_like(x, dtype=torch.bool)
@@ -33,9 +33,7 @@ def edited(
         x[sorted(stops)] = -torch.inf
     known = [token for token in output if token is not UNKNOWN]
     for token in sorted(set(prompt) | set(known)):
-        x[token] *= (
-            1 / params.repetition_penalty if x[token] > 0 else params.repetition_penalty
-        )
+        x[token] *= 1 / params.repetition_penalty if x[token] > 0 else params.repetition_penalty
     for token in sorted(set(known)):
         x[token] -= params.frequency_penalty * known.count(token) + params.presence_penalty
     for word in params.bad_words_token_ids or ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -12,7 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.attention_shapes import CANVAS, DRAFTER, FULL, SLIDING, Shape, table
+from bench.attention import Result, reference, row_error, targets, tolerance
+from bench.attention_shapes import (
+    CANVAS,
+    DRAFTER,
+    FULL,
+    SLIDING,
+    Layer,
+    Shape,
+    make_inputs,
+    table,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_triton = pytest.mark.skipif(
@@ -49,7 +60,11 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 @needs_triton
 def test_smoke_run_writes_csv_and_plot(tmp_path: Path) -> None:
     out = tmp_path / "results.csv"
-    result = run("-m", "bench.attention", "--smoke", "--out", str(out))
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    source = Path(vllm.origin).parent.parent
+    command = ("-m", "bench.attention", "--smoke", "--commit", "abc", "--out", str(out))
+    result = run(*command, "--vllm-source", str(source))
     assert result.returncode == 0, result.stdout + result.stderr
     rows = list(csv.DictReader(out.open()))
     by_name = {(row["shape"], row["implementation"]): row for row in rows}
@@ -57,7 +72,13 @@ def test_smoke_run_writes_csv_and_plot(tmp_path: Path) -> None:
     assert by_name["sliding-anchored/mixed/b3/c24", "sdpa"]["status"] == "ok"
     assert float(by_name["full/denoise/b1/c48", "sdpa"]["p50_ms"]) > 0
     assert by_name["full/denoise/b1/c48", "flex"]["status"].startswith("skipped: ")
-    assert rows[0]["torch"] == torch.__version__
+    for shape, name in (  # the arguments vLLM's kernel gets, and the window it really has
+        ("full/denoise/b1/c48", "vllm_unified"),
+        ("sliding-anchored/mixed/b3/c24", "vllm_unified (symmetric)"),
+    ):
+        assert by_name[shape, name]["status"] == "ok"
+    assert len(by_name) == len(rows) == 10
+    assert (rows[0]["torch"], rows[0]["commit"]) == (torch.__version__, "abc")
     assert out.with_suffix(".svg").read_text().startswith("<svg")
 
 
@@ -69,6 +90,42 @@ def test_a_wrong_result_gets_no_numbers(tmp_path: Path) -> None:
     rows = list(csv.DictReader(out.open()))
     assert {row["implementation"] for row in rows} == {"dllm"}
     assert all(row["status"] == "wrong" and row["p50_ms"] == "" for row in rows)
+
+
+def test_the_check_would_notice_at_long_context() -> None:
+    """There outputs are small: all zeros, or a part of the keys left out, must not pass."""
+    shape = Shape(Layer("long", 2, 1, 64), "denoise", 1, 30000, 4, (0,))
+    inputs = make_inputs(shape, "cpu")
+    expected = reference(shape, inputs, None)
+    right = expected[0].to(torch.bfloat16)
+    allowed = tolerance(torch.bfloat16)
+    assert row_error(right, shape, expected) <= allowed
+    assert row_error(torch.zeros_like(right), shape, expected) > allowed
+    assert row_error(torch.full_like(right, float("nan")), shape, expected) == float("inf")
+    fewer = dataclasses.replace(shape, context=29000)
+    assert row_error(reference(fewer, inputs, None)[0], shape, expected) > allowed
+    one_wrong = right.clone()
+    one_wrong[2, 1] = right[2, 0]
+    assert row_error(one_wrong, shape, expected) > allowed
+
+
+def test_targets_name_the_worst_shape() -> None:
+    def result(shape: str, name: str, of_ceiling: float, ratio: float) -> Result:
+        return Result(shape, name, "ok", 0.0, 1.0, 1.0, 1.0, 1.0, of_ceiling, ratio)
+
+    lines = targets(
+        [
+            result("full/denoise/b1/c65536", "dllm", 0.7, 1.0),
+            result("full/denoise/b8/c65536", "dllm", 0.5, 1.0),
+            result("full/denoise/b1/c65536", "vllm_unified", 0.2, 1.5),
+            result("sliding/denoise/b1/c65536", "vllm_unified (symmetric)", 0.2, 1.4),
+            Result("full/denoise/b32/c65536", "dllm", "wrong", 1.0),
+        ]
+    )
+    assert lines == [
+        "0.6 of the ceiling at 64k: NOT reached, least 0.50 (full/denoise/b8/c65536)",
+        "1.3 x vLLM on denoise: reached, least 1.40 (sliding/denoise/b1/c65536)",
+    ]
 
 
 def test_the_table_covers_what_the_models_do() -> None:

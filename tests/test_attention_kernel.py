@@ -40,10 +40,10 @@ def run_suite(environment: dict[str, str]) -> int:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs compiled on this machine")
 def test_suite_in_the_interpreter() -> None:
-    assert run_suite({"TRITON_INTERPRET": "1"}) >= 70
+    assert run_suite({"TRITON_INTERPRET": "1"}) >= 98
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_suite_compiled() -> None:
-    assert run_suite({}) >= 73
+    assert run_suite({}) >= 95  # without those that look into the interpreter

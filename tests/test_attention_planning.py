@@ -40,6 +40,11 @@ def test_sliding_layers_and_short_limits_are_not_split() -> None:
     plan = plan_attention(SLIDING_LAYER, tile_config(256, 2), Window("anchored", 1024))
     assert not plan.is_split
     assert plan.workspace_elements(SLIDING_LAYER) == 0
+    # Nor with the bounds of a server, where a span may be a long chunk of a prompt.
+    server = dataclasses.replace(
+        SLIDING_LAYER, num_tokens=8192, num_seqs=32, max_query_len=8192, max_seq_len=262144
+    )
+    assert not plan_attention(server, tile_config(256, 2), Window("anchored", 1024)).is_split
     short = dataclasses.replace(FULL_LAYER, max_seq_len=2048)
     assert not plan_attention(short, tile_config(512, 2), None).is_split
 
@@ -51,6 +56,16 @@ def test_a_large_batch_is_not_given_more_programs_but_the_same_parts() -> None:
     assert plan.is_split
     assert plan.split_programs == 1
     assert num_splits(256, 60_000, batch, config) == num_splits(256, 60_000, FULL_LAYER, config)
+
+
+def test_tile_heights_follow_the_bound_and_not_the_batch() -> None:
+    """With one bound for all of a server's steps, a span is cut the same alone and beside others."""
+    config = tile_config(256, 2)
+    shapes = [
+        dataclasses.replace(SLIDING_LAYER, num_tokens=tokens, num_seqs=seqs, max_query_len=2048)
+        for tokens, seqs in ((8, 1), (256, 1), (512, 2), (2048, 5))
+    ]
+    assert {plan_attention(shape, config, None).block_m for shape in shapes} == {config.block_m}
 
 
 def test_a_long_prefill_is_not_split_and_takes_little_workspace() -> None:
@@ -186,6 +201,10 @@ def test_inconsistent_inputs_are_refused_with_both_values() -> None:
     refuses("max_query_len is 0", batch__max_query_len=0)
     refuses("sequence 1 has 4 rows, max_query_len is 3", batch__max_query_len=3)
     refuses("sequence 1 has seq_len 13, the limit is 10", batch__max_seq_len=10)
+    refuses(
+        r"sequence 0 has page 99, the cache has \d+ pages",
+        batch__block_tables=case.batch.block_tables.masked_fill(case.batch.block_tables >= 0, 99),
+    )
     refuses("query_start_loc runs 0 .. 7, query has 5 tokens", query=case.query[:5], out=out[:5])
     refuses("seq_lens is on meta, query is on cpu", batch__seq_lens=case.batch.seq_lens.to("meta"))
     with pytest.raises(ValueError, match=r"scale is 0\.0"):

@@ -8,20 +8,12 @@ import re
 from typing import Any
 
 import pytest
+from denoise_cases import CONFIG, GENERATION, HF_CONFIG
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm.config import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES, DenoiseConfig, PluginOptions
 
-HF_CONFIG = {"canvas_length": 32}
-GENERATION = {
-    "max_denoising_steps": 16,
-    "t_min": 0.4,
-    "t_max": 0.8,
-    "stability_threshold": 1,
-    "confidence_threshold": 0.2,
-    "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 1.0},
-}
 INTEGERS = {"canvas_length": 1, "max_denoising_steps": 1, "stability_threshold": 0}
 FLOATS = {
     "t_min": TEMPERATURES,
@@ -60,16 +52,7 @@ def refusal(**changes: Any) -> str:
 
 
 def test_every_field_comes_from_the_files():
-    assert config() == DenoiseConfig(
-        canvas_length=32,
-        max_denoising_steps=16,
-        t_min=0.4,
-        t_max=0.8,
-        entropy_bound=1.0,
-        confidence_threshold=0.2,
-        stability_threshold=1,
-        canvas_window="symmetric",
-    )
+    assert config() == CONFIG
 
 
 @pytest.mark.parametrize("key", [*INTEGERS, *FLOATS, "sampler_config"])
@@ -179,6 +162,20 @@ def test_another_commit_is_refused(commit):
     expected = f'"dllm": commit = {commit!r}; allowed: overlapped, separate'
     with pytest.raises(ValueError, match=re.escape(expected)):
         PluginOptions.from_additional_config({"dllm": {"commit": commit}})
+
+
+@pytest.mark.parametrize("soft_embedding", ["sparse", "exact"])
+def test_soft_embedding(soft_embedding):
+    given = {"dllm": {"soft_embedding": soft_embedding}}
+    assert PluginOptions.from_additional_config(given).soft_embedding == soft_embedding
+    assert PluginOptions().soft_embedding == "sparse"
+
+
+@pytest.mark.parametrize("soft_embedding", ["Exact", "", None, 1, ["exact"]])
+def test_another_soft_embedding_is_refused(soft_embedding):
+    expected = f'"dllm": soft_embedding = {soft_embedding!r}; allowed: sparse, exact'
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        PluginOptions.from_additional_config({"dllm": {"soft_embedding": soft_embedding}})
 
 
 @pytest.mark.parametrize("options", [["commit"], "separate", 3])

@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.states import RequestState
 import dllm
 from dllm import seams_cpu
 from dllm.canvas_rows import CanvasRows
-from dllm.logit_edits import LogitEdits
+from dllm.logit_edits import LogitEdits, clean_lengths
 
 VOCAB, CANVAS, SLOTS, MAX_LEN = 40, 8, 5, 64
 STOPS = (1, 6)
@@ -119,13 +119,18 @@ class Batch:
     def edit(self, logits: Tensor | None = None) -> Tensor:
         """What the edits make of the logits, which are changed in place."""
         logits = self.logits.clone() if logits is None else logits
-        result = self.edits.apply(logits, self.rows, self.canvases, self.input_batch)
-        assert result is logits
-        return result
+        context = self.edits.context(self.rows, self.canvases, self.input_batch)
+        if context is not None:
+            assert self.edits.apply(logits, context) is logits
+        return logits
 
     def clean_lengths(self, logits: Tensor, argmax: Tensor) -> list[int]:
-        batch = (self.rows, argmax, self.input_batch)
-        return self.edits.clean_lengths(logits, *batch).tolist()
+        context = self.edits.context(self.rows, self.canvases, self.input_batch)
+        assert context is not None and self.edits.may_forbid_words(self.input_batch)
+        of_rows = argmax[self.row_of, self.place]
+        return clean_lengths(
+            self.rows, self.edits.completes_bad_word(logits, of_rows, context)
+        ).tolist()
 
     def expected(self, has_past: bool = True) -> Tensor:
         """The same, row by row."""
@@ -237,7 +242,6 @@ def test_what_comes_before_the_first_bad_word(seed):
     batch.edits = batch._edits()
     argmax = torch.from_numpy(rng.integers(0, 3, batch.argmax.shape))
     # Position 0 was edited behind committed tokens, so it never completes a word.
-    *_, last = batch.outputs[0] + [None]
     while first_bad_word(words, batch.outputs[0] + [int(argmax[0, 0])], 5) is not None:
         argmax[0, 0] = (argmax[0, 0] + 1) % VOCAB
     output = batch.outputs[0] + argmax[0, : widths[0]].tolist()
@@ -251,13 +255,11 @@ def test_what_comes_before_the_first_bad_word(seed):
 def test_left_to_right_decoding_is_the_fixed_point(seed):
     """Logits that do not move: k steps settle k positions at least, and all is as decoded alone.
 
-    Whatever step it ends at, the clean prefix is free of bad words, and longer than the settled one.
+    Whatever step it ends at, the clean prefix is free of bad words, and no shorter than that.
     """
     rng = np.random.default_rng(seed)
     words = [rng.integers(0, 4, length).tolist() for length in (1, 2, 2, 3, 3, 4)]
-    request = params(
-        bad_words=words, frequency_penalty=1.0, repetition_penalty=1.3, min_tokens=9
-    )
+    request = params(bad_words=words, frequency_penalty=1.0, repetition_penalty=1.3, min_tokens=9)
     batch = Batch([request], seed, outputs=[4], widths=[CANVAS], steps_done=0)
     batch.logits[:, :4] += 6  # few tokens matter, and they repeat
     alone = list(batch.outputs[0])

@@ -4,12 +4,13 @@ import math
 from typing import Any
 
 import pytest
+from denoise_cases import CONFIG
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from dllm.config import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES, DenoiseConfig
+from dllm.config import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES
 from dllm.edit_limits import refuse_impossible_edits
 from dllm.options import (
     EXTRA_ARGS,
@@ -21,16 +22,6 @@ from dllm.options import (
     requested_canvas_width,
 )
 
-CONFIG = DenoiseConfig(
-    canvas_length=32,
-    max_denoising_steps=16,
-    t_min=0.4,
-    t_max=0.8,
-    entropy_bound=1.0,
-    confidence_threshold=0.2,
-    stability_threshold=1,
-    canvas_window="symmetric",
-)
 FLOATS = {
     "diffusion_t_min": TEMPERATURES,
     "diffusion_t_max": TEMPERATURES,

@@ -156,8 +156,11 @@ def test_row_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "workspace"), [(1, 1), (2, 1), (3, 1), (37, 60), (512, 10**9)]
 )
-def test_row_tiles_cover_every_row_once(num_rows: int, workspace: int) -> None:
-    slices = list(row_stats_cpu.row_slices(num_rows, 10, workspace))
+def test_row_tiles_cover_every_row_once(
+    num_rows: int, workspace: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_stats_cpu, "WORKSPACE_LOGITS", workspace)
+    slices = list(row_stats_cpu.row_slices(num_rows, 10))
     rows = [row for part in slices for row in range(num_rows)[part]]
     assert rows == list(range(num_rows))
     sizes = {part.stop - part.start for part in slices}

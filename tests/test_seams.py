@@ -564,7 +564,7 @@ def test_the_layers_of_the_backbone(checkpoint):
     backbone = model.model
     for name in attributes_read("model", "dllm/model.py") | {"normalizer", "embed_tokens"}:
         assert hasattr(backbone, name), name
-    for name in ("layers", "start_layer", "end_layer", "norm", "hf_to_vllm_mapper"):
+    for name in ("layers", "norm", "hf_to_vllm_mapper"):
         assert hasattr(backbone, name), name
     for layer in backbone.layers:
         # Ours multiplies per row; the layer's own factor has to be 1.

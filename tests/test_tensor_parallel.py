@@ -14,6 +14,7 @@ from test_parity import CANVAS, prompt
 from vllm import SamplingParams
 
 from dllm import self_conditioning
+from dllm.row_stats import row_stats
 
 VOCAB, HIDDEN, ROWS = 50, 16, 7
 NORMALIZER = torch.tensor(HIDDEN**0.5)
@@ -27,10 +28,13 @@ def shard(table: torch.Tensor, start: int, end: int, padding: int) -> SimpleName
 
 
 @pytest.mark.parametrize("cuts", [(0, 25, 50), (0, 32, 50), (0, 16, 32, 48, 50), (0, 50)])
-def test_partial_products_of_the_shards_sum_to_the_whole(monkeypatch, cuts):
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_partial_products_of_the_shards_sum_to_the_whole(monkeypatch, cuts, is_exact):
     generator = torch.Generator().manual_seed(1)
     table = torch.randn(VOCAB, HIDDEN, generator=generator)
-    probs = torch.randn(ROWS, VOCAB, generator=generator).softmax(-1)
+    logits, temperature = torch.randn(ROWS, VOCAB, generator=generator), torch.ones(ROWS)
+    keys = torch.zeros(ROWS, 2, dtype=torch.int64)
+    stats = row_stats(logits, temperature, keys, torch.float32 if is_exact else None)
     partial = []
     monkeypatch.setattr(
         self_conditioning,
@@ -39,10 +43,12 @@ def test_partial_products_of_the_shards_sum_to_the_whole(monkeypatch, cuts):
     )
     for start, end in itertools.pairwise(cuts):
         embedding = shard(table, start, end, padding=3)
-        result = self_conditioning.soft_embeddings(probs, embedding, NORMALIZER)
+        result = self_conditioning.soft_embeddings(
+            logits, temperature, stats, embedding, NORMALIZER
+        )
         torch.testing.assert_close(result, partial[-1] * NORMALIZER)
     # fp32, 50 terms in another order.
-    torch.testing.assert_close(sum(partial), probs @ table, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sum(partial), logits.softmax(-1) @ table, rtol=1e-5, atol=1e-6)
 
 
 # Prefills without any canvas row, several blocks, two requests at different points.

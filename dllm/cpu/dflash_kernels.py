@@ -4,22 +4,31 @@ Conventions as in kernels.py. A drafter reads the target's query tokens as conte
 Q query tokens per row: the last sampled token, then masks.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from dllm.cpu.kernels import spread
 
-def _cache_slots(
-    block_ids: np.ndarray, block_size: int, pad_id: int, positions: np.ndarray
-) -> np.ndarray:
-    """Return where positions go in the KV cache, pad_id where their block is the null block 0.
 
-    block_ids: [blocks] of one row; positions after the last block stay in it.
-    """
-    blocks = block_ids[np.minimum(positions // block_size, len(block_ids) - 1)].astype(np.int64)
-    return np.where(blocks != 0, blocks * block_size + positions % block_size, pad_id)
+@dataclass(frozen=True)
+class _Cache:
+    """Where tokens go in the KV cache. block_table: [rows, blocks], with 0 for the null block."""
+
+    block_table: np.ndarray
+    block_size: int
+    pad_id: int
+
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return a slot for each position, pad_id in the null block; the last block has no end."""
+        index = np.minimum(positions // self.block_size, self.block_table.shape[1] - 1)
+        blocks = self.block_table[rows, index].astype(np.int64)
+        return np.where(
+            blocks != 0, blocks * self.block_size + positions % self.block_size, self.pad_id
+        )
 
 
 def _fill(out: torch.Tensor, values: np.ndarray, padding: int | None = None) -> None:
@@ -28,6 +37,90 @@ def _fill(out: torch.Tensor, values: np.ndarray, padding: int | None = None) -> 
     flat[: values.size] = values.reshape(-1)
     if padding is not None:
         flat[values.size :] = padding
+
+
+def _fill_context(
+    out: tuple[torch.Tensor, torch.Tensor],
+    target_positions: np.ndarray,
+    starts: np.ndarray,
+    num_rejected: np.ndarray,
+    cache: _Cache,
+) -> np.ndarray:
+    """Write positions and cache slots of the context tokens; return the last kept position, [rows].
+
+    starts: [rows + 1], of the target's query tokens. The rejected ones at a row's end get position
+    0 and no cache slot.
+    """
+    rows, offsets = spread(starts)
+    is_kept = offsets < (np.diff(starts) - num_rejected)[rows]
+    positions = np.where(is_kept, target_positions[: starts[-1]], 0)
+    _fill(out[0], positions)
+    _fill(out[1], np.where(is_kept, cache.slots(rows, positions), cache.pad_id))
+    return positions[starts[1:] - num_rejected - 1]
+
+
+class _Queries(NamedTuple):
+    """Buffers of the drafter's query tokens: Q for each of at most `max_num_reqs` rows."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def _bonus_tokens(
+    slots: np.ndarray,
+    num_sampled: torch.Tensor,
+    last_sampled: torch.Tensor,
+    next_prefill_tokens: torch.Tensor,
+) -> np.ndarray:
+    """Return what each row's drafts follow: the token just sampled, or the next of the prompt."""
+    has_sampled = num_sampled.numpy()[: len(slots)] > 0
+    prompt = next_prefill_tokens.numpy().reshape(-1)[slots]
+    return np.where(has_sampled, last_sampled.numpy().reshape(-1)[slots], prompt)
+
+
+def _fill_queries(
+    out: _Queries,
+    bonus: np.ndarray,
+    mask_token_id: int,
+    positions: np.ndarray,
+    last_position: int,
+    cache: _Cache,
+) -> None:
+    """Write the query tokens at positions [rows, Q]; those past the model's end count as its last.
+
+    bonus: [rows], the first token of each row; masks follow.
+    """
+    num_rows, num_queries = positions.shape
+    input_ids = np.full(positions.shape, mask_token_id)
+    input_ids[:, 0] = bonus
+    _fill(out.input_ids, input_ids)
+    _fill(out.positions, np.minimum(positions, last_position))
+    _fill(out.slot_mapping, cache.slots(np.arange(num_rows)[:, None], positions), cache.pad_id)
+    starts = np.arange(len(out.start_loc)) * num_queries
+    _fill(out.start_loc, np.minimum(starts, num_rows * num_queries))
+    _fill(out.seq_lens, np.minimum(positions[:, -1], last_position) + 1, padding=0)
+
+
+def _fill_samples(
+    out: Sequence[torch.Tensor],
+    num_samples: int,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    samples_first: bool,
+) -> None:
+    """Write index, position and slot of each query token that a draft is sampled at.
+
+    All of them, each for the position after it, or all but the first.
+    """
+    indices_out, positions_out, slots_out = (buffer[:num_samples] for buffer in out)
+    first = 0 if samples_first else 1
+    indices = np.arange(positions.size).reshape(positions.shape)[:, first:]
+    _fill(indices_out, indices, padding=0)
+    _fill(positions_out, positions[:, first:] + samples_first, padding=0)
+    _fill(slots_out, np.repeat(slots, indices.shape[1]), padding=-1)
 
 
 def _prepare_dflash_inputs_kernel(
@@ -68,56 +161,30 @@ def _prepare_dflash_inputs_kernel(
     CP_INTERLEAVE: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Fill every buffer of the drafter's step, and pad each to its end.
-
-    Context tokens keep their positions; the rejected ones at a row's end get position 0 and no
-    cache slot. Q query tokens follow the last context token that is kept. Drafts are sampled at
-    all of them (SAMPLE_FROM_ANCHOR, each for the position after it) or all but the first.
-    """
+    """Fill every buffer of the drafter's step, and pad each to its end."""
     assert CP_SIZE == 1, f"context parallelism needs CUDA, but CP_SIZE is {CP_SIZE}"
-    slots, spans = idx_mapping_ptr.numpy(), target_query_start_loc_ptr.tolist()
-    num_rows, num_queries = len(slots), num_query_per_req
-    num_query_tokens = num_rows * num_queries
-    target_positions, block_table = target_positions_ptr.numpy(), block_table_ptr.numpy()
-    context_positions = out_context_positions_ptr.numpy()
-    context_slots = out_context_slot_mapping_ptr.numpy()
-    query_slots = out_query_slot_mapping_ptr.numpy()
-
-    positions = np.empty((num_rows, num_queries), dtype=np.int64)
-    for row, num_rejected in enumerate(num_rejected_ptr.tolist()[:num_rows]):
-        start, end = spans[row], spans[row + 1]
-        kept_end = end - num_rejected
-        kept = target_positions[start:kept_end]
-        positions[row] = kept[-1] + 1 + np.arange(num_queries)
-        slots_of = partial(_cache_slots, block_table[row], block_size, PAD_SLOT_ID)
-        context_positions[start:kept_end], context_positions[kept_end:end] = kept, 0
-        context_slots[start:kept_end], context_slots[kept_end:end] = slots_of(kept), PAD_SLOT_ID
-        query_slots[row * num_queries : (row + 1) * num_queries] = slots_of(positions[row])
-    query_slots[num_query_tokens:max_num_tokens] = PAD_SLOT_ID
-
-    bonus = np.where(
-        num_sampled_ptr.numpy()[:num_rows] > 0,
-        last_sampled_ptr.numpy().reshape(-1)[slots],
-        next_prefill_tokens_ptr.numpy().reshape(-1)[slots],
+    slots = idx_mapping_ptr.numpy()
+    cache = _Cache(block_table_ptr.numpy(), block_size, PAD_SLOT_ID)
+    last = _fill_context(
+        (out_context_positions_ptr, out_context_slot_mapping_ptr),
+        target_positions_ptr.numpy(),
+        target_query_start_loc_ptr.numpy()[: len(slots) + 1],
+        num_rejected_ptr.numpy()[: len(slots)],
+        cache,
     )
-    input_ids = np.full((num_rows, num_queries), parallel_drafting_token_id)
-    input_ids[:, 0] = bonus
-    last_position = max_model_len - 1
-    _fill(out_input_ids_ptr[:num_query_tokens], input_ids)
-    _fill(out_query_positions_ptr[:num_query_tokens], np.minimum(positions, last_position))
-    starts = np.arange(max_num_reqs + 1) * num_queries
-    _fill(out_query_start_loc_ptr[: max_num_reqs + 1], np.minimum(starts, num_query_tokens))
-    seq_lens = np.minimum(positions[:, -1], last_position) + 1
-    _fill(out_seq_lens_ptr[:max_num_reqs], seq_lens, padding=0)
-
-    first = 0 if SAMPLE_FROM_ANCHOR else 1
-    query_indices = np.arange(num_query_tokens).reshape(num_rows, num_queries)[:, first:]
+    positions = last[:, None] + 1 + np.arange(num_query_per_req)
+    bonus = _bonus_tokens(slots, num_sampled_ptr, last_sampled_ptr, next_prefill_tokens_ptr)
+    queries = _Queries(
+        out_input_ids_ptr,
+        out_query_positions_ptr,
+        out_query_slot_mapping_ptr[:max_num_tokens],
+        out_query_start_loc_ptr[: max_num_reqs + 1],
+        out_seq_lens_ptr[:max_num_reqs],
+    )
+    _fill_queries(queries, bonus, parallel_drafting_token_id, positions, max_model_len - 1, cache)
+    samples = (out_sample_indices_ptr, out_sample_pos_ptr, out_sample_idx_mapping_ptr)
     num_samples = max_num_reqs * num_speculative_steps
-    _fill(out_sample_indices_ptr[:num_samples], query_indices, padding=0)
-    sample_positions = positions[:, first:] + SAMPLE_FROM_ANCHOR
-    _fill(out_sample_pos_ptr[:num_samples], sample_positions, padding=0)
-    sample_slots = np.repeat(slots, num_queries - first)
-    _fill(out_sample_idx_mapping_ptr[:num_samples], sample_slots, padding=-1)
+    _fill_samples(samples, num_samples, positions, slots, SAMPLE_FROM_ANCHOR)
     out_temperature_ptr[idx_mapping_ptr] = temperature_ptr[idx_mapping_ptr]
     out_seeds_ptr[idx_mapping_ptr] = seeds_ptr[idx_mapping_ptr]
 

@@ -6,7 +6,9 @@ target where all were accepted (the bonus token), else from what the target has 
 drafter. Sources: Leviathan et al. 2023 (arXiv 2211.17192), Sun et al. 2024 (arXiv 2403.10444).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -102,6 +104,105 @@ def _num_kept_by_block(log_p: np.ndarray, next_masses: np.ndarray, uniform: np.n
     return int(kept[-1]) + 1 if len(kept) else 0
 
 
+class _Row(NamedTuple):
+    """One row: n drafts, a uniform number for each, logits rows `start` to `end` (the bonus's)."""
+
+    slot: int
+    temperature: float
+    start: int
+    end: int
+    drafts: np.ndarray
+    uniform: np.ndarray
+
+    @property
+    def logits(self) -> slice:
+        """The logits rows that verify the drafts."""
+        return slice(self.start, self.start + len(self.drafts))
+
+
+def _rows_of(
+    cu_num_logits: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    draft_sampled: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> Iterator[_Row]:
+    """Cut a batch's drafts into rows; a draft that is not there (-1) ends those of a random row."""
+    starts = cu_num_logits.tolist()
+    for row, slot in enumerate(idx_mapping.tolist()):
+        start, end, temperature = starts[row], starts[row + 1] - 1, temperatures[slot].item()
+        drafts = draft_sampled.numpy()[start + 1 : end + 1]
+        if temperature != 0:
+            drafts = drafts[: _num_leading(drafts >= 0)]
+        where = positions.numpy()[start : start + len(drafts)]
+        uniform = philox_uniform(seeds.numpy()[slot : slot + 1], where)
+        yield _Row(slot, temperature, start, end, drafts, uniform)
+
+
+class _Verdict(NamedTuple):
+    """Drafts that a row keeps, the tokens looked at, and the logits row to normalize, if any."""
+
+    num_kept: int
+    tokens: np.ndarray
+    normalized_row: int | None
+
+
+@dataclass(frozen=True)
+class _Verifier:
+    """Decides how many drafts of a row are kept.
+
+    Attributes:
+        distributions: of target and drafter.
+        target_best: (largest logit, its token) of each logits row and vocabulary block.
+        rates: how often a draft is kept whatever it is; None to verify.
+        block_masses: (joint ratio, residual mass) of each draft for block verification, or None.
+    """
+
+    distributions: Distributions
+    target_best: tuple[torch.Tensor, torch.Tensor]
+    rates: torch.Tensor | None
+    block_masses: tuple[torch.Tensor | None, torch.Tensor | None]
+
+    def verdict(self, row: _Row) -> _Verdict:
+        """Verify one row."""
+        is_kept = None
+        if self.rates is not None:
+            is_kept = row.uniform < self.rates.numpy()[: len(row.drafts)]
+        if row.temperature == 0:
+            return self._greedy(row, is_kept)
+        if self.block_masses[0] is not None:
+            return self._by_block(row, *self.block_masses)
+        return self._by_ratio(row, is_kept)
+
+    def _greedy(self, row: _Row, is_kept: np.ndarray | None) -> _Verdict:
+        """Keep drafts while they are the target's argmax, and end with that argmax."""
+        best = _best_tokens(*self.target_best, row.logits)
+        is_kept = (best == row.drafts if is_kept is None else is_kept) & (row.drafts >= 0)
+        num_kept = _num_leading(is_kept)
+        return _Verdict(num_kept, np.where(is_kept, row.drafts, best)[: num_kept + 1], None)
+
+    def _by_block(self, row: _Row, log_p: torch.Tensor, masses: torch.Tensor | None) -> _Verdict:
+        """Keep drafts by the joint ratios of their prefixes."""
+        target, _ = self.distributions.of_drafts(row.start, row.slot, row.temperature, row.drafts)
+        ratios = log_p.numpy()[row.logits]
+        residual = None if masses is None else masses.numpy()[row.logits]
+        num_kept = _num_kept_by_block(ratios, _next_masses(ratios, target, residual), row.uniform)
+        rejected = row.start + num_kept
+        return _Verdict(num_kept, row.drafts, rejected if rejected < row.end else None)
+
+    def _by_ratio(self, row: _Row, is_kept: np.ndarray | None) -> _Verdict:
+        """Keep drafts while target > u * draft."""
+        target, draft = self.distributions.of_drafts(
+            row.start, row.slot, row.temperature, row.drafts
+        )
+        num_kept = _num_leading(
+            target > np.log(row.uniform) + draft if is_kept is None else is_kept
+        )
+        tokens = row.drafts[: num_kept + 1]
+        return _Verdict(num_kept, tokens, row.start + len(tokens) - 1 if len(tokens) else None)
+
+
 def _rejection_kernel(
     sampled_ptr: torch.Tensor,
     sampled_stride: int,
@@ -142,9 +243,7 @@ def _rejection_kernel(
 ) -> None:
     """Write how many drafts each row keeps, the tokens looked at, and the rejected one's logsumexp.
 
-    Greedy rows keep drafts while they are the target's argmax, and end with that argmax; others
-    keep them by ratio (target > u * draft) or by block. With SYNTHETIC_MODE a draft is kept at a
-    given rate instead. sampled: [rows, steps + 1]; what no draft reaches stays unwritten.
+    sampled: [rows, steps + 1]; what no draft reaches stays unwritten.
     """
     distributions = Distributions.of(
         target_logits_ptr,
@@ -152,45 +251,16 @@ def _rejection_kernel(
         draft_logits_ptr,
         (draft_local_max_ptr, draft_local_sumexp_ptr),
     )
-    starts, is_greedy = cu_num_logits_ptr.tolist(), (temp_ptr == 0).tolist()
-    for row, slot in enumerate(idx_mapping_ptr.tolist()):
-        start, end = starts[row], starts[row + 1] - 1
-        drafts = draft_sampled_ptr.numpy()[start + 1 : end + 1]
-        if not is_greedy[slot]:
-            drafts = drafts[: _num_leading(drafts >= 0)]  # a draft that is not there ends them
-        rows = slice(start, start + len(drafts))
-        uniform = philox_uniform(seed_ptr.numpy()[slot : slot + 1], pos_ptr.numpy()[rows])
-        is_kept = None
-        if synthetic_conditional_rates_ptr is not None:
-            is_kept = uniform < synthetic_conditional_rates_ptr.numpy()[: len(drafts)]
-
-        if is_greedy[slot]:
-            best = _best_tokens(target_local_max_ptr, target_local_argmax_ptr, rows)
-            is_kept = (best == drafts if is_kept is None else is_kept) & (drafts >= 0)
-            num_kept = _num_leading(is_kept)
-            tokens = np.where(is_kept, drafts, best)[: num_kept + 1]
-            normalized_row = None
-        elif cumulative_log_p_ptr is not None:
-            target, _ = distributions.of_drafts(start, slot, temp_ptr[slot].item(), drafts)
-            log_p, masses = cumulative_log_p_ptr.numpy()[rows], None
-            if local_residual_mass_ptr is not None:
-                masses = local_residual_mass_ptr.numpy()[rows]
-            num_kept = _num_kept_by_block(log_p, _next_masses(log_p, target, masses), uniform)
-            tokens = drafts
-            normalized_row = start + num_kept if start + num_kept < end else None
-        else:
-            target, draft = distributions.of_drafts(start, slot, temp_ptr[slot].item(), drafts)
-            num_kept = _num_leading(
-                target > np.log(uniform) + draft if is_kept is None else is_kept
-            )
-            tokens = drafts[: num_kept + 1]
-            normalized_row = start + len(tokens) - 1 if len(tokens) else None
-
-        sampled_ptr.numpy()[row, : len(tokens)] = tokens
-        rejected_steps_ptr[row] = num_kept
-        target_lse, draft_lse = distributions.normalizers(normalized_row)
-        target_rejected_logsumexp_ptr[row] = target_lse
-        draft_rejected_logsumexp_ptr[row] = draft_lse
+    best = (target_local_max_ptr, target_local_argmax_ptr)
+    masses = (cumulative_log_p_ptr, local_residual_mass_ptr)
+    verifier = _Verifier(distributions, best, synthetic_conditional_rates_ptr, masses)
+    batch = cu_num_logits_ptr, idx_mapping_ptr, draft_sampled_ptr, temp_ptr, seed_ptr, pos_ptr
+    for index, row in enumerate(_rows_of(*batch)):
+        verdict = verifier.verdict(row)
+        sampled_ptr.numpy()[index, : len(verdict.tokens)] = verdict.tokens
+        rejected_steps_ptr[index] = verdict.num_kept
+        normalizers = distributions.normalizers(verdict.normalized_row)
+        target_rejected_logsumexp_ptr[index], draft_rejected_logsumexp_ptr[index] = normalizers
 
 
 # --------------------------------------------------------------------------- resampling
@@ -240,36 +310,29 @@ def _resample_kernel(
 ) -> None:
     """Draw the token after each row's kept drafts, per vocabulary block.
 
-    From the target's logits where there is no rejected draft, else from the residual. Greedy rows
-    that rejected a draft already have their token and stay unwritten.
+    Greedy rows that rejected a draft already have their token and stay unwritten.
     """
     assert not WATERMARK, "watermarked verification has no CPU kernel"
-    starts = cu_num_logits_ptr.tolist()
-    for row, num_kept in enumerate(rejected_step_ptr.tolist()):
-        logits_row = starts[row] + num_kept
-        slot = int(expanded_idx_mapping_ptr[logits_row])
-        temperature = np.float32(temp_ptr[slot].item())
-        is_bonus = logits_row == starts[row + 1] - 1
-        if temperature == 0 and not is_bonus:
-            continue
-        logits = target_logits_ptr[logits_row, :vocab_size].float().numpy()
-        rejected = -1 if is_bonus else int(draft_sampled_ptr[logits_row + 1])
+    starts, num_kept = cu_num_logits_ptr.numpy(), rejected_step_ptr.numpy()
+    indices = starts[:-1] + num_kept
+    slots, is_bonus = expanded_idx_mapping_ptr.numpy()[indices], indices == starts[1:] - 1
+    temperatures = temp_ptr.float().numpy()[slots]
+    for row in np.flatnonzero(is_bonus | (temperatures != 0)):
+        index, slot, temperature = indices[row], slots[row], temperatures[row]
+        logits = target_logits_ptr[index, :vocab_size].float().numpy()
+        rejected = -1 if is_bonus[row] else int(draft_sampled_ptr[index + 1])
         if rejected >= 0 and draft_logits_ptr is None:
-            logits = logits.copy()
-            logits[rejected] = -np.inf
+            logits = np.where(np.arange(vocab_size) == rejected, np.float32(-np.inf), logits)
         elif rejected >= 0 and draft_logits_ptr is not None:
-            target = logits - np.float32(target_rejected_logsumexp_ptr[row].item())
-            if cumulative_log_p_ptr is not None and num_kept:
-                target = target + np.float32(cumulative_log_p_ptr[logits_row - 1].item())
-            draft = draft_logits_ptr[slot, num_kept, :vocab_size].float().numpy() / temperature
-            logits = _residual(target, draft - np.float32(draft_rejected_logsumexp_ptr[row].item()))
-        noise = None
-        if temperature:
-            seed, position = int(seed_ptr[slot]), int(pos_ptr[logits_row])
-            noise = gumbel_noise(seed, position, vocab_size, USE_FP64)
-        tokens, values = best_per_block(logits, noise, BLOCK_SIZE)
-        resampled_local_argmax_ptr[row] = torch.from_numpy(tokens)
-        resampled_local_max_ptr[row] = torch.from_numpy(values)
+            log_target = logits - target_rejected_logsumexp_ptr.numpy()[row]
+            if cumulative_log_p_ptr is not None and num_kept[row]:
+                log_target = log_target + cumulative_log_p_ptr.numpy()[index - 1]
+            draft = draft_logits_ptr[slot, num_kept[row], :vocab_size].float().numpy() / temperature
+            logits = _residual(log_target, draft - draft_rejected_logsumexp_ptr.numpy()[row])
+        seed, position = int(seed_ptr[slot]), int(pos_ptr[index])
+        noise = gumbel_noise(seed, position, vocab_size, USE_FP64) if temperature else None
+        best = map(torch.from_numpy, best_per_block(logits, noise, BLOCK_SIZE))
+        resampled_local_argmax_ptr[row], resampled_local_max_ptr[row] = best
 
 
 def _insert_resampled_kernel(

@@ -395,6 +395,7 @@ def _write_image_processor(path: Path, vision: dict) -> None:
     _write_json(path / "processor_config.json", processor)
     tokenizer_config = path / "tokenizer_config.json"
     names = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
+    names |= dict.fromkeys(("boa_token", "audio_token", "eoa_token"), "<unk>")  # never used either
     _write_json(tokenizer_config, json.loads(tokenizer_config.read_text()) | names)
 
 

@@ -1,0 +1,149 @@
+"""The sparse soft embedding: its error bound, what it leaves out, what it does not depend on."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm import noise, row_stats_cpu, soft_embedding
+from dllm.row_stats import RowFilters, RowStats, row_stats
+from dllm.soft_embedding import Shard, exact_product, heaviest_tiles, sparse_product
+
+VOCAB, HIDDEN = 5000, 24  # 4.9 tiles
+INF = math.inf
+
+
+def stats_of(logits: Tensor, temperature: Tensor, filters: RowFilters | None = None) -> RowStats:
+    zero = torch.tensor([0])
+    keys = noise.row_keys(zero, zero, zero, len(logits), noise.STREAM_GUMBEL)[0]
+    return row_stats(logits, temperature, keys, torch.float32, filters)
+
+
+def table(dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(vocab, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def rows_of_every_kind(vocab: int = VOCAB) -> Tensor:
+    """Flat, spread, sure (a few tokens far above the rest), certain, excluded, all equal."""
+    generator = torch.Generator().manual_seed(2)
+    noise_rows = torch.randn(12, vocab, generator=generator)
+    sure = noise_rows[:4] * 2 - 12
+    sure.scatter_(1, torch.randint(vocab, (4, 6), generator=generator), 4.0)
+    certain = noise_rows[4:6] - 200
+    certain[:, 17] = 3.0
+    excluded = noise_rows[6:8].clone()
+    excluded[:, 5:] = -INF
+    equal = torch.full((1, vocab), 2.5)
+    return torch.cat([noise_rows[8:10] * 0.1, noise_rows[10:] * 5, sure, certain, excluded, equal])
+
+
+@pytest.mark.parametrize("budget", [0.0, 1e-6, 2**-9, 0.1, 0.7])
+@pytest.mark.parametrize("temperature", [0.05, 0.6, 2.0])
+def test_the_error_is_at_most_the_skipped_mass_times_the_largest_norm(
+    temperature: float, budget: float
+) -> None:
+    logits, weight = rows_of_every_kind(), table()
+    t = torch.full((len(logits),), temperature)
+    stats = stats_of(logits, t)
+    p = torch.softmax(logits.double() / t.double()[:, None], -1)
+    ours = sparse_product(logits, t, stats, Shard(weight, 0, VOCAB), budget)
+    error = (ours.double() - p @ weight.double()).norm(dim=-1)
+    # fp32: a probability is off by 3e-5 of itself (test_row_stats), a sum of VOCAB terms by less.
+    bound = (budget + 4e-5) * weight.double().norm(dim=-1).max()
+    assert (error <= bound).all(), (error / bound).max()
+
+
+def test_the_budget_is_spent() -> None:
+    """A row that is sure of itself keeps its few tokens: the bound does not hold by keeping all."""
+    logits = rows_of_every_kind()[4:10]
+    t = torch.full((len(logits),), 0.6)
+    stats = stats_of(logits, t)
+    belief = soft_embedding.Belief.less(2**-9, t, stats, row_stats_cpu.tile_width(VOCAB))
+    least = belief.least.repeat_interleave(belief.tile_width, -1)[:, :VOCAB]
+    assert (logits >= least).sum(-1).tolist() == [6, 6, 6, 6, 1, 1]
+    assert len(soft_embedding.needed_tokens(logits, belief.least)) <= 4 * 6 + 1
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.25, 0.5, 1.0])
+def test_heaviest_tiles_leave_out_as_many_as_the_budget_allows(budget: float) -> None:
+    mass = torch.tensor([[0.5, 0.0, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0], [0.125, 0.25, 0.375, 0.25]])
+    kept = heaviest_tiles(mass, budget)
+    for r in range(len(mass)):
+        left_out = mass[r][~kept[r]]
+        assert left_out.sum() <= budget
+        lightest_kept = mass[r][kept[r]].min() if kept[r].any() else INF
+        assert left_out.sum() + lightest_kept > budget
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    """Other rows add tokens of probability zero: the order of a sum changes, nothing else."""
+    logits, weight = rows_of_every_kind(), table()
+    t = torch.full((len(logits),), 0.6)
+    stats, shard = stats_of(logits, t), Shard(weight, 0, VOCAB)
+    together = sparse_product(logits, t, stats, shard, 0.01)
+    for r in range(len(logits)):
+        row = slice(r, r + 1)
+        alone = sparse_product(
+            logits[row], t[row], RowStats(*(part[row] for part in stats)), shard, 0.01
+        )
+        # fp32 rounding of sums in another order; a token more or less would be 1e-6 or above.
+        torch.testing.assert_close(alone, together[row], rtol=1e-6, atol=1e-7)
+
+
+def test_gathering_and_the_whole_product_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, weight = rows_of_every_kind(), table()
+    t = torch.full((len(logits),), 0.6)
+    stats, shard = stats_of(logits, t), Shard(weight, 0, VOCAB)
+    monkeypatch.setattr(soft_embedding, "GATHERED_TOKENS", 700)
+    results = []
+    for share in (0.0, 2.0):  # never gather, always gather
+        monkeypatch.setattr(soft_embedding, "LARGEST_SHARE", share)
+        results.append(sparse_product(logits, t, stats, shard, 0.01))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_filters_and_rows_without_a_distribution() -> None:
+    logits, weight = rows_of_every_kind(), table()
+    logits[0], logits[1, 9] = -INF, math.nan
+    n = len(logits)
+    t = torch.full((n,), 0.6)
+    filters = RowFilters(
+        torch.full((n,), 3, dtype=torch.int32), torch.full((n,), 0.9), torch.zeros(n)
+    )
+    stats = stats_of(logits, t, filters)
+    assert stats.probs is not None
+    ours = sparse_product(logits, t, stats, Shard(weight, 0, VOCAB), 2**-9)
+    assert (ours[:2] == 0).all()
+    error = (ours - stats.probs @ weight).norm(dim=-1)
+    assert (error <= (2**-9 + 4e-5) * weight.norm(dim=-1).max()).all()
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.01])
+def test_shards_sum_to_the_whole(budget: float) -> None:
+    logits, weight = rows_of_every_kind(), table()
+    t = torch.full((len(logits),), 0.6)
+    stats = stats_of(logits, t)
+    whole = sparse_product(logits, t, stats, Shard(weight, 0, VOCAB), budget)
+    padding = torch.full((3, HIDDEN), math.nan)  # vLLM pads the last shard
+    cuts = [(0, 1100), (1100, 1101), (1101, VOCAB)]
+    parts = [Shard(torch.cat([weight[a:b], padding]), a, b) for a, b in cuts]
+    total = sum(sparse_product(logits, t, stats, part, budget) for part in parts)
+    torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_in_bf16_it_is_as_close_as_the_exact_product() -> None:
+    """The default budget is what rounding the probabilities costs anyway."""
+    logits, weight = rows_of_every_kind(), table(torch.bfloat16)
+    t = torch.full((len(logits),), 0.6)
+    stats, shard = stats_of(logits, t), Shard(weight, 0, VOCAB)
+    assert stats.probs is not None
+    true = stats.probs.double() @ weight.double()
+    unit = soft_embedding.skipped_mass(torch.bfloat16)
+    assert unit == 2**-8
+    largest = weight.double().norm(dim=-1).max()
+    exact = exact_product(stats.probs.bfloat16(), shard)
+    ours = sparse_product(logits, t, stats, shard, unit)
+    # Each rounds the probabilities and the result, by a unit; ours leaves out one unit more.
+    assert ((exact - true).norm(dim=-1) <= 2.01 * unit * largest).all()
+    assert ((ours - true).norm(dim=-1) <= 3.01 * unit * largest).all()
