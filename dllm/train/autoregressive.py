@@ -8,10 +8,17 @@ from collections.abc import Sequence
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dllm.train.objective import EOS, Answers, Encoded, answer_mask, decode_until_end, pad_right
+from dllm.train.objective import (
+    EOS,
+    Answers,
+    Encoded,
+    answer_loss,
+    answer_mask,
+    decode_until_end,
+    pad_right,
+)
 from dllm.train.settings import TrainSettings
 from dllm.train.tasks import Question
 from dllm.train.tokenizer import TOKEN_ID, VOCAB_SIZE
@@ -68,13 +75,13 @@ class Autoregressive:
     def loss(
         self, model: Qwen3ForCausalLM, questions: Sequence[Question], random: torch.Generator
     ) -> Tensor:
-        """Mean cross-entropy of the answers' tokens, end-of-sequence included."""
+        """Cross-entropy of the answers, end-of-sequence included."""
         encoded = Encoded.of(self.tokenizer, questions)
         ids = pad_right([p + a for p, a in zip(*encoded, strict=True)])
         is_answer = answer_mask(encoded, ids.shape[1])
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[:, :-1][is_answer[:, 1:]]).float()
-        return F.cross_entropy(logits, ids[is_answer])
+        return answer_loss(logits, ids, is_answer)
 
     @torch.no_grad()
     def answer(self, model: Qwen3ForCausalLM, prompts: Sequence[str], seed: int) -> Answers:

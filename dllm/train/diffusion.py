@@ -2,7 +2,8 @@
 
 A question and its answer are encoded once, causally. A block of the answer, replaced by uniform
 random tokens with probability t, is decoded as a canvas behind what precedes it, and the loss is
-the cross-entropy of the clean block at every position. What generation will show the model is what
+the cross-entropy of the clean block, where every block counts the same however little of it is
+answer. What generation will show the model is what
 it is trained on: all of the canvas random (t = 1) is where it starts, the model's own
 temperature-scaled logits come back as self-conditioning, and some canvases have gone through a real
 sampler step.
@@ -24,7 +25,15 @@ from transformers.models.diffusion_gemma import (
 from dllm import denoise, noise
 from dllm.row_stats import row_stats
 from dllm.train.make_tiny_random import generation_config, tiny_config
-from dllm.train.objective import EOS, Answers, Encoded, answer_mask, decode_until_end, pad_right
+from dllm.train.objective import (
+    EOS,
+    Answers,
+    Encoded,
+    answer_loss,
+    answer_mask,
+    decode_until_end,
+    pad_right,
+)
 from dllm.train.settings import TrainSettings
 from dllm.train.tasks import Question
 from dllm.train.tokenizer import VOCAB_SIZE
@@ -32,8 +41,10 @@ from dllm.train.tokenizer import VOCAB_SIZE
 PURE_NOISE = 0.3  # share of canvases that are random throughout
 SELF_CONDITIONED = 0.5  # share of canvases that see an earlier step
 RESAMPLED = 0.5  # of these: share whose canvas comes from a sampler step
-TEMPERATURES = (0.4, 0.8)  # of the earlier step: t_min to t_max
-ENTROPY_BOUND = 1.0  # nats
+TEMPERATURES = (0.2, 0.5)  # of the earlier step: t_min to t_max
+ENTROPY_BOUND = 0.3  # nats
+CONFIDENCE = 0.05  # nats; a small canvas may be less certain on average than a large one
+TAIL_WEIGHT = 0.1  # in the loss, of a position behind the first end-of-sequence token
 # Validation asks for answers of at most this many blocks, of at most this many denoise steps.
 MAX_BLOCKS = 4
 MAX_STEPS = 24
@@ -80,7 +91,7 @@ class Diffusion:
         )
 
     def generation_config(self) -> dict[str, object]:
-        """generation_config.json; a small canvas is confident at a higher mean entropy."""
+        """generation_config.json: generation as it was trained for."""
         return generation_config() | {
             "max_denoising_steps": 48,
             "sampler_config": {
@@ -89,7 +100,7 @@ class Diffusion:
             },
             "t_min": TEMPERATURES[0],
             "t_max": TEMPERATURES[1],
-            "confidence_threshold": 0.05,
+            "confidence_threshold": CONFIDENCE,
         }
 
     def build_model(self) -> DiffusionGemmaForBlockDiffusion:
@@ -110,7 +121,7 @@ class Diffusion:
         questions: Sequence[Question],
         random: torch.Generator,
     ) -> Tensor:
-        """Cross-entropy of the canvases plus ``prefix_loss`` times that of the answers' tokens."""
+        """That of the canvases plus ``prefix_loss`` times next-token prediction of the answers."""
         encoded = Encoded.of(self.tokenizer, questions)
         canvases = self._draw_canvases(encoded, random)
         ids = pad_right([p + a for p, a in zip(*encoded, strict=True)])
@@ -119,11 +130,10 @@ class Diffusion:
         cache.batch_select_indices(canvases.sequence)
         canvas, prev_logits, is_conditioned = self._look_back(model, cache, canvases, random)
         logits = self._decode(model, cache, canvases.start, canvas, prev_logits, is_conditioned)
-        canvas_loss = F.cross_entropy(logits.flatten(0, 1), canvases.clean.flatten())
         is_answer = answer_mask(encoded, ids.shape[1])
         prefix_logits = soft_capped(model, hidden[:, :-1][is_answer[:, 1:]])
-        prefix_loss = F.cross_entropy(prefix_logits, ids[is_answer])
-        return canvas_loss + self.settings.prefix_loss * prefix_loss
+        prefix_loss = answer_loss(prefix_logits, ids, is_answer)
+        return canvas_loss(logits, canvases.clean) + self.settings.prefix_loss * prefix_loss
 
     def _draw_canvases(self, encoded: Encoded, random: torch.Generator) -> Canvases:
         """``canvases`` blocks of every answer, each noised at a level of its own."""
@@ -250,7 +260,7 @@ class Diffusion:
             torch.zeros(num_rows, dtype=torch.int64),
         )
         rules = denoise.DenoiseRules(
-            *TEMPERATURES, MAX_STEPS, ENTROPY_BOUND, confidence=0.05, stability_window=2
+            *TEMPERATURES, MAX_STEPS, ENTROPY_BOUND, CONFIDENCE, stability_window=2
         )
         prev_logits = None
         while bool((width > 0).any()):
@@ -276,6 +286,19 @@ class Diffusion:
             state = denoise.DenoiseState(*outcome[:4])
             prev_logits = logits / temperature[:, None, None]
         return state.argmax_canvas, state.steps_done
+
+
+def canvas_loss(logits: Tensor, clean: Tensor) -> Tensor:
+    """Mean over the canvases of the weighted mean cross-entropy of each, in nats.
+
+    Args:
+        logits: ``[N, C, V]``; clean: ``[N, C]``.
+    """
+    is_end = (clean == EOS).int()
+    is_tail = is_end.cumsum(dim=1) > is_end
+    weight = torch.where(is_tail, TAIL_WEIGHT, 1.0)
+    losses = F.cross_entropy(logits.flatten(0, 1), clean.flatten(), reduction="none")
+    return ((losses.view_as(weight) * weight).sum(dim=1) / weight.sum(dim=1)).mean()
 
 
 def canvas_masks(start: Tensor, num_keys: int, canvas_length: int, shape) -> dict[str, Tensor]:

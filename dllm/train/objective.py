@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from dllm.train.tasks import Question
@@ -75,6 +76,20 @@ def decode_until_end(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     tokens = list(tokens)
     end = tokens.index(EOS) if EOS in tokens else len(tokens)
     return tokenizer.decode(tokens[:end], skip_special_tokens=True)
+
+
+def answer_loss(logits: Tensor, ids: Tensor, is_answer: Tensor) -> Tensor:
+    """Mean over the sequences of the mean next-token cross-entropy of each one's answer, in nats.
+
+    A mean over all tokens would leave answers of two tokens next to none of the gradient.
+
+    Args:
+        logits: ``[num answer tokens, V]``, of the position in front of each answer token.
+        ids: ``[B, L]``; is_answer: ``[B, L]`` bool.
+    """
+    losses = torch.zeros(ids.shape)
+    losses[is_answer] = F.cross_entropy(logits, ids[is_answer], reduction="none")
+    return (losses.sum(dim=1) / is_answer.sum(dim=1)).mean()
 
 
 def answer_mask(encoded: Encoded, length: int) -> Tensor:
