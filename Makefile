@@ -55,6 +55,12 @@ $(VENV)/.installed: $(VENV)/.locked pyproject.toml $(addsuffix /__init__.py,$(SO
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
+# Off Python's path: only the tests of images see it (tests/test_images.py).
+$(VENV)/.images: requirements/images.txt $(VENV)/.locked
+	rm -rf $(VENV)/torchvision
+	$(PIP) --target $(VENV)/torchvision -r requirements/images.txt
+	@touch $@
+
 # The KV cache is bounded because vLLM otherwise takes most of the memory, and clears it before it is
 # ready; ARGS can say otherwise. Processes are forked, because spawned ones import everything again.
 serve: export HF_HUB_OFFLINE ?= $(if $(wildcard $(MODEL)/config.json),1,0)
@@ -63,7 +69,7 @@ serve: setup
 	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 
 test: export HF_HUB_OFFLINE ?= 1
-test: setup
+test: setup $(VENV)/.images
 	$(BIN)/python -m pytest $(ARGS)
 
 check: lint types

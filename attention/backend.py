@@ -234,7 +234,7 @@ class CanvasAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Images whose rows see each other: rows with none of them causal."""
+        """Images whose rows see each other: they arrive as bidirectional sequences of their own."""
         return True
 
     @classmethod

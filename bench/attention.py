@@ -5,8 +5,8 @@
     python -m bench.attention --vllm-source DIR          # vLLM's kernel from its source files
     python -m bench.attention --smoke                    # tiny shapes, Triton's interpreter, no GPU
 
-It needs torch and Triton; on a machine without vLLM, DIR holds three files of its wheel:
-vllm/v1/attention/ops/{triton_unified_attention,triton_attention_helpers}.py and what they name.
+It needs torch and Triton. On a machine without vLLM, DIR holds two files of its wheel,
+vllm/v1/attention/ops/triton_unified_attention.py and triton_attention_helpers.py.
 
 For every shape the output is compared with the dense fp32 reference first; a shape that fails
 prints no time, and neither does a peer that computes something else. A call is timed as a CUDA
@@ -75,7 +75,10 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the CSV; times in ms. ``status`` is ok; without times: wrong, skipped or failed (why)."""
+    """One line of the CSV; times in ms.
+
+    status: ok, or, without times, wrong, skipped (why) or failed (why).
+    """
 
     shape: str
     implementation: str
@@ -95,7 +98,7 @@ def checked_sequences(shape: Shape) -> list[int]:
 
 
 def reference(shape: Shape, inputs: Inputs, window: Window | None) -> Tensor:
-    """The dense reference of the checked sequences, ``[sequences, rows, heads, head_size]`` fp32."""
+    """The dense reference of the checked sequences, ``[seqs, rows, heads, head_size]`` fp32."""
     spans, layer = shape.spans(), shape.layer
     options = replace(inputs.options, window=window)
     group = layer.num_heads // layer.num_kv_heads

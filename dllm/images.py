@@ -9,6 +9,7 @@ placeholder in the prompt. Everything else is the text model. Imported only wher
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModel, DiffusionGemmaConfig
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -84,7 +85,7 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
         if not takes_images(config):
             self.hf_to_vllm_mapper = DiffusionGemmaForBlockDiffusion.hf_to_vllm_mapper
             return
-        with self._mark_tower_model(vllm_config, "image"):
+        with self._mark_tower_model(vllm_config, "image"):  # type: ignore[operator]
             self.vision_tower = AutoModel.from_config(config.vision_config)
             self.embed_vision = Gemma4MultimodalEmbedder(
                 config.vision_config,
@@ -112,8 +113,10 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
 
 
 class ImageModelState(DiffusionModelState):
-    """Puts images' embeddings in the place of their placeholders', and lets their rows see each
-    other if the checkpoint says so (``use_bidirectional_attention: vision``)."""
+    """Puts images' embeddings in the place of their placeholders'.
+
+    Their rows see each other if the checkpoint says ``use_bidirectional_attention: vision``.
+    """
 
     def prepare_inputs_embeds(
         self,
@@ -131,9 +134,8 @@ class ImageModelState(DiffusionModelState):
         if self.supports_mm_inputs:
             embeds, is_image = self.gather_mm_embeddings(input_batch)
             if embeds:
-                inputs["inputs_embeds"][: len(is_image)][is_image.to(self.device)] = torch.cat(
-                    embeds
-                ).to(self.dtype)
+                rows = is_image.nonzero().flatten().to(self.device)
+                inputs["inputs_embeds"][rows] = torch.cat(embeds).to(self.dtype)
         return inputs
 
     def _sequences(self, input_batch: InputBatch) -> VirtualSequences:
@@ -142,18 +144,15 @@ class ImageModelState(DiffusionModelState):
         return sequences.with_images(images) if any(images) else sequences
 
     def _images(self, input_batch: InputBatch) -> list[list[tuple[int, int]]]:
-        """Of each row, the (first, last) position of every bidirectional image of its prompt."""
-        if not (self.supports_mm_inputs and self.model_config.is_mm_prefix_lm):
-            return [[]] * input_batch.num_reqs
-        features = self.encoder_cache.mm_features
-        return [
-            [
-                positions
-                for feature in features.get(req_id, ())
-                for positions in feature.mm_position.extract_embeds_range()
-            ]
-            for req_id in input_batch.req_ids
-        ]
+        """Of each row that is a prompt chunk, (first, last) position of its bidirectional images."""
+        images: list[list[tuple[int, int]]] = [[] for _ in range(input_batch.num_reqs)]
+        if self.supports_mm_inputs and self.model_config.is_mm_prefix_lm:
+            is_prompt = input_batch.num_computed_tokens_np < input_batch.prefill_len_np
+            for row in np.flatnonzero(is_prompt[: input_batch.num_reqs]):
+                features = self.encoder_cache.mm_features.get(input_batch.req_ids[row], ())
+                for feature in features:
+                    images[row] += feature.mm_position.extract_embeds_range()
+        return images
 
     def _rows(
         self,

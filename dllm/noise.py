@@ -34,7 +34,7 @@ _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 # The multipliers of triple32 (C. Wellons, "Prospecting for hash functions"), modulo 2^32 and as
 # signed numbers, which fit an int32.
-_MIX_MULTIPLIERS = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
+MIX_MULTIPLIERS = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
 
 
 class StepNoise(NamedTuple):
@@ -156,7 +156,7 @@ def _token_words(keys: Tensor, token_ids: Tensor) -> Tensor:
     fast. The masks make the shifts logical.
     """
     key = keys.to(torch.int32)
-    first, second, third = _MIX_MULTIPLIERS
+    first, second, third = MIX_MULTIPLIERS
     x = token_ids.to(torch.int32) ^ key[..., 0, None]
     x = (x ^ ((x >> 17) & 0x7FFF)) * first
     x = x ^ key[..., 1, None]

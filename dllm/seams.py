@@ -215,8 +215,8 @@ def _refuse_unsupported(vllm_config: Any) -> None:
 def _choose_attention(vllm_config: Any, canvas_window: str) -> None:
     """On CUDA, our own backend unless another is asked for; a CPU has only one."""
     from vllm.config import CUDAGraphMode
-    from vllm.model_executor.models.config import Gemma4Config
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if current_platform.is_cpu():
@@ -236,9 +236,19 @@ def _choose_attention(vllm_config: Any, canvas_window: str) -> None:
             f"--attention-backend {attention.backend.name} has no anchored canvas window. Leave "
             """the flag out, or serve with --hf-overrides '{"canvas_window": "symmetric"}'."""
         )
+    if attention.backend == AttentionBackendEnum.FLASH_ATTN:
+        if attention.flash_attn_version not in (None, 4) or not is_fa_version_supported(4):
+            raise ValueError(
+                "--attention-backend FLASH_ATTN: diffusion models need FlashAttention 4, which "
+                f"takes a causal flag per sequence; flash_attn_version is "
+                f"{attention.flash_attn_version}, and version 4 is "
+                f"{'' if is_fa_version_supported(4) else 'not '}available here. Leave the flags "
+                "out, or use --attention-backend TRITON_ATTN."
+            )
+        attention.flash_attn_version = 4
     # Heads and canvases become sequences of their own, whose number no full graph can know.
-    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
-    Gemma4Config.verify_and_update_config(vllm_config)
+    if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def _parse_requests_at_admission() -> None:

@@ -115,7 +115,7 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
     ("vllm.config.diffusion", "DiffusionConfig", "makes the scheduler reserve the canvas"),
     (
         "vllm.model_executor.models.config",
-        "Gemma4Config MODELS_CONFIG_MAP VerifyAndUpdateConfig",
+        "MODELS_CONFIG_MAP VerifyAndUpdateConfig",
         "the config hook of an architecture",
     ),
     # The model.
@@ -173,6 +173,11 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
         "AttentionBackend AttentionCGSupport AttentionImpl AttentionLayer "
         "AttentionMetadataBuilder AttentionType CommonAttentionMetadata MultipleOf",
         "bases of our backend on CUDA",
+    ),
+    (
+        "vllm.v1.attention.backends.fa_utils",
+        "is_fa_version_supported",
+        "FlashAttention 4 takes a causal flag per sequence; older ones do not",
     ),
     (
         "vllm.v1.attention.backends.cpu_attn",

@@ -1,7 +1,5 @@
 """Images, ours against Hugging Face; run by test_images.py in a process that has torchvision."""
 
-import os
-
 import hf_reference
 import numpy as np
 import pytest
@@ -22,33 +20,22 @@ PLACEHOLDER = [IMAGE_TOKEN]
 ONE_CHUNK = 256  # tokens
 
 
-def use_triton_kernel() -> bool:
-    """Whether test_images.py asks for our attention kernel, in Triton's interpreter."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return False
-    import attention_backend_worker
-
-    attention_backend_worker.serve_with_triton_kernel()
-    return True
-
-
 @pytest.fixture(scope="module", params=["vision", None], ids=["bidirectional", "causal"])
 def served(request, checkpoint):
     """An engine, the reference and its processor; images see all of themselves, or do not."""
     path = checkpoint(
         vision_config=VISION, use_bidirectional_attention=request.param, image_processor=True
     )
-    options = {"attention_config": {"backend": "CUSTOM"}} if use_triton_kernel() else {}
-    engine = get_engine(path, max_num_batched_tokens=ONE_CHUNK, block_size=16, **options)
+    engine = get_engine(path, max_num_batched_tokens=ONE_CHUNK, block_size=16)
     return engine, hf_reference.load_hf(path), Gemma4Processor.from_pretrained(path)
 
 
-def generate(engine, ids, images, num_blocks=2, seed=5):
+def generate(engine, ids, images, num_blocks=2, seed=5, **options):
     """vLLM's output of one request, and the denoise steps it took.
 
     The ids hold one placeholder per image, as the chat template writes it.
     """
-    params = SamplingParams(max_tokens=num_blocks * CANVAS, seed=seed, ignore_eos=True)
+    params = SamplingParams(max_tokens=num_blocks * CANVAS, seed=seed, ignore_eos=True, **options)
     inputs = {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
     with engine.watch(keep_logits=True) as watched:
         (output,) = engine.llm.generate([inputs], params, use_tqdm=False)
@@ -220,3 +207,24 @@ def test_extreme_shapes_pass(served):
         image = Image.fromarray(np.zeros((height, width, 3), np.uint8))
         output, _ = generate(engine, PROMPTS["first"], [image], num_blocks=1)
         assert len(output.outputs[0].token_ids) == CANVAS
+
+
+def test_the_triton_kernel_shows_images_what_the_cpu_kernel_does(checkpoint):
+    """Run in a process of its own, in Triton's interpreter, which is slow: one denoise step."""
+    import attention_backend_worker
+
+    path = checkpoint(
+        vision_config=VISION, use_bidirectional_attention="vision", image_processor=True
+    )
+    options = {"max_num_batched_tokens": ONE_CHUNK, "block_size": 16}
+    options["hf_overrides"] = {"canvas_window": "symmetric"}
+    on_cpu = get_engine(path, **options)
+    attention_backend_worker.serve_with_triton_kernel()
+    ours = get_engine(path, attention_config={"backend": "CUSTOM"}, **options)
+    assert ours.runner.model_state._takes_split_points
+    ids = [*prompt(40), *PLACEHOLDER, *prompt(9)]
+    logits = [
+        generate(engine, ids, [picture(1)], 1, extra_args={"diffusion_max_steps": 1})[1][0].logits
+        for engine in (on_cpu, ours)
+    ]
+    assert relative_error(*logits) < RELATIVE_TOLERANCE

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attention.tuning import HOPPER
 from bench.attention import Result, reference, row_error, targets, tolerance
 from bench.attention_shapes import (
     CANVAS,
@@ -136,6 +137,22 @@ def test_the_table_covers_what_the_models_do() -> None:
         assert {shape.context for shape in mine} >= {1024, 8192, 65536, 131072}
         assert {shape.batch for shape in mine} >= {1, 8, 32}
     assert {shape.phase for shape in shapes if shape.layer == FULL} >= {"denoise", "fused", "mixed"}
+
+
+def test_the_committed_compile_report_is_of_the_committed_tiles() -> None:
+    """Nothing spills at head sizes 256 and 512 and tensor cores are used (Triton 3.9)."""
+    report = csv.DictReader((ROOT / "bench" / "results" / "attention_sm90_compile.csv").open())
+    rows = [row for row in report if row["triton"] == "3.9.0"]
+    assert {(row["head_size"], row["is_split"]) for row in rows} >= {
+        ("256", "False"), ("256", "True"), ("512", "False"), ("512", "True"),
+    }  # fmt: skip
+    for row in rows:
+        tiles = HOPPER[int(row["head_size"]), 4 if row["dtype"] == "fp32" else 2]
+        for name in ("block_m", "block_n", "num_warps", "num_stages"):
+            assert int(row[name]) == getattr(tiles, name), row
+        if row["cache_dtype"] == row["dtype"]:
+            assert row["spill_stores"] == "0", row
+        assert int(row["wgmma"]) > 0 or row["dtype"] == "fp32", row
 
 
 def test_work_is_counted_over_visible_pairs() -> None:

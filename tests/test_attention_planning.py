@@ -59,7 +59,7 @@ def test_a_large_batch_is_not_given_more_programs_but_the_same_parts() -> None:
 
 
 def test_tile_heights_follow_the_bound_and_not_the_batch() -> None:
-    """With one bound for all of a server's steps, a span is cut the same alone and beside others."""
+    """With one bound for all steps of a server, a span is cut the same in any batch."""
     config = tile_config(256, 2)
     shapes = [
         dataclasses.replace(SLIDING_LAYER, num_tokens=tokens, num_seqs=seqs, max_query_len=2048)

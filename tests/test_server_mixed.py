@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from server_harness import CANVAS, FLAGS, Server
-from test_server import chat, complete, prompt, tokens
+from test_server import chat, complete, prompt
 
 NUM_REQUESTS = 64
 # Enough room for 64 canvases and as many blocks to commit in one step.
@@ -114,19 +114,9 @@ def assert_same(together: dict[str, Any], alone: dict[str, Any]) -> None:
 def test_64_mixed_requests_at_once_get_what_each_gets_alone(server):
     client = server.client().with_options(timeout=300)
     alone = [ask(client, index) for index in range(NUM_REQUESTS)]
+    assert len({str(answer) for answer in alone}) == NUM_REQUESTS
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
         together = list(pool.map(lambda index: ask(client, index), range(NUM_REQUESTS)))
     for index in range(NUM_REQUESTS):
         assert_same(together[index], alone[index])
     assert server.is_healthy()
-
-
-def test_the_kinds_are_different(server):
-    """With the same seed and prompt, what is asked for shows in the tokens or in the answer."""
-    client = server.client()
-    answers = []
-    for kind in KINDS:
-        options = dict(kind) | {"extra_body": dict(kind.get("extra_body", {}))}
-        answers.append(str(described(complete(client, prompt(20), max_tokens=64, **options))))
-    assert len(set(answers)) >= len(KINDS) - 1
-    assert tokens(complete(client, prompt(20), max_tokens=64))

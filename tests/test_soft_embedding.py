@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
+from soft_embedding_cases import HIDDEN, rows_of_every_kind, table
 from torch import Tensor
 
 from dllm import noise, row_stats_cpu, soft_embedding
 from dllm.row_stats import RowFilters, RowStats, row_stats
 from dllm.soft_embedding import Shard, exact_product, heaviest_tiles, sparse_product
 
-VOCAB, HIDDEN = 5000, 24  # 4.9 tiles
+VOCAB = 5000  # 4.9 tiles
 INF = math.inf
 
 
@@ -20,30 +21,12 @@ def stats_of(logits: Tensor, temperature: Tensor, filters: RowFilters | None = N
     return row_stats(logits, temperature, keys, torch.float32, filters)
 
 
-def table(dtype: torch.dtype = torch.float32, vocab: int = VOCAB) -> Tensor:
-    return torch.randn(vocab, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-def rows_of_every_kind(vocab: int = VOCAB) -> Tensor:
-    """Flat, spread, sure (a few tokens far above the rest), certain, excluded, all equal."""
-    generator = torch.Generator().manual_seed(2)
-    noise_rows = torch.randn(12, vocab, generator=generator)
-    sure = noise_rows[:4] * 2 - 12
-    sure.scatter_(1, torch.randint(vocab, (4, 6), generator=generator), 4.0)
-    certain = noise_rows[4:6] - 200
-    certain[:, 17] = 3.0
-    excluded = noise_rows[6:8].clone()
-    excluded[:, 5:] = -INF
-    equal = torch.full((1, vocab), 2.5)
-    return torch.cat([noise_rows[8:10] * 0.1, noise_rows[10:] * 5, sure, certain, excluded, equal])
-
-
 @pytest.mark.parametrize("budget", [0.0, 1e-6, 2**-9, 0.1, 0.7])
 @pytest.mark.parametrize("temperature", [0.05, 0.6, 2.0])
 def test_the_error_is_at_most_the_skipped_mass_times_the_largest_norm(
     temperature: float, budget: float
 ) -> None:
-    logits, weight = rows_of_every_kind(), table()
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
     t = torch.full((len(logits),), temperature)
     stats = stats_of(logits, t)
     p = torch.softmax(logits.double() / t.double()[:, None], -1)
@@ -56,7 +39,7 @@ def test_the_error_is_at_most_the_skipped_mass_times_the_largest_norm(
 
 def test_the_budget_is_spent() -> None:
     """A row that is sure of itself keeps its few tokens: the bound does not hold by keeping all."""
-    logits = rows_of_every_kind()[4:10]
+    logits = rows_of_every_kind(VOCAB)[4:10]
     t = torch.full((len(logits),), 0.6)
     stats = stats_of(logits, t)
     belief = soft_embedding.Belief.less(2**-9, t, stats, row_stats_cpu.tile_width(VOCAB))
@@ -78,7 +61,7 @@ def test_heaviest_tiles_leave_out_as_many_as_the_budget_allows(budget: float) ->
 
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     """Other rows add tokens of probability zero: the order of a sum changes, nothing else."""
-    logits, weight = rows_of_every_kind(), table()
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
     t = torch.full((len(logits),), 0.6)
     stats, shard = stats_of(logits, t), Shard(weight, 0, VOCAB)
     together = sparse_product(logits, t, stats, shard, 0.01)
@@ -92,7 +75,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_gathering_and_the_whole_product_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits, weight = rows_of_every_kind(), table()
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
     t = torch.full((len(logits),), 0.6)
     stats, shard = stats_of(logits, t), Shard(weight, 0, VOCAB)
     monkeypatch.setattr(soft_embedding, "GATHERED_TOKENS", 700)
@@ -104,7 +87,7 @@ def test_gathering_and_the_whole_product_agree(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_filters_and_rows_without_a_distribution() -> None:
-    logits, weight = rows_of_every_kind(), table()
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
     logits[0], logits[1, 9] = -INF, math.nan
     n = len(logits)
     t = torch.full((n,), 0.6)
@@ -121,7 +104,7 @@ def test_filters_and_rows_without_a_distribution() -> None:
 
 @pytest.mark.parametrize("budget", [0.0, 0.01])
 def test_shards_sum_to_the_whole(budget: float) -> None:
-    logits, weight = rows_of_every_kind(), table()
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
     t = torch.full((len(logits),), 0.6)
     stats = stats_of(logits, t)
     whole = sparse_product(logits, t, stats, Shard(weight, 0, VOCAB), budget)
@@ -134,7 +117,7 @@ def test_shards_sum_to_the_whole(budget: float) -> None:
 
 def test_in_bf16_it_is_as_close_as_the_exact_product() -> None:
     """The default budget is what rounding the probabilities costs anyway."""
-    logits, weight = rows_of_every_kind(), table(torch.bfloat16)
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB, torch.bfloat16)
     t = torch.full((len(logits),), 0.6)
     stats, shard = stats_of(logits, t), Shard(weight, 0, VOCAB)
     assert stats.probs is not None

@@ -11,9 +11,9 @@ from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
 from dllm import cli
 from dllm.train import command
-from dllm.train.diffusion import Diffusion, canvas_masks
+from dllm.train.diffusion import Diffusion, canvas_loss, canvas_masks
 from dllm.train.loop import LOG, Trainer
-from dllm.train.objective import EOS, Encoded, pad_right
+from dllm.train.objective import EOS, Encoded, answer_loss, pad_right
 from dllm.train.optimizer import lr_factor, orthogonalize
 from dllm.train.settings import ModelShape, TrainSettings
 from dllm.train.tasks import question
@@ -193,6 +193,33 @@ def test_canvases_are_blocks_of_the_answer():
         assert clean == tokens + [EOS] * (32 - len(tokens))
     is_changed = (drawn.noised != drawn.clean).float().mean(dim=1)
     assert is_changed.max() > 0.9 and is_changed.min() < 0.5
+
+
+def test_blocks_count_the_same_however_short_the_answer():
+    """An unknown token costs its share of its own answer, and behind the end a tenth of that."""
+    logits = torch.zeros(2, 32, 512)
+    clean = torch.full((2, 32), EOS)
+    clean[0, 0], clean[1] = 100, 100
+    logits.scatter_(2, clean[..., None], 50.0)  # certain, and right
+    assert canvas_loss(logits, clean).item() == pytest.approx(0, abs=1e-6)
+    short, long, tail = (logits.clone() for _ in range(3))
+    short[0, 0], long[1, :16], tail[0, 2] = 0, 0, 0  # no idea: ln 512 nats
+    nothing = torch.log(torch.tensor(512.0)).item()
+    assert canvas_loss(short, clean).item() == pytest.approx(nothing / (2 + 30 * 0.1) / 2)
+    assert canvas_loss(long, clean).item() == pytest.approx(nothing * 16 / 32 / 2)
+    assert canvas_loss(tail, clean).item() == pytest.approx(nothing * 0.1 / (2 + 30 * 0.1) / 2)
+
+
+def test_answer_loss_is_a_mean_of_means():
+    """Against next-token cross-entropy, sequence by sequence."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(512, (2, 8), generator=random)
+    is_answer = torch.zeros(2, 8, dtype=torch.bool)
+    is_answer[0, 3:4], is_answer[1, 2:7] = True, True
+    logits = torch.randn(6, 512, generator=random)
+    entropy = torch.nn.functional.cross_entropy
+    expected = (entropy(logits[:1], ids[0, 3:4]) + entropy(logits[1:], ids[1, 2:7])) / 2
+    torch.testing.assert_close(answer_loss(logits, ids, is_answer), expected)
 
 
 def test_orthogonalize_keeps_singular_vectors():
