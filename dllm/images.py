@@ -144,7 +144,7 @@ class ImageModelState(DiffusionModelState):
         return sequences.with_images(images) if any(images) else sequences
 
     def _images(self, input_batch: InputBatch) -> list[list[tuple[int, int]]]:
-        """Of each row that is a prompt chunk, (first, last) position of its bidirectional images."""
+        """Per row, (first, last) position of each bidirectional image, if it is a prompt chunk."""
         images: list[list[tuple[int, int]]] = [[] for _ in range(input_batch.num_reqs)]
         if self.supports_mm_inputs and self.model_config.is_mm_prefix_lm:
             is_prompt = input_batch.num_computed_tokens_np < input_batch.prefill_len_np

@@ -41,7 +41,7 @@ THIRD = tl.constexpr(MIX_MULTIPLIERS[2] & 0xFFFFFFFF)
 class KernelTiles:
     """How the kernels cut a row; powers of two. No result depends on it but the tile masses."""
 
-    block: int = 4096  # tokens of a program
+    block: int = 2048  # tokens of a program: 8 a thread, which leaves registers for two programs
     tile: int = 64  # tokens whose mass is known together
     num_warps: int = 8
 
@@ -63,9 +63,7 @@ def row_stats_kernels(
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    argmax, sample = (
-        torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2)
-    )
+    argmax, sample = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
     entropy, peak, log_z = numbers(num_rows), numbers(num_rows), numbers(num_rows)
     cutoff = torch.full((num_rows,), -torch.inf, device=device)
     tile_mass = numbers(num_rows, num_tiles)
@@ -97,8 +95,8 @@ def row_stats_kernels(
             logits, logits.stride(0), temperature, keys, cutoff,
             block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
             argmax, sample, entropy, peak, log_z, vocab_size, num_blocks, num_tiles,
-            BLOCK=cut.block, TILE=cut.tile, BLOCKS=triton.next_power_of_2(num_blocks),
-            IS_FILTERED=is_filtered, num_warps=4,
+            TILES_OF_BLOCK=cut.block // cut.tile, TILES=min(1024, triton.next_power_of_2(num_tiles)),
+            BLOCKS=triton.next_power_of_2(num_blocks), IS_FILTERED=is_filtered, num_warps=4,
         )  # fmt: skip
     if probs_dtype is not None:
         _probs_kernel[(num_rows, num_blocks)](
@@ -163,7 +161,7 @@ def _block_kernel(
         x = tl.where(x < least, float("-inf"), x)
     largest = tl.max(x, 0)
     base = tl.where(largest > float("-inf"), largest, 0.0)  # -inf - -inf is NaN
-    d = (x - base) / tl.load(temperature + row)
+    d = (x - base) * tl.minimum(1.0 / tl.load(temperature + row), 3e38)
     e = tl.exp(d)
     z = tl.sum(e, 0)
     # -inf * 0 is NaN; a NaN logit stays NaN in z alone, which is enough
@@ -172,12 +170,16 @@ def _block_kernel(
     v = _uniform(_token_bits(ids, tl.load(keys + 2 * row).to(tl.uint32),
                              tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
     race = tl.where(e > 0, v / e, float("inf"))
-    winner = tl.argmin(race, 0)
-    # The winner's own time; the tokens that may come before it have a smaller v / e.
-    time = tl.min(tl.where(race == tl.min(race, 0), _exponential(v) / e, float("inf")), 0)
-    rivals = tl.sum((race <= time * 1.0001).to(tl.int32), 0)
+    soonest = tl.min(race, 0)
+    inside = tl.arange(0, BLOCK)
+    winner = tl.min(tl.where(race == soonest, inside, BLOCK), 0)
+    its_v = tl.sum(tl.where(inside == winner, v, 0.0), 0)
+    # Its own time is soonest * E / v; whoever may come before it has a smaller v / exp(d) than that.
+    limit = soonest * (_exponential(its_v) / its_v) * 1.0001
+    rivals = tl.sum((race <= limit).to(tl.int32), 0)
     if rivals > 1:
-        winner = tl.argmin(tl.where(e > 0, _exponential(v) / e, float("inf")), 0)
+        time = tl.where(race <= limit, _exponential(v) / e, float("inf"))
+        winner = tl.min(tl.where(time == tl.min(time, 0), inside, BLOCK), 0)
 
     place = row * num_blocks + block
     tl.store(block_max + place, largest)
@@ -197,7 +199,8 @@ def _merge_kernel(
     logits, row_stride, temperature, keys, cutoff,
     block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
     argmax, sample, entropy, peak, log_z, vocab_size, num_blocks, num_tiles,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, BLOCKS: tl.constexpr, IS_FILTERED: tl.constexpr,
+    TILES_OF_BLOCK: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
+    IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one row from those of its blocks; `tile_mass` becomes probabilities."""
     row = tl.program_id(0).to(tl.int64)
@@ -234,13 +237,14 @@ def _merge_kernel(
     chosen = tl.argmax(noisy, 0)
     tl.store(sample + row, tl.sum(tl.where(block == chosen, ids, 0), 0))
 
-    TILES: tl.constexpr = BLOCK // TILE
-    for index in range(num_blocks):
-        scale = tl.exp((tl.load(block_max + row * num_blocks + index) - base) / t) / z
-        tile = index * TILES + tl.arange(0, TILES)
-        masses = tile_mass + row * num_tiles + tile
-        mass = tl.load(masses, mask=tile < num_tiles, other=0.0) * scale
-        tl.store(masses, tl.where(has_distribution, mass, 0.0), mask=tile < num_tiles)
+    for first_tile in range(0, num_tiles, TILES):
+        tile = first_tile + tl.arange(0, TILES)
+        is_tile = tile < num_tiles
+        maximum = tl.load(block_max + row * num_blocks + tile // TILES_OF_BLOCK, mask=is_tile)
+        mass = tl.load(tile_mass + row * num_tiles + tile, mask=is_tile, other=0.0)
+        mass = tl.where(mass > 0, mass * tl.exp((maximum - base) / t) / z, 0.0)
+        mass = tl.where(has_distribution, mass, 0.0)
+        tl.store(tile_mass + row * num_tiles + tile, mass, mask=is_tile)
 
 
 @triton.jit
