@@ -20,6 +20,7 @@ import hashlib
 
 import torch
 
+from dllm.denoise import DenoiseRules
 from dllm.options import RequestOptions
 
 
@@ -85,6 +86,17 @@ class CanvasState:
             self.seed_canvas[slot, : len(ids)] = ids.to(self.seed_canvas.device)
             self.is_pinned[slot] = False
             self.is_pinned[slot, list(options.pinned)] = True
+
+    def rules(self, slots: torch.Tensor, stability_window: int) -> DenoiseRules:
+        """How the canvases of ``slots`` are denoised, one number per row."""
+        return DenoiseRules(
+            t_min=self.t_min[slots],
+            t_max=self.t_max[slots],
+            max_steps=self.max_steps[slots],
+            entropy_bound=self.entropy_bound[slots],
+            confidence=self.confidence[slots],
+            stability_window=stability_window,
+        )
 
     def with_seeds(
         self, slots: torch.Tensor, starts: torch.Tensor, drawn: torch.Tensor

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 CanvasWindow = Literal["symmetric", "anchored"]
 CommitMode = Literal["overlapped", "separate"]
-SoftEmbedding = Literal["sparse", "exact"]
+SoftEmbedding = Literal["auto", "sparse", "exact"]
 
 CANVAS_WINDOWS: tuple[CanvasWindow, ...] = ("symmetric", "anchored")
 COMMIT_MODES: tuple[CommitMode, ...] = ("overlapped", "separate")
-SOFT_EMBEDDINGS: tuple[SoftEmbedding, ...] = ("sparse", "exact")
+SOFT_EMBEDDINGS: tuple[SoftEmbedding, ...] = ("auto", "sparse", "exact")
 
 
 def did_you_mean(given: str, known: list[str]) -> str:
@@ -172,13 +172,14 @@ class PluginOptions:
             pass; ``separate`` gives it a pass of its own (the plain twin, for comparison).
         soft_embedding: ``sparse`` leaves out tokens that move a soft embedding by no more than
             rounding its probabilities does, if the vocabulary is large (``soft_embedding``);
-            ``exact`` multiplies by all of it.
+            ``exact`` multiplies by all of it; ``auto`` is sparse on a CPU and exact on a GPU, where
+            the sparse kernel has not been measured yet.
         logits_workspace_mib: MiB of fp32 logits that exist at once; more rows than fit are taken
             in tiles of whole canvases (``logit_rows``). Bounds the memory of a step.
     """
 
     commit: CommitMode = "overlapped"
-    soft_embedding: SoftEmbedding = "sparse"
+    soft_embedding: SoftEmbedding = "auto"
     logits_workspace_mib: int = 1024
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from vllm.model_executor.models.gemma4 import Gemma4Model
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
+from dllm import seams
 from dllm.compilation import maybe_compile
 from dllm.config import DenoiseConfig
 from dllm.logit_rows import LogitRows, rows_at_once
@@ -96,6 +97,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
+        seams.profile_whole_canvases()
         config = vllm_config.model_config.hf_text_config
         # Full-attention layers have no v_proj: values are the keys before their norm and RoPE.
         config.attention_k_eq_v = True

@@ -29,6 +29,8 @@ from dllm.noise import gumbel
 from dllm.row_filters import RowFilters
 from dllm.row_stats_cpu import row_stats_cpu, tile_width
 
+KERNEL_MASS_TILE = 64
+
 __all__ = ["RowFilters", "RowStats", "reference_row_stats", "row_stats"]
 
 
@@ -75,6 +77,11 @@ def row_stats(
         logits, temperature, keys, probs_dtype, *(filters or _OFF), torch.compiler.is_compiling()
     )
     return RowStats._make([*result[:-1], None if probs_dtype is None else result[-1]])
+
+
+def mass_tile(logits: Tensor) -> int:
+    """How many tokens share a `tile_mass`: on a GPU few, because whole tiles are skipped there."""
+    return KERNEL_MASS_TILE if logits.is_cuda else tile_width(logits.shape[-1])
 
 
 def reference_row_stats(
@@ -129,6 +136,10 @@ def _row_stats(
     filters = None
     if top_k is not None and top_p is not None and min_p is not None:
         filters = RowFilters(top_k, top_p, min_p)
+    if logits.is_cuda:
+        from dllm.row_stats_kernel import KernelTiles, row_stats_kernels  # needs Triton
+
+        return row_stats_kernels(logits, temperature, keys, probs_dtype, filters, KernelTiles())
     return row_stats_cpu(logits, temperature, keys, probs_dtype, filters, is_compiled)
 
 
@@ -146,6 +157,6 @@ def _shapes(
     num_rows, vocab_size = logits.shape
     ids = [logits.new_empty(num_rows, dtype=torch.int64) for _ in range(2)]
     numbers = [temperature.new_empty(num_rows) for _ in range(4)]
-    tiles = temperature.new_empty(num_rows, -(-vocab_size // tile_width(vocab_size)))
+    tiles = temperature.new_empty(num_rows, -(-vocab_size // mass_tile(logits)))
     probs = logits.new_empty(num_rows, vocab_size if probs_dtype else 0, dtype=probs_dtype)
     return [*ids, *numbers, tiles, probs]

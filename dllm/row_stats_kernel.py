@@ -31,6 +31,7 @@ from torch import Tensor
 
 from dllm.noise import MIX_MULTIPLIERS
 from dllm.row_filters import RowFilters
+from dllm.row_stats import KERNEL_MASS_TILE
 
 FIRST = tl.constexpr(MIX_MULTIPLIERS[0] & 0xFFFFFFFF)
 SECOND = tl.constexpr(MIX_MULTIPLIERS[1] & 0xFFFFFFFF)
@@ -42,7 +43,7 @@ class KernelTiles:
     """How the kernels cut a row; powers of two. No result depends on it but the tile masses."""
 
     block: int = 2048  # tokens of a program: 8 a thread, which leaves registers for two programs
-    tile: int = 64  # tokens whose mass is known together
+    tile: int = KERNEL_MASS_TILE  # tokens whose mass is known together
     num_warps: int = 8
 
 
@@ -95,7 +96,8 @@ def row_stats_kernels(
             logits, logits.stride(0), temperature, keys, cutoff,
             block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
             argmax, sample, entropy, peak, log_z, vocab_size, num_blocks, num_tiles,
-            TILES_OF_BLOCK=cut.block // cut.tile, TILES=min(1024, triton.next_power_of_2(num_tiles)),
+            TILES_OF_BLOCK=cut.block // cut.tile,
+            TILES=min(1024, triton.next_power_of_2(num_tiles)),
             BLOCKS=triton.next_power_of_2(num_blocks), IS_FILTERED=is_filtered, num_warps=4,
         )  # fmt: skip
     if probs_dtype is not None:
@@ -151,7 +153,7 @@ def _block_kernel(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     least = tl.load(cutoff + row)
-    if IS_FILTERED:
+    if IS_FILTERED:  # noqa: SIM102 (decided when compiled)
         if least == float("-inf"):
             return
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -174,7 +176,7 @@ def _block_kernel(
     inside = tl.arange(0, BLOCK)
     winner = tl.min(tl.where(race == soonest, inside, BLOCK), 0)
     its_v = tl.sum(tl.where(inside == winner, v, 0.0), 0)
-    # Its own time is soonest * E / v; whoever may come before it has a smaller v / exp(d) than that.
+    # Its own time is soonest * E / v; whoever comes before it has a smaller v / exp(d) than that.
     limit = soonest * (_exponential(its_v) / its_v) * 1.0001
     rivals = tl.sum((race <= limit).to(tl.int32), 0)
     if rivals > 1:
@@ -204,7 +206,7 @@ def _merge_kernel(
 ):  # fmt: skip
     """The statistics of one row from those of its blocks; `tile_mass` becomes probabilities."""
     row = tl.program_id(0).to(tl.int64)
-    if IS_FILTERED:
+    if IS_FILTERED:  # noqa: SIM102 (decided when compiled)
         if tl.load(cutoff + row) == float("-inf"):
             return
     block = tl.arange(0, BLOCKS)

@@ -11,7 +11,6 @@ token. Noise is a function of the canvas start, so drawing that canvas twice dra
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -31,7 +30,7 @@ from dllm.logprobs import BlockLogprobs
 from dllm.options import constrained
 from dllm.row_stats import RowFilters, RowStats, row_stats
 from dllm.self_conditioning import soft_embeddings
-from dllm.soft_embedding import is_worth_it
+from dllm.soft_embedding import uses_sparse_product
 
 
 class StepResult(NamedTuple):
@@ -101,10 +100,9 @@ class DiffusionSampler:
         self.normalizer = normalizer
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         # The exact product reads the probabilities; the sparse one computes the few it needs.
-        is_sparse = PluginOptions.from_vllm(vllm_config).soft_embedding == "sparse"
-        self._probs_dtype = (
-            None if is_sparse and is_worth_it(self.vocab_size) else embedding.weight.dtype
-        )
+        option = PluginOptions.from_vllm(vllm_config).soft_embedding
+        is_sparse = uses_sparse_product(option, self.vocab_size, embedding.weight.device)
+        self._probs_dtype = None if is_sparse else embedding.weight.dtype
         self._rows_at_once = rows_at_once(vllm_config)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
 
@@ -180,14 +178,18 @@ class DiffusionSampler:
         return noise.initial_canvas(seeds, starts, self.config.canvas_length, self.vocab_size)
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
-        """Top-k, top-p and min-p of each logit row, or None where no request filters."""
+        """Top-k, top-p and min-p of each logit row, or None where no request filters.
+
+        A CPU always gets them: it passes over rows that are not filtered, and without them the
+        step would be another function to the compiler.
+        """
         states, slots = self.sampling_states, input_batch.idx_mapping_np[: input_batch.num_reqs]
         is_filtered = (
             (states.top_k.np[slots] != self.vocab_size)
             | (states.top_p.np[slots] != 1.0)
             | (states.min_p.np[slots] != 0.0)
         )
-        if not np.any(is_filtered):
+        if not is_filtered.any() and states.top_k.gpu.is_cuda:
             return None
         row_slots = input_batch.expanded_idx_mapping
         return RowFilters(
@@ -300,14 +302,7 @@ def denoise_rows(
             is_stop=canvases.is_stop[slots[:, None], argmax],
         ),
         rows.widths,
-        denoise.DenoiseRules(
-            t_min=canvases.t_min[slots],
-            t_max=canvases.t_max[slots],
-            max_steps=canvases.max_steps[slots],
-            entropy_bound=canvases.entropy_bound[slots],
-            confidence=canvases.confidence[slots],
-            stability_window=config.stability_threshold + 1,
-        ),
+        canvases.rules(slots, stability_window=config.stability_threshold + 1),
     )
     goes_on = (rows.widths > 0) & ~outcome.converged
     pins = canvases.pins(slots, starts)

@@ -5,6 +5,7 @@ ARCHITECTURE.md, and ``tests/test_seams.py`` fails when a signature moves. Every
 our architecture: another model served in this process behaves as without the plugin.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -368,3 +369,28 @@ def _say_why() -> None:
 
     BeamSearchOnlineMixin.beam_search = checked_beam_search  # type: ignore[method-assign]
     BaseRenderer.validate_token_ids = checked_token_ids  # type: ignore[method-assign]
+
+
+# --- the worker ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def profile_whole_canvases() -> None:
+    """Let memory profiling run the largest denoise step; vLLM's dummy batch holds no canvas.
+
+    Called in the worker, when the model is built.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from dllm.warm_up import canvas_batch
+
+    run = GPUModelRunner._dummy_sampler_run
+
+    def _dummy_sampler_run(self: Any, hidden_states: Any) -> None:
+        if self.model_config.architecture != ARCHITECTURE:
+            return run(self, hidden_states)
+        batch = canvas_batch(self.input_buffers, self.max_num_reqs, self.num_speculative_steps)
+        hidden = hidden_states.new_zeros(batch.num_draft_tokens, hidden_states.shape[1])
+        self.sampler(self.model.compute_logits(hidden), batch)
+
+    GPUModelRunner._dummy_sampler_run = _dummy_sampler_run  # type: ignore[method-assign]

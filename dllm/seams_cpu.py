@@ -82,9 +82,7 @@ def _let_fork_stand() -> None:
 def _needs_no_openmp_setup() -> bool:
     from vllm import envs
 
-    return (
-        os.environ.get("OMP_NUM_THREADS") == "1" and envs.VLLM_CPU_OMP_THREADS_BIND == "nobind"
-    )
+    return os.environ.get("OMP_NUM_THREADS") == "1" and envs.VLLM_CPU_OMP_THREADS_BIND == "nobind"
 
 
 @functools.cache  # several workers in one process

@@ -82,6 +82,11 @@ SEAMS = (
         "vLLM's own extension point for replacing Triton kernels",
     ),
     Seam(
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run",
+        "wrap, in the worker",
+        "memory profiling runs the largest denoise step; vLLM's dummy batch holds no canvas",
+    ),
+    Seam(
         "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
         "wrap",
         "VLLM_WORKER_MULTIPROC_METHOD=fork may stand: spawned processes import everything again",
@@ -193,7 +198,8 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
     ("vllm.v1.kv_cache_interface", "AttentionSpec KVCacheConfig", "signatures of hooks"),
     # Model Runner V2.
     ("vllm.v1.worker.gpu.attn_utils", "build_attn_metadata", "metadata of every cache group"),
-    ("vllm.v1.worker.gpu.input_batch", "InputBatch", "one step's batch"),
+    ("vllm.v1.worker.gpu.input_batch", "InputBatch InputBuffers", "one step's batch"),
+    ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "where memory is profiled"),
     ("vllm.v1.worker.gpu.model_states.interface", "ModelState", "base of our model state"),
     (
         "vllm.v1.worker.gpu.sample.logit_bias",

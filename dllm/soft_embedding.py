@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm.row_stats import RowStats
+from dllm.config import SoftEmbedding
+from dllm.row_stats import RowStats, mass_tile
 from dllm.row_stats_cpu import row_slices, tile_width
 
 # Below this many tokens the exact product costs less than choosing what to leave out of it.
@@ -49,9 +50,10 @@ def skipped_mass(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def is_worth_it(vocab_size: int) -> bool:
-    """Whether the vocabulary is large enough to leave anything out."""
-    return vocab_size >= SMALLEST_VOCABULARY
+def uses_sparse_product(option: SoftEmbedding, vocab_size: int, device: torch.device) -> bool:
+    """Whether a server with this option leaves tokens out: not if the vocabulary is small."""
+    is_sparse = option == "sparse" or (option == "auto" and device.type == "cpu")
+    return is_sparse and vocab_size >= SMALLEST_VOCABULARY
 
 
 def sparse_product(
@@ -59,7 +61,8 @@ def sparse_product(
 ) -> Tensor:
     """The soft embedding of each row, less at most `budget` of its probability.
 
-    For a CPU: reads from the data how many tokens are left.
+    On a GPU it is whole tiles of tokens that are skipped, and nothing waits for the device; on a
+    CPU the tokens that are left are gathered.
 
     Args:
         logits: [N, V], those that `stats` are of, unchanged since.
@@ -69,7 +72,14 @@ def sparse_product(
     Returns:
         [N, hidden] in the shard's dtype: what the shard's tokens contribute.
     """
-    belief = Belief.less(budget, temperature, stats, tile_width(logits.shape[-1]))
+    if logits.is_cuda:
+        from dllm.soft_embedding_kernel import ProductTiles, sparse_product_kernels  # needs Triton
+
+        tile = mass_tile(logits)
+        return sparse_product_kernels(
+            logits, temperature, stats, shard, budget, tile, ProductTiles()
+        )
+    belief = Belief.less(budget, temperature, stats, mass_tile(logits))
     is_sound = stats.log_z.isfinite()
     if bool(is_sound.all()):
         tokens = needed_tokens(logits, belief.least)

@@ -87,7 +87,8 @@ def _kept_tiles_kernel(
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     mass = tl.load(tile_mass + row * num_tiles + tile, mask=tile < num_tiles, other=0.0)
-    low, high = 0, 1073741824  # the bits of 0.0 and of 2.0: floats that are not negative, in order
+    # The bits of 0.0 and of 2.0: those of floats that are not negative are in the floats' order.
+    low, high = tl.full((), 0, tl.int32), tl.full((), 0x40000000, tl.int32)
     while low < high:
         middle = low + (high - low + 1) // 2
         left_out = tl.sum(tl.where(mass < middle.to(tl.float32, bitcast=True), mass, 0.0), 0)

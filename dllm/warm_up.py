@@ -1,21 +1,28 @@
 """Warm-up: imaginary requests through the real worker, so that no real one waits for a compiler.
 
 Every shape that is compiled apart is visited: prompt chunks (no logit rows at all), canvases on
-their own, heads with canvases, one request and several.
+their own, heads with canvases, one request and several, with and without filters.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 # With one denoise step per block every pass emits: prompt, canvas, head + canvas.
-PARAMS = SamplingParams(max_tokens=1, seed=0, extra_args={"diffusion_max_steps": 1})
+PLAIN = SamplingParams(max_tokens=1, seed=0, extra_args={"diffusion_max_steps": 1})
+FILTERED = SamplingParams(
+    max_tokens=1, seed=0, top_k=2, top_p=0.5, min_p=0.1, extra_args={"diffusion_max_steps": 1}
+)
 
 
 def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-    """Serve two, then one imaginary request of three passes each, then one with a narrow canvas.
+    """Serve two imaginary requests, then one, then one with a narrow canvas; then with filters.
 
     Two come first: with one, the logit rows are as many as the canvas is long, and the compiler
     would take the two sizes for the same.
@@ -24,70 +31,106 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
         runner: the worker's Model Runner V2, with its KV cache allocated.
         execute_model: the worker's method of that name.
     """
-    canvas_length = runner.num_speculative_steps
-    for num_reqs, width in ((2, canvas_length), (1, canvas_length), (1, canvas_length // 2 or 1)):
-        pages = [
-            -(-3 * canvas_length // group.kv_cache_spec.block_size)
-            for group in runner.kv_cache_config.kv_cache_groups
-        ]
-        fits_cache = num_reqs * sum(pages) < runner.kv_cache_config.num_blocks
-        fits_budget = num_reqs * 2 * canvas_length <= runner.max_num_tokens
-        fits_length = 3 * canvas_length <= runner.max_model_len
-        if fits_cache and fits_budget and fits_length and num_reqs <= runner.max_num_reqs:
-            req_ids = [f"_warmup_{i}_" for i in range(num_reqs)]
-            _serve(req_ids, width, pages, runner, execute_model)
+    longest = min(runner.num_speculative_steps, runner.max_model_len - 1)
+    for params in (PLAIN, FILTERED):
+        for num_reqs, width in ((2, longest), (1, longest), (1, longest // 2 or 1)):
+            _Requests(num_reqs, width, params).serve(runner, execute_model)
 
 
-def _serve(
-    req_ids: Sequence[str],
-    width: int,
-    pages: Sequence[int],
-    runner: Any,
-    execute_model: Callable[[SchedulerOutput], Any],
-) -> None:
-    length = runner.num_speculative_steps
-    prompt = [0] * length
-    output = SchedulerOutput.make_empty()
-    next_page = 1  # page 0 is vLLM's null page
-    for req_id in req_ids:
-        block_ids = []
-        for count in pages:
-            block_ids.append(list(range(next_page, next_page + count)))
-            next_page += count
-        output.scheduled_new_reqs.append(
-            NewRequestData(
-                req_id=req_id,
-                prompt_token_ids=prompt,
-                mm_features=[],
-                sampling_params=PARAMS,
-                pooling_params=None,
-                block_ids=tuple(block_ids),
-                num_computed_tokens=0,
-                lora_request=None,
-                prefill_token_ids=prompt,
+def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> InputBatch:
+    """As many canvases as a step may hold, and nothing else: what a step's memory peaks at.
+
+    Args:
+        buffers: the runner's; written to, as by vLLM's own dummy batches.
+        num_reqs: of the server.
+    """
+    num_reqs = min(num_reqs, buffers.max_num_tokens // canvas_length)
+    num_rows = num_reqs * canvas_length
+    batch = InputBatch.make_dummy(num_reqs, num_rows, buffers)
+    starts = np.arange(num_reqs + 1, dtype=np.int32) * canvas_length
+    places = torch.arange(canvas_length, dtype=torch.int32, device=buffers.device)
+    return replace(
+        batch,
+        num_draft_tokens=num_rows,
+        num_draft_tokens_per_req=np.diff(starts),
+        expanded_idx_mapping=batch.idx_mapping.repeat_interleave(canvas_length),
+        expanded_local_pos=places.repeat(num_reqs),
+        logits_indices=torch.arange(num_rows, device=buffers.device),
+        cu_num_logits=torch.from_numpy(starts).to(buffers.device),
+        cu_num_logits_np=starts,
+    )
+
+
+@dataclass(frozen=True)
+class _Requests:
+    """Imaginary requests of one prompt token each, with canvases of one width."""
+
+    num_reqs: int
+    width: int
+    params: SamplingParams
+
+    @property
+    def req_ids(self) -> list[str]:
+        return [f"_warmup_{i}_" for i in range(self.num_reqs)]
+
+    def serve(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
+        """Run the passes that the server has room for."""
+        page_sizes = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
+        pages = [-(-(1 + 2 * self.width) // size) for size in page_sizes]
+        has_slots = self.num_reqs <= runner.max_num_reqs
+        if not has_slots or self.num_reqs * sum(pages) >= runner.kv_cache_config.num_blocks:
+            return
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs = self._arriving(pages)
+        # Tokens computed before, scheduled, and of the canvas among these.
+        for before, scheduled, canvas in (
+            (0, 1, 0),
+            (1, self.width, self.width),
+            (1, 2 * self.width, self.width),
+        ):
+            fits_budget = self.num_reqs * scheduled <= runner.max_num_tokens
+            if not fits_budget or before + scheduled > runner.max_model_len:
+                continue
+            if before:
+                output = SchedulerOutput.make_empty()
+                output.scheduled_cached_reqs = self._running(before)
+            output.num_scheduled_tokens = dict.fromkeys(self.req_ids, scheduled)
+            output.total_num_scheduled_tokens = self.num_reqs * scheduled
+            output.num_spec_tokens_to_schedule = runner.num_speculative_steps
+            if canvas:
+                output.scheduled_spec_decode_tokens = dict.fromkeys(self.req_ids, [0] * canvas)
+            execute_model(output)
+            runner.sample_tokens(None)
+        finish = SchedulerOutput.make_empty()
+        finish.finished_req_ids = set(self.req_ids)
+        execute_model(finish)
+
+    def _arriving(self, pages: Sequence[int]) -> list[NewRequestData]:
+        requests, next_page = [], 1  # page 0 is vLLM's null page
+        for req_id in self.req_ids:
+            block_ids = []
+            for count in pages:
+                block_ids.append(list(range(next_page, next_page + count)))
+                next_page += count
+            requests.append(
+                NewRequestData(
+                    req_id=req_id,
+                    prompt_token_ids=[0],
+                    mm_features=[],
+                    sampling_params=self.params,
+                    pooling_params=None,
+                    block_ids=tuple(block_ids),
+                    num_computed_tokens=0,
+                    lora_request=None,
+                    prefill_token_ids=[0],
+                )
             )
-        )
-    passes = [(0, length, 0), (length, width, width), (length, 2 * width, width)]
-    for num_computed, num_scheduled, num_canvas in passes:
-        if num_computed:
-            output = SchedulerOutput.make_empty()
-            output.scheduled_cached_reqs = _running(req_ids, num_computed)
-        output.num_scheduled_tokens = dict.fromkeys(req_ids, num_scheduled)
-        output.total_num_scheduled_tokens = len(req_ids) * num_scheduled
-        output.num_spec_tokens_to_schedule = length
-        if num_canvas:
-            output.scheduled_spec_decode_tokens = {req_id: [0] * num_canvas for req_id in req_ids}
-        execute_model(output)
-        runner.sample_tokens(None)
-    finish = SchedulerOutput.make_empty()
-    finish.finished_req_ids = set(req_ids)
-    execute_model(finish)
+        return requests
 
-
-def _running(req_ids: Sequence[str], num_computed: int) -> CachedRequestData:
-    cached = CachedRequestData.make_empty()
-    cached.req_ids = list(req_ids)
-    cached.num_computed_tokens = [num_computed] * len(req_ids)
-    cached.num_output_tokens = [0] * len(req_ids)
-    cached.new_block_ids = [None] * len(req_ids)
-    return cached
+    def _running(self, num_computed: int) -> CachedRequestData:
+        cached = CachedRequestData.make_empty()
+        cached.req_ids = self.req_ids
+        cached.num_computed_tokens = [num_computed] * self.num_reqs
+        cached.num_output_tokens = [0] * self.num_reqs
+        cached.new_block_ids = [None] * self.num_reqs
+        return cached

@@ -105,8 +105,9 @@ def test_statistics_of_hostile_rows(vocab_size: int, temperature: float) -> None
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
 def test_samples_are_those_of_the_definition(spread: float, cut: KernelTiles) -> None:
     """Whichever part of the race decides: all noise at spread 0, all logits at 30."""
-    logits = torch.randn(60, 700, generator=torch.Generator().manual_seed(2)) * spread
-    t, keys = torch.linspace(0.2, 1.5, 60), keys_for(60)
+    num_rows = cut.block // 16  # the interpreter takes a millisecond or two a program
+    logits = torch.randn(num_rows, 700, generator=torch.Generator().manual_seed(2)) * spread
+    t, keys = torch.linspace(0.2, 1.5, num_rows), keys_for(num_rows)
     assert_same(
         kernel_stats(logits, t, keys, cut=cut), row_stats(logits, t, keys, torch.float32), cut.tile
     )
@@ -114,12 +115,12 @@ def test_samples_are_those_of_the_definition(spread: float, cut: KernelTiles) ->
 
 def test_every_vote_of_a_close_race_is_counted() -> None:
     """Blocks of two equal tokens: v is large, so v / exp(d) is a poor stand-in for E / exp(d)."""
-    logits = torch.full((400, 64), -INF)
+    logits = torch.full((150, 64), -INF)
     logits[:, 32:34] = torch.tensor([0.0, 0.05])
-    t, keys = torch.ones(400), keys_for(400)
+    t, keys = torch.ones(150), keys_for(150)
     ours, expected = kernel_stats(logits, t, keys), row_stats(logits, t, keys, None)
     assert torch.equal(ours.sample, expected.sample)
-    assert 120 < (ours.sample == 32).sum() < 280
+    assert 40 < (ours.sample == 32).sum() < 110
 
 
 @pytest.mark.parametrize(

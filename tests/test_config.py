@@ -164,16 +164,16 @@ def test_another_commit_is_refused(commit):
         PluginOptions.from_additional_config({"dllm": {"commit": commit}})
 
 
-@pytest.mark.parametrize("soft_embedding", ["sparse", "exact"])
+@pytest.mark.parametrize("soft_embedding", ["auto", "sparse", "exact"])
 def test_soft_embedding(soft_embedding):
     given = {"dllm": {"soft_embedding": soft_embedding}}
     assert PluginOptions.from_additional_config(given).soft_embedding == soft_embedding
-    assert PluginOptions().soft_embedding == "sparse"
+    assert PluginOptions().soft_embedding == "auto"
 
 
 @pytest.mark.parametrize("soft_embedding", ["Exact", "", None, 1, ["exact"]])
 def test_another_soft_embedding_is_refused(soft_embedding):
-    expected = f'"dllm": soft_embedding = {soft_embedding!r}; allowed: sparse, exact'
+    expected = f'"dllm": soft_embedding = {soft_embedding!r}; allowed: auto, sparse, exact'
     with pytest.raises(ValueError, match=re.escape(expected)):
         PluginOptions.from_additional_config({"dllm": {"soft_embedding": soft_embedding}})
 

@@ -133,6 +133,7 @@ SIGNATURES = {
     "vllm.config.VllmConfig.use_v2_model_runner": ["self"],
     "vllm.config.VllmConfig._validate_v2_model_runner": ["self"],
     "vllm.triton_utils.dispatcher.register_kernels": ["overrides"],
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run": ["self", "hidden_states"],
     "vllm.platforms.cpu.CpuPlatform.check_and_update_config": ["cls", "vllm_config"],
     "vllm.compilation.decorators._try_load_aot_compiled_fn": ["model", "aot_compilation_path"],
 }

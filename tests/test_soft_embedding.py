@@ -8,6 +8,7 @@ from soft_embedding_cases import HIDDEN, rows_of_every_kind, table
 from torch import Tensor
 
 from dllm import noise, row_stats_cpu, soft_embedding
+from dllm.config import SoftEmbedding
 from dllm.row_stats import RowFilters, RowStats, row_stats
 from dllm.soft_embedding import Shard, exact_product, heaviest_tiles, sparse_product
 
@@ -130,3 +131,20 @@ def test_in_bf16_it_is_as_close_as_the_exact_product() -> None:
     # Each rounds the probabilities and the result, by a unit; ours leaves out one unit more.
     assert ((exact - true).norm(dim=-1) <= 2.01 * unit * largest).all()
     assert ((ours - true).norm(dim=-1) <= 3.01 * unit * largest).all()
+
+
+@pytest.mark.parametrize(
+    ("option", "vocab_size", "device", "is_sparse"),
+    [
+        ("auto", 262_144, "cpu", True),
+        ("auto", 262_144, "cuda", False),
+        ("sparse", 262_144, "cuda", True),
+        ("exact", 262_144, "cpu", False),
+        ("sparse", 512, "cpu", False),
+    ],
+)
+def test_what_is_sparse(
+    option: SoftEmbedding, vocab_size: int, device: str, is_sparse: bool
+) -> None:
+    where = torch.device(device)
+    assert soft_embedding.uses_sparse_product(option, vocab_size, where) == is_sparse
