@@ -98,6 +98,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         seams.profile_whole_canvases()
+        seams.score_only_prompts_that_ask()
         config = vllm_config.model_config.hf_text_config
         # Full-attention layers have no v_proj: values are the keys before their norm and RoPE.
         config.attention_k_eq_v = True

@@ -12,10 +12,10 @@ overflows (or rounds the maximum away from itself), while d is exactly 0 at the 
 -inf elsewhere. The entropy is never negative: log z >= 0 >= s. Filters (`row_filters`) exclude
 tokens first: x is -inf there.
 
-`reference_row_stats` is this definition in plain torch operations. What runs is `row_stats_cpu` on
-a CPU and the Triton kernel of `row_stats_kernel` on a GPU, which read a row once from memory and
-write nothing of its size unless the probabilities are asked for: those are a second pass over the
-row, and one write. vLLM's `diffusion_gemma_sampler.py` (0.32) computes the same numbers in one pass
+`reference_row_stats` is this definition in plain torch operations, and what runs on a CPU for a
+small vocabulary. Otherwise that is `row_stats_cpu`, and on a GPU the Triton kernel of
+`row_stats_kernel`. Both read a row once from memory and write nothing of its size unless the
+probabilities are asked for: those are a second pass over the row, and one write. vLLM's `diffusion_gemma_sampler.py` (0.32) computes the same numbers in one pass
 on a GPU; it differs in the noise (one seed for a whole batch), in the filters (applied to a copy of
 all the logits) and in a row without a finite logit, where its entropy is NaN.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dllm.noise import gumbel
 from dllm.row_filters import RowFilters
-from dllm.row_stats_cpu import row_stats_cpu, tile_width
+from dllm.row_stats_cpu import TILE_TOKENS, row_stats_cpu, tile_width
 
 KERNEL_MASS_TILE = 64
 
@@ -73,6 +73,9 @@ def row_stats(
 
     No row depends on the rows beside it. On a CPU the passes are compiled where the caller is.
     """
+    if filters is None and not logits.is_cuda and logits.shape[-1] <= TILE_TOKENS:
+        # A single tile, where nothing can be skipped: the caller's compiler fuses the definition.
+        return reference_row_stats(logits, temperature, keys, probs_dtype)
     result = torch.ops.dllm.row_stats(
         logits, temperature, keys, probs_dtype, *(filters or _OFF), torch.compiler.is_compiling()
     )

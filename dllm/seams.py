@@ -394,3 +394,34 @@ def profile_whole_canvases() -> None:
         self.sampler(self.model.compute_logits(hidden), batch)
 
     GPUModelRunner._dummy_sampler_run = _dummy_sampler_run  # type: ignore[method-assign]
+
+
+@functools.cache
+def score_only_prompts_that_ask() -> None:
+    """Let vLLM score the prompts whose logprobs are wanted, and no other token of their steps.
+
+    Called in the worker, when the model is built. The scores are the same, whatever is served.
+    """
+    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+
+    from dllm.prompt_rows import asking_requests, batch_of_requests
+
+    compute = PromptLogprobsWorker.compute_prompt_logprobs
+
+    def compute_prompt_logprobs(
+        self: Any,
+        logits_fn: Any,
+        hidden_states: Any,
+        input_batch: Any,
+        all_token_ids: Any,
+        num_computed_tokens: Any,
+        prompt_lens: Any,
+    ) -> Any:
+        asking = asking_requests(self.uses_prompt_logprobs, input_batch, prompt_lens)
+        if len(asking) == 0:
+            return {}
+        tokens, part = batch_of_requests(input_batch, asking)
+        state = (all_token_ids, num_computed_tokens, prompt_lens)
+        return compute(self, logits_fn, hidden_states[tokens], part, *state)
+
+    PromptLogprobsWorker.compute_prompt_logprobs = compute_prompt_logprobs  # type: ignore[method-assign]

@@ -80,9 +80,9 @@ def _let_fork_stand() -> None:
 
 
 def _needs_no_openmp_setup() -> bool:
-    from vllm import envs
-
-    return os.environ.get("OMP_NUM_THREADS") == "1" and envs.VLLM_CPU_OMP_THREADS_BIND == "nobind"
+    # Not from vllm.envs, which caches what it read for an engine before.
+    given = os.environ.get("OMP_NUM_THREADS"), os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
+    return given == ("1", "nobind")
 
 
 @functools.cache  # several workers in one process

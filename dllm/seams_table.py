@@ -87,6 +87,11 @@ SEAMS = (
         "memory profiling runs the largest denoise step; vLLM's dummy batch holds no canvas",
     ),
     Seam(
+        "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs",
+        "wrap, in the worker",
+        "prompts that ask are scored, and no canvas or block beside them",
+    ),
+    Seam(
         "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
         "wrap",
         "VLLM_WORKER_MULTIPROC_METHOD=fork may stand: spawned processes import everything again",
@@ -213,7 +218,11 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
     ),
     ("vllm.v1.worker.gpu.sample.logprob", "compute_topk_scores", "logprobs of chosen rows"),
     ("vllm.v1.worker.gpu.sample.output", "SamplerOutput", "what a sampler returns"),
-    ("vllm.v1.worker.gpu.sample.prompt_logprob", "CHUNK_SIZE", "rows of logits it wants at once"),
+    (
+        "vllm.v1.worker.gpu.sample.prompt_logprob",
+        "CHUNK_SIZE PromptLogprobsWorker",
+        "rows of logits it wants at once; where prompts are scored",
+    ),
     ("vllm.v1.worker.gpu.sample.sampler", "Sampler", "whose states ours reads"),
     ("vllm.v1.worker.gpu.states", "RequestState", "canvases and tokens by slot"),
     ("vllm.v1.worker.utils", "AttentionGroup", "the signature of a hook"),

@@ -9,7 +9,6 @@ before the engine was ready, how many more for each kind of request, and the tok
 import json
 import sys
 
-import torch._dynamo
 from torch._dynamo.utils import counters
 from vllm import LLM, SamplingParams
 from vllm.compilation.counter import compilation_counter

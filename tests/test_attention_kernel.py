@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SUITE = ROOT / "tests" / "attention_kernel_suite.py"
 
 
-def run_suite(environment: dict[str, str]) -> int:
-    """Run the suite in a new process; fails with its output, returns the number of passed tests."""
+def run_suite(environment: dict[str, str], suite: Path = SUITE) -> int:
+    """Run a suite in a new process; fails with its output, returns the number of passed tests."""
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
     base = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [*command, str(SUITE)],
+        [*command, str(suite)],
         cwd=ROOT,
         env=base | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,

@@ -268,10 +268,10 @@ def test_filters_equal_a_full_sort(vocab_size: int, name: str) -> None:
 
 
 def test_a_row_without_filters_is_the_same_beside_filtered_ones() -> None:
-    logits = torch.randn(24, 700, generator=torch.Generator().manual_seed(9)) * 3
+    logits = torch.randn(24, 1500, generator=torch.Generator().manual_seed(9)) * 3
     logits[12:20] = torch.tensor([-INF, math.nan]).repeat(4)[:, None]  # filters cannot crash these
     temperature, keys = torch.linspace(0.2, 1.5, 24), keys_for(24)
-    ours = row_stats(logits, temperature, keys, torch.float32, some_filters(24, 700))
+    ours = row_stats(logits, temperature, keys, torch.float32, some_filters(24, 1500))
     plain = row_stats(logits, temperature, keys, torch.float32)
     unfiltered = torch.arange(24) % 4 == 0
     for a, b in zip(ours, plain, strict=True):

@@ -1,49 +1,27 @@
 """Runs row_stats_kernel_suite.py: in Triton's interpreter, or compiled where there is a GPU.
 
-The interpreter is chosen when Triton is first imported, by an environment variable that must not
-leak into the servers that other tests start; so the suite gets a process of its own. By hand:
-`TRITON_INTERPRET=1 pytest --noconftest tests/row_stats_kernel_suite.py -k ...`.
+In a process of its own, as test_attention_kernel.py: `TRITON_INTERPRET` is read when Triton is
+first imported. By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/row_stats_kernel_suite.py`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from test_attention_kernel import ROOT, run_suite
 
-ROOT = Path(__file__).resolve().parent.parent
 SUITE = ROOT / "tests" / "row_stats_kernel_suite.py"
-
-
-def run_suite(environment: dict[str, str]) -> int:
-    """Run the suite in a new process; fails with its output, returns the number of passed tests."""
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
-    base = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [*command, str(SUITE)],
-        cwd=ROOT,
-        env=base | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    passed = re.search(r"(\d+) passed", result.stdout)
-    return int(passed.group(1)) if passed else 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs compiled on this machine")
 def test_suite_in_the_interpreter() -> None:
-    assert run_suite({"TRITON_INTERPRET": "1"}) >= 98
+    assert run_suite({"TRITON_INTERPRET": "1"}, SUITE) >= 39
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_suite_compiled() -> None:
-    assert run_suite({}) >= 95  # without those that look into the interpreter
+    assert run_suite({}, SUITE) >= 39

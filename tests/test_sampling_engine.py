@@ -400,6 +400,25 @@ def test_prompt_logprobs_beside_requests_in_the_middle_of_theirs(engine):
             assert logprob.logprob == pytest.approx(theirs[token].logprob, abs=1e-3)
 
 
+def test_only_prompts_that_ask_get_logits(engine, monkeypatch):
+    """No canvas and no emitted block of another request, and no prompt of one that does not ask."""
+    model, sizes = engine.runner.model, []
+    compute = model.compute_logits
+    monkeypatch.setattr(
+        model, "compute_logits", lambda hidden: (sizes.append(len(hidden)), compute(hidden))[1]
+    )
+    engine.reset_prefix_cache()
+    engine.add(prompt(33), params(3))
+    for _ in range(2):
+        engine.step()
+    del sizes[:]
+    for context, options in ((prompt(50), {}), (prompt(21), {"prompt_logprobs": 1})):
+        engine.add(context, params(1, **options))
+    engine.step()
+    assert sizes == [CANVAS, 21]
+    engine.run()
+
+
 def test_prompt_logprobs_of_an_aborted_request_are_forgotten(engine):
     doomed = engine.add(CONTEXT, params(3, prompt_logprobs=2))
     engine.step()

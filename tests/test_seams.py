@@ -134,6 +134,15 @@ SIGNATURES = {
     "vllm.config.VllmConfig._validate_v2_model_runner": ["self"],
     "vllm.triton_utils.dispatcher.register_kernels": ["overrides"],
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run": ["self", "hidden_states"],
+    "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs": [
+        "self",
+        "logits_fn",
+        "hidden_states",
+        "input_batch",
+        "all_token_ids",
+        "num_computed_tokens",
+        "prompt_lens",
+    ],
     "vllm.platforms.cpu.CpuPlatform.check_and_update_config": ["cls", "vllm_config"],
     "vllm.compilation.decorators._try_load_aot_compiled_fn": ["model", "aot_compilation_path"],
 }
@@ -166,6 +175,12 @@ def test_every_seam_is_under_contract():
     targets = [seam.target for seam in seams.SEAMS]
     assert sorted(targets) == sorted([*SIGNATURES, *OBJECTS])
     assert all(seam.action and seam.why for seam in seams.SEAMS)
+
+
+def test_the_documentation_has_the_same_table():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rows = re.findall(r"^\| `(vllm\.[\w.]+)` \| (.+) \| (.+) \|$", text, re.MULTILINE)
+    assert rows == [(seam.target, seam.action, seam.why) for seam in seams.SEAMS]
 
 
 @pytest.mark.parametrize("target", SIGNATURES)
@@ -506,12 +521,15 @@ def test_prompt_logprobs_on_their_way():
 def test_how_stop_tokens_and_bad_words_become_ids():
     processor = resolve("vllm.v1.engine.input_processor.InputProcessor")
     source = inspect.getsource(processor)
-    assert """sampling_params.update_from_generation_config(
+    assert (
+        """sampling_params.update_from_generation_config(
                 self.generation_config_fields,
                 self.renderer.get_eos_token_id(),
             )
             if self.tokenizer is not None:
-                sampling_params.update_from_tokenizer(self.tokenizer)""" in source
+                sampling_params.update_from_tokenizer(self.tokenizer)"""
+        in source
+    )
 
 
 def test_the_runner_calls_a_sampler_as_ours_is_written():

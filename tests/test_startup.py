@@ -9,17 +9,24 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch._inductor.config
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
 from dllm.config import DenoiseConfig, PluginOptions
+from dllm.seams_cpu import is_cpu_without_triton
 
 CANVAS = 32
+
+on_cpu_without_triton = pytest.mark.skipif(
+    not is_cpu_without_triton(), reason="elsewhere vLLM forks, or Triton's own runtime serves"
+)
 
 
 def engine_config(model: Path, **flags: Any) -> Any:
@@ -224,6 +231,45 @@ def test_our_parts_are_chosen_without_a_flag(checkpoint):
     assert config.scheduler_config.scheduler_cls == "dllm.scheduler.CanvasScheduler"
     assert not config.scheduler_config.async_scheduling
     assert config.cache_config.prefix_cache_retention_interval is None
+
+
+# --- how processes start --------------------------------------------------------------------------
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+FORK = {METHOD: "fork", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@pytest.fixture
+def asked_to_fork(monkeypatch) -> Iterator[None]:
+    for name, value in FORK.items():
+        monkeypatch.setenv(name, value)
+    with torch._inductor.config.patch(compile_threads=2):
+        yield
+
+
+@on_cpu_without_triton
+def test_a_server_that_is_asked_to_fork_does(checkpoint, asked_to_fork):
+    engine_config(checkpoint())
+    assert os.environ[METHOD] == "fork"
+    assert torch._inductor.config.compile_threads == 1
+
+
+@on_cpu_without_triton
+@pytest.mark.parametrize("name", FORK)
+def test_openmp_that_has_to_be_set_up_needs_a_fresh_process(
+    checkpoint, asked_to_fork, monkeypatch, name
+):
+    """More than one thread or a binding; and without being asked vLLM's choice is left alone."""
+    monkeypatch.delenv(name)
+    engine_config(checkpoint())
+    assert os.environ[METHOD] == "spawn"
+
+
+@on_cpu_without_triton
+def test_other_models_start_as_vllm_starts_them(asked_to_fork):
+    load_general_plugins()
+    VllmConfig()
+    assert os.environ[METHOD] == "spawn"
 
 
 # --- other processes -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,19 @@ def test_partial_products_of_the_shards_sum_to_the_whole(monkeypatch, cuts, is_e
     torch.testing.assert_close(sum(partial), logits.softmax(-1) @ table, rtol=1e-5, atol=1e-6)
 
 
-# Prefills without any canvas row, several blocks, two requests at different points.
-CONTEXTS = [prompt(130), prompt(9, salt=3)]
-PARAMS = SamplingParams(max_tokens=2 * CANVAS, seed=11, ignore_eos=True)
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=2 * CANVAS, seed=11, ignore_eos=True, **options)
+
+
+# Prefills without any canvas row, several blocks, requests at different points; and what needs the
+# logits of the whole vocabulary, such as a constrained request, which the built-in class refuses.
+CONTEXTS = [prompt(130), prompt(9, salt=3), prompt(40), prompt(20)]
+PARAMS = [
+    params(),
+    params(min_p=0.05, top_k=20, prompt_logprobs=1),
+    params(presence_penalty=1.0, bad_words=["a"], logit_bias={33: 8.0}, logprobs=2),
+    params(logprob_token_ids=[40, 41, 300], extra_args={"diffusion_constrained": True}),
+]
 
 
 def test_two_ranks_generate_the_tokens_of_one(engine, checkpoint):

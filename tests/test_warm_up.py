@@ -81,7 +81,7 @@ def starts(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """What two compiled starts in a row report, the first with an empty cache."""
-    model = checkpoint(layer_types=["sliding_attention"])
+    model = checkpoint(layer_types=["full_attention"])
     cache = str(tmp_path_factory.mktemp("cache"))
     # Inductor's own cache is under vLLM's, once the backbone is compiled.
     environment = {"VLLM_CACHE_ROOT": cache, "TORCHINDUCTOR_CACHE_DIR": cache}

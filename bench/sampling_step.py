@@ -1,0 +1,274 @@
+"""Times the sampling step, ours beside vLLM's built-in one, on the same logits in one run.
+
+    python -m bench.sampling_step                      # the shapes of the table, this device
+    python -m bench.sampling_step --rows 256 --vocab 262144 --hidden 2816 --profiles settled
+    python -m bench.sampling_step --memory             # peak bytes instead of times
+    python -m bench.sampling_step --smoke              # tiny shapes, seconds
+
+The order is A B, B A, A B, ..., so that a machine that gets slower or faster does so to both, and
+a ratio is one of neighbours. Before anything is timed the two must agree: the same argmax, the same
+entropies, and soft embeddings no further apart than the error bound of `dllm.soft_embedding` plus
+bf16 rounding; otherwise there is no number and the exit code is 1. Without vLLM only ours is timed.
+
+Ours comes twice, with the sparse soft embedding (the default on a CPU) and with the exact product.
+`statistics_share_of_copy`, on a GPU: bytes of the logits / time of the statistics / bytes per
+second of a copy (read and write counted), measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.metadata
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.sampling_memory import measure_memory
+from bench.sampling_peers import (
+    Outcome,
+    Shape,
+    import_builtin,
+    make_embeddings,
+    make_logits,
+    prepare_builtin,
+    prepare_ours,
+    temperatures,
+)
+from bench.serve import commit, machine
+from dllm.row_stats import row_stats
+from dllm.soft_embedding import skipped_mass
+
+RESULTS = Path(__file__).resolve().parent / "results"
+BUILTIN, SPARSE, EXACT = "built-in", "ours, sparse", "ours, exact"
+ENTROPY_TOLERANCE = 1e-3  # nats: the built-in sums p log p over the whole row in fp32
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One line of the CSV: one implementation on one shape; times in ms."""
+
+    rows: int
+    vocab_size: int
+    hidden: int
+    profile: str
+    implementation: str
+    p50_ms: float
+    low_ms: float
+    high_ms: float
+    faster_than_builtin: float | None  # median of the ratios of neighbours
+    faster_low: float | None
+    faster_high: float | None
+    largest_soft_error: float | None  # in units of the largest embedding norm
+    statistics_share_of_copy: float | None
+    load_average: float
+
+
+def disagreement(ours: Outcome, builtin: Outcome, weight: Tensor) -> tuple[str, float]:
+    """What is wrong, or nothing; and the largest distance of two soft embeddings."""
+    largest = float(weight.float().norm(dim=-1).max())
+    error = float((ours.soft - builtin.soft).norm(dim=-1).max()) / largest
+    unit = torch.finfo(weight.dtype).eps / 2
+    # Each rounds probabilities and result; ours leaves out its budget.
+    bound = skipped_mass(weight.dtype) + 4 * unit
+    if not torch.equal(ours.argmax, builtin.argmax):
+        return "other argmax tokens", error
+    worst = float((ours.entropy - builtin.entropy).abs().max())
+    if not worst < ENTROPY_TOLERANCE:
+        return f"entropies are {worst:.2g} apart", error
+    if not error <= bound:
+        return f"soft embeddings are {error:.2g} apart, allowed {bound:.2g}", error
+    return "", error
+
+
+def seconds(call: Callable[[], object], device: str) -> float:
+    """Wall time of one call, to the end of what it started."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def alternate(
+    steps: dict[str, Callable[[], object]], rounds: int, device: str
+) -> dict[str, list[float]]:
+    """Seconds of each step in each round; every other round runs in the opposite order."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds):
+        names = list(steps) if index % 2 == 0 else list(reversed(steps))
+        for name in names:
+            times[name].append(seconds(steps[name], device))
+    return times
+
+
+def measure(shape: Shape, rounds: int, device: str, is_compiled: bool) -> list[Timing]:
+    """Check, then time. Raises RuntimeError if ours and the built-in disagree."""
+    logits, weight = make_logits(shape, device), make_embeddings(shape, device)
+    prepared = {
+        SPARSE: prepare_ours(shape, weight, False, is_compiled),
+        EXACT: prepare_ours(shape, weight, True, is_compiled),
+    }
+    errors: dict[str, float | None] = dict.fromkeys(prepared)
+    try:
+        import_builtin()
+    except ImportError as error:
+        print(f"no built-in to compare with: {error}", file=sys.stderr)
+    else:
+        prepared[BUILTIN] = prepare_builtin(shape, weight)
+        expected = prepared[BUILTIN](logits)
+        for name in (SPARSE, EXACT):
+            problem, errors[name] = disagreement(prepared[name](logits), expected, weight)
+            if problem:
+                raise RuntimeError(f"{name}, {shape}: {problem}")
+    steps = {name: lambda step=step: step(logits) for name, step in prepared.items()}
+    alternate(steps, 1, device)  # compiles
+    times = alternate(steps, rounds, device)
+    share = share_of_copy(shape, logits) if device == "cuda" else None
+    return [_timing(shape, name, times, errors.get(name), share) for name in steps]
+
+
+def share_of_copy(shape: Shape, logits: Tensor) -> float:
+    """Bytes per second of the statistics kernel, which reads the logits, in those of a copy."""
+    keys = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)
+    temperature = temperatures(shape, "cuda").repeat_interleave(shape.canvas_length)
+    target = torch.empty_like(logits)
+    calls: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(logits),
+        "statistics": lambda: row_stats(logits, temperature, keys, None),
+    }
+    alternate(calls, 3, "cuda")
+    best = {name: min(times) for name, times in alternate(calls, 21, "cuda").items()}
+    return logits.nbytes / best["statistics"] / (2 * logits.nbytes / best["copy"])
+
+
+def _timing(
+    shape: Shape,
+    name: str,
+    times: dict[str, list[float]],
+    error: float | None,
+    share: float | None,
+) -> Timing:
+    ratios = [b / a for a, b in zip(times[name], times.get(BUILTIN, []), strict=False)]
+    return Timing(
+        rows=shape.num_rows,
+        vocab_size=shape.vocab_size,
+        hidden=shape.hidden,
+        profile=shape.profile,
+        implementation=name,
+        p50_ms=1e3 * statistics.median(times[name]),
+        low_ms=1e3 * min(times[name]),
+        high_ms=1e3 * max(times[name]),
+        faster_than_builtin=statistics.median(ratios) if ratios else None,
+        faster_low=min(ratios) if ratios else None,
+        faster_high=max(ratios) if ratios else None,
+        largest_soft_error=error,
+        statistics_share_of_copy=None if name == BUILTIN else share,
+        load_average=os.getloadavg()[0],
+    )
+
+
+def show(timing: Timing) -> None:
+    """One line for a human."""
+    ratio = timing.faster_than_builtin
+    text = (
+        ""
+        if ratio is None
+        else f"  x{ratio:.2f} [{timing.faster_low:.2f} .. {timing.faster_high:.2f}]"
+    )
+    print(
+        f"{timing.rows:5} rows, vocabulary {timing.vocab_size:7}, hidden {timing.hidden:5}, "
+        f"{timing.profile:8} {timing.implementation:13} {timing.p50_ms:10.1f} ms{text}",
+        flush=True,
+    )
+
+
+def provenance() -> dict[str, str]:
+    """What a number means nothing without."""
+    known = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    names = [name for name in ("vllm", "torch", "triton") if name in known]
+    is_gpu = torch.cuda.is_available()
+    return {
+        "commit": commit(),
+        "machine": torch.cuda.get_device_name() if is_gpu else machine(),
+        "threads": str(torch.get_num_threads()),
+        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names),
+        "command": shlex.join(["python", "-m", "bench.sampling_step", *sys.argv[1:]]),
+    }
+
+
+def write_csv(path: Path, lines: Sequence[object]) -> None:
+    """One line a dataclass, replacing the file."""
+    shared = provenance()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        names = [field.name for field in fields(lines[0])]  # type: ignore[arg-type]
+        writer = csv.DictWriter(file, [*names, *shared], lineterminator="\n")
+        writer.writeheader()
+        for line in lines:
+            numbers = {
+                key: f"{value:.5g}" if isinstance(value, float) else value
+                for key, value in asdict(line).items()  # type: ignore[call-overload]
+            }
+            writer.writerow(numbers | shared)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=numbers, default=[64, 256])
+    parser.add_argument("--vocab", type=numbers, default=[32_768, 262_144])
+    parser.add_argument("--hidden", type=numbers, default=[256, 2816])
+    parser.add_argument("--profiles", default="open,half,settled")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--eager", action="store_true", help="ours without torch.compile")
+    parser.add_argument("--memory", action="store_true", help="peak bytes instead of times")
+    parser.add_argument("--smoke", action="store_true", help="tiny shapes")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the CSV after every shape."""
+    options = parse(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.memory:
+        lines = measure_memory(device, options.smoke)
+        write_csv(options.results / f"sampling_step_memory_{device}.csv", lines)
+        return 0
+    if options.smoke:
+        options.rows, options.vocab, options.hidden, options.rounds = [8], [9000], [16], 1
+    timings: list[Timing] = []
+    for vocab_size in options.vocab:
+        for hidden in options.hidden:
+            for rows in options.rows:
+                for profile in options.profiles.split(","):
+                    shape = Shape(2, rows // 2, vocab_size, hidden, profile)
+                    try:
+                        new = measure(shape, options.rounds, device, not options.eager)
+                    except RuntimeError as error:
+                        print(error, file=sys.stderr)
+                        return 1
+                    for timing in new:
+                        show(timing)
+                    timings += new
+                    write_csv(options.results / f"sampling_step_{device}.csv", timings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
