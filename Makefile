@@ -8,7 +8,7 @@ PYTHON   ?= python3
 PIP_ARGS ?=
 HOST     := 127.0.0.1# not from the environment: some shells export the machine's name as HOST
 PORT     ?= 8000
-MODEL    ?= checkpoints/tiny-random
+MODEL    ?= checkpoints/tiny-dllm
 ARGS     ?=
 
 VENV    := .venv

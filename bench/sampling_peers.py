@@ -54,7 +54,8 @@ def make_logits(shape: Shape, device: str) -> Tensor:
 
     `open`: normal with a deviation of 3, as at a first step, where a row believes in thousands of
     tokens. `settled`: a normal bulk around -8 with a deviation of 2.5, 20 tokens around 8 and one
-    at 22: at the schedule's temperatures a row believes in a few tokens. `half`: half the rows each.
+    at 22: at the schedule's temperatures a row believes in a few tokens. `half`: of each, half the
+    rows.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.empty(shape.num_rows, shape.vocab_size)
@@ -85,7 +86,7 @@ def temperatures(shape: Shape, device: str) -> Tensor:
 
 
 def our_decisions(logits: Tensor, steps_done: Tensor, previous: Tensor, is_exact: bool) -> RowStats:
-    """Statistics and decisions, as `sampler.denoise_rows`; returns what the soft embeddings need."""
+    """Statistics and decisions, as `sampler.denoise_rows`; returns what soft embeddings need."""
     (num_canvases, length), vocab_size = previous.shape, logits.shape[-1]
     starts, width = torch.zeros_like(steps_done), torch.full_like(steps_done, length)
     drawn = noise.step_noise(starts + SEED, starts, steps_done, width, length, vocab_size)

@@ -140,7 +140,7 @@ def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, str
 def table(scores: Sequence[Score], title: str) -> Table:
     """One row a family, and their sum."""
     view = Table(title=title, title_justify="left", show_footer=False)
-    view.add_column("family")
+    view.add_column("family", no_wrap=True)
     for heading in ("right", "accuracy", "95%", "tokens", "steps/block", "s", "tokens/s"):
         view.add_column(heading, justify="right", no_wrap=True)
     for one in scores:

@@ -83,7 +83,7 @@ class RequestOptions:
         """
         for name in UNSUPPORTED_PARAMETERS:
             value = getattr(params, name)
-            if value:
+            if value is not None and value != []:
                 _refuse(
                     name,
                     f"{name} = {_shown(value)} is not served for diffusion models yet. "

@@ -37,18 +37,28 @@ class RowFilters(NamedTuple):
         """The filters of some rows."""
         return RowFilters(self.top_k[index], self.top_p[index], self.min_p[index])
 
-    def are_on(self, vocab_size: int) -> Tensor:
-        """Which rows have a filter that can exclude a token: [N] bool."""
-        return (self.top_k < vocab_size) | (self.top_p < 1) | (self.min_p > 0)
 
+def cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int) -> Tensor:
+    """The smallest kept logit of each row: [N] fp32, -inf for a row without filters.
 
-def cutoffs(x: Tensor, peak: Tensor, temperature: Tensor, filters: RowFilters) -> Tensor:
-    """The smallest kept logit of each row: [F] fp32.
-
-    x: [F, V] fp32, finite or -inf; peak: [F], the largest logit of each row, finite; temperature:
-    [F], > 0. Reads sizes off the data, so this is for a CPU; on a GPU the kernel searches.
+    x: [N, V or more] fp32, finite or -inf, with -inf behind the vocabulary; temperature: [N], > 0.
+    A row without a finite logit, or with a NaN, counts as one without filters. Reads from the data
+    which rows and tokens to look at, so this is for a CPU; on a GPU the kernel searches.
     """
-    has_top_k, has_top_p = filters.top_k < x.shape[-1], filters.top_p < 1
+    is_on = (filters.top_k < vocab_size) | (filters.top_p < 1) | (filters.min_p > 0)
+    cutoff = torch.full_like(temperature, -torch.inf)
+    on = is_on.nonzero()[:, 0]
+    if len(on) > 0:
+        on = on[x[on].amax(dim=-1).isfinite()]
+    if len(on) > 0:
+        cutoff[on] = _cutoffs(x[on], temperature[on], filters.rows(on), vocab_size)
+    return cutoff
+
+
+def _cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int) -> Tensor:
+    """The cutoffs of rows that have a distribution and a filter each."""
+    peak = x.amax(dim=-1)
+    has_top_k, has_top_p = filters.top_k < vocab_size, filters.top_p < 1
     histogram = _Histogram.of_rows(x, peak, temperature)
     by_count = histogram.largest_with(torch.where(has_top_k, filters.top_k, 1), is_count=True)
     floor = torch.maximum(
@@ -91,11 +101,11 @@ class _Histogram(NamedTuple):
         bin_of = (total < target[:, None]).sum(dim=-1, keepdim=True).clamp(max=NUM_BINS - 1)
         above = torch.where(bin_of > 0, total.gather(1, (bin_of - 1).clamp(min=0)), 0.0)
         row, token = (self.bins == bin_of).nonzero(as_tuple=True)
-        tokens = _packed(row, self.x[row, token], len(self.x), -torch.inf)
+        tokens = packed(row, self.x[row, token], len(self.x), -torch.inf)
         measure = (
             torch.ones_like(row, dtype=torch.float32) if is_count else self.weights[row, token]
         )
-        measure = _packed(row, measure, len(self.x), 0.0)
+        measure = packed(row, measure, len(self.x), 0.0)
 
         def reaches(threshold: Tensor) -> Tensor:
             inside = torch.where(tokens >= threshold[:, None], measure, 0.0).sum(dim=-1)
@@ -106,8 +116,8 @@ class _Histogram(NamedTuple):
         return _largest(reaches, lowest, tokens.amax(dim=-1))
 
 
-def _packed(row: Tensor, values: Tensor, num_rows: int, padding: float) -> Tensor:
-    """Values, in the order of their rows, as a tensor of as many columns as the longest row."""
+def packed(row: Tensor, values: Tensor, num_rows: int, padding: float) -> Tensor:
+    """Values [K], in the order of their rows, as a tensor [rows, values of the longest row]."""
     lengths = torch.bincount(row, minlength=num_rows)
     starts = lengths.cumsum(0) - lengths
     packed = values.new_full((num_rows, int(lengths.max().clamp(min=1))), padding)

@@ -15,9 +15,10 @@ tokens first: x is -inf there.
 `reference_row_stats` is this definition in plain torch operations, and what runs on a CPU for a
 small vocabulary. Otherwise that is `row_stats_cpu`, and on a GPU the Triton kernel of
 `row_stats_kernel`. Both read a row once from memory and write nothing of its size unless the
-probabilities are asked for: those are a second pass over the row, and one write. vLLM's `diffusion_gemma_sampler.py` (0.32) computes the same numbers in one pass
-on a GPU; it differs in the noise (one seed for a whole batch), in the filters (applied to a copy of
-all the logits) and in a row without a finite logit, where its entropy is NaN.
+probabilities are asked for: those are a second pass over the row, and one write. vLLM's
+`diffusion_gemma_sampler.py` (0.32) computes the same numbers in one pass on a GPU; it differs in
+the noise (one seed for a whole batch), in the filters (applied to a copy of all the logits) and in
+a row without a finite logit, where its entropy is NaN.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from dllm.noise import gumbel
-from dllm.row_filters import RowFilters
+from dllm.row_filters import RowFilters, cutoffs
 from dllm.row_stats_cpu import TILE_TOKENS, row_stats_cpu, tile_width
 
 KERNEL_MASS_TILE = 64
@@ -73,9 +74,12 @@ def row_stats(
 
     No row depends on the rows beside it. On a CPU the passes are compiled where the caller is.
     """
-    if filters is None and not logits.is_cuda and logits.shape[-1] <= TILE_TOKENS:
+    if not logits.is_cuda and logits.shape[-1] <= TILE_TOKENS:
         # A single tile, where nothing can be skipped: the caller's compiler fuses the definition.
-        return reference_row_stats(logits, temperature, keys, probs_dtype)
+        cutoff = None
+        if filters is not None:
+            cutoff = torch.ops.dllm.cutoffs(logits, temperature, *filters)
+        return reference_row_stats(logits, temperature, keys, probs_dtype, cutoff)
     result = torch.ops.dllm.row_stats(
         logits, temperature, keys, probs_dtype, *(filters or _OFF), torch.compiler.is_compiling()
     )
@@ -144,6 +148,22 @@ def _row_stats(
 
         return row_stats_kernels(logits, temperature, keys, probs_dtype, filters, KernelTiles())
     return row_stats_cpu(logits, temperature, keys, probs_dtype, filters, is_compiled)
+
+
+@torch.library.custom_op("dllm::cutoffs", mutates_args=())
+def _cutoffs(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """The filters on a CPU, likewise."""
+    filters = RowFilters(top_k, top_p, min_p)
+    return cutoffs(logits.float(), temperature, filters, logits.shape[-1])
+
+
+@_cutoffs.register_fake
+def _cutoff_shape(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    return torch.empty_like(temperature)
 
 
 @_row_stats.register_fake

@@ -65,7 +65,7 @@ def row_stats_cpu(
     parts = []
     for rows in row_slices(num_rows, vocab_size):
         some_filters = None if filters is None else filters.rows(rows)
-        tile = _tile(logits[rows], temperature[rows], keys[rows])
+        tile = _tile_of(tiles_of(logits[rows]), temperature[rows], keys[rows])
         tile, cutoff = _filter(tile, some_filters, vocab_size)
         parts.append(_statistics(tile, cutoff, is_compiled))
         if probs_dtype:
@@ -94,13 +94,14 @@ def _compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
     return torch.compile(function, dynamic=True)
 
 
-def _tile(logits: Tensor, temperature: Tensor, keys: Tensor) -> RowTile:
+def tiles_of(logits: Tensor) -> Tensor:
+    """[R, V] to [R, tiles, width] fp32, with -inf behind the vocabulary; a view where it can be."""
     vocab_size = logits.shape[-1]
     width = tile_width(vocab_size)
     x = logits.float()
     if vocab_size % width:
         x = F.pad(x, (0, -vocab_size % width), value=-torch.inf)
-    return _tile_of(x.view(len(x), -1, width), temperature, keys)
+    return x.view(len(x), -1, width)
 
 
 def _tile_of(x: Tensor, temperature: Tensor, keys: Tensor) -> RowTile:
@@ -110,16 +111,13 @@ def _tile_of(x: Tensor, temperature: Tensor, keys: Tensor) -> RowTile:
 
 def _filter(tile: RowTile, filters: RowFilters | None, vocab_size: int) -> tuple[RowTile, Tensor]:
     """The tile with -inf for what the filters exclude, and the cutoff of each row."""
-    cutoff = torch.full_like(tile.peak, -torch.inf)
     if filters is None:
-        return tile, cutoff
-    on = (filters.are_on(vocab_size) & tile.peak.isfinite()).nonzero()[:, 0]
-    if len(on) == 0:
-        return tile, cutoff
-    x = tile.x[on].flatten(1)
-    cutoff[on] = cutoffs(x, tile.peak[on], tile.temperature[on], filters.rows(on))
-    x = torch.where(tile.x < cutoff[:, None, None], -torch.inf, tile.x)
-    return _tile_of(x, tile.temperature, tile.keys), cutoff
+        return tile, torch.full_like(tile.peak, -torch.inf)
+    cutoff = cutoffs(tile.x.flatten(1), tile.temperature, filters, vocab_size)
+    if bool((cutoff > -torch.inf).any()):
+        x = torch.where(tile.x < cutoff[:, None, None], -torch.inf, tile.x)
+        tile = _tile_of(x, tile.temperature, tile.keys)
+    return tile, cutoff
 
 
 def _statistics(tile: RowTile, cutoff: Tensor, is_compiled: bool) -> tuple[Tensor, ...]:

@@ -100,7 +100,7 @@ def reload_compiled_backbone() -> None:
     load_compiled_function = torch.compiler.load_compiled_function
 
     def load(*args: Any, **kwargs: Any) -> Any:
-        loaded = load_compiled_function(*args, **kwargs)
+        loaded: Any = load_compiled_function(*args, **kwargs)
         function = loaded._artifacts.compiled_fn
         if not hasattr(function, "finalize_loading"):
             function.finalize_loading = lambda vllm_config: None

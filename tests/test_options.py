@@ -228,14 +228,15 @@ def test_what_vllm_itself_puts_there_passes(extra):
     assert parse(extra) == parse()
 
 
+@pytest.mark.parametrize("value", [0, 7, [5]])
 @pytest.mark.parametrize("name", UNSUPPORTED_PARAMETERS)
-def test_an_unserved_parameter_is_refused_unless_off(name):
+def test_an_unserved_parameter_is_refused_unless_off(name, value):
     params = SamplingParams()
-    setattr(params, name, [5])
+    setattr(params, name, value)
     with pytest.raises(VLLMValidationError) as error:
         RequestOptions.parse(params, CONFIG, VOCAB_SIZE)
     assert error.value.parameter == name
-    assert f"{name} = [5] is not served" in str(error.value)
+    assert f"{name} = {value} is not served" in str(error.value)
     setattr(params, name, None)
     assert RequestOptions.parse(params, CONFIG, VOCAB_SIZE) == parse()
 

@@ -129,7 +129,7 @@ def test_bad_model_size_is_refused(name):
 def test_shipped_configs_are_valid():
     for path in command.CONFIGS.glob("*.toml"):
         assert TrainSettings.load(path).steps > 1000
-    assert len(list(command.CONFIGS.glob("*.toml"))) == 2
+    assert len(list(command.CONFIGS.glob("*.toml"))) == 3
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

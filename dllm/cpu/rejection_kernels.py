@@ -162,7 +162,7 @@ class _Verifier:
     distributions: Distributions
     target_best: tuple[torch.Tensor, torch.Tensor]
     rates: torch.Tensor | None
-    block_masses: tuple[torch.Tensor | None, torch.Tensor | None]
+    block_masses: tuple[torch.Tensor, torch.Tensor | None] | None
 
     def verdict(self, row: _Row) -> _Verdict:
         """Verify one row."""
@@ -171,7 +171,7 @@ class _Verifier:
             is_kept = row.uniform < self.rates.numpy()[: len(row.drafts)]
         if row.temperature == 0:
             return self._greedy(row, is_kept)
-        if self.block_masses[0] is not None:
+        if self.block_masses is not None:
             return self._by_block(row, *self.block_masses)
         return self._by_ratio(row, is_kept)
 
@@ -252,7 +252,8 @@ def _rejection_kernel(
         (draft_local_max_ptr, draft_local_sumexp_ptr),
     )
     best = (target_local_max_ptr, target_local_argmax_ptr)
-    masses = (cumulative_log_p_ptr, local_residual_mass_ptr)
+    log_p, residual = cumulative_log_p_ptr, local_residual_mass_ptr
+    masses = None if log_p is None else (log_p, residual)
     verifier = _Verifier(distributions, best, synthetic_conditional_rates_ptr, masses)
     batch = cu_num_logits_ptr, idx_mapping_ptr, draft_sampled_ptr, temp_ptr, seed_ptr, pos_ptr
     for index, row in enumerate(_rows_of(*batch)):

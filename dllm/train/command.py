@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Train, or go on training, and write the checkpoint to ``OUT/model``."""
     given = parse(argv)
     settings = load_settings(given)
-    trainer = open_run(settings, given.out, given.resume)
+    trainer = open_run(settings, given.out, given.resume, given.start_from)
     train(trainer)
     draw(given.out / LOG, given.out / CURVE)
     model = given.out / MODEL
@@ -43,6 +43,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("objective", choices=("diffusion", "ar"), help="the kind of model")
     parser.add_argument("--config", type=Path, help="TOML; default: the one of the shipped model")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")
+    parser.add_argument(
+        "--start-from", type=Path, help="checkpoint directory with the initial weights"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the run's checkpoint")
     return parser.parse_args(argv)
 
@@ -67,20 +70,24 @@ def load_settings(given: argparse.Namespace) -> TrainSettings:
     return settings
 
 
-def open_run(settings: TrainSettings, out: Path, resume: bool) -> Trainer:
+def open_run(
+    settings: TrainSettings, out: Path, resume: bool, start_from: Path | None = None
+) -> Trainer:
     """A new run, or the one that the directory holds.
 
     Raises:
         CommandError: the directory holds a run and ``resume`` was not asked for, or the reverse,
-            or the run had other settings.
+            or the run had other settings, or there are no weights to start from.
     """
     exists = (out / CHECKPOINT).exists()
     if exists and not resume:
         raise CommandError(f"{out} holds a run; go on with --resume, or give another --out.")
     if resume and not exists:
         raise CommandError(f"{out} holds no {CHECKPOINT} to resume; leave out --resume.")
+    if start_from is not None and not (start_from / "model.safetensors").exists():
+        raise CommandError(f"{start_from} holds no model.safetensors to start from.")
     out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(settings, make_objective(settings), out)
+    trainer = Trainer(settings, make_objective(settings), out, None if resume else start_from)
     if resume:
         try:
             trainer.resume()

@@ -91,16 +91,21 @@ class Diffusion:
         )
 
     def generation_config(self) -> dict[str, object]:
-        """generation_config.json: generation as it was trained for."""
+        """generation_config.json: a little colder and more careful than training.
+
+        Chosen on the validation split: at the temperatures of training a text with many right
+        answers takes 40 steps to agree with itself, and a mean entropy of 0.05 nats over 32
+        positions leaves room for one answer of two tokens that has not been decided.
+        """
         return generation_config() | {
             "max_denoising_steps": 48,
             "sampler_config": {
                 "_cls_name": "EntropyBoundSamplerConfig",
                 "entropy_bound": ENTROPY_BOUND,
             },
-            "t_min": TEMPERATURES[0],
-            "t_max": TEMPERATURES[1],
-            "confidence_threshold": CONFIDENCE,
+            "t_min": 0.1,
+            "t_max": 0.3,
+            "confidence_threshold": 0.01,
         }
 
     def build_model(self) -> DiffusionGemmaForBlockDiffusion:

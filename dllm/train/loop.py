@@ -5,6 +5,7 @@ and resumed goes on with the same bits as one that was not.
 """
 
 import csv
+import hashlib
 import random
 import time
 from collections.abc import Iterator
@@ -40,11 +41,14 @@ class Trainer:
         step: optimizer steps taken.
         errors: validation error of each family, in [0, 1]; 1 before the first validation.
         average: the exponential average of the weights.
+        start_from: a checkpoint directory whose weights are the initial ones, or None.
+        started_from: digest of these weights, or "" for weights drawn from the seed.
     """
 
     settings: TrainSettings
     objective: Objective
     out: Path
+    start_from: Path | None = None
     step: int = 0
     loss: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
@@ -54,6 +58,12 @@ class Trainer:
         families = self.settings.families or tuple(FAMILIES)
         self.errors = dict.fromkeys(families, 1.0)
         self.model = self.objective.build_model()
+        self.started_from = ""
+        if self.start_from is not None:
+            start = type(self.model).from_pretrained(self.start_from, dtype=torch.float32)
+            self.model.load_state_dict(start.state_dict())
+            weights = (self.start_from / "model.safetensors").read_bytes()
+            self.started_from = hashlib.sha256(weights).hexdigest()
         self.average = self.objective.build_model().eval()
         self.average.load_state_dict(self.model.state_dict())
         self.optimizers = make_optimizers(self.model, self.settings)
@@ -152,6 +162,7 @@ class Trainer:
         """Write the checkpoint; an interrupted write leaves the one before."""
         state = {
             "settings": self.settings.to_mapping(),
+            "started_from": self.started_from,
             "step": self.step,
             "loss": self.loss,
             "errors": self.errors,
@@ -178,6 +189,7 @@ class Trainer:
                     f"{self.out / CHECKPOINT} was trained with {name} = {value!r}, the config says "
                     f"{mine.get(name)!r}; give another --out, or the config that it came from."
                 )
+        self.started_from = state.get("started_from", "")
         self.step, self.loss = state["step"], state["loss"]
         self.errors = state["errors"]
         self.seconds_before = state["seconds"]

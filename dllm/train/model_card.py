@@ -45,6 +45,7 @@ def write_model_card(trainer: Trainer, path: Path) -> None:
         f"- {settings.steps} steps of {settings.batch_size} questions, Muon and AdamW, fp32 "
         "weights with bf16 matrix products, average of the weights.",
         f"- Reproduce with `{command}` and the settings below.",
+        *_start(trainer),
         f"- {trainer.seconds / 60:.0f} minutes on {settings.threads} thread(s) of "
         f"{_processor()}; torch {torch.__version__}, transformers {transformers.__version__}.",
         "",
@@ -68,6 +69,12 @@ def write_model_card(trainer: Trainer, path: Path) -> None:
         "",
     ]
     (path / "README.md").write_text("\n".join(lines))
+
+
+def _start(trainer: Trainer) -> list[str]:
+    if not trainer.started_from:
+        return []
+    return [f"- Initial weights: `--start-from` the file with SHA-256 {trainer.started_from}."]
 
 
 def _processor() -> str:
