@@ -101,11 +101,11 @@ class _Histogram(NamedTuple):
         bin_of = (total < target[:, None]).sum(dim=-1, keepdim=True).clamp(max=NUM_BINS - 1)
         above = torch.where(bin_of > 0, total.gather(1, (bin_of - 1).clamp(min=0)), 0.0)
         row, token = (self.bins == bin_of).nonzero(as_tuple=True)
-        tokens = packed(row, self.x[row, token], len(self.x), -torch.inf)
+        tokens = _packed(row, self.x[row, token], len(self.x), -torch.inf)
         measure = (
             torch.ones_like(row, dtype=torch.float32) if is_count else self.weights[row, token]
         )
-        measure = packed(row, measure, len(self.x), 0.0)
+        measure = _packed(row, measure, len(self.x), 0.0)
 
         def reaches(threshold: Tensor) -> Tensor:
             inside = torch.where(tokens >= threshold[:, None], measure, 0.0).sum(dim=-1)
@@ -116,7 +116,7 @@ class _Histogram(NamedTuple):
         return _largest(reaches, lowest, tokens.amax(dim=-1))
 
 
-def packed(row: Tensor, values: Tensor, num_rows: int, padding: float) -> Tensor:
+def _packed(row: Tensor, values: Tensor, num_rows: int, padding: float) -> Tensor:
     """Values [K], in the order of their rows, as a tensor [rows, values of the longest row]."""
     lengths = torch.bincount(row, minlength=num_rows)
     starts = lengths.cumsum(0) - lengths

@@ -10,10 +10,10 @@ in any norm (rounding aside). What a row leaves out depends on that row alone. O
 
 1. a quarter of the budget pays for the lightest tiles of tokens, whose masses the row statistics
    know already: most of them, where a row is sure of itself;
-2. a quarter for the tokens of the other tiles that have less than (a quarter of the budget) /
-   (their number);
-3. half for the least likely of what is left: the rest is the smallest set that has 1 - budget / 2
-   of its mass (`row_filters`).
+2. of the other tiles the tokens with a probability of budget / 1,000 or more are taken, if they and
+   no others are enough: what they have is known when they are. Rows that need more take tokens down
+   to budget / 16,000, or down to what the rest of the budget buys whatever the row looks like,
+   (three quarters of the budget) / (number of tokens).
 
 The sum over what remains is an embedding bag: each row reads the embeddings of its own tokens. A
 row that needs more than `LARGEST_SHARE` of the vocabulary joins the exact product instead. On a GPU
@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dllm.config import SoftEmbedding
-from dllm.row_filters import RowFilters, cutoffs, packed
 from dllm.row_stats import RowStats, mass_tile
 from dllm.row_stats_cpu import row_slices, tiles_of
 
@@ -40,6 +39,10 @@ SMALLEST_VOCABULARY = 2**13
 # A row of the exact product costs about as much as a bag of a tenth of the vocabulary (bf16, one
 # core with AVX-512, hidden size 2,816: 0.9 ms, against 0.25 us a token, of 32,768).
 LARGEST_SHARE = 1 / 16
+# Tokens are taken down to (budget / this), in turn, until they are enough.
+RUNGS = (2**10, 2**14)
+# Summing a row's probabilities in fp32 is no more exact than that.
+RESOLUTION = 1e-5
 
 
 class Shard(NamedTuple):
@@ -112,18 +115,47 @@ def tokens_that_count(
 ) -> Tokens:
     """All but tokens that have at most `budget` of a row's probability together. For a CPU."""
     is_kept = heaviest_tiles(stats.tile_mass, budget / 4)
-    least = _least_logits(is_kept.sum(dim=-1), temperature, stats, logits.shape[-1], budget / 4)
+    pending = torch.arange(len(logits))
     parts = []
-    for rows in row_slices(*logits.shape):
-        row, tile = is_kept[rows].nonzero(as_tuple=True)
-        x = tiles_of(logits[rows])[row, tile]
-        index, inside = (x >= least[rows][row, None]).nonzero(as_tuple=True)
-        row, token, x = row[index], tile[index] * x.shape[-1] + inside, x[index, inside]
-        table = packed(row, x, rows.stop - rows.start, -torch.inf)
-        nucleus = _nucleus(table, temperature[rows], 1 - budget / 2)
-        is_left = x >= nucleus[row]
-        row, token, x = row[is_left] + rows.start, token[is_left], x[is_left]
-        d = (x - stats.peak[row]) / temperature[row]
+    if budget > RESOLUTION:
+        for rung in RUNGS:
+            taken = _likely_tokens(logits, temperature, stats, is_kept, pending, budget / rung)
+            mass = taken.probability.new_zeros(len(logits))
+            mass.index_add_(0, taken.row, taken.probability)
+            is_enough = (mass >= 1 - budget + RESOLUTION) | ~stats.log_z.isfinite()
+            parts.append(Tokens(*(part[is_enough[taken.row]] for part in taken)))
+            pending = pending[~is_enough[pending]]
+    least = 0.75 * budget / logits.shape[-1]
+    parts.append(_likely_tokens(logits, temperature, stats, is_kept, pending, least))
+    together = Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    order = together.row.argsort(stable=True)
+    return Tokens(*(part[order] for part in together))
+
+
+def _likely_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    stats: RowStats,
+    is_kept: Tensor,
+    rows: Tensor,
+    probability: float,
+) -> Tokens:
+    """The tokens of `rows` [K], in kept tiles, of a probability of at least so much."""
+    log_p = torch.log(torch.tensor(probability))
+    least = torch.maximum(stats.peak + temperature * (stats.log_z + log_p), stats.cutoff)
+    least = least.clamp(min=torch.finfo(torch.float32).min)  # -inf has no probability
+    parts = [Tokens(rows[:0], rows[:0], least[:0])]
+    for part in row_slices(len(rows), logits.shape[-1]):
+        tiles = tiles_of(logits[rows[part]])
+        num_tiles, width = tiles.shape[1:]
+        kept = is_kept[rows[part]].flatten().nonzero()[:, 0]
+        x = tiles.reshape(-1, width).index_select(0, kept)
+        row_of_tile = rows[part][kept // num_tiles]
+        place = (x >= least[row_of_tile, None]).flatten().nonzero()[:, 0]
+        tile = place // width
+        row = row_of_tile[tile]
+        token = (kept % num_tiles)[tile] * width + place % width
+        d = (x.flatten()[place] - stats.peak[row]) / temperature[row]
         parts.append(Tokens(row, token, torch.exp(d - stats.log_z[row])))
     return Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
@@ -133,24 +165,6 @@ def heaviest_tiles(tile_mass: Tensor, budget: float) -> Tensor:
     ordered, tile = tile_mass.sort(dim=-1)
     is_heavy = ordered.double().cumsum(dim=-1) > budget
     return torch.zeros_like(is_heavy).scatter(-1, tile, is_heavy)
-
-
-def _least_logits(
-    num_tiles: Tensor, temperature: Tensor, stats: RowStats, vocab_size: int, budget: float
-) -> Tensor:
-    """The smallest logit of a token with (budget / number of tokens) of the mass: [N]."""
-    num_tokens = (num_tiles * -(-vocab_size // stats.tile_mass.shape[-1])).clamp(min=1)
-    least = stats.peak + temperature * (stats.log_z + torch.log(budget / num_tokens))
-    least = torch.maximum(least, stats.cutoff)
-    return least.clamp(min=torch.finfo(torch.float32).min)  # -inf has no probability
-
-
-def _nucleus(x: Tensor, temperature: Tensor, top_p: float) -> Tensor:
-    """The smallest logit of the smallest set of tokens with `top_p` of the mass of a row: [N]."""
-    num_rows, width = x.shape
-    no_top_k = torch.full((num_rows,), width, dtype=torch.int32)
-    filters = RowFilters(no_top_k, torch.full((num_rows,), top_p), torch.zeros(num_rows))
-    return cutoffs(x, temperature, filters, width)
 
 
 def _bag(kept: Tokens, num_rows: int, shard: Shard) -> Tensor:

@@ -1,6 +1,7 @@
 """``dllm train``: a training run from a TOML file to a checkpoint directory."""
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +24,14 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train, or go on training, and write the checkpoint to ``OUT/model``."""
+    """Train, or go on training, and write the checkpoint to ``OUT/model``.
+
+    Raises:
+        CommandError: before the first step, when something is missing or wrong.
+    """
     given = parse(argv)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("the learning curve needs matplotlib: pip install 'dllm[train]'.")
     settings = load_settings(given)
     trainer = open_run(settings, given.out, given.resume, given.start_from)
     train(trainer)
