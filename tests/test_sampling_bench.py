@@ -27,7 +27,7 @@ def test_smoke_compares_both_with_the_built_in(tmp_path: Path) -> None:
     for line in lines:
         assert float(line["p50_ms"]) > 0 and float(line["faster_than_builtin"]) > 0
         assert line["commit"] and line["machine"] and "torch" in line["versions"]
-    assert 0 < float(lines[0]["largest_soft_error"]) < 2**-5
+    assert 0 <= float(lines[0]["largest_soft_error"]) < 2**-5
 
 
 def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

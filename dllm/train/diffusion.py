@@ -43,11 +43,13 @@ SELF_CONDITIONED = 0.5  # share of canvases that see an earlier step
 RESAMPLED = 0.5  # of these: share whose canvas comes from a sampler step
 TEMPERATURES = (0.2, 0.5)  # of the earlier step: t_min to t_max
 ENTROPY_BOUND = 0.3  # nats
-CONFIDENCE = 0.05  # nats; a small canvas may be less certain on average than a large one
 TAIL_WEIGHT = 0.1  # in the loss, of a position behind the first end-of-sequence token
-# Validation asks for answers of at most this many blocks, of at most this many denoise steps.
-MAX_BLOCKS = 4
-MAX_STEPS = 24
+# Generation is a little colder and more careful than training; chosen on the validation split. At
+# the temperatures of training a text with many right answers takes 40 steps to agree with itself, and
+# a mean entropy of 0.05 nats over 32 positions leaves room for one answer of two tokens that has not
+# been decided.
+GENERATION: dict[str, float] = {"max_denoising_steps": 48, "t_min": 0.1, "t_max": 0.3, "confidence_threshold": 0.01}
+MAX_BLOCKS = 4  # of an answer, in validation
 
 
 class Canvases(NamedTuple):
@@ -79,6 +81,7 @@ class Diffusion:
         is_full = [(index + 1) % 3 == 0 for index in range(shape.num_layers)]
         is_full[-1] = True
         return tiny_config(
+            vocab_size=VOCAB_SIZE,
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.hidden_size // 32,
             num_key_value_heads=max(1, shape.hidden_size // 64),
@@ -91,22 +94,9 @@ class Diffusion:
         )
 
     def generation_config(self) -> dict[str, object]:
-        """generation_config.json: a little colder and more careful than training.
-
-        Chosen on the validation split: at the temperatures of training a text with many right
-        answers takes 40 steps to agree with itself, and a mean entropy of 0.05 nats over 32
-        positions leaves room for one answer of two tokens that has not been decided.
-        """
-        return generation_config() | {
-            "max_denoising_steps": 48,
-            "sampler_config": {
-                "_cls_name": "EntropyBoundSamplerConfig",
-                "entropy_bound": ENTROPY_BOUND,
-            },
-            "t_min": 0.1,
-            "t_max": 0.3,
-            "confidence_threshold": 0.01,
-        }
+        """generation_config.json."""
+        sampler = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": ENTROPY_BOUND}
+        return generation_config() | GENERATION | {"sampler_config": sampler}
 
     def build_model(self) -> DiffusionGemmaForBlockDiffusion:
         """The model in fp32; the vision tower, which nothing here sees, is not trained."""
@@ -265,13 +255,18 @@ class Diffusion:
             torch.zeros(num_rows, dtype=torch.int64),
         )
         rules = denoise.DenoiseRules(
-            *TEMPERATURES, MAX_STEPS, ENTROPY_BOUND, CONFIDENCE, stability_window=2
+            t_min=GENERATION["t_min"],
+            t_max=GENERATION["t_max"],
+            max_steps=GENERATION["max_denoising_steps"],
+            entropy_bound=ENTROPY_BOUND,
+            confidence=GENERATION["confidence_threshold"],
+            stability_window=2,
         )
         prev_logits = None
         while bool((width > 0).any()):
             logits = self._decode(model, cache, start, state.canvas, prev_logits)
             temperature = denoise.temperature(
-                state.steps_done, MAX_STEPS, *map(torch.tensor, TEMPERATURES)
+                state.steps_done, rules.max_steps, rules.t_min, rules.t_max
             )
             drawn = noise.step_noise(
                 seeds, start, state.steps_done, start + length, length, VOCAB_SIZE

@@ -1,4 +1,4 @@
-"""The tokenizer of the small models: a byte-level BPE of 512 tokens, and its chat template.
+"""The tokenizer of the small models: a byte-level BPE and its chat template.
 
 Every byte has a token, so any text encodes and decodes. Digits stand alone, so numbers are read
 digit by digit. The encoding of a question and of its answer do not depend on each other: a special
@@ -17,7 +17,9 @@ from tokenizers.trainers import BpeTrainer
 
 from dllm.train.tasks import FAMILIES, question
 
-VOCAB_SIZE = 512
+# Of the trained models: enough for nearly every word of the questions to be one token. With 512 a
+# name was one token inside a sentence and two where an answer begins, and nothing could be looked up.
+VOCAB_SIZE = 832
 # Ids are positions in this list; the first five are those of the released tokenizer.
 SPECIAL_TOKENS = (
     "<pad>",
@@ -66,8 +68,8 @@ CHAT_TEMPLATE = """\
 CORPUS_QUESTIONS = 1000
 
 
-def make_tokenizer(corpus: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE of VOCAB_SIZE tokens whose merges are learned from these texts."""
+def make_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of ``vocab_size`` tokens whose merges are learned from these texts."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -77,7 +79,7 @@ def make_tokenizer(corpus: Iterable[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -100,7 +102,8 @@ def train_tokenizer() -> Tokenizer:
                 counts.update(piece for piece, _ in split.pre_tokenize_str(text))
     # By the root of its count: few merges are left for rare words where "lives" is in every report.
     return make_tokenizer(
-        piece for piece, count in sorted(counts.items()) for _ in range(math.isqrt(count))
+        (piece for piece, count in sorted(counts.items()) for _ in range(math.isqrt(count))),
+        VOCAB_SIZE,
     )
 
 
