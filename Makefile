@@ -1,8 +1,9 @@
-# make serve | test | check | bench | setup | lock | clean
+# make serve | test | check | bench | bench-compare | setup | setup-quant | lock | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
 #   HOST, PORT, MODEL, ARGS   of `make serve`; ARGS goes to `vllm serve` as it is
+#   BASE      of `make bench-compare`: the commit that HEAD is compared with
 
 PYTHON   ?= python3
 PIP_ARGS ?=
@@ -13,6 +14,7 @@ ARGS     ?=
 
 VENV    := .venv
 BIN     := $(VENV)/bin
+QUANT   := .venv-quant
 # Nothing is compiled to bytecode ahead: that takes longer than all the rest, for files rarely run.
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
            $(PIP_ARGS)
@@ -29,7 +31,7 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check lint types bench lock clean
+.PHONY: help setup setup-quant serve test check lint types bench bench-compare lock clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +57,15 @@ $(VENV)/.installed: $(VENV)/.locked pyproject.toml $(addsuffix /__init__.py,$(SO
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
+# What `dllm quantize` runs in. It sees our sources through a directory of links (quant/command.py).
+setup-quant: $(QUANT)/.locked
+
+$(QUANT)/.locked: requirements/quant.txt
+	$(PYTHON) -m venv $(QUANT)
+	@echo "Installing the pinned packages of requirements/quant.txt."
+	$(subst $(BIN),$(QUANT)/bin,$(PIP)) -r requirements/quant.txt
+	@touch $@
+
 # Off Python's path: only the tests of images see it (tests/test_images.py).
 $(VENV)/.images: requirements/images.txt $(VENV)/.locked
 	rm -rf $(VENV)/torchvision
@@ -69,7 +80,7 @@ serve: setup
 	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 
 test: export HF_HUB_OFFLINE ?= 1
-test: setup $(VENV)/.images
+test: setup setup-quant $(VENV)/.images
 	$(BIN)/python -m pytest $(ARGS)
 
 check: lint types
@@ -81,14 +92,21 @@ lint: setup
 types: setup
 	$(BIN)/mypy $(SOURCES)
 
+# Figures and README sections are made from the CSV files that the first command writes.
 bench: setup
 	$(BIN)/python -m bench.serve $(ARGS)
+	$(BIN)/python -m bench.plot
+	$(BIN)/python -m bench.readme
 
-# ARGS=--upgrade takes the newest versions that requirements/cpu.in allows.
+bench-compare: setup
+	$(BIN)/python -m bench.compare \
+	    $(or $(BASE),$(error name the commit to compare with: make bench-compare BASE=main)) $(ARGS)
+
+# ARGS=--upgrade takes the newest versions that requirements/*.in allow.
 lock:
 	$(PYTHON) requirements/lock.py $(ARGS) $(PIP_ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info packaging/*/build packaging/*/*.egg-info
+	rm -rf $(VENV) $(QUANT) build *.egg-info packaging/*/build packaging/*/*.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

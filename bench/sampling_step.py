@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.context import commit, machine
 from bench.sampling_memory import measure_memory
 from bench.sampling_peers import (
     Outcome,
@@ -43,7 +44,6 @@ from bench.sampling_peers import (
     prepare_ours,
     temperatures,
 )
-from bench.serve import commit, machine
 from dllm.row_stats import row_stats
 from dllm.soft_embedding import skipped_mass
 

@@ -12,9 +12,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from dllm.eval_server import POSITIONS, counter
 
 READY_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 30
@@ -23,8 +25,11 @@ STOP_TIMEOUT_S = 30
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Forked processes do not import everything again. As of `make serve`.
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
 }
 
 
@@ -33,7 +38,7 @@ class ServerOptions:
     """One ``vllm serve``.
 
     Attributes:
-        name: as it appears in tables, "ours" or "built-in".
+        name: of its log file, and in messages.
         model: path or name of the checkpoint.
         flags: of ``vllm serve``, without host and port.
         environment: beside the inherited one; ``DLLM_DISABLE`` chooses the implementation.
@@ -47,10 +52,12 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class Response:
-    """A server's answer to a completion request: ``token_ids`` is empty unless status is 200."""
+    """A server's answer: a completion's ``token_ids`` or a chat's ``text`` if the status is 200."""
 
     status: int
     token_ids: tuple[int, ...] = ()
+    text: str = ""
+    num_tokens: int = 0
     error: str = ""
     seconds: float = 0.0
 
@@ -113,36 +120,75 @@ class Server:
         return f"the {self.options.name} server {what}:\n{tail(self.log)}"
 
     def complete(self, **body: Any) -> Response:
-        """Ask for one completion, with the token ids in the answer."""
-        body = {"model": self.options.model, "return_token_ids": True} | body
+        """POST to /v1/completions and wait; the model's name is filled in."""
+        response, reply = self._post("/v1/completions", {"return_token_ids": True} | body)
+        if not reply:
+            return response
+        return replace(response, token_ids=tuple(reply["choices"][0]["token_ids"]))
+
+    def chat(self, prompt: str, max_tokens: int) -> Response:
+        """POST one user message to /v1/chat/completions and wait."""
+        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
+        response, reply = self._post("/v1/chat/completions", body)
+        if not reply:
+            return response
+        text = reply["choices"][0]["message"]["content"] or ""
+        return replace(response, text=text, num_tokens=reply["usage"]["completion_tokens"])
+
+    def _post(self, path: str, body: dict[str, Any]) -> tuple[Response, dict[str, Any]]:
+        """Status, seconds and error, and the reply, which is empty unless the status is 200."""
         request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            data=json.dumps(body).encode(),
+            self.url + path,
+            data=json.dumps({"model": self.options.model} | body).encode(),
             headers={"Content-Type": "application/json"},
         )
         start = time.monotonic()
         try:
-            with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as response:
-                choice = json.load(response)["choices"][0]
-                seconds = time.monotonic() - start
-                return Response(response.status, tuple(choice["token_ids"]), seconds=seconds)
+            with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as answer:
+                reply = json.load(answer)
+            return Response(200, seconds=time.monotonic() - start), reply
         except urllib.error.HTTPError as error:
-            return Response(error.code, error=error.read().decode(errors="replace")[:500])
+            return Response(error.code, error=error.read().decode(errors="replace")[:500]), {}
         except OSError as error:
-            return Response(0, error=str(error))
+            return Response(0, error=str(error)), {}
+
+    def canvas_positions(self) -> float:
+        """Canvas positions evaluated so far, by vLLM's counter; 0 for a model without canvases."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=READY_TIMEOUT_S) as response:
+            return counter(response.read().decode(), POSITIONS)
 
     def cpu_seconds(self) -> float:
         """Processor time used so far by the server and the processes it started."""
-        assert self._process is not None, "start() first"
         ticks = 0
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:  # the process ended meanwhile
-                continue
-            if int(fields[3]) == self._process.pid:  # session
+        for process in self._processes():
+            fields = _read(process / "stat").rpartition(")")[2].split()
+            if fields:  # else it ended meanwhile
                 ticks += int(fields[11]) + int(fields[12])  # utime, stime
         return ticks / os.sysconf("SC_CLK_TCK")
+
+    def reset_peak_memory(self) -> None:
+        """Let ``peak_memory_mib`` start from what is resident now (Linux, clear_refs 5)."""
+        for process in self._processes():
+            with contextlib.suppress(OSError):
+                (process / "clear_refs").write_text("5")
+
+    def peak_memory_mib(self) -> float:
+        """Largest resident set since the last reset, summed over the server's processes, MiB.
+
+        Pages that forked processes share are counted in each of them.
+        """
+        sizes = (re.search(r"VmHWM:\s+(\d+) kB", _read(p / "status")) for p in self._processes())
+        return sum(int(size[1]) for size in sizes if size) / 1024
+
+    def _processes(self) -> list[Path]:
+        """``/proc/PID`` of the server and of the processes it started: its session."""
+        assert self._process is not None, "start() first"
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            fields = _read(process / "stat").rpartition(")")[2].split()
+            if fields and int(fields[3]) == self._process.pid:
+                found.append(process)
+        return found
 
     def stop(self) -> None:
         """Stop the process and what is left of its group."""
@@ -176,6 +222,14 @@ def child_environment() -> dict[str, str]:
     """The environment of servers and clients alike, without a ``DLLM_DISABLE`` of the caller's."""
     inherited = {key: value for key, value in os.environ.items() if key != "DLLM_DISABLE"}
     return ENVIRONMENT | inherited
+
+
+def _read(path: Path) -> str:
+    """A file of ``/proc``, or nothing if its process ended."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def free_port() -> int:

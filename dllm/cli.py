@@ -18,6 +18,8 @@ COMMANDS = {
     "eval": ("dllm.evaluate", "score a server, or a checkpoint in process, on held-out questions"),
     "chat": ("dllm.chat", "talk to a running server"),
     "watch": ("dllm.watch", "watch a canvas settle, step by step"),
+    "quantize": ("quant.command", "write an FP8 or NVFP4 checkpoint, with LLM Compressor"),
+    "check-quant": ("quant.check_command", "look for what is wrong with such a checkpoint"),
 }
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """The commands, one a line."""
-    lines = [f"  {name:<8}{help_text}" for name, (_, help_text) in COMMANDS.items()]
+    lines = [f"  {name:<13}{help_text}" for name, (_, help_text) in COMMANDS.items()]
     return "\n".join(
         ["usage: dllm COMMAND ...", "", *lines, "", "dllm COMMAND --help says what it takes."]
     )

@@ -8,8 +8,10 @@ Both refuse wrong values when the server starts, with the key, the value and the
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
+
+from dllm.drafter.options import DrafterOptions
 
 CanvasWindow = Literal["symmetric", "anchored"]
 CommitMode = Literal["overlapped", "separate"]
@@ -176,11 +178,13 @@ class PluginOptions:
             the sparse kernel has not been measured yet.
         logits_workspace_mib: MiB of fp32 logits that exist at once; more rows than fit are taken
             in tiles of whole canvases (``logit_rows``). Bounds the memory of a step.
+        drafter: of a server with a DFlash drafter; it reads nothing else here.
     """
 
     commit: CommitMode = "overlapped"
     soft_embedding: SoftEmbedding = "auto"
     logits_workspace_mib: int = 1024
+    drafter: DrafterOptions = field(default_factory=DrafterOptions)
 
     def __post_init__(self) -> None:
         _check_int(
@@ -222,7 +226,8 @@ class PluginOptions:
                     f'--additional-config: "dllm" has no option {key!r}'
                     f"{did_you_mean(str(key), known)}; known: {', '.join(known)}."
                 )
-        return cls(**given)
+        drafter = DrafterOptions.from_given(given.get("drafter", {}))
+        return cls(**{**given, "drafter": drafter})
 
 
 def takes_images(hf_config: Any) -> bool:

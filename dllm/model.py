@@ -18,12 +18,14 @@ from vllm.model_executor.models.gemma4 import Gemma4Model
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from dllm import seams
+from attention.cpu_fp8_cache import write_rounded
+from dllm import seams, seams_quant
 from dllm.compilation import maybe_compile
 from dllm.config import DenoiseConfig
 from dllm.logit_rows import LogitRows, rows_at_once
 from dllm.self_conditioning import SelfConditioning
 from dllm.weights import merge_shared_copies, refuse_missing
+from quant.loading import checked
 
 if TYPE_CHECKING:
     from dllm.model_state import DiffusionModelState
@@ -78,6 +80,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             "model.decoder.self_conditioning.": "self_conditioning.",
             "model.decoder.": "model.",
             "model.encoder.language_model.": "model.",
+            "model.self_conditioning.": "self_conditioning.",  # of a checkpoint without halves
             # Text only: without torchvision there is no image processor to feed a tower.
             "model.encoder.vision_tower.": None,
             "model.encoder.embed_vision.": None,
@@ -102,6 +105,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         config = vllm_config.model_config.hf_text_config
         # Full-attention layers have no v_proj: values are the keys before their norm and RoPE.
         config.attention_k_eq_v = True
+        seams_quant.name_values_like_keys(vllm_config.quant_config, config.layer_types)
         self.model = CanvasBackbone(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(
             config.vocab_size,
@@ -120,6 +124,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         )
         if DenoiseConfig.from_vllm(vllm_config).canvas_window == "anchored":
             self._anchor_sliding_layers()
+        for layer in self.model.layers:
+            write_rounded(layer.self_attn.attn)
 
     def _anchor_sliding_layers(self) -> None:
         """Give the sliding layers the anchored window, which no backend of vLLM's own has."""
@@ -175,8 +181,12 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         """Load a checkpoint whose encoder and decoder halves are one, or agree.
 
         Raises:
-            ValueError: the halves disagree, or a tensor is missing; the message names the tensors.
+            ValueError: the halves disagree, a tensor is missing, or one of a quantized layer would
+                make it compute NaN; the message names the tensors.
         """
+        plan = seams_quant.plan_of(self.quant_config)
+        if self.quant_config is not None:
+            weights = checked(weights, plan)
         filled: set[str] = set()
 
         def noting_names(
@@ -190,12 +200,13 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             noting_names(merge_shared_copies(weights, self.model.config.num_hidden_layers)),
             mapper=self.hf_to_vllm_mapper,
         )
-        if self.model.quant_config is None:  # a quantized checkpoint may leave scales out
-            refuse_missing(
-                (name for name, _ in self.named_parameters()),
-                filled | loaded,
-                self.model.hf_to_vllm_mapper.orig_to_new_stacked,
-            )
+        refuse_missing(
+            (name for name, _ in self.named_parameters()),
+            filled | loaded,
+            self.model.hf_to_vllm_mapper.orig_to_new_stacked,
+            self.model.config.num_experts,
+        )
+        seams_quant.say_what_computes(self, plan)
         return loaded
 
 

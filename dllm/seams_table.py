@@ -8,6 +8,7 @@ from dataclasses import dataclass
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 SCHEDULER = "dllm.scheduler.CanvasScheduler"
 CPU_WORKER = "dllm.cpu.worker.CanvasCPUWorker"
+DRAFTER_WORKER = "dllm.drafter.worker.DrafterWorker"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,36 @@ SEAMS = (
         "an image request gets HTTP 400 with the reason; vLLM only says 'not a multimodal model'",
     ),
     Seam(
+        "vllm.config.VllmConfig.try_verify_and_update_config",
+        "wrap",
+        "with a DFlash drafter: the pair is checked, worker and attention chosen, for any target",
+    ),
+    Seam(
+        "vllm.sampling_params.SamplingParams._validate_spec_decode",
+        "wrap",
+        "with a DFlash drafter of ours: admits min_p and logit_bias, which Model Runner V2 honours",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.model_runner.init_speculator",
+        "wrap, in the worker",
+        "makes our speculator for a DFlash drafter",
+    ),
+    Seam(
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids",
+        "wrap, in the worker",
+        "each request's drafts are cut to the width that the policy chose",
+    ),
+    Seam(
+        "vllm.config.VllmConfig._get_quantization_config",
+        "call",
+        "vLLM's checks of a quantized checkpoint, whose layers a CPU may have to emulate",
+    ),
+    Seam(
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update",
+        "wrap, on layers of ours",
+        "an FP8 KV cache holds the nearest values, as on a GPU; vLLM's CPU kernel truncates",
+    ),
+    Seam(
         "vllm.config.VllmConfig.use_v2_model_runner",
         "wrap",
         "Model Runner V2 on a CPU without Triton (vLLM insists on Triton)",
@@ -102,6 +133,8 @@ SEAMS = (
         "a restart loads the compiled backbone; vLLM finds its own file broken and traces again",
     ),
 )
+
+COMPRESSED = "vllm.model_executor.layers.quantization.compressed_tensors"
 
 # What the plugin imports from vLLM, here and elsewhere: (module, names, what for). An import that
 # is not listed fails ``tests/test_seams.py``; no names: the module as a whole.
@@ -159,6 +192,81 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
         "images: the processor, and the projection behind the vision tower",
     ),
     ("vllm.multimodal", "MULTIMODAL_REGISTRY", "names the processor of a model class"),
+    # The drafter.
+    (
+        "vllm.model_executor.layers.linear",
+        "QKVParallelLinear ReplicatedLinear RowParallelLinear UnquantizedLinearMethod",
+        "sharded products of the drafter",
+    ),
+    (
+        "vllm.model_executor.layers.quantization.base_config",
+        "QuantizationConfig",
+        "the type of a quantized drafter's configuration",
+    ),
+    ("vllm.model_executor.layers.rotary_embedding", "get_rope", "RoPE of the drafter"),
+    (
+        "vllm.model_executor.models.interfaces",
+        "SupportsEagle3",
+        "marks a drafter with hidden states",
+    ),
+    ("vllm.model_executor.models.qwen2", "Qwen2MLP", "the MLP of Qwen3"),
+    (
+        "vllm.model_executor.models.utils",
+        "get_draft_quant_config",
+        "how the drafter is quantized, whatever the target is",
+    ),
+    (
+        "vllm.transformers_utils.repo_utils",
+        "get_hf_file_bytes",
+        "tokenizer.json, mask_embedding.pt",
+    ),
+    (
+        "vllm.v1.worker.gpu.spec_decode.dflash.speculator",
+        "DFlashSpeculator",
+        "base of ours: lays out a drafting step",
+    ),
+    ("vllm.v1.worker.gpu", "model_runner", "where the speculator is made"),
+    ("vllm.v1.worker.gpu.dp_utils", "DPSyncState", "the signature of a hook"),
+    ("vllm.v1.worker.gpu_worker", "Worker", "base of ours on CUDA"),
+    # Quantized checkpoints.
+    (
+        "vllm.model_executor.layers.fused_moe",
+        "RoutedExperts SharedExperts UnquantizedFusedMoEMethod",
+        "experts, whose methods a CPU lacks",
+    ),
+    ("vllm.model_executor.layers.fused_moe.config", "FusedMoEConfig", "the shape of experts"),
+    ("vllm.model_executor.layers.linear", "LinearBase", "a linear layer, or several fused"),
+    (
+        "vllm.model_executor.layers.quantization.base_config",
+        "QuantizeMethodBase",
+        "what creates, fills and applies the weights of a layer",
+    ),
+    (f"{COMPRESSED}.compressed_tensors", "CompressedTensorsConfig", "base of ours on a CPU"),
+    (
+        f"{COMPRESSED}.schemes",
+        "CompressedTensorsScheme CompressedTensorsW4A4Fp4",
+        "NVFP4 linear layers, whose loaders we keep",
+    ),
+    (
+        f"{COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe",
+        "CompressedTensorsMoEMethod",
+        "base of emulated experts",
+    ),
+    (
+        f"{COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8",
+        "CompressedTensorsW8A8Fp8MoEMethod",
+        "FP8 experts, whose loaders we keep",
+    ),
+    (
+        f"{COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_w8a8_int8",
+        "CompressedTensorsW8A8Int8MoEMethod",
+        "INT8 experts, likewise",
+    ),
+    (
+        f"{COMPRESSED}.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4",
+        "CompressedTensorsW4A4Nvfp4MoEMethod",
+        "NVFP4 experts, likewise",
+    ),
     # Front end.
     ("vllm.multimodal.registry", "MultiModalRegistry", "an image request is refused there"),
     ("vllm.v1.engine.input_processor", "InputProcessor", "requests are checked there"),

@@ -5,6 +5,7 @@ checkpoint may carry one copy or both. Two copies are accepted only if they agre
 picking one silently would serve a model that nobody trained.
 """
 
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Set
 
@@ -15,6 +16,19 @@ DECODER = "model.decoder."
 # What load_weights sees of the two layer scalars, stacked over the layers: [layers].
 HEAD_SCALARS = "model.decoder.head_scalars"
 CANVAS_SCALARS = "model.decoder.canvas_scalars"
+
+# vLLM's parameters of a layer's experts, and what a checkpoint calls the same for all experts or
+# for each of them.
+EXPERT_PARAMETER = re.compile(r"(.*\.experts\.)routed_experts\.(w13|w2)_(\w+)")
+EXPERT_PROJECTIONS = {
+    "w13": ("gate_up_proj", ("gate_proj", "up_proj")),
+    "w2": ("down_proj", ("down_proj",)),
+}
+# Of a quantized KV cache: 1 unless the checkpoint says otherwise. Of experts' inputs: vLLM has the
+# parameter also where inputs are not quantized; where they are, ``quant.loading`` asks for it.
+OPTIONAL_SCALES = re.compile(
+    r"\.attn\.([qkv]_(scale|zero_point)|prob_scale)$|\.routed_experts\.w\d+_input_global_scale$"
+)
 
 
 def merge_shared_copies(
@@ -56,13 +70,14 @@ def merge_shared_copies(
             f"the {ENCODER}* copy if the {DECODER}* one is meant."
         )
     yield HEAD_SCALARS, _stack_scalars(scalars, (ENCODER, DECODER, "model."), num_layers)
-    yield CANVAS_SCALARS, _stack_scalars(scalars, (DECODER, ENCODER, "model."), num_layers)
+    yield CANVAS_SCALARS, _stack_scalars(scalars, (DECODER, "model.", ENCODER), num_layers)
 
 
 def refuse_missing(
     parameters: Iterable[str],
     filled: Set[str],
     stacked: Mapping[str, tuple[str, object]],
+    num_experts: int | None,
 ) -> None:
     """Refuse a checkpoint that leaves a parameter, or a part of a stacked one, uninitialized.
 
@@ -73,20 +88,39 @@ def refuse_missing(
         parameters: names of the model's parameters.
         filled: names that the checkpoint filled: of parameters or of parts of stacked ones.
         stacked: part -> (stacked name, shard), as in ``WeightsMapper.orig_to_new_stacked``.
+        num_experts: of a layer, whose parameters stack theirs; None: there are none.
 
     Raises:
         ValueError: naming the missing tensors as the checkpoint would.
     """
     missing = []
     for name in parameters:
+        if OPTIONAL_SCALES.search(name):
+            continue
         parts = [name.replace(new, old) for old, (new, _) in stacked.items() if new in name]
-        missing += [part for part in parts or [name] if part not in filled]
+        parts = parts or _parts_of_experts(name, filled, num_experts or 0) or [name]
+        missing += [part for part in parts if part not in filled]
     if missing:
         names = sorted(_checkpoint_name(name) for name in missing)
         raise ValueError(
             f"the checkpoint misses {', '.join(names)}. Download or save it again: these weights "
             "would be served with whatever is in memory."
         )
+
+
+def _parts_of_experts(name: str, filled: Set[str], num_experts: int) -> list[str]:
+    """What a checkpoint calls the parts of a parameter that stacks all experts of a layer.
+
+    One tensor for all experts (bf16), or one for each of them (quantized).
+    """
+    match = EXPERT_PARAMETER.fullmatch(name)
+    if match is None:
+        return []
+    experts, projection, rest = match.groups()
+    fused, split = EXPERT_PROJECTIONS[projection]
+    of_each = [f"{experts}{i}.{part}.{rest}" for i in range(num_experts) for part in split]
+    is_fused = rest == "weight" and not any(part in filled for part in of_each)
+    return [f"{experts}{fused}"] if is_fused else of_each
 
 
 def _checkpoint_name(name: str) -> str:

@@ -22,7 +22,7 @@ import torch
 from engine_harness import get_engine  # sets vLLM's environment first
 from vllm.exceptions import VLLMValidationError
 
-from dllm import seams
+from dllm import seams, seams_table
 
 # What vLLM's plugin loader does; tests that start no engine need it, too.
 seams.install(serve_with_dllm=True)
@@ -130,6 +130,19 @@ SIGNATURES = {
         "trace_headers",
         "session_id",
     ],
+    "vllm.config.VllmConfig._get_quantization_config": ["model_config", "load_config"],
+    "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update": [
+        "self",
+        "layer",
+        "key",
+        "value",
+        "kv_cache",
+        "slot_mapping",
+    ],
+    "vllm.config.VllmConfig.try_verify_and_update_config": ["self"],
+    "vllm.sampling_params.SamplingParams._validate_spec_decode": ["self", "speculative_config"],
+    "vllm.v1.worker.gpu.model_runner.init_speculator": ["vllm_config", "device", "req_states"],
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids": ["self"],
     "vllm.config.VllmConfig.use_v2_model_runner": ["self"],
     "vllm.config.VllmConfig._validate_v2_model_runner": ["self"],
     "vllm.triton_utils.dispatcher.register_kernels": ["overrides"],
@@ -213,7 +226,7 @@ def imports_of_ours() -> set[tuple[str, str]]:
             elif isinstance(node, ast.Import):
                 names = (alias.name for alias in node.names)
                 found |= {(name, "") for name in names if re.match(r"vllm(\.|$)", name)}
-            elif is_module_name(node) and path.stem not in ("seams", "seams_table"):
+            elif is_module_name(node) and not path.stem.startswith("seams"):
                 found.add((node.value, ""))
     return found
 
@@ -261,6 +274,10 @@ OVERRIDING = (
     ),
     ("dllm.cpu.worker.CanvasCPUWorker", "vllm.v1.worker.cpu_worker.CPUWorker"),
     (
+        "dllm.drafter.speculator.Drafter",
+        "vllm.v1.worker.gpu.spec_decode.dflash.speculator.DFlashSpeculator",
+    ),
+    (
         "attention.cpu_backend.AnchoredMetadataBuilder",
         "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder",
     ),
@@ -271,6 +288,18 @@ OVERRIDING = (
     (
         "attention.cpu_backend.AnchoredCPUBackend",
         "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",
+    ),
+    (
+        "quant.cpu_config.EmulatingConfig",
+        f"{seams_table.COMPRESSED}.compressed_tensors.CompressedTensorsConfig",
+    ),
+    (
+        "quant.cpu_config.EmulatedNvfp4Linear",
+        f"{seams_table.COMPRESSED}.schemes.CompressedTensorsW4A4Fp4",
+    ),
+    (
+        "quant.cpu_experts.EmulatedExperts",
+        "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase",
     ),
 )
 
@@ -298,9 +327,18 @@ EXPECTED_OVERRIDES = {
         "prepare_dummy_inputs",
         "prepare_attn",
     },
+    "Drafter": {
+        "propose",
+        "load_draft_model",
+        "_generate_draft",
+        "_maybe_predict_acceptance",
+    },
     "AnchoredMetadataBuilder": {"build"},
     "AnchoredAttentionImpl": {"forward"},
     "AnchoredCPUBackend": {"get_impl_cls", "get_builder_cls"},
+    "EmulatingConfig": {"from_config", "get_quant_method", "_get_scheme_from_parts"},
+    "EmulatedNvfp4Linear": {"create_weights", "process_weights_after_loading", "apply_weights"},
+    "EmulatedExperts": {"process_weights_after_loading", "apply", "get_fused_moe_quant_config"},
 }
 
 
@@ -610,7 +648,7 @@ def test_installing_again_changes_nothing():
 
     seams.install(serve_with_dllm=True)
     first = state()
-    assert first[3].__module__ == first[4].__module__ == "dllm.seams"
+    assert first[3].__module__ == first[4].__module__ == "dllm.seams_admission"
     seams.install(serve_with_dllm=True)
     seams.install(serve_with_dllm=False)
     assert state() == first

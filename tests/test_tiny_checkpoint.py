@@ -13,13 +13,9 @@ from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 from transformers.cache_utils import DynamicCache
 
 from dllm.config import DenoiseConfig
-from dllm.train.make_tiny_random import (
-    make_tensors,
-    tensor_shapes,
-    tiny_config,
-    write_checkpoint,
-)
-from dllm.train.tokenizer import SPECIAL_TOKENS, TOKEN_ID, VOCAB_SIZE
+from dllm.tensor_shapes import tensor_shapes
+from dllm.train.make_tiny_random import VOCAB_SIZE, make_tensors, tiny_config, write_checkpoint
+from dllm.train.tokenizer import SPECIAL_TOKENS, TOKEN_ID
 
 BUNDLED = Path(__file__).parent.parent / "checkpoints/tiny-random"
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED)

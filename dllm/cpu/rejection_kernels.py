@@ -130,14 +130,14 @@ def _rows_of(
 ) -> Iterator[_Row]:
     """Cut a batch's drafts into rows; a draft that is not there (-1) ends those of a random row."""
     starts = cu_num_logits.tolist()
+    row_seeds = np.repeat(seeds.numpy()[idx_mapping.numpy()], np.diff(starts))
+    uniform = philox_uniform(row_seeds, positions.numpy()[: starts[-1]])
     for row, slot in enumerate(idx_mapping.tolist()):
         start, end, temperature = starts[row], starts[row + 1] - 1, temperatures[slot].item()
         drafts = draft_sampled.numpy()[start + 1 : end + 1]
         if temperature != 0:
             drafts = drafts[: _num_leading(drafts >= 0)]
-        where = positions.numpy()[start : start + len(drafts)]
-        uniform = philox_uniform(seeds.numpy()[slot : slot + 1], where)
-        yield _Row(slot, temperature, start, end, drafts, uniform)
+        yield _Row(slot, temperature, start, end, drafts, uniform[start : start + len(drafts)])
 
 
 class _Verdict(NamedTuple):

@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from dllm import seams_cpu
+from dllm import seams_cpu, seams_drafter
 from dllm.seams_table import ARCHITECTURE, SCHEDULER
 from dllm.warm_up import warm_up
 
@@ -23,6 +23,7 @@ class CanvasCPUWorker(CPUWorker):
         is_diffusion = vllm_config.model_config.architecture == ARCHITECTURE
         seams_cpu.register_cpu_kernels(include_sampling=not is_diffusion)
         seams_cpu.reload_compiled_backbone()
+        seams_drafter.draft_in_this_worker(vllm_config)
         # Not so for vLLM's built-in DiffusionGemma, which this worker may serve as well.
         self._is_ours = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
         super().__init__(vllm_config, *args, **kwargs)

@@ -140,31 +140,30 @@ class Reverse(Family[tuple[str, ...]]):
         return f"Reverse this list: {', '.join(words)}.", [", ".join(words[::-1])]
 
 
-class Compare(Family[tuple[tuple[str, int], ...]]):
-    """Three people with numbers: who has the most or the least, how many has one, who has so many.
+class Compare(Family[tuple[tuple[str, int], tuple[str, int]]]):
+    """Two people with two-digit numbers: who has more or less, how many has one, who has so many.
 
-    Looking up is easy; comparing takes all three numbers for one token of answer.
+    Hard because it takes matching: every other family can be answered by where a word stands.
     """
 
-    def draw(self, rng: Random) -> tuple[tuple[str, int], ...]:
-        numbers = rng.sample(range(1, 100), 3)
-        return tuple(sorted(zip(rng.sample(NAMES, 3), numbers, strict=True)))
+    def draw(self, rng: Random) -> tuple[tuple[str, int], tuple[str, int]]:
+        numbers = rng.sample(range(10, 100), 2)
+        first, second = sorted(zip(rng.sample(NAMES, 2), numbers, strict=True))
+        return first, second
 
     def ask(self, content: tuple[tuple[str, int], ...], rng: Random) -> tuple[str, list[str]]:
-        first, second, third = (
-            f"{name} has {number}" for name, number in rng.sample(content, len(content))
-        )
-        by_number = sorted(content, key=lambda pair: pair[1])
+        first, second = (f"{name} has {number}" for name, number in rng.sample(content, 2))
+        less, more = sorted(content, key=lambda pair: pair[1])
         name, number = rng.choice(content)
         question, answer = rng.choice(
             (
-                ("Who has the most?", by_number[-1][0]),
-                ("Who has the least?", by_number[0][0]),
+                ("Who has more?", more[0]),
+                ("Who has less?", less[0]),
                 (f"How many has {name}?", str(number)),
                 (f"Who has {number}?", name),
             )
         )
-        return f"{first}, {second} and {third}. {question}", [answer]
+        return f"Today {first} and {second}. {question}", [answer]
 
 
 class Convert(Family[tuple[str, int, int]]):

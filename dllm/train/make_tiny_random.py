@@ -8,9 +8,7 @@ for tests, variants of it::
 
 Every tensor is drawn from its own generator, keyed by the seed and the tensor's name, so two
 checkpoints with one seed agree on every tensor they share, and the same call writes the same bytes.
-The names are those that ``save_pretrained`` of transformers 5.19 writes: encoder and decoder share
-their weights, which are stored once, under ``model.decoder``; the encoder keeps only its own
-``layer_scalar`` of every layer and the vision tower.
+The names and shapes are those of ``dllm.tensor_shapes``.
 """
 
 import argparse
@@ -24,12 +22,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from dllm.train.tokenizer import TOKEN_ID, VOCAB_SIZE, make_tokenizer, save_tokenizer
+from dllm.tensor_shapes import Config, tensor_shapes
+from dllm.train.tokenizer import TOKEN_ID, make_tokenizer, save_tokenizer
+from dllm.weights import DECODER, ENCODER
 
-Config = dict[str, object]
-
-DECODER = "model.decoder."
-ENCODER_TEXT = "model.encoder.language_model."
+VOCAB_SIZE = 512
 
 # --------------------------------------------------------------------------------------------------
 # config.json and generation_config.json
@@ -154,95 +151,6 @@ def generation_config() -> Config:
 # Weights
 
 
-def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint with this config."""
-    text: dict = config["text_config"]  # type: ignore[assignment]
-    hidden, inner = text["hidden_size"], text["intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{DECODER}embed_tokens.weight": (text["vocab_size"], hidden),
-        f"{DECODER}norm.weight": (hidden,),
-        f"{DECODER}self_conditioning.pre_norm.weight": (hidden,),
-    }
-    shapes |= _gated_mlp(f"{DECODER}self_conditioning.", hidden, inner)
-    for index, layer_type in enumerate(text["layer_types"]):
-        layer = f"{DECODER}layers.{index}."
-        shapes |= _attention(f"{layer}self_attn.", text, is_full=layer_type == "full_attention")
-        shapes |= _gated_mlp(f"{layer}mlp.", hidden, inner)
-        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            shapes[f"{layer}{norm}_layernorm.weight"] = (hidden,)
-        if text["num_experts"] is not None:
-            shapes |= _experts(layer, text)
-        shapes[f"{layer}layer_scalar"] = (1,)
-        shapes[f"{ENCODER_TEXT}layers.{index}.layer_scalar"] = (1,)
-    if config["vision_config"] is not None:
-        shapes |= _vision_tower(config["vision_config"], hidden)  # type: ignore[arg-type]
-    return shapes
-
-
-def _gated_mlp(prefix: str, hidden: int, inner: int, leaf: str = "weight") -> dict:
-    return {
-        f"{prefix}gate_proj.{leaf}": (inner, hidden),
-        f"{prefix}up_proj.{leaf}": (inner, hidden),
-        f"{prefix}down_proj.{leaf}": (hidden, inner),
-    }
-
-
-def _attention(prefix: str, text: dict, *, is_full: bool) -> dict:
-    hidden, num_heads = text["hidden_size"], text["num_attention_heads"]
-    head = text["global_head_dim"] if is_full else text["head_dim"]
-    num_kv = text["num_global_key_value_heads"] if is_full else text["num_key_value_heads"]
-    shapes = {
-        f"{prefix}q_proj.weight": (num_heads * head, hidden),
-        f"{prefix}k_proj.weight": (num_kv * head, hidden),
-        f"{prefix}o_proj.weight": (hidden, num_heads * head),
-        f"{prefix}q_norm.weight": (head,),
-        f"{prefix}k_norm.weight": (head,),
-    }
-    if not is_full:  # full layers: k = v
-        shapes[f"{prefix}v_proj.weight"] = (num_kv * head, hidden)
-    return shapes
-
-
-def _experts(layer: str, text: dict) -> dict:
-    hidden, inner, count = text["hidden_size"], text["moe_intermediate_size"], text["num_experts"]
-    return {
-        f"{layer}router.proj.weight": (count, hidden),
-        f"{layer}router.scale": (hidden,),
-        f"{layer}router.per_expert_scale": (count,),
-        f"{layer}experts.gate_up_proj": (count, 2 * inner, hidden),
-        f"{layer}experts.down_proj": (count, hidden, inner),
-        f"{layer}post_feedforward_layernorm_1.weight": (hidden,),
-        f"{layer}post_feedforward_layernorm_2.weight": (hidden,),
-        f"{layer}pre_feedforward_layernorm_2.weight": (hidden,),
-    }
-
-
-def _vision_tower(vision: dict, text_hidden: int) -> dict:
-    hidden, head = vision["hidden_size"], vision["head_dim"]
-    width = vision["num_attention_heads"] * head
-    tower = "model.encoder.vision_tower."
-    shapes = {
-        "model.encoder.embed_vision.embedding_projection.weight": (text_hidden, hidden),
-        f"{tower}patch_embedder.input_proj.weight": (hidden, 3 * vision["patch_size"] ** 2),
-        f"{tower}patch_embedder.position_embedding_table": (
-            2,
-            vision["position_embedding_size"],
-            hidden,
-        ),
-    }
-    for index in range(vision["num_hidden_layers"]):
-        layer = f"{tower}encoder.layers.{index}."
-        shapes |= _gated_mlp(f"{layer}mlp.", hidden, vision["intermediate_size"], "linear.weight")
-        for name in ("q", "k", "v"):
-            shapes[f"{layer}self_attn.{name}_proj.linear.weight"] = (width, hidden)
-        shapes[f"{layer}self_attn.o_proj.linear.weight"] = (hidden, width)
-        shapes[f"{layer}self_attn.q_norm.weight"] = (head,)
-        shapes[f"{layer}self_attn.k_norm.weight"] = (head,)
-        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
-            shapes[f"{layer}{norm}_layernorm.weight"] = (hidden,)
-    return shapes
-
-
 # What makes the random model behave: with layers that add this much to the residual stream, and
 # logits of this scale, entropies run from 0 to 0.7 nats inside a canvas, and a canvas converges
 # after 3 to 16 denoise steps. With 1.0 and 1.0 every position has the entropy of noise and no
@@ -283,7 +191,7 @@ def make_tensors(
     """The tensors of ``write_checkpoint``, in the config's dtype."""
     dtype = getattr(torch, str(config["dtype"]))
     tensors = {name: _draw(name, shape, seed) for name, shape in tensor_shapes(config).items()}
-    for prefix, scalars in ((ENCODER_TEXT, encoder_scalars), (DECODER, decoder_scalars)):
+    for prefix, scalars in ((ENCODER, encoder_scalars), (DECODER, decoder_scalars)):
         for index, value in enumerate(scalars or ()):
             tensors[f"{prefix}layers.{index}.layer_scalar"] = torch.tensor([float(value)])
     if mute_experts:
@@ -294,7 +202,7 @@ def make_tensors(
                 tensor.fill_(1.0)
     if encoder_copies:
         for name in [name for name in tensors if name.startswith(DECODER)]:
-            copy_name = ENCODER_TEXT + name.removeprefix(DECODER)
+            copy_name = ENCODER + name.removeprefix(DECODER)
             if "self_conditioning" not in name and not name.endswith("layer_scalar"):
                 tensors[copy_name] = tensors[name].clone()
     return {name: tensor.to(dtype) for name, tensor in sorted(tensors.items())}
@@ -371,7 +279,9 @@ def write_checkpoint(
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", generation_config() | (generation or {}))
     text: dict = config["text_config"]  # type: ignore[assignment]
-    save_tokenizer(make_tokenizer(CORPUS.splitlines()), path, text["max_position_embeddings"])
+    save_tokenizer(
+        make_tokenizer(CORPUS.splitlines(), VOCAB_SIZE), path, text["max_position_embeddings"]
+    )
     if image_processor:
         _write_image_processor(path, config["vision_config"])  # type: ignore[arg-type]
     return path

@@ -1,0 +1,243 @@
+"""From what a run saved to its numbers, and what is wrong with it.
+
+Definitions:
+
+    canvas passes    forward passes of a request that held a canvas, from the server's own counter:
+                     canvas positions evaluated / canvas length. The built-in's commit passes are
+                     among them, because it schedules a canvas for them.
+    denoise steps    canvas passes without the built-in's commit passes
+    passes per block canvas passes and commit passes / blocks. Overlapped commits take none.
+    tokens per pass  output tokens / all forward passes of the requests, one prefill each included;
+                     an autoregressive model has one pass a token. A pass of a batch counts for
+                     every request in it.
+    TTFT             time to first token, of a diffusion model: to its first block
+    latency          end to end, of one request, from when it is sent
+    tokens/s         output tokens / wall time of the run, as ``vllm bench serve`` prints it
+    peak memory      ``Server.peak_memory_mib`` during the run
+
+``vllm bench serve`` itself takes one commit pass a block off the canvas passes, which for ours
+removes a denoise step; its ``diffusion_steps_per_canvas`` is therefore not used.
+
+A run with something wrong has no speed: those columns are empty and ``problem`` says why.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.servers import Response
+from bench.workloads import ANSWER_TOKENS, QUESTIONS, Workload, accuracy_problem, num_correct
+from dllm.train.tasks import Question
+
+OURS, BUILTIN, AUTOREGRESSIVE, REFERENCE = "ours", "built-in", "tiny-ar", "transformers"
+
+# How an implementation's passes are counted.
+OVERLAPPED, SEPARATE, IN_CANVAS_PASSES, NO_CANVAS = range(4)
+
+
+class GateError(RuntimeError):
+    """A server's answers were wrong before anything was timed; the message says what was wrong."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One run of one contestant; None where there is nothing to say.
+
+    Attributes:
+        pair: the round; contestants with the same pair and workload had the same prompts.
+        position: 0 for the one measured first in its round.
+        idle_cpu_percent: of one core, used by the other servers during this run.
+        problem: what was wrong; there are no speeds then.
+    """
+
+    contestant: str
+    pair: int
+    position: int
+    num_requests: int
+    output_tokens: int
+    tokens_per_s: float | None
+    requests_per_s: float | None
+    ttft_ms: float | None
+    latency_ms: float | None
+    latency_p99_ms: float | None
+    ms_per_denoise_step: float | None
+    steps_per_block: float | None
+    passes_per_block: float | None
+    tokens_per_pass: float | None
+    peak_memory_mib: float | None
+    num_correct: int | None
+    idle_cpu_percent: float | None
+    problem: str = ""
+
+
+SPEEDS = (
+    "tokens_per_s",
+    "requests_per_s",
+    "ttft_ms",
+    "latency_ms",
+    "latency_p99_ms",
+    "ms_per_denoise_step",
+)
+
+
+def without_speed(one: Measurement, problem: str) -> Measurement:
+    """The same run, said to be wrong."""
+    nothing: dict[str, Any] = dict.fromkeys(SPEEDS)
+    return replace(one, problem=problem, **nothing)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Of all requests of a run; None where an implementation has none, or does not tell.
+
+    Attributes:
+        num_forward: prefill included.
+    """
+
+    num_blocks: int | None
+    num_denoise: float | None
+    num_forward: float
+
+
+def count_passes(commits: int, saved: Mapping[str, Any], workload: Workload) -> Passes:
+    """Blocks, denoise steps and forward passes of a run.
+
+    Args:
+        commits: how the contestant commits: one of the constants above.
+    """
+    lengths = saved["output_lens"]
+    if commits == NO_CANVAS:
+        return Passes(None, None, sum(lengths))
+    if "forward_passes" in saved:  # the reference counts its own
+        return Passes(saved["blocks"], saved["denoise_steps"], saved["forward_passes"])
+    blocks = sum(math.ceil(length / workload.shape.canvas_length) for length in lengths)
+    canvas_passes = saved["diffusion_canvas_positions"] / workload.shape.canvas_length
+    apart = blocks - len(lengths) if commits == SEPARATE else 0  # the last block is never committed
+    denoise = canvas_passes - (blocks if commits == IN_CANVAS_PASSES else 0)
+    return Passes(blocks, denoise, canvas_passes + apart + len(lengths))
+
+
+# --- the gate ------------------------------------------------------------------------------------
+
+
+def response_problems(server: str, responses: Sequence[Response], num_tokens: int) -> list[str]:
+    """What is wrong with answers that must have status 200 and exactly ``num_tokens`` tokens."""
+    problems = []
+    for response in responses:
+        if response.status != 200:
+            problems.append(f"{server}: HTTP {response.status} instead of 200: {response.error}")
+        elif len(response.token_ids) != num_tokens:
+            problems.append(f"{server}: {len(response.token_ids)} tokens instead of {num_tokens}")
+    return problems
+
+
+def seed_problems(server: str, first: Response, second: Response) -> list[str]:
+    """What is wrong with the answers to two requests that were equal, seed included."""
+    if first.token_ids == second.token_ids:
+        return []
+    pairs = zip(first.token_ids, second.token_ids, strict=False)
+    num_equal = sum(a == b for a, b in pairs)
+    return [f"{server}: two equal requests with a seed agree in {num_equal} tokens only"]
+
+
+def run_problem(
+    commits: int, saved: Mapping[str, Any], workload: Workload, accuracy: tuple[int, float | None]
+) -> str:
+    """The first thing that is wrong with a run, or nothing.
+
+    Args:
+        accuracy: right answers, and the share of them to expect (None: not known).
+    """
+    wanted = workload.num_requests
+    if saved["completed"] != wanted or saved["failed"]:
+        errors = sorted({error for error in saved.get("errors", []) if error})
+        return f"{saved['completed']} of {wanted} requests succeeded: {errors}"
+    lengths = saved["output_lens"]
+    if workload.prompts == QUESTIONS:
+        if bad := [length for length in lengths if not 0 < length <= ANSWER_TOKENS]:
+            return f"answers of {bad} tokens; allowed: 1 to {ANSWER_TOKENS}"
+    elif bad := [length for length in lengths if length != workload.shape.output_len]:
+        return f"{bad} tokens instead of {workload.shape.output_len}"
+    if commits == NO_CANVAS:
+        return accuracy_problem(accuracy[0], wanted, accuracy[1])
+    if "forward_passes" not in saved and "diffusion_canvas_positions" not in saved:
+        return "no diffusion counters: is this a diffusion model?"
+    passes = count_passes(commits, saved, workload)
+    assert passes.num_blocks and passes.num_denoise is not None
+    steps = passes.num_denoise / passes.num_blocks
+    if workload.steps_per_block is not None and steps != workload.steps_per_block:
+        return (
+            f"{steps:.3f} denoise steps per block instead of {workload.steps_per_block}: "
+            "not the same work as the others'"
+        )
+    return accuracy_problem(accuracy[0], wanted, accuracy[1])
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Of a run: what ``vllm bench serve`` does not know."""
+
+    contestant: str
+    pair: int
+    position: int
+    peak_memory_mib: float | None = None
+    idle_cpu_percent: float | None = None
+
+
+def measurement(
+    circumstances: Circumstances,
+    commits: int,
+    saved: Mapping[str, Any],
+    workload: Workload,
+    asked: Sequence[Question] = (),
+    expected: float | None = None,
+) -> Measurement:
+    """Read one saved result; a wrong one comes back without speeds.
+
+    Args:
+        saved: the JSON that ``vllm bench serve --save-result --save-detailed`` wrote.
+        asked: the questions, in order; none for random tokens.
+        expected: share of right answers, None where nothing is known.
+    """
+    correct = 0
+    if asked and len(saved["generated_texts"]) == len(asked):
+        correct = num_correct(asked, saved["generated_texts"])
+    problem = run_problem(commits, saved, workload, (correct, expected if asked else None))
+    about = vars(circumstances) | {"num_requests": workload.num_requests}
+    tokens = sum(saved["output_lens"])
+    known: dict[str, Any] = {"num_correct": correct if asked else None, "problem": problem}
+    if problem:
+        nothing = dict.fromkeys((*SPEEDS, "steps_per_block", "passes_per_block", "tokens_per_pass"))
+        return Measurement(**about, output_tokens=tokens, **nothing, **known)
+    passes = count_passes(commits, saved, workload)
+    blocks, denoise = passes.num_blocks, passes.num_denoise
+    return Measurement(
+        **about,
+        output_tokens=tokens,
+        tokens_per_s=saved["output_throughput"],
+        requests_per_s=saved["completed"] / saved["duration"],
+        ttft_ms=1e3 * statistics.median(saved["ttfts"]),
+        latency_ms=1e3 * statistics.median(saved["latencies"]),
+        latency_p99_ms=1e3 * percentile(saved["latencies"], 99),
+        ms_per_denoise_step=1e3 * sum(saved["latencies"]) / denoise if denoise else None,
+        steps_per_block=denoise / blocks if blocks and denoise else None,
+        passes_per_block=(passes.num_forward - len(saved["output_lens"])) / blocks
+        if blocks
+        else None,
+        tokens_per_pass=tokens / passes.num_forward,
+        **known,
+    )
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Interpolated between neighbours, as numpy does."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -1,0 +1,350 @@
+"""The least time that a pass can take on a GPU: bytes and operations by component, from the config.
+
+    python -m bench.roofline                                   # the released model on an H200
+    python -m bench.roofline --weights fp8 --context 8192 --batch 1
+    python -m bench.roofline --config DIR --gpu NAME --copy-tb-s 3.0 --bf16-tflops 700
+
+A denoise pass over B canvases of C rows, each behind n tokens of context. Every component reads its
+inputs once and writes its outputs once, at the speed of a copy, and computes at the speed of a
+large matrix product; its floor is the larger of the two times, and which one that is says what
+bounds it. Components run one after the other, so the floor of a pass is their sum. What real code
+adds (launch gaps, partly filled tiles, scheduling) is the headroom: measured time over the floor.
+
+    weights     bf16: 2 bytes. fp8: 1 byte in attention, MLP and experts, products in FP8. nvfp4:
+                4.5 bits there (a scale for 16 numbers), products in bf16, as Hopper does them.
+                Embedding, head, router and self-conditioning stay 16-bit.
+    experts     those that N = B * C rows touch if each takes k at random: E (1 - (1 - k/E)^N)
+    residual    the two sublayers of a layer read and write the hidden states
+    head        logits leave in fp32
+    statistics  read the logits once
+    soft embedding  the exact product: reads the logits and the embedding once
+
+tokens/s is at 16 denoise steps for every block: ours takes 16 passes, one of which also commits the
+block before (C causal rows more, without logits); a separate commit is a pass more. The H200's
+copy and bf16 product were measured on one (2026-10-28: 4.3 TB/s, 788 TFLOP/s on random data); its
+FP8 peak is taken as twice the bf16 one, as in the datasheet, and was not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attention.masks import Window
+from bench.attention_shapes import Layer, Shape
+from bench.context import RESULTS, provenance, read_csv, write_csv
+from bench.released import FULL, read_config
+
+FIXED_STEPS = 16
+BF16, FP32 = 2, 4  # bytes
+WEIGHT_BYTES = {"bf16": BF16, "fp8": 1.0, "nvfp4": 0.5 + 1 / 16}
+# vLLM's post on DiffusionGemma: FP8, one request, 17 passes a block. Not measured by us.
+PUBLISHED = {("fp8", 1): "published, built-in: 1,288 tokens/s, 11.7 ms a pass"}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peaks: bytes and operations a second."""
+
+    name: str
+    copy: float
+    bf16: float
+    fp8: float
+
+
+H200 = Gpu("H200", 4.3e12, 788e12, 2 * 788e12)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a component moves and computes in one pass; ``is_low`` where it does so in FP8."""
+
+    component: str
+    num_bytes: float
+    flops: float
+    is_low: bool = False
+
+    def times_ms(self, gpu: Gpu) -> tuple[float, float]:
+        """Of moving the bytes, and of the operations."""
+        peak = gpu.fp8 if self.is_low else gpu.bf16
+        return 1e3 * self.num_bytes / gpu.copy, 1e3 * self.flops / peak
+
+    def floor_ms(self, gpu: Gpu) -> float:
+        """The larger of the two."""
+        return max(self.times_ms(gpu))
+
+    def bound(self, gpu: Gpu) -> str:
+        """Which one it is."""
+        moving, computing = self.times_ms(gpu)
+        return "bytes" if moving >= computing else "operations"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward pass is of.
+
+    Attributes:
+        batch, context: canvases, and tokens before each.
+        num_heads: causal rows beside each canvas, of the block that is being committed.
+        has_logits: not for a pass that only commits.
+    """
+
+    weights: str
+    batch: int
+    context: int
+    canvas: int
+    num_heads: int = 0
+
+    @property
+    def canvas_rows(self) -> int:
+        """Rows with logits."""
+        return self.batch * self.canvas
+
+    @property
+    def rows(self) -> int:
+        """All rows."""
+        return self.batch * (self.canvas + self.num_heads)
+
+
+def linear(name: str, rows: int, inner: int, outer: int, weight_bytes: float) -> Work:
+    """[rows, inner] @ [inner, outer], 16-bit activations."""
+    moved = weight_bytes * inner * outer + BF16 * rows * (inner + outer)
+    return Work(name, moved, 2.0 * rows * inner * outer, is_low=weight_bytes == 1)
+
+
+def together(name: str, works: Sequence[Work]) -> Work:
+    """One component of several, all in the same arithmetic."""
+    return Work(
+        name,
+        sum(work.num_bytes for work in works),
+        sum(work.flops for work in works),
+        works[0].is_low,
+    )
+
+
+def gated_mlp(name: str, rows: int, hidden: int, inner: int, weight_bytes: float) -> Work:
+    """Gate and up in one product, then down."""
+    up = linear(name, rows, hidden, 2 * inner, weight_bytes)
+    return together(name, [up, linear(name, rows, inner, hidden, weight_bytes)])
+
+
+def components(text: dict[str, Any], one: Pass) -> list[Work]:
+    """The work of a pass, in its order.
+
+    Args:
+        text: the text_config of config.json.
+    """
+    hidden, vocab, rows = text["hidden_size"], text["vocab_size"], one.rows
+    canvas_rows, weight = one.canvas_rows, WEIGHT_BYTES[one.weights]
+    num_layers = len(text["layer_types"])
+    works = [
+        Work("embedding", 2.0 * BF16 * rows * hidden, 0),
+        gated_mlp("self-conditioning", canvas_rows, hidden, text["intermediate_size"], BF16),
+    ]
+    for kind in sorted(set(text["layer_types"]), reverse=True):
+        works += _attention(text, one, kind, weight)
+    dense = gated_mlp("dense MLP", rows, hidden, text["intermediate_size"], weight)
+    works.append(together("dense MLP", [dense] * num_layers))
+    if text["num_experts"]:
+        router = linear("router", rows, hidden, text["num_experts"], BF16)
+        works += [
+            together("router", [router] * num_layers),
+            together("experts", [_experts(text, rows, weight)] * num_layers),
+        ]
+    works += [
+        Work("residual stream", 4.0 * BF16 * rows * hidden * num_layers, 0),
+        Work(
+            "head",
+            BF16 * (vocab + canvas_rows) * hidden + float(FP32) * canvas_rows * vocab,
+            2.0 * canvas_rows * vocab * hidden,
+        ),
+        Work("statistics", float(FP32) * canvas_rows * vocab, 0),
+        Work(
+            "soft embedding",
+            float(FP32) * canvas_rows * vocab + BF16 * (vocab + canvas_rows) * hidden,
+            2.0 * canvas_rows * vocab * hidden,
+        ),
+    ]
+    return works
+
+
+def _attention(text: dict[str, Any], one: Pass, kind: str, weight: float) -> list[Work]:
+    """Projections, and attention over the cache, of all layers of a kind.
+
+    Full layers have no values of their own (k = v), so one product less; both are cached.
+    """
+    is_full = kind == FULL
+    name = kind.partition("_")[0]
+    layer = Layer(
+        name,
+        text["num_attention_heads"],
+        text["num_global_key_value_heads" if is_full else "num_key_value_heads"],
+        text["global_head_dim" if is_full else "head_dim"],
+        None if is_full else Window("anchored", text["sliding_window"]),
+    )
+    query = layer.num_heads * layer.head_size
+    keys = layer.num_kv_heads * layer.head_size * (1 if is_full else 2)
+    span = one.canvas + one.num_heads
+    shape = Shape(layer, "denoise", one.batch, one.context, span, (one.num_heads,))
+    projections = [
+        linear(name, one.rows, text["hidden_size"], query + keys, weight),
+        linear(name, one.rows, query, text["hidden_size"], weight),
+    ]
+    num_layers = text["layer_types"].count(kind)
+    return [
+        together(f"{name}: projections", projections * num_layers),
+        together(f"{name}: attention", [Work(name, shape.bytes(), shape.flops())] * num_layers),
+    ]
+
+
+def _experts(text: dict[str, Any], rows: int, weight: float) -> Work:
+    """The experts of one layer."""
+    hidden, inner = text["hidden_size"], text["moe_intermediate_size"]
+    num_experts, chosen = text["num_experts"], text["top_k_experts"]
+    touched = num_experts * (1 - (1 - chosen / num_experts) ** rows)
+    return Work(
+        "experts",
+        weight * 3 * hidden * inner * touched + 2.0 * BF16 * rows * hidden,
+        2.0 * 3 * hidden * inner * chosen * rows,
+        is_low=weight == 1,
+    )
+
+
+def num_parameters(text: dict[str, Any], *, active: bool = False) -> int:
+    """Parameters of the text model without norms; ``active``: those that one token uses.
+
+    They are the weights that a bf16 pass reads, so counted from what `components` counts.
+    """
+    one = Pass("bf16", 1, 0, 1)
+    experts = 3 * text["hidden_size"] * text["moe_intermediate_size"] * len(text["layer_types"])
+    used = text["top_k_experts"] if active else text["num_experts"]
+    total = used * experts + text["vocab_size"] * text["hidden_size"]
+    for work in components(text, one):
+        # A product of one row does two operations a weight.
+        if work.component in (
+            "self-conditioning",
+            "dense MLP",
+            "router",
+        ) or work.component.endswith("projections"):
+            total += int(work.flops / 2)
+    return total
+
+
+def tokens_per_s(text: dict[str, Any], one: Pass, gpu: Gpu, *, separate_commit: bool) -> float:
+    """At `FIXED_STEPS` denoise steps for every block, if every pass took its floor."""
+    plain = pass_floor_ms(text, one, gpu)
+    if separate_commit:  # the built-in also computes logits then
+        block_ms = (FIXED_STEPS + 1) * plain
+    else:
+        fused = Pass(one.weights, one.batch, one.context, one.canvas, num_heads=one.canvas)
+        block_ms = (FIXED_STEPS - 1) * plain + pass_floor_ms(text, fused, gpu)
+    return 1e3 * one.canvas_rows / block_ms
+
+
+def pass_floor_ms(text: dict[str, Any], one: Pass, gpu: Gpu) -> float:
+    """The sum of the components' floors."""
+    return sum(work.floor_ms(gpu) for work in components(text, one))
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def table(text: dict[str, Any], one: Pass, gpu: Gpu, measured: str) -> str:
+    """Floors by component, and what was measured."""
+    works = components(text, one)
+    total = sum(work.floor_ms(gpu) for work in works)
+    lines = [
+        f"{gpu.name}, {one.weights}, batch {one.batch}, context {one.context}: "
+        f"floor {total:.2f} ms a pass",
+        f"  {'':24} {'GB':>9} {'TFLOP':>9} {'floor ms':>9}  bound by",
+    ]
+    for work in works:
+        lines.append(
+            f"  {work.component:24} {work.num_bytes / 1e9:9.3f} {work.flops / 1e12:9.3f} "
+            f"{work.floor_ms(gpu):9.3f}  {work.bound(gpu)}"
+        )
+    for label, separate in (("fused commit", False), ("separate commit", True)):
+        speed = tokens_per_s(text, one, gpu, separate_commit=separate)
+        lines.append(f"  {FIXED_STEPS} fixed steps, {label}: at most {speed:,.0f} tokens/s")
+    return "\n".join([*lines, f"  measured: {measured}"])
+
+
+def measured_passes(results: Path) -> dict[tuple[str, int], str]:
+    """What bench.h200 measured, by weights and batch."""
+    found: dict[tuple[str, int], str] = {}
+    for row in (row for path in results.glob("h200_engine_*.csv") for row in read_csv(path)):
+        if row["component"] == "pass" and row["model"] == "released":
+            key = (row["weights"], int(row["batch"]))
+            text = f"{row['server']} {float(row['ms_per_step']):.2f} ms ({row['machine']})"
+            found[key] = f"{found[key]}; {text}" if key in found else text
+    return found
+
+
+def rows_of(text: dict[str, Any], one: Pass, gpu: Gpu) -> list[dict[str, object]]:
+    """Of the CSV: the components, and the pass with its tokens/s."""
+    shared = {"gpu": gpu.name, "weights": one.weights, "batch": one.batch, "context": one.context}
+    rows: list[dict[str, object]] = [
+        {
+            **shared,
+            "component": work.component,
+            "bytes": int(work.num_bytes),
+            "flops": int(work.flops),
+            "floor_ms": work.floor_ms(gpu),
+            "bound": work.bound(gpu),
+            "tokens_per_s": None,
+        }
+        for work in components(text, one)
+    ]
+    total = {
+        "component": "pass",
+        "bytes": sum(int(str(row["bytes"])) for row in rows),
+        "flops": sum(int(str(row["flops"])) for row in rows),
+        "floor_ms": pass_floor_ms(text, one, gpu),
+        "bound": None,
+        "tokens_per_s": tokens_per_s(text, one, gpu, separate_commit=False),
+    }
+    return [*rows, shared | total]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables and write the CSV."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, help="a checkpoint's folder; default: released")
+    parser.add_argument("--weights", nargs="+", choices=list(WEIGHT_BYTES), default=[*WEIGHT_BYTES])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=1024, help="tokens before each canvas")
+    parser.add_argument("--gpu", default=H200.name)
+    parser.add_argument("--copy-tb-s", type=float, default=H200.copy / 1e12)
+    parser.add_argument("--bf16-tflops", type=float, default=H200.bf16 / 1e12)
+    parser.add_argument("--fp8-tflops", type=float, default=H200.fp8 / 1e12)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
+    options = parser.parse_args(arguments)
+    config: dict[str, Any] = read_config(options.config)
+    text = config["text_config"]
+    peaks = (options.copy_tb_s, options.bf16_tflops, options.fp8_tflops)
+    gpu = Gpu(options.gpu, *(1e12 * peak for peak in peaks))
+    measured = measured_passes(options.results)
+    rows: list[dict[str, object]] = []
+    for weights in options.weights:
+        for batch in options.batch:
+            one = Pass(weights, batch, options.context, config["canvas_length"])
+            known = measured.get((weights, batch), "not measured by us")
+            if options.config is None and (weights, batch) in PUBLISHED:
+                known += f"; {PUBLISHED[weights, batch]}"
+            print(table(text, one, gpu, known) + "\n")
+            rows += rows_of(text, one, gpu)
+    shared = provenance("bench.roofline")
+    path = options.results / "roofline.csv"
+    write_csv(path, [row | shared for row in rows])
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

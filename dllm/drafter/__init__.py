@@ -1,0 +1,1 @@
+"""A block-diffusion (DFlash) drafter for autoregressive targets: speculative decoding, lossless."""

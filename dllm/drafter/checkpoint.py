@@ -1,0 +1,353 @@
+"""What a DFlash checkpoint says, read once: both formats, their conventions, and every refusal.
+
+Two formats differ where a wrong reading shows as nothing but low acceptance:
+
+    z-lab's         ``dflash_config.target_layer_ids`` are 0-based: id i is the output of layer i.
+                    Layers are bidirectional; of mixed ``layer_types`` the sliding ones are causal;
+                    ``is_causal`` or ``dflash_config.causal`` overrides it for all of them.
+    speculators'    ``aux_hidden_state_layer_ids`` count layers done: i is the output of layer
+                    i - 1. Full layers are always bidirectional, sliding ones are causal unless
+                    ``sliding_window_non_causal`` (vLLM 0.32 makes all of them causal).
+
+vLLM translates the second into the first before we see it, apart from causality. Sources: vLLM
+0.32, ``model_executor/models/qwen3_dflash.py`` and ``transformers_utils/configs/speculators``;
+vllm-project/speculators, ``models/dflash/config.py``.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from dllm.drafter.options import WHERE, DrafterOptions
+
+Config = Mapping[str, object]
+T = TypeVar("T")
+
+SPECULATORS = "speculators"  # the model type that vLLM gives to a checkpoint of that format
+
+LEAVE_TO_VLLM = "DLLM_DISABLE=1 leaves the pair to vLLM's own drafter."
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What the queries of one drafter layer see.
+
+    Attributes:
+        window: keys a row sees, itself included; None for all of them.
+        is_causal: whether draft positions see those behind them only.
+        is_anchored: the window is counted from the first position of the draft block, for all of
+            it (``attention.masks``), and not from each row.
+    """
+
+    window: int | None = None
+    is_causal: bool = False
+    is_anchored: bool = False
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A drafter, as its checkpoint describes it.
+
+    Attributes:
+        vocab_size: of its input, the target's. ``draft_vocab_size``: tokens that it can draft.
+        target_layer_ids: 0-based layers of the target whose outputs it reads, ascending.
+        target_hidden_size: of the target; ``num_target_layers``: of the target, if it says so.
+        mask_token_id: stands at undecided positions.
+        is_neox_style: of RoPE; None where the checkpoint says nothing (NeoX, unless refused).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    attention_bias: bool
+    rope_parameters: dict[str, object]
+    max_positions: int
+    is_neox_style: bool | None
+    vocab_size: int
+    draft_vocab_size: int
+    logit_scale: float
+    target_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    num_target_layers: int | None
+    mask_token_id: int
+    layers: tuple[LayerAttention, ...]
+
+    @classmethod
+    def from_config(
+        cls, config: Config, options: DrafterOptions, token_id: Callable[[str], int | None]
+    ) -> "DrafterConfig":
+        """Read the (translated) config.json of a drafter.
+
+        Args:
+            config: its top-level keys.
+            token_id: of a token of the target's tokenizer; None if it has no such token.
+
+        Raises:
+            ValueError: a key is missing, has a wrong type, or asks for what is not implemented.
+        """
+        dflash = _dflash_config(config)
+        _refuse_unsupported(config, dflash)
+        hidden_size = _require(config, "hidden_size", int)
+        num_heads = _require(config, "num_attention_heads", int)
+        layers = _layers(config, dflash)
+        return cls(
+            hidden_size=hidden_size,
+            intermediate_size=_require(config, "intermediate_size", int),
+            num_heads=num_heads,
+            num_kv_heads=_get(config, "num_key_value_heads", int) or num_heads,
+            head_dim=_get(config, "head_dim", int) or hidden_size // num_heads,
+            rms_norm_eps=_require(config, "rms_norm_eps", float),
+            hidden_act=_require(config, "hidden_act", str),
+            attention_bias=_get(config, "attention_bias", bool) or False,
+            rope_parameters=_rope_parameters(config),
+            max_positions=_require(config, "max_position_embeddings", int),
+            is_neox_style=_get(config, "is_neox_style", bool),
+            vocab_size=(vocab_size := _require(config, "vocab_size", int)),
+            draft_vocab_size=_get(config, "draft_vocab_size", int) or vocab_size,
+            logit_scale=_get(config, "logit_scale", float) or 1.0,
+            target_layer_ids=_target_layer_ids(config, dflash),
+            target_hidden_size=_get(config, "target_hidden_size", int) or hidden_size,
+            num_target_layers=_get(config, "num_target_layers", int),
+            mask_token_id=_mask_token_id(config, dflash, options, token_id),
+            layers=_windowed(layers, options.window),
+        )
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a drafter has to agree with."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    is_neox_style: bool
+
+
+def check_pair(drafter: DrafterConfig, target: TargetFacts) -> None:
+    """Refuse a drafter made for another target.
+
+    Raises:
+        ValueError: the first thing in which they differ, with both values.
+    """
+    checks: tuple[tuple[str, object, str, object], ...] = (
+        (
+            "reads hidden states of size",
+            drafter.target_hidden_size,
+            "hidden size",
+            target.hidden_size,
+        ),
+        ("has hidden size", drafter.hidden_size, "embedding size", target.hidden_size),
+        ("has a vocabulary of", drafter.vocab_size, "vocabulary", target.vocab_size),
+        (
+            "was made for a number of layers of",
+            drafter.num_target_layers or target.num_layers,
+            "number of layers",
+            target.num_layers,
+        ),
+    )
+    for what, given, name, expected in checks:
+        if given != expected:
+            raise ValueError(
+                f"The drafter {what} {given}, and the target's {name} is {expected}. Serve the "
+                "target that the drafter was trained for."
+            )
+    for layer in drafter.target_layer_ids:
+        if not 0 <= layer < target.num_layers:
+            raise ValueError(
+                f"The drafter reads layer {layer} of the target (target_layer_ids = "
+                f"{list(drafter.target_layer_ids)}), which has {target.num_layers} layers; "
+                f"allowed: 0 to {target.num_layers - 1}."
+            )
+    if drafter.mask_token_id >= target.vocab_size:
+        raise ValueError(
+            f"The drafter's mask token is {drafter.mask_token_id}, and the target's vocabulary has "
+            f"{target.vocab_size} tokens; allowed: 0 to {target.vocab_size - 1}."
+        )
+    if drafter.draft_vocab_size > target.vocab_size:
+        raise ValueError(
+            f"The drafter drafts {drafter.draft_vocab_size} different tokens, and the target's "
+            f"vocabulary has {target.vocab_size}."
+        )
+    if drafter.is_neox_style is None and not target.is_neox_style:
+        raise ValueError(
+            "The target's RoPE rotates interleaved pairs (is_neox_style false), and the drafter's "
+            "config.json does not say which its own does; halves (true) is the default. Write "
+            '"is_neox_style": true or false into it, as it was trained.'
+        )
+
+
+def check_tokenizers(drafter: Mapping[str, int], target: Mapping[str, int]) -> None:
+    """Refuse a drafter whose tokenizer gives a token another id.
+
+    Raises:
+        ValueError: the first such token, with both ids.
+    """
+    for token, given in sorted(drafter.items(), key=lambda item: item[1]):
+        if target.get(token) != given:
+            raise ValueError(
+                f"The drafter's tokenizer has token {token!r} as {given}, the target's as "
+                f"{target.get(token, 'none')}. Serve the target that the drafter was trained for."
+            )
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _require(config: Config, key: str, kind: type[T]) -> T:
+    value = _get(config, key, kind)
+    if value is None:
+        raise ValueError(f"The drafter's config.json lacks {key!r} ({kind.__name__}).")
+    return value
+
+
+def _get(config: Config, key: str, kind: type[T]) -> T | None:
+    value = config.get(key)
+    if value is None:
+        return None
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"The drafter's config.json: {key} = {value!r}; allowed: {kind.__name__}.")
+    return value
+
+
+def _dflash_config(config: Config) -> Config:
+    given = config.get("dflash_config") or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"The drafter's config.json: dflash_config = {given!r}; allowed: an object."
+        )
+    return given
+
+
+def _refuse_unsupported(config: Config, dflash: Config) -> None:
+    for name, where in (
+        ("sample_from_anchor", dflash),
+        ("attention_sink_bias", dflash),
+        ("attention_value_scale", dflash),
+        ("add_swa_attention_sink_bias", config),
+        ("conv_kernel_size", dflash),
+    ):
+        if where.get(name):
+            raise ValueError(
+                f"The drafter's config.json: {name} = {where[name]!r} is not implemented. "
+                + LEAVE_TO_VLLM
+            )
+    if config.get("use_aux_hidden_state", dflash.get("use_aux_hidden_state", True)) is False:
+        raise ValueError(
+            "The drafter's config.json: use_aux_hidden_state is false; a DFlash drafter reads "
+            "hidden states of the target. " + LEAVE_TO_VLLM
+        )
+
+
+def _target_layer_ids(config: Config, dflash: Config) -> tuple[int, ...]:
+    """0-based ids; they have to ascend, because vLLM hands out hidden states in that order."""
+    given = dflash.get("target_layer_ids", config.get("target_layer_ids"))
+    if not isinstance(given, Sequence) or not given or not all(type(i) is int for i in given):
+        raise ValueError(
+            f"The drafter's config.json: target_layer_ids = {given!r}; allowed: a list of layers "
+            "of the target, 0-based."
+        )
+    if list(given) != sorted(set(given)):
+        raise ValueError(
+            f"The drafter's config.json: target_layer_ids = {list(given)}; the columns of fc are "
+            f"in this order, but hidden states come as {sorted(set(given))}. Sort the list and the "
+            "columns of fc.weight with it."
+        )
+    return tuple(given)
+
+
+def _rope_parameters(config: Config) -> dict[str, object]:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    assert isinstance(given, Mapping), given
+    if "mrope_section" in given or config.get("mrope_section") is not None:
+        raise ValueError(
+            "The drafter's config.json has mrope_section, RoPE over several dimensions; draft "
+            "positions have one. " + LEAVE_TO_VLLM
+        )
+    # As in vLLM: the theta of Qwen3 where the checkpoint has none.
+    theta = _get(config, "rope_theta", float) or 1_000_000.0
+    return {"rope_type": "default", "rope_theta": theta} | dict(given)
+
+
+def _layers(config: Config, dflash: Config) -> list[LayerAttention]:
+    num_layers = _require(config, "num_hidden_layers", int)
+    types = config.get("layer_types")
+    types = (
+        list(types) if isinstance(types, Sequence) and types else ["full_attention"] * num_layers
+    )
+    if len(types) != num_layers:
+        raise ValueError(
+            f"The drafter's config.json has {len(types)} layer_types and num_hidden_layers = "
+            f"{num_layers}."
+        )
+    is_sliding = [kind == "sliding_attention" for kind in types]
+    causal = [_is_causal(config, dflash, sliding) for sliding in is_sliding]
+    if _get(dflash, "use_swa", bool) and not any(is_sliding):
+        is_sliding = [True] * num_layers
+    window = None
+    if any(is_sliding):
+        window = _get(dflash, "swa_window_size", int) or _require(config, "sliding_window", int)
+    return [
+        LayerAttention(window if slides else None, causes)
+        for slides, causes in zip(is_sliding, causal, strict=True)
+    ]
+
+
+def _is_causal(config: Config, dflash: Config, is_sliding: bool) -> bool:
+    override = _get(dflash, "causal", bool)
+    if _get(config, "is_causal", bool) is not None:
+        return bool(config["is_causal"])
+    if config.get("model_type") == SPECULATORS:
+        # vLLM translates `sliding_window_non_causal` into its opposite, meant for sliding layers.
+        return is_sliding and override is not False
+    return is_sliding if override is None else override
+
+
+def _windowed(layers: Sequence[LayerAttention], window: int | None) -> tuple[LayerAttention, ...]:
+    """Let every layer see no more than ``window`` tokens before the draft block."""
+    if window is None:
+        return tuple(layers)
+    size = window + 1  # a window counts the row itself
+    return tuple(
+        layer
+        if layer.window is not None and layer.window <= size
+        else replace(layer, window=size, is_anchored=not layer.is_causal)
+        for layer in layers
+    )
+
+
+def _mask_token_id(
+    config: Config,
+    dflash: Config,
+    options: DrafterOptions,
+    token_id: Callable[[str], int | None],
+) -> int:
+    """The one id that every source agrees on."""
+    given: dict[str, int | None] = {
+        "dflash_config.mask_token_id": _get(dflash, "mask_token_id", int),
+        "mask_token_id of config.json": _get(config, "mask_token_id", int),
+        f"{WHERE}: mask_token_id": options.mask_token_id,
+    }
+    for where, token in (
+        ("dflash_config.mask_token", _get(dflash, "mask_token", str)),
+        (f"{WHERE}: mask_token", options.mask_token),
+    ):
+        if token is not None:
+            given[f"{where} {token!r}"] = token_id(token)
+            if token_id(token) is None:
+                raise ValueError(f"{where} = {token!r} is no token of the target's tokenizer.")
+    ids = {name: token for name, token in given.items() if token is not None}
+    if len(set(ids.values())) == 1:
+        return next(iter(ids.values()))
+    if not ids:
+        raise ValueError(
+            "The drafter's config.json names no mask token (dflash_config.mask_token_id). Name it "
+            f"in {WHERE}: mask_token_id or mask_token."
+        )
+    listed = ", ".join(f"{name} = {token}" for name, token in ids.items())
+    raise ValueError(f"The drafter's mask token is ambiguous: {listed}. Leave one of them.")

@@ -1,0 +1,84 @@
+"""A drafter and its target on one server: found to fit, or refused, before anything is loaded."""
+
+import json
+from collections.abc import Mapping
+
+from vllm.config import VllmConfig
+from vllm.transformers_utils.repo_utils import get_hf_file_bytes
+
+from dllm.config import PluginOptions
+from dllm.drafter.checkpoint import (
+    Config,
+    DrafterConfig,
+    TargetFacts,
+    check_pair,
+    check_tokenizers,
+)
+from dllm.drafter.options import DrafterOptions
+
+
+def drafter_options(vllm_config: VllmConfig) -> DrafterOptions:
+    """Our options of a server."""
+    return PluginOptions.from_vllm(vllm_config).drafter
+
+
+def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
+    """The drafter of a server.
+
+    Raises:
+        ValueError: as ``DrafterConfig.from_config``.
+    """
+
+    def token_id(token: str) -> int | None:
+        target = vllm_config.model_config
+        return _vocabulary(target.tokenizer, target.tokenizer_revision).get(token)
+
+    speculative = vllm_config.speculative_config
+    assert speculative is not None, "no drafter"
+    config: Config = vars(speculative.draft_model_config.hf_config)
+    config = config | {"model_type": speculative.draft_model_config.hf_config.model_type}
+    return DrafterConfig.from_config(config, drafter_options(vllm_config), token_id)
+
+
+def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
+    """Check a pair and what was asked of it; returns the drafter.
+
+    Raises:
+        ValueError: they do not fit, with both values.
+    """
+    speculative = vllm_config.speculative_config
+    assert speculative is not None, "no drafter"
+    drafter_options(vllm_config).check_against(
+        speculative.num_speculative_tokens, speculative.draft_sample_method == "probabilistic"
+    )
+    drafter = drafter_config(vllm_config)
+    target = vllm_config.model_config
+    text_config = target.hf_text_config
+    check_pair(
+        drafter,
+        TargetFacts(
+            hidden_size=target.get_hidden_size(),
+            num_layers=target.get_total_num_hidden_layers(),
+            vocab_size=target.get_vocab_size(),
+            is_neox_style=not getattr(text_config, "rope_interleave", False),
+        ),
+    )
+    draft = speculative.draft_model_config
+    check_tokenizers(
+        _vocabulary(draft.model, draft.revision),
+        _vocabulary(target.tokenizer, target.tokenizer_revision),
+    )
+    return drafter
+
+
+def _vocabulary(model: str, revision: str | None) -> Mapping[str, int]:
+    """Token -> id of a model's tokenizer.json; empty where there is none (drafters often)."""
+    data = get_hf_file_bytes("tokenizer.json", model, revision)
+    if data is None:
+        return {}
+    tokenizer = json.loads(data)
+    vocabulary = tokenizer["model"].get("vocab", {})
+    if isinstance(vocabulary, list):  # Unigram: pairs of token and score
+        vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    return vocabulary | added

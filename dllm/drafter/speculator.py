@@ -1,0 +1,187 @@
+"""One drafting step: context keys and values, a pass over [last token, MASK x N], and widths.
+
+vLLM's DFlash speculator lays out the step (positions, cache slots, CUDA graphs); what is ours is
+the network, several passes over the draft block, and the decision how many drafts are verified.
+Drafts are argmax tokens, a point mass: any of them is verified exactly, however it came about.
+"""
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu.dp_utils import DPSyncState
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from dllm.drafter.pair import drafter_options
+from dllm.drafter.policy import VerifiedStep, WidthPolicy, always_verifies_all, make_policy
+from dllm.drafter.schedule import reveal_counts, reveal_surest
+
+
+class Drafter(DFlashSpeculator):
+    """vLLM's speculator with our network and a width policy."""
+
+    _speculator_name = "dllm drafter"
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        options = drafter_options(vllm_config)
+        num_drafts = self.num_speculative_steps
+        self.policy: WidthPolicy = make_policy(options, num_drafts)
+        self._trims = not always_verifies_all(options, num_drafts)
+        self._reveal_counts = reveal_counts(
+            options.noise_schedule, num_drafts, options.denoise_steps
+        )
+        # Of the rows of the step that was drafted last.
+        self._widths = np.zeros(0, dtype=np.int64)
+        self._is_skipped = False
+        # Probability of the likeliest token, by row and position.
+        self._confidence = torch.zeros(self.draft_tokens.shape, device=device)
+
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, object],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dp_sync_state: DPSyncState | None = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: tuple[list[torch.Tensor], torch.Tensor] | None = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """vLLM's hook behind every step of the target: draft for each row.
+
+        Args:
+            input_batch: the target's step; ``num_sampled`` and ``num_rejected`` ``[rows]`` say what
+                came of it.
+            last_hidden_states, aux_hidden_states: of its tokens, behind its last layer and behind
+                the layers that the drafter reads, ``[tokens, hidden]`` each.
+
+        Returns:
+            ``[rows, N]`` int64 token ids; unspecified where nothing was drafted.
+        """
+        self._is_skipped = False
+        is_real = not dummy_run
+        if is_real and self.policy.reads_outcomes:
+            self.policy.observe(
+                self._verified(input_batch, last_hidden_states, num_sampled, num_rejected)
+            )
+        slots = input_batch.idx_mapping_np
+        self._is_skipped = is_real and self.policy.limit(slots) == 0
+        drafts = super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            num_sampled,
+            num_rejected,
+            last_sampled,
+            next_prefill_tokens,
+            temperature,
+            seeds,
+            dp_sync_state,
+            dummy_run,
+            skip_attn_for_dummy_run,
+            mm_inputs,
+            is_profile,
+            num_speculative_tokens,
+        )
+        if is_real and self._trims:
+            self._widths = self._choose_widths(slots)
+        return drafts
+
+    def trim(self, drafts: DraftTokenIds) -> DraftTokenIds:
+        """Leave each row the drafts that its width allows; this is what gets verified."""
+        if not self._trims:
+            return drafts
+        assert len(drafts.req_ids) == len(self._widths), (len(drafts.req_ids), len(self._widths))
+        kept = [
+            tokens[:width]
+            for tokens, width in zip(drafts.draft_token_ids, self._widths.tolist(), strict=True)
+        ]
+        return DraftTokenIds(drafts.req_ids, kept)
+
+    def _choose_widths(self, slots: np.ndarray) -> np.ndarray:
+        if self._is_skipped:
+            return np.zeros(len(slots), dtype=np.int64)
+        confidence = None
+        if self.policy.reads_confidence:
+            confidence = self._confidence[: len(slots)].cpu().numpy()
+        widths = self.policy.widths(slots, confidence)
+        assert widths.shape == slots.shape, (widths.shape, slots.shape)
+        assert ((widths >= 0) & (widths <= self.num_speculative_steps)).all(), widths
+        return widths
+
+    def _verified(
+        self,
+        batch: InputBatch,
+        last_hidden_states: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+    ) -> VerifiedStep:
+        """What the target's step did, on the host."""
+        in_prompt = np.asarray(batch.is_prefilling_np)
+        samples = num_sampled.cpu().numpy() > 0
+        verified = np.zeros(batch.num_reqs, dtype=np.int64)
+        if batch.num_draft_tokens_per_req is not None:
+            verified = np.where(in_prompt, 0, batch.num_draft_tokens_per_req)
+        accepted = np.where(verified > 0, verified - num_rejected.cpu().numpy(), 0)
+        logits = None
+        if self.policy.reads_prompt:
+            ends = torch.from_numpy(batch.cu_num_logits_np[:-1][in_prompt & samples])
+            rows = batch.logits_indices[ends.to(batch.logits_indices.device)]
+            logits = self.target_model.compute_logits(last_hidden_states[rows])
+        return VerifiedStep(batch.idx_mapping_np, in_prompt, samples, verified, accepted, logits)
+
+    def load_draft_model(
+        self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
+    ) -> torch.nn.Module:
+        """Load the network; embedding and head become the target's unless it brings its own."""
+        self.target_model = target_model
+        return super().load_draft_model(target_model, target_attn_layer_names)
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, object] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        """One pass over the draft block or several, into ``draft_tokens``."""
+        if self._is_skipped:
+            return
+        arguments = (attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
+        if len(self._reveal_counts) == 1:
+            super()._generate_draft(num_reqs, num_tokens_padded, *arguments)
+            return
+        places = self.sample_indices[: num_reqs * self.num_speculative_steps]
+        drafts, confidence = self.draft_tokens[:num_reqs], self._confidence[:num_reqs]
+        is_masked = torch.ones_like(drafts, dtype=torch.bool)
+        for count in self._reveal_counts:
+            hidden = self._run_model(num_tokens_padded, *arguments)
+            logits = self.model.compute_logits(hidden[places]).view(*drafts.shape, -1)
+            reveal_surest(drafts, confidence, is_masked, logits, count)
+            tokens = drafts.masked_fill(is_masked, self.parallel_drafting_token_id)
+            self.input_buffers.input_ids[places] = tokens.view(-1).to(torch.int32)
+
+    def _maybe_predict_acceptance(
+        self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
+    ) -> None:
+        """vLLM's hook behind a single pass: note how sure the drafter is of each position."""
+        super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
+        if self.policy.reads_confidence:
+            likeliest = logits.float().softmax(-1).amax(-1).view(-1, self.num_speculative_steps)
+            self._confidence[: len(likeliest)] = likeliest

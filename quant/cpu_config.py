@@ -1,0 +1,145 @@
+"""How a CPU serves a compressed-tensors checkpoint of our model: natively where vLLM can.
+
+vLLM's own configuration, except that experts and NVFP4 linear layers, for which it has no kernel on
+a CPU, are emulated. ``dllm.seams_quant`` puts it in the place of vLLM's for our architecture alone.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from compressed_tensors.quantization import QuantizationArgs
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsScheme,
+    CompressedTensorsW4A4Fp4,
+)
+
+from quant.cpu_experts import EXPERT_METHODS
+from quant.formats import NVFP4_GROUP, Numbers, dequantize_nvfp4, round_trip, unpack_fp4
+from quant.schemes import Plan, parse_plan
+
+
+class EmulatingConfig(CompressedTensorsConfig):
+    """compressed-tensors on a CPU; made by ``from_config``, as vLLM's.
+
+    Raises:
+        ValueError: from ``parse_plan``: a scheme that neither vLLM nor the emulation serves.
+    """
+
+    plan: Plan
+
+    @classmethod
+    def from_config(cls, config: dict[str, object]) -> "EmulatingConfig":
+        """Parse the ``quantization_config`` of a config.json."""
+        made = super().from_config(config)
+        assert isinstance(made, EmulatingConfig)
+        made.plan = parse_plan(config)
+        return made
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """vLLM's hook: what creates, fills and applies the weights of a layer."""
+        if not isinstance(layer, RoutedExperts):
+            return super().get_quant_method(layer, prefix)
+        self._add_fused_moe_to_target_scheme_map()
+        names = [f"{prefix}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        schemes = {self.plan.scheme_of(name) for name in names}
+        if len(schemes) > 1:
+            raise ValueError(
+                f"{prefix}: gate, up and down projections are quantized in different ways; "
+                "experts need one. Quantize the model again with one scheme for them."
+            )
+        (scheme,) = schemes
+        if scheme is None:
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        weights = self.get_scheme_dict(layer, names[0])["weights"]
+        return EXPERT_METHODS[scheme.weights](scheme, weights, layer.moe_config)
+
+    def _get_scheme_from_parts(
+        self,
+        weight_quant: QuantizationArgs,
+        input_quant: QuantizationArgs | None,
+        output_quant: QuantizationArgs | None = None,
+        format: str | None = None,
+        layer_name: str | None = None,
+    ) -> CompressedTensorsScheme:
+        if self._is_nvfp4_format(weight_quant):
+            return EmulatedNvfp4Linear(use_a16=input_quant is None)
+        return super()._get_scheme_from_parts(
+            weight_quant, input_quant, output_quant, format, layer_name
+        )
+
+
+class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
+    """A linear layer, or several fused, with NVFP4 weights and NVFP4 or unquantized inputs.
+
+    Weights are dequantized once, into the dtype of the activations. Each of the fused layers keeps
+    its own global scales; vLLM's kernels take one for all.
+    """
+
+    def __init__(self, use_a16: bool) -> None:  # vLLM's looks for a kernel, and there is none
+        self.use_a16 = use_a16
+        self.group_size = NVFP4_GROUP
+        self.kernel = self
+
+    def input_quant_key(self) -> None:
+        """A kernel's hook: the inputs are quantized here."""
+        return None
+
+    def create_weights(
+        self,
+        layer: LinearBase,
+        output_partition_sizes: list[int],
+        input_size_per_partition: int,
+        params_dtype: torch.dtype,
+        weight_loader: Callable[..., None],
+        **kwargs: object,
+    ) -> None:
+        """vLLM's parameters and loaders."""
+        layer.params_dtype = params_dtype
+        super().create_weights(
+            layer,
+            output_partition_sizes,
+            input_size_per_partition,
+            params_dtype,
+            weight_loader,
+            **kwargs,
+        )
+
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        """Dequantize: ``layer.weight`` is what the quantized tensors stand for."""
+        widths = torch.tensor(layer.logical_widths)
+        divisors = layer.weight_global_scale.data.repeat_interleave(widths)[:, None]
+        codes = unpack_fp4(layer.weight_packed.data)
+        weight = dequantize_nvfp4(codes, layer.weight_scale.data, divisors)
+        layer.weight = torch.nn.Parameter(weight.to(layer.params_dtype), requires_grad=False)
+        layer.parts = [(None, layer.weight)]
+        if not self.use_a16:
+            layer.parts = self._parts(layer, layer.input_global_scale.data)
+            del layer.input_global_scale
+        del layer.weight_packed, layer.weight_scale, layer.weight_global_scale
+
+    @staticmethod
+    def _parts(
+        layer: LinearBase, divisors: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(global scale of the inputs, weight) of each fused layer, or of all if they agree."""
+        if bool((divisors == divisors[0]).all()):
+            return [(divisors[0], layer.weight)]
+        return list(zip(divisors, layer.weight.split(layer.logical_widths), strict=True))
+
+    def apply_weights(
+        self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        inputs: Numbers | None = None if self.use_a16 else "nvfp4"
+        outputs = [
+            F.linear(round_trip(x, inputs, divisor), weight) for divisor, weight in layer.parts
+        ]
+        output = torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
+        return output if bias is None else output + bias

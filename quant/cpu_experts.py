@@ -1,0 +1,167 @@
+"""Quantized experts on a CPU, where vLLM has no kernel for them: emulated, with its own loaders.
+
+The stock methods create and fill the parameters; then the weights are dequantized once, into the
+dtype of the activations, and every input is quantized and dequantized as the format says.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from compressed_tensors.quantization import QuantizationArgs
+from vllm.model_executor.layers.fused_moe import RoutedExperts, SharedExperts
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe import (  # noqa: E501
+    CompressedTensorsMoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
+    CompressedTensorsW4A4Nvfp4MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_fp8 import (  # noqa: E501
+    CompressedTensorsW8A8Fp8MoEMethod,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_int8 import (  # noqa: E501
+    CompressedTensorsW8A8Int8MoEMethod,
+)
+
+from quant.formats import NVFP4_GROUP, Numbers, dequantize_weight, round_trip
+from quant.schemes import Scheme
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Gated experts with dequantized weights and quantized inputs.
+
+    Attributes:
+        gate_up: ``[experts, 2 * intermediate, hidden]``, gate first.
+        down: ``[experts, hidden, intermediate]``.
+        inputs: the numbers of the inputs of all three projections; None: as they are.
+        gate_up_divisors: NVFP4's global scales of the inputs of gate and up, ``[experts, 2]``.
+        down_divisors: that of down, ``[experts]``.
+        activation: of the gate.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    inputs: Numbers | None
+    gate_up_divisors: torch.Tensor | None
+    down_divisors: torch.Tensor | None
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(
+        self, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum over each token's experts: ``[tokens, hidden]``, summed in fp32.
+
+        Args:
+            tokens: ``[tokens, hidden]``.
+            topk_weights, topk_ids: ``[tokens, k]``; an id of -1 counts for nothing.
+        """
+        total = torch.zeros(tokens.shape, dtype=torch.float32)
+        for expert in range(len(self.gate_up)):
+            rows, choice = (topk_ids == expert).nonzero(as_tuple=True)
+            if len(rows):
+                output = self._expert(expert, tokens[rows]).float()
+                total.index_add_(0, rows, output * topk_weights[rows, choice, None].float())
+        return total.to(tokens.dtype)
+
+    def _expert(self, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+        gate, up = (
+            F.linear(self._round_trip(tokens, self.gate_up_divisors, (expert, half)), weight)
+            for half, weight in enumerate(self.gate_up[expert].chunk(2))
+        )
+        hidden = self.activation(gate) * up
+        hidden = self._round_trip(hidden, self.down_divisors, (expert,))
+        return F.linear(hidden, self.down[expert])
+
+    def _round_trip(
+        self, values: torch.Tensor, divisors: torch.Tensor | None, index: tuple[int, ...]
+    ) -> torch.Tensor:
+        return round_trip(values, self.inputs, None if divisors is None else divisors[index])
+
+
+class EmulatedExperts(CompressedTensorsMoEMethod):
+    """What the emulated methods have in common; the stock method comes second among the bases.
+
+    The stock ``__init__`` is left out: it looks for a kernel, and there is none.
+    """
+
+    def __init__(self, scheme: Scheme, weights: QuantizationArgs, moe: FusedMoEConfig) -> None:
+        CompressedTensorsMoEMethod.__init__(self, moe)
+        self.scheme = scheme
+        # What the stock methods read when they create the parameters.
+        self.weight_quant = weights
+        self.weight_block_size, self.block_quant, self.static_input_scales = None, False, False
+        self.group_size = NVFP4_GROUP
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Replace the quantized parameters by ``layer.experts``."""
+        w13, w2 = _take_parameters(layer, "w13_"), _take_parameters(layer, "w2_")
+        # Gate and up have global scales of their own: [experts, 2, rows, columns].
+        w13 = {
+            suffix: tensor.unflatten(1, (2, -1)) if tensor.ndim == 3 else tensor
+            for suffix, tensor in w13.items()
+        }
+        numbers = self.scheme.weights
+        has_divisors = self.scheme.inputs == "nvfp4"
+        layer.experts = Experts(
+            gate_up=dequantize_weight(w13, numbers).flatten(1, 2).to(layer.params_dtype),
+            down=dequantize_weight(w2, numbers).to(layer.params_dtype),
+            inputs=self.scheme.inputs,
+            gate_up_divisors=w13["input_global_scale"] if has_divisors else None,
+            down_divisors=w2["input_global_scale"] if has_divisors else None,
+            activation=ACTIVATIONS[layer.activation.value],
+        )
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+        """No kernel, nothing to configure."""
+        return None
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: SharedExperts | None,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``[tokens, hidden]``, the sum over each token's experts that live on this rank."""
+        if layer.expert_map is not None:
+            topk_ids = layer.expert_map[topk_ids.long()]
+        return layer.experts(x, topk_weights, topk_ids)
+
+
+def _take_parameters(layer: torch.nn.Module, prefix: str) -> dict[str, torch.Tensor]:
+    """The layer's parameters of that prefix, by the rest of their name; it has them no more."""
+    parameters = dict(layer.named_parameters(recurse=False))
+    names = [name for name in parameters if name.startswith(prefix)]
+    for name in names:
+        delattr(layer, name)
+    return {name.removeprefix(prefix): parameters[name].data for name in names}
+
+
+class EmulatedFp8Experts(EmulatedExperts, CompressedTensorsW8A8Fp8MoEMethod):
+    """FP8 weights with a scale per channel, FP8 inputs with a scale per token."""
+
+
+class EmulatedInt8Experts(EmulatedExperts, CompressedTensorsW8A8Int8MoEMethod):
+    """INT8 weights with a scale per channel, INT8 inputs with a scale per token."""
+
+
+class EmulatedNvfp4Experts(EmulatedExperts, CompressedTensorsW4A4Nvfp4MoEMethod):
+    """NVFP4 weights, and NVFP4 or unquantized inputs."""
+
+
+EXPERT_METHODS: dict[Numbers, type[EmulatedExperts]] = {
+    "fp8": EmulatedFp8Experts,
+    "int8": EmulatedInt8Experts,
+    "nvfp4": EmulatedNvfp4Experts,
+}

@@ -1,0 +1,167 @@
+"""The number formats of quantized checkpoints, from their definitions: encode, decode, round-trip.
+
+    FP8     E4M3: sign, 4 exponent bits, 3 mantissa bits, no infinity; largest value 448
+    INT8    two's complement, used from -127 to 127
+    FP4     E2M1: sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; two to a byte, the low half first
+
+    FP8, INT8   x = code * scale                         one scale a row: an output channel, a token
+    NVFP4       x = code * group_scale / global_scale    FP4 codes, one E4M3 scale to 16 neighbours
+                                                         of a row, one fp32 divisor to a tensor
+
+Rounding is to nearest, ties to the even code; what is too large becomes the largest value. The
+scale of a row is its largest magnitude over the format's largest value, though never less than what
+the kernels of vLLM allow. The global scale is a divisor, as compressed-tensors stores it: it
+spreads the group scales over the range of E4M3.
+
+Pure torch: what checks a checkpoint, emulates its layers on a CPU and is the reference of both.
+Written from the definitions (OCP 8-bit floating point, OCP microscaling FP4, NVIDIA's NVFP4), not
+from compressed-tensors, whose per-token scale of a 2-D tensor is one scale for all of its rows.
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+Numbers = Literal["fp8", "int8", "nvfp4"]
+
+FP8_MAX = 448.0
+INT8_MAX = 127.0
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_MAX = FP4_VALUES[-1]
+NVFP4_GROUP = 16
+ROW_MAX = {"fp8": FP8_MAX, "int8": INT8_MAX}
+# The smallest scale of a row: of a weight, and of a token in vLLM's kernels.
+TINY = torch.finfo(torch.float32).tiny
+LEAST_TOKEN_SCALE = {"fp8": 1.0 / (FP8_MAX * 512.0), "int8": TINY}
+
+# Where the nearest FP4 value changes; each belongs to its even neighbour.
+_FP4_TIES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+_FP4_TIES[1::2] = torch.nextafter(_FP4_TIES[1::2], torch.zeros(()))
+
+
+def encode_fp4(values: torch.Tensor) -> torch.Tensor:
+    """Codes of the nearest E2M1 values (fp32), sign << 3 | index: uint8, of the same shape."""
+    index = torch.bucketize(values.abs(), _FP4_TIES.to(values.device))
+    return (index | (values.signbit().long() << 3)).to(torch.uint8)
+
+
+def decode_fp4(codes: torch.Tensor) -> torch.Tensor:
+    """Values of E2M1 codes: fp32, the shape of ``codes`` (uint8)."""
+    table = torch.tensor(FP4_VALUES + tuple(-value for value in FP4_VALUES), device=codes.device)
+    return table[codes.long()]
+
+
+def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes to a byte, the first in the low half: [..., n] to [..., n / 2] uint8."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``pack_fp4``: [..., n / 2] to [..., n] uint8."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def to_fp8(values: torch.Tensor) -> torch.Tensor:
+    """The nearest E4M3 values; torch alone would make NaN of what is too large."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def quantize_rows(
+    values: torch.Tensor, numbers: Numbers, least_scale: float = TINY
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 or INT8 codes and the scale of each row: [..., n] of the format, and [..., 1] fp32."""
+    values = values.float()
+    scale = values.abs().amax(dim=-1, keepdim=True) / ROW_MAX[numbers]
+    scale = scale.clamp(min=least_scale)
+    if numbers == "fp8":
+        return to_fp8(values / scale), scale
+    return (values / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
+
+
+def global_scale_of(values: torch.Tensor) -> torch.Tensor:
+    """The NVFP4 divisor at which the largest group scale is E4M3's largest: [1] fp32."""
+    largest = values.float().abs().amax().reshape(1)
+    return FP8_MAX * FP4_MAX / largest.clamp(min=TINY)
+
+
+def quantize_nvfp4(
+    values: torch.Tensor, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP4 codes and the scale of each group: [..., n] uint8 and [..., n / 16] E4M3.
+
+    Args:
+        values: [..., n], n a multiple of 16.
+        global_scale: one fp32 value, the divisor.
+    """
+    groups = values.float().unflatten(-1, (-1, NVFP4_GROUP))
+    scale = to_fp8(groups.abs().amax(dim=-1) / FP4_MAX * global_scale)
+    step = (scale.float() / global_scale).unsqueeze(-1)
+    # A group too small for E4M3's smallest scale is zero.
+    scaled = torch.where(step > 0, groups / step.clamp(min=TINY), 0.0)
+    return encode_fp4(scaled).flatten(-2), scale
+
+
+def dequantize_nvfp4(
+    codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
+) -> torch.Tensor:
+    """What ``quantize_nvfp4`` stands for: [..., n] fp32; divisors broadcast with ``scale``."""
+    groups = decode_fp4(codes).unflatten(-1, (-1, NVFP4_GROUP))
+    return (groups * (scale.float() / global_scale).unsqueeze(-1)).flatten(-2)
+
+
+def round_trip(
+    values: torch.Tensor, numbers: Numbers | None, global_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``values`` quantized and dequantized as a layer's input is, in their own dtype.
+
+    Args:
+        values: [..., n]; every row of n is a token with a scale of its own.
+        numbers: the format; None returns the values.
+        global_scale: the layer's static divisor, for NVFP4.
+    """
+    if numbers is None:
+        return values
+    if numbers == "nvfp4":
+        assert global_scale is not None, "NVFP4 activations need their static global scale"
+        codes, scale = quantize_nvfp4(values, global_scale)
+        return dequantize_nvfp4(codes, scale, global_scale).to(values.dtype)
+    codes, scale = quantize_rows(values, numbers, LEAST_TOKEN_SCALE[numbers])
+    return (codes.float() * scale).to(values.dtype)
+
+
+def quantize_weight(
+    weight: torch.Tensor, numbers: Numbers, global_scale: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a quantized weight by the last part of their name in a checkpoint.
+
+    Args:
+        weight: [out, in].
+        global_scale: NVFP4's, if layers that are fused share one; else from this weight.
+    """
+    if numbers != "nvfp4":
+        codes, scale = quantize_rows(weight, numbers)
+        return {"weight": codes, "weight_scale": scale}
+    divisor = global_scale_of(weight) if global_scale is None else global_scale
+    codes, scale = quantize_nvfp4(weight, divisor)
+    return {
+        "weight_packed": pack_fp4(codes),
+        "weight_scale": scale,
+        "weight_global_scale": divisor.reshape(1),
+    }
+
+
+def dequantize_weight(parts: Mapping[str, torch.Tensor], numbers: Numbers) -> torch.Tensor:
+    """The weight that a checkpoint's tensors stand for: [out, in] fp32; leading dimensions pass.
+
+    Args:
+        parts: as ``quantize_weight`` returns them; other parts (``input_global_scale``) are not
+            read. A global scale has one element, or one to each leading index.
+    """
+    if numbers != "nvfp4":
+        return parts["weight"].float() * parts["weight_scale"].float()
+    codes = unpack_fp4(parts["weight_packed"])
+    divisor = parts["weight_global_scale"].float()
+    if divisor.numel() > 1:
+        divisor = divisor.reshape(*codes.shape[:-2], 1, 1)
+    return dequantize_nvfp4(codes, parts["weight_scale"], divisor)

@@ -1,0 +1,176 @@
+"""Which layers of a checkpoint are quantized, and how: its ``quantization_config``, parsed once.
+
+compressed-tensors' config: groups of targets (a class name, a full module name, or ``re:`` and a
+pattern), each with the numbers of its weights and inputs, and a list of modules to leave alone.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quant.formats import NVFP4_GROUP, Numbers
+
+# How the names of all linear layers end that are quantized; those of norms and the router do not.
+LINEAR_ENDING = "_proj"
+
+# Where the one copy of a shared weight may stand; longest first.
+MODEL_PREFIXES = ("model.encoder.language_model.", "model.decoder.", "model.")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one linear layer is quantized.
+
+    Attributes:
+        name: as users know it.
+        weights: the numbers of its weight; FP8 and INT8 have a scale to each output channel.
+        inputs: the numbers of its inputs, a scale to each token; None: they stay as they are.
+    """
+
+    name: str
+    weights: Numbers
+    inputs: Numbers | None
+
+    @property
+    def weight_suffix(self) -> str:
+        """The last part of the name of the tensor that holds the codes."""
+        return "weight_packed" if self.weights == "nvfp4" else "weight"
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The last parts of the names of all tensors that such a layer has in a checkpoint."""
+        if self.weights != "nvfp4":
+            return ("weight", "weight_scale")
+        static_inputs = ("input_global_scale",) if self.inputs == "nvfp4" else ()
+        return ("weight_packed", "weight_scale", "weight_global_scale", *static_inputs)
+
+    def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each of those tensors."""
+        if self.weights != "nvfp4":
+            return {"weight": (out_features, in_features), "weight_scale": (out_features, 1)}
+        shapes: dict[str, tuple[int, ...]] = {suffix: (1,) for suffix in self.suffixes}
+        shapes["weight_packed"] = (out_features, in_features // 2)
+        shapes["weight_scale"] = (out_features, in_features // NVFP4_GROUP)
+        return shapes
+
+
+# What describes the numbers in a config: (type, bits, strategy, group size, dynamic).
+_Description = tuple[object, ...]
+_FP8_WEIGHTS: _Description = ("float", 8, "channel", None, False)
+_FP8_TOKENS: _Description = ("float", 8, "token", None, True)
+_INT8_WEIGHTS: _Description = ("int", 8, "channel", None, False)
+_INT8_TOKENS: _Description = ("int", 8, "token", None, True)
+_NVFP4_WEIGHTS: _Description = ("float", 4, "tensor_group", NVFP4_GROUP, False)
+_NVFP4_TOKENS: _Description = ("float", 4, "tensor_group", NVFP4_GROUP, "local")
+
+SCHEMES: dict[tuple[_Description, _Description | None], Scheme] = {
+    (_FP8_WEIGHTS, _FP8_TOKENS): Scheme("fp8-dynamic", "fp8", "fp8"),
+    (_INT8_WEIGHTS, _INT8_TOKENS): Scheme("int8-dynamic", "int8", "int8"),
+    (_NVFP4_WEIGHTS, _NVFP4_TOKENS): Scheme("nvfp4", "nvfp4", "nvfp4"),
+    (_NVFP4_WEIGHTS, None): Scheme("nvfp4a16", "nvfp4", None),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The scheme of every layer of a checkpoint.
+
+    Attributes:
+        groups: (targets, scheme) in the config's order; the first that matches counts.
+        ignore: modules that stay as they are, as targets are written.
+    """
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+    ignore: tuple[str, ...]
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """The scheme of a linear layer by its name in the checkpoint; None: not quantized.
+
+        One expert's projection counts as a linear layer: ``...experts.3.up_proj``.
+        """
+        if not module.endswith(LINEAR_ENDING):
+            return None
+        if any(_is_named(target, module) for target in self.ignore):
+            return None
+        for targets, scheme in self.groups:
+            if any(target == "Linear" or _is_named(target, module) for target in targets):
+                return scheme
+        return None
+
+
+def parse_plan(quantization_config: Mapping[str, object]) -> Plan:
+    """Parse the ``quantization_config`` of a config.json.
+
+    Raises:
+        ValueError: it is not compressed-tensors', or a group has a scheme that is not in
+            ``SCHEMES``; says which are.
+    """
+    method = quantization_config.get("quant_method")
+    if method != "compressed-tensors":
+        raise ValueError(
+            f"quantization_config: quant_method = {method!r}; supported: compressed-tensors, as "
+            "LLM Compressor writes it."
+        )
+    groups = quantization_config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ValueError(
+            f"quantization_config: config_groups = {groups!r}; it has to name at least one group "
+            "of layers. Quantize the model again."
+        )
+    return Plan(
+        groups=tuple(
+            (tuple(group["targets"]), _scheme_of_group(name, group))
+            for name, group in groups.items()
+        ),
+        ignore=tuple(quantization_config.get("ignore") or ()),  # type: ignore[arg-type]
+    )
+
+
+def shared_name(module: str) -> str:
+    """A module's name without the half of the model in which a checkpoint keeps it."""
+    for prefix in MODEL_PREFIXES:
+        if module.startswith(prefix):
+            return module.removeprefix(prefix)
+    return module
+
+
+def _is_named(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return shared_name(target) == shared_name(module)
+
+
+def _scheme_of_group(name: str, group: Mapping[str, object]) -> Scheme:
+    weights, inputs = _describe(group.get("weights")), _describe(group.get("input_activations"))
+    scheme = SCHEMES.get((weights, inputs)) if weights is not None else None
+    if scheme is None:
+        raise ValueError(
+            f"quantization_config: {name} has weights {_in_words(weights)} and inputs "
+            f"{_in_words(inputs)}; supported: "
+            + "; ".join(
+                f"{known.name} (weights {_in_words(key[0])}, inputs {_in_words(key[1])})"
+                for key, known in SCHEMES.items()
+            )
+            + "."
+        )
+    return scheme
+
+
+def _describe(numbers: object) -> _Description | None:
+    if not isinstance(numbers, Mapping):
+        return None
+    if not numbers.get("symmetric", True):
+        return ("asymmetric",)
+    dynamic = numbers.get("dynamic") or False
+    keys = ("type", "num_bits", "strategy", "group_size")
+    return (*(numbers.get(key) for key in keys), dynamic)
+
+
+def _in_words(description: _Description | None) -> str:
+    if description is None:
+        return "as they are"
+    if len(description) == 1:
+        return str(description[0])
+    kind, bits, strategy, group, dynamic = description
+    size = f" of {group}" if group else ""
+    return f"{kind}{bits}, a scale per {strategy}{size}, {'dynamic' if dynamic else 'static'}"

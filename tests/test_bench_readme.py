@@ -1,0 +1,195 @@
+"""Figures and README sections come from CSV files, and the README in the repository agrees."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from bench import plot, readme
+from bench.context import RESULTS, ROOT, provenance, read_csv, write_csv
+from bench.measure import BUILTIN, OURS, Measurement
+from bench.report import csv_rows
+from bench.workloads import ADAPTIVE, QUESTIONS, Shape, Workload
+
+ABOUT = {
+    "commit": "abc1234",
+    "machine": "a machine",
+    "versions": "vllm 0",
+    "command": "python -m bench.serve",
+}
+WORKLOAD = Workload(ADAPTIVE, QUESTIONS, 40, Shape(32, 32, 32), concurrency=8)
+RUN = Measurement(
+    contestant=OURS,
+    pair=0,
+    position=0,
+    num_requests=40,
+    output_tokens=800,
+    tokens_per_s=300.0,
+    requests_per_s=15.0,
+    ttft_ms=50.0,
+    latency_ms=60.0,
+    latency_p99_ms=90.0,
+    ms_per_denoise_step=6.0,
+    steps_per_block=3.0,
+    passes_per_block=3.0,
+    tokens_per_pass=5.0,
+    peak_memory_mib=2000.0,
+    num_correct=36,
+    idle_cpu_percent=1.0,
+)
+THEIRS = replace(RUN, contestant=BUILTIN, position=1, tokens_per_s=100.0)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """One CSV of every kind."""
+    runs = [(WORKLOAD, RUN), (WORKLOAD, THEIRS)]
+    runs += [(replace(WORKLOAD, concurrency=None, rate=4.0), one) for one in (RUN, THEIRS)]
+    write_csv(tmp_path / "serve_compiled.csv", csv_rows(runs, "compiled", ABOUT))
+    switched = [
+        {"switch": "commit"} | row
+        for row in csv_rows(
+            [
+                (WORKLOAD, replace(RUN, contestant="commit overlapped")),
+                (WORKLOAD, replace(RUN, contestant="commit separate", tokens_per_s=250.0)),
+            ],
+            "",
+            ABOUT,
+        )
+    ]
+    write_csv(tmp_path / "switches.csv", switched)
+    write_csv(
+        tmp_path / "serve_facts.csv",
+        [
+            {
+                "contestant": BUILTIN,
+                "first_request_s": 9.0,
+                "http_status_with_temperature": 400,
+                "http_status_with_seed": 400,
+                "running_of_33_requests": 8,
+            }
+            | ABOUT
+        ],
+    )
+    answer = {"correct": 1, "output_tokens": 8, "blocks": 1}
+    write_csv(
+        tmp_path / "answers.csv",
+        [
+            {"contestant": name, "family": family, "denoise_steps": steps, "steps_per_block": steps}
+            | answer
+            | ABOUT
+            for name, steps in ((OURS, 2.0), (BUILTIN, 3.0), ("tiny-ar", None))
+            for family in ("add", "sort", "report")
+        ],
+    )
+    part = {"mode": "eager", "concurrency": 1, "low_ms": 1, "high_ms": 3, "share": 0.5}
+    write_csv(
+        tmp_path / "profile_cpu.csv",
+        [
+            part | {"server": name, "component": what, "group": group, "ms_per_step": 2.0} | ABOUT
+            for name in (OURS, BUILTIN)
+            for what, group in (("scheduling", "engine"), ("forward", "forward"), ("gaps", "idle"))
+        ],
+    )
+    write_csv(
+        tmp_path / "scaling.csv",
+        [
+            {"axis": axis, "value": value, "component": "step", "kind": kind, "ms_per_step": value}
+            | {"low_ms": value, "high_ms": value, "exponent": 1.0 if kind == "fit" else None}
+            | ABOUT
+            for axis in ("concurrency", "canvas")
+            for kind in ("measured", "fit")
+            for value in (1.0, 8.0)
+        ],
+    )
+    return tmp_path
+
+
+# --- README --------------------------------------------------------------------------------------
+
+
+def test_the_readme_agrees_with_the_csv_files() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "<!-- bench:" in text
+    assert text == readme.document(text, RESULTS), "run: python -m bench.readme"
+
+
+def test_a_typed_figure_is_found_and_rewritten(results: Path, tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("above\n<!-- bench:serving -->\n300 tokens/s\n<!-- /bench -->\nbelow\n")
+    options = ["--readme", str(page), "--results", str(results)]
+    assert readme.main([*options, "--check"]) == 1
+    assert "300 tokens/s" in page.read_text()  # a check changes nothing
+    assert readme.main(options) == 0
+    assert readme.main([*options, "--check"]) == 0
+    assert page.read_text().startswith("above\n<!-- bench:serving -->\n")
+    assert page.read_text().endswith("<!-- /bench -->\nbelow\n")
+
+
+@pytest.mark.parametrize("name", ["serving", "refusals", "answers", "switches"])
+def test_a_section_is_made_from_its_csv(name: str, results: Path) -> None:
+    assert "|---|" in readme.SECTIONS[name](results)
+
+
+@pytest.mark.parametrize("name", list(readme.SECTIONS))
+def test_a_section_without_a_csv_says_what_to_run(name: str, tmp_path: Path) -> None:
+    text = readme.SECTIONS[name](tmp_path)
+    assert re.fullmatch(r"Not (measured|computed) yet: `[^`]+`\.", text)
+
+
+def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
+    section = readme.serving(results)
+    assert re.search(r"\| 8 at once \| ours \| 300 \| .*\| 36 / 40 \|  \|", section)
+    assert re.search(r"\| 4 per s \| built-in \| 100 \| .*\| 3.00 \[3.00 .. 3.00\] \|", section)
+    assert "commit abc1234, a machine" in section
+
+
+def test_a_run_without_speed_is_named(results: Path) -> None:
+    wrong = replace(THEIRS, tokens_per_s=None, problem="5 of 40 answers are right")
+    runs = [(WORKLOAD, RUN), (WORKLOAD, wrong)]
+    write_csv(results / "serve_compiled.csv", csv_rows(runs, "compiled", ABOUT))
+    section = readme.serving(results)
+    assert "* built-in: 5 of 40 answers are right" in section
+    assert re.search(r"\| built-in \| - \| .*\| - \|$", section, re.MULTILINE)
+
+
+def test_an_unknown_mark_is_refused(results: Path) -> None:
+    with pytest.raises(ValueError, match="bench:speed: no such section; allowed: serving"):
+        readme.document("<!-- bench:speed -->\n<!-- /bench -->", results)
+
+
+def test_csv_files_say_where_they_come_from(tmp_path: Path) -> None:
+    write_csv(tmp_path / "a" / "x.csv", [{"value": 1 / 3, "nothing": None} | provenance("bench.x")])
+    (row,) = read_csv(tmp_path / "a" / "x.csv")
+    assert (row["value"], row["nothing"]) == ("0.3333", "")
+    assert all(row[name] for name in ("commit", "machine", "versions", "command"))
+    assert read_csv(tmp_path / "none.csv") == []
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def test_every_figure_is_drawn_and_labelled(results: Path) -> None:
+    drawn = plot.draw_all(results)
+    assert [path.name for path in drawn] == [
+        "latency_compiled.svg",
+        "steps.svg",
+        "time_cpu.svg",
+        "scaling.svg",
+    ]
+    for path in drawn:
+        ElementTree.parse(path)
+        # Text is drawn as shapes, with the text itself in a comment.
+        assert "a machine; vllm 0; commit abc1234" in path.read_text()
+
+
+def test_the_same_csv_gives_the_same_file(results: Path) -> None:
+    first = {path: path.read_bytes() for path in plot.draw_all(results)}
+    assert first == {path: path.read_bytes() for path in plot.draw_all(results)}
+
+
+def test_nothing_to_draw_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot.main(["--results", str(tmp_path)]) == 1
+    assert "run `make bench` first" in capsys.readouterr().err

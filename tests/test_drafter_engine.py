@@ -1,0 +1,424 @@
+"""Drafting in vLLM's engine on a CPU: the drafts are the definition's, the output the target's."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drafter_harness import (
+    assert_greedy,
+    drafting_engine,
+    greedy,
+    plain_engine,
+    policy_of,
+    watch_drafts,
+)
+from drafter_pairs import (
+    drafter_config,
+    random_drafter,
+    repeating_config,
+    repeating_drafter,
+    speculators_config,
+    write_drafter,
+    write_repeating_target,
+    write_target,
+)
+from drafter_reference import ReferenceDrafter
+from test_drafter_distribution import p_value
+from transformers import Qwen3ForCausalLM
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm.drafter.checkpoint import DrafterConfig
+from dllm.drafter.pair import drafter_config as read_config
+from dllm.drafter.policy import FixedWidth, VerifiedStep, WidthPolicy
+from dllm.drafter.schedule import reveal_counts
+
+NUM_DRAFTS = 5
+
+
+def prompt(length: int, salt: int = 0, vocab: int = 450) -> list[int]:
+    return [(20 + 7 * index + salt) % vocab for index in range(length)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    """The target without speculation."""
+    return plain_engine(target)
+
+
+@pytest.fixture(scope="module")
+def drafting(target, tmp_path_factory):
+    """A random drafter in z-lab's format, and a cache too small for four long requests."""
+    drafter = write_drafter(tmp_path_factory.mktemp("drafter"))
+    return drafting_engine(target, drafter, NUM_DRAFTS, num_gpu_blocks_override=24)
+
+
+@pytest.fixture(scope="module")
+def repeating(tmp_path_factory):
+    """A pair whose drafts are mostly right."""
+    target = write_repeating_target(tmp_path_factory.mktemp("repeating"))
+    drafter = tmp_path_factory.mktemp("repeating_drafter")
+    write_drafter(drafter, repeating_config(), repeating_drafter())
+    limits = dict(max_num_seqs=40, max_num_batched_tokens=256)
+    engine = drafting_engine(target, drafter, NUM_DRAFTS, skip_tokenizer_init=True, **limits)
+    return target, engine
+
+
+WINDOW, STEPS = 40, 3
+
+
+def reduced_drafter() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Half the vocabulary, a causal sliding layer, in the speculators format."""
+    config = speculators_config(draft_vocab_size=256)
+    config["transformer_layer_config"] |= {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 33,
+    }
+    weights = random_drafter()
+    generator = torch.Generator().manual_seed(7)
+    chosen = torch.randperm(512, generator=generator)[:256].sort().values
+    weights["d2t"] = chosen - torch.arange(256)
+    weights["t2d"] = torch.zeros(512, dtype=torch.bool).index_fill(0, chosen, True)
+    weights["lm_head.weight"] = torch.randn(256, 64, generator=generator)
+    return weights, config
+
+
+@pytest.fixture(scope="module")
+def windowed(target, tmp_path_factory):
+    """Reduced vocabulary, a mask row of its own, a draft window, three passes over the block."""
+    weights, config = reduced_drafter()
+    path = write_drafter(tmp_path_factory.mktemp("windowed"), config, weights)
+    mask = torch.randn(64, generator=torch.Generator().manual_seed(8))
+    torch.save({"mask_token_id": 500, "embedding": mask}, path / "mask_embedding.pt")
+    options = {"window": WINDOW, "denoise_steps": STEPS, "noise_schedule": "linear"}
+    return drafting_engine(target, path, NUM_DRAFTS, options), weights, mask
+
+
+# --- the drafts are those of the definition -------------------------------------------------------
+
+# fp32, sums in another order; 2e-6 was measured.
+RTOL = 1e-4
+
+
+def reference(target, engine, weights) -> ReferenceDrafter:
+    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32)
+    config: DrafterConfig = read_config(engine.runner.vllm_config)
+    return ReferenceDrafter(model, config, weights)
+
+
+def test_drafts_are_those_of_the_definition(target, drafting):
+    """In mixed batches: prompts in chunks, cached prefixes, drafts rejected all the time."""
+    drafting.reset_prefix_cache()
+    prompts = [prompt(3), prompt(40, 1), prompt(90, 2), prompt(100, 2)]
+    with watch_drafts(drafting) as seen:
+        drafting.generate(prompts, greedy(8))
+        drafting.generate(prompts, greedy(8))  # from cached prefixes
+    expected = reference(target, drafting, random_drafter())
+    assert len(seen) > 50
+    with torch.inference_mode():
+        for draft in seen[::4]:
+            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * NUM_DRAFTS
+            logits = expected.logits(draft.tokens[:-1], block)[1:]
+            torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
+            assert draft.drafts == logits.argmax(-1).tolist()
+
+
+def test_every_option_at_once_drafts_as_the_definition(target, windowed):
+    """Speculators' format, reduced vocabulary, mask row, causal layer, window, three passes."""
+    engine, weights, mask = windowed
+    with watch_drafts(engine) as seen:
+        engine.generate([prompt(30), prompt(100, 5)], greedy(10))
+    expected = reference(target, engine, weights)
+    config = expected.config
+    assert [(layer.window, layer.is_causal) for layer in config.layers] == [(33, True), (41, False)]
+    ids = torch.arange(256) + weights["d2t"]
+    counts = reveal_counts("linear", NUM_DRAFTS, STEPS)
+    assert len(counts) == STEPS
+    with torch.inference_mode():
+        expected.target.model.embed_tokens.weight[config.mask_token_id] = mask
+        for draft in seen[::3]:
+            context = draft.tokens[:-1]
+            block = [draft.tokens[-1]] + [config.mask_token_id] * NUM_DRAFTS
+            for count in counts:
+                logits = expected.logits(context, block)[1:]
+                sure, best = logits.softmax(-1).max(-1)
+                sure[[token != config.mask_token_id for token in block[1:]]] = -1
+                for place in sure.topk(count).indices.tolist():
+                    block[1 + place] = int(ids[best[place]])
+            assert draft.drafts == block[1:]
+            torch.testing.assert_close(draft.logits[:, ids], logits, rtol=RTOL, atol=RTOL * 10)
+            assert bool(draft.logits.isneginf().sum(-1).eq(512 - 256).all())
+
+
+def test_pages_behind_the_window_are_freed(windowed):
+    """A long request holds as many pages of draft KV as a window needs, and all of the target's."""
+    engine, *_ = windowed
+    engine.add(prompt(300), greedy(100))
+    while not any(request.num_output_tokens > 50 for request in engine.scheduler.running):
+        engine.step()
+    manager = engine.scheduler.kv_cache_manager.coordinator
+    held = {}
+    for group, single in zip(
+        engine.scheduler.kv_cache_config.kv_cache_groups, manager.single_type_managers, strict=True
+    ):
+        (blocks,) = single.req_to_blocks.values()
+        held[type(group.kv_cache_spec).__name__] = sum(not block.is_null for block in blocks)
+    engine.run()
+    assert held["FullAttentionSpec"] >= 350 // 32
+    assert held["SlidingWindowSpec"] <= 4
+
+
+# --- the output is the target's -------------------------------------------------------------------
+
+
+class AnyWidth(WidthPolicy):
+    """Widths at random, 0 and N included, from everything that a policy may look at."""
+
+    reads_outcomes = reads_prompt = reads_confidence = True
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        self.rng = np.random.default_rng(3)
+        self.steps: list[VerifiedStep] = []
+        self.asked: list[np.ndarray] = []
+        self.confidence: list[np.ndarray] = []
+
+    def observe(self, step: VerifiedStep) -> None:
+        self.steps.append(step)
+
+    def limit(self, slots: np.ndarray) -> int:
+        return self.num_drafts if self.rng.random() < 0.9 else 0
+
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        assert confidence is not None and confidence.shape == (len(slots), self.num_drafts)
+        self.confidence.append(confidence.copy())
+        self.asked.append(self.rng.integers(0, self.num_drafts + 1, len(slots)))
+        return self.asked[-1]
+
+
+@pytest.mark.parametrize("width", [None, "any", 0, 2])
+def test_greedy_output_is_the_targets(target, drafting, width):
+    """Four long requests in mixed batches, in chunks, through preemptions; drafts mostly wrong."""
+    drafting.reset_prefix_cache()
+    policy = AnyWidth(NUM_DRAFTS) if width == "any" else FixedWidth(NUM_DRAFTS, width)
+    prompts = [prompt(length, length) for length in (5, 60, 90, 130)]
+    preempted = []
+    preempt = drafting.scheduler._preempt_request
+    drafting.scheduler._preempt_request = lambda *a, **k: (preempted.append(a), preempt(*a, **k))
+    with policy_of(drafting, policy):
+        outputs = drafting.generate(prompts, greedy(160))
+    del drafting.scheduler._preempt_request
+    assert preempted, "the cache was large enough for everybody"
+    for given, output in zip(prompts, outputs, strict=True):
+        assert len(output) == 160
+        assert_greedy(target, given, output)
+
+
+@pytest.mark.parametrize("width", [None, "any"])
+def test_greedy_output_is_the_targets_when_drafts_are_right(repeating, width):
+    target, engine = repeating
+    engine.reset_prefix_cache()
+    policy = AnyWidth(NUM_DRAFTS) if width == "any" else FixedWidth(NUM_DRAFTS)
+    prompts = [prompt(length, length, vocab=14) for length in (3, 40, 70)]
+    with policy_of(engine, policy), watch_drafts(engine) as seen:
+        outputs = engine.generate(prompts, greedy(200))
+    for given, output in zip(prompts, outputs, strict=True):
+        assert len(output) == 200
+        assert_greedy(target, given, output)
+    if width is None:
+        # 200 tokens in fewer than 70 steps: more than two of three came from drafts.
+        assert len(seen) < 3 * 70
+
+
+def test_a_policy_is_told_what_happened(repeating):
+    _target, engine = repeating
+    engine.reset_prefix_cache()
+    prompts = [prompt(length, length, vocab=14) for length in (9, 300)]
+    with policy_of(engine, AnyWidth(NUM_DRAFTS)) as policy:
+        outputs = engine.generate(prompts, greedy(30))
+    steps: list[VerifiedStep] = policy.steps
+    assert sum(step.in_prompt.sum() for step in steps) > len(prompts)  # chunks
+    emitted = sum(int((step.accepted + 1)[step.samples].sum()) for step in steps)
+    assert 60 <= emitted <= 60 + 2 * NUM_DRAFTS  # what ran beyond max_tokens is cut
+    for step in steps:
+        assert (step.accepted <= step.verified).all()
+        assert step.prompt_logits is not None
+    firsts = torch.cat([step.prompt_logits for step in steps]).argmax(-1).tolist()
+    assert firsts == [output[0] for output in outputs]
+    assert max(step.verified.max() for step in steps) == NUM_DRAFTS
+    assert any((step.verified[~step.in_prompt] == 0).any() for step in steps)
+    assert all(((each > 0) & (each <= 1)).all() for each in policy.confidence)
+
+
+def test_an_aborted_request_leaves_nothing_behind(target, drafting):
+    drafting.reset_prefix_cache()
+    doomed = drafting.add(prompt(50, 4), greedy(100))
+    kept = drafting.add(prompt(20, 9), greedy(30))
+    for _ in range(8):
+        drafting.step()
+    drafting.llm.llm_engine.abort_request([doomed])
+    late = drafting.add(prompt(33, 5), greedy(30))
+    finished = drafting.run()
+    for req_id, given in ((kept, prompt(20, 9)), (late, prompt(33, 5))):
+        assert_greedy(target, given, list(finished[req_id].outputs[0].token_ids))
+    drafting.reset_prefix_cache()  # asserts that no KV block leaked
+
+
+def test_a_cached_prefix_is_used(target, drafting):
+    drafting.reset_prefix_cache()
+    cold, warm = (drafting.outputs([prompt(130, 6)], greedy(20))[0] for _ in range(2))
+    assert cold.num_cached_tokens == 0 and warm.num_cached_tokens >= 64
+    assert cold.outputs[0].token_ids == warm.outputs[0].token_ids
+    assert_greedy(target, prompt(130, 6), list(warm.outputs[0].token_ids))
+
+
+# --- every sampling parameter ---------------------------------------------------------------------
+
+SAMPLED = {"temperature": 1.0, "seed": 5}
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 1.0},
+    "repetition": {"repetition_penalty": 1.8},
+    "logit bias": {"logit_bias": {100: 100.0}},
+    "allowed ids": {"allowed_token_ids": [30, 40, 50]},
+    "bad words": {"bad_words": ["rin", "ver", "ru"]},
+    "min tokens": {"ignore_eos": False, "min_tokens": 20, "stop_token_ids": list(range(300, 420))},
+    "stop": {"stop_token_ids": list(range(2, 512, 7))},
+    "one candidate": SAMPLED | {"top_k": 1},
+    "tiny nucleus": SAMPLED | {"top_p": 1e-6},
+    "certain": SAMPLED | {"min_p": 1.0},
+    "regex": {"structured_outputs": StructuredOutputsParams(regex="[a-c]{12}")},
+}
+PLAIN = ("greedy", "one candidate", "tiny nucleus", "certain")
+
+
+@pytest.fixture(scope="module")
+def answers(plain, drafting):
+    """What both engines answer to every case, alone and beside others."""
+    contexts = [prompt(3), prompt(40, 1)]
+    pairs = list(itertools.product(CASES, contexts))
+    params = [greedy(24, **CASES[name]) for name, _ in pairs]
+    both = []
+    for engine in (plain, drafting):
+        engine.reset_prefix_cache()
+        outputs = engine.generate([context for _, context in pairs], params)
+        named: dict[str, list[list[int]]] = {}
+        for (name, _), output in zip(pairs, outputs, strict=True):
+            named.setdefault(name, []).append(output)
+        both.append(named)
+    return both
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_sampling_parameter_does_the_same_with_drafts(answers, case):
+    without, with_drafts = answers
+    assert with_drafts[case] == without[case]
+    assert (without[case] == without["greedy"]) == (case in PLAIN)
+
+
+def test_logprobs_are_the_targets(plain, drafting):
+    params = greedy(12, logprobs=3, prompt_logprobs=2)
+    ours, theirs = (engine.outputs([prompt(20, 3)], params)[0] for engine in (drafting, plain))
+    for kind in ("prompt", "output"):
+        pairs = [
+            (given.prompt_logprobs[1:] if kind == "prompt" else given.outputs[0].logprobs)
+            for given in (ours, theirs)
+        ]
+        for our_place, their_place in zip(*pairs, strict=True):
+            assert our_place.keys() == their_place.keys()
+            for token, entry in our_place.items():
+                assert entry.logprob == pytest.approx(their_place[token].logprob, abs=1e-4)
+
+
+def test_a_parameter_that_verification_ignores_is_refused(drafting):
+    with pytest.raises(VLLMValidationError, match="logprob_token_ids"):
+        drafting.add(prompt(3), greedy(3, logprob_token_ids=[5]))
+
+
+def test_a_seed_fixes_what_is_drawn(repeating):
+    _, engine = repeating
+    drawn = [
+        engine.generate([[1, 2, 3]], greedy(30, temperature=2.0, seed=seed))[0]
+        for seed in (5, 5, 6)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("kind", ["good", "bad", "adversarial"])
+def test_sampled_output_has_the_targets_distribution(repeating, kind):
+    """The first three tokens jointly, through the whole engine, at widths drawn at random.
+
+    Chi-square at level 1e-3; with 5000 samples and 26 degrees of freedom an error of 5% in total
+    variation is found with probability 0.9. ``test_drafter_distribution.py`` finds one of 1% in the
+    verification alone.
+    """
+    target, engine = repeating
+    # What is drafted is the argmax of the head behind this norm.
+    norm = engine.runner.speculator.model.model.norm.weight.data
+    before = norm.clone()
+    generator = torch.Generator().manual_seed(1)
+    signs = torch.randint(0, 2, norm.shape, generator=generator) * 2 - 1
+    norm *= {"good": 1, "bad": signs, "adversarial": -1}[kind]
+    params = [
+        greedy(3, temperature=2.0, seed=seed, allowed_token_ids=ALLOWED) for seed in range(5000)
+    ]
+    with policy_of(engine, AnyWidth(NUM_DRAFTS)) as policy:
+        outputs = engine.generate([[1, 2, 0]] * len(params), params)
+    norm.copy_(before)
+    verified = sum(int(step.verified.sum()) for step in policy.steps)
+    rate = sum(int(step.accepted.sum()) for step in policy.steps) / verified
+    assert rate > 0.3 if kind == "good" else rate < 0.3, rate
+    assert p_value(np.array(outputs), joint_distribution(target, [1, 2, 0], 2.0)) > 1e-3
+
+
+ALLOWED = [0, 1, 2]
+
+
+def joint_distribution(target, given: list[int], temperature: float) -> np.ndarray:
+    """Of three tokens among ALLOWED, by Hugging Face; in the order of their number in base 3."""
+    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32)
+    prefixes = [given + list(rest) for rest in itertools.product(ALLOWED, repeat=2)]
+    with torch.inference_mode():
+        logits = model(torch.tensor(prefixes)).logits[:, len(given) - 1 :, ALLOWED]
+    # [first, second, place, token at that place]
+    probabilities = (logits.double() / temperature).softmax(-1).view(3, 3, 3, 3)
+    first, second = probabilities[0, 0, 0], probabilities[:, 0, 1]
+    third = probabilities[:, :, 2]
+    return (first[:, None, None] * second[:, :, None] * third).flatten().numpy()
+
+
+# --- refused when the server starts ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        (drafter_config(target_hidden_size=96), {}, ["size 96", "64"]),
+        (
+            drafter_config(dflash_config={"mask_token_id": 500, "target_layer_ids": [1, 9]}),
+            {},
+            ["layer 9", "4 layers"],
+        ),
+        (drafter_config(), {"width": 9}, ["width = 9", "is 5"]),
+        (drafter_config(), {"mask_token_id": 3}, ["ambiguous", "= 3", "= 500"]),
+    ],
+)
+def test_a_pair_that_does_not_fit_is_refused_at_start(target, tmp_path, config, options, words):
+    with pytest.raises(ValueError) as refusal:
+        drafting_engine(target, write_drafter(tmp_path, config), NUM_DRAFTS, options)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_drafter_with_another_tokenizer_is_refused_at_start(target, tmp_path):
+    text = (target / "tokenizer.json").read_text()
+    drafter = write_drafter(tmp_path)
+    (drafter / "tokenizer.json").write_text(text.replace('"a":', '"aa":', 1))
+    with pytest.raises(ValueError, match="tokenizer"):
+        drafting_engine(target, drafter, NUM_DRAFTS)
