@@ -142,13 +142,11 @@ def seed_problems(server: str, first: Response, second: Response) -> list[str]:
     return [f"{server}: two equal requests with a seed agree in {num_equal} tokens only"]
 
 
-def run_problem(
-    commits: int, saved: Mapping[str, Any], workload: Workload, accuracy: tuple[int, float | None]
-) -> str:
+def run_problem(commits: int, saved: Mapping[str, Any], workload: Workload, accuracy: str) -> str:
     """The first thing that is wrong with a run, or nothing.
 
     Args:
-        accuracy: right answers, and the share of them to expect (None: not known).
+        accuracy: what is wrong with its answers, or nothing.
     """
     wanted = workload.num_requests
     if saved["completed"] != wanted or saved["failed"]:
@@ -161,7 +159,7 @@ def run_problem(
     elif bad := [length for length in lengths if length != workload.shape.output_len]:
         return f"{bad} tokens instead of {workload.shape.output_len}"
     if commits == NO_CANVAS:
-        return accuracy_problem(accuracy[0], wanted, accuracy[1])
+        return accuracy
     if "forward_passes" not in saved and "diffusion_canvas_positions" not in saved:
         return "no diffusion counters: is this a diffusion model?"
     passes = count_passes(commits, saved, workload)
@@ -172,7 +170,7 @@ def run_problem(
             f"{steps:.3f} denoise steps per block instead of {workload.steps_per_block}: "
             "not the same work as the others'"
         )
-    return accuracy_problem(accuracy[0], wanted, accuracy[1])
+    return accuracy
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -207,7 +205,8 @@ def measurement(
     correct = 0
     if asked and len(saved["generated_texts"]) == len(asked):
         correct = num_correct(asked, saved["generated_texts"])
-    problem = run_problem(commits, saved, workload, (correct, expected if asked else None))
+    accuracy = accuracy_problem(correct, len(asked), expected) if asked else ""
+    problem = run_problem(commits, saved, workload, accuracy)
     about = vars(circumstances) | {"num_requests": workload.num_requests}
     tokens = sum(saved["output_lens"])
     known: dict[str, Any] = {"num_correct": correct if asked else None, "problem": problem}

@@ -19,8 +19,8 @@ Schedules:
 
     adaptive  the checkpoint's generation_config.json, in which blocks stop when they converge
     fixed     every block takes --steps denoise steps: ``max_denoising_steps`` = --steps and
-              ``confidence_threshold`` = 0. Its answers are counted but not judged: the model card
-              speaks of the adaptive schedule.
+              ``confidence_threshold`` = 0. Its answers are counted but hardly judged (one must be
+              right): the model card speaks of the adaptive schedule.
 
 Written to --results: serve_MODE.csv (one row a run), and on the adaptive schedule serve_facts.csv
 (what each server refuses) and answers.csv (denoise steps and right answers by family).

@@ -141,11 +141,14 @@ def card_accuracy(model: Path) -> float | None:
 
 
 def accuracy_problem(correct: int, asked: int, expected: float | None) -> str:
-    """What is wrong with this many right answers; empty if nothing is, or nothing is expected.
+    """What is wrong with this many right answers; empty if nothing is.
 
-    One-sided: better than expected is no mistake. Questions count as independent.
+    One-sided: better than expected is no mistake. Questions count as independent. Where nobody
+    knows what to expect, one right answer is enough.
     """
-    if expected is None or not asked or binomial_tail(correct, asked, expected) >= WRONG_BELOW:
+    if expected is None:
+        return f"none of {asked} answers is right" if asked and not correct else ""
+    if binomial_tail(correct, asked, expected) >= WRONG_BELOW:
         return ""
     return (
         f"{correct} of {asked} answers are right; the model card says {100 * expected:.1f} %, and "

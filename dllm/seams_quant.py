@@ -94,18 +94,19 @@ def say_what_computes(model: Any, plan: Any) -> None:
 
 
 def _kernel_of(layer: Any) -> tuple[str, str | None] | None:
-    """(kind of layer, class of its kernel or None if it is emulated); None: not quantized."""
+    """(kind of layer, what computes or None if that is ours); None: not quantized."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
     if isinstance(layer, RoutedExperts):
         method = layer.quant_method
-        if "CompressedTensors" not in " ".join(base.__name__ for base in type(method).__mro__):
+        if hasattr(method, "scheme"):  # quant.cpu_experts
+            return "experts", None
+        if not type(method).__name__.startswith("CompressedTensors"):
             return None
-        kernel = getattr(method, "experts_cls", None)
-        return "experts", None if kernel is None else kernel.__name__
+        return "experts", getattr(method, "experts_cls", type(method)).__name__
     scheme = getattr(layer, "scheme", None)
     if scheme is None:
         return None
-    kernel = getattr(scheme, "fp8_linear", None) or getattr(scheme, "kernel", None)
-    is_emulated = kernel is scheme
-    return "linear layers", None if is_emulated or kernel is None else type(kernel).__name__
+    kernel = getattr(scheme, "fp8_linear", None) or getattr(scheme, "kernel", None) or scheme
+    is_ours = kernel is scheme and hasattr(scheme, "kernel")  # quant.cpu_config
+    return "linear layers", None if is_ours else type(kernel).__name__

@@ -7,7 +7,7 @@ from quant.schemes import Scheme
 
 WORDS: dict[Numbers, str] = {"fp8": "8-bit float", "int8": "8-bit integer", "nvfp4": "4-bit float"}
 # Kernels that read quantized weights and 16-bit inputs, whatever the checkpoint says of its inputs.
-WEIGHT_ONLY_KERNELS = ("marlin",)
+WEIGHT_ONLY_KERNELS = ("marlin", "a16")
 # Below, a GPU has no 4-bit arithmetic: whatever kernel runs, it runs on 16-bit inputs.
 FIRST_CAPABILITY_WITH_FP4 = 100
 

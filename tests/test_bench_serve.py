@@ -180,7 +180,11 @@ def test_the_tail_of_a_binomial() -> None:
     assert binomial_tail(1, 3, 0.5) == pytest.approx(0.5)
     assert binomial_tail(3, 3, 0.5) == pytest.approx(1.0)
     assert binomial_tail(0, 4, 0.25) == pytest.approx(0.75**4)
-    assert accuracy_problem(0, 100, None) == ""
+
+
+def test_without_a_card_one_right_answer_is_enough() -> None:
+    assert accuracy_problem(1, 100, None) == ""
+    assert accuracy_problem(0, 100, None) == "none of 100 answers is right"
 
 
 def test_the_expected_share_is_the_model_cards(tmp_path: Path) -> None:

@@ -118,16 +118,24 @@ def generate(rejection_sample, kind: str, num_samples: int) -> np.ndarray:
 
 
 def p_value(tokens: np.ndarray, expected: np.ndarray) -> float:
-    """Of a chi-square test of sequences of three tokens; each has at least five expected."""
+    """Of a chi-square test of sequences of three tokens.
+
+    Those with fewer than five expected samples count as one.
+    """
     number = prefix_number(tokens, np.full(len(tokens), LENGTH))
     observed = np.bincount(number, minlength=len(expected))
     counts = expected * len(tokens)
-    assert counts.min() >= 5, counts.min()
+    is_rare = counts < 5
+    if is_rare.any():
+        observed = np.append(observed[~is_rare], observed[is_rare].sum())
+        counts = np.append(counts[~is_rare], counts[is_rare].sum())
+    assert len(counts) > 9, "too few samples"
     statistic = ((observed - counts) ** 2 / counts).sum()
-    half = torch.tensor([(len(expected) - 1) / 2, statistic / 2], dtype=torch.float64)
+    half = torch.tensor([(len(counts) - 1) / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["good", "bad", "adversarial"])
 def test_the_first_three_tokens_have_the_targets_distribution(rejection_sample, kind):
     tokens = generate(rejection_sample, kind, NUM_SAMPLES)

@@ -355,9 +355,9 @@ def test_a_seed_fixes_what_is_drawn(repeating):
 def test_sampled_output_has_the_targets_distribution(repeating, kind):
     """The first three tokens jointly, through the whole engine, at widths drawn at random.
 
-    Chi-square at level 1e-3; with 5000 samples and 26 degrees of freedom an error of 5% in total
-    variation is found with probability 0.9. ``test_drafter_distribution.py`` finds one of 1% in the
-    verification alone.
+    Chi-square at level 1e-3; with 5000 samples and at most 26 degrees of freedom an error of 5% in
+    total variation is found with probability 0.9. ``test_drafter_distribution.py`` finds one of 1%
+    in the verification alone.
     """
     target, engine = repeating
     # What is drafted is the argmax of the head behind this norm.
@@ -374,7 +374,8 @@ def test_sampled_output_has_the_targets_distribution(repeating, kind):
     norm.copy_(before)
     verified = sum(int(step.verified.sum()) for step in policy.steps)
     rate = sum(int(step.accepted.sum()) for step in policy.steps) / verified
-    assert rate > 0.3 if kind == "good" else rate < 0.3, rate
+    low, high = {"good": (0.45, 1), "bad": (0, 0.45), "adversarial": (0, 0.1)}[kind]
+    assert low < rate <= high
     assert p_value(np.array(outputs), joint_distribution(target, [1, 2, 0], 2.0)) > 1e-3
 
 

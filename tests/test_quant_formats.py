@@ -180,6 +180,7 @@ def test_other_schemes_are_refused_with_what_is_supported(config, message):
     [
         ("fp8-dynamic", "CutlassFP8ScaledMMLinearKernel", 90, "weights and inputs, by Cutlass"),
         ("fp8-dynamic", "MarlinFP8ScaledMMLinearKernel", 86, "8-bit float weights only, by Marlin"),
+        ("fp8-dynamic", "CompressedTensorsW8A16Fp8", 80, "inputs stay 16-bit on this GPU"),
         ("nvfp4", "FlashInferCutlassNvFp4LinearKernel", 100, "4-bit float weights and inputs, by"),
         ("nvfp4", "MarlinNvFp4LinearKernel", 90, "weights only, by Marlin"),
         ("nvfp4", "HummingNvFp4LinearKernel", 90, "inputs stay 16-bit on this GPU, although"),

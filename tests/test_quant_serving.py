@@ -16,9 +16,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from dllm import seams
-from dllm.seams_quant import name_values_like_keys
+from dllm.seams_quant import _kernel_of, name_values_like_keys
 from dllm.weights import refuse_missing
-from quant.cpu_config import EmulatingConfig
+from quant.cpu_config import EmulatedNvfp4Linear, EmulatingConfig
 from quant.loading import checked
 from quant.schemes import parse_plan
 
@@ -179,3 +179,29 @@ def test_full_layers_name_no_values_and_vllm_asks_for_them():
     assert config.ignore[3:] == ["model.layers.1.self_attn.v_proj"]
     assert config.target_scheme_map["model.layers.3.self_attn.v_proj"] == 2
     assert len(config.target_scheme_map) == 3
+
+
+class SomeKernel:
+    """Of vLLM's."""
+
+
+class Scheme:
+    """Of vLLM's, with its kernel under one of two names, or none of its own."""
+
+    def __init__(self, **kernels: object) -> None:
+        vars(self).update(kernels)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "computes"),
+    [
+        (Scheme(fp8_linear=SomeKernel()), "SomeKernel"),
+        (Scheme(kernel=SomeKernel()), "SomeKernel"),
+        (Scheme(), "Scheme"),
+        (EmulatedNvfp4Linear(use_a16=True), None),
+    ],
+    ids=["fp8", "nvfp4", "no kernel", "ours"],
+)
+def test_what_computes_is_read_off_a_layer(scheme, computes):
+    assert _kernel_of(SimpleNamespace(scheme=scheme)) == ("linear layers", computes)
+    assert _kernel_of(SimpleNamespace()) is None

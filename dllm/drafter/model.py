@@ -181,6 +181,7 @@ class DrafterNetwork(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList()
+        self.attentions: list[DrafterAttention] = []  # of the layers
         for index, layer in enumerate(config.layers):
             name = maybe_prefix(prefix, f"layers.{first + index}")
             attention = DrafterAttention(
@@ -199,6 +200,7 @@ class DrafterNetwork(nn.Module):
                 prefix=f"{name}.mlp",
             )
             self.layers.append(DrafterLayer(attention, mlp, config))
+            self.attentions.append(attention)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Run the queries, ``[tokens]`` each; returns ``[tokens, hidden]``, normalized."""
@@ -243,7 +245,7 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
 
     def get_draft_kv_cache_layer_names(self) -> list[str]:
         """vLLM's hook: the cache layers, in order."""
-        return [layer.self_attn.attn.layer_name for layer in self.model.layers]
+        return [attention.attn.layer_name for attention in self.model.attentions]
 
     def get_draft_attn_causal(self) -> list[bool]:
         """vLLM's hook: of the same layers, whether queries see those behind them only."""
@@ -276,8 +278,7 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
             self._context.store(keys, values, context_slot_mapping)
 
     def _make_context(self) -> ContextProjection:
-        attentions = [layer.self_attn for layer in self.model.layers]
-        return ContextProjection(self.model.hidden_norm, attentions)
+        return ContextProjection(self.model.hidden_norm, self.model.attentions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]`` of the target's tokens; -inf for those outside a reduced vocabulary."""

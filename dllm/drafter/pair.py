@@ -35,8 +35,8 @@ def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
 
     speculative = vllm_config.speculative_config
     assert speculative is not None, "no drafter"
-    config: Config = vars(speculative.draft_model_config.hf_config)
-    config = config | {"model_type": speculative.draft_model_config.hf_config.model_type}
+    hf_config = speculative.draft_model_config.hf_config
+    config: Config = {**vars(hf_config), "model_type": hf_config.model_type}
     return DrafterConfig.from_config(config, drafter_options(vllm_config), token_id)
 
 

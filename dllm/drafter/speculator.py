@@ -5,6 +5,9 @@ the network, several passes over the draft block, and the decision how many draf
 Drafts are argmax tokens, a point mass: any of them is verified exactly, however it came about.
 """
 
+from collections.abc import Callable
+from typing import cast
+
 import numpy as np
 import torch
 from vllm.config import VllmConfig
@@ -17,6 +20,8 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from dllm.drafter.pair import drafter_options
 from dllm.drafter.policy import VerifiedStep, WidthPolicy, always_verifies_all, make_policy
 from dllm.drafter.schedule import reveal_counts, reveal_surest
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Drafter(DFlashSpeculator):
@@ -141,14 +146,14 @@ class Drafter(DFlashSpeculator):
         if self.policy.reads_prompt:
             ends = torch.from_numpy(batch.cu_num_logits_np[:-1][in_prompt & samples])
             rows = batch.logits_indices[ends.to(batch.logits_indices.device)]
-            logits = self.target_model.compute_logits(last_hidden_states[rows])
+            logits = self._target_logits(last_hidden_states[rows])
         return VerifiedStep(batch.idx_mapping_np, in_prompt, samples, verified, accepted, logits)
 
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
         """Load the network; embedding and head become the target's unless it brings its own."""
-        self.target_model = target_model
+        self._target_logits = cast(Logits, target_model.compute_logits)
         return super().load_draft_model(target_model, target_attn_layer_names)
 
     def _generate_draft(

@@ -46,8 +46,8 @@ ENTROPY_BOUND = 0.3  # nats
 TAIL_WEIGHT = 0.1  # in the loss, of a position behind the first end-of-sequence token
 # Generation is a little colder and more careful than training; chosen on the validation split. At
 # the temperatures of training a text with many right answers takes 40 steps to agree with itself,
-# and a mean entropy of 0.05 nats over 32 positions leaves room for one answer of two tokens that has
-# not been decided.
+# and a mean entropy of 0.05 nats over 32 positions leaves room for one answer of two tokens that
+# has not been decided.
 GENERATION: dict[str, float] = {
     "max_denoising_steps": 48,
     "t_min": 0.1,
