@@ -20,6 +20,7 @@ from bench.markdown import Rows, figure, markdown, measured_with
 from bench.measure import OURS
 from bench.readme_step import floors, step_growth, step_time
 from bench.recovery_report import family_table
+from bench.recovery_report import notes as recovery_notes
 from bench.recovery_report import table as recovery_table
 from bench.report import Spread
 from dllm.eval_report import wilson_interval
@@ -232,8 +233,9 @@ def recovery(results: Path) -> str:
     rows = read_csv(results / "recovery.csv")
     if not rows:
         return "Not measured yet: `python -m bench.recovery`."
-    tables = [markdown(*table(rows)) for table in (recovery_table, family_table)]
-    return "\n\n".join([*tables, measured_with(rows, "recovery.csv")])
+    whole, by_family = markdown(*recovery_table(rows)), markdown(*family_table(rows))
+    computed_by = "\n".join(["What computed each score:", "", *recovery_notes(rows)])
+    return "\n\n".join([whole, computed_by, by_family, measured_with(rows, "recovery.csv")])
 
 
 def _sum(rows: Rows, column: str) -> float:

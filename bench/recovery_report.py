@@ -80,7 +80,7 @@ def results(rows: Sequence[Row]) -> dict[str, Result]:
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Heading and one line a contestant."""
     heading = ["checkpoint", "KV cache", "right", "accuracy", "recovery", "denoise steps per block"]
-    heading += ["weights, MB", "computed by"]
+    heading += ["weights, MB"]
     whole = results(rows)
     lines = []
     for name, result in whole.items():
@@ -102,10 +102,15 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 recovered,
                 f"{result.steps_per_block:.2f} ({100 * (steps - 1):+.1f} %)",
                 f"{int(first['weight_bytes']) / 1e6:.2f}",
-                first["computed_by"],
             ]
         )
     return heading, lines
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What produced each score, a list item a contestant."""
+    said = {row["contestant"]: row["computed_by"] for row in rows}
+    return [f"* {name}: {computed_by}." for name, computed_by in said.items()]
 
 
 def family_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

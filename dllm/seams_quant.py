@@ -88,7 +88,7 @@ def say_what_computes(model: Any, plan: Any) -> None:
         if scheme is not None:
             number = None if capability is None else capability.to_int()
             choice = Choice(layers, scheme, kernel, number)
-            choices.setdefault((layers, str(choice)), choice)
+            choices.setdefault((layers, choice.how()), choice)
     if choices:
         logger.info("dllm: %s", in_words(list(choices.values())))
 

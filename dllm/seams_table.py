@@ -229,6 +229,7 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
     ("vllm.v1.worker.gpu.dp_utils", "DPSyncState", "the signature of a hook"),
     ("vllm.v1.worker.gpu_worker", "Worker", "base of ours on CUDA"),
     # Quantized checkpoints.
+    ("vllm.forward_context", "get_forward_context", "finds a layer by name in compiled code"),
     (
         "vllm.model_executor.layers.fused_moe",
         "RoutedExperts SharedExperts UnquantizedFusedMoEMethod",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from compressed_tensors.quantization import QuantizationArgs
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import RoutedExperts, SharedExperts
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe import (  # noqa: E501
@@ -136,7 +137,27 @@ class EmulatedExperts(CompressedTensorsMoEMethod):
         """``[tokens, hidden]``, the sum over each token's experts that live on this rank."""
         if layer.expert_map is not None:
             topk_ids = layer.expert_map[topk_ids.long()]
-        return layer.experts(x, topk_weights, topk_ids)
+        return run_experts(x, topk_weights, topk_ids, layer.layer_name)
+
+
+@torch.library.custom_op("dllm::emulated_experts", mutates_args=())
+def run_experts(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
+) -> torch.Tensor:
+    """The experts of a layer, as one operation: which tokens an expert gets is no matter of shapes.
+
+    The layer is found by its name among those of the model that runs, as vLLM's own operations do.
+    """
+    runner = get_forward_context().no_compile_layers[layer_name]
+    experts: Experts = runner.routed_experts.experts
+    return experts(tokens, topk_weights, topk_ids)
+
+
+@run_experts.register_fake
+def _(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
+) -> torch.Tensor:
+    return torch.empty_like(tokens)
 
 
 def _take_parameters(layer: torch.nn.Module, prefix: str) -> dict[str, torch.Tensor]:

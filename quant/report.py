@@ -40,9 +40,9 @@ class Choice:
             and self.capability < FIRST_CAPABILITY_WITH_FP4
         )
 
-    def __str__(self) -> str:
-        """One clause, such as "experts: 8-bit float weights and inputs, by TritonExperts"."""
-        weights = f"{self.layers}: {WORDS[self.scheme.weights]} weights"
+    def how(self) -> str:
+        """One clause, such as "8-bit float weights and inputs, by TritonExperts"."""
+        weights = f"{WORDS[self.scheme.weights]} weights"
         if self.kernel is None:
             inputs = "inputs as they are"
             if self.scheme.inputs is not None:
@@ -64,4 +64,8 @@ class Choice:
 def in_words(choices: list[Choice]) -> str:
     """One line on a quantized checkpoint."""
     names = sorted({choice.scheme.name for choice in choices})
-    return f"{' and '.join(names)} checkpoint; {'; '.join(str(choice) for choice in choices)}"
+    layers: dict[str, list[str]] = {}
+    for choice in choices:
+        layers.setdefault(choice.how(), []).append(choice.layers)
+    clauses = (f"{' and '.join(kinds)}: {how}" for how, kinds in layers.items())
+    return f"{' and '.join(names)} checkpoint; {'; '.join(clauses)}"

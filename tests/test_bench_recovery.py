@@ -68,6 +68,7 @@ def test_one_command_writes_the_csv_and_prints_the_tables(tmp_path, monkeypatch,
     out = capsys.readouterr().out
     assert "| nvfp4 | bf16 | 20 / 40 | 50.0 %" in out and "6.00 (+20.0 %)" in out
     assert "| bf16 | fp8 | 40 / 40 |" in out
+    assert "* nvfp4: linear layers: by Such." in out
     assert re.search(r"fp8-dynamic: recovers 100\.0 %.*: reached; .* reached", out)
     assert re.search(r"nvfp4: recovers 50\.0 %.*: missed; .* missed", out)
 

@@ -192,5 +192,12 @@ def test_other_schemes_are_refused_with_what_is_supported(config, message):
 )
 def test_users_are_told_what_computes(scheme, kernel, capability, says):
     choice = Choice("experts", BY_NAME[scheme], kernel, capability)
-    assert says in str(choice)
-    assert in_words([choice]) == f"{scheme} checkpoint; {choice}"
+    assert says in choice.how()
+    assert in_words([choice]) == f"{scheme} checkpoint; experts: {choice.how()}"
+
+
+def test_layers_that_compute_alike_share_a_clause():
+    kinds = ("linear layers", "experts")
+    emulated = [Choice(kind, BY_NAME["nvfp4"], None, None) for kind in kinds]
+    how = emulated[0].how()
+    assert in_words(emulated) == f"nvfp4 checkpoint; linear layers and experts: {how}"

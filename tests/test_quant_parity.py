@@ -170,7 +170,8 @@ def test_one_step_logits_against_hugging_face(served):
 
 def test_the_log_says_what_computes(served):
     (line,) = [line for line in served.log.splitlines() if "checkpoint;" in line]
-    assert line.startswith(f"dllm: {served.scheme} checkpoint; linear layers: ")
-    assert "experts: " in line and "emulated" in line.partition("experts: ")[2]
     is_native = served.scheme in ("fp8-dynamic", "int8-dynamic")
+    kinds = "linear layers: " if is_native else "linear layers and experts: "
+    assert line.startswith(f"dllm: {served.scheme} checkpoint; {kinds}")
+    assert "emulated" in line.partition("experts: ")[2]
     assert ("ScaledMM" in line.partition("experts: ")[0]) == is_native
