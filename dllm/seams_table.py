@@ -153,7 +153,11 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
         "where a beam search enters",
     ),
     # Configuration.
-    ("vllm.config", "CompilationMode CUDAGraphMode VllmConfig", "what the server was told"),
+    (
+        "vllm.config",
+        "CacheConfig CompilationMode CUDAGraphMode VllmConfig",
+        "what the server was told",
+    ),
     ("vllm.config.compilation", "CUDAGraphMode", "whether a step is padded for a graph"),
     ("vllm.config.diffusion", "DiffusionConfig", "makes the scheduler reserve the canvas"),
     (

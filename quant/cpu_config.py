@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 )
 
 from quant.cpu_experts import EXPERT_METHODS
-from quant.formats import NVFP4_GROUP, Numbers, dequantize_nvfp4, round_trip, unpack_fp4
+from quant.formats import NVFP4_GROUP, dequantize_nvfp4, round_trip, unpack_fp4
 from quant.schemes import Plan, parse_plan
 
 
@@ -137,9 +137,20 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
         self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """``[..., in]`` to ``[..., out]``."""
-        inputs: Numbers | None = None if self.use_a16 else "nvfp4"
         outputs = [
-            F.linear(round_trip(x, inputs, divisor), weight) for divisor, weight in layer.parts
+            F.linear(x if divisor is None else round_inputs(x, divisor), weight)
+            for divisor, weight in layer.parts
         ]
         output = torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
         return output if bias is None else output + bias
+
+
+@torch.library.custom_op("dllm::round_inputs", mutates_args=())
+def round_inputs(inputs: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """NVFP4 and back, as one operation: compiled or not, the same bits, and nothing to compile."""
+    return round_trip(inputs, "nvfp4", divisor)
+
+
+@round_inputs.register_fake
+def _(inputs: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    return inputs.new_empty(inputs.shape)

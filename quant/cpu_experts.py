@@ -157,7 +157,7 @@ def run_experts(
 def _(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
 ) -> torch.Tensor:
-    return torch.empty_like(tokens)
+    return tokens.new_empty(tokens.shape)
 
 
 def _take_parameters(layer: torch.nn.Module, prefix: str) -> dict[str, torch.Tensor]:

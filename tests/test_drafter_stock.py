@@ -1,0 +1,87 @@
+"""Our drafter drafts what vLLM's own does; with DLLM_DISABLE=1 vLLM's own is what runs.
+
+On a CPU vLLM 0.32 normalizes the context's keys of every layer with the first layer's weight
+(its CPU ``rms_norm`` takes one row of weights), so the drafter here has one weight for all layers.
+With weights of their own ours follows the definition: ``test_drafter_engine.py``.
+
+vLLM's runs in a process of its own, which is this file as a script.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+from drafter_harness import LIMITS, drafting_engine, greedy, watch_drafts
+from drafter_pairs import random_drafter, write_drafter, write_target
+
+NUM_DRAFTS = 5
+PROMPT = [(21 + 7 * index) % 450 for index in range(40)]
+NUM_TOKENS = 12
+TIMEOUT_S = 300
+
+
+def test_drafts_are_those_of_vllms_own_drafter(tmp_path):
+    weights = random_drafter()
+    weights["layers.1.self_attn.k_norm.weight"] = weights[
+        "layers.0.self_attn.k_norm.weight"
+    ].clone()
+    target = write_target(tmp_path / "target")
+    drafter = write_drafter(tmp_path / "drafter", weights=weights)
+    environment = os.environ | {
+        "DLLM_DISABLE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    finished = subprocess.run(
+        [sys.executable, __file__, str(target), str(drafter)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    theirs = json.loads(finished.stdout.splitlines()[-1])
+    assert theirs["proposer"] == "vllm.v1.spec_decode.dflash.DFlashProposer"
+
+    engine = drafting_engine(target, drafter, NUM_DRAFTS)
+    with watch_drafts(engine) as seen:
+        tokens = engine.generate([PROMPT], greedy(NUM_TOKENS))[0]
+    assert tokens == theirs["tokens"]
+    assert len(seen) >= NUM_TOKENS / (NUM_DRAFTS + 1)
+    assert [draft.drafts for draft in seen] == theirs["drafts"]
+    assert len({tuple(draft.drafts) for draft in seen}) > len(seen) / 2  # not one draft again
+
+
+def main(target: str, drafter: str) -> None:
+    """Print, as JSON, what vLLM's own drafter drafts in this process."""
+    from vllm import LLM
+
+    speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": NUM_DRAFTS}
+    options = {"dtype": "float32", "enforce_eager": True} | LIMITS
+    llm = LLM(target, speculative_config=speculative, **options)
+    core = llm.llm_engine.engine_core.engine_core
+    proposer = type(core.model_executor.driver_worker.worker.model_runner.drafter)
+    drafts: list[list[int]] = []
+    propose = proposer.propose
+
+    def spy(*args: object, **kwargs: object) -> object:
+        proposed = propose(*args, **kwargs)
+        drafts.extend(proposed.tolist())
+        return proposed
+
+    proposer.propose = spy
+    output = llm.generate([{"prompt_token_ids": PROMPT}], greedy(NUM_TOKENS), use_tqdm=False)
+    result = {
+        "proposer": f"{proposer.__module__}.{proposer.__qualname__}",
+        "tokens": list(output[0].outputs[0].token_ids),
+        "drafts": drafts,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
