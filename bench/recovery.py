@@ -154,7 +154,7 @@ def ask(url: str, asked: Asked, name: str) -> Answered:
 def what_computed(log: str) -> str:
     """What a server's log says about its quantized layers; plain layers it does not mention."""
     said = SAID.search(log)
-    return said[1] if said else "vLLM, unquantized"
+    return said[1] if said else "16-bit weights and inputs, by vLLM's own kernels"
 
 
 def rows_of(
@@ -162,6 +162,8 @@ def rows_of(
 ) -> list[dict[str, object]]:
     """A row for each seed and family."""
     rows = []
+    if contestant.kv_cache != BASELINE:
+        computed_by += f"; keys and values in {contestant.kv_cache}"
     weight_bytes = sum(file.stat().st_size for file in contestant.path.glob("*.safetensors"))
     for cell, drawn in asked.items():
         right, baseline_right = (

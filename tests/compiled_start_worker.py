@@ -51,6 +51,7 @@ def main() -> None:
         max_num_seqs=4,
         max_num_batched_tokens=128,
         disable_log_stats=True,
+        kv_cache_memory_bytes=64 << 20,
     )
     report: dict[str, object] = {
         "compiled": compilation_counter.num_aot_compiles,

@@ -60,7 +60,8 @@ def test_one_command_writes_the_csv_and_prints_the_tables(tmp_path, monkeypatch,
     recovery.main([*arguments, "--seeds", "0", "1", "--tasks", FAMILIES, "--output", str(target)])
     rows = list(csv.DictReader(target.open()))
     assert len(rows) == 4 * 2 * 2  # contestants, seeds, families
-    assert {row["computed_by"] for row in rows} == {"linear layers: by Such"}
+    such = "linear layers: by Such"
+    assert {row["computed_by"] for row in rows} == {such, f"{such}; keys and values in fp8"}
     whole = results(rows)
     assert whole["bf16"].num_correct == whole["fp8-dynamic"].num_correct == 40
     assert whole["nvfp4"].num_correct == 20
