@@ -90,7 +90,10 @@ class EngineProcess:
         self._log = Path(job.folder) / f"{job.name}.log"
         self._ready_by = time.monotonic() + ready_timeout_s
         self._unread = b""
-        environment = child_environment() | {"VLLM_LOGGING_LEVEL": "ERROR"}
+        environment = child_environment() | {
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # the trace has a part for each process
+        }
         environment |= {"DLLM_DISABLE": "1"} if job.server == BUILTIN else {}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -14,6 +14,7 @@ import sys
 
 from drafter_harness import LIMITS, drafting_engine, greedy, watch_drafts
 from drafter_pairs import random_drafter, write_drafter, write_target
+from engine_harness import KV_CACHE_BYTES
 
 NUM_DRAFTS = 5
 PROMPT = [(21 + 7 * index) % 450 for index in range(40)]
@@ -33,7 +34,6 @@ def test_drafts_are_those_of_vllms_own_drafter(tmp_path):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     finished = subprocess.run(
@@ -62,6 +62,7 @@ def main(target: str, drafter: str) -> None:
 
     speculative = {"method": "dflash", "model": drafter, "num_speculative_tokens": NUM_DRAFTS}
     options = {"dtype": "float32", "enforce_eager": True} | LIMITS
+    options |= {"kv_cache_memory_bytes": KV_CACHE_BYTES}
     llm = LLM(target, speculative_config=speculative, **options)
     core = llm.llm_engine.engine_core.engine_core
     proposer = type(core.model_executor.driver_worker.worker.model_runner.drafter)
