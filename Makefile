@@ -18,8 +18,6 @@ QUANT   := .venv-quant
 # Nothing is compiled to bytecode ahead: that takes longer than all the rest, for files rarely run.
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
            $(PIP_ARGS)
-# Those of our packages that exist.
-SOURCES := $(patsubst %/__init__.py,%,$(wildcard $(addsuffix /__init__.py,dllm attention quant)))
 
 # One thread: with more, each operation waits for the slowest, and a core that something else keeps
 # busy makes a denoise step ten times slower. No binding: two servers would be bound to one core.
@@ -53,7 +51,7 @@ $(VENV)/.locked: requirements/cpu.txt packaging/vllm-metadata/pyproject.toml
 	$(PIP) --no-build-isolation ./packaging/vllm-metadata
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.locked pyproject.toml $(addsuffix /__init__.py,$(SOURCES))
+$(VENV)/.installed: $(VENV)/.locked pyproject.toml dllm/__init__.py attention/__init__.py quant/__init__.py
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
@@ -90,7 +88,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 types: setup
-	$(BIN)/mypy $(SOURCES)
+	$(BIN)/mypy dllm attention quant bench
 
 # Figures and README sections are made from the CSV files that the first command writes.
 bench: setup

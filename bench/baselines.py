@@ -111,7 +111,7 @@ def facts(contestant: Contestant, shape: Shape) -> dict[str, object]:
     server = contestant.server
     assert server is not None
     prompt = [20 + position % 100 for position in range(shape.input_len)]
-    tried = {"temperature": {"temperature": 0.5}, "seed": {"seed": 1}}
+    tried: dict[str, dict[str, float]] = {"temperature": {"temperature": 0.5}, "seed": {"seed": 1}}
     statuses: dict[str, object] = {
         f"http_status_with_{name}": server.complete(prompt=prompt, max_tokens=1, **body).status
         for name, body in tried.items()

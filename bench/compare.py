@@ -14,7 +14,6 @@ two, and the ratios are head / base, pair by pair. Nothing is written.
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.client import Client
-from bench.context import ROOT
-from bench.measure import OVERLAPPED, GateError, Measurement
-from bench.race import Contestant, Race, admit, progress, start_all
+from bench.command import add_serve_flags, canvas_length, reporting_failures
+from bench.context import ROOT, progress
+from bench.measure import OVERLAPPED, Measurement
+from bench.race import Contestant, Race, admit, start_all
 from bench.report import tables
 from bench.servers import Server, ServerOptions
 from bench.workloads import ADAPTIVE, FIXED, QUESTIONS, RANDOM, Shape, Workload, card_accuracy
@@ -41,23 +41,18 @@ class Options:
     repository: Path
     refs: tuple[str, str]
     model: Path
+    shape: Shape
     rounds: int
     num_requests: int
     concurrencies: tuple[int, ...]
     serve_flags: tuple[str, ...]
 
 
+@reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both and print the tables."""
     options = parse(arguments)
-    try:
-        measured = measure(options)
-    except GateError as error:
-        print(f"No speed is reported, because outputs are wrong:\n{error}", file=sys.stderr)
-        return 1
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 2
+    measured = measure(options)
     print(f"\n{tables(measured)}")
     return 1 if any(one.problem for _, one in measured) else 0
 
@@ -69,8 +64,6 @@ def measure(options: Options) -> list[tuple[Workload, Measurement]]:
         GateError: outputs are wrong.
         RuntimeError: a commit cannot be checked out or served.
     """
-    canvas = json.loads((options.model / "config.json").read_text())["canvas_length"]
-    shape = Shape(canvas, input_len=2 * canvas, output_len=2 * canvas)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-compare-")))
         contestants = []
@@ -93,12 +86,11 @@ def measure(options: Options) -> list[tuple[Workload, Measurement]]:
         progress(f"starting {' and '.join(one.name for one in contestants)}")
         start_all([one.server for one in contestants if one.server], stack)
         for contestant in contestants:
-            admit(contestant, shape)
-        workloads = short_set(options, shape)
-        return Race(contestants, workloads, options.rounds, Client(folder)).run()
+            admit(contestant, options.shape)
+        return Race(contestants, short_set(options), options.rounds, Client(folder)).run()
 
 
-def short_set(options: Options, shape: Shape) -> list[Workload]:
+def short_set(options: Options) -> list[Workload]:
     """Questions and random tokens; the fixed steps are arguments of each request."""
     fixed = json.dumps({"vllm_xargs": {"diffusion_max_steps": STEPS, "diffusion_confidence": 0}})
     return [
@@ -106,7 +98,7 @@ def short_set(options: Options, shape: Shape) -> list[Workload]:
             FIXED if prompts == RANDOM else ADAPTIVE,
             prompts,
             options.num_requests + 2 * concurrency,
-            shape,
+            options.shape,
             concurrency,
             steps_per_block=STEPS if prompts == RANDOM else None,
             sent=fixed if prompts == RANDOM else "",
@@ -194,19 +186,14 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--num-requests", type=int, default=30, help="of a run, at least")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
-    parser.add_argument(
-        "--serve-flags",
-        type=shlex.split,
-        default=shlex.split("--kv-cache-memory-bytes 256M --max-model-len 1024"),
-        help="of both servers, in one string",
-    )
+    add_serve_flags(parser)
     given = parser.parse_args(arguments)
-    if not (given.model / "config.json").exists():
-        parser.error(f"--model {given.model}: no config.json there; give a checkpoint's folder.")
+    canvas = canvas_length(parser, given.model)
     return Options(
         repository=given.repository,
         refs=(given.head, given.base),
         model=given.model.resolve(),
+        shape=Shape(canvas, input_len=2 * canvas, output_len=2 * canvas),
         rounds=given.rounds,
         num_requests=given.num_requests,
         concurrencies=tuple(given.concurrency),

@@ -76,7 +76,10 @@ def _projections(
     into = random(query + keys * size * (1 if is_full else 2), hidden)
     out, attended = random(hidden, query), random(len(x), query)
     count = text["layer_types"].count(kind)
-    both = [(lambda: F.linear(x, into), count), (lambda: F.linear(attended, out), count)]
+    both: list[tuple[Call, int]] = [
+        (lambda: F.linear(x, into), count),
+        (lambda: F.linear(attended, out), count),
+    ]
     return {f"{kind.partition('_')[0]}: projections": both}
 
 

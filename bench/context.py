@@ -1,4 +1,4 @@
-"""What a number means nothing without, and CSV files that carry it on every row."""
+"""What a number means nothing without, CSV files that carry it on every row, and progress."""
 
 import contextlib
 import csv
@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -41,7 +42,11 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """Processor and number of cores."""
+    """The GPU, if there is one, otherwise the processor; and the number of cores."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores"
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
@@ -50,16 +55,21 @@ def machine() -> str:
 def versions() -> str:
     """Of what the numbers depend on, as far as it is installed."""
     found = []
-    for name in ("vllm", "torch", "transformers"):
+    for name in ("vllm", "torch", "triton", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
     return ", ".join(found)
 
 
+def progress(text: str) -> None:
+    """Say what is going on; no speeds, which may yet be refused."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """One line a row, replacing the file; columns are those of the first row.
 
-    Numbers are rounded to four decimals; None is an empty cell.
+    Numbers keep six digits; None is an empty cell.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -67,7 +77,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         writer.writeheader()
         for row in rows:
             writer.writerow(
-                {key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()}
+                {key: f"{v:.6g}" if isinstance(v, float) else v for key, v in row.items()}
             )
 
 

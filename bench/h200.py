@@ -151,8 +151,9 @@ def summary(out: Path) -> str:
             if row["component"] != "pass":
                 continue
             floor = floors.get((row["weights"], row["batch"]))
-            is_real = row["model"] == "released" and floor is not None
-            headroom = f", {float(row['ms_per_step']) / floor:.2f} x its floor" if is_real else ""
+            headroom = ""
+            if floor is not None and row["model"] == "released":
+                headroom = f", {float(row['ms_per_step']) / floor:.2f} x its floor"
             lines.append(
                 f"{row['model']} {row['weights']} batch {row['batch']:>2} {row['server']:9} "
                 f"{float(row['ms_per_step']):8.2f} ms a pass, "

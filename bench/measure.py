@@ -207,11 +207,13 @@ def measurement(
         correct = num_correct(asked, saved["generated_texts"])
     accuracy = accuracy_problem(correct, len(asked), expected) if asked else ""
     problem = run_problem(commits, saved, workload, accuracy)
-    about = vars(circumstances) | {"num_requests": workload.num_requests}
+    about: dict[str, Any] = vars(circumstances) | {"num_requests": workload.num_requests}
     tokens = sum(saved["output_lens"])
     known: dict[str, Any] = {"num_correct": correct if asked else None, "problem": problem}
     if problem:
-        nothing = dict.fromkeys((*SPEEDS, "steps_per_block", "passes_per_block", "tokens_per_pass"))
+        nothing: dict[str, Any] = dict.fromkeys(
+            (*SPEEDS, "steps_per_block", "passes_per_block", "tokens_per_pass")
+        )
         return Measurement(**about, output_tokens=tokens, **nothing, **known)
     passes = count_passes(commits, saved, workload)
     blocks, denoise = passes.num_blocks, passes.num_denoise

@@ -1,6 +1,5 @@
 """Contestants on the same workloads, taking turns, so that machine drift hits all alike."""
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.client import Client
+from bench.context import progress
 from bench.measure import (
     AUTOREGRESSIVE,
     REFERENCE,
@@ -159,14 +159,15 @@ def withhold(
 
     One run has few answers and a wide bound; all runs of a schedule have many.
     """
-    tallies: dict[tuple[str, str], list[int]] = {}
+    tallies: dict[tuple[str, str], tuple[int, int]] = {}
     for workload, one in measured:
         if one.num_correct is not None and workload.schedule != FIXED:
-            tally = tallies.setdefault((workload.schedule, one.contestant), [0, 0])
-            tally[0] += one.num_correct
-            tally[1] += one.num_requests
+            key = (workload.schedule, one.contestant)
+            correct, asked = tallies.get(key, (0, 0))
+            tallies[key] = correct + one.num_correct, asked + one.num_requests
     problems = {
-        key: accuracy_problem(*tally, expected.get(key[1])) for key, tally in tallies.items()
+        key: accuracy_problem(correct, asked, expected.get(key[1]))
+        for key, (correct, asked) in tallies.items()
     }
     result = []
     for workload, one in measured:
@@ -212,8 +213,3 @@ def start_all(servers: Sequence[Server], stack: ExitStack) -> None:
         server.start()
     for server in servers:
         server.wait_until_ready()
-
-
-def progress(text: str) -> None:
-    """Say what is going on; no speeds, which may yet be refused."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.command import SERVE_FLAGS
 from bench.context import RESULTS, ROOT, provenance, write_csv
 from bench.readme import recovery as section
 from bench.recovery_report import BASELINE, verdicts
@@ -31,7 +32,6 @@ from dllm.train.tasks import Question, questions
 SCHEMES = ("fp8-dynamic", "nvfp4")
 MAX_TOKENS = 128
 CONCURRENCY = 8
-FLAGS = ("--max-model-len", "1024", "--kv-cache-memory-bytes", "256M")
 # The line of ``dllm.seams_quant`` in a server's log.
 SAID = re.compile(r"dllm: [\w-]+ checkpoint; (.*)")
 
@@ -128,7 +128,7 @@ def measure(contestant: Contestant, asked: Asked, flags: tuple[str, ...]) -> tup
     name = re.sub(r"\W+", "-", contestant.name)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / f"{name}.log"
-        all_flags = (*FLAGS, *contestant.flags, *flags)
+        all_flags = (*SERVE_FLAGS, *contestant.flags, *flags)
         with Server(ServerOptions(name, str(contestant.path), all_flags), log) as server:
             server.start()
             server.wait_until_ready()

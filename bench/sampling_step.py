@@ -18,22 +18,19 @@ second of a copy (read and write counted), measured in the same run.
 from __future__ import annotations
 
 import argparse
-import csv
-import importlib.metadata
 import os
-import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bench.context import commit, machine
-from bench.sampling_memory import measure_memory
+from bench.context import RESULTS, provenance, write_csv
+from bench.sampling_memory import Memory, measure_memory
 from bench.sampling_peers import (
     Outcome,
     Shape,
@@ -47,7 +44,6 @@ from bench.sampling_peers import (
 from dllm.row_stats import row_stats
 from dllm.soft_embedding import skipped_mass
 
-RESULTS = Path(__file__).resolve().parent / "results"
 BUILTIN, SPARSE, EXACT = "built-in", "ours, sparse", "ours, exact"
 ENTROPY_TOLERANCE = 1e-3  # nats: the built-in sums p log p over the whole row in fp32
 
@@ -101,12 +97,12 @@ def seconds(call: Callable[[], object], device: str) -> float:
 
 
 def alternate(
-    steps: dict[str, Callable[[], object]], rounds: int, device: str
+    steps: Mapping[str, Callable[[], object]], rounds: int, device: str
 ) -> dict[str, list[float]]:
     """Seconds of each step in each round; every other round runs in the opposite order."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds):
-        names = list(steps) if index % 2 == 0 else list(reversed(steps))
+        names = list(steps) if index % 2 == 0 else list(steps)[::-1]
         for name in names:
             times[name].append(seconds(steps[name], device))
     return times
@@ -193,34 +189,10 @@ def show(timing: Timing) -> None:
     )
 
 
-def provenance() -> dict[str, str]:
-    """What a number means nothing without."""
-    known = {d.metadata["Name"] for d in importlib.metadata.distributions()}
-    names = [name for name in ("vllm", "torch", "triton") if name in known]
-    is_gpu = torch.cuda.is_available()
-    return {
-        "commit": commit(),
-        "machine": torch.cuda.get_device_name() if is_gpu else machine(),
-        "threads": str(torch.get_num_threads()),
-        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names),
-        "command": shlex.join(["python", "-m", "bench.sampling_step", *sys.argv[1:]]),
-    }
-
-
-def write_csv(path: Path, lines: Sequence[object]) -> None:
-    """One line a dataclass, replacing the file."""
-    shared = provenance()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        names = [field.name for field in fields(lines[0])]  # type: ignore[arg-type]
-        writer = csv.DictWriter(file, [*names, *shared], lineterminator="\n")
-        writer.writeheader()
-        for line in lines:
-            numbers = {
-                key: f"{value:.5g}" if isinstance(value, float) else value
-                for key, value in asdict(line).items()  # type: ignore[call-overload]
-            }
-            writer.writerow(numbers | shared)
+def save(path: Path, lines: Sequence[Timing] | Sequence[Memory]) -> None:
+    """One line a row, with what it means nothing without."""
+    about = provenance("bench.sampling_step") | {"threads": torch.get_num_threads()}
+    write_csv(path, [asdict(line) | about for line in lines])
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -248,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.memory:
         lines = measure_memory(device, options.smoke)
-        write_csv(options.results / f"sampling_step_memory_{device}.csv", lines)
+        save(options.results / f"sampling_step_memory_{device}.csv", lines)
         return 0
     if options.smoke:
         options.rows, options.vocab, options.hidden, options.rounds = [8], [9000], [16], 1
@@ -266,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for timing in new:
                         show(timing)
                     timings += new
-                    write_csv(options.results / f"sampling_step_{device}.csv", timings)
+                    save(options.results / f"sampling_step_{device}.csv", timings)
     return 0
 
 

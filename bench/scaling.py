@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from bench import step_ranges
-from bench.context import RESULTS, provenance, write_csv
+from bench.context import RESULTS, progress, provenance, write_csv
 from bench.growth import Growth, bends_at, fit
 from bench.step_ranges import (
     GROUPS,
@@ -103,7 +103,7 @@ class Engine:
         config = tiny_config(
             canvas_length=canvas, vocab_size=vocabulary, max_position_embeddings=16_384
         )
-        generation = {"max_denoising_steps": 10_000, "confidence_threshold": 0.0}
+        generation: dict[str, object] = {"max_denoising_steps": 10_000, "confidence_threshold": 0.0}
         path = write_checkpoint(folder, config, generation=generation)
         most = max(point["concurrency"] for point in points)
         self._ids = 0
@@ -169,11 +169,6 @@ def start_engines(points: Sequence[Point], folder: Path) -> dict[tuple[int, int]
     functions += engine_functions(engines[points[0].model].llm.llm_engine.vllm_config)
     name_parts(functions)
     return engines
-
-
-def progress(text: str) -> None:
-    """Say what is going on."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 # --- measuring -----------------------------------------------------------------------------------

@@ -27,8 +27,6 @@ Written to --results: serve_MODE.csv (one row a run), and on the adaptive schedu
 """
 
 import argparse
-import json
-import shlex
 import sys
 import tempfile
 import time
@@ -40,9 +38,10 @@ from pathlib import Path
 from bench import families
 from bench.baselines import BUILTIN_WIDE, Baselines, facts
 from bench.client import Client
-from bench.context import RESULTS, provenance, write_csv
-from bench.measure import AUTOREGRESSIVE, BUILTIN, OURS, REFERENCE, GateError, Measurement
-from bench.race import Contestant, Race, admit, progress, start_all
+from bench.command import add_serve_flags, canvas_length, reporting_failures
+from bench.context import RESULTS, progress, provenance, write_csv
+from bench.measure import AUTOREGRESSIVE, BUILTIN, OURS, REFERENCE, Measurement
+from bench.race import Contestant, Race, admit, start_all
 from bench.report import csv_rows, tables
 from bench.workloads import ADAPTIVE, FIXED, QUESTIONS, RANDOM, Shape, Workload
 
@@ -90,22 +89,16 @@ class Options:
         return found
 
 
+@reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table per workload, write the CSV files."""
     options = parse(arguments)
     measured: list[tuple[Workload, Measurement]] = []
     deadline = time.monotonic() + options.budget_s
-    try:
-        for index, schedule in enumerate(options.schedules):
-            sizes = [len(options.workloads(other)) for other in options.schedules[index:]]
-            left = (deadline - time.monotonic()) * sizes[0] / sum(sizes)
-            measured += measure(options, schedule, time.monotonic() + left)
-    except GateError as error:
-        print(f"No speed is reported, because outputs are wrong:\n{error}", file=sys.stderr)
-        return 1
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 2
+    for index, schedule in enumerate(options.schedules):
+        sizes = [len(options.workloads(other)) for other in options.schedules[index:]]
+        left = (deadline - time.monotonic()) * sizes[0] / sum(sizes)
+        measured += measure(options, schedule, time.monotonic() + left)
     path = options.results / f"serve_{options.mode}.csv"
     write_csv(path, csv_rows(measured, options.mode, provenance("bench.serve")))
     print(f"\n{tables(measured)}\n\n{path}")
@@ -184,27 +177,19 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--input-len", type=int, default=64, help="of random prompts")
     parser.add_argument("--output-len", type=int, default=64, help="of answers to them")
     parser.add_argument("--questions", type=int, default=12, help="a family, for answers.csv")
-    parser.add_argument(
-        "--serve-flags",
-        type=shlex.split,
-        default=shlex.split("--kv-cache-memory-bytes 256M --max-model-len 1024"),
-        help="of all servers, in one string",
-    )
+    add_serve_flags(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     return checked(parser, parser.parse_args(arguments))
 
 
 def checked(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Options:
     """Options, or an exit with a message."""
-    config = given.model / "config.json"
-    if not config.exists():
-        parser.error(f"--model {given.model}: no config.json there; give a checkpoint's folder.")
+    length = canvas_length(parser, given.model)
     for flag, value in (("--rounds", given.rounds), ("--steps", given.steps)):
         if value < 1:
             parser.error(f"{flag} {value}; allowed: at least 1.")
-    canvas_length = json.loads(config.read_text())["canvas_length"]
     try:
-        shape = Shape(canvas_length, given.input_len, given.output_len)
+        shape = Shape(length, given.input_len, given.output_len)
     except ValueError as error:
         parser.error(str(error))
     autoregressive = given.autoregressive

@@ -19,7 +19,6 @@ each setting, over all of its runs.
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,9 +28,10 @@ from pathlib import Path
 
 from bench.baselines import write_generation_config
 from bench.client import Client
-from bench.context import RESULTS, provenance, write_csv
-from bench.measure import OVERLAPPED, SEPARATE, GateError, Measurement
-from bench.race import Contestant, Race, admit, progress, start_all
+from bench.command import add_serve_flags, canvas_length, reporting_failures
+from bench.context import RESULTS, progress, provenance, write_csv
+from bench.measure import OVERLAPPED, SEPARATE, Measurement
+from bench.race import Contestant, Race, admit, start_all
 from bench.report import Measured, Spread, aligned, csv_rows, pair_ratios, tables
 from bench.servers import Server, ServerOptions
 from bench.workloads import ADAPTIVE, QUESTIONS, Shape, Workload, card_accuracy
@@ -88,24 +88,18 @@ class Options:
     results: Path
 
 
+@reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every switch, print the tables, write the CSV."""
     options = parse(arguments)
     rows: list[dict[str, object]] = []
     gains: list[tuple[str, ...]] = [GAIN_COLUMNS]
     about = provenance("bench.switches")
-    try:
-        for name in options.switches:
-            measured = measure(options, name)
-            print(f"\n{tables(measured)}")
-            rows += [{"switch": name} | row for row in csv_rows(measured, "", about)]
-            gains += [gain(workload, measured, name) for workload in options.workloads]
-    except GateError as error:
-        print(f"No speed is reported, because outputs are wrong:\n{error}", file=sys.stderr)
-        return 1
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 2
+    for name in options.switches:
+        measured = measure(options, name)
+        print(f"\n{tables(measured)}")
+        rows += [{"switch": name} | row for row in csv_rows(measured, "", about)]
+        gains += [gain(workload, measured, name) for workload in options.workloads]
     path = options.results / "switches.csv"
     write_csv(path, rows)
     print("\n" + "\n".join(aligned(gains)) + f"\n\n{path}")
@@ -187,18 +181,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--num-requests", type=int, default=60, help="of a run")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
-    parser.add_argument(
-        "--serve-flags",
-        type=shlex.split,
-        default=shlex.split("--kv-cache-memory-bytes 256M --max-model-len 1024"),
-        help="of all servers, in one string",
-    )
+    add_serve_flags(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
     given = parser.parse_args(arguments)
-    config = given.model / "config.json"
-    if not config.exists():
-        parser.error(f"--model {given.model}: no config.json there; give a checkpoint's folder.")
-    canvas = json.loads(config.read_text())["canvas_length"]
+    canvas = canvas_length(parser, given.model)
     shape = Shape(canvas, input_len=64, output_len=2 * canvas)
     return Options(
         model=given.model,

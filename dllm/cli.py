@@ -10,11 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from dllm import __version__
-from dllm.config import did_you_mean
+from dllm.field_checks import did_you_mean
 
 # Name: (module, what it does).
 COMMANDS = {
     "train": ("dllm.train.command", "train a small model: diffusion or autoregressive"),
+    "calibrate": ("dllm.calibrate.command", "train a drafter on what a target says"),
+    "check-drafter": ("dllm.calibrate.check_command", "look for what keeps drafts from fitting"),
     "eval": ("dllm.evaluate", "score a server, or a checkpoint in process, on held-out questions"),
     "chat": ("dllm.chat", "talk to a running server"),
     "watch": ("dllm.watch", "watch a canvas settle, step by step"),

@@ -11,7 +11,7 @@ from typing import TypeVar
 import openai
 
 from dllm.cli import CommandError
-from dllm.config import did_you_mean
+from dllm.field_checks import did_you_mean
 
 Number = TypeVar("Number", int, float)
 

@@ -6,12 +6,14 @@
 Both refuse wrong values when the server starts, with the key, the value and the allowed range.
 """
 
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dllm.drafter.options import DrafterOptions
+from dllm.field_checks import FloatRange, check_int, known_fields
+
+WHERE = '--additional-config: "dllm"'  # of PluginOptions, in messages
 
 CanvasWindow = Literal["symmetric", "anchored"]
 CommitMode = Literal["overlapped", "separate"]
@@ -20,34 +22,6 @@ SoftEmbedding = Literal["auto", "sparse", "exact"]
 CANVAS_WINDOWS: tuple[CanvasWindow, ...] = ("symmetric", "anchored")
 COMMIT_MODES: tuple[CommitMode, ...] = ("overlapped", "separate")
 SOFT_EMBEDDINGS: tuple[SoftEmbedding, ...] = ("auto", "sparse", "exact")
-
-
-def did_you_mean(given: str, known: list[str]) -> str:
-    """`` (did you mean 'x'?)`` for the nearest known word, or nothing."""
-    nearest = difflib.get_close_matches(given, known, n=1)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
-
-
-@dataclass(frozen=True)
-class FloatRange:
-    """The numbers from ``low`` (unless excluded) to ``high``; its text completes "allowed: "."""
-
-    low: float
-    high: float
-    excludes_low: bool = False
-
-    def __contains__(self, value: object) -> bool:
-        """Whether ``value`` is a number (a bool is none, and neither is NaN) in the range."""
-        return (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and self.low <= value <= self.high
-            and not (self.excludes_low and value == self.low)
-        )
-
-    def __str__(self) -> str:
-        low = f"above {self.low:.10g}" if self.excludes_low else f"of at least {self.low:.10g}"
-        return f"a number {low} and at most {self.high:.10g}"
 
 
 # Of the model and of a request alike. Wide enough for every use, and narrow enough that fp32 holds
@@ -81,9 +55,9 @@ class DenoiseConfig:
     canvas_window: CanvasWindow
 
     def __post_init__(self) -> None:
-        _check_int("canvas_length", self.canvas_length, at_least=1)
-        _check_int("max_denoising_steps", self.max_denoising_steps, at_least=1)
-        _check_int("stability_threshold", self.stability_threshold, at_least=0)
+        check_int("canvas_length", self.canvas_length, at_least=1)
+        check_int("max_denoising_steps", self.max_denoising_steps, at_least=1)
+        check_int("stability_threshold", self.stability_threshold, at_least=0)
         _check_float("t_min", self.t_min, TEMPERATURES)
         _check_float("t_max", self.t_max, TEMPERATURES)
         _check_float("sampler_config.entropy_bound", self.entropy_bound, ENTROPY_BOUNDS)
@@ -187,18 +161,13 @@ class PluginOptions:
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
 
     def __post_init__(self) -> None:
-        _check_int(
-            '--additional-config: "dllm": logits_workspace_mib', self.logits_workspace_mib, 1
-        )
+        check_int(f"{WHERE}: logits_workspace_mib", self.logits_workspace_mib, 1)
         for key, value, allowed in (
             ("commit", self.commit, COMMIT_MODES),
             ("soft_embedding", self.soft_embedding, SOFT_EMBEDDINGS),
         ):
             if value not in allowed:
-                raise ValueError(
-                    f'--additional-config: "dllm": {key} = {value!r}; allowed: '
-                    f"{', '.join(allowed)}."
-                )
+                raise ValueError(f"{WHERE}: {key} = {value!r}; allowed: {', '.join(allowed)}.")
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "PluginOptions":
@@ -217,17 +186,9 @@ class PluginOptions:
         given = additional_config.get("dllm")
         if given is None:
             return cls()
-        if not isinstance(given, Mapping):
-            raise ValueError(f'--additional-config: "dllm" must be an object, got {given!r}.')
-        known = [field.name for field in fields(cls)]
-        for key in given:
-            if key not in known:
-                raise ValueError(
-                    f'--additional-config: "dllm" has no option {key!r}'
-                    f"{did_you_mean(str(key), known)}; known: {', '.join(known)}."
-                )
-        drafter = DrafterOptions.from_given(given.get("drafter", {}))
-        return cls(**{**given, "drafter": drafter})
+        values = known_fields(cls, given, WHERE)
+        drafter = DrafterOptions.from_given(values.get("drafter", {}))
+        return cls(**{**values, "drafter": drafter})
 
 
 def takes_images(hf_config: Any) -> bool:
@@ -248,11 +209,6 @@ def _require(mapping: Mapping[str, object], key: str, where: str):  # type: igno
             f"""with --override-generation-config '{{"{key}": ...}}'."""
         )
     return value
-
-
-def _check_int(key: str, value: object, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{key} = {value!r}; allowed: an integer of at least {at_least}.")
 
 
 def _check_float(key: str, value: object, allowed: FloatRange) -> None:

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dllm import client
 from dllm.cli import OK, CommandError
-from dllm.config import did_you_mean
 from dllm.eval_report import Run, Score, score, table, total, wrong_answers
 from dllm.eval_server import ServedModel
+from dllm.field_checks import did_you_mean
 from dllm.train.tasks import FAMILIES, SPLITS, Question, questions
 
 ALL = "all"

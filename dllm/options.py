@@ -17,9 +17,8 @@ from dllm.config import (
     ENTROPY_BOUNDS,
     TEMPERATURES,
     DenoiseConfig,
-    FloatRange,
-    did_you_mean,
 )
+from dllm.field_checks import FloatRange, did_you_mean
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dllm.cli import CommandError
-from dllm.config import did_you_mean
+from dllm.field_checks import did_you_mean
 from quant.formats import NVFP4_GROUP
 from quant.linears import Linear
 from quant.schemes import SCHEMES, Plan, Scheme

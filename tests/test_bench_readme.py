@@ -163,7 +163,7 @@ def test_an_unknown_mark_is_refused(results: Path) -> None:
 def test_csv_files_say_where_they_come_from(tmp_path: Path) -> None:
     write_csv(tmp_path / "a" / "x.csv", [{"value": 1 / 3, "nothing": None} | provenance("bench.x")])
     (row,) = read_csv(tmp_path / "a" / "x.csv")
-    assert (row["value"], row["nothing"]) == ("0.3333", "")
+    assert (row["value"], row["nothing"]) == ("0.333333", "")
     assert all(row[name] for name in ("commit", "machine", "versions", "command"))
     assert read_csv(tmp_path / "none.csv") == []
 

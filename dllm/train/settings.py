@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-from dllm.config import FloatRange, did_you_mean
+from dllm.field_checks import FloatRange, check_int, did_you_mean
 from dllm.train.tasks import FAMILIES
 
 Objective = Literal["diffusion", "ar"]
@@ -84,12 +84,12 @@ class TrainSettings:
         if self.objective not in get_args(Objective):
             _refuse("objective", self.objective, " or ".join(get_args(Objective)))
         for name, at_least in _AT_LEAST.items():
-            _check_int(name, getattr(self, name), at_least)
+            check_int(name, getattr(self, name), at_least)
         for name, allowed in _RANGES.items():
             if getattr(self, name) not in allowed:
                 _refuse(name, getattr(self, name), str(allowed))
         for size in fields(ModelShape):
-            _check_int(f"model.{size.name}", getattr(self.model, size.name), 1)
+            check_int(f"model.{size.name}", getattr(self.model, size.name), 1)
         if self.model.hidden_size % 32:
             _refuse("model.hidden_size", self.model.hidden_size, "a multiple of 32")
         if self.model.num_experts < 2:
@@ -172,11 +172,6 @@ def _check_known(kind: type, values: Mapping[str, object], prefix: str = "") -> 
                 f"unknown field {prefix}{name}{did_you_mean(name, known)}; "
                 f"allowed: {', '.join(known)}."
             )
-
-
-def _check_int(name: str, value: object, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        _refuse(name, value, f"an integer of at least {at_least}")
 
 
 def _refuse(name: str, value: object, allowed: str) -> NoReturn:

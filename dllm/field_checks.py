@@ -1,0 +1,59 @@
+"""Checks of options and settings: what was given, what is allowed, what may have been meant."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+def did_you_mean(given: str, known: list[str]) -> str:
+    """`` (did you mean 'x'?)`` for the nearest known word, or nothing."""
+    nearest = difflib.get_close_matches(given, known, n=1)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+
+
+@dataclass(frozen=True)
+class FloatRange:
+    """The numbers from ``low`` (unless excluded) to ``high``; its text completes "allowed: "."""
+
+    low: float
+    high: float
+    excludes_low: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        """Whether ``value`` is a number (a bool is none, and neither is NaN) in the range."""
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and self.low <= value <= self.high
+            and not (self.excludes_low and value == self.low)
+        )
+
+    def __str__(self) -> str:
+        low = f"above {self.low:.10g}" if self.excludes_low else f"of at least {self.low:.10g}"
+        return f"a number {low} and at most {self.high:.10g}"
+
+
+def check_int(name: str, value: object, at_least: int) -> None:
+    """Refuse what is no integer (a bool is none) or less than ``at_least``, with a ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name} = {value!r}; allowed: an integer of at least {at_least}.")
+
+
+def known_fields(kind: type, given: object, where: str) -> Mapping[str, Any]:
+    """``given``, if it is an object all of whose keys are fields of the dataclass ``kind``.
+
+    Args:
+        where: what messages call the object.
+
+    Raises:
+        ValueError: it is no object, or a key is unknown; with the nearest known one.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{where} must be an object, got {given!r}.")
+    known = [field.name for field in fields(kind)]
+    for key in given:
+        if key not in known:
+            hint = did_you_mean(str(key), known)
+            raise ValueError(f"{where} has no option {key!r}{hint}; known: {', '.join(known)}.")
+    return given
