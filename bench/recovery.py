@@ -20,8 +20,7 @@ from pathlib import Path
 
 from bench.command import SERVE_FLAGS
 from bench.context import RESULTS, ROOT, provenance, write_csv
-from bench.readme import recovery as section
-from bench.recovery_report import BASELINE, verdicts
+from bench.recovery_report import BASELINE, recovery, verdicts
 from bench.servers import Server, ServerOptions
 from dllm.client import connect
 from dllm.eval_report import Run
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             baseline = baseline or answered
             rows += rows_of(contestant, computed_by, asked, answered, baseline)
             write_csv(given.output, [row | provenance("bench.recovery") for row in rows])
-    print(section(given.output.parent))
+    print(recovery(given.output.parent))
     print("\n".join(verdicts([{key: str(cell) for key, cell in row.items()} for row in rows])))
     return 0
 

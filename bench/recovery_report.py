@@ -7,9 +7,12 @@ steps       denoise steps / blocks, and that over the bf16 checkpoint's
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from bench.context import read_csv
+from bench.markdown import markdown, measured_with
 from dllm.eval_report import wilson_interval
 
 BASELINE = "bf16"
@@ -71,7 +74,7 @@ class Result:
         return self.denoise_steps / self.blocks if self.blocks else float("nan")
 
 
-def results(rows: Sequence[Row]) -> dict[str, Result]:
+def by_contestant(rows: Sequence[Row]) -> dict[str, Result]:
     """Each contestant's sum, in the order of the rows."""
     names = dict.fromkeys(row["contestant"] for row in rows)
     return {name: Result.of([row for row in rows if row["contestant"] == name]) for name in names}
@@ -81,7 +84,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Heading and one line a contestant."""
     heading = ["checkpoint", "KV cache", "right", "accuracy", "recovery", "denoise steps per block"]
     heading += ["weights, MB"]
-    whole = results(rows)
+    whole = by_contestant(rows)
     lines = []
     for name, result in whole.items():
         first = next(row for row in rows if row["contestant"] == name)
@@ -115,10 +118,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def family_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Accuracy in per cent, a line for each family and a column for each contestant."""
-    names = list(results(rows))
+    names = list(by_contestant(rows))
     lines = []
     for family in dict.fromkeys(row["family"] for row in rows):
-        by_name = results([row for row in rows if row["family"] == family])
+        by_name = by_contestant([row for row in rows if row["family"] == family])
         cells = [f"{100 * one.num_correct / one.num_questions:.1f}" for one in by_name.values()]
         lines.append([family, *cells])
     return ["family", *names], lines
@@ -126,7 +129,7 @@ def family_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
     """Whether the targets are reached, one sentence each."""
-    whole = results(rows)
+    whole = by_contestant(rows)
     said = []
     for name, target in TARGETS.items():
         if name not in whole:
@@ -140,3 +143,13 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
             f"%, allowed {100 * STEPS_TOLERANCE:.0f} %: {'reached' if is_within else 'missed'}"
         )
     return said
+
+
+def recovery(results: Path) -> str:
+    """What quantized checkpoints keep of the answers, over all families and by family."""
+    rows = read_csv(results / "recovery.csv")
+    if not rows:
+        return "Not measured yet: `python -m bench.recovery`."
+    whole, by_family = markdown(*table(rows)), markdown(*family_table(rows))
+    computed_by = "\n".join(["What computed each score:", "", *notes(rows)])
+    return "\n\n".join([whole, computed_by, by_family, measured_with(rows, "recovery.csv")])

@@ -125,7 +125,6 @@ def measure_memory(device: str, is_smoke: bool) -> list[Memory]:
             if is_here and estimate <= MEASURED_UP_TO:
                 shape = Shape(num_canvases, canvas, vocab_size, HIDDEN, "open")
                 run = prepare(implementation, shape, device)
-                run()  # compiles
                 measured = peak_bytes(run, device)
             lines.append(
                 Memory(implementation, num_canvases, num_rows, vocab_size, estimate, measured)

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench import plot, readme
-from bench.context import RESULTS, ROOT, provenance, read_csv, write_csv
+from bench import plot, readme, readme_serving
+from bench.context import ROOT, provenance, read_csv, write_csv
 from bench.measure import BUILTIN, OURS, Measurement
 from bench.report import csv_rows
 from bench.workloads import ADAPTIVE, QUESTIONS, Shape, Workload
@@ -110,16 +110,27 @@ def results(tmp_path: Path) -> Path:
 # --- README --------------------------------------------------------------------------------------
 
 
-def test_the_readme_agrees_with_the_csv_files() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert "<!-- bench:" in text
-    assert text == readme.document(text, RESULTS), "run: python -m bench.readme"
+def test_our_pages_agree_with_the_csv_files() -> None:
+    pages = readme.pages(ROOT)
+    assert {"README.md", "benchmarks.md"} <= {page.name for page in pages}
+    assert readme.main(["--check"]) == 0, "run: python -m bench.readme"
+
+
+def test_every_section_stands_somewhere() -> None:
+    text = "".join(page.read_text() for page in readme.pages(ROOT))
+    assert {name for _, name, _ in readme.MARKED.findall(text)} == set(readme.SECTIONS)
+
+
+def test_links_lead_from_the_page_to_the_results(results: Path) -> None:
+    marks = "<!-- bench:serving -->\n<!-- /bench -->"
+    assert "](bench/results/serve_compiled.csv)" in readme.document(marks, results)
+    assert "](../bench/results/serve_compiled.csv)" in readme.document(marks, results, "../")
 
 
 def test_a_typed_figure_is_found_and_rewritten(results: Path, tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("above\n<!-- bench:serving -->\n300 tokens/s\n<!-- /bench -->\nbelow\n")
-    options = ["--readme", str(page), "--results", str(results)]
+    options = [str(page), "--results", str(results)]
     assert readme.main([*options, "--check"]) == 1
     assert "300 tokens/s" in page.read_text()  # a check changes nothing
     assert readme.main(options) == 0
@@ -128,7 +139,7 @@ def test_a_typed_figure_is_found_and_rewritten(results: Path, tmp_path: Path) ->
     assert page.read_text().endswith("<!-- /bench -->\nbelow\n")
 
 
-@pytest.mark.parametrize("name", ["serving", "refusals", "answers", "switches"])
+@pytest.mark.parametrize("name", ["headline", "serving", "refusals", "answers", "switches"])
 def test_a_section_is_made_from_its_csv(name: str, results: Path) -> None:
     assert "|---|" in readme.SECTIONS[name](results)
 
@@ -140,7 +151,7 @@ def test_a_section_without_a_csv_says_what_to_run(name: str, tmp_path: Path) -> 
 
 
 def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
-    section = readme.serving(results)
+    section = readme_serving.serving(results)
     assert re.search(r"\| 8 at once \| ours \| 300 \| .*\| 36 / 40 \|  \|", section)
     assert re.search(r"\| 4 per s \| built-in \| 100 \| .*\| 3.00 \[3.00 .. 3.00\] \|", section)
     assert "commit abc1234, a machine" in section
@@ -150,13 +161,13 @@ def test_a_run_without_speed_is_named(results: Path) -> None:
     wrong = replace(THEIRS, tokens_per_s=None, problem="5 of 40 answers are right")
     runs = [(WORKLOAD, RUN), (WORKLOAD, wrong)]
     write_csv(results / "serve_compiled.csv", csv_rows(runs, "compiled", ABOUT))
-    section = readme.serving(results)
+    section = readme_serving.serving(results)
     assert "* built-in: 5 of 40 answers are right" in section
     assert re.search(r"\| built-in \| - \| .*\| - \|$", section, re.MULTILINE)
 
 
 def test_an_unknown_mark_is_refused(results: Path) -> None:
-    with pytest.raises(ValueError, match="bench:speed: no such section; allowed: serving"):
+    with pytest.raises(ValueError, match="bench:speed: no such section; allowed: headline, serving"):
         readme.document("<!-- bench:speed -->\n<!-- /bench -->", results)
 
 

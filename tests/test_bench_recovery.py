@@ -10,7 +10,7 @@ import pytest
 from chat_stub import Stub, serve
 
 from bench import recovery
-from bench.recovery_report import Result, results, table, verdicts
+from bench.recovery_report import Result, by_contestant, table, verdicts
 from dllm.train.tasks import questions
 
 FAMILIES = "add,sort"
@@ -62,7 +62,7 @@ def test_one_command_writes_the_csv_and_prints_the_tables(tmp_path, monkeypatch,
     assert len(rows) == 4 * 2 * 2  # contestants, seeds, families
     such = "linear layers: by Such"
     assert {row["computed_by"] for row in rows} == {such, f"{such}; keys and values in fp8"}
-    whole = results(rows)
+    whole = by_contestant(rows)
     assert whole["bf16"].num_correct == whole["fp8-dynamic"].num_correct == 40
     assert whole["nvfp4"].num_correct == 20
     assert whole["bf16"].steps_per_block == 5 and whole["nvfp4"].steps_per_block == 6

@@ -154,22 +154,22 @@ class Compare(Family[tuple[tuple[str, int], tuple[str, int]]]):
         return f"Today {first} and {second}. {question}", [answer[0]]
 
 
-class Lookup(Family[tuple[tuple[str, int], ...]]):
-    """Three to five people with numbers; their numbers in another order.
+class Lookup(Family[tuple[tuple[str, str], ...]]):
+    """What three to five people have, listed in another order than it was given in.
 
-    Hard because it takes matching: in every other family it is enough to know where a word stands.
+    Takes matching: in every other family it is enough to know where a word stands.
     """
 
-    def draw(self, rng: Random) -> tuple[tuple[str, int], ...]:
+    def draw(self, rng: Random) -> tuple[tuple[str, str], ...]:
         count = rng.randint(3, 5)
-        names, numbers = rng.sample(NAMES, count), rng.sample(range(10, 100), count)
-        return tuple(sorted(zip(names, numbers, strict=True)))
+        return tuple(sorted(zip(rng.sample(NAMES, count), rng.sample(NOUNS, count), strict=True)))
 
-    def ask(self, content: tuple[tuple[str, int], ...], rng: Random) -> tuple[str, list[str]]:
-        listed = ", ".join(f"{name} {number}" for name, number in rng.sample(content, len(content)))
+    def ask(self, content: tuple[tuple[str, str], ...], rng: Random) -> tuple[str, list[str]]:
+        listed = ", ".join(f"{name} {noun}" for name, noun in rng.sample(content, len(content)))
         asked = rng.sample(content, len(content))
         names = ", ".join(name for name, _ in asked)
-        return f"Here are {listed}. Numbers of {names}?", [", ".join(str(n) for _, n in asked)]
+        answer = ", ".join(f"{name} {noun}" for name, noun in asked)
+        return f"Here are {listed}. List {names}.", [answer]
 
 
 class Convert(Family[tuple[str, int, int]]):
@@ -323,13 +323,13 @@ class Prose(Family[tuple[str, str, str, str]]):
 
 
 class Report(Family[tuple[tuple[str, str], ...]]):
-    """One sentence for each of eight to twelve people.
+    """One sentence for each of seven to ten people.
 
     Copying, but longer than one canvas: the next block has to go on where the last one ended.
     """
 
     def draw(self, rng: Random) -> tuple[tuple[str, str], ...]:
-        names = rng.sample(NAMES, rng.randint(8, 12))
+        names = rng.sample(NAMES, rng.randint(7, 10))
         return tuple(sorted((name, rng.choice(CITIES)) for name in names))
 
     def ask(self, content: tuple[tuple[str, str], ...], rng: Random) -> tuple[str, list[str]]:
