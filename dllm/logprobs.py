@@ -19,6 +19,9 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dllm.canvas_rows import CanvasRows
 
+# Logits that are copied and scaled at a time, 64 MiB of fp32. No result depends on it.
+WORKSPACE_LOGITS = 2**24
+
 
 class BlockLogprobs:
     """Top logprobs, or those of a request's own ``logprob_token_ids``, and the emitted token's.
@@ -67,17 +70,41 @@ class BlockLogprobs:
         emitted = (rows.place < num_emitted[rows.row_of]).nonzero().squeeze(1)
         if dims is None or len(emitted) == 0:
             return None
-        scaled = logits[emitted]
+        parts = [
+            self._scores(
+                logits[some],
+                temperature[some],
+                argmax_canvas[rows.row_of[some], rows.place[some]],
+                input_batch.expanded_idx_mapping[some],
+                dims,
+            )
+            for some in emitted.split(max(WORKSPACE_LOGITS // logits.shape[1], 1))
+        ]
+        return LogprobsTensors(
+            torch.cat([part.logprob_token_ids for part in parts]),
+            torch.cat([part.logprobs for part in parts]),
+            torch.cat([part.selected_token_ranks for part in parts]),
+            (num_emitted.cumsum(0) - num_emitted).tolist(),
+        )
+
+    def _scores(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        dims: tuple[int, int],
+    ) -> LogprobsTensors:
+        """Of some emitted tokens, one to each row of ``logits``, which are changed in place."""
         if not self._reports_logits:
-            scaled -= scaled.amax(dim=1, keepdim=True)
-        scaled /= temperature[emitted, None]
+            logits -= logits.amax(dim=1, keepdim=True)
+        logits /= temperature[:, None]
         return compute_topk_scores(
-            scaled,
+            logits,
             dims[0],
-            argmax_canvas[rows.row_of[emitted], rows.place[emitted]],
-            cu_num_logits=(num_emitted.cumsum(0) - num_emitted).tolist(),
+            tokens,
             logprob_token_ids_state=self._sampler.logprob_token_ids_state,
-            expanded_idx_mapping=input_batch.expanded_idx_mapping[emitted],
+            expanded_idx_mapping=slots,
             max_per_req_token_ids=dims[1],
             logits_mode=self._reports_logits,
         )

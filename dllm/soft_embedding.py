@@ -41,7 +41,7 @@ SMALLEST_VOCABULARY = 2**13
 LARGEST_SHARE = 1 / 16
 # Tokens are taken down to (budget / this), in turn, until they are enough.
 RUNGS = (2**10, 2**14)
-# Summing a row's probabilities in fp32 is no more exact than that.
+# The probabilities of a row, in fp32, sum to 1 no more exactly than that.
 RESOLUTION = 1e-5
 
 
@@ -120,8 +120,9 @@ def tokens_that_count(
     if budget > RESOLUTION:
         for rung in RUNGS:
             taken = _likely_tokens(logits, temperature, stats, is_kept, pending, budget / rung)
-            mass = taken.probability.new_zeros(len(logits))
-            mass.index_add_(0, taken.row, taken.probability)
+            # In fp64: equal terms that all round up would be taken for more than they are.
+            mass = torch.zeros(len(logits), dtype=torch.float64)
+            mass.index_add_(0, taken.row, taken.probability.double())
             is_enough = (mass >= 1 - budget + RESOLUTION) | ~stats.log_z.isfinite()
             parts.append(Tokens(*(part[is_enough[taken.row]] for part in taken)))
             pending = pending[~is_enough[pending]]

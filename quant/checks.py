@@ -11,7 +11,15 @@ import torch
 
 from quant.schemes import Scheme
 
-SCALE_SUFFIXES = ("weight_scale", "weight_global_scale", "input_global_scale")
+# The last three are of schemes that vLLM serves on CUDA alone: static inputs, a calibrated cache.
+SCALE_SUFFIXES = (
+    "weight_scale",
+    "weight_global_scale",
+    "input_global_scale",
+    "input_scale",
+    "k_scale",
+    "v_scale",
+)
 # A scale of a weight or a divisor beyond these is none that training produces: a weight whose
 # largest value is 1e-9 or 1e9. Group scales are E4M3, whose whole range is plausible.
 SMALLEST_MAGNITUDE, LARGEST_MAGNITUDE = 1e-9, 1e9

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
 import dllm
-from dllm import seams_cpu
+from dllm import logprobs, seams_cpu
 from dllm.canvas_rows import CanvasRows
 from dllm.logprobs import BlockLogprobs
 from dllm.prompt_logprobs import PendingPromptLogprobs
@@ -98,6 +98,25 @@ def test_rows_ids_and_scores_of_what_is_emitted(mode):
         assert ids == [int(scores.argmax()), *asked]
         torch.testing.assert_close(result.logprobs[row].double(), scores[ids], rtol=1e-5, atol=1e-5)
     assert result.selected_token_ranks.tolist() == [1] * 9
+
+
+def test_the_workspace_changes_nothing(monkeypatch):
+    """Rows by rows, so that no copy of all the logits exists."""
+    blocks = Blocks()
+    at_once = blocks.of(4, 0, 3, 5)
+    sizes = []
+    scores = blocks.logprobs._scores
+    monkeypatch.setattr(
+        blocks.logprobs,
+        "_scores",
+        lambda logits, *others: (sizes.append(len(logits)), scores(logits, *others))[1],
+    )
+    monkeypatch.setattr(logprobs, "WORKSPACE_LOGITS", 5 * VOCAB)
+    in_parts = blocks.of(4, 0, 3, 5)
+    assert sizes == [5, 5, 2]
+    for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
+        assert torch.equal(getattr(in_parts, name), getattr(at_once, name))
+    assert in_parts.cu_num_generated_tokens == at_once.cu_num_generated_tokens == [0, 4, 4, 7]
 
 
 def test_nothing_emitted_and_nobody_asking():

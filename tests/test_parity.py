@@ -4,6 +4,7 @@ import hf_reference
 import pytest
 import torch
 from engine_harness import blocks_of, get_engine
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 from vllm import SamplingParams
 
 from dllm import denoise
@@ -77,6 +78,39 @@ def test_three_blocks_are_token_identical_under_the_same_noise(engine, hf_model,
     # Every noisy canvas on the way was the same, too.
     canvases = [canvas for block in reference.canvases for canvas in block]
     assert [step.canvas for step in steps] == canvases
+
+
+HOT = {"diffusion_t_min": 0.8, "diffusion_t_max": 3.0}  # uncertain enough for the others to matter
+HF_HOT = {"t_min": 0.8, "t_max": 3.0}
+SCHEDULES = {
+    "temperature": ({"temperature": 0.5}, {}, {"t_min": 0.2, "t_max": 0.4}),
+    "t_min and t_max": ({}, HOT, HF_HOT),
+    "entropy_bound": (
+        {},
+        HOT | {"diffusion_entropy_bound": 5.0},
+        HF_HOT | {"sampler_config": EntropyBoundSamplerConfig(5.0)},
+    ),
+    "confidence": ({}, {"diffusion_confidence": 1e-9}, {"confidence_threshold": 1e-9}),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_requests_own_schedule_is_the_references_with_these_values(engine, hf_model, name):
+    """Every noisy canvas of two blocks; and the values do change them."""
+    options, extra, generation = SCHEDULES[name]
+    canvases = []
+    without = HOT if extra.keys() > HOT.keys() else {}
+    for given, args in (({}, without), (options, extra)):
+        sampling = SamplingParams(
+            max_tokens=2 * CANVAS, seed=3, ignore_eos=True, extra_args=args, **given
+        )
+        with engine.watch() as watched:
+            engine.generate([prompt(30)], sampling)
+        (steps,) = watched.values()
+        canvases.append([step.canvas for step in steps])
+    reference = hf_reference.generate_with_noise(hf_model, prompt(30), 2, seed=3, **generation)
+    assert canvases[1] == [canvas for block in reference.canvases for canvas in block]
+    assert canvases[0] != canvases[1]
 
 
 def test_the_noise_is_what_makes_them_identical(engine, hf_model):

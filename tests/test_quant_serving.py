@@ -84,10 +84,11 @@ def test_a_layer_that_would_compute_nan_is_refused_by_name(scheme, changes, mess
     assert Q_PROJ in str(refusal.value) and "dllm check-quant" in str(refusal.value)
 
 
-def test_scales_are_checked_where_the_scheme_is_unknown():
+@pytest.mark.parametrize("suffix", ["weight_scale", "input_scale", "k_scale", "v_scale"])
+def test_scales_are_checked_where_the_scheme_is_unknown(suffix):
     """On CUDA vLLM serves more schemes than we know."""
-    with pytest.raises(ValueError, match=r"x\.weight_scale: 2 of 2 scales are NaN"):
-        list(checked([("x.weight_scale", torch.full((2,), float("nan")))], None))
+    with pytest.raises(ValueError, match=rf"x\.{suffix}: 2 of 2 scales are NaN"):
+        list(checked([(f"x.{suffix}", torch.full((2,), float("nan")))], None))
 
 
 @pytest.mark.parametrize("part", ["gate_proj.weight_scale", "down_proj.weight"])

@@ -57,6 +57,22 @@ def test_the_budget_is_spent() -> None:
         assert fewest <= counts[r] <= VOCAB / 25
 
 
+def test_summing_many_equal_probabilities_spends_no_more_than_the_budget() -> None:
+    """Each of 9,296 equal terms would round up in an fp32 sum, which then hides 3% of the budget.
+
+    The other tokens have 1.03 budgets together, and each too little for the last rung.
+    """
+    vocab, num_likely, budget = 2**15, 9296, 2**-8
+    rest = 1.03 * budget
+    unlikely = math.log(rest / (vocab - num_likely)) - math.log((1 - rest) / num_likely)
+    logits = torch.full((1, vocab), unlikely)
+    logits[0, :num_likely] = 0.0
+    t = torch.ones(1)
+    kept = tokens_that_count(logits, t, stats_of(logits, t), budget)
+    p = torch.softmax(logits.double(), -1)[0]
+    assert 1 - p[kept.token].sum() <= budget
+
+
 @pytest.mark.parametrize("budget", [0.0, 0.25, 0.5, 1.0])
 def test_heaviest_tiles_leave_out_as_many_as_the_budget_allows(budget: float) -> None:
     mass = torch.tensor([[0.5, 0.0, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0], [0.125, 0.25, 0.375, 0.25]])
