@@ -9,13 +9,14 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from dllm.seams_table import CPU_WORKER, DRAFTER_WORKER
+from dllm.seams_table import CPU_WORKER, DRAFTER_WORKER, DRAFTING_SCHEDULER
 
 logger = init_logger("vllm.dllm")
 
 DRAFTER_MODEL = "dllm.drafter.model:DFlashDrafter"
 
 _is_ours = False
+_drafter: Any = None  # the last one made in this process
 
 
 def serve_drafters() -> None:
@@ -67,10 +68,16 @@ def _configure_drafting(vllm_config: Any) -> None:
             "set DLLM_DISABLE=1 for vLLM's own drafter."
         )
     parallel.worker_cls = worker
+    _read_drafting_statistics()
     if not current_platform.is_cpu():
         _choose_draft_attention(speculative, any(layer.is_anchored for layer in drafter.layers))
-    if not always_verifies_all(drafter_options(vllm_config), speculative.num_speculative_tokens):
-        scheduler = vllm_config.scheduler_config
+    scheduler = vllm_config.scheduler_config
+    verifies_all = always_verifies_all(
+        drafter_options(vllm_config), speculative.num_speculative_tokens
+    )
+    if (current_platform.is_cpu() or not verifies_all) and scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = DRAFTING_SCHEDULER
+    if not verifies_all:
         if scheduler.async_scheduling:
             raise ValueError(
                 "--async-scheduling: how many drafts are verified is decided after each step, and "
@@ -138,18 +145,58 @@ def _patch_runner() -> None:
     take_draft_token_ids = model_runner.GPUModelRunner.take_draft_token_ids
 
     def init_ours(vllm_config: Any, device: Any, req_states: Any = None) -> Any:
+        global _drafter
         if _drafts_with_ours(vllm_config.speculative_config):
-            return Drafter(vllm_config, device)
+            _drafter = Drafter(vllm_config, device)
+            return _drafter
         return init_speculator(vllm_config, device, req_states)
 
     def take_trimmed(self: Any) -> Any:
         drafts = take_draft_token_ids(self)
         if drafts is None or not isinstance(self.speculator, Drafter):
             return drafts
-        return self.speculator.trim(drafts)
+        return self.speculator.report(drafts)
 
     model_runner.init_speculator = init_ours
     model_runner.GPUModelRunner.take_draft_token_ids = take_trimmed  # type: ignore[method-assign]
+
+
+@functools.cache
+def _read_drafting_statistics() -> None:
+    """Prometheus metrics of drafting, in the front end: taken out of the statistics on arrival."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+
+    from dllm.drafter.metrics import record_drafting
+
+    record = StatLoggerManager.record
+
+    def record_ours(
+        self: Any,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int | None = None,
+    ) -> None:
+        for logger in self.stat_loggers:
+            if isinstance(logger, PrometheusStatLogger) and scheduler_stats is not None:
+                labels = logger.per_engine_labelvalues[engine_idx or 0]
+                record_drafting(scheduler_stats, [str(value) for value in labels])
+        record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+    StatLoggerManager.record = record_ours  # type: ignore[method-assign]
+
+
+def drafter_of_this_process() -> Any:
+    """The ``Drafter`` of the engine that was started in this process, if it was."""
+    return _drafter
+
+
+def measure_costs_in_this_worker(runner: Any, execute_model: Any) -> None:
+    """Tell the width policy what steps cost on this machine, if it asks. Ends a worker's start."""
+    from dllm.drafter.speculator import Drafter
+
+    if isinstance(runner.speculator, Drafter):
+        runner.speculator.measure_costs(runner, execute_model)
 
 
 def draft_in_this_worker(vllm_config: Any) -> None:

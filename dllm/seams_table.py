@@ -9,6 +9,7 @@ ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 SCHEDULER = "dllm.scheduler.CanvasScheduler"
 CPU_WORKER = "dllm.cpu.worker.CanvasCPUWorker"
 DRAFTER_WORKER = "dllm.drafter.worker.DrafterWorker"
+DRAFTING_SCHEDULER = "dllm.drafter.scheduler.DraftingScheduler"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ SEAMS = (
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids",
         "wrap, in the worker",
         "each request's drafts are cut to the width that the policy chose",
+    ),
+    Seam(
+        "vllm.v1.metrics.loggers.StatLoggerManager.record",
+        "wrap, in the front end",
+        "metrics of drafting: how much, how long, which widths",
     ),
     Seam(
         "vllm.config.VllmConfig._get_quantization_config",
@@ -230,8 +236,20 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
         "base of ours: lays out a drafting step",
     ),
     ("vllm.v1.worker.gpu", "model_runner", "where the speculator is made"),
+    (
+        "vllm.v1.metrics.loggers",
+        "PrometheusStatLogger StatLoggerManager",
+        "where statistics reach the front end",
+    ),
+    (
+        "vllm.v1.metrics.stats",
+        "SchedulerStats",
+        "in which those of drafting travel",
+    ),
     ("vllm.v1.worker.gpu.dp_utils", "DPSyncState", "the signature of a hook"),
     ("vllm.v1.worker.gpu_worker", "Worker", "base of ours on CUDA"),
+    ("vllm", "LLM", "runs the trials that a pilot is trained on"),
+    ("vllm.outputs", "CompletionOutput", "how many steps an answer of theirs took"),
     # Quantized checkpoints.
     ("vllm.forward_context", "get_forward_context", "finds a layer by name in compiled code"),
     (

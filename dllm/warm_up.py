@@ -34,7 +34,7 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
     longest = min(runner.num_speculative_steps, runner.max_model_len - 1)
     for params in (PLAIN, FILTERED):
         for num_reqs, width in ((2, longest), (1, longest), (1, longest // 2 or 1)):
-            _Requests(num_reqs, width, params).serve(runner, execute_model)
+            _Canvases(num_reqs, params, width).serve(runner, execute_model)
 
 
 def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> InputBatch:
@@ -62,50 +62,28 @@ def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> In
 
 
 @dataclass(frozen=True)
-class _Requests:
-    """Imaginary requests of one prompt token each, with canvases of one width."""
+class ImaginaryRequests:
+    """Requests of one prompt token each, as the scheduler would announce them to a worker."""
 
     num_reqs: int
-    width: int
     params: SamplingParams
 
     @property
     def req_ids(self) -> list[str]:
+        """Like no real request's."""
         return [f"_warmup_{i}_" for i in range(self.num_reqs)]
 
-    def serve(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-        """Run the passes that the server has room for."""
-        page_sizes = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
-        pages = [-(-(1 + 2 * self.width) // size) for size in page_sizes]
+    def pages(self, runner: Any, length: int) -> list[int] | None:
+        """Pages of a request of ``length`` tokens, by cache group; None if there are too few."""
+        groups = runner.kv_cache_config.kv_cache_groups
+        pages = [-(-length // group.kv_cache_spec.block_size) for group in groups]
         has_slots = self.num_reqs <= runner.max_num_reqs
         if not has_slots or self.num_reqs * sum(pages) >= runner.kv_cache_config.num_blocks:
-            return
-        output = SchedulerOutput.make_empty()
-        output.scheduled_new_reqs = self._arriving(pages)
-        # Tokens computed before, scheduled, and of the canvas among these.
-        for before, scheduled, canvas in (
-            (0, 1, 0),
-            (1, self.width, self.width),
-            (1, 2 * self.width, self.width),
-        ):
-            fits_budget = self.num_reqs * scheduled <= runner.max_num_tokens
-            if not fits_budget or before + scheduled > runner.max_model_len:
-                continue
-            if before:
-                output = SchedulerOutput.make_empty()
-                output.scheduled_cached_reqs = self._running(before)
-            output.num_scheduled_tokens = dict.fromkeys(self.req_ids, scheduled)
-            output.total_num_scheduled_tokens = self.num_reqs * scheduled
-            output.num_spec_tokens_to_schedule = runner.num_speculative_steps
-            if canvas:
-                output.scheduled_spec_decode_tokens = dict.fromkeys(self.req_ids, [0] * canvas)
-            execute_model(output)
-            runner.sample_tokens(None)
-        finish = SchedulerOutput.make_empty()
-        finish.finished_req_ids = set(self.req_ids)
-        execute_model(finish)
+            return None
+        return pages
 
-    def _arriving(self, pages: Sequence[int]) -> list[NewRequestData]:
+    def arriving(self, pages: Sequence[int]) -> list[NewRequestData]:
+        """All of them, with pages of their own."""
         requests, next_page = [], 1  # page 0 is vLLM's null page
         for req_id in self.req_ids:
             block_ids = []
@@ -127,10 +105,52 @@ class _Requests:
             )
         return requests
 
-    def _running(self, num_computed: int) -> CachedRequestData:
+    def running(self, num_computed: int) -> CachedRequestData:
+        """All of them, some tokens later."""
         cached = CachedRequestData.make_empty()
         cached.req_ids = self.req_ids
         cached.num_computed_tokens = [num_computed] * self.num_reqs
         cached.num_output_tokens = [0] * self.num_reqs
         cached.new_block_ids = [None] * self.num_reqs
         return cached
+
+    def leaving(self) -> SchedulerOutput:
+        """What frees their slots."""
+        finish = SchedulerOutput.make_empty()
+        finish.finished_req_ids = set(self.req_ids)
+        return finish
+
+
+@dataclass(frozen=True)
+class _Canvases(ImaginaryRequests):
+    """With canvases of one width."""
+
+    width: int
+
+    def serve(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
+        """Run the passes that the server has room for."""
+        pages = self.pages(runner, 1 + 2 * self.width)
+        if pages is None:
+            return
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs = self.arriving(pages)
+        # Tokens computed before, scheduled, and of the canvas among these.
+        for before, scheduled, canvas in (
+            (0, 1, 0),
+            (1, self.width, self.width),
+            (1, 2 * self.width, self.width),
+        ):
+            fits_budget = self.num_reqs * scheduled <= runner.max_num_tokens
+            if not fits_budget or before + scheduled > runner.max_model_len:
+                continue
+            if before:
+                output = SchedulerOutput.make_empty()
+                output.scheduled_cached_reqs = self.running(before)
+            output.num_scheduled_tokens = dict.fromkeys(self.req_ids, scheduled)
+            output.total_num_scheduled_tokens = self.num_reqs * scheduled
+            output.num_spec_tokens_to_schedule = runner.num_speculative_steps
+            if canvas:
+                output.scheduled_spec_decode_tokens = dict.fromkeys(self.req_ids, [0] * canvas)
+            execute_model(output)
+            runner.sample_tokens(None)
+        execute_model(self.leaving())

@@ -1,6 +1,8 @@
 """Drafting in vLLM's engine on a CPU: the drafts are the definition's, the output the target's."""
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,10 +32,15 @@ from transformers import Qwen3ForCausalLM
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm import seams_drafter
+from dllm.drafter.adaptive import AdaptiveWidth
 from dllm.drafter.checkpoint import DrafterConfig
+from dllm.drafter.costs import CostTable
 from dllm.drafter.pair import drafter_config as read_config
+from dllm.drafter.pilot import Pilot, PilotConfig, PilotWidth
 from dllm.drafter.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.drafter.schedule import reveal_counts
+from dllm.train import pilot_trials
 
 NUM_DRAFTS = 5
 
@@ -66,7 +73,8 @@ def repeating(tmp_path_factory):
     target = write_repeating_target(tmp_path_factory.mktemp("repeating"))
     drafter = tmp_path_factory.mktemp("repeating_drafter")
     write_drafter(drafter, repeating_config(), repeating_drafter())
-    limits = dict(max_num_seqs=40, max_num_batched_tokens=256)
+    limits: dict[str, Any] = dict(max_num_seqs=40, max_num_batched_tokens=256)
+    limits["per_request_spec_decode_metrics"] = "summary"  # for the pilot's trials
     engine = drafting_engine(target, drafter, NUM_DRAFTS, skip_tokenizer_init=True, **limits)
     return target, engine
 
@@ -157,6 +165,48 @@ def test_every_option_at_once_drafts_as_the_definition(target, windowed):
             assert bool(draft.logits.isneginf().sum(-1).eq(512 - 256).all())
 
 
+class Bursts(WidthPolicy):
+    """Several steps without drafting, then two with, of which the target verifies nothing."""
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        self.num_steps = 0
+
+    def limit(self, slots: np.ndarray) -> int:
+        self.num_steps += 1
+        return self.num_drafts if self.num_steps % 9 < 2 else 0
+
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        return np.zeros(len(slots), dtype=np.int64)
+
+
+def test_context_that_was_left_for_later_is_there_when_drafting(target, drafting, monkeypatch):
+    """Also that of generated tokens, when their pages are another request's cached prefix."""
+    drafting.reset_prefix_cache()
+    speculator = drafting.runner.speculator
+    stored = []
+    store = speculator._store_deferred
+    monkeypatch.setattr(
+        speculator, "_store_deferred", lambda: (stored.append(len(speculator._deferred)), store())
+    )
+    prompts = [prompt(20, 7), prompt(50, 8)]
+    with policy_of(drafting, Bursts(NUM_DRAFTS)), watch_drafts(drafting) as seen:
+        outputs = drafting.generate(prompts, greedy(50))
+    with policy_of(drafting, FixedWidth(NUM_DRAFTS, 0)):
+        drafting.generate([prompt(9, 9)], greedy(40))
+    longer = [given + output for given, output in zip(prompts, outputs, strict=True)]
+    with watch_drafts(drafting) as later:
+        drafting.generate(longer, greedy(4))
+    assert max(stored) >= 5
+    expected = reference(target, drafting, random_drafter())
+    assert len(seen) > 10 and len(later) > 4
+    with torch.inference_mode():
+        for draft in seen + later:
+            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * NUM_DRAFTS
+            logits = expected.logits(draft.tokens[:-1], block)[1:]
+            torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
+
+
 def test_pages_behind_the_window_are_freed(windowed):
     """A long request holds as many pages of draft KV as a window needs, and all of the target's."""
     engine, *_ = windowed
@@ -203,11 +253,32 @@ class AnyWidth(WidthPolicy):
         return self.asked[-1]
 
 
-@pytest.mark.parametrize("width", [None, "any", 0, 2])
-def test_greedy_output_is_the_targets(target, drafting, width):
+def make(kind: str, engine: Any) -> WidthPolicy:
+    """A policy for an engine; the pilot's choice is random, and differs between prompts."""
+    slots = engine.runner.max_num_reqs
+    if kind == "adaptive":
+        policy = AdaptiveWidth(NUM_DRAFTS, slots)
+        # Drafts dear enough that how likely each is kept decides.
+        policy.costs = CostTable(
+            np.array([1]), np.array([0, NUM_DRAFTS]), np.array([[1.1, 3.5]]), np.array([1.0])
+        )
+        return policy
+    if kind == "pilot":
+        torch.manual_seed(0)
+        vocab = engine.runner.vllm_config.model_config.get_vocab_size()
+        config = PilotConfig(tuple(range(NUM_DRAFTS + 1)), vocab, "normalized")
+        return PilotWidth(NUM_DRAFTS, slots, Pilot(config))
+    return AnyWidth(NUM_DRAFTS) if kind == "any" else FixedWidth(NUM_DRAFTS, int(kind))
+
+
+POLICIES = ["5", "any", "0", "2", "adaptive", "pilot"]
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_greedy_output_is_the_targets(target, drafting, kind):
     """Four long requests in mixed batches, in chunks, through preemptions; drafts mostly wrong."""
     drafting.reset_prefix_cache()
-    policy = AnyWidth(NUM_DRAFTS) if width == "any" else FixedWidth(NUM_DRAFTS, width)
+    policy = make(kind, drafting)
     prompts = [prompt(length, length) for length in (5, 60, 90, 130)]
     preempted = []
     preempt = drafting.scheduler._preempt_request
@@ -221,20 +292,55 @@ def test_greedy_output_is_the_targets(target, drafting, width):
         assert_greedy(target, given, output)
 
 
-@pytest.mark.parametrize("width", [None, "any"])
-def test_greedy_output_is_the_targets_when_drafts_are_right(repeating, width):
+@contextmanager
+def watch_widths(policy: WidthPolicy) -> Iterator[list[list[int]]]:
+    """The widths that a policy chooses, step by step."""
+    seen: list[list[int]] = []
+    choose = policy.widths
+
+    def spy(slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        widths = choose(slots, confidence)
+        seen.append(widths.tolist())
+        return widths
+
+    policy.widths = spy  # type: ignore[method-assign]
+    yield seen
+
+
+@pytest.mark.parametrize("kind", ["5", "any", "adaptive", "pilot"])
+def test_greedy_output_is_the_targets_when_drafts_are_right(repeating, kind):
     target, engine = repeating
     engine.reset_prefix_cache()
-    policy = AnyWidth(NUM_DRAFTS) if width == "any" else FixedWidth(NUM_DRAFTS)
+    policy = make(kind, engine)
     prompts = [prompt(length, length, vocab=14) for length in (3, 40, 70)]
-    with policy_of(engine, policy), watch_drafts(engine) as seen:
+    with (
+        policy_of(engine, policy),
+        watch_drafts(engine) as seen,
+        watch_widths(policy) as widths,
+    ):
         outputs = engine.generate(prompts, greedy(200))
     for given, output in zip(prompts, outputs, strict=True):
         assert len(output) == 200
         assert_greedy(target, given, output)
-    if width is None:
+    if kind in ("any", "pilot"):
+        assert any(len(set(step)) > 1 for step in widths), "every request had the same width"
+    if kind == "5":
         # 200 tokens in fewer than 70 steps: more than two of three came from drafts.
         assert len(seen) < 3 * 70
+
+
+def test_adaptive_widths_follow_each_request(repeating):
+    """Side by side, one whose drafts are mostly kept and one whose tokens are nearly random."""
+    _target, engine = repeating
+    engine.reset_prefix_cache()
+    policy = make("adaptive", engine)
+    params = [greedy(60), greedy(60, temperature=2.0, seed=1)]
+    with policy_of(engine, policy), watch_widths(policy) as widths:
+        engine.generate([prompt(3, 3, vocab=14), prompt(4, 3, vocab=14)], params)
+    pairs = np.array([step for step in widths if len(step) == 2])
+    assert len(pairs) > 5
+    kept, random = pairs.mean(axis=0)
+    assert abs(kept - random) > 1, pairs
 
 
 def test_a_policy_is_told_what_happened(repeating):
@@ -351,9 +457,13 @@ def test_a_seed_fixes_what_is_drawn(repeating):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize("kind", ["good", "bad", "adversarial"])
-def test_sampled_output_has_the_targets_distribution(repeating, kind, monkeypatch):
-    """The first three tokens jointly, through the whole engine, at widths drawn at random.
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [("good", "any"), ("bad", "any"), ("adversarial", "any")]
+    + [("good", policy) for policy in ("5", "adaptive", "pilot")],
+)
+def test_sampled_output_has_the_targets_distribution(repeating, kind, policy, monkeypatch):
+    """The first three tokens jointly, through the whole engine, for every policy.
 
     Chi-square at level 1e-3; with 3000 samples and at most 26 degrees of freedom an error of 6.5%
     in total variation is found with probability 0.9. ``test_drafter_distribution.py`` finds one of
@@ -375,13 +485,24 @@ def test_sampled_output_has_the_targets_distribution(repeating, kind, monkeypatc
     params = [
         greedy(3, temperature=2.0, seed=seed, allowed_token_ids=ALLOWED) for seed in range(3000)
     ]
-    with policy_of(engine, AnyWidth(NUM_DRAFTS)) as policy:
+    chosen = make(policy, engine)
+    steps = watch_steps(chosen)
+    with policy_of(engine, chosen):
         outputs = engine.generate([[1, 2, 0]] * len(params), params)
-    verified = sum(int(step.verified.sum()) for step in policy.steps)
-    rate = sum(int(step.accepted.sum()) for step in policy.steps) / verified
-    low, high = {"good": (0.45, 1.0), "bad": (0.1, 0.4), "adversarial": (0.0, 0.2)}[kind]
+    verified = sum(int(step.verified.sum()) for step in steps)
+    rate = sum(int(step.accepted.sum()) for step in steps) / verified
+    low, high = {"good": (0.3, 1.0), "bad": (0.1, 0.4), "adversarial": (0.0, 0.2)}[kind]
     assert low < rate <= high
     assert p_value(np.array(outputs), joint_distribution(target, [1, 2, 0], 2.0)) > 1e-3
+
+
+def watch_steps(policy: WidthPolicy) -> list[VerifiedStep]:
+    """What a policy is told from now on, whether it asked or not."""
+    steps: list[VerifiedStep] = []
+    observe = policy.observe
+    policy.observe = lambda step: (steps.append(step), observe(step))[1]  # type: ignore[method-assign]
+    policy.reads_outcomes = True  # type: ignore[misc]
+    return steps
 
 
 ALLOWED = [0, 1, 2]
@@ -428,3 +549,50 @@ def test_a_drafter_with_another_tokenizer_is_refused_at_start(target, tmp_path):
     (drafter / "tokenizer.json").write_text(text.replace('"a":', '"aa":', 1))
     with pytest.raises(ValueError, match="tokenizer"):
         drafting_engine(target, drafter, NUM_DRAFTS)
+
+
+# --- costs are measured when a server starts ------------------------------------------------------
+
+
+def test_costs_are_measured_when_an_engine_starts(target, tmp_path):
+    engine = drafting_engine(target, write_drafter(tmp_path), NUM_DRAFTS, {"policy": "adaptive"})
+    policy = engine.runner.speculator.policy
+    assert isinstance(policy, AdaptiveWidth)
+    assert policy.costs.rows.tolist() == [1, 4]
+    assert policy.costs.widths.tolist() == [0, 3, 5]
+    assert (policy.costs.drafting_ms > 0).all() and (policy.costs.plain_ms > 0).all()
+    assert policy.survival.exposure(np.arange(4)).sum() == 0  # nothing was learned from it
+    given = prompt(20)
+    output = engine.generate([given], greedy(30))[0]
+    assert_greedy(target, given, output)
+
+
+# --- the trials that a pilot is trained on --------------------------------------------------------
+
+
+def test_trials_run_every_width_for_real(repeating, monkeypatch, tmp_path):
+    _target, engine = repeating
+    engine.reset_prefix_cache()
+    speculator = engine.runner.speculator
+    monkeypatch.setattr(seams_drafter, "drafter_of_this_process", lambda: speculator)
+    monkeypatch.setattr(pilot_trials, "start", lambda settings, longest: engine.llm)
+    asked = [prompt(length, length, vocab=14) for length in (3, 9, 12, 5)]
+    settings = pilot_trials.TrialSettings(
+        tmp_path, tmp_path, (0, 2, 5), NUM_DRAFTS, concurrency=3, max_tokens=24
+    )
+    advanced = []
+    with policy_of(engine, FixedWidth(NUM_DRAFTS)):
+        trials = pilot_trials.run_trials(
+            settings, asked, [False, True, False, True], lambda: advanced.append(1)
+        )
+    assert len(advanced) == 2
+    assert (trials.tokens == trials.tokens[:, :1]).all()  # the same answers at every width
+    assert (trials.steps[:, 0] == trials.tokens[:, 0]).all()
+    goes_on = trials.tokens[:, 0] > 1
+    assert goes_on.sum() >= 2
+    assert (trials.steps[:, 1] < trials.steps[:, 0])[goes_on].all()
+    assert (trials.steps[:, 2] <= trials.steps[:, 1]).all()
+    assert (trials.seconds > 0).all()
+    assert trials.logits.shape == (4, 16)
+    firsts = engine.generate(asked, greedy(1))
+    assert trials.logits.argmax(-1).tolist() == [first for (first,) in firsts]

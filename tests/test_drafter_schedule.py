@@ -54,7 +54,7 @@ def test_the_fixed_policy():
     slots = np.array([4, 0, 2])
     for width, expected in ((None, 7), (3, 3), (0, 0)):
         options = DrafterOptions(width=width)
-        policy = make_policy(options, 7)
+        policy = make_policy(options, 7, num_slots=5)
         assert policy.limit(slots) == expected
         assert policy.widths(slots, None).tolist() == [expected] * 3
         assert always_verifies_all(options, 7) == (expected == 7)

@@ -25,11 +25,11 @@ _UTILS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils."
 
 
 def _max_and_sumexp(logits: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the max of each vocabulary block and its sum of exp(logit - max); 0 if all -inf."""
+    """Return max and sum of exp(logit - max) of [rows, V], [rows, blocks]; sum 0 if all -inf."""
     blocks = vocab_blocks(logits, block_size)
-    maxima = blocks.max(1)
+    maxima = blocks.max(-1)
     finite = np.where(maxima > -np.inf, maxima, np.float32(0))
-    return maxima, np.exp(blocks - finite[:, None]).sum(1)
+    return maxima, np.exp(blocks - finite[..., None]).sum(-1)
 
 
 def _logsumexp(local_max: torch.Tensor, local_sumexp: torch.Tensor) -> np.ndarray:
@@ -111,23 +111,31 @@ def _compute_local_logits_stats_kernel(
 
     Rows of bonus tokens, and what a row does not need, stay unwritten.
     """
-    steps = expanded_local_pos_ptr.tolist()
-    for row, slot in enumerate(expanded_idx_mapping_ptr.tolist()):
-        if steps[row] >= num_speculative_steps:
-            continue
-        temperature = np.float32(temp_ptr[slot].item())
-        logits = target_logits_ptr[row, :vocab_size].float().numpy()
-        if temperature == 0:
-            tokens, values = best_per_block(logits, None, BLOCK_SIZE)
-            target_local_argmax_ptr.numpy()[row] = tokens
-            target_local_max_ptr.numpy()[row] = values
-            continue
+    slots, steps = expanded_idx_mapping_ptr.numpy(), expanded_local_pos_ptr.numpy()
+    temperatures = temp_ptr.float().numpy()[slots]
+    verifies = steps < num_speculative_steps
+
+    def target_logits(rows: np.ndarray) -> np.ndarray:
+        logits: np.ndarray = target_logits_ptr[torch.from_numpy(rows), :vocab_size].float().numpy()
+        return logits
+
+    rows = np.flatnonzero(verifies & (temperatures == 0))
+    if len(rows):
+        tokens, values = best_per_block(target_logits(rows), None, BLOCK_SIZE)
+        target_local_argmax_ptr.numpy()[rows] = tokens
+        target_local_max_ptr.numpy()[rows] = values
+    rows = np.flatnonzero(verifies & (temperatures != 0))
+    if not len(rows):
+        return
+    maxima, sums = _max_and_sumexp(target_logits(rows), BLOCK_SIZE)
+    target_local_max_ptr.numpy()[rows], target_local_sumexp_ptr.numpy()[rows] = maxima, sums
+    if draft_logits_ptr is not None:
+        drafts = draft_logits_ptr[
+            torch.from_numpy(slots[rows]).long(), torch.from_numpy(steps[rows]).long(), :vocab_size
+        ]
+        logits = drafts.float().numpy() / temperatures[rows, None]
         maxima, sums = _max_and_sumexp(logits, BLOCK_SIZE)
-        target_local_max_ptr.numpy()[row], target_local_sumexp_ptr.numpy()[row] = maxima, sums
-        if draft_logits_ptr is not None:
-            logits = draft_logits_ptr[slot, steps[row], :vocab_size].float().numpy() / temperature
-            maxima, sums = _max_and_sumexp(logits, BLOCK_SIZE)
-            draft_local_max_ptr.numpy()[row], draft_local_sumexp_ptr.numpy()[row] = maxima, sums
+        draft_local_max_ptr.numpy()[rows], draft_local_sumexp_ptr.numpy()[rows] = maxima, sums
 
 
 # --------------------------------------------------------------------------- block verification

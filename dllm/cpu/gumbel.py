@@ -86,21 +86,25 @@ def gumbel_noise(seed: int, position: int, num_tokens: int, use_fp64: bool) -> n
 
 
 def vocab_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
-    """Cut `values` [V] into the kernels' vocabulary blocks, [blocks, block_size], -inf at the end.
+    """Cut `values` [..., V] into the kernels' vocabulary blocks, [..., blocks, size].
 
-    The kernels reduce block by block into buffers that vLLM allocates and reduces itself.
+    The kernels reduce block by block into buffers that vLLM allocates and reduces itself. The last
+    of several blocks ends with -inf; a vocabulary that fits into one is that block, as it is.
     """
-    num_blocks = -(-len(values) // block_size)
-    padded = np.full(num_blocks * block_size, -np.inf, dtype=values.dtype)
-    padded[: len(values)] = values
-    return padded.reshape(num_blocks, block_size)
+    vocab_size = values.shape[-1]
+    if vocab_size <= block_size:
+        return values[..., None, :]
+    num_blocks = -(-vocab_size // block_size)
+    padded = np.full((*values.shape[:-1], num_blocks * block_size), -np.inf, dtype=values.dtype)
+    padded[..., :vocab_size] = values
+    return padded.reshape(*values.shape[:-1], num_blocks, block_size)
 
 
 def best_per_block(
     logits: np.ndarray, noise: np.ndarray | None, block_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (token, value) of the largest of logits + noise in each vocabulary block."""
+    """Return (token, value), [..., blocks], of the largest of logits + noise, [..., V], in each."""
     blocks = vocab_blocks(logits if noise is None else logits + noise, block_size)
-    best = blocks.argmax(1)
-    rows = np.arange(len(blocks))
-    return rows * block_size + best, blocks[rows, best]
+    best = blocks.argmax(-1)
+    values = np.take_along_axis(blocks, best[..., None], axis=-1)[..., 0]
+    return np.arange(blocks.shape[-2]) * block_size + best, values

@@ -127,11 +127,17 @@ def _rows_of(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
+    draws: bool,
 ) -> Iterator[_Row]:
-    """Cut a batch's drafts into rows; a draft that is not there (-1) ends those of a random row."""
+    """Cut a batch's drafts into rows; a draft that is not there (-1) ends those of a random row.
+
+    draws: False where nobody looks at the uniform numbers, which are zeros then.
+    """
     starts = cu_num_logits.tolist()
-    row_seeds = np.repeat(seeds.numpy()[idx_mapping.numpy()], np.diff(starts))
-    uniform = philox_uniform(row_seeds, positions.numpy()[: starts[-1]])
+    uniform = np.zeros(starts[-1], dtype=np.float32)
+    if draws:
+        row_seeds = np.repeat(seeds.numpy()[idx_mapping.numpy()], np.diff(starts))
+        uniform = philox_uniform(row_seeds, positions.numpy()[: starts[-1]])
     for row, slot in enumerate(idx_mapping.tolist()):
         start, end, temperature = starts[row], starts[row + 1] - 1, temperatures[slot].item()
         drafts = draft_sampled.numpy()[start + 1 : end + 1]
@@ -256,7 +262,8 @@ def _rejection_kernel(
     masses = None if log_p is None else (log_p, residual)
     verifier = _Verifier(distributions, best, synthetic_conditional_rates_ptr, masses)
     batch = cu_num_logits_ptr, idx_mapping_ptr, draft_sampled_ptr, temp_ptr, seed_ptr, pos_ptr
-    for index, row in enumerate(_rows_of(*batch)):
+    draws = SYNTHETIC_MODE or bool((temp_ptr[idx_mapping_ptr] != 0).any())
+    for index, row in enumerate(_rows_of(*batch, draws)):
         verdict = verifier.verdict(row)
         sampled_ptr.numpy()[index, : len(verdict.tokens)] = verdict.tokens
         rejected_steps_ptr[index] = verdict.num_kept

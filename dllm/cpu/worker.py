@@ -33,4 +33,5 @@ class CanvasCPUWorker(CPUWorker):
         times = super().compile_or_warm_up_model()
         if self._is_ours and self._should_warm_up_model():
             warm_up(self.model_runner, self.execute_model)
+        seams_drafter.measure_costs_in_this_worker(self.model_runner, self.execute_model)
         return times

@@ -15,6 +15,7 @@ from dllm.drafter.checkpoint import (
     check_tokenizers,
 )
 from dllm.drafter.options import DrafterOptions
+from dllm.drafter.pilot import PilotConfig
 
 
 def drafter_options(vllm_config: VllmConfig) -> DrafterOptions:
@@ -53,6 +54,10 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     )
     drafter = drafter_config(vllm_config)
     target = vllm_config.model_config
+    if (pilot := drafter_options(vllm_config).pilot) is not None:
+        PilotConfig.load(pilot).check_against(
+            speculative.num_speculative_tokens, target.get_vocab_size()
+        )
     text_config = target.hf_text_config
     check_pair(
         drafter,

@@ -52,7 +52,7 @@ class WidthPolicy(ABC):
 
     reads_outcomes: ClassVar[bool] = False
     reads_prompt: ClassVar[bool] = False
-    reads_confidence: ClassVar[bool] = False
+    reads_confidence: bool = False
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts
@@ -91,8 +91,21 @@ class FixedWidth(WidthPolicy):
         return np.full(len(slots), self.width)
 
 
-def make_policy(options: DrafterOptions, num_drafts: int) -> WidthPolicy:
-    """The policy that the options name."""
+def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> WidthPolicy:
+    """The policy that the options name.
+
+    Args:
+        num_slots: requests that the server runs at once.
+    """
+    if options.policy == "adaptive":
+        from dllm.drafter.adaptive import AdaptiveWidth
+
+        return AdaptiveWidth(num_drafts, num_slots, options.confidence, options.hysteresis)
+    if options.policy == "pilot":
+        from dllm.drafter.pilot import Pilot, PilotWidth
+
+        assert options.pilot is not None, "checked by DrafterOptions"
+        return PilotWidth(num_drafts, num_slots, Pilot.load(options.pilot))
     assert options.policy == "fixed", options.policy
     return FixedWidth(num_drafts, options.width)
 

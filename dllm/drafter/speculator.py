@@ -5,23 +5,45 @@ the network, several passes over the draft block, and the decision how many draf
 Drafts are argmax tokens, a point mass: any of them is verified exactly, however it came about.
 """
 
+import time
 from collections.abc import Callable
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.dp_utils import DPSyncState
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
+from dllm.drafter.adaptive import AdaptiveWidth
+from dllm.drafter.metrics import CountedDrafts, DraftingCounts
 from dllm.drafter.pair import drafter_options
 from dllm.drafter.policy import VerifiedStep, WidthPolicy, always_verifies_all, make_policy
+from dllm.drafter.recording import make_recorder, recorded_step
+from dllm.drafter.rehearsal import Rehearsal, measure_costs
 from dllm.drafter.schedule import reveal_counts, reveal_surest
 
+logger = init_logger("vllm.dllm")
+
 Logits = Callable[[torch.Tensor], torch.Tensor]
+
+
+# Tokens of context that wait until somebody drafts: enough that writing them is a small part of the
+# steps that left them, few enough to write at once.
+MAX_DEFERRED = 256
+
+
+class DeferredContext(NamedTuple):
+    """Of a step's tokens: target features, positions, and cache slots ``[groups, tokens]``."""
+
+    features: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
 
 
 class Drafter(DFlashSpeculator):
@@ -33,7 +55,7 @@ class Drafter(DFlashSpeculator):
         super().__init__(vllm_config, device)
         options = drafter_options(vllm_config)
         num_drafts = self.num_speculative_steps
-        self.policy: WidthPolicy = make_policy(options, num_drafts)
+        self.policy: WidthPolicy = make_policy(options, num_drafts, self.max_num_reqs)
         self._trims = not always_verifies_all(options, num_drafts)
         self._reveal_counts = reveal_counts(
             options.noise_schedule, num_drafts, options.denoise_steps
@@ -41,6 +63,9 @@ class Drafter(DFlashSpeculator):
         # Of the rows of the step that was drafted last.
         self._widths = np.zeros(0, dtype=np.int64)
         self._is_skipped = False
+        self._recorder = make_recorder(vllm_config)
+        self._deferred: list[DeferredContext] = []
+        self._counts = DraftingCounts.none(num_drafts)  # since the last report
         # Probability of the likeliest token, by row and position.
         self._confidence = torch.zeros(self.draft_tokens.shape, device=device)
 
@@ -75,14 +100,34 @@ class Drafter(DFlashSpeculator):
         Returns:
             ``[rows, N]`` int64 token ids; unspecified where nothing was drafted.
         """
+        start = time.perf_counter()
         self._is_skipped = False
         is_real = not dummy_run
         if is_real and self.policy.reads_outcomes:
             self.policy.observe(
                 self._verified(input_batch, last_hidden_states, num_sampled, num_rejected)
             )
+        if is_real and self._recorder is not None and not isinstance(self.policy, Rehearsal):
+            assert aux_hidden_states, "the drafter reads layers of the target"
+            step = (input_batch, aux_hidden_states, num_sampled, num_rejected, last_sampled)
+            self._recorder.observe(recorded_step(*step))
         slots = input_batch.idx_mapping_np
         self._is_skipped = is_real and self.policy.limit(slots) == 0
+        if self._is_skipped and self._defers(input_batch):
+            assert aux_hidden_states, "the drafter reads layers of the target"
+            self._deferred.append(
+                DeferredContext(
+                    torch.cat(aux_hidden_states, dim=-1)[: input_batch.num_tokens],
+                    input_batch.positions[: input_batch.num_tokens].clone(),
+                    self.block_tables.slot_mappings[
+                        self.draft_kv_cache_group_ids, : input_batch.num_tokens
+                    ],
+                )
+            )
+            self._widths = np.zeros(input_batch.num_reqs, dtype=np.int64)
+            self._count(input_batch, time.perf_counter() - start)
+            return self.draft_tokens[: input_batch.num_reqs]
+        self._store_deferred()
         drafts = super().propose(
             input_batch,
             attn_metadata,
@@ -102,12 +147,89 @@ class Drafter(DFlashSpeculator):
             is_profile,
             num_speculative_tokens,
         )
-        if is_real and self._trims:
-            self._widths = self._choose_widths(slots)
+        if is_real:
+            if self._trims:
+                self._widths = self._choose_widths(slots)
+            self._count(input_batch, time.perf_counter() - start)
         return drafts
 
-    def trim(self, drafts: DraftTokenIds) -> DraftTokenIds:
-        """Leave each row the drafts that its width allows; this is what gets verified."""
+    def _defers(self, batch: InputBatch) -> bool:
+        """Whether a step that is not drafted behind may leave its context for later.
+
+        Only ordinary decode steps do. Whatever reads or takes over a page begins with a prompt (or
+        with drafting), and those write everything that was left, in order, before their own.
+        """
+        return (
+            not batch.has_prefill
+            and batch.num_draft_tokens == 0
+            and self.pcp_manager is None
+            and self.dp_size == 1  # ranks draft together
+            and sum(len(one.positions) for one in self._deferred) + batch.num_tokens <= MAX_DEFERRED
+        )
+
+    def _store_deferred(self) -> None:
+        """Write the context that was left, in one product."""
+        if not self._deferred:
+            return
+        features, positions, slots = (
+            torch.cat(parts, dim=dim)
+            for parts, dim in zip(zip(*self._deferred, strict=True), (0, 0, 1), strict=True)
+        )
+        self._deferred.clear()
+        assert self._layer_group_idx is not None, "our network names its layers"
+        self.model.precompute_and_store_context_kv(
+            self.model.combine_hidden_states(features),
+            positions,
+            [slots[group] for group in self._layer_group_idx],
+        )
+
+    def measure_costs(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
+        """Tell a policy that reads costs what steps cost here; before the first request."""
+        policy = self.policy
+        if not isinstance(policy, AdaptiveWidth):
+            return
+        options = drafter_options(self.vllm_config)
+        twin = make_policy(options, self.num_speculative_steps, self.max_num_reqs)
+        self.policy = rehearsal = Rehearsal(twin)
+
+        def wait() -> None:
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize(self.device)
+
+        try:
+            costs = measure_costs(runner, execute_model, rehearsal, wait)
+        finally:
+            self.policy = policy
+            self._counts = DraftingCounts.none(self.num_speculative_steps)
+        if costs is not None:
+            policy.costs = costs
+            logger.info("Cost of a step, %s", costs)
+
+    def report(self, drafts: DraftTokenIds) -> CountedDrafts:
+        """What goes to the scheduler: each row's drafts as its width allows, and the counts."""
+        drafts = self._trim(drafts)
+        counts, self._counts = self._counts, DraftingCounts.none(self.num_speculative_steps)
+        return CountedDrafts(drafts.req_ids, drafts.draft_token_ids, counts)
+
+    def _count(self, batch: InputBatch, seconds: float) -> None:
+        """Note a step; drafts of a prompt that is not over are thrown away, and not counted."""
+        num_drafts = self.num_speculative_steps
+        self._counts.seconds += seconds
+        if not self._is_skipped:
+            self._counts.passes += 1
+            self._counts.drafted += batch.num_reqs * num_drafts
+        widths = self._widths if self._trims else np.full(batch.num_reqs, num_drafts)
+        for width in widths[~self._reads_on(batch)].tolist():
+            self._counts.widths[width] += 1
+
+    @staticmethod
+    def _reads_on(batch: InputBatch) -> np.ndarray:
+        """``[rows]`` bool: there is more of the prompt behind what this step computed."""
+        computed = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+        reads_on: np.ndarray = computed < batch.prefill_len_np
+        return reads_on
+
+    def _trim(self, drafts: DraftTokenIds) -> DraftTokenIds:
         if not self._trims:
             return drafts
         assert len(drafts.req_ids) == len(self._widths), (len(drafts.req_ids), len(self._widths))

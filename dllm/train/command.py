@@ -1,6 +1,7 @@
 """``dllm train``: a training run from a TOML file to a checkpoint directory."""
 
 import argparse
+import importlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         CommandError: before the first step, when something is missing or wrong.
     """
+    if argv[:1] == ["pilot"]:
+        status: int = importlib.import_module("dllm.train.pilot_command").main(argv[1:])
+        return status
     given = parse(argv)
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError("the learning curve needs matplotlib: pip install 'dllm[train]'.")
@@ -46,7 +50,11 @@ def main(argv: Sequence[str]) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; exits with status 2 when it is wrong."""
-    parser = argparse.ArgumentParser(prog="dllm train", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="dllm train",
+        description=__doc__,
+        epilog="`dllm train pilot --help`: a policy of draft widths, which is made another way.",
+    )
     parser.add_argument("objective", choices=("diffusion", "ar"), help="the kind of model")
     parser.add_argument("--config", type=Path, help="TOML; default: the one of the shipped model")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")

@@ -8,15 +8,31 @@ shape are orthogonalised in one batch.
 
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dllm.train.settings import TrainSettings
-
 # Of the quintic iteration; they maximise its slope at 0 (same source).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 MOMENTUM = 0.95
+
+
+class LearningRates(Protocol):
+    """What decides the learning rates of a run; ``TrainSettings`` says what each of them is."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def matrix_lr(self) -> float: ...
+    @property
+    def vector_lr(self) -> float: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def decay_from(self) -> float: ...
+    @property
+    def final_lr(self) -> float: ...
 
 
 class Muon(torch.optim.Optimizer):
@@ -68,7 +84,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return (x.mT if is_tall else x).float()
 
 
-def make_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, settings: LearningRates) -> list[torch.optim.Optimizer]:
     """Muon over the layers' matrices, AdamW over embeddings, norms, scalars and routers.
 
     Parameters that need no gradient (a vision tower, say) are in neither.
@@ -85,7 +101,7 @@ def make_optimizers(model: nn.Module, settings: TrainSettings) -> list[torch.opt
     ]
 
 
-def lr_factor(step: int, settings: TrainSettings) -> float:
+def lr_factor(step: int, settings: LearningRates) -> float:
     """The fraction of the peak learning rate at a step: warm-up, constant, cosine."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps

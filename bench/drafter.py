@@ -1,0 +1,325 @@
+"""Drafting beside plain decoding: the same target, fixed widths, and the policies that choose.
+
+    python -m bench.drafter                                        # everything that is there
+    python -m bench.drafter --pilot runs/pilot --rounds 5 --concurrency 1 32
+    python -m bench.drafter --families edit extract --no-mixed
+
+Starts plain ``vllm serve`` of the target, one server for each fixed width (which drafts just as
+many tokens), and one with the policy ``adaptive``; with --pilot also one with that pilot. They take
+turns on the same held-out questions, of all families mixed and of each family alone, at every
+concurrency; each round begins with another server. Greedy, as the target's own generation config
+says, so that all give the same answers: a run with fewer right answers than the model card allows
+has no speed (bench.workloads).
+
+Written to --results: drafter.csv (one row a run) and drafter.md (medians of the ratios to plain
+decoding, pair by pair, and tokens per verifying step).
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+from bench.client import Client
+from bench.command import add_serve_flags, reporting_failures
+from bench.context import RESULTS, progress, provenance, write_csv
+from bench.markdown import markdown
+from bench.measure import NO_CANVAS, Circumstances, Measurement, measurement
+from bench.race import Contestant, admit, start_all
+from bench.report import Spread, pair_ratios
+from bench.servers import READY_TIMEOUT_S, Server, ServerOptions
+from bench.workloads import (
+    ADAPTIVE,
+    QUESTIONS,
+    Shape,
+    Workload,
+    card_accuracy,
+    draw_questions,
+    write_questions,
+)
+from dllm.eval_server import counter
+from dllm.train.tasks import FAMILIES, Question, questions
+
+PLAIN, MIXED = "plain", "mixed"
+SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the gate's request
+# Our own counters: what was drafted, and how long it took.
+DRAFTED, SECONDS = "dllm:drafted_tokens_total", "dllm:drafting_seconds_total"
+
+
+# Of a measurement, those that mean something here.
+MEASURED = (
+    "contestant",
+    "pair",
+    "position",
+    "num_requests",
+    "output_tokens",
+    "tokens_per_s",
+    "ttft_ms",
+    "latency_ms",
+    "num_correct",
+    "problem",
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Questions of one family, or of all in turn, so many at once."""
+
+    family: str
+    concurrency: int
+    num_requests: int
+
+    def draw(self, seed: int) -> list[Question]:
+        """The questions of a round."""
+        if self.family == MIXED:
+            return draw_questions(self.num_requests, seed)
+        return questions((self.family,), "heldout", self.num_requests, seed)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one server.
+
+    Attributes:
+        drafted, verified, accepted: tokens; the drafter's, those of them that the target looked
+            at, and those it kept.
+        verifying_steps: of single requests, so that ``acceptance_length`` is tokens per such step.
+        drafting_s: seconds in the speculator.
+    """
+
+    load: Load
+    measured: Measurement
+    drafted: int
+    verified: int
+    accepted: int
+    verifying_steps: int
+    drafting_s: float
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per step that verified drafts, the target's own included."""
+        if not self.verifying_steps:
+            return None
+        return 1 + self.accepted / self.verifying_steps
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    target: Path
+    drafter: Path
+    pilot: Path | None
+    widths: tuple[int, ...]
+    loads: tuple[Load, ...]
+    rounds: int
+    budget_s: float
+    serve_flags: tuple[str, ...]
+    results: Path
+
+
+@reporting_failures
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write CSV and Markdown."""
+    options = parse(arguments)
+    runs = measure(options)
+    about = provenance("bench.drafter")
+    path = options.results / "drafter.csv"
+    write_csv(path, [row(run) | about for run in runs])
+    text = table(runs)
+    path.with_suffix(".md").write_text(text + "\n")
+    print(f"{text}\n\n{path}")
+    return 1 if any(run.measured.problem for run in runs) else 0
+
+
+def measure(options: Options) -> list[Run]:
+    """All rounds.
+
+    Raises:
+        GateError: outputs are wrong.
+        RuntimeError: a server or client failed.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
+        racing = contestants(options, folder)
+        progress(f"starting {[one.name for one in racing]}")
+        start_all([one.server for one in racing if one.server], stack)
+        for one in racing:
+            admit(one, SHAPE)
+        client, runs, start = Client(folder), list[Run](), time.monotonic()
+        for pair in range(options.rounds):
+            used = time.monotonic() - start
+            if pair and used * (pair + 1) / pair > options.budget_s:
+                progress(f"  {pair} of {options.rounds} rounds fit into {options.budget_s:.0f} s")
+                break
+            for load in options.loads:
+                progress(f"  round {pair + 1}: {load.family}, {load.concurrency} at once")
+                shift = pair % len(racing)
+                for position, one in enumerate(racing[shift:] + racing[:shift]):
+                    runs.append(once(one, load, client, pair, position))
+        return runs
+
+
+def contestants(options: Options, folder: Path) -> list[Contestant]:
+    """Plain decoding first: what everybody is compared with."""
+    widest = max(options.widths)
+    chosen: list[tuple[str, tuple[str, ...]]] = [(PLAIN, ())]
+    chosen += [(f"fixed {width}", speculate(options, width, {})) for width in options.widths]
+    chosen.append(("adaptive", speculate(options, widest, {"policy": "adaptive"})))
+    if options.pilot is not None:
+        policy = {"policy": "pilot", "pilot": str(options.pilot.resolve())}
+        chosen.append(("pilot", speculate(options, widest, policy)))
+    return [
+        Contestant(
+            name,
+            options.target,
+            NO_CANVAS,
+            Server(
+                ServerOptions(name, str(options.target), (*options.serve_flags, *flags)),
+                folder / f"{name}.log",
+            ),
+            takes_seeds=False,
+            expected=card_accuracy(options.target),
+        )
+        for name, flags in chosen
+    ]
+
+
+def speculate(options: Options, num_drafts: int, policy: dict[str, str]) -> tuple[str, ...]:
+    """The flags of a server that drafts."""
+    speculative = {
+        "method": "dflash",
+        "model": str(options.drafter),
+        "num_speculative_tokens": num_drafts,
+    }
+    flags = ["--speculative-config", json.dumps(speculative)]
+    if policy:
+        flags += ["--additional-config", json.dumps({"dllm": {"drafter": policy}})]
+    return tuple(flags)
+
+
+def once(one: Contestant, load: Load, client: Client, pair: int, position: int) -> Run:
+    """One run of ``vllm bench serve``."""
+    assert one.server is not None
+    asked = load.draw(pair)
+    dataset = client.folder / f"{load.family}-{load.concurrency}-{pair}.json"
+    write_questions(asked, dataset)
+    workload = Workload(ADAPTIVE, QUESTIONS, load.num_requests, SHAPE, load.concurrency)
+    before = counters(one.server)
+    name = f"{one.name}-{load.family}-{load.concurrency}-{pair}".replace(" ", "_")
+    flags = workload.client_flags(pair, dataset)
+    saved = client.bench_serve(name, one.server.url, str(one.model), flags)
+    drafted, seconds = (b - a for a, b in zip(before, counters(one.server), strict=True))
+    about = Circumstances(one.name, pair, position)
+    expected = one.expected if load.family == MIXED else None
+    return Run(
+        load,
+        measurement(about, NO_CANVAS, saved, workload, asked, expected),
+        drafted=int(drafted),
+        verified=saved.get("spec_decode_draft_tokens", 0),
+        accepted=saved.get("spec_decode_accepted_tokens", 0),
+        verifying_steps=saved.get("spec_decode_num_drafts", 0),
+        drafting_s=seconds,
+    )
+
+
+def counters(server: Server) -> tuple[float, float]:
+    """Tokens drafted and seconds spent on it, so far."""
+    with urlopen(f"{server.url}/metrics", timeout=READY_TIMEOUT_S) as response:
+        text = response.read().decode()
+    return counter(text, DRAFTED), counter(text, SECONDS)
+
+
+def row(run: Run) -> dict[str, object]:
+    """Of the CSV."""
+    measured = asdict(run.measured)
+    return {
+        "family": run.load.family,
+        "concurrency": run.load.concurrency,
+        **{key: measured[key] for key in MEASURED},
+        "acceptance_length": run.acceptance_length,
+        "drafted": run.drafted,
+        "verified": run.verified,
+        "accepted": run.accepted,
+        "drafting_s": run.drafting_s,
+    }
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Of every load: tokens/s of plain decoding, and of the others their ratio to it."""
+    names = list(dict.fromkeys(run.measured.contestant for run in runs))
+    others = [name for name in names if name != PLAIN]
+    rows = []
+    for load in dict.fromkeys(run.load for run in runs):
+        of_load = [run for run in runs if run.load == load]
+        measured = [run.measured for run in of_load]
+        plain = [one.tokens_per_s for one in measured if one.contestant == PLAIN]
+        speeds = [speed for speed in plain if speed is not None]
+        cells = [load.family, str(load.concurrency), Spread.of(speeds).text(0) if speeds else "-"]
+        for name in others:
+            ratios = pair_ratios(measured, "tokens_per_s", name, PLAIN)
+            lengths = [run.acceptance_length for run in of_load if run.measured.contestant == name]
+            known = [length for length in lengths if length is not None]
+            cell = Spread.of(ratios).text(2) if ratios else "-"
+            cells.append(cell + (f" · {Spread.of(known).median:.1f}" if known else ""))
+        rows.append(cells)
+    header = ["questions", "at once", "plain, tokens/s", *(f"{name} / plain" for name in others)]
+    note = (
+        "Ratios of tokens/s in the same round: median [min .. max]; behind the dot, tokens per "
+        "step that verified drafts."
+    )
+    problems = dict.fromkeys(
+        f"No speed of {run.measured.contestant}, {run.load.family}: {run.measured.problem}"
+        for run in runs
+        if run.measured.problem
+    )
+    return "\n\n".join([markdown(header, rows), note, *problems])
+
+
+def parse(arguments: Sequence[str] | None) -> Options:
+    """Read the command line; exits with a message when it is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", type=Path, default=Path("checkpoints/tiny-ar"))
+    parser.add_argument("--drafter", type=Path, default=Path("checkpoints/tiny-drafter"))
+    parser.add_argument("--pilot", type=Path, help="folder that `dllm train pilot` wrote")
+    parser.add_argument("--widths", type=int, nargs="+", default=[3, 7])
+    parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--no-mixed", action="store_true", help="families on their own only")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--num-requests", type=int, default=24, help="of a run, at least")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=30, help="no round begins that ends later")
+    add_serve_flags(parser)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    given = parser.parse_args(arguments)
+    for model in (given.target, given.drafter):
+        if not (model / "config.json").exists():
+            parser.error(f"{model}: no config.json there; give a checkpoint's folder.")
+    families = [*([] if given.no_mixed else [MIXED]), *given.families]
+    return Options(
+        target=given.target,
+        drafter=given.drafter,
+        pilot=given.pilot,
+        widths=tuple(given.widths),
+        loads=tuple(
+            Load(family, concurrency, max(given.num_requests, 2 * concurrency))
+            for family in families
+            for concurrency in given.concurrency
+        ),
+        rounds=given.rounds,
+        budget_s=60 * given.minutes,
+        serve_flags=tuple(given.serve_flags),
+        results=given.results,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Calibration: a drafter learns, from true hidden states, what its target says next."""

@@ -1,0 +1,173 @@
+"""Widths that earn the most tokens per second: survival times measured cost, over the whole batch.
+
+Verifying one more draft is worth its survival in tokens and costs what the table says a step with
+one token more costs. So the drafts of all rows are sorted by survival, and the best number of them
+is the one with the most expected tokens per millisecond:
+
+    max over k of  (rows + the k largest survivals) / cost(rows, k)      against  rows / plain cost
+
+If plain decoding wins, nothing is drafted. Then nothing is learned either, so from time to time one
+request is tried: after a number of steps that doubles with every trial that changes nothing.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dllm.drafter.costs import CostTable, assumed_costs
+from dllm.drafter.policy import VerifiedStep, WidthPolicy
+from dllm.drafter.survival import Survival, bins_of
+
+FIRST_TRIAL, LAST_TRIAL = 8, 512  # steps without drafting before a trial
+UNSEEN_KEPT = 0.9  # fading of what a step costs beside the table's
+# A pause longer than this many steps is idleness, not a step.
+IDLE_STEPS = 4.0
+
+
+def best_widths(survival: np.ndarray, base: float, cost_ms: np.ndarray) -> tuple[np.ndarray, float]:
+    """The widths with the most expected tokens per millisecond, and how many those are.
+
+    Args:
+        survival: ``[rows, N]``, not increasing along a row.
+        base: tokens expected with no draft at all.
+        cost_ms: ``[rows * N + 1]``, of a step that verifies 0, 1, 2, ... drafts in all.
+    """
+    flat = survival.ravel()
+    order = np.argsort(-flat, kind="stable")  # ties in order, so that each row's are a prefix
+    expected = base + np.concatenate(([0.0], flat[order].cumsum()))
+    rates = expected / cost_ms
+    best = int(rates.argmax())
+    rows, num_drafts = survival.shape
+    widths = np.bincount(order[:best] // num_drafts, minlength=rows)
+    return widths, float(rates[best])
+
+
+class AdaptiveWidth(WidthPolicy):
+    """Width per row and step from what has been accepted so far and what steps cost.
+
+    Args:
+        num_slots: requests that the server runs at once.
+        reads_confidence: sharpen each decision by how sure the drafter is of each token.
+        hysteresis: drafting starts (stops) when it is this much better (worse) than plain decoding.
+        clock: seconds.
+
+    Attributes:
+        costs: assumed until the worker has measured them.
+    """
+
+    reads_outcomes = True
+
+    def __init__(
+        self,
+        num_drafts: int,
+        num_slots: int,
+        reads_confidence: bool = True,
+        hysteresis: float = 0.03,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(num_drafts)
+        self.reads_confidence = reads_confidence
+        self.hysteresis = hysteresis
+        self.clock = clock
+        self.costs: CostTable = assumed_costs(num_drafts)
+        self.survival = Survival(num_slots, num_drafts)
+        self.is_drafting = True
+        self._bins = np.zeros((num_slots, num_drafts), dtype=np.int64)  # of the last drafts
+        self._samples = np.zeros(0, dtype=bool)  # of the last step's rows
+        self._is_trial = self._has_news = False
+        self._until_trial = self._trial_after = FIRST_TRIAL
+        self._unseen_ms = 0.0
+        self._decided: _Decision | None = None
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Learn what became of the last drafts, and what a step costs beside the table's."""
+        reads_prompts = bool(step.in_prompt.any())
+        self._has_news = (
+            reads_prompts
+            or bool(step.verified.any())
+            or len(step.slots) != len(self._samples)
+            or not self._samples.all()
+        )
+        if not self._has_news:
+            return
+        if reads_prompts:
+            self._decided = None  # a step of another kind
+        self._samples = step.samples
+        self.survival.reset(step.slots[step.in_prompt])
+        bins = self._bins[step.slots] if self.reads_confidence else None
+        self.survival.observe(step.slots, step.verified, step.accepted, bins)
+
+    def limit(self, slots: np.ndarray) -> int:
+        """0 while plain decoding is expected to be faster, except for trials."""
+        assert len(slots) == len(self._samples), (len(slots), len(self._samples))
+        self._is_trial = False
+        if not self._samples.any():
+            return 0  # nothing but parts of prompts: the drafts would be thrown away
+        if not self.is_drafting and not self._has_news:
+            self._count_down()  # nothing has changed since drafting was found not to pay
+            return self.num_drafts if self._is_trial else self._plain(len(slots))
+        _, drafting = self._best(slots, None)
+        plain = self._samples.sum() / (self.costs.plain(len(slots)) + self._unseen_ms)
+        if self.is_drafting:
+            self.is_drafting = bool(drafting * (1 + self.hysteresis) >= plain)
+            self._until_trial = self._trial_after = FIRST_TRIAL
+        elif drafting > plain * (1 + self.hysteresis):
+            self.is_drafting = True
+        else:
+            self._count_down()
+        if self.is_drafting or self._is_trial:
+            return self.num_drafts
+        return self._plain(len(slots))
+
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        """The best ones; of a trial, everything of the request that has been tried least."""
+        if confidence is not None:
+            self._bins[slots] = bins_of(confidence)
+        if self._is_trial:
+            tried = np.where(self._samples, self.survival.exposure(slots), np.inf)
+            widths = np.zeros(len(slots), dtype=np.int64)
+            widths[tried.argmin()] = self.num_drafts
+        else:
+            widths, _ = self._best(slots, None if confidence is None else self._bins[slots])
+        expected_ms = self.costs.drafting(len(slots))[int(widths.sum())]
+        self._decide(len(slots), True, float(expected_ms))
+        return widths
+
+    def _plain(self, num_rows: int) -> int:
+        self._decide(num_rows, False, self.costs.plain(num_rows))
+        return 0
+
+    def _best(self, slots: np.ndarray, bins: np.ndarray | None) -> tuple[np.ndarray, float]:
+        survival = self.survival.of(slots, bins) * self._samples[:, None]
+        cost_ms = self.costs.drafting(len(slots)) + self._unseen_ms
+        return best_widths(survival, float(self._samples.sum()), cost_ms)
+
+    def _count_down(self) -> None:
+        self._until_trial -= 1
+        if self._until_trial <= 0:
+            self._is_trial = True
+            self._trial_after = min(2 * self._trial_after, LAST_TRIAL)
+            self._until_trial = self._trial_after
+
+    def _decide(self, num_rows: int, drafts: bool, expected_ms: float) -> None:
+        """Note a decision; between two alike a whole step passed. What of it was not expected?"""
+        last = self._decided
+        self._decided = now = _Decision(self.clock(), num_rows, drafts, expected_ms)
+        if last is None or (last.num_rows, last.drafts) != (num_rows, drafts):
+            return
+        passed = 1e3 * (now.at - last.at)
+        if passed < IDLE_STEPS * last.expected_ms:
+            unseen = max(0.0, passed - last.expected_ms)
+            self._unseen_ms = UNSEEN_KEPT * self._unseen_ms + (1 - UNSEEN_KEPT) * unseen
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What the next step does: its batch, whether it drafts, and what the table says it costs."""
+
+    at: float
+    num_rows: int
+    drafts: bool
+    expected_ms: float

@@ -1,0 +1,62 @@
+"""What the drafter's benchmark makes of its runs. No servers."""
+
+import pytest
+
+from bench.drafter import MIXED, PLAIN, SHAPE, Load, Run, contestants, parse, row, speculate, table
+from bench.measure import NO_CANVAS, Circumstances, measurement
+from bench.workloads import ADAPTIVE, QUESTIONS, Workload
+from dllm.train.tasks import FAMILIES
+
+LOAD = Load("edit", 8, 2)
+
+
+def run(name: str, pair: int, tokens_per_s: float, accepted: int = 0, steps: int = 0) -> Run:
+    saved = {
+        "completed": 2,
+        "failed": 0,
+        "duration": 1.0,
+        "output_throughput": tokens_per_s,
+        "output_lens": [10, 12],
+        "ttfts": [0.1, 0.2],
+        "latencies": [0.2, 0.3],
+    }
+    workload = Workload(ADAPTIVE, QUESTIONS, 2, SHAPE, 8)
+    measured = measurement(Circumstances(name, pair, 0), NO_CANVAS, saved, workload)
+    return Run(LOAD, measured, 7 * steps, 5 * steps, accepted, steps, 0.5)
+
+
+def test_ratios_are_taken_round_by_round_and_tokens_per_verifying_step():
+    runs = [run(PLAIN, 0, 100), run("adaptive", 0, 250, accepted=30, steps=10)]
+    runs += [run("adaptive", 1, 150, accepted=10, steps=10), run(PLAIN, 1, 50)]
+    text = table(runs)
+    line = next(line for line in text.splitlines() if line.startswith("| edit"))
+    assert line == "| edit | 8 | 75 [50 .. 100] | 2.75 [2.50 .. 3.00] · 3.0 |"
+    assert row(runs[1])["acceptance_length"] == 4.0
+    assert row(runs[0])["acceptance_length"] is None
+    assert (row(runs[1])["drafted"], row(runs[1])["verified"]) == (70, 50)
+
+
+def test_loads_are_questions_of_one_family_or_of_all():
+    assert {one.family for one in LOAD.draw(0)} == {"edit"}
+    mixed = Load(MIXED, 1, len(FAMILIES)).draw(0)
+    assert {one.family for one in mixed} == set(FAMILIES)
+    assert LOAD.draw(0) == LOAD.draw(0) != LOAD.draw(1)
+
+
+def test_contestants(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    given = ["--target", str(tmp_path), "--drafter", str(tmp_path), "--widths", "3", "7"]
+    options = parse([*given, "--pilot", str(tmp_path), "--families", "edit"])
+    assert [(load.family, load.num_requests) for load in options.loads[:3]] == [
+        (MIXED, 24),
+        (MIXED, 24),
+        (MIXED, 64),
+    ]
+    named = {one.name: one.server.options.flags for one in contestants(options, tmp_path)}
+    assert list(named) == [PLAIN, "fixed 3", "fixed 7", "adaptive", "pilot"]
+    assert named["fixed 3"][-2:] == speculate(options, 3, {})
+    assert '"num_speculative_tokens": 7' in " ".join(named["adaptive"])
+    assert '"policy": "adaptive"' in named["adaptive"][-1]
+    assert str(tmp_path) in named["pilot"][-1]
+    with pytest.raises(SystemExit):
+        parse(["--target", str(tmp_path / "none")])
