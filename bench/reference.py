@@ -26,8 +26,8 @@ def answer_questions(
     from dllm.eval_reference import ReferenceModel  # torch and transformers: seconds
 
     reference = ReferenceModel(model, max_tokens)
-    settings = type(reference.model.generation_config).from_pretrained(generation)
-    reference.model.generation_config = settings
+    kind = type(reference.model.generation_config)
+    reference.model.generation_config = kind.from_pretrained(generation, **never_stop(generation))
     reference.answer(asked[:1], lambda: None)
 
     encoded: list[float] = []  # when the encoder began
@@ -57,3 +57,14 @@ def answer_questions(
         "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     result.write_text(json.dumps(saved))
+
+
+def never_stop(generation: Path) -> dict[str, float]:
+    """What says to the reference that no block stops early, if the generation config says so.
+
+    It refuses a confidence of 0. Nothing is stable for as many steps as there are.
+    """
+    given = json.loads((generation / "generation_config.json").read_text())
+    if given["confidence_threshold"] > 0:
+        return {}
+    return {"confidence_threshold": 1e-9, "stability_threshold": given["max_denoising_steps"]}

@@ -94,13 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table per workload, write the CSV files."""
     options = parse(arguments)
     measured: list[tuple[Workload, Measurement]] = []
+    path = options.results / f"serve_{options.mode}.csv"
     deadline = time.monotonic() + options.budget_s
     for index, schedule in enumerate(options.schedules):
         sizes = [len(options.workloads(other)) for other in options.schedules[index:]]
         left = (deadline - time.monotonic()) * sizes[0] / sum(sizes)
         measured += measure(options, schedule, time.monotonic() + left)
-    path = options.results / f"serve_{options.mode}.csv"
-    write_csv(path, csv_rows(measured, options.mode, provenance("bench.serve")))
+        write_csv(path, csv_rows(measured, options.mode, provenance("bench.serve")))
     print(f"\n{tables(measured)}\n\n{path}")
     is_wrong = any(one.problem for _, one in measured if one.contestant == OURS)
     return 1 if is_wrong else 0

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """The commands, one a line."""
-    lines = [f"  {name:<13}{help_text}" for name, (_, help_text) in COMMANDS.items()]
+    lines = [f"  {name:<14}{help_text}" for name, (_, help_text) in COMMANDS.items()]
     return "\n".join(
         ["usage: dllm COMMAND ...", "", *lines, "", "dllm COMMAND --help says what it takes."]
     )

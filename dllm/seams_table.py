@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 SCHEDULER = "dllm.scheduler.CanvasScheduler"
+LOGGER = "vllm.dllm"  # below vLLM's own, whose handlers then show it
 CPU_WORKER = "dllm.cpu.worker.CanvasCPUWorker"
 DRAFTER_WORKER = "dllm.drafter.worker.DrafterWorker"
 DRAFTING_SCHEDULER = "dllm.drafter.scheduler.DraftingScheduler"

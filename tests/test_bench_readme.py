@@ -167,7 +167,7 @@ def test_a_run_without_speed_is_named(results: Path) -> None:
 
 
 def test_an_unknown_mark_is_refused(results: Path) -> None:
-    with pytest.raises(ValueError, match="bench:speed: no such section; allowed: headline, serving"):
+    with pytest.raises(ValueError, match="bench:speed: no such section; allowed: headline"):
         readme.document("<!-- bench:speed -->\n<!-- /bench -->", results)
 
 

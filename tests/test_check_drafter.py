@@ -73,9 +73,7 @@ def layers() -> list[int]:
 BREAKAGES = {
     "one too low": ("layer index", dict(dflash={"target_layer_ids": [i - 1 for i in layers()]})),
     "one too high": ("layer index", dict(dflash={"target_layer_ids": [i + 1 for i in layers()]})),
-    "mask token": ("mask token", dict(dflash={"mask_token_id": 6})),
     "theta": ("RoPE theta", dict(rope_theta=1e6)),
-    "style": ("RoPE style", dict(is_neox_style=False)),
 }
 
 

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from dllm.calibrate.samples import SUFFIX, Sample, write_shard
+from dllm.seams_table import LOGGER
 
-logger = logging.getLogger("vllm.dllm")
+logger = logging.getLogger(LOGGER)
 
 GROUP = "traffic"
 # Of a request, the first so many tokens behind what was cached; of a longer prompt, its end.

@@ -27,8 +27,9 @@ from dllm.drafter.policy import VerifiedStep, WidthPolicy, always_verifies_all, 
 from dllm.drafter.recording import make_recorder, recorded_step
 from dllm.drafter.rehearsal import Rehearsal, measure_costs
 from dllm.drafter.schedule import reveal_counts, reveal_surest
+from dllm.seams_table import LOGGER
 
-logger = init_logger("vllm.dllm")
+logger = init_logger(LOGGER)
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
