@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    DiffusionGemmaGenerationConfig,
+)
 
 from bench import baselines, serve
+from bench.baselines import write_generation_config
 from bench.client import command
 from bench.measure import (
     BUILTIN,
@@ -25,6 +29,7 @@ from bench.measure import (
     seed_problems,
 )
 from bench.race import Contestant, Race, admit, withhold
+from bench.reference import never_stop
 from bench.report import METRICS, Spread, csv_rows, pair_ratios, table
 from bench.servers import Response, Server, ServerOptions, tail
 from bench.workloads import (
@@ -416,3 +421,15 @@ def test_a_failure_is_shown_with_its_cause(tmp_path: Path) -> None:
         "at exit",
         "RuntimeError: initialization",
     ]
+
+
+def test_the_reference_runs_a_fixed_number_of_steps_too(tmp_path: Path) -> None:
+    """Hugging Face refuses the confidence of 0 that says so to a server."""
+    write_generation_config(MODEL, tmp_path / "fixed", 16)
+    settings = DiffusionGemmaGenerationConfig.from_pretrained(
+        tmp_path / "fixed", **never_stop(tmp_path / "fixed")
+    )
+    assert settings.stability_threshold == settings.max_denoising_steps == 16
+    assert settings.confidence_threshold > 0
+    write_generation_config(MODEL, tmp_path / "adaptive", None)
+    assert never_stop(tmp_path / "adaptive") == {}
