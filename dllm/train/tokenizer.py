@@ -18,7 +18,8 @@ from tokenizers.trainers import BpeTrainer
 from dllm.train.tasks import FAMILIES, question
 
 # Of the trained models: enough for nearly every word of the questions to be one token. With 512 a
-# name was one token inside a sentence and two where an answer begins.
+# name was one token inside a sentence and two where an answer begins. A multiple of 64; the
+# questions run out of merges a few before it, and the last ids stand for nothing.
 VOCAB_SIZE = 832
 # Ids are positions in this list; the first five are those of the released tokenizer.
 SPECIAL_TOKENS = (
