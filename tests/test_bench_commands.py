@@ -58,7 +58,7 @@ def test_serve(shared: list[ServerOptions], tmp_path: Path) -> None:
         ("questions", "1", "", OURS),
         ("questions", "1", "", REFERENCE),
         ("random", "1", "", OURS),
-        ("questions", "", "50.0", OURS),
+        ("questions", "", "50", OURS),
     ]
     for row in rows:
         assert not row["problem"]
