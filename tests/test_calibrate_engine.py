@@ -1,9 +1,5 @@
 """Calibration against the engine: the same hidden states, the same drafts, and recorded traffic."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -74,22 +70,6 @@ def test_hidden_states_and_drafts_are_the_engines_and_traffic_is_recorded(pair, 
 
 def test_vllms_own_drafter_drafts_the_same(pair):
     """Stock vLLM loads what a calibration exports."""
-    environment = os.environ | {
-        "DLLM_DISABLE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    finished = subprocess.run(
-        [sys.executable, stock.__file__, *map(str, pair)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=stock.TIMEOUT_S,
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    theirs = json.loads(finished.stdout.splitlines()[-1])
-    assert theirs["proposer"] == "vllm.v1.spec_decode.dflash.DFlashProposer"
+    theirs = stock.stock_drafts(*pair)
     tokens = stock.PROMPT + theirs["tokens"][:1]
     assert theirs["drafts"][0] == drafts_of_the_network(pair, tokens)

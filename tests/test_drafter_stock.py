@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from drafter_harness import LIMITS, drafting_engine, greedy, watch_drafts
 from drafter_pairs import random_drafter, write_drafter, write_target
@@ -22,13 +23,8 @@ NUM_TOKENS = 12
 TIMEOUT_S = 300
 
 
-def test_drafts_are_those_of_vllms_own_drafter(tmp_path):
-    weights = random_drafter()
-    weights["layers.1.self_attn.k_norm.weight"] = weights[
-        "layers.0.self_attn.k_norm.weight"
-    ].clone()
-    target = write_target(tmp_path / "target")
-    drafter = write_drafter(tmp_path / "drafter", weights=weights)
+def stock_drafts(target: Path, drafter: Path) -> dict:
+    """What vLLM's own drafter drafts behind ``PROMPT``, in a process without ours."""
     environment = os.environ | {
         "DLLM_DISABLE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -46,6 +42,17 @@ def test_drafts_are_those_of_vllms_own_drafter(tmp_path):
     assert finished.returncode == 0, finished.stderr[-3000:]
     theirs = json.loads(finished.stdout.splitlines()[-1])
     assert theirs["proposer"] == "vllm.v1.spec_decode.dflash.DFlashProposer"
+    return theirs
+
+
+def test_drafts_are_those_of_vllms_own_drafter(tmp_path):
+    weights = random_drafter()
+    weights["layers.1.self_attn.k_norm.weight"] = weights[
+        "layers.0.self_attn.k_norm.weight"
+    ].clone()
+    target = write_target(tmp_path / "target")
+    drafter = write_drafter(tmp_path / "drafter", weights=weights)
+    theirs = stock_drafts(target, drafter)
 
     engine = drafting_engine(target, drafter, NUM_DRAFTS)
     with watch_drafts(engine) as seen:

@@ -4,7 +4,6 @@ Everything random in step i comes from (seed, i), so a run that was stopped and 
 with the same bits as one that was not.
 """
 
-import csv
 import math
 import random
 import time
@@ -22,7 +21,8 @@ from dllm.calibrate.samples import Sample
 from dllm.calibrate.settings import CalibrateSettings
 from dllm.calibrate.target import Target
 from dllm.drafter.checkpoint import DrafterConfig
-from dllm.train.optimizer import lr_factor, make_optimizers
+from dllm.train.optimizer import make_optimizers, set_learning_rates, update_average
+from dllm.train.run_log import append_row, forget_later_rows, save_state
 
 CHECKPOINT = "state.pt"
 LOG = "log.csv"
@@ -102,11 +102,7 @@ class Calibration:
     def _train_step(self) -> float:
         """One batch, one step of every optimizer, one update of the average."""
         settings = self.settings
-        factor = lr_factor(self.step, settings)
-        peaks = (settings.matrix_lr, settings.vector_lr)
-        for optimizer, peak in zip(self.optimizers, peaks, strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * factor
+        set_learning_rates(self.optimizers, self.step, settings)
         chosen = random.Random(f"{settings.seed} {self.step}").choices(
             self.samples, k=settings.batch_size
         )
@@ -118,12 +114,7 @@ class Calibration:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        with torch.no_grad():
-            # Young averages follow faster, so that they do not remember the initial weights.
-            decay = min(settings.ema, (1 + self.step) / (10 + self.step))
-            pairs = zip(self.average.parameters(), self.network.parameters(), strict=True)
-            for average, param in pairs:
-                average.lerp_(param, 1 - decay)
+        update_average(self.average, self.network, self.step, settings.ema)
         return loss.item()
 
     def _loss(self, batch: Batch) -> Tensor:
@@ -162,13 +153,7 @@ class Calibration:
             **{f"position_{position}": round(rate, 4) for position, rate in by_position},
             **{name: round(one.length, 3) for name, one in sorted(self.acceptance.items())},
         }
-        path = self.out / LOG
-        is_new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, list(row))
-            if is_new:
-                writer.writeheader()
-            writer.writerow(row)
+        append_row(self.out / LOG, row)
 
     def save(self) -> None:
         """Write the checkpoint; an interrupted write leaves the one before."""
@@ -181,9 +166,7 @@ class Calibration:
             "average": self.average.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
-        temporary = self.out / f"{CHECKPOINT}.part"
-        torch.save(state, temporary)
-        temporary.replace(self.out / CHECKPOINT)
+        save_state(self.out / CHECKPOINT, state)
 
     def resume(self) -> None:
         """Go on from the checkpoint of the directory, if it holds one already."""
@@ -197,13 +180,4 @@ class Calibration:
             self.average.load_state_dict(state["average"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-        self._forget_later_rows()
-
-    def _forget_later_rows(self) -> None:
-        """Cut the log to what the checkpoint knows: what came after it will be done again."""
-        path = self.out / LOG
-        if path.exists():
-            header, *rows = path.read_text().splitlines(keepends=True)
-            last = self.step if self.step else -math.inf
-            kept = [row for row in rows if int(row.split(",", 1)[0]) <= last]
-            path.write_text("".join([header, *kept]))
+        forget_later_rows(self.out / LOG, self.step or -math.inf)  # step 0 is measured again

@@ -4,7 +4,6 @@ Everything random in step i comes from a generator seeded by (seed, i), so a run
 and resumed goes on with the same bits as one that was not.
 """
 
-import csv
 import hashlib
 import random
 import time
@@ -17,7 +16,8 @@ import torch
 from torch import nn
 
 from dllm.train.objective import Objective
-from dllm.train.optimizer import lr_factor, make_optimizers
+from dllm.train.optimizer import make_optimizers, set_learning_rates, update_average
+from dllm.train.run_log import append_row, forget_later_rows, save_state
 from dllm.train.settings import TrainSettings
 from dllm.train.tasks import FAMILIES, Question, question, questions
 
@@ -95,12 +95,7 @@ class Trainer:
         """One batch, one step of every optimizer, one update of the average."""
         settings = self.settings
         noise = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.step)
-        factor = lr_factor(self.step, settings)
-        for optimizer, peak in zip(
-            self.optimizers, (settings.matrix_lr, settings.vector_lr), strict=True
-        ):
-            for group in optimizer.param_groups:
-                group["lr"] = peak * factor
+        set_learning_rates(self.optimizers, self.step, settings)
         with torch.autocast("cpu", torch.bfloat16):
             loss = self.objective.loss(self.model.train(), self._draw_questions(), noise)
         loss.backward()
@@ -108,12 +103,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        with torch.no_grad():
-            # Young averages follow faster, so that they do not remember the initial weights.
-            decay = min(settings.ema, (1 + self.step) / (10 + self.step))
-            pairs = zip(self.average.parameters(), self.model.parameters(), strict=True)
-            for average, param in pairs:
-                average.lerp_(param, 1 - decay)
+        update_average(self.average, self.model, self.step, settings.ema)
         return loss.item()
 
     def _draw_questions(self) -> list[Question]:
@@ -150,13 +140,7 @@ class Trainer:
             "steps_per_block": round(sum(steps_per_block) / len(steps_per_block), 2),
             **{family: round(1 - error, 4) for family, error in self.errors.items()},
         }
-        path = self.out / LOG
-        is_new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, list(row))
-            if is_new:
-                writer.writeheader()
-            writer.writerow(row)
+        append_row(self.out / LOG, row)
 
     def save(self) -> None:
         """Write the checkpoint; an interrupted write leaves the one before."""
@@ -171,9 +155,7 @@ class Trainer:
             "average": self.average.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
         }
-        temporary = self.out / f"{CHECKPOINT}.part"
-        torch.save(state, temporary)
-        temporary.replace(self.out / CHECKPOINT)
+        save_state(self.out / CHECKPOINT, state)
 
     def resume(self) -> None:
         """Go on from the checkpoint of the directory.
@@ -197,12 +179,4 @@ class Trainer:
         self.average.load_state_dict(state["average"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self._forget_later_rows()
-
-    def _forget_later_rows(self) -> None:
-        """Cut the log to what the checkpoint knows: what came after it will be done again."""
-        path = self.out / LOG
-        if path.exists():
-            header, *rows = path.read_text().splitlines(keepends=True)
-            kept = [row for row in rows if int(row.split(",", 1)[0]) <= self.step]
-            path.write_text("".join([header, *kept]))
+        forget_later_rows(self.out / LOG, self.step)

@@ -314,6 +314,7 @@ def _write_json(path: Path, value: Config) -> None:
 
 
 def main() -> None:
+    """Write the checkpoint that the command line names, and print its path."""
     parser = argparse.ArgumentParser(description="Write the bundled random-weight checkpoint.")
     parser.add_argument("path", nargs="?", default="checkpoints/tiny-random")
     parser.add_argument("--seed", type=int, default=0)

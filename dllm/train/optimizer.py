@@ -111,3 +111,23 @@ def lr_factor(step: int, settings: LearningRates) -> float:
     fallen = (progress - settings.decay_from) / (1 - settings.decay_from)
     cosine = 0.5 * (1 + math.cos(math.pi * fallen))
     return settings.final_lr + (1 - settings.final_lr) * cosine
+
+
+def set_learning_rates(
+    optimizers: Iterable[torch.optim.Optimizer], step: int, settings: LearningRates
+) -> None:
+    """What Muon and AdamW, in this order, take at a step."""
+    factor = lr_factor(step, settings)
+    peaks = (settings.matrix_lr, settings.vector_lr)
+    for optimizer, peak in zip(optimizers, peaks, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * factor
+
+
+@torch.no_grad()
+def update_average(average: nn.Module, model: nn.Module, step: int, ema: float) -> None:
+    """Move the exponential average of the weights towards the model's, after step ``step``."""
+    # Young averages follow faster, so that they do not remember the initial weights.
+    decay = min(ema, (1 + step) / (10 + step))
+    for kept, param in zip(average.parameters(), model.parameters(), strict=True):
+        kept.lerp_(param, 1 - decay)
