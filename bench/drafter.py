@@ -11,15 +11,14 @@ concurrency; each round begins with another server. Greedy, as the target's own 
 says, so that all give the same answers: a run with fewer right answers than the model card allows
 has no speed (bench.workloads).
 
-Written to --results: drafter.csv (one row a run) and drafter.md (medians of the ratios to plain
-decoding, pair by pair, and tokens per verifying step).
+Written to --results: drafter.csv, one row a run. ``bench.readme`` puts its tables into
+docs/drafter.md.
 """
 
 import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -28,11 +27,10 @@ from urllib.request import urlopen
 
 from bench.client import Client
 from bench.command import add_serve_flags, reporting_failures
-from bench.context import RESULTS, progress, provenance, write_csv
-from bench.markdown import markdown
+from bench.context import RESULTS, progress, provenance, read_csv, write_csv
+from bench.drafter_report import FILE, MIXED, PLAIN, tables
 from bench.measure import NO_CANVAS, Circumstances, Measurement, measurement
-from bench.race import Contestant, admit, start_all
-from bench.report import Spread, pair_ratios
+from bench.race import Contestant, admit, in_turn, rounds, start_all
 from bench.servers import READY_TIMEOUT_S, Server, ServerOptions
 from bench.workloads import (
     ADAPTIVE,
@@ -46,7 +44,6 @@ from bench.workloads import (
 from dllm.eval_server import counter
 from dllm.train.tasks import FAMILIES, Question, questions
 
-PLAIN, MIXED = "plain", "mixed"
 SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the gate's request
 # Our own counters: what was drafted, and how long it took.
 DRAFTED, SECONDS = "dllm:drafted_tokens_total", "dllm:drafting_seconds_total"
@@ -130,11 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     runs = measure(options)
     about = provenance("bench.drafter")
-    path = options.results / "drafter.csv"
+    path = options.results / FILE
     write_csv(path, [row(run) | about for run in runs])
-    text = table(runs)
-    path.with_suffix(".md").write_text(text + "\n")
-    print(f"{text}\n\n{path}")
+    print(f"{tables(read_csv(path))}\n\n{path}")
     return 1 if any(run.measured.problem for run in runs) else 0
 
 
@@ -152,16 +147,11 @@ def measure(options: Options) -> list[Run]:
         start_all([one.server for one in racing if one.server], stack)
         for one in racing:
             admit(one, SHAPE)
-        client, runs, start = Client(folder), list[Run](), time.monotonic()
-        for pair in range(options.rounds):
-            used = time.monotonic() - start
-            if pair and used * (pair + 1) / pair > options.budget_s:
-                progress(f"  {pair} of {options.rounds} rounds fit into {options.budget_s:.0f} s")
-                break
+        client, runs = Client(folder), list[Run]()
+        for pair in rounds(options.rounds, options.budget_s):
             for load in options.loads:
                 progress(f"  round {pair + 1}: {load.family}, {load.concurrency} at once")
-                shift = pair % len(racing)
-                for position, one in enumerate(racing[shift:] + racing[:shift]):
+                for position, one in enumerate(in_turn(racing, pair)):
                     runs.append(once(one, load, client, pair, position))
         return runs
 
@@ -249,37 +239,6 @@ def row(run: Run) -> dict[str, object]:
         "accepted": run.accepted,
         "drafting_s": run.drafting_s,
     }
-
-
-def table(runs: Sequence[Run]) -> str:
-    """Of every load: tokens/s of plain decoding, and of the others their ratio to it."""
-    names = list(dict.fromkeys(run.measured.contestant for run in runs))
-    others = [name for name in names if name != PLAIN]
-    rows = []
-    for load in dict.fromkeys(run.load for run in runs):
-        of_load = [run for run in runs if run.load == load]
-        measured = [run.measured for run in of_load]
-        plain = [one.tokens_per_s for one in measured if one.contestant == PLAIN]
-        speeds = [speed for speed in plain if speed is not None]
-        cells = [load.family, str(load.concurrency), Spread.of(speeds).text(0) if speeds else "-"]
-        for name in others:
-            ratios = pair_ratios(measured, "tokens_per_s", name, PLAIN)
-            lengths = [run.acceptance_length for run in of_load if run.measured.contestant == name]
-            known = [length for length in lengths if length is not None]
-            cell = Spread.of(ratios).text(2) if ratios else "-"
-            cells.append(cell + (f" · {Spread.of(known).median:.1f}" if known else ""))
-        rows.append(cells)
-    header = ["questions", "at once", "plain, tokens/s", *(f"{name} / plain" for name in others)]
-    note = (
-        "Ratios of tokens/s in the same round: median [min .. max]; behind the dot, tokens per "
-        "step that verified drafts."
-    )
-    problems = dict.fromkeys(
-        f"No speed of {run.measured.contestant}, {run.load.family}: {run.measured.problem}"
-        for run in runs
-        if run.measured.problem
-    )
-    return "\n\n".join([markdown(header, rows), note, *problems])
 
 
 def parse(arguments: Sequence[str] | None) -> Options:

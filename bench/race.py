@@ -1,7 +1,7 @@
 """Contestants on the same workloads, taking turns, so that machine drift hits all alike."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,14 +67,29 @@ class Contestant:
         return True
 
 
+def rounds(count: int, budget_s: float) -> Iterator[int]:
+    """0 .. count - 1, less those that would end more than ``budget_s`` seconds after the first.
+
+    Judged by the pace of those before; the first always takes place.
+    """
+    start = time.monotonic()
+    for pair in range(count):
+        used = time.monotonic() - start
+        if pair and used * (pair + 1) / pair > budget_s:
+            progress(f"  {pair} of {count} rounds fit into {budget_s:.0f} s")
+            return
+        yield pair
+
+
+def in_turn(contestants: Sequence[Contestant], pair: int) -> list[Contestant]:
+    """In the order of this round: each begins with another."""
+    shift = pair % len(contestants)
+    return [*contestants[shift:], *contestants[:shift]]
+
+
 @dataclass(frozen=True)
 class Race:
-    """Everything a measurement needs.
-
-    Attributes:
-        budget_s: no new round begins that would, at the pace of those before, end later than this
-            after the race began. The first always does.
-    """
+    """Everything a measurement needs; ``budget_s`` as in ``rounds``."""
 
     contestants: Sequence[Contestant]
     workloads: Sequence[Workload]
@@ -89,12 +104,7 @@ class Race:
             RuntimeError: a server or client failed.
         """
         measured = []
-        start = time.monotonic()
-        for pair in range(self.rounds):
-            used = time.monotonic() - start
-            if pair and used * (pair + 1) / pair > self.budget_s:
-                progress(f"  {pair} of {self.rounds} rounds fit into {self.budget_s:.0f} s")
-                break
+        for pair in rounds(self.rounds, self.budget_s):
             for workload in self.workloads:
                 progress(f"  round {pair + 1} of {self.rounds}: {workload.name}")
                 measured += [(workload, one) for one in self._round(workload, pair)]
@@ -102,9 +112,7 @@ class Race:
 
     def _round(self, workload: Workload, pair: int) -> list[Measurement]:
         """Every contestant once, starting with another in each round."""
-        able = [one for one in self.contestants if one.takes(workload)]
-        shift = pair % len(able)
-        ordered = able[shift:] + able[:shift]
+        ordered = in_turn([one for one in self.contestants if one.takes(workload)], pair)
         asked: list[Question] = []
         dataset = self.client.folder / f"questions-{pair}.json"
         if workload.prompts == QUESTIONS:

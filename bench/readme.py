@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.context import RESULTS, ROOT
+from bench.drafter_report import drafting
 from bench.readme_sampling import sampling_memory, sampling_step
 from bench.readme_serving import answers, headline, refusals, serving, switches
 from bench.readme_step import floors, step_growth, step_time
@@ -34,6 +35,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "recovery": recovery,
     "sampling-step": sampling_step,
     "sampling-memory": sampling_memory,
+    "drafting": drafting,
     "step-time": step_time,
     "step-growth": step_growth,
     "floors": floors,

@@ -1,9 +1,11 @@
 """Checks of options and settings: what was given, what is allowed, what may have been meant."""
 
 import difflib
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 
 def did_you_mean(given: str, known: list[str]) -> str:
@@ -34,10 +36,26 @@ class FloatRange:
         return f"a number {low} and at most {self.high:.10g}"
 
 
+def refuse(name: str, value: object, allowed: str) -> NoReturn:
+    """Raise the ValueError of a field whose value is not among the allowed ones."""
+    raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
+
+
+def check_fields(
+    holder: object, at_least: Mapping[str, int], ranges: Mapping[str, FloatRange]
+) -> None:
+    """Refuse attributes that are no integer of at least so much, or not in their range."""
+    for name, least in at_least.items():
+        check_int(name, getattr(holder, name), least)
+    for name, allowed in ranges.items():
+        if getattr(holder, name) not in allowed:
+            refuse(name, getattr(holder, name), str(allowed))
+
+
 def check_int(name: str, value: object, at_least: int) -> None:
     """Refuse what is no integer (a bool is none) or less than ``at_least``, with a ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{name} = {value!r}; allowed: an integer of at least {at_least}.")
+        refuse(name, value, f"an integer of at least {at_least}")
 
 
 def known_fields(kind: type, given: object, where: str) -> Mapping[str, Any]:
@@ -57,3 +75,15 @@ def known_fields(kind: type, given: object, where: str) -> Mapping[str, Any]:
             hint = did_you_mean(str(key), known)
             raise ValueError(f"{where} has no option {key!r}{hint}; known: {', '.join(known)}.")
     return given
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        ValueError: there is no such file, or no TOML in it.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(str(error)) from None

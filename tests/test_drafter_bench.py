@@ -2,7 +2,9 @@
 
 import pytest
 
-from bench.drafter import MIXED, PLAIN, SHAPE, Load, Run, contestants, parse, row, speculate, table
+from bench.context import read_csv, write_csv
+from bench.drafter import SHAPE, Load, Run, contestants, parse, row, speculate
+from bench.drafter_report import FILE, MIXED, PLAIN, drafting, tables
 from bench.measure import NO_CANVAS, Circumstances, measurement
 from bench.workloads import ADAPTIVE, QUESTIONS, Workload
 from dllm.train.tasks import FAMILIES
@@ -25,12 +27,17 @@ def run(name: str, pair: int, tokens_per_s: float, accepted: int = 0, steps: int
     return Run(LOAD, measured, 7 * steps, 5 * steps, accepted, steps, 0.5)
 
 
-def test_ratios_are_taken_round_by_round_and_tokens_per_verifying_step():
+def test_ratios_are_taken_round_by_round_and_tokens_per_verifying_step(tmp_path):
     runs = [run(PLAIN, 0, 100), run("adaptive", 0, 250, accepted=30, steps=10)]
     runs += [run("adaptive", 1, 150, accepted=10, steps=10), run(PLAIN, 1, 50)]
-    text = table(runs)
+    assert "Not measured" in drafting(tmp_path)
+    about = {"commit": "abc", "machine": "a machine", "versions": "vllm 0", "command": "python x"}
+    write_csv(tmp_path / FILE, [row(one) | about for one in runs])
+    text = tables(read_csv(tmp_path / FILE))
+    assert text in drafting(tmp_path)
+    assert "| adaptive | 44 | 140 | 100 | 40 | 1 |" in text
     line = next(line for line in text.splitlines() if line.startswith("| edit"))
-    assert line == "| edit | 8 | 75 [50 .. 100] | 2.75 [2.50 .. 3.00] · 3.0 |"
+    assert line == "| edit | 8 | 75 | 2.75 [2.50 .. 3.00] · 3.0 |"
     assert row(runs[1])["acceptance_length"] == 4.0
     assert row(runs[0])["acceptance_length"] is None
     assert (row(runs[1])["drafted"], row(runs[1])["verified"]) == (70, 50)

@@ -1,6 +1,7 @@
 """Training: it learns, a resumed run is the run, a bad config never starts, the result loads."""
 
 import csv
+import hashlib
 import json
 from pathlib import Path
 
@@ -94,6 +95,21 @@ def test_run_documents_itself(finished):
     assert (out / "model" / LOG).read_text() == (out / LOG).read_text()
 
 
+def test_run_that_starts_from_another(finished, tmp_path):
+    """The first weights are the written ones; the card says how these were trained, too."""
+    objective, start = finished
+    settings = TrainSettings.load(write_config(tmp_path / "c.toml", objective, seed=1))
+    trainer = command.open_run(settings, tmp_path / "other", False, start / "model")
+    average = torch.load(start / "state.pt", weights_only=True)["average"]
+    for name, tensor in trainer.model.state_dict().items():
+        torch.testing.assert_close(tensor, average[name].bfloat16().float(), rtol=0, atol=0)
+    out = run(tmp_path, objective, "out", "--start-from", str(start / "model"))
+    card, its = ((path / "model" / "README.md").read_text() for path in (out, start))
+    digest = hashlib.sha256((start / "model" / "model.safetensors").read_bytes()).hexdigest()
+    assert digest in card and "--start-from" in card and "--start-from" not in its
+    assert its.partition("## Training")[2].partition("## ")[0].strip() in card
+
+
 def test_finished_run_is_not_started_over(finished, capsys):
     objective, out = finished
     assert cli.main(["train", objective, "--out", str(out)]) == 1
@@ -103,7 +119,7 @@ def test_finished_run_is_not_started_over(finished, capsys):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stepz": 3}, "unknown field stepz (did you mean 'steps'?)"),
+        ({"stepz": 3}, "the config has no option 'stepz' (did you mean 'steps'?)"),
         ({"steps": 0}, "steps = 0; allowed: an integer of at least 1."),
         ({"ema": 1.0}, "ema = 1.0; allowed: a number of at least 0"),
         ({"matrix_lr": "fast"}, "matrix_lr = 'fast'"),
@@ -128,7 +144,12 @@ def test_bad_model_size_is_refused(name):
 
 def test_shipped_configs_are_valid():
     paths = sorted(command.CONFIGS.glob("*.toml"))
-    assert [path.name for path in paths] == ["tiny-ar.toml", "tiny-dllm.toml"]
+    assert sorted(path.stem for path in paths) == [
+        "tiny-ar",
+        "tiny-ar-continued",
+        "tiny-dllm",
+        "tiny-dllm-continued",
+    ]
     assert all(TrainSettings.load(path).steps > 1000 for path in paths)
 
 

@@ -3,13 +3,20 @@
 A run is a TOML file. With the target, the prompts and the seed it decides the weights.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn, get_args
+from typing import Literal, get_args
 
-from dllm.field_checks import FloatRange, check_int, known_fields
+from dllm.field_checks import (
+    FloatRange,
+    check_fields,
+    check_int,
+    known_fields,
+    read_toml,
+    refuse,
+)
+from dllm.train import optimizer
 
 HiddenStates = Literal["stored", "recomputed"]
 
@@ -47,7 +54,7 @@ class DrafterShape:
         for layer in layers:
             check_int("drafter.target_layer_ids", layer, 0)
         if list(layers) != sorted(set(layers)):
-            _refuse("drafter.target_layer_ids", list(layers), "ascending layers of the target")
+            refuse("drafter.target_layer_ids", list(layers), "ascending layers of the target")
 
 
 @dataclass(frozen=True)
@@ -103,15 +110,11 @@ class CalibrateSettings:
     drafter: DrafterShape = field(default_factory=DrafterShape)
 
     def __post_init__(self) -> None:
-        for name, at_least in _AT_LEAST.items():
-            check_int(name, getattr(self, name), at_least)
-        for name, allowed in _RANGES.items():
-            if getattr(self, name) not in allowed:
-                _refuse(name, getattr(self, name), str(allowed))
+        check_fields(self, _AT_LEAST, _RANGES)
         if self.gamma is not None and self.gamma not in _GAMMA:
-            _refuse("gamma", self.gamma, str(_GAMMA))
+            refuse("gamma", self.gamma, str(_GAMMA))
         if self.hidden_states not in get_args(HiddenStates):
-            _refuse("hidden_states", self.hidden_states, " or ".join(get_args(HiddenStates)))
+            refuse("hidden_states", self.hidden_states, " or ".join(get_args(HiddenStates)))
 
     @classmethod
     def load(cls, path: Path) -> "CalibrateSettings":
@@ -120,11 +123,7 @@ class CalibrateSettings:
         Raises:
             ValueError: no such file, no TOML, or a field that is unknown or out of range.
         """
-        try:
-            values = tomllib.loads(path.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(str(error)) from None
-        return cls.from_mapping(values)
+        return cls.from_mapping(read_toml(path))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> "CalibrateSettings":
@@ -137,7 +136,7 @@ class CalibrateSettings:
         shape = dict(known_fields(DrafterShape, values.pop("drafter", {}), "[drafter]"))
         layers = shape.pop("target_layer_ids", ())
         if not isinstance(layers, list | tuple):
-            _refuse("drafter.target_layer_ids", layers, "a list of layers of the target")
+            refuse("drafter.target_layer_ids", layers, "a list of layers of the target")
         drafter = DrafterShape(target_layer_ids=tuple(layers), **shape)
         return cls(drafter=drafter, **values)  # type: ignore[arg-type]
 
@@ -162,16 +161,4 @@ _AT_LEAST = {
     "threads": 1,
 }
 _GAMMA = FloatRange(0, 1e6, excludes_low=True)
-_RANGES = {
-    "matrix_lr": FloatRange(0, 1, excludes_low=True),
-    "vector_lr": FloatRange(0, 1, excludes_low=True),
-    "decay_from": FloatRange(0, 1),
-    "final_lr": FloatRange(0, 1),
-    "ema": FloatRange(0, 0.99999),
-    "clip": FloatRange(0, 1e6, excludes_low=True),
-    "temperature": FloatRange(0, 10),
-}
-
-
-def _refuse(name: str, value: object, allowed: str) -> NoReturn:
-    raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
+_RANGES = optimizer.ALLOWED | {"temperature": FloatRange(0, 10)}

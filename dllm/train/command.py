@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.util
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from dllm.train.curve import draw
 from dllm.train.diffusion import Diffusion
 from dllm.train.export import copy_run_files, export
 from dllm.train.loop import CHECKPOINT, LOG, Trainer
-from dllm.train.model_card import write_model_card
+from dllm.train.model_card import CARD, START, write_model_card
 from dllm.train.objective import Objective
 from dllm.train.settings import TrainSettings
 from dllm.train.tokenizer import train_tokenizer
@@ -103,6 +104,8 @@ def open_run(
         raise CommandError(f"{start_from} holds no model.safetensors to start from.")
     out.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(settings, make_objective(settings), out, None if resume else start_from)
+    if start_from is not None and (start_from / CARD).exists():
+        shutil.copyfile(start_from / CARD, out / START)
     if resume:
         try:
             trainer.resume()

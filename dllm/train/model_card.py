@@ -12,6 +12,8 @@ from dllm.train.loop import LOG, Trainer
 from dllm.train.tasks import FAMILIES
 
 SCORES = "scores.json"
+CARD = "README.md"
+START = "start.md"
 
 KINDS = {
     "diffusion": (
@@ -26,11 +28,13 @@ def write_model_card(trainer: Trainer, path: Path) -> None:
     """Write ``README.md`` beside the weights.
 
     Held-out scores come from ``scores.json`` in the directory of the run, if there is one: an
-    object with the output of ``dllm eval`` for every column of the table.
+    object with the output of ``dllm eval`` for every column of the table. How the initial weights
+    were trained comes from ``start.md`` there, their model card.
     """
     settings = trainer.settings
     num_params = sum(p.numel() for p in trainer.average.parameters())
-    command = f"dllm train {settings.objective} --config config.toml --out RUN"
+    start = " --start-from START" if trainer.started_from else ""
+    command = f"dllm train {settings.objective} --config config.toml{start} --out RUN"
     lines = [
         f"# A small {settings.objective} model",
         "",
@@ -45,13 +49,13 @@ def write_model_card(trainer: Trainer, path: Path) -> None:
         f"- {settings.steps} steps of {settings.batch_size} questions, Muon and AdamW, fp32 "
         "weights with bf16 matrix products, average of the weights.",
         f"- Reproduce with `{command}` and the settings below.",
-        *_start(trainer),
         f"- {trainer.seconds / 60:.0f} minutes on {settings.threads} thread(s) of "
         f"{_processor()}; torch {torch.__version__}, transformers {transformers.__version__}.",
         "",
         "```json",
         json.dumps(settings.to_mapping(), indent=2),
         "```",
+        *_start(trainer),
         "",
         "## Validation answers correct at the last step",
         "",
@@ -68,13 +72,20 @@ def write_model_card(trainer: Trainer, path: Path) -> None:
         "never shown to it.",
         "",
     ]
-    (path / "README.md").write_text("\n".join(lines))
+    (path / CARD).write_text("\n".join(lines))
 
 
 def _start(trainer: Trainer) -> list[str]:
+    """The weights it started from, and how their own card says they were trained."""
     if not trainer.started_from:
         return []
-    return [f"- Initial weights: `--start-from` the file with SHA-256 {trainer.started_from}."]
+    card = trainer.out / START
+    _, _, training = (card.read_text() if card.exists() else "").partition("## Training\n")
+    said = training.partition("\n## ")[0].strip() or "They have no model card."
+    digest = (
+        f"START is the checkpoint whose `model.safetensors` has SHA-256 {trainer.started_from}."
+    )
+    return ["", "### Before that", "", digest, "", said]
 
 
 def _processor() -> str:

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from dllm.field_checks import FloatRange
+
 # Of the quintic iteration; they maximise its slope at 0 (same source).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 MOMENTUM = 0.95
@@ -33,6 +35,17 @@ class LearningRates(Protocol):
     def decay_from(self) -> float: ...
     @property
     def final_lr(self) -> float: ...
+
+
+# Of settings that are learning rates, and of those that go with them.
+ALLOWED = {
+    "matrix_lr": FloatRange(0, 1, excludes_low=True),
+    "vector_lr": FloatRange(0, 1, excludes_low=True),
+    "decay_from": FloatRange(0, 1),
+    "final_lr": FloatRange(0, 1),
+    "ema": FloatRange(0, 0.99999),
+    "clip": FloatRange(0, 1e6, excludes_low=True),
+}
 
 
 class Muon(torch.optim.Optimizer):

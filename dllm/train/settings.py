@@ -3,13 +3,21 @@
 A run is a TOML file. With the seed and the code it decides the weights: nothing else does.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal, NoReturn, get_args
+from typing import Literal, get_args
 
-from dllm.field_checks import FloatRange, check_int, did_you_mean
+from dllm.field_checks import (
+    FloatRange,
+    check_fields,
+    check_int,
+    did_you_mean,
+    known_fields,
+    read_toml,
+    refuse,
+)
+from dllm.train import optimizer
 from dllm.train.tasks import FAMILIES
 
 Objective = Literal["diffusion", "ar"]
@@ -82,22 +90,18 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
-            _refuse("objective", self.objective, " or ".join(get_args(Objective)))
-        for name, at_least in _AT_LEAST.items():
-            check_int(name, getattr(self, name), at_least)
-        for name, allowed in _RANGES.items():
-            if getattr(self, name) not in allowed:
-                _refuse(name, getattr(self, name), str(allowed))
+            refuse("objective", self.objective, " or ".join(get_args(Objective)))
+        check_fields(self, _AT_LEAST, _RANGES)
         for size in fields(ModelShape):
             check_int(f"model.{size.name}", getattr(self.model, size.name), 1)
         if self.model.hidden_size % 32:
-            _refuse("model.hidden_size", self.model.hidden_size, "a multiple of 32")
+            refuse("model.hidden_size", self.model.hidden_size, "a multiple of 32")
         if self.model.num_experts < 2:
-            _refuse("model.num_experts", self.model.num_experts, "an integer of at least 2")
+            refuse("model.num_experts", self.model.num_experts, "an integer of at least 2")
         for name in self.families:
             if name not in FAMILIES:
                 known = f"{', '.join(FAMILIES)}{did_you_mean(str(name), list(FAMILIES))}"
-                _refuse("families", name, known)
+                refuse("families", name, known)
 
     @classmethod
     def load(cls, path: Path) -> "TrainSettings":
@@ -106,11 +110,7 @@ class TrainSettings:
         Raises:
             ValueError: no such file, no TOML, or a field that is unknown or out of range.
         """
-        try:
-            values = tomllib.loads(path.read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ValueError(f"config {path}: {error}") from None
-        return cls.from_mapping(values)
+        return cls.from_mapping(read_toml(path))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> "TrainSettings":
@@ -119,17 +119,13 @@ class TrainSettings:
         Raises:
             ValueError: a field is unknown, missing or out of range.
         """
-        values = dict(values)
-        shape = values.pop("model", {})
-        if not isinstance(shape, Mapping):
-            _refuse("model", shape, "a table of sizes")
-        _check_known(ModelShape, shape, "model.")
-        _check_known(cls, values)
+        values = dict(known_fields(cls, values, "the config"))
+        shape = known_fields(ModelShape, values.pop("model", {}), "[model]")
         if "objective" not in values:
-            _refuse("objective", None, " or ".join(get_args(Objective)))
+            refuse("objective", None, " or ".join(get_args(Objective)))
         families = values.pop("families", ())
         if not isinstance(families, list | tuple):
-            _refuse("families", families, "a list of names")
+            refuse("families", families, "a list of names")
         return cls(
             model=ModelShape(**shape),
             families=tuple(families),
@@ -152,27 +148,7 @@ _AT_LEAST = {
     "validation_questions": 1,
     "threads": 1,
 }
-_RANGES = {
-    "matrix_lr": FloatRange(0, 1, excludes_low=True),
-    "vector_lr": FloatRange(0, 1, excludes_low=True),
-    "decay_from": FloatRange(0, 1),
-    "final_lr": FloatRange(0, 1),
-    "ema": FloatRange(0, 0.99999),
-    "clip": FloatRange(0, 1e6, excludes_low=True),
+_RANGES = optimizer.ALLOWED | {
     "prefix_loss": FloatRange(0, 10),
     "focus": FloatRange(0, 1),
 }
-
-
-def _check_known(kind: type, values: Mapping[str, object], prefix: str = "") -> None:
-    known = [f.name for f in fields(kind)]
-    for name in values:
-        if name not in known:
-            raise ValueError(
-                f"unknown field {prefix}{name}{did_you_mean(name, known)}; "
-                f"allowed: {', '.join(known)}."
-            )
-
-
-def _refuse(name: str, value: object, allowed: str) -> NoReturn:
-    raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
