@@ -249,7 +249,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--target", type=Path, default=Path("checkpoints/tiny-ar"))
     parser.add_argument("--drafter", type=Path, default=Path("checkpoints/tiny-drafter"))
     parser.add_argument("--pilot", type=Path, help="folder that `dllm train pilot` wrote")
-    parser.add_argument("--widths", type=int, nargs="+", default=[3, 7])
+    parser.add_argument("--widths", type=int, nargs="+", default=[3, 7, 15])
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--no-mixed", action="store_true", help="families on their own only")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])

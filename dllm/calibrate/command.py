@@ -323,6 +323,6 @@ def finish(
         data = f"live traffic recorded at {given.target.name}: {counts}."
     elif given.prompts is not None:
         data = f"responses of {given.target.name} to the prompts of {given.prompts.name}: {counts}."
-    command = shlex.join(["dllm", "calibrate", *argv])
+    command = shlex.join(["dllm", "calibrate", *(a for a in argv if a != "--resume")])
     export.write_model_card(run, model, command, data)
     print(model)
