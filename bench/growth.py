@@ -15,6 +15,7 @@ from dataclasses import dataclass
 RESOLUTION = 0.04
 EXPONENTS = [RESOLUTION * step for step in range(3, 76)]  # 0.12 .. 3
 RESAMPLES = 100
+DECIDED = 0.5  # the widest interval around 1 of which "linear" is said
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,17 @@ class Growth:
 
     @property
     def word(self) -> str:
-        """How it grows; ``linear`` where the interval does not tell otherwise."""
-        if self.factor == 0:
-            return "constant"
-        if self.low > 1:
-            return "superlinear"
-        return "sublinear" if self.high < 1 else "linear"
+        """How it grows."""
+        return word(self.low, self.high) if self.factor else "constant"
+
+
+def word(low: float, high: float) -> str:
+    """How a cost grows whose exponent lies between; ``undecided`` where that says too little."""
+    if low > 1:
+        return "superlinear"
+    if high < 1:
+        return "sublinear"
+    return "linear" if high - low <= DECIDED else "undecided"
 
 
 def fit(xs: Sequence[float], rounds: Sequence[Sequence[float]], seed: int = 0) -> Growth:

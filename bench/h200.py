@@ -16,8 +16,9 @@ Each part is a process of its own, which is ended when its seconds are over (--b
 all); what it had written by then stays. The engines serve dummy weights, ours and vLLM's built-in
 one at once, in the order A B, B A: 16 fixed denoise steps for every block, 1, 8 and 32 requests at
 a time. tokens/s and ms per pass are without a profiler; the breakdown is from the same work under
-torch.profiler, of steps that only denoise. The built-in serves at most 8 at a time and lets others
-wait. What was not run is said, with the reason, in the table at the end.
+torch.profiler, of steps that only denoise. The built-in serves 8 at a time and lets others wait, as
+it does unless it is told otherwise (its source: more run out of memory on one H200). What was not
+run is said, with the reason, in the table at the end.
 
 Dummy weights choose experts about evenly and converge never; nothing here says anything about
 answers.

@@ -31,7 +31,7 @@ from bench.released import released_config, write_without_weights
 from dllm.train.make_tiny_random import tiny_config
 
 BATCHES, TOY_BATCHES = (1, 8, 32), (1, 2)
-BUILTIN_MAX_REQS = 8  # vLLM refuses more for its own class
+BUILTIN_MAX_REQS = 8  # vLLM's choice for its own class: more run out of memory on an H200
 FIXED_STEPS = 16
 CACHE_BYTES, TOY_CACHE_BYTES = 10 << 30, 64 << 20
 COVERAGE = 0.8  # of the client's time by the trace: torch.profiler starts and ends inside it

@@ -12,6 +12,8 @@ Definitions:
                      every request in it.
     TTFT             time to first token, of a diffusion model: to its first block
     latency          end to end, of one request, from when it is sent
+    ms per denoise step  latencies of all requests / their denoise steps: what a step costs the one
+                     who waits, with prefill, commits, and waiting for a place in the batch
     tokens/s         output tokens / wall time of the run, as ``vllm bench serve`` prints it
     peak memory      ``Server.peak_memory_mib`` during the run
 

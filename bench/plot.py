@@ -101,16 +101,22 @@ def color(name: str, index: int) -> str:
 
 
 def logarithmic(axis: Axes, **labels: str) -> None:
-    """Logarithmic scales whose ticks are plain numbers, and a grid."""
+    """Logarithmic scales whose ticks are plain numbers, and a grid; call it after drawing."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set(xscale="log", yscale="log", **labels)
     for one in (axis.xaxis, axis.yaxis):
-        one.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        one.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        low, high = one.get_view_interval()
+        one.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+        one.set_major_formatter(FuncFormatter(plain))
         one.set_minor_formatter(NullFormatter())
     axis.tick_params(labelsize=7)
     axis.grid(True, linewidth=0.3)
+
+
+def plain(value: float, _: int = 0) -> str:
+    """A number without an exponent, thousands with a k."""
+    return f"{value:g}" if value < 10_000 else f"{value / 1000:g}k"
 
 
 def median(rows: Rows, column: str) -> float | None:
@@ -162,7 +168,10 @@ def _latency_line(axis: Axes, rows: Rows, name: str, index: int) -> None:
         x, y = median(here, "tokens_per_s"), median(here, "latency_ms")
         if x is not None and y is not None:
             axis.plot([x], [y], "D", color=shade, markersize=5, fillstyle="none")
-            axis.annotate(f"{float(rate):g}/s", (x, y), fontsize=6, color=shade)
+            text = f"{float(rate):g}/s"
+            axis.annotate(
+                text, (x, y), fontsize=6, color=shade, xytext=(5, -2), textcoords="offset points"
+            )
 
 
 def steps_by_family(rows: Rows) -> Figure:
@@ -176,7 +185,7 @@ def steps_by_family(rows: Rows) -> Figure:
     axes = list(figure.subplots(lines, columns, squeeze=False, sharex=True).flat)
     for axis in axes[len(families) :]:
         axis.set_visible(False)
-    for axis, family in zip(axes, families, strict=False):
+    for number, (axis, family) in enumerate(zip(axes, families, strict=False)):
         for index, name in enumerate(names):
             here = [r for r in diffusion if (r["family"], r["contestant"]) == (family, name)]
             counts = Counter(_bin(float(row["steps_per_block"])) for row in here)
@@ -186,6 +195,7 @@ def steps_by_family(rows: Rows) -> Figure:
         axis.set_title(family, fontsize=8)
         axis.set_xticks(range(len(STEP_BINS)), [str(step) for step in STEP_BINS], fontsize=6)
         axis.tick_params(axis="y", labelsize=7)
+        axis.tick_params(axis="x", labelbottom=number + columns >= len(families))  # nothing below
         axis.yaxis.get_major_locator().set_params(integer=True)
     figure.supxlabel("denoise steps per block, at most", fontsize=8)
     figure.supylabel("answers", fontsize=8)
@@ -241,11 +251,24 @@ def breakdown(rows: Rows) -> Figure:
     return figure
 
 
+# What the values of an axis of scaling.csv count.
+SCALED = {
+    "concurrency": "concurrency, requests at once",
+    "canvas": "canvas, tokens",
+    "context": "context, tokens",
+    "vocabulary": "vocabulary, tokens",
+}
+
+
 def scaling(rows: Rows) -> Figure:
     """Step time against each axis, measured points and fitted curve, both scales logarithmic."""
     steps = [row for row in rows if row["component"] == "step"]
     panels = list(dict.fromkeys(row["axis"] for row in steps))
     figure = new_figure(3.4 * len(panels), 3.6)
+    figure.suptitle(
+        "points: medians, bars: fastest to slowest round, lines: fits; denoise steps only",
+        fontsize=8,
+    )
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, name in zip(axes, panels, strict=True):
         here = [row for row in steps if row["axis"] == name]
@@ -263,8 +286,8 @@ def scaling(rows: Rows) -> Figure:
                 color="#999999",
                 label=f"a + b x^{float(fitted[0]['exponent']):.2f}",
             )
-            axis.legend(fontsize=7)
-        logarithmic(axis, xlabel=name, ylabel="ms per step")
+            axis.legend(fontsize=7, loc="upper left")
+        logarithmic(axis, xlabel=SCALED.get(name, name), ylabel="ms per step")
     return figure
 
 

@@ -116,12 +116,20 @@ class Race:
         asked: list[Question] = []
         dataset = self.client.folder / f"questions-{pair}.json"
         if workload.prompts == QUESTIONS:
-            asked = draw_questions(workload.num_requests, seed=pair)
+            asked = draw_questions(workload.num_requests, self._seed(workload, pair))
             write_questions(asked, dataset)
         return [
             self._once(contestant, workload, asked, dataset, pair, position)
             for position, contestant in enumerate(ordered)
         ]
+
+    def _seed(self, workload: Workload, pair: int) -> int:
+        """Of a workload's prompts and arrival times in a round.
+
+        No two share one: answers to a repeated question would not be independent, and the second
+        time a part of it might be found in a cache.
+        """
+        return pair * len(self.workloads) + self.workloads.index(workload)
 
     def _once(
         self,
@@ -150,7 +158,8 @@ class Race:
             peak = saved["peak_memory_mib"]
         else:
             server.reset_peak_memory()
-            flags = [*workload.client_flags(pair, dataset), *contestant.client_flags]
+            seed = self._seed(workload, pair)
+            flags = [*workload.client_flags(seed, dataset), *contestant.client_flags]
             saved = self.client.bench_serve(name, server.url, str(contestant.model), flags)
             peak = server.peak_memory_mib()
         idle = sum(other.cpu_seconds() for other in others) - idle_before

@@ -96,14 +96,16 @@ def serving(results: Path) -> str:
     parts = [f"Medians; ratios pair by pair, [lowest .. highest]. {source}"]
     for schedule, prompts in dict.fromkeys((row["schedule"], row["prompts"]) for row in rows):
         here = [row for row in rows if (row["schedule"], row["prompts"]) == (schedule, prompts)]
-        parts += [f"**{schedule} denoise steps, {prompts}**", _load_table(here)]
+        rounds = len({row["pair"] for row in here})
+        parts += [f"**{schedule} denoise steps, {prompts}** (rounds: {rounds})", _load_table(here)]
     parts += [*_problems(rows), *figure(results, "latency_compiled", "Throughput and latency")]
     return "\n\n".join(parts)
 
 
 def _load_table(rows: Rows) -> str:
     """One line a load and contestant; ours comes first at every load."""
-    header = ["load", "", *(heading for _, heading, _ in SERVING_COLUMNS), "correct", "ours / this"]
+    header = ["load", "", *(heading for _, heading, _ in SERVING_COLUMNS), "correct"]
+    header += ["ours / this: latency p50", "ours / this: tokens/s"]
     lines = []
     for load in dict.fromkeys((row["concurrency"], row["rate"]) for row in rows):
         here = [row for row in rows if (row["concurrency"], row["rate"]) == load]
@@ -112,8 +114,10 @@ def _load_table(rows: Rows) -> str:
         for name in sorted({row["contestant"] for row in here}, key=lambda n: (n != OURS, n)):
             own = [row for row in here if row["contestant"] == name]
             numbers = [middle(own, column, decimals) for column, _, decimals in SERVING_COLUMNS]
-            ratio = "" if name == OURS else ratios(ours, own, "tokens_per_s")
-            lines.append([title, name, *numbers, correct(own), ratio])
+            compared = ["", ""]
+            if name != OURS:
+                compared = [ratios(ours, own, column) for column in ("latency_ms", "tokens_per_s")]
+            lines.append([title, name, *numbers, correct(own), *compared])
     return markdown(header, lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.context import read_csv
+from bench.growth import word
 from bench.markdown import Rows, figure, markdown, measured_with
 
 GROUPS = ("engine", "forward", "head", "sampler", "idle")
@@ -45,18 +46,18 @@ def step_growth(results: Path) -> str:
         bent = [r["component"] for r in _first_of_each(here) if r["growth"] == "superlinear"]
         values = [int(r["value"]) for r in here if r["component"] == "step"]
         ends = [f"{float(r['ms_per_step']):.1f}" for r in _measured_ends(rows, axis)]
-        exponent = f"{float(step['exponent']):.2f}"
-        interval = f"[{float(step['exponent_low']):.2f} .. {float(step['exponent_high']):.2f}]"
+        middle, low, high = (float(step[f"exponent{end}"]) for end in ("", "_low", "_high"))
+        is_constant = step["growth"] == "constant"
         lines.append(
             [
                 f"{axis} {min(values):,} to {max(values):,}",
                 " to ".join(ends),
-                step["growth"],
-                "-" if step["growth"] == "constant" else f"{exponent} {interval}",
+                "constant" if is_constant else word(low, high),
+                "-" if is_constant else f"{middle:.2f} [{low:.2f} .. {high:.2f}]",
                 ", ".join(bent) or "-",
             ]
         )
-    header = ("", "ms per step", "growth", "p of a + b x^p", "superlinear")
+    header = ("", "ms per step", "growth", "p of a + b x^p [90%]", "superlinear")
     return "\n\n".join(
         [
             markdown(header, lines),

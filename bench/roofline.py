@@ -88,9 +88,9 @@ class Pass:
     """What a forward pass is of.
 
     Attributes:
-        batch, context: canvases, and tokens before each.
+        weights: a key of ``WEIGHT_BYTES``.
+        batch, context, canvas: canvases, tokens before each, and rows of each.
         num_heads: causal rows beside each canvas, of the block that is being committed.
-        has_logits: not for a pass that only commits.
     """
 
     weights: str

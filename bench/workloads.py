@@ -3,7 +3,8 @@
 Questions are held-out ones of the task suite (``dllm/train/tasks.py``), as many of each family,
 sent as chat messages, so that the server's chat template applies; answers end where the model ends
 them. Random tokens are sent as they are and must be answered with exactly as many tokens as asked
-for. A prompt is new in every round and the same for all contestants of that round.
+for. A workload's prompts are new in every round, those of another workload are others, and all
+contestants of a round get the same.
 """
 
 import json
@@ -133,6 +134,7 @@ def card_accuracy(model: Path) -> float | None:
     if not found:
         return None
     lines = [line for line in table.split("\n## ")[0].splitlines() if line.startswith("| ")]
+    lines = [line for line in lines if not line.startswith("| all ")]  # their sum
     columns = [cell.strip() for cell in lines[0].strip("|").split("|")]
     column = next((i for i, name in enumerate(columns) if "transformers" in name), 1)
     cells = [line.strip("|").split("|")[column] for line in lines[1:]]

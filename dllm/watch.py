@@ -25,6 +25,8 @@ from dllm.row_stats import row_stats
 from dllm.watch_drawing import Frame, Labels, legend, picture
 from dllm.watch_svg import animation
 
+BUNDLED = Path("checkpoints/tiny-dllm")  # where `make serve` finds it, too
+
 
 @dataclass(frozen=True)
 class Watched:
@@ -184,7 +186,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; exits with status 2 when it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm watch", description=__doc__)
     parser.add_argument("question")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="a checkpoint")
+    parser.add_argument(
+        "--model", type=Path, default=BUNDLED, metavar="DIR", help="a checkpoint (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
     parser.add_argument("--max-blocks", type=int, default=4, help="end after so many blocks (4)")
     parser.add_argument("--delay", type=float, default=0.4, help="seconds a denoise step (0.4)")

@@ -20,7 +20,7 @@ from rich.text import Text
 Status = Literal["accepted", "renoised", "final", "unused"]
 LEGEND: tuple[Status, ...] = ("accepted", "renoised", "final")
 
-# Nats up to which a colour is used; one vocabulary of 512 has at most 6.2.
+# Nats up to which a colour is used; a vocabulary of 832 has at most 6.7.
 ENTROPY_COLORS = (
     (0.01, "#78c679"),
     (0.1, "#c2e699"),

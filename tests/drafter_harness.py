@@ -25,12 +25,12 @@ def plain_engine(target: Path, **options: Any) -> Engine:
 def drafting_engine(
     target: Path, drafter: Path, num_drafts: int, options: dict[str, Any] | None = None, **more: Any
 ) -> Engine:
-    """The target with a drafter."""
+    """The target with a drafter; ``speculative`` is added to vLLM's options of drafting."""
     speculative = {
         "method": "dflash",
         "model": str(drafter),
         "num_speculative_tokens": num_drafts,
-    }
+    } | more.pop("speculative", {})
     return get_engine(
         target,
         speculative_config=speculative,

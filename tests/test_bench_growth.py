@@ -82,8 +82,10 @@ def test_two_rounds_give_no_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no fit: 2 rounds" in capsys.readouterr().out
 
 
-def test_a_growth_says_superlinear_only_if_its_interval_does() -> None:
-    assert Growth(0, 1, 1.4, 0.9, 1.8).word == "linear"
+def test_a_growth_says_only_what_its_interval_does() -> None:
+    assert Growth(0, 1, 1.4, 0.9, 1.8).word == "undecided"
+    assert Growth(0, 1, 1.1, 0.9, 1.3).word == "linear"
+    assert Growth(2, 0, 1.4, 0.9, 1.8).word == "constant"
     assert Growth(0, 1, 1.4, 1.1, 1.8).word == "superlinear"
     assert Growth(0, 1, 0.6, 0.4, 0.9).word == "sublinear"
 

@@ -155,6 +155,7 @@ def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
     assert re.search(r"\| 8 at once \| ours \| 300 \| .*\| 36 / 40 \|  \|", section)
     assert re.search(r"\| 4 per s \| built-in \| 100 \| .*\| 3.00 \[3.00 .. 3.00\] \|", section)
     assert "commit abc1234, a machine" in section
+    assert "**adaptive denoise steps, questions** (rounds: 1)" in section
 
 
 def test_a_run_without_speed_is_named(results: Path) -> None:

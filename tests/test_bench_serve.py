@@ -197,7 +197,8 @@ def test_the_expected_share_is_the_model_cards(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(
         "# A\n\n| add | 3.0 % |\n\n## Held-out answers correct\n\n"
         "| family | dllm, vllm serve | transformers generate |\n|---|---|---|\n"
-        "| add | 1.0 % | 40.0 %, 5.1 steps |\n| sort | 2.0 % | 80.0 % |\n\n"
+        "| add | 1.0 % | 40.0 % [1 .. 80], 5.1 steps |\n| sort | 2.0 % | 80.0 % |\n"
+        "| all | 1.5 % | 10.0 % |\n\n"
         "## Limits\n\n| x | 1 % | 2 % |\n"
     )
     assert card_accuracy(tmp_path) == pytest.approx(0.6)
@@ -278,9 +279,11 @@ class FakeClient:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.driven: list[str] = []
+        self.seeds: list[str] = []
 
     def bench_serve(self, name: str, url: str, model: str, flags: list[str]) -> dict[str, Any]:
         self.driven.append(name.split("-")[0])
+        self.seeds.append(flags[flags.index("--seed") + 1])
         return saved()
 
 
@@ -306,6 +309,15 @@ def test_each_round_begins_with_another_contestant(tmp_path: Path) -> None:
     assert client.driven == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert [one.position for _, one in results] == [0, 1, 2] * 3
     assert [one.pair for _, one in results] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_no_two_workloads_or_rounds_share_prompts(tmp_path: Path) -> None:
+    """Their answers are judged together, as independent ones."""
+    client = FakeClient(tmp_path)
+    loads = [WORKLOAD, replace(WORKLOAD, concurrency=8)]
+    two = [contestant(name, IdleServer(name)) for name in ("a", "b")]
+    Race(two, loads, 3, client).run()  # type: ignore[arg-type]
+    assert client.seeds == ["0", "0", "1", "1", "2", "2", "3", "3", "4", "4", "5", "5"]
 
 
 def test_rounds_end_with_the_budget_but_one_is_always_run(tmp_path: Path) -> None:

@@ -31,8 +31,10 @@ from dllm.calibrate.export import read_checkpoint
 from dllm.calibrate.loop import LOG
 from dllm.calibrate.network import DraftNetwork, cross_entropy, draft_inputs
 from dllm.calibrate.presets import PRESETS, spread_layers
+from dllm.calibrate.responses import DiskEstimate
 from dllm.calibrate.samples import Sample, read_shard, read_shards, write_shard
 from dllm.calibrate.settings import CalibrateSettings
+from dllm.cli import CommandError
 
 __all__ = ["target", "target_path"]  # fixtures
 
@@ -395,3 +397,15 @@ def test_a_target_of_another_shape_has_no_tied_sizes(tmp_path):
     assert network.read.target_layer_ids == (1, 3)
     assert (network.read.num_heads, network.read.head_dim) == (4, 32)
     assert network.read.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_a_resumed_run_has_the_room_of_its_own_files(tmp_path, monkeypatch):
+    """What it wrote before the interruption counts as free."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=40))
+    (tmp_path / "responses").mkdir()
+    (tmp_path / "responses/0.safetensors").write_bytes(bytes(30))
+    DiskEstimate(10, 50, 5).check(tmp_path, is_resumed=True)
+    with pytest.raises(CommandError, match="40 B free"):
+        DiskEstimate(10, 50, 5).check(tmp_path, is_resumed=False)
+    with pytest.raises(CommandError, match="70 B free"):
+        DiskEstimate(10, 61, 0).check(tmp_path, is_resumed=True)

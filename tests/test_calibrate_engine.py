@@ -1,4 +1,7 @@
-"""Calibration against the engine: the same hidden states, the same drafts, and recorded traffic."""
+"""Calibration against the engine: the same hidden states, the same drafts, and recorded traffic.
+
+That vLLM's own drafter drafts the same from an exported checkpoint: ``test_drafter_stock.py``.
+"""
 
 from pathlib import Path
 
@@ -66,10 +69,3 @@ def test_hidden_states_and_drafts_are_the_engines_and_traffic_is_recorded(pair, 
         expected = target.hidden_states(torch.tensor([sample.tokens[:-1]]), (1, 3))[0]
         error = (sample.hidden()[:-1] - expected).abs().max() / expected.abs().max()
         assert error < TOLERANCE
-
-
-def test_vllms_own_drafter_drafts_the_same(pair):
-    """Stock vLLM loads what a calibration exports."""
-    theirs = stock.stock_drafts(*pair)
-    tokens = stock.PROMPT + theirs["tokens"][:1]
-    assert theirs["drafts"][0] == drafts_of_the_network(pair, tokens)

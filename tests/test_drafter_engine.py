@@ -106,7 +106,8 @@ def windowed(target, tmp_path_factory):
     mask = torch.randn(64, generator=torch.Generator().manual_seed(8))
     torch.save({"mask_token_id": 500, "embedding": mask}, path / "mask_embedding.pt")
     options = {"window": WINDOW, "denoise_steps": STEPS, "noise_schedule": "linear"}
-    return drafting_engine(target, path, NUM_DRAFTS, options), weights, mask
+    limits = dict(max_model_len=400, num_gpu_blocks_override=72)  # pages change hands all the time
+    return drafting_engine(target, path, NUM_DRAFTS, options, **limits), weights, mask
 
 
 # --- the drafts are those of the definition -------------------------------------------------------
@@ -197,7 +198,7 @@ def test_context_that_was_left_for_later_is_there_when_drafting(target, drafting
     longer = [given + output for given, output in zip(prompts, outputs, strict=True)]
     with watch_drafts(drafting) as later:
         drafting.generate(longer, greedy(4))
-    assert max(stored) >= 5
+    assert max(stored) >= 10  # tokens, of two requests
     expected = reference(target, drafting, random_drafter())
     assert len(seen) > 10 and len(later) > 4
     with torch.inference_mode():
@@ -210,7 +211,7 @@ def test_context_that_was_left_for_later_is_there_when_drafting(target, drafting
 def test_pages_behind_the_window_are_freed(windowed):
     """A long request holds as many pages of draft KV as a window needs, and all of the target's."""
     engine, *_ = windowed
-    engine.add(prompt(300), greedy(100))
+    engine.add(prompt(300), greedy(60))
     while not any(request.num_output_tokens > 50 for request in engine.scheduler.running):
         engine.step()
     manager = engine.scheduler.kv_cache_manager.coordinator
@@ -257,7 +258,7 @@ def make(kind: str, engine: Any) -> WidthPolicy:
     """A policy for an engine; the pilot's choice is random, and differs between prompts."""
     slots = engine.runner.max_num_reqs
     if kind == "adaptive":
-        policy = AdaptiveWidth(NUM_DRAFTS, slots)
+        policy = AdaptiveWidth(NUM_DRAFTS, slots, clock=lambda: 0.0)
         # Drafts dear enough that how likely each is kept decides.
         policy.costs = CostTable(
             np.array([1]), np.array([0, NUM_DRAFTS]), np.array([[1.1, 3.5]]), np.array([1.0])
@@ -271,10 +272,7 @@ def make(kind: str, engine: Any) -> WidthPolicy:
     return AnyWidth(NUM_DRAFTS) if kind == "any" else FixedWidth(NUM_DRAFTS, int(kind))
 
 
-POLICIES = ["5", "any", "0", "2", "adaptive", "pilot"]
-
-
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("kind", ["5", "any", "0", "adaptive", "pilot"])
 def test_greedy_output_is_the_targets(target, drafting, kind):
     """Four long requests in mixed batches, in chunks, through preemptions; drafts mostly wrong."""
     drafting.reset_prefix_cache()
@@ -289,6 +287,18 @@ def test_greedy_output_is_the_targets(target, drafting, kind):
     assert preempted, "the cache was large enough for everybody"
     for given, output in zip(prompts, outputs, strict=True):
         assert len(output) == 160
+        assert_greedy(target, given, output)
+
+
+@pytest.mark.parametrize("kind", ["0", "any"])
+def test_greedy_output_is_the_targets_with_a_window(target, windowed, kind):
+    """Pages that the window leaves behind become the target's: nothing late is written there."""
+    engine, *_ = windowed
+    engine.reset_prefix_cache()
+    prompts = [prompt(10 + 7 * index, index) for index in range(12)]
+    with policy_of(engine, make(kind, engine)):
+        outputs = engine.generate(prompts, greedy(90))
+    for given, output in zip(prompts, outputs, strict=True):
         assert_greedy(target, given, output)
 
 
@@ -457,17 +467,14 @@ def test_a_seed_fixes_what_is_drawn(repeating):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [("good", "any"), ("bad", "any"), ("adversarial", "any")]
-    + [("good", policy) for policy in ("5", "adaptive", "pilot")],
-)
-def test_sampled_output_has_the_targets_distribution(repeating, kind, policy, monkeypatch):
-    """The first three tokens jointly, through the whole engine, for every policy.
+@pytest.mark.parametrize("kind", ["any", "adaptive", "pilot"])
+def test_sampled_output_has_the_targets_distribution(repeating, kind, monkeypatch):
+    """The first three tokens jointly, through the whole engine.
 
-    Chi-square at level 1e-3; with 3000 samples and at most 26 degrees of freedom an error of 6.5%
-    in total variation is found with probability 0.9. ``test_drafter_distribution.py`` finds one of
-    1% in the verification alone.
+    Good, bad and adversarial drafts side by side. Chi-square at level 1e-3; with 1200 samples and
+    at most 26 degrees of freedom an error of 10% in total variation is found with probability 0.9.
+    ``test_drafter_distribution.py`` finds one of 1%, for every policy and kind of draft, but
+    without an engine: here something would have to be wired wrongly.
     """
     target, engine = repeating
     model = engine.runner.speculator.model
@@ -475,25 +482,30 @@ def test_sampled_output_has_the_targets_distribution(repeating, kind, policy, mo
 
     def drafter_logits(hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden)
-        given = {"good": logits, "bad": torch.randn_like(logits), "adversarial": -logits}[kind]
+        rows = torch.arange(len(logits))
+        given = torch.stack([logits, torch.randn_like(logits), -logits])
         return torch.full_like(logits, -torch.inf).index_copy_(
-            1, torch.tensor(ALLOWED), given[:, ALLOWED]
+            1, torch.tensor(ALLOWED), given[rows // NUM_DRAFTS % 3, rows][:, ALLOWED]
         )
 
     monkeypatch.setattr(model, "compute_logits", drafter_logits)
     torch.manual_seed(0)
     params = [
-        greedy(3, temperature=2.0, seed=seed, allowed_token_ids=ALLOWED) for seed in range(3000)
+        greedy(3, temperature=2.0, seed=seed, allowed_token_ids=ALLOWED) for seed in range(1200)
     ]
-    chosen = make(policy, engine)
+    chosen = make(kind, engine)
+    if isinstance(chosen, AdaptiveWidth):  # cheap drafts: with two of three bad it would stop
+        chosen.costs = CostTable(
+            np.array([1]), np.array([0, NUM_DRAFTS]), np.array([[1.0, 1.5]]), np.array([3.0])
+        )
     steps = watch_steps(chosen)
     with policy_of(engine, chosen):
-        outputs = engine.generate([[1, 2, 0]] * len(params), params)
+        outputs = np.array(engine.generate([[1, 2, 0]] * len(params), params))
     verified = sum(int(step.verified.sum()) for step in steps)
     rate = sum(int(step.accepted.sum()) for step in steps) / verified
-    low, high = {"good": (0.3, 1.0), "bad": (0.1, 0.4), "adversarial": (0.0, 0.2)}[kind]
-    assert low < rate <= high
-    assert p_value(np.array(outputs), joint_distribution(target, [1, 2, 0], 2.0)) > 1e-3
+    assert verified > 400 and 0.1 < rate < 0.9
+    observed = np.bincount(outputs @ [9, 3, 1], minlength=27)
+    assert p_value(observed[None], joint_distribution(target, [1, 2, 0], 2.0)[None]) > 1e-3
 
 
 def watch_steps(policy: WidthPolicy) -> list[VerifiedStep]:
@@ -549,6 +561,16 @@ def test_a_drafter_with_another_tokenizer_is_refused_at_start(target, tmp_path):
     (drafter / "tokenizer.json").write_text(text.replace('"a":', '"aa":', 1))
     with pytest.raises(ValueError, match="tokenizer"):
         drafting_engine(target, drafter, NUM_DRAFTS)
+
+
+def test_block_verification_is_refused_at_start(target, tmp_path):
+    with pytest.raises(ValueError, match=r"'block'; allowed: 'standard'"):
+        drafting_engine(
+            target,
+            write_drafter(tmp_path),
+            NUM_DRAFTS,
+            speculative={"rejection_sample_method": "block"},
+        )
 
 
 # --- costs are measured when a server starts ------------------------------------------------------

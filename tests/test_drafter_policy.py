@@ -173,8 +173,10 @@ class Traffic:
         self.policy.observe(VerifiedStep(self.slots, everyone, everyone, nothing, nothing))
         self._choose()
 
-    def step(self, conditional: np.ndarray) -> np.ndarray:
-        """One step of the target; returns the widths chosen for the next."""
+    def step(self, conditional: np.ndarray, takes_ms: float | None = None) -> np.ndarray:
+        """One step of the target, as long as expected; returns the widths chosen for the next."""
+        if self.policy._decided is not None:
+            self.policy.clock.now += (takes_ms or self.policy._decided.expected_ms) / 1e3
         accepted = draw_accepted(self.rng, np.broadcast_to(conditional, (self.num_rows, N)))
         accepted = np.minimum(accepted, self.last)
         nobody = np.zeros(self.num_rows, dtype=bool)
@@ -224,6 +226,57 @@ def test_trials_become_rare_while_they_change_nothing():
     assert gaps.tolist() == sorted(gaps.tolist())
     assert all(after <= 2 * before + 1 for before, after in itertools.pairwise(gaps.tolist()))
     assert gaps[-1] in (LAST_TRIAL, LAST_TRIAL + 1)
+
+
+def test_after_hard_traffic_a_full_batch_drafts_again():
+    """However much is known of the hard traffic, trials of a few requests each outweigh it."""
+    policy = adaptive(32)
+    rows, widths = np.array([1, 32]), np.array([0, N])
+    cost = np.array([[1.3, 1.7], [4.0, 9.0]])
+    policy.costs = CostTable(rows, widths, cost, np.array([1.0, 3.0]))
+    traffic = Traffic(policy, 32)
+    traffic.arrive()
+    hard = [bool(traffic.step(BAD).any()) for _ in range(1000)]
+    assert sum(hard[500:]) <= 5
+    easy = np.array([traffic.step(GOOD).sum() for _ in range(8 * LAST_TRIAL)])
+    assert policy.is_drafting and (easy[-5:] > 32).all()
+
+
+def test_drafting_of_which_nothing_is_verified_is_stopped():
+    """A draft pass that costs less than the margin, and drafts that cost more than they earn."""
+    policy = adaptive(1)
+    policy.costs = CostTable(
+        np.array([1]), np.array([0, N]), np.array([[10.1, 30.0]]), np.array([10.0])
+    )
+    traffic = Traffic(policy, 1)
+    traffic.arrive()
+    for _ in range(100):
+        traffic.step(BAD)
+    assert not policy.is_drafting
+
+
+def test_unsure_drafts_are_not_taken_for_average_ones():
+    """If the drafter is never sure, its drafts are as bad before they are seen as behind it."""
+    survival, slots = Survival(1, N), np.zeros(1, dtype=int)
+    bins = np.zeros((1, N), dtype=int)
+    rng = np.random.default_rng(3)
+    for _ in range(400):
+        survival.reset(slots)
+        survival.observe(slots, np.array([N]), draw_accepted(rng, np.full((1, N), 0.1)), bins)
+    survival.reset(slots)
+    np.testing.assert_allclose(survival.of(slots), survival.of(slots, bins), rtol=0.02)
+    assert survival.of(slots)[0, 0] < 0.2
+
+
+def test_a_hopeless_request_is_tried_again_in_time():
+    survival, slots = Survival(2, N), np.arange(2)
+    for _ in range(50):
+        survival.observe(slots, np.array([N, N]), np.array([N, 0]))
+    hopeless = survival.of(slots)[1, 0]
+    for _ in range(100):
+        survival.observe(slots, np.array([N, 0]), np.array([N, 0]))
+    easy, again = survival.of(slots)[:, 0]
+    assert hopeless < 0.1 and again > 0.4 and easy > 0.9
 
 
 def test_a_trial_verifies_one_request_that_was_tried_least():
@@ -286,13 +339,27 @@ def test_what_a_step_costs_beside_the_table_is_learned_and_idleness_is_not():
     traffic = Traffic(policy, 1)
     traffic.arrive()
     for _ in range(200):
-        expected = policy._decided.expected_ms
-        clock.now += (expected + 4.0) / 1e3
-        traffic.step(GOOD)
-    assert policy._unseen_ms == pytest.approx(4.0, rel=0.05)
+        traffic.step(GOOD, policy._decided.expected_ms + 4.0)
+    assert policy._unseen_ms == [0.0, pytest.approx(4.0, rel=0.05)]
     clock.now += 60.0
     traffic.step(GOOD)
-    assert policy._unseen_ms == pytest.approx(4.0, rel=0.05)
+    assert policy._unseen_ms[True] == pytest.approx(4.0, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "drafting_ms", "pays"), [(10.0, 40.0, False), (4.0, 15.0, False), (20, 17, True)]
+)
+def test_a_table_that_is_wrong_about_one_kind_of_step_is_corrected(plain_ms, drafting_ms, pays):
+    """Drafts are kept half of the time; by the table (10 and 15 ms) that pays a little."""
+    policy = adaptive(1)
+    traffic = Traffic(policy, 1)
+    traffic.arrive()
+    drafted = []
+    for _ in range(1000):
+        takes_ms = drafting_ms if policy._decided.drafts else plain_ms
+        drafted.append(bool(traffic.step(np.full(N, 0.5), takes_ms).any()))
+    share = np.mean(drafted[500:])
+    assert share > 0.9 if pays else share < 0.1
 
 
 # --- pilot ----------------------------------------------------------------------------------------

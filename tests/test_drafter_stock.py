@@ -1,5 +1,7 @@
 """Our drafter drafts what vLLM's own does; with DLLM_DISABLE=1 vLLM's own is what runs.
 
+The checkpoint is one that a calibration exports, which stock vLLM has to load, too.
+
 On a CPU vLLM 0.32 normalizes the context's keys of every layer with the first layer's weight
 (its CPU ``rms_norm`` takes one row of weights), so the drafter here has one weight for all layers.
 With weights of their own ours follows the definition: ``test_drafter_engine.py``.
@@ -14,8 +16,10 @@ import sys
 from pathlib import Path
 
 from drafter_harness import LIMITS, drafting_engine, greedy, watch_drafts
-from drafter_pairs import random_drafter, write_drafter, write_target
+from drafter_pairs import drafter_config, random_drafter, write_target
 from engine_harness import KV_CACHE_BYTES
+
+from dllm.calibrate.export import write_checkpoint
 
 NUM_DRAFTS = 5
 PROMPT = [(21 + 7 * index) % 450 for index in range(40)]
@@ -51,7 +55,8 @@ def test_drafts_are_those_of_vllms_own_drafter(tmp_path):
         "layers.0.self_attn.k_norm.weight"
     ].clone()
     target = write_target(tmp_path / "target")
-    drafter = write_drafter(tmp_path / "drafter", weights=weights)
+    drafter = tmp_path / "drafter"
+    write_checkpoint(drafter, drafter_config(), weights)
     theirs = stock_drafts(target, drafter)
 
     engine = drafting_engine(target, drafter, NUM_DRAFTS)

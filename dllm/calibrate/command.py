@@ -243,7 +243,7 @@ def report_disk(
     num_params = sum(param.numel() for param in DraftNetwork(drafter).parameters())
     estimate = DiskEstimate.of(prompts, settings, per_token, num_params)
     print(f"disk: {estimate}; {len(prompts)} prompts, {num_params / 1e6:.2f}M parameters")
-    estimate.check(given.out)
+    estimate.check(given.out, given.resume)
 
 
 def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], list[Sample]]:

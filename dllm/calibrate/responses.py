@@ -58,12 +58,15 @@ class DiskEstimate:
         whole, tokens, hidden, state = (_size(one) for one in sizes)
         return f"at most {whole}: tokens {tokens}, hidden states {hidden}, training state {state}"
 
-    def check(self, out: Path) -> None:
-        """Raises:
-        CommandError: the disk has less room than that.
+    def check(self, out: Path, is_resumed: bool) -> None:
+        """A run that goes on has room where its own files are.
+
+        Raises:
+            CommandError: the disk has less room than that.
         """
         there = next(path for path in (out, *out.absolute().parents) if path.exists())
-        free = shutil.disk_usage(there).free
+        written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        free = shutil.disk_usage(there).free + (written if is_resumed else 0)
         if self.tokens + self.hidden + self.state > free:
             raise CommandError(
                 f"{out} has {_size(free)} free and the run may need {self}. Give an --out on "

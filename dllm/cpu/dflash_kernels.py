@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dllm.cpu.kernels import spread
+from dllm.cpu.kernels import lengths, spread
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,10 @@ class _Cache:
 
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return a slot for each position, pad_id in the null block; the last block has no end."""
-        index = np.minimum(positions // self.block_size, self.block_table.shape[1] - 1)
+        index, offsets = np.divmod(positions, self.block_size)
+        index = np.minimum(index, self.block_table.shape[1] - 1)
         blocks = self.block_table[rows, index].astype(np.int64)
-        return np.where(
-            blocks != 0, blocks * self.block_size + positions % self.block_size, self.pad_id
-        )
+        return np.where(blocks != 0, blocks * self.block_size + offsets, self.pad_id)
 
 
 def _fill(out: torch.Tensor, values: np.ndarray, padding: int | None = None) -> None:
@@ -52,7 +51,7 @@ def _fill_context(
     0 and no cache slot.
     """
     rows, offsets = spread(starts)
-    is_kept = offsets < (np.diff(starts) - num_rejected)[rows]
+    is_kept = offsets < (lengths(starts) - num_rejected)[rows]
     positions = np.where(is_kept, target_positions[: starts[-1]], 0)
     _fill(out[0], positions)
     _fill(out[1], np.where(is_kept, cache.slots(rows, positions), cache.pad_id))
@@ -120,7 +119,7 @@ def _fill_samples(
     indices = np.arange(positions.size).reshape(positions.shape)[:, first:]
     _fill(indices_out, indices, padding=0)
     _fill(positions_out, positions[:, first:] + samples_first, padding=0)
-    _fill(slots_out, np.repeat(slots, indices.shape[1]), padding=-1)
+    _fill(slots_out, slots.repeat(indices.shape[1]), padding=-1)
 
 
 def _prepare_dflash_inputs_kernel(
@@ -185,8 +184,8 @@ def _prepare_dflash_inputs_kernel(
     samples = (out_sample_indices_ptr, out_sample_pos_ptr, out_sample_idx_mapping_ptr)
     num_samples = max_num_reqs * num_speculative_steps
     _fill_samples(samples, num_samples, positions, slots, SAMPLE_FROM_ANCHOR)
-    out_temperature_ptr[idx_mapping_ptr] = temperature_ptr[idx_mapping_ptr]
-    out_seeds_ptr[idx_mapping_ptr] = seeds_ptr[idx_mapping_ptr]
+    out_temperature_ptr.numpy()[slots] = temperature_ptr.numpy()[slots]
+    out_seeds_ptr.numpy()[slots] = seeds_ptr.numpy()[slots]
 
 
 DFLASH_KERNELS: dict[str, Callable[..., None]] = {

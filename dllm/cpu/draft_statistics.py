@@ -13,6 +13,7 @@ The kernels hand over `local_` buffers with one column per vocabulary block: its
 its sum of exp(logit - max).
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from dllm.cpu.gumbel import best_per_block, vocab_blocks
+from dllm.cpu.kernels import spread
 
 _UTILS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils."
 
@@ -38,6 +40,44 @@ def _logsumexp(local_max: torch.Tensor, local_sumexp: torch.Tensor) -> np.ndarra
     total = maxima.max(1)
     with np.errstate(all="ignore"):
         return total + np.log((sumexps * np.exp(maxima - total[:, None])).sum(1))
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts of any requests, [n] each.
+
+    Attributes:
+        logits_rows: where the target's logits are that verify each.
+        slots, steps: whose it is, and its place among the drafts of that request.
+        temperatures: of the request, fp32.
+        tokens: the draft; -1 where there is none.
+    """
+
+    logits_rows: np.ndarray
+    slots: np.ndarray
+    steps: np.ndarray
+    temperatures: np.ndarray
+    tokens: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        cu_num_logits: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        draft_sampled: torch.Tensor,
+        temperatures: torch.Tensor,
+    ) -> "Drafts":
+        """One for each logits row of a batch; there is none (-1) at the row of a bonus token."""
+        starts = cu_num_logits.numpy()
+        rows, steps = spread(starts)
+        slots = idx_mapping.numpy()[rows]
+        tokens = np.append(draft_sampled.numpy()[1 : starts[-1]], -1)
+        tokens[starts[1:] - 1] = -1
+        return cls(np.arange(len(rows)), slots, steps, temperatures.float().numpy()[slots], tokens)
+
+    def some(self, chosen: np.ndarray | slice) -> "Drafts":
+        """Those."""
+        return Drafts(*(field[chosen] for field in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -64,23 +104,15 @@ class Distributions:
             draft_lse = _logsumexp(*draft_blocks)
         return cls(target_logits, target_lse, draft_logits, draft_lse)
 
-    def normalizers(self, row: int | None) -> tuple[float, float]:
-        """Return the logsumexp of the target and of the drafter in a logits row, 0 for no row."""
-        if row is None:
-            return 0.0, 0.0
-        return float(self.target_lse[row]), float(self.draft_lse[row])
-
-    def of_drafts(
-        self, start: int, slot: int, temperature: float, drafts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the target's and the drafter's log-probabilities of one request's drafts, [n]."""
-        steps, tokens = np.arange(len(drafts)), np.maximum(drafts, 0)
-        rows = start + steps
-        target = self.target_logits[rows, tokens].float().numpy() - self.target_lse[rows]
+    def of_drafts(self, drafts: Drafts) -> tuple[np.ndarray, np.ndarray]:
+        """Return the target's and the drafter's log-probabilities of drafts, [n] each."""
+        logits_rows, tokens = drafts.logits_rows, np.maximum(drafts.tokens, 0)
+        target = self.target_logits[logits_rows, tokens].float().numpy()
+        target -= self.target_lse[logits_rows]
         if self.draft_logits is None:
             return target, np.zeros_like(target)
-        draft = self.draft_logits[slot, steps, tokens].float().numpy() / np.float32(temperature)
-        return target, draft - self.draft_lse[rows]
+        draft = self.draft_logits[drafts.slots, drafts.steps, tokens].float().numpy()
+        return target, draft / drafts.temperatures - self.draft_lse[logits_rows]
 
 
 def _compute_local_logits_stats_kernel(
@@ -175,16 +207,16 @@ def _compute_cumulative_log_p_kernel(
         draft_logits_ptr,
         (draft_local_max_ptr, draft_local_sumexp_ptr),
     )
+    every = Drafts.of(cu_num_logits_ptr, idx_mapping_ptr, draft_sampled_ptr, temp_ptr)
     cumulative, starts = cumulative_log_p_ptr.numpy(), cu_num_logits_ptr.tolist()
-    for row, slot in enumerate(idx_mapping_ptr.tolist()):
-        temperature = temp_ptr[slot].item()
-        if temperature == 0:
+    for start, end in itertools.pairwise(starts):
+        drafts = every.some(slice(start, end - 1))
+        if every.temperatures[start] == 0:
             continue
-        start, end = starts[row], starts[row + 1]
-        drafts = draft_sampled_ptr.numpy()[start + 1 : end]
-        target, draft = distributions.of_drafts(start, slot, temperature, drafts)
+        target, draft = distributions.of_drafts(drafts)
         log_p = np.float32(0)
-        for step, log_ratio in enumerate(np.where(drafts >= 0, target - draft, np.float32(0))):
+        ratios = np.where(drafts.tokens >= 0, target - draft, np.float32(0))
+        for step, log_ratio in enumerate(ratios):
             log_p = np.fmin(log_p + log_ratio, np.float32(0))
             cumulative[start + step] = log_p
 

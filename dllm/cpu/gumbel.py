@@ -12,6 +12,9 @@ _WORD = 0xFFFFFFFF
 # residual that replaces it when rejected must not share noise.
 DRAFT_NOISE_SALT = 1 << 30
 
+# Logits that are drawn from at once: what is computed from them on the way stays in a CPU's cache.
+DRAWN_AT_ONCE = 1 << 16
+
 
 def philox_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Draw one uniform in (0, 1) per (seed, position), as `tl.rand` raised to its least positive.
@@ -43,15 +46,16 @@ def _murmur3_mix(state: np.ndarray, key: np.ndarray) -> np.ndarray:
     return _rotate(state ^ key, 13) * np.uint32(5) + np.uint32(0xE6546B64)
 
 
-def murmur3(seed: int, position: int, keys: np.ndarray, domain: int = 0) -> np.ndarray:
+def murmur3(
+    seeds: np.ndarray, positions: np.ndarray, keys: np.ndarray, domain: int = 0
+) -> np.ndarray:
     """Hash (seed, position, key) to 32 random bits, as `murmur3_hash32` in vLLM's gumbel.py.
 
-    keys: [n] uint32. Returns [n] uint32. Arrays of one element stand for scalars, because numpy
-    warns when a scalar wraps around.
+    seeds, positions: [rows] int64; keys: [n] uint32. Returns [rows, n] uint32.
     """
-    state: np.ndarray = np.array([domain], dtype=np.uint32)
-    for word in (seed, seed >> 32, position):
-        state = _murmur3_mix(state, np.array([word & _WORD], dtype=np.uint32))
+    state: np.ndarray = np.full((len(seeds), 1), domain, dtype=np.uint32)
+    for words in (seeds, seeds >> 32, positions):
+        state = _murmur3_mix(state, (words & _WORD).astype(np.uint32)[:, None])
     state = _murmur3_mix(state, keys) ^ np.uint32(16)
     state = (state ^ (state >> 16)) * np.uint32(0x85EBCA6B)
     state = (state ^ (state >> 13)) * np.uint32(0xC2B2AE35)
@@ -67,22 +71,30 @@ def _log1p_of_negated(value: np.ndarray) -> np.ndarray:
     return np.where(value < 0.25, -value * series, direct)
 
 
-def gumbel_noise(seed: int, position: int, num_tokens: int, use_fp64: bool) -> np.ndarray:
-    """Draw the Gumbel noise of one position, [num_tokens] fp32 or fp64.
+def gumbel_noise(
+    seeds: np.ndarray, positions: np.ndarray, num_tokens: int, use_fp64: bool
+) -> np.ndarray:
+    """Draw the Gumbel noise of some positions, [rows, num_tokens] fp32 or fp64.
 
     The fp32 draw puts its long tail, which decides who wins, at uniforms near 0, where fp32 is
     fine-grained.
     """
     keys = np.arange(num_tokens, dtype=np.uint32)
-    low = murmur3(seed, position, keys)
+    low = murmur3(seeds, positions, keys)
     if use_fp64:
-        high = murmur3(seed, position, keys, domain=0x9E3779B9)
+        high = murmur3(seeds, positions, keys, domain=0x9E3779B9)
         bits = ((high.astype(np.uint64) << 32) | low) >> 11
         uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
         return -np.log(-np.log(np.minimum(uniform, 1 - 2.0**-53)))
     uniform32 = (low >> 16).astype(np.float32) * np.float32(2**-16)
     uniform32 += ((low & 0xFFFF).astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
     return -np.log(-_log1p_of_negated(uniform32))
+
+
+def drawn_at_once(rows: np.ndarray, vocab_size: int) -> list[np.ndarray]:
+    """Split rows of logits into so many at a time that no temporary is large."""
+    at_once = max(1, DRAWN_AT_ONCE // vocab_size)
+    return np.split(rows, range(at_once, len(rows), at_once)) if len(rows) else []
 
 
 def vocab_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
@@ -106,5 +118,6 @@ def best_per_block(
     """Return (token, value), [..., blocks], of the largest of logits + noise, [..., V], in each."""
     blocks = vocab_blocks(logits if noise is None else logits + noise, block_size)
     best = blocks.argmax(-1)
-    values = np.take_along_axis(blocks, best[..., None], axis=-1)[..., 0]
+    rows = blocks.reshape(-1, blocks.shape[-1])
+    values = rows[np.arange(len(rows)), best.reshape(-1)].reshape(best.shape)
     return np.arange(blocks.shape[-2]) * block_size + best, values

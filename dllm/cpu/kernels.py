@@ -15,6 +15,7 @@ strides: the tensors know their own.
 """
 
 import ctypes
+import functools
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -34,12 +35,18 @@ def spread(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     starts: [rows + 1], span i being [starts[i], starts[i + 1]).
     Returns (rows, offsets), both [starts[-1] - starts[0]] int64.
     """
-    rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    rows = np.arange(len(starts) - 1).repeat(lengths(starts))
     return rows, np.arange(starts[0], starts[-1]) - starts[rows]
 
 
+def lengths(starts: np.ndarray) -> np.ndarray:
+    """How long each of adjacent spans is; np.diff, which takes a multiple of the time."""
+    return starts[1:] - starts[:-1]
+
+
+@functools.lru_cache(maxsize=64)  # views of addresses: the same every step
 def _table_at(address: int, num_rows: int, num_columns: int) -> np.ndarray:
-    """View `num_rows` rows of the int32 table at `address`; the caller keeps it alive.
+    """View `num_rows` rows of the int32 table at `address`, while the caller keeps that alive.
 
     vLLM passes the tables of all KV cache groups as one tensor of addresses, because their widths
     differ.
@@ -74,7 +81,7 @@ def _apply_write_kernel(
         assert isinstance(output_stride, torch.Tensor) and write_group_ids_ptr is not None
         widths = output_stride.tolist()
         tables = [
-            _table_at(address, max(rows) + 1, width).reshape(-1)
+            _table_at(address, 1, (max(rows) + 1) * width)[0]
             for address, width in zip(output_ptr.tolist(), widths, strict=True)
         ]
         groups = write_group_ids_ptr.tolist()
@@ -150,23 +157,27 @@ def _compute_slot_mappings_kernel(
     slots = idx_mapping.numpy()
     spans = query_start_loc.numpy()[: len(slots) + 1]
     first, last = spans[0], spans[-1]
-    token_slots = np.repeat(slots, np.diff(spans))
+    token_slots = slots.repeat(lengths(spans))
     is_real = token_slots >= 0
-    token_slots, positions = token_slots[is_real], pos.numpy()[first:last][is_real]
 
     out = slot_mappings_ptr.numpy()
     out[:, first:max_num_tokens] = PAD_ID
-    if not len(token_slots):
+    if not is_real.any():
         return
-    for group, enabled in enumerate(slot_mapping_enabled.tolist()):
-        if not enabled:
-            continue
-        block_size = int(block_sizes[group])
-        table = _table_at(
-            int(block_table_ptrs[group]), int(slots.max()) + 1, int(block_table_strides[group])
-        )
-        blocks = table[token_slots, positions // block_size].astype(np.int64)
-        out[group, first:last][is_real] = blocks * block_size + positions % block_size
+    token_slots, positions = token_slots[is_real], pos.numpy()[first:last][is_real]
+    num_slots = int(slots.max()) + 1
+    tables = zip(
+        slot_mapping_enabled.tolist(),
+        block_table_ptrs.tolist(),
+        block_table_strides.tolist(),
+        block_sizes.tolist(),
+        strict=True,
+    )
+    for group, (enabled, address, width, block_size) in enumerate(tables):
+        if enabled:
+            places, offsets = np.divmod(positions, block_size)
+            blocks = _table_at(address, num_slots, width)[token_slots, places].astype(np.int64)
+            out[group, first:last][is_real] = blocks * block_size + offsets
 
 
 # --------------------------------------------------------------------------- inputs of a step
@@ -224,7 +235,7 @@ def _prepare_pos_seq_lens_kernel(
     spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
     num_computed = num_computed_tokens_ptr.numpy()[slots]
     seq_lens = seq_lens_ptr.numpy()
-    seq_lens[: len(slots)] = num_computed + np.diff(spans)
+    seq_lens[: len(slots)] = num_computed + lengths(spans)
     seq_lens[len(slots) : max_num_reqs] = 0
     rows, offsets = spread(spans)
     pos_ptr.numpy()[spans[0] : spans[-1]] = num_computed[rows] + offsets
@@ -253,7 +264,7 @@ def _combine_sampled_and_draft_tokens_kernel(
     slots = idx_mapping_ptr.numpy()
     num_rows = len(slots)
     cu_num_logits = cu_num_logits_ptr.numpy()[: num_rows + 1]
-    num_logits = np.diff(cu_num_logits)
+    num_logits = lengths(cu_num_logits)
     logits_start = query_start_loc_ptr.numpy()[1 : num_rows + 1] - num_logits
     rows, offsets = spread(cu_num_logits)
     logits_indices = logits_start[rows] + offsets
@@ -268,9 +279,10 @@ def _combine_sampled_and_draft_tokens_kernel(
         last_sampled = last_sampled_tokens_ptr.numpy().reshape(-1)
         input_ids[logits_start[takes_sampled]] = last_sampled[slots[takes_sampled]]
     is_draft = is_generating[rows] & (offsets >= NUM_NEW_SAMPLED_TOKENS)
-    input_ids[logits_indices[is_draft]] = draft_tokens_ptr.numpy()[
-        slots[rows[is_draft]], offsets[is_draft] - NUM_NEW_SAMPLED_TOKENS
-    ]
+    if is_draft.any():
+        input_ids[logits_indices[is_draft]] = draft_tokens_ptr.numpy()[
+            slots[rows[is_draft]], offsets[is_draft] - NUM_NEW_SAMPLED_TOKENS
+        ]
 
 
 def _expand_idx_mapping_kernel(
@@ -318,18 +330,14 @@ def _post_update_kernel(
     num_computed = num_computed_tokens_ptr.numpy()
     num_computed[slots] -= num_rejected_ptr.numpy()[rows]
     if query_start_loc_ptr is not None:
-        num_computed[slots] += np.diff(query_start_loc_ptr.numpy())[rows]
+        num_computed[slots] += lengths(query_start_loc_ptr.numpy())[rows]
 
-    num_sampled = num_sampled_ptr.numpy()[rows]
-    emits = num_sampled > 0
-    rows, slots, num_sampled = rows[emits], slots[emits], num_sampled[emits]
-    if not len(rows):
-        return
-    sampled, total_len = sampled_tokens_ptr.numpy(), total_len_ptr.numpy()
-    last_sampled_tokens_ptr.numpy().reshape(-1)[slots] = sampled[rows, num_sampled - 1]
-    emitters, offsets = spread(np.concatenate(([0], np.cumsum(num_sampled))))
-    tokens, token_slots = sampled[rows[emitters], offsets], slots[emitters]
+    num_sampled, sampled = num_sampled_ptr.numpy()[rows], sampled_tokens_ptr.numpy()[rows]
+    # One entry per token from here on, in order: of several writes to a place the last one stays.
+    rows, offsets = (np.arange(sampled.shape[1]) < num_sampled[:, None]).nonzero()
+    tokens, token_slots, total_len = sampled[rows, offsets], slots[rows], total_len_ptr.numpy()
     all_token_ids_ptr.numpy()[token_slots, total_len[token_slots] + offsets] = tokens
+    last_sampled_tokens_ptr.numpy().reshape(-1)[token_slots] = tokens
     total_len[slots] += num_sampled
     if output_bin_counts_ptr is not None:
         np.add.at(output_bin_counts_ptr.numpy(), (token_slots, tokens), 1)
@@ -342,7 +350,8 @@ def _post_update_num_computed_tokens_kernel(
 ) -> None:
     """Count every row's query tokens as computed."""
     slots = idx_mapping_ptr.numpy()
-    num_computed_tokens_ptr.numpy()[slots] += np.diff(query_start_loc_ptr.numpy()[: len(slots) + 1])
+    spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
+    num_computed_tokens_ptr.numpy()[slots] += lengths(spans)
 
 
 KERNELS: dict[str, Kernel] = {

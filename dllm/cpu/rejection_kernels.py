@@ -6,15 +6,14 @@ target where all were accepted (the bonus token), else from what the target has 
 drafter. Sources: Leviathan et al. 2023 (arXiv 2211.17192), Sun et al. 2024 (arXiv 2403.10444).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dllm.cpu.draft_statistics import STATISTICS_KERNELS, Distributions
-from dllm.cpu.gumbel import best_per_block, gumbel_noise, philox_uniform
+from dllm.cpu.draft_statistics import STATISTICS_KERNELS, Distributions, Drafts
+from dllm.cpu.gumbel import best_per_block, drawn_at_once, gumbel_noise, philox_uniform
 from dllm.cpu.kernels import spread
 
 _SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler."
@@ -65,11 +64,6 @@ def _gather_draft_sampled_kernel(
 # --------------------------------------------------------------------------- verification
 
 
-def _num_leading(flags: np.ndarray) -> int:
-    """Count the true values before the first false one."""
-    return int(np.append(flags, False).argmin())
-
-
 def _best_tokens(local_max: torch.Tensor, local_argmax: torch.Tensor, rows: slice) -> np.ndarray:
     """Return the token with the largest value over all vocabulary blocks, for each of `rows`."""
     values, tokens = local_max.numpy()[rows], local_argmax.numpy()[rows]
@@ -104,109 +98,86 @@ def _num_kept_by_block(log_p: np.ndarray, next_masses: np.ndarray, uniform: np.n
     return int(kept[-1]) + 1 if len(kept) else 0
 
 
-class _Row(NamedTuple):
-    """One row: n drafts, a uniform number for each, logits rows `start` to `end` (the bonus's)."""
+@dataclass(frozen=True)
+class _Verdict:
+    """What becomes of each row's drafts, [rows] each.
 
-    slot: int
-    temperature: float
-    start: int
-    end: int
-    drafts: np.ndarray
-    uniform: np.ndarray
-
-    @property
-    def logits(self) -> slice:
-        """The logits rows that verify the drafts."""
-        return slice(self.start, self.start + len(self.drafts))
-
-
-def _rows_of(
-    cu_num_logits: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    draft_sampled: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    draws: bool,
-) -> Iterator[_Row]:
-    """Cut a batch's drafts into rows; a draft that is not there (-1) ends those of a random row.
-
-    draws: False where nobody looks at the uniform numbers, which are zeros then.
+    Attributes:
+        num_kept: drafts that are kept.
+        last: the last one that is looked at; -1 where there is none.
+        normalized: the step whose logits are normalized; none where it is not one of a draft.
     """
-    starts = cu_num_logits.tolist()
-    uniform = np.zeros(starts[-1], dtype=np.float32)
-    if draws:
-        row_seeds = np.repeat(seeds.numpy()[idx_mapping.numpy()], np.diff(starts))
-        uniform = philox_uniform(row_seeds, positions.numpy()[: starts[-1]])
-    for row, slot in enumerate(idx_mapping.tolist()):
-        start, end, temperature = starts[row], starts[row + 1] - 1, temperatures[slot].item()
-        drafts = draft_sampled.numpy()[start + 1 : end + 1]
-        if temperature != 0:
-            drafts = drafts[: _num_leading(drafts >= 0)]
-        yield _Row(slot, temperature, start, end, drafts, uniform[start : start + len(drafts)])
 
-
-class _Verdict(NamedTuple):
-    """Drafts that a row keeps, the tokens looked at, and the logits row to normalize, if any."""
-
-    num_kept: int
-    tokens: np.ndarray
-    normalized_row: int | None
+    num_kept: np.ndarray
+    last: np.ndarray
+    normalized: np.ndarray
 
 
 @dataclass(frozen=True)
 class _Verifier:
-    """Decides how many drafts of a row are kept.
+    """Decides how many drafts of every row are kept.
 
     Attributes:
+        starts: [rows + 1], of each row's logits.
+        drafts: one for each logits row; of a random row, what follows one that is not there counts
+            for nothing.
+        uniform: [num_logits], a number in (0, 1) for each draft.
         distributions: of target and drafter.
-        target_best: (largest logit, its token) of each logits row and vocabulary block.
-        rates: how often a draft is kept whatever it is; None to verify.
-        block_masses: (joint ratio, residual mass) of each draft for block verification, or None.
     """
 
+    starts: np.ndarray
+    drafts: Drafts
+    uniform: np.ndarray
     distributions: Distributions
-    target_best: tuple[torch.Tensor, torch.Tensor]
-    rates: torch.Tensor | None
-    block_masses: tuple[torch.Tensor, torch.Tensor | None] | None
 
-    def verdict(self, row: _Row) -> _Verdict:
-        """Verify one row."""
-        is_kept = None
-        if self.rates is not None:
-            is_kept = row.uniform < self.rates.numpy()[: len(row.drafts)]
-        if row.temperature == 0:
-            return self._greedy(row, is_kept)
-        if self.block_masses is not None:
-            return self._by_block(row, *self.block_masses)
-        return self._by_ratio(row, is_kept)
+    @property
+    def is_random(self) -> np.ndarray:
+        """Whether each row's temperature is not 0."""
+        return self.drafts.temperatures[self.starts[:-1]] != 0
 
-    def _greedy(self, row: _Row, is_kept: np.ndarray | None) -> _Verdict:
-        """Keep drafts while they are the target's argmax, and end with that argmax."""
-        best = _best_tokens(*self.target_best, row.logits)
-        is_kept = (best == row.drafts if is_kept is None else is_kept) & (row.drafts >= 0)
-        num_kept = _num_leading(is_kept)
-        return _Verdict(num_kept, np.where(is_kept, row.drafts, best)[: num_kept + 1], None)
+    def by_rate(self, rates: torch.Tensor) -> np.ndarray:
+        """Keep drafts, [num_logits], as often as the rates of their steps say."""
+        chances = np.append(rates.numpy(), np.float32(0))[self.drafts.steps]
+        return (self.uniform < chances) & (self.drafts.tokens >= 0)
 
-    def _by_block(self, row: _Row, log_p: torch.Tensor, masses: torch.Tensor | None) -> _Verdict:
-        """Keep drafts by the joint ratios of their prefixes."""
-        target, _ = self.distributions.of_drafts(row.start, row.slot, row.temperature, row.drafts)
-        ratios = log_p.numpy()[row.logits]
-        residual = None if masses is None else masses.numpy()[row.logits]
-        num_kept = _num_kept_by_block(ratios, _next_masses(ratios, target, residual), row.uniform)
-        rejected = row.start + num_kept
-        return _Verdict(num_kept, row.drafts, rejected if rejected < row.end else None)
+    def by_target(self, best: np.ndarray) -> np.ndarray:
+        """Keep drafts, [num_logits], while target > u * draft; of greedy rows, the best tokens."""
+        is_kept: np.ndarray = (self.drafts.tokens == best) & (self.drafts.tokens >= 0)
+        random = np.flatnonzero((self.drafts.temperatures != 0) & (self.drafts.tokens >= 0))
+        if len(random):
+            target, draft = self.distributions.of_drafts(self.drafts.some(random))
+            is_kept[random] = target > np.log(self.uniform[random]) + draft
+        return is_kept
 
-    def _by_ratio(self, row: _Row, is_kept: np.ndarray | None) -> _Verdict:
-        """Keep drafts while target > u * draft."""
-        target, draft = self.distributions.of_drafts(
-            row.start, row.slot, row.temperature, row.drafts
-        )
-        num_kept = _num_leading(
-            target > np.log(row.uniform) + draft if is_kept is None else is_kept
-        )
-        tokens = row.drafts[: num_kept + 1]
-        return _Verdict(num_kept, tokens, row.start + len(tokens) - 1 if len(tokens) else None)
+    def one_by_one(self, is_kept: np.ndarray) -> _Verdict:
+        """Keep each row's drafts up to the first that is not to be kept."""
+        num_kept = self._num_before(~is_kept)
+        looked_at = np.minimum(num_kept, self._num_before(self.drafts.tokens < 0) - 1)
+        last = np.where(self.is_random, looked_at, num_kept)
+        return _Verdict(num_kept, last, np.where(self.is_random, last, -1))
+
+    def by_block(
+        self, is_kept: np.ndarray, log_p: torch.Tensor, masses: torch.Tensor | None
+    ) -> _Verdict:
+        """Keep drafts of random rows by the joint ratios of their prefixes."""
+        verdict = self.one_by_one(is_kept)
+        num_there = self._num_before(self.drafts.tokens < 0)
+        for row in np.flatnonzero(self.is_random):
+            span = slice(self.starts[row], self.starts[row] + num_there[row])
+            target, _ = self.distributions.of_drafts(self.drafts.some(span))
+            ratios = log_p.numpy()[span]
+            residual = None if masses is None else masses.numpy()[span]
+            next_masses = _next_masses(ratios, target, residual)
+            kept = _num_kept_by_block(ratios, next_masses, self.uniform[span])
+            verdict.num_kept[row] = verdict.normalized[row] = kept
+            verdict.last[row] = num_there[row] - 1
+        return verdict
+
+    def _num_before(self, is_end: np.ndarray) -> np.ndarray:
+        """Count each row's drafts before the first of them (or the bonus token) that is the end."""
+        steps = np.where(is_end, self.drafts.steps, len(is_end))
+        counts: np.ndarray = np.minimum.reduceat(steps, self.starts[:-1])
+        return counts
 
 
 def _rejection_kernel(
@@ -257,18 +228,32 @@ def _rejection_kernel(
         draft_logits_ptr,
         (draft_local_max_ptr, draft_local_sumexp_ptr),
     )
-    best = (target_local_max_ptr, target_local_argmax_ptr)
-    log_p, residual = cumulative_log_p_ptr, local_residual_mass_ptr
-    masses = None if log_p is None else (log_p, residual)
-    verifier = _Verifier(distributions, best, synthetic_conditional_rates_ptr, masses)
-    batch = cu_num_logits_ptr, idx_mapping_ptr, draft_sampled_ptr, temp_ptr, seed_ptr, pos_ptr
-    draws = SYNTHETIC_MODE or bool((temp_ptr[idx_mapping_ptr] != 0).any())
-    for index, row in enumerate(_rows_of(*batch, draws)):
-        verdict = verifier.verdict(row)
-        sampled_ptr.numpy()[index, : len(verdict.tokens)] = verdict.tokens
-        rejected_steps_ptr[index] = verdict.num_kept
-        normalizers = distributions.normalizers(verdict.normalized_row)
-        target_rejected_logsumexp_ptr[index], draft_rejected_logsumexp_ptr[index] = normalizers
+    starts, rates = cu_num_logits_ptr.numpy(), synthetic_conditional_rates_ptr
+    drafts = Drafts.of(cu_num_logits_ptr, idx_mapping_ptr, draft_sampled_ptr, temp_ptr)
+    uniform = np.zeros(len(drafts.steps), dtype=np.float32)  # nobody looks at those of greedy rows
+    if SYNTHETIC_MODE or (drafts.temperatures != 0).any():
+        uniform = philox_uniform(seed_ptr.numpy()[drafts.slots], pos_ptr.numpy()[: len(uniform)])
+    verifier = _Verifier(starts, drafts, uniform, distributions)
+    best = _best_tokens(target_local_max_ptr, target_local_argmax_ptr, slice(starts[-1]))
+    is_kept = verifier.by_target(best) if rates is None else verifier.by_rate(rates)
+    if cumulative_log_p_ptr is None:
+        verdict = verifier.one_by_one(is_kept)
+    else:
+        verdict = verifier.by_block(is_kept, cumulative_log_p_ptr, local_residual_mass_ptr)
+
+    num_drafts = np.diff(starts) - 1
+    rows, steps = spread(starts)
+    at = np.flatnonzero((steps <= verdict.last[rows]) & (steps < num_drafts[rows]))
+    tokens = np.where(is_kept | (drafts.temperatures != 0), drafts.tokens, best)
+    sampled_ptr.numpy()[rows[at], steps[at]] = tokens[at]
+    rejected_steps_ptr.numpy()[: len(num_drafts)] = verdict.num_kept
+    is_one = (verdict.normalized >= 0) & (verdict.normalized < num_drafts)
+    logits_rows = np.where(is_one, starts[:-1] + verdict.normalized, 0)
+    for found, lse in (
+        (target_rejected_logsumexp_ptr, distributions.target_lse),
+        (draft_rejected_logsumexp_ptr, distributions.draft_lse),
+    ):
+        found.numpy()[: len(num_drafts)] = np.where(is_one, lse[logits_rows], 0)
 
 
 # --------------------------------------------------------------------------- resampling
@@ -325,22 +310,33 @@ def _resample_kernel(
     indices = starts[:-1] + num_kept
     slots, is_bonus = expanded_idx_mapping_ptr.numpy()[indices], indices == starts[1:] - 1
     temperatures = temp_ptr.float().numpy()[slots]
-    for row in np.flatnonzero(is_bonus | (temperatures != 0)):
-        index, slot, temperature = indices[row], slots[row], temperatures[row]
-        logits = target_logits_ptr[index, :vocab_size].float().numpy()
-        rejected = -1 if is_bonus[row] else int(draft_sampled_ptr[index + 1])
-        if rejected >= 0 and draft_logits_ptr is None:
-            logits = np.where(np.arange(vocab_size) == rejected, np.float32(-np.inf), logits)
-        elif rejected >= 0 and draft_logits_ptr is not None:
-            log_target = logits - target_rejected_logsumexp_ptr.numpy()[row]
-            if cumulative_log_p_ptr is not None and num_kept[row]:
-                log_target = log_target + cumulative_log_p_ptr.numpy()[index - 1]
-            draft = draft_logits_ptr[slot, num_kept[row], :vocab_size].float().numpy() / temperature
-            logits = _residual(log_target, draft - draft_rejected_logsumexp_ptr.numpy()[row])
-        seed, position = int(seed_ptr[slot]), int(pos_ptr[index])
-        noise = gumbel_noise(seed, position, vocab_size, USE_FP64) if temperature else None
-        best = map(torch.from_numpy, best_per_block(logits, noise, BLOCK_SIZE))
-        resampled_local_argmax_ptr[row], resampled_local_max_ptr[row] = best
+    drafts = np.append(draft_sampled_ptr.numpy()[: starts[-1]], -1)[indices + 1]
+    rejected = np.where(is_bonus, -1, drafts)
+    chosen = np.flatnonzero(is_bonus | (temperatures != 0))
+    for rows in drawn_at_once(chosen, vocab_size):
+        logits = target_logits_ptr[indices[rows], :vocab_size].float().numpy()
+        places = np.flatnonzero(rejected[rows] >= 0)
+        those = rows[places]
+        if draft_logits_ptr is None:
+            logits[places, rejected[those]] = -np.inf
+        elif len(those):
+            log_target = logits[places] - target_rejected_logsumexp_ptr.numpy()[those, None]
+            if cumulative_log_p_ptr is not None:
+                log_p = cumulative_log_p_ptr.numpy()[indices[those] - 1]
+                log_target += np.where(num_kept[those] > 0, log_p, np.float32(0))[:, None]
+            draft = draft_logits_ptr[slots[those], num_kept[those], :vocab_size].float().numpy()
+            draft = draft / temperatures[those, None]
+            draft -= draft_rejected_logsumexp_ptr.numpy()[those, None]
+            logits[places] = _residual(log_target, draft)
+        values: np.ndarray = logits.astype(np.float64 if USE_FP64 else np.float32)
+        places = np.flatnonzero(temperatures[rows])
+        if len(places):
+            those = rows[places]
+            where = seed_ptr.numpy()[slots[those]], pos_ptr.numpy()[indices[those]]
+            values[places] += gumbel_noise(*where, vocab_size, USE_FP64)
+        tokens, best = best_per_block(values, None, BLOCK_SIZE)
+        resampled_local_argmax_ptr.numpy()[rows] = tokens
+        resampled_local_max_ptr.numpy()[rows] = best
 
 
 def _insert_resampled_kernel(

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from dllm.cpu.dflash_kernels import DFLASH_KERNELS
-from dllm.cpu.gumbel import DRAFT_NOISE_SALT, best_per_block, gumbel_noise
-from dllm.cpu.kernels import Kernel
+from dllm.cpu.gumbel import DRAFT_NOISE_SALT, best_per_block, drawn_at_once, gumbel_noise
+from dllm.cpu.kernels import Kernel, lengths
 from dllm.cpu.rejection_kernels import REJECTION_KERNELS
 
 _GPU = "vllm.v1.worker.gpu."
@@ -52,22 +52,29 @@ def _gumbel_sample_kernel(
     keeps the logits before temperature. Rows with a negative slot are padding: they are not cached
     and count as temperature 0.
     """
-    positions = pos_ptr.tolist()
-    for row, slot in enumerate(expanded_idx_mapping_ptr.tolist()):
-        temperature = np.float32(temp_ptr[slot].item() if slot >= 0 else 0)
-        if slot >= 0 and logits_cache_ptr is not None:
-            assert logits_cache_col_ptr is not None and logits_cache_source_ptr is not None
-            column = int(logits_cache_col_ptr.view(-1)[row if PER_TOKEN_COL else 0])
-            logits_cache_ptr[slot, column, :vocab_size] = logits_cache_source_ptr[row]
-        logits, noise = logits_ptr[row].float().numpy(), None
-        if temperature:
-            if APPLY_TEMPERATURE:
-                logits = logits / temperature
-            position = positions[row] + DRAFT_NOISE_SALT * IS_DRAFTING
-            noise = gumbel_noise(int(seeds_ptr[slot]), position, vocab_size, USE_FP64)
-        tokens, values = best_per_block(logits, noise, BLOCK_SIZE)
-        local_argmax_ptr[row] = torch.from_numpy(tokens)
-        local_max_ptr[row] = torch.from_numpy(values)
+    slots = expanded_idx_mapping_ptr.numpy()
+    temperatures = np.where(slots >= 0, temp_ptr.float().numpy()[slots], np.float32(0))
+    if logits_cache_ptr is not None:
+        assert logits_cache_col_ptr is not None and logits_cache_source_ptr is not None
+        rows = np.flatnonzero(slots >= 0)
+        columns = logits_cache_col_ptr.view(-1).numpy()
+        cells = slots[rows], columns[rows] if PER_TOKEN_COL else columns[0]
+        logits_cache_ptr[*cells, :vocab_size] = logits_cache_source_ptr[rows]
+
+    def keep_best(rows: np.ndarray | slice, values: np.ndarray) -> None:
+        tokens, best = best_per_block(values, None, BLOCK_SIZE)
+        local_argmax_ptr.numpy()[rows], local_max_ptr.numpy()[rows] = tokens, best
+
+    random = np.flatnonzero(temperatures)
+    greedy = slice(None) if not len(random) else np.flatnonzero(temperatures == 0)
+    keep_best(greedy, logits_ptr[greedy].float().numpy())
+    for rows in drawn_at_once(random, vocab_size):
+        logits = logits_ptr[rows].float().numpy()
+        if APPLY_TEMPERATURE:
+            logits = logits / temperatures[rows, None]
+        positions = pos_ptr.numpy()[rows] + DRAFT_NOISE_SALT * IS_DRAFTING
+        seeds = seeds_ptr.numpy()[slots[rows]]
+        keep_best(rows, logits + gumbel_noise(seeds, positions, vocab_size, USE_FP64))
 
 
 # --------------------------------------------------------------------------- shaping the logits
@@ -118,7 +125,7 @@ def _get_num_sampled_and_rejected_kernel(
     is_done = seq_lens_ptr.numpy()[:num_rows] >= prefill_len_ptr.numpy()[slots]
     num_sampled, num_rejected = num_sampled_ptr.numpy(), num_rejected_ptr.numpy()
     num_sampled[:num_rows] *= is_done
-    num_logits = np.diff(cu_num_logits_ptr.numpy()[: num_rows + 1])
+    num_logits = lengths(cu_num_logits_ptr.numpy()[: num_rows + 1])
     num_rejected[:num_rows] = (num_logits - num_sampled[:num_rows]) * is_done
 
 

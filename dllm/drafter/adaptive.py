@@ -6,8 +6,8 @@ is the one with the most expected tokens per millisecond:
 
     max over k of  (rows + the k largest survivals) / cost(rows, k)      against  rows / plain cost
 
-If plain decoding wins, nothing is drafted. Then nothing is learned either, so from time to time one
-request is tried: after a number of steps that doubles with every trial that changes nothing.
+If plain decoding wins, nothing is drafted. Then nothing is learned either, so from time to time a
+few requests are tried: after a number of steps that doubles with every trial that changes nothing.
 """
 
 import time
@@ -20,8 +20,10 @@ from dllm.drafter.costs import CostTable, assumed_costs
 from dllm.drafter.policy import VerifiedStep, WidthPolicy
 from dllm.drafter.survival import Survival, bins_of
 
-FIRST_TRIAL, LAST_TRIAL = 8, 512  # steps without drafting before a trial
+FIRST_TRIAL, LAST_TRIAL = 8, 128  # steps without drafting before a trial
+ROWS_PER_TRIED = 8  # of so many requests one is tried
 UNSEEN_KEPT = 0.9  # fading of what a step costs beside the table's
+LEAST_OF_TABLE = 0.2  # no step that drafts is expected to cost less than this part of the table's
 # A pause longer than this many steps is idleness, not a step.
 IDLE_STEPS = 4.0
 
@@ -78,7 +80,8 @@ class AdaptiveWidth(WidthPolicy):
         self._samples = np.zeros(0, dtype=bool)  # of the last step's rows
         self._is_trial = self._has_news = False
         self._until_trial = self._trial_after = FIRST_TRIAL
-        self._unseen_ms = 0.0
+        # What a step without and with drafting costs more than the table says, or less.
+        self._unseen_ms = [0.0, 0.0]
         self._decided: _Decision | None = None
 
     def observe(self, step: VerifiedStep) -> None:
@@ -108,12 +111,16 @@ class AdaptiveWidth(WidthPolicy):
         if not self.is_drafting and not self._has_news:
             self._count_down()  # nothing has changed since drafting was found not to pay
             return self.num_drafts if self._is_trial else self._plain(len(slots))
-        _, drafting = self._best(slots, None)
-        plain = self._samples.sum() / (self.costs.plain(len(slots)) + self._unseen_ms)
+        widths, drafting = self._best(slots, None)
+        plain = self._samples.sum() / (self.costs.plain(len(slots)) + self._unseen_ms[False])
+        margin = 1 + self.hysteresis
         if self.is_drafting:
-            self.is_drafting = bool(drafting * (1 + self.hysteresis) >= plain)
-            self._until_trial = self._trial_after = FIRST_TRIAL
-        elif drafting > plain * (1 + self.hysteresis):
+            # Drafting of which nothing is verified is plain decoding, and learns as little.
+            self.is_drafting = bool(widths.any() and drafting * margin >= plain)
+            if self.is_drafting:
+                self._trial_after = max(FIRST_TRIAL, self._trial_after // 2)
+            self._until_trial = self._trial_after
+        elif drafting > plain * margin:
             self.is_drafting = True
         else:
             self._count_down()
@@ -122,13 +129,14 @@ class AdaptiveWidth(WidthPolicy):
         return self._plain(len(slots))
 
     def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        """The best ones; of a trial, everything of the request that has been tried least."""
+        """The best ones; of a trial, everything of the requests that have been tried least."""
         if confidence is not None:
             self._bins[slots] = bins_of(confidence)
         if self._is_trial:
             tried = np.where(self._samples, self.survival.exposure(slots), np.inf)
             widths = np.zeros(len(slots), dtype=np.int64)
-            widths[tried.argmin()] = self.num_drafts
+            num_tried = -(-int(self._samples.sum()) // ROWS_PER_TRIED)
+            widths[tried.argsort(kind="stable")[:num_tried]] = self.num_drafts
         else:
             widths, _ = self._best(slots, None if confidence is None else self._bins[slots])
         expected_ms = self.costs.drafting(len(slots))[int(widths.sum())]
@@ -141,7 +149,8 @@ class AdaptiveWidth(WidthPolicy):
 
     def _best(self, slots: np.ndarray, bins: np.ndarray | None) -> tuple[np.ndarray, float]:
         survival = self.survival.of(slots, bins) * self._samples[:, None]
-        cost_ms = self.costs.drafting(len(slots)) + self._unseen_ms
+        table_ms = self.costs.drafting(len(slots))
+        cost_ms = np.maximum(table_ms + self._unseen_ms[True], LEAST_OF_TABLE * table_ms)
         return best_widths(survival, float(self._samples.sum()), cost_ms)
 
     def _count_down(self) -> None:
@@ -158,9 +167,10 @@ class AdaptiveWidth(WidthPolicy):
         if last is None or (last.num_rows, last.drafts) != (num_rows, drafts):
             return
         passed = 1e3 * (now.at - last.at)
-        if passed < IDLE_STEPS * last.expected_ms:
-            unseen = max(0.0, passed - last.expected_ms)
-            self._unseen_ms = UNSEEN_KEPT * self._unseen_ms + (1 - UNSEEN_KEPT) * unseen
+        known = self._unseen_ms[drafts]
+        if passed < IDLE_STEPS * (last.expected_ms + known):
+            unseen = passed - last.expected_ms
+            self._unseen_ms[drafts] = UNSEEN_KEPT * known + (1 - UNSEEN_KEPT) * unseen
 
 
 @dataclass(frozen=True)

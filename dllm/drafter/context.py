@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from dllm.drafter.model import DrafterAttention
 
 
+NO_SLOT = -1  # of a token that is not to be written: a rejected draft, or padding
+
+
 class ContextProjection:
     """Keys and values of every layer from the target's hidden states, in one product.
 
@@ -75,7 +78,7 @@ class ContextProjection:
     def store(
         self, keys: torch.Tensor, values: torch.Tensor, slots: Sequence[torch.Tensor]
     ) -> None:
-        """Write them into each layer's pages; slot -1 (rejected drafts, padding) is skipped."""
+        """Write them into each layer's pages, but for tokens at ``NO_SLOT``."""
         for attention, key, value, layer_slots in zip(
             self.attentions, keys, values, slots, strict=True
         ):

@@ -28,9 +28,11 @@ class CostTable:
 
     def drafting(self, num_rows: int) -> np.ndarray:
         """``[num_rows * N + 1]``: of a step that verifies 0, 1, 2, ... drafts in all."""
-        curve = self._at(num_rows, self._monotone[0])
-        totals = np.arange(num_rows * int(self.widths[-1]) + 1)
-        return np.interp(totals / num_rows, self.widths, curve)
+        if num_rows not in self._drafting:
+            curve = self._at(num_rows, self._monotone[0])
+            totals = np.arange(num_rows * int(self.widths[-1]) + 1)
+            self._drafting[num_rows] = np.interp(totals / num_rows, self.widths, curve)
+        return self._drafting[num_rows]
 
     def _at(self, num_rows: int, values: np.ndarray) -> np.ndarray:
         """A line of ``values [R, ...]``, between or beyond the measured batch sizes."""
@@ -51,6 +53,11 @@ class CostTable:
             )
         ]
         return f"ms, verifying {self.widths}: {'; '.join(lines)}"
+
+    @cached_property
+    def _drafting(self) -> dict[int, np.ndarray]:
+        """What ``drafting`` has answered: it is asked several times a step, of few batch sizes."""
+        return {}
 
     @cached_property
     def _monotone(self) -> tuple[np.ndarray, np.ndarray]:

@@ -52,6 +52,13 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     drafter_options(vllm_config).check_against(
         speculative.num_speculative_tokens, speculative.draft_sample_method == "probabilistic"
     )
+    _refuse_clocks_that_differ(vllm_config)
+    if speculative.rejection_sample_method == "block":
+        raise ValueError(
+            "rejection_sample_method = 'block'; allowed: 'standard', or 'synthetic' (not exact). "
+            "In vLLM 0.32 block verification does not give the target's distribution: a random "
+            "number that ended one step is looked at again in the next. Leave it out."
+        )
     drafter = drafter_config(vllm_config)
     target = vllm_config.model_config
     if (pilot := drafter_options(vllm_config).pilot) is not None:
@@ -74,6 +81,16 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
         _vocabulary(target.tokenizer, target.tokenizer_revision),
     )
     return drafter
+
+
+def _refuse_clocks_that_differ(vllm_config: VllmConfig) -> None:
+    """``adaptive`` decides by time: ranks that disagree would wait for each other for ever."""
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    if drafter_options(vllm_config).policy == "adaptive" and num_ranks > 1:
+        raise ValueError(
+            f"policy = 'adaptive' with tensor_parallel_size = {num_ranks}: each rank would decide "
+            "by its own clock. Use policy 'fixed' or 'pilot', or one rank."
+        )
 
 
 def _vocabulary(model: str, revision: str | None) -> Mapping[str, int]:

@@ -132,8 +132,8 @@ class Recorder:
 
     Args:
         folder: of the ring; made if it is not there.
-        max_bytes: of this worker's shards; requests that are not over yet hold about as much host
-            memory as a quarter of it, and no further ones are recorded beside them.
+        max_bytes: of this worker's shards; requests that are not over yet hold no more host memory
+            than a quarter of it: what would hold more ends the sample, or does not begin one.
         worker: begins the names of its shards; no two workers may share it.
     """
 
@@ -186,19 +186,23 @@ class Recorder:
     def _rows(self, step: RecordedStep) -> list[int]:
         """The rows that are recorded; what does not follow its sample closes it."""
         rows = []
-        held = sum(sample.num_bytes for sample in self._open.values())
+        room = self.max_bytes // 4 - sum(sample.num_bytes for sample in self._open.values())
         for row, name in enumerate(step.requests):
             sample = self._open.get(name)
+            num_bytes = int(step.kept[row]) * step.features[:1].nbytes
             if sample is not None and (
                 sample.end != step.starts[row]
                 or len(sample.tokens) + step.kept[row] > MAX_SAMPLE_TOKENS
+                or num_bytes > room
             ):
                 self._close(self._open.pop(name))
+                room += sample.num_bytes
                 sample = None
             # A sample begins in the prompt: without it a response says little.
-            is_new = sample is None and step.starts[row] < step.prompts[row]
-            if sample is not None or (is_new and held < self.max_bytes // 4):
+            begins = sample is None and step.starts[row] < step.prompts[row]
+            if (sample is not None or begins) and num_bytes <= room:
                 rows.append(row)
+                room -= num_bytes
         return rows
 
     def _extend(self, step: RecordedStep, row: int, tokens: np.ndarray, hidden: Tensor) -> None:
@@ -252,7 +256,7 @@ class ShardRing:
     """One worker's shards in a folder, the oldest replaced by the newest."""
 
     def __init__(self, folder: Path, max_bytes: int, worker: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users wrote is nobody else's
         self.folder, self.max_bytes, self.worker = folder, max_bytes, worker
         for leftover in folder.glob(f"{worker}-*.part"):
             leftover.unlink()

@@ -7,7 +7,7 @@ Drafts are argmax tokens, a point mass: any of them is verified exactly, however
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from dllm.drafter.adaptive import AdaptiveWidth
+from dllm.drafter.deferred import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, DraftingCounts
 from dllm.drafter.pair import drafter_options
 from dllm.drafter.policy import VerifiedStep, WidthPolicy, always_verifies_all, make_policy
@@ -32,19 +33,6 @@ from dllm.seams_table import LOGGER
 logger = init_logger(LOGGER)
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
-
-
-# Tokens of context that wait until somebody drafts: enough that writing them is a small part of the
-# steps that left them, few enough to write at once.
-MAX_DEFERRED = 256
-
-
-class DeferredContext(NamedTuple):
-    """Of a step's tokens: target features, positions, and cache slots ``[groups, tokens]``."""
-
-    features: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
 
 
 class Drafter(DFlashSpeculator):
@@ -65,7 +53,7 @@ class Drafter(DFlashSpeculator):
         self._widths = np.zeros(0, dtype=np.int64)
         self._is_skipped = False
         self._recorder = make_recorder(vllm_config)
-        self._deferred: list[DeferredContext] = []
+        self._deferred = DeferredContext()
         self._counts = DraftingCounts.none(num_drafts)  # since the last report
         # Probability of the likeliest token, by row and position.
         self._confidence = torch.zeros(self.draft_tokens.shape, device=device)
@@ -101,87 +89,88 @@ class Drafter(DFlashSpeculator):
         Returns:
             ``[rows, N]`` int64 token ids; unspecified where nothing was drafted.
         """
-        start = time.perf_counter()
-        self._is_skipped = False
-        is_real = not dummy_run
-        if is_real and self.policy.reads_outcomes:
-            self.policy.observe(
-                self._verified(input_batch, last_hidden_states, num_sampled, num_rejected)
-            )
-        if is_real and self._recorder is not None and not isinstance(self.policy, Rehearsal):
-            assert aux_hidden_states, "the drafter reads layers of the target"
-            step = (input_batch, aux_hidden_states, num_sampled, num_rejected, last_sampled)
-            self._recorder.observe(recorded_step(*step))
         slots = input_batch.idx_mapping_np
-        self._is_skipped = is_real and self.policy.limit(slots) == 0
-        if self._is_skipped and self._defers(input_batch):
+        self._is_skipped = False
+        if not dummy_run:
+            step = (input_batch, num_sampled, num_rejected)
+            self._look_at(*step, last_hidden_states, aux_hidden_states, last_sampled)
+            self._is_skipped = self.policy.limit(slots) == 0
+        start = time.perf_counter()  # looking waits for the target, which is not ours to count
+        if self._leaves_context(input_batch):
             assert aux_hidden_states, "the drafter reads layers of the target"
-            self._deferred.append(
-                DeferredContext(
-                    torch.cat(aux_hidden_states, dim=-1)[: input_batch.num_tokens],
-                    input_batch.positions[: input_batch.num_tokens].clone(),
-                    self.block_tables.slot_mappings[
-                        self.draft_kv_cache_group_ids, : input_batch.num_tokens
-                    ],
-                )
+            groups, cache_slots = self.draft_kv_cache_group_ids, self.block_tables.slot_mappings
+            self._deferred.append(input_batch, aux_hidden_states, cache_slots, groups)
+            drafts = self.draft_tokens[: input_batch.num_reqs]
+        else:
+            self._store_deferred()
+            drafts = super().propose(
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                num_sampled,
+                num_rejected,
+                last_sampled,
+                next_prefill_tokens,
+                temperature,
+                seeds,
+                dp_sync_state,
+                dummy_run,
+                skip_attn_for_dummy_run,
+                mm_inputs,
+                is_profile,
+                num_speculative_tokens,
             )
-            self._widths = np.zeros(input_batch.num_reqs, dtype=np.int64)
-            self._count(input_batch, time.perf_counter() - start)
-            return self.draft_tokens[: input_batch.num_reqs]
-        self._store_deferred()
-        drafts = super().propose(
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            last_sampled,
-            next_prefill_tokens,
-            temperature,
-            seeds,
-            dp_sync_state,
-            dummy_run,
-            skip_attn_for_dummy_run,
-            mm_inputs,
-            is_profile,
-            num_speculative_tokens,
-        )
-        if is_real:
+        if not dummy_run:
             if self._trims:
                 self._widths = self._choose_widths(slots)
             self._count(input_batch, time.perf_counter() - start)
         return drafts
 
-    def _defers(self, batch: InputBatch) -> bool:
-        """Whether a step that is not drafted behind may leave its context for later.
+    def _look_at(
+        self,
+        batch: InputBatch,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        last_sampled: torch.Tensor,
+    ) -> None:
+        """Let the policy and the recorder learn what the target's step did."""
+        if self.policy.reads_outcomes:
+            step = self._verified(batch, last_hidden_states, num_sampled, num_rejected)
+            self.policy.observe(step)
+        if self._recorder is not None and not isinstance(self.policy, Rehearsal):
+            assert aux_hidden_states, "the drafter reads layers of the target"
+            self._recorder.observe(
+                recorded_step(batch, aux_hidden_states, num_sampled, num_rejected, last_sampled)
+            )
 
-        Only ordinary decode steps do. Whatever reads or takes over a page begins with a prompt (or
-        with drafting), and those write everything that was left, in order, before their own.
+    def _leaves_context(self, batch: InputBatch) -> bool:
+        """Whether this step's context is kept for later; ranks that draft together write it now.
+
+        So does a server with several groups of KV cache (a draft window, sliding layers): a page
+        that is freed while its context waits may become one of the target's, and be written over.
         """
         return (
-            not batch.has_prefill
-            and batch.num_draft_tokens == 0
+            self._is_skipped
             and self.pcp_manager is None
-            and self.dp_size == 1  # ranks draft together
-            and sum(len(one.positions) for one in self._deferred) + batch.num_tokens <= MAX_DEFERRED
+            and self.dp_size == 1
+            and len(self.kv_cache_config.kv_cache_groups) == 1
+            and self._deferred.admits(batch)
         )
 
     def _store_deferred(self) -> None:
         """Write the context that was left, in one product."""
-        if not self._deferred:
+        if not len(self._deferred):
             return
-        features, positions, slots = (
-            torch.cat(parts, dim=dim)
-            for parts, dim in zip(zip(*self._deferred, strict=True), (0, 0, 1), strict=True)
-        )
-        self._deferred.clear()
+        context = self._deferred.take()
         assert self._layer_group_idx is not None, "our network names its layers"
         self.model.precompute_and_store_context_kv(
-            self.model.combine_hidden_states(features),
-            positions,
-            [slots[group] for group in self._layer_group_idx],
+            self.model.combine_hidden_states(context.features),
+            context.positions,
+            [context.slots[group] for group in self._layer_group_idx],
         )
 
     def measure_costs(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:

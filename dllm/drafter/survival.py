@@ -21,7 +21,8 @@ import numpy as np
 FIRST_GUESS = -np.log(0.8)  # hazard of a position before anything is known
 # k: how many rejections the expected rate weighs as much as.
 POSITION_STRENGTH, REQUEST_STRENGTH, BIN_STRENGTH = 1.0, 1.0, 4.0
-# What is kept of earlier counts: of all requests for each row verified, of a request for each step.
+# What is kept of earlier counts: of all requests for each row verified, of a request for each step
+# in which others or it were verified.
 SHARED_KEPT, REQUEST_KEPT = 1 - 1 / 256, 0.95
 HAZARDS = -np.log([0.998, 0.002])  # no position is surer than this to be kept, or to be rejected
 HOPELESS = 50.0  # a hazard beyond which nothing changes
@@ -76,6 +77,8 @@ class Survival:
         tried = verified > 0
         if not tried.any():
             return
+        # Of those not tried, too: who was found hopeless long ago deserves to be tried again.
+        self._by_request[:, slots] *= REQUEST_KEPT
         slots, verified, accepted = slots[tried], verified[tried], accepted[tried]
         bins = None if bins is None else bins[tried]
         places = np.arange(self.num_drafts)
@@ -87,7 +90,7 @@ class Survival:
         # exponential clock with this hazard does on average before it rings.
         lived = np.where(is_rejected, 1 / hazards - 1 / np.expm1(hazards), is_kept)
         fading = SHARED_KEPT ** len(slots)
-        self._by_request[:, slots] = self._by_request[:, slots] * REQUEST_KEPT + np.stack(
+        self._by_request[:, slots] += np.stack(
             [is_rejected.sum(axis=1), (lived * self._position * by_bin).sum(axis=1)]
         )
         self._by_position = self._by_position * fading + np.stack(
@@ -115,9 +118,10 @@ class Survival:
         return rates
 
     def _bins(self, bins: np.ndarray | None) -> np.ndarray:
-        """``[rows, N]``, or one for all where nothing is known."""
+        """``[rows, N]``, or that of all drafts so far where nothing is known of these."""
         if bins is None:
-            return np.ones((1, 1))
+            rejections, exposure = self._by_bin.sum(axis=1) + BIN_STRENGTH
+            return np.full((1, 1), rejections / exposure)
         rejections, exposure = self._by_bin + BIN_STRENGTH
         rates: np.ndarray = (rejections / exposure)[bins]
         return rates

@@ -14,15 +14,14 @@ from dllm.train.autoregressive import Autoregressive
 from dllm.train.curve import draw
 from dllm.train.diffusion import Diffusion
 from dllm.train.export import copy_run_files, export
-from dllm.train.loop import CHECKPOINT, LOG, Trainer
+from dllm.train.loop import CHECKPOINT, LOG, Trainer, digest_of
 from dllm.train.model_card import CARD, START, write_model_card
 from dllm.train.objective import Objective
-from dllm.train.settings import TrainSettings
+from dllm.train.settings import CONFIGS, TrainSettings
 from dllm.train.tokenizer import train_tokenizer
 
 CURVE = "curve.svg"
 MODEL = "model"
-CONFIGS = Path(__file__).parent / "configs"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -93,24 +92,30 @@ def open_run(
 
     Raises:
         CommandError: the directory holds a run and ``resume`` was not asked for, or the reverse,
-            or the run had other settings, or there are no weights to start from.
+            or the run had other settings or initial weights, or those to start from do not fit.
     """
     exists = (out / CHECKPOINT).exists()
     if exists and not resume:
         raise CommandError(f"{out} holds a run; go on with --resume, or give another --out.")
     if resume and not exists:
         raise CommandError(f"{out} holds no {CHECKPOINT} to resume; leave out --resume.")
-    if start_from is not None and not (start_from / "model.safetensors").exists():
-        raise CommandError(f"{start_from} holds no model.safetensors to start from.")
+    if start_from is not None:
+        for name in ("config.json", "model.safetensors"):
+            if not (start_from / name).exists():
+                raise CommandError(f"{start_from} holds no {name} to start from.")
+    try:
+        trainer = Trainer(settings, make_objective(settings), out, None if resume else start_from)
+        if resume:
+            trainer.resume()
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    if resume and start_from is not None and digest_of(start_from) != trainer.started_from:
+        raise CommandError(
+            f"{out} did not start from the weights of {start_from}; leave out --start-from."
+        )
     out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(settings, make_objective(settings), out, None if resume else start_from)
     if start_from is not None and (start_from / CARD).exists():
         shutil.copyfile(start_from / CARD, out / START)
-    if resume:
-        try:
-            trainer.resume()
-        except ValueError as error:
-            raise CommandError(str(error)) from None
     return trainer
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def draw(log: Path, path: Path) -> None:
-    """Loss, denoise steps and validation accuracy of each family against steps, as an SVG."""
+    """Loss, and validation accuracy of each family, against optimizer steps, as an SVG."""
     from matplotlib.figure import Figure
 
     with log.open(newline="") as file:

@@ -3,10 +3,9 @@
 A question and its answer are encoded once, causally. A block of the answer, replaced by uniform
 random tokens with probability t, is decoded as a canvas behind what precedes it, and the loss is
 the cross-entropy of the clean block, where every block counts the same however little of it is
-answer. What generation will show the model is what
-it is trained on: all of the canvas random (t = 1) is where it starts, the model's own
-temperature-scaled logits come back as self-conditioning, and some canvases have gone through a real
-sampler step.
+answer. What generation will show the model is what it is trained on: all of the canvas random
+(t = 1) is where it starts, the model's own temperature-scaled logits come back as
+self-conditioning, and some canvases have gone through a real sampler step.
 """
 
 from collections.abc import Sequence

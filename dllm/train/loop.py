@@ -5,6 +5,7 @@ and resumed goes on with the same bits as one that was not.
 """
 
 import hashlib
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from dllm.train.objective import Objective
 from dllm.train.optimizer import make_optimizers, set_learning_rates, update_average
@@ -41,7 +43,8 @@ class Trainer:
         step: optimizer steps taken.
         errors: validation error of each family, in [0, 1]; 1 before the first validation.
         average: the exponential average of the weights.
-        start_from: a checkpoint directory whose weights are the initial ones, or None.
+        start_from: a checkpoint directory whose weights are the initial ones, or None; no state of
+            its optimizers is taken over.
         started_from: digest of these weights, or "" for weights drawn from the seed.
     """
 
@@ -60,10 +63,8 @@ class Trainer:
         self.model = self.objective.build_model()
         self.started_from = ""
         if self.start_from is not None:
-            start = type(self.model).from_pretrained(self.start_from, dtype=torch.float32)
-            self.model.load_state_dict(start.state_dict())
-            weights = (self.start_from / "model.safetensors").read_bytes()
-            self.started_from = hashlib.sha256(weights).hexdigest()
+            load_start(self.model, self.start_from)
+            self.started_from = digest_of(self.start_from)
         self.average = self.objective.build_model().eval()
         self.average.load_state_dict(self.model.state_dict())
         self.optimizers = make_optimizers(self.model, self.settings)
@@ -180,3 +181,28 @@ class Trainer:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         forget_later_rows(self.out / LOG, self.step)
+
+
+def load_start(model: PreTrainedModel, start_from: Path) -> None:
+    """Give a model the weights of a checkpoint of the same kind and shape.
+
+    Raises:
+        ValueError: it is of another kind or shape.
+    """
+    kind = json.loads((start_from / "config.json").read_text())["architectures"][0]
+    if kind != type(model).__name__:
+        raise ValueError(f"{start_from} is a {kind}; allowed: a {type(model).__name__}.")
+    start = type(model).from_pretrained(start_from, dtype=torch.float32).state_dict()
+    for name, tensor in model.state_dict().items():
+        has, wants = tuple(start[name].shape) if name in start else None, tuple(tensor.shape)
+        if has != wants:
+            raise ValueError(
+                f"{start_from} has {name} of shape {has}, [model] of the config makes it {wants}; "
+                "give the config that has its sizes, or another checkpoint."
+            )
+    model.load_state_dict(start)
+
+
+def digest_of(checkpoint: Path) -> str:
+    """SHA-256 of the weights of a checkpoint directory."""
+    return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()

@@ -9,11 +9,13 @@ import torch
 import transformers
 
 from dllm.train.loop import LOG, Trainer
+from dllm.train.settings import CONFIGS, TrainSettings
 from dllm.train.tasks import FAMILIES
 
 SCORES = "scores.json"
 CARD = "README.md"
 START = "start.md"
+ALL = "all"
 
 KINDS = {
     "diffusion": (
@@ -34,7 +36,7 @@ def write_model_card(trainer: Trainer, path: Path) -> None:
     settings = trainer.settings
     num_params = sum(p.numel() for p in trainer.average.parameters())
     start = " --start-from START" if trainer.started_from else ""
-    command = f"dllm train {settings.objective} --config config.toml{start} --out RUN"
+    command = f"dllm train {settings.objective} --config {_config(settings)}{start} --out RUN"
     lines = [
         f"# A small {settings.objective} model",
         "",
@@ -75,6 +77,13 @@ def write_model_card(trainer: Trainer, path: Path) -> None:
     (path / CARD).write_text("\n".join(lines))
 
 
+def _config(settings: TrainSettings) -> str:
+    """The shipped config that says the same, else a name for one that does."""
+    paths = sorted(CONFIGS.glob("*.toml"))
+    names = (path.name for path in paths if TrainSettings.load(path) == settings)
+    return next((f"dllm/train/configs/{name}" for name in names), "config.toml")
+
+
 def _start(trainer: Trainer) -> list[str]:
     """The weights it started from, and how their own card says they were trained."""
     if not trainer.started_from:
@@ -105,11 +114,18 @@ def _validation_table(log: Path) -> list[str]:
 def _score_table(path: Path) -> list[str]:
     """One column a run of ``dllm eval``: {"column": its JSON output}."""
     runs: dict[str, dict] = json.loads(path.read_text())
+    asked = sorted({run["all"]["num_questions"] for run in runs.values()})
     header = ["| family |", *(f" {name} |" for name in runs)]
-    lines = ["".join(header), "|---" * (len(runs) + 1) + "|"]
-    for family in FAMILIES:
-        cells = [f" {_score(run['families'].get(family))} |" for run in runs.values()]
-        lines.append(f"| {family} |{''.join(cells)}")
+    lines = [
+        f"Of {' and '.join(map(str, asked))} questions, as many of each family; with the 95% "
+        "interval, and denoise steps per block.",
+        "",
+        "".join(header),
+        "|---" * (len(runs) + 1) + "|",
+    ]
+    for family in (*FAMILIES, ALL):
+        found = [run["families"].get(family, run.get(family)) for run in runs.values()]
+        lines.append(f"| {family} |{''.join(f' {_score(one)} |' for one in found)}")
     return lines
 
 
@@ -117,5 +133,6 @@ def _score(result: dict | None) -> str:
     if result is None:
         return "-"
     steps = result.get("denoise_steps_per_block")
-    text = f"{100 * result['accuracy']:.1f} %"
+    low, high = (100 * end for end in result["interval_95"])
+    text = f"{100 * result['accuracy']:.1f} % [{low:.0f} .. {high:.0f}]"
     return text if steps is None else f"{text}, {steps:.1f} steps"

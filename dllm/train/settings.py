@@ -21,6 +21,7 @@ from dllm.train import optimizer
 from dllm.train.tasks import FAMILIES
 
 Objective = Literal["diffusion", "ar"]
+CONFIGS = Path(__file__).parent / "configs"  # of the shipped models
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,9 @@ class TrainSettings:
         check_fields(self, _AT_LEAST, _RANGES)
         for size in fields(ModelShape):
             check_int(f"model.{size.name}", getattr(self.model, size.name), 1)
-        if self.model.hidden_size % 32:
-            refuse("model.hidden_size", self.model.hidden_size, "a multiple of 32")
+        # Heads of 32, and a key head for two of them.
+        if self.model.hidden_size not in (32, 96) and self.model.hidden_size % 64:
+            refuse("model.hidden_size", self.model.hidden_size, "32, 96 or a multiple of 64")
         if self.model.num_experts < 2:
             refuse("model.num_experts", self.model.num_experts, "an integer of at least 2")
         for name in self.families:
