@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench.context import RESULTS, ROOT
 from bench.drafter_report import drafting
+from bench.readme_models import models
 from bench.readme_sampling import sampling_memory, sampling_step
 from bench.readme_serving import answers, headline, refusals, serving, switches
 from bench.readme_step import floors, step_growth, step_time
@@ -27,6 +28,7 @@ MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTAL
 LINK = "](bench/results/"
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
+    "models": models,
     "headline": headline,
     "serving": serving,
     "refusals": refusals,

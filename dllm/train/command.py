@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dllm.cli import OK, CommandError
@@ -36,6 +37,13 @@ def main(argv: Sequence[str]) -> int:
     given = parse(argv)
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandError("the learning curve needs matplotlib: pip install 'dllm[train]'.")
+    with torch.device(given.device):
+        run(given)
+    return OK
+
+
+def run(given: argparse.Namespace) -> None:
+    """From the config to the checkpoint, on torch's default device."""
     settings = load_settings(given)
     trainer = open_run(settings, given.out, given.resume, given.start_from)
     train(trainer)
@@ -45,7 +53,6 @@ def main(argv: Sequence[str]) -> int:
     copy_run_files(given.out, model, (LOG, CURVE))
     write_model_card(trainer, model)
     print(model)
-    return OK
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -62,6 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--start-from", type=Path, help="checkpoint directory with the initial weights"
     )
     parser.add_argument("--resume", action="store_true", help="go on from the run's checkpoint")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
 
 

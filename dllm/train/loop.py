@@ -1,7 +1,7 @@
 """The training loop: draw, step, average, validate, log, checkpoint; the same run when resumed.
 
 Everything random in step i comes from a generator seeded by (seed, i), so a run that was stopped
-and resumed goes on with the same bits as one that was not.
+and resumed goes on with the same bits as one that was not. It runs on torch's default device.
 """
 
 import hashlib
@@ -95,9 +95,10 @@ class Trainer:
     def _train_step(self) -> float:
         """One batch, one step of every optimizer, one update of the average."""
         settings = self.settings
-        noise = torch.Generator().manual_seed(settings.seed * 1_000_003 + self.step)
+        device = torch.get_default_device()
+        noise = torch.Generator(device).manual_seed(settings.seed * 1_000_003 + self.step)
         set_learning_rates(self.optimizers, self.step, settings)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = self.objective.loss(self.model.train(), self._draw_questions(), noise)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
@@ -164,7 +165,9 @@ class Trainer:
         Raises:
             ValueError: it was written by a run with other settings.
         """
-        state = torch.load(self.out / CHECKPOINT, weights_only=True)
+        state = torch.load(
+            self.out / CHECKPOINT, weights_only=True, map_location=torch.get_default_device()
+        )
         mine = self.settings.to_mapping()
         for name, value in state["settings"].items():
             if mine.get(name) != value:

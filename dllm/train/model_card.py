@@ -98,6 +98,8 @@ def _start(trainer: Trainer) -> list[str]:
 
 
 def _processor() -> str:
+    if torch.get_default_device().type == "cuda":
+        return torch.cuda.get_device_name()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
