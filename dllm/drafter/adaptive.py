@@ -168,7 +168,7 @@ class AdaptiveWidth(WidthPolicy):
             return
         passed = 1e3 * (now.at - last.at)
         known = self._unseen_ms[drafts]
-        if passed < IDLE_STEPS * (last.expected_ms + known):
+        if 0 < passed < IDLE_STEPS * (last.expected_ms + known):
             unseen = passed - last.expected_ms
             self._unseen_ms[drafts] = UNSEEN_KEPT * known + (1 - UNSEEN_KEPT) * unseen
 
