@@ -17,7 +17,7 @@ def models(_results: Path) -> str:
         "",
         "parameters",
         "training, one core",
-        f"families with {GOOD:g} % right",
+        f"families with {GOOD:g} % or more",
         "the hardest",
         "all",
     ]

@@ -53,6 +53,10 @@ GENERATION: dict[str, float] = {
     "t_max": 0.3,
     "confidence_threshold": 0.01,
 }
+# What the checkpoint is served with instead: once trained, it settles answers of many forms in a
+# third of the steps, with as many of them right and nearly as many forms.
+SERVED: dict[str, float] = {"t_max": 0.2}
+SERVED_ENTROPY_BOUND = 1.0
 MAX_BLOCKS = 4  # of an answer, in validation
 
 
@@ -99,8 +103,8 @@ class Diffusion:
 
     def generation_config(self) -> dict[str, object]:
         """generation_config.json."""
-        sampler = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": ENTROPY_BOUND}
-        return generation_config() | GENERATION | {"sampler_config": sampler}
+        sampler = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": SERVED_ENTROPY_BOUND}
+        return generation_config() | GENERATION | SERVED | {"sampler_config": sampler}
 
     def build_model(self) -> DiffusionGemmaForBlockDiffusion:
         """The model in fp32; the vision tower, which nothing here sees, is not trained."""
