@@ -24,6 +24,7 @@ from bench.servers import Server
 from bench.workloads import (
     ANSWER_TOKENS,
     FIXED,
+    ONE_BLOCK,
     QUESTIONS,
     Shape,
     Workload,
@@ -116,7 +117,8 @@ class Race:
         asked: list[Question] = []
         dataset = self.client.folder / f"questions-{pair}.json"
         if workload.prompts == QUESTIONS:
-            asked = draw_questions(workload.num_requests, self._seed(workload, pair))
+            seed = self._seed(workload, pair)
+            asked = draw_questions(workload.num_requests, seed, ONE_BLOCK)
             write_questions(asked, dataset)
         return [
             self._once(contestant, workload, asked, dataset, pair, position)

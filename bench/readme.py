@@ -17,9 +17,17 @@ from pathlib import Path
 
 from bench.context import RESULTS, ROOT
 from bench.drafter_report import drafting
+from bench.expected_tokens import expectation
 from bench.readme_models import models
 from bench.readme_sampling import sampling_memory, sampling_step
-from bench.readme_serving import answers, headline, refusals, serving, switches
+from bench.readme_serving import (
+    answers,
+    headline,
+    refusals,
+    serving,
+    serving_wide,
+    switches,
+)
 from bench.readme_step import floors, step_growth, step_time
 from bench.recovery_report import recovery
 
@@ -31,6 +39,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "models": models,
     "headline": headline,
     "serving": serving,
+    "serving-wide": serving_wide,
     "refusals": refusals,
     "answers": answers,
     "switches": switches,
@@ -38,6 +47,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "sampling-step": sampling_step,
     "sampling-memory": sampling_memory,
     "drafting": drafting,
+    "expectation": expectation,
     "step-time": step_time,
     "step-growth": step_growth,
     "floors": floors,

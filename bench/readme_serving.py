@@ -19,6 +19,12 @@ def middle(rows: Rows, column: str, decimals: int = 1) -> str:
     return f"{Spread.of(values).median:.{decimals}f}" if values else "-"
 
 
+def spread(rows: Rows, column: str, decimals: int = 1) -> str:
+    """The median of the rows that have a value with their range, or a dash."""
+    values = [float(row[column]) for row in rows if row[column]]
+    return Spread.of(values).text(decimals) if values else "-"
+
+
 def ratios(rows: Rows, others: Rows, column: str) -> str:
     """``rows / others`` pair by pair, median and range, or a dash."""
     ours = {row["pair"]: float(row[column]) for row in rows if row[column]}
@@ -76,14 +82,14 @@ def headline(results: Path) -> str:
 
 
 SERVING_COLUMNS = (
-    ("tokens_per_s", "tokens/s", 0),
-    ("ttft_ms", "TTFT, ms", 0),
-    ("latency_ms", "latency p50, ms", 0),
-    ("latency_p99_ms", "p99, ms", 0),
-    ("steps_per_block", "denoise steps per block", 2),
-    ("passes_per_block", "passes per block", 2),
-    ("tokens_per_pass", "tokens per pass", 1),
-    ("peak_memory_mib", "peak MiB", 0),
+    ("tokens_per_s", "tokens/s", 0, spread),
+    ("ttft_ms", "TTFT, ms", 0, middle),
+    ("latency_ms", "latency p50, ms", 0, spread),
+    ("latency_p99_ms", "p99, ms", 0, middle),
+    ("steps_per_block", "denoise steps per block", 2, middle),
+    ("passes_per_block", "passes per block", 2, middle),
+    ("tokens_per_pass", "tokens per pass", 1, middle),
+    ("peak_memory_mib", "peak MiB", 0, middle),
 )
 
 
@@ -93,7 +99,7 @@ def serving(results: Path) -> str:
     if not rows:
         return "Not measured yet: `make bench`."
     source = measured_with(rows, "serve_compiled.csv")
-    parts = [f"Medians; ratios pair by pair, [lowest .. highest]. {source}"]
+    parts = [f"Medians, ratios pair by pair, [lowest .. highest] of the rounds. {source}"]
     for schedule, prompts in dict.fromkeys((row["schedule"], row["prompts"]) for row in rows):
         here = [row for row in rows if (row["schedule"], row["prompts"]) == (schedule, prompts)]
         rounds = len({row["pair"] for row in here})
@@ -102,9 +108,21 @@ def serving(results: Path) -> str:
     return "\n\n".join(parts)
 
 
+def serving_wide(results: Path) -> str:
+    """Ours and the built-in with as many rows, at 32 at once."""
+    rows = read_csv(results / "wide" / "serve_compiled.csv")
+    if not rows:
+        return "Not measured yet: see above."
+    parts = []
+    for schedule, prompts in dict.fromkeys((row["schedule"], row["prompts"]) for row in rows):
+        here = [row for row in rows if (row["schedule"], row["prompts"]) == (schedule, prompts)]
+        parts += [f"**{schedule} denoise steps, {prompts}**", _load_table(here)]
+    return "\n\n".join([*parts, *_problems(rows), measured_with(rows, "wide/serve_compiled.csv")])
+
+
 def _load_table(rows: Rows) -> str:
     """One line a load and contestant; ours comes first at every load."""
-    header = ["load", "", *(heading for _, heading, _ in SERVING_COLUMNS), "correct"]
+    header = ["load", "", *(heading for _, heading, *_ in SERVING_COLUMNS), "correct"]
     header += ["ours / this: latency p50", "ours / this: tokens/s"]
     lines = []
     for load in dict.fromkeys((row["concurrency"], row["rate"]) for row in rows):
@@ -113,7 +131,7 @@ def _load_table(rows: Rows) -> str:
         title = f"{load[0]} at once" if load[0] else f"{float(load[1]):g} per s"
         for name in sorted({row["contestant"] for row in here}, key=lambda n: (n != OURS, n)):
             own = [row for row in here if row["contestant"] == name]
-            numbers = [middle(own, column, decimals) for column, _, decimals in SERVING_COLUMNS]
+            numbers = [show(own, column, n) for column, _, n, show in SERVING_COLUMNS]
             compared = ["", ""]
             if name != OURS:
                 compared = [ratios(ours, own, column) for column in ("latency_ms", "tokens_per_s")]

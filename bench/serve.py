@@ -170,10 +170,10 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=14, help="no round begins that ends later")
     parser.add_argument(
-        "--num-requests", type=int, default=40, help="of a run, at least (random: a quarter)"
+        "--num-requests", type=int, default=100, help="of a run, at least (random: a quarter)"
     )
     parser.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--rates", type=float, nargs="*", default=[4, 16], help="requests per s")
+    parser.add_argument("--rates", type=float, nargs="*", default=[8, 24], help="requests per s")
     parser.add_argument("--input-len", type=int, default=64, help="of random prompts")
     parser.add_argument("--output-len", type=int, default=64, help="of answers to them")
     parser.add_argument("--questions", type=int, default=12, help="a family, for answers.csv")
