@@ -253,7 +253,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--no-mixed", action="store_true", help="families on their own only")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--num-requests", type=int, default=24, help="of a run, at least")
+    parser.add_argument("--num-requests", type=int, default=48, help="of a run, at least")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=30, help="no round begins that ends later")
     add_serve_flags(parser)

@@ -55,8 +55,8 @@ def test_contestants(tmp_path):
     given = ["--target", str(tmp_path), "--drafter", str(tmp_path), "--widths", "3", "7"]
     options = parse([*given, "--pilot", str(tmp_path), "--families", "edit"])
     assert [(load.family, load.num_requests) for load in options.loads[:3]] == [
-        (MIXED, 24),
-        (MIXED, 24),
+        (MIXED, 48),
+        (MIXED, 48),
         (MIXED, 64),
     ]
     named = {one.name: one.server.options.flags for one in contestants(options, tmp_path)}

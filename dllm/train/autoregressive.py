@@ -57,12 +57,16 @@ class Autoregressive:
         }
 
     def generation_config(self) -> dict[str, object]:
-        """generation_config.json: greedy unless a request says otherwise."""
+        """generation_config.json: greedy unless a request says otherwise.
+
+        Hugging Face reads ``do_sample``, vLLM ``temperature``.
+        """
         return {
             "bos_token_id": TOKEN_ID["<bos>"],
             "pad_token_id": TOKEN_ID["<pad>"],
             "eos_token_id": [EOS, TOKEN_ID["<turn|>"]],
             "do_sample": False,
+            "temperature": 0.0,
         }
 
     def build_model(self) -> Qwen3ForCausalLM:
