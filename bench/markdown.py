@@ -15,9 +15,9 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def measured_with(rows: Rows, file: str) -> str:
     """Where the numbers come from."""
     first = rows[0]
+    runs = dict.fromkeys(f"`{row['command']}`, commit {row['commit']}" for row in rows)
     return (
-        f"`{first['command']}`, commit {first['commit']}, {first['machine']}, "
-        f"{first['versions']} ([CSV](bench/results/{file}))."
+        f"{'; '.join(runs)}, {first['machine']}, {first['versions']} ([CSV](bench/results/{file}))."
     )
 
 
