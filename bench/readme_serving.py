@@ -112,7 +112,7 @@ def serving_wide(results: Path) -> str:
     """Ours and the built-in with as many rows, at 32 at once."""
     rows = read_csv(results / "wide" / "serve_compiled.csv")
     if not rows:
-        return "Not measured yet: see above."
+        return "Not measured yet: `python -m bench.serve --results bench/results/wide ...`."
     parts = []
     for schedule, prompts in dict.fromkeys((row["schedule"], row["prompts"]) for row in rows):
         here = [row for row in rows if (row["schedule"], row["prompts"]) == (schedule, prompts)]

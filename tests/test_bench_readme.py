@@ -144,7 +144,7 @@ def test_a_section_is_made_from_its_csv(name: str, results: Path) -> None:
     assert "|---|" in readme.SECTIONS[name](results)
 
 
-@pytest.mark.parametrize("name", list(readme.SECTIONS))
+@pytest.mark.parametrize("name", sorted(set(readme.SECTIONS) - {"models", "expectation"}))
 def test_a_section_without_a_csv_says_what_to_run(name: str, tmp_path: Path) -> None:
     text = readme.SECTIONS[name](tmp_path)
     assert re.fullmatch(r"Not (measured|computed) yet: `[^`]+`\.", text)
@@ -152,8 +152,10 @@ def test_a_section_without_a_csv_says_what_to_run(name: str, tmp_path: Path) -> 
 
 def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
     section = readme_serving.serving(results)
-    assert re.search(r"\| 8 at once \| ours \| 300 \| .*\| 36 / 40 \|  \|", section)
-    assert re.search(r"\| 4 per s \| built-in \| 100 \| .*\| 3.00 \[3.00 .. 3.00\] \|", section)
+    assert re.search(r"\| 8 at once \| ours \| 300 \[300 .. 300\] \| .*\| 36 / 40 \|  \|", section)
+    assert re.search(
+        r"\| 4 per s \| built-in \| 100 \[100 .. 100\] \| .*\| 3.00 \[3.00 .. 3.00\] \|", section
+    )
     assert "commit abc1234, a machine" in section
     assert "**adaptive denoise steps, questions** (rounds: 1)" in section
 
@@ -168,7 +170,7 @@ def test_a_run_without_speed_is_named(results: Path) -> None:
 
 
 def test_an_unknown_mark_is_refused(results: Path) -> None:
-    with pytest.raises(ValueError, match="bench:speed: no such section; allowed: headline"):
+    with pytest.raises(ValueError, match="bench:speed: no such section; allowed: models, headline"):
         readme.document("<!-- bench:speed -->\n<!-- /bench -->", results)
 
 
