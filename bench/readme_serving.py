@@ -100,11 +100,7 @@ def serving(results: Path) -> str:
         return "Not measured yet: `make bench`."
     source = measured_with(rows, "serve_compiled.csv")
     parts = [f"Medians, ratios pair by pair, [lowest .. highest] of the rounds. {source}"]
-    for schedule, prompts in dict.fromkeys((row["schedule"], row["prompts"]) for row in rows):
-        here = [row for row in rows if (row["schedule"], row["prompts"]) == (schedule, prompts)]
-        rounds = len({row["pair"] for row in here})
-        parts += [f"**{schedule} denoise steps, {prompts}** (rounds: {rounds})", _load_table(here)]
-    parts += [*_problems(rows), *figure(results, "latency_compiled", "Throughput and latency")]
+    parts += [*_tables(rows), *figure(results, "latency_compiled", "Throughput and latency")]
     return "\n\n".join(parts)
 
 
@@ -113,11 +109,17 @@ def serving_wide(results: Path) -> str:
     rows = read_csv(results / "wide" / "serve_compiled.csv")
     if not rows:
         return "Not measured yet: `python -m bench.serve --results bench/results/wide ...`."
+    return "\n\n".join([*_tables(rows), measured_with(rows, "wide/serve_compiled.csv")])
+
+
+def _tables(rows: Rows) -> list[str]:
+    """A title and a table for every schedule and kind of prompt, then what was wrong."""
     parts = []
     for schedule, prompts in dict.fromkeys((row["schedule"], row["prompts"]) for row in rows):
         here = [row for row in rows if (row["schedule"], row["prompts"]) == (schedule, prompts)]
-        parts += [f"**{schedule} denoise steps, {prompts}**", _load_table(here)]
-    return "\n\n".join([*parts, *_problems(rows), measured_with(rows, "wide/serve_compiled.csv")])
+        rounds = len({row["pair"] for row in here})
+        parts += [f"**{schedule} denoise steps, {prompts}** (rounds: {rounds})", _load_table(here)]
+    return [*parts, *_problems(rows)]
 
 
 def _load_table(rows: Rows) -> str:

@@ -153,7 +153,7 @@ def _compute_local_logits_stats_kernel(
 
     rows = np.flatnonzero(verifies & (temperatures == 0))
     if len(rows):
-        tokens, values = best_per_block(target_logits(rows), None, BLOCK_SIZE)
+        tokens, values = best_per_block(target_logits(rows), BLOCK_SIZE)
         target_local_argmax_ptr.numpy()[rows] = tokens
         target_local_max_ptr.numpy()[rows] = values
     rows = np.flatnonzero(verifies & (temperatures != 0))

@@ -112,12 +112,10 @@ def vocab_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
     return padded.reshape(*values.shape[:-1], num_blocks, block_size)
 
 
-def best_per_block(
-    logits: np.ndarray, noise: np.ndarray | None, block_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (token, value), [..., blocks], of the largest of logits + noise, [..., V], in each."""
-    blocks = vocab_blocks(logits if noise is None else logits + noise, block_size)
+def best_per_block(values: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return (token, value), [..., blocks], of the largest of the values, [..., V], in each."""
+    blocks = vocab_blocks(values, block_size)
     best = blocks.argmax(-1)
     rows = blocks.reshape(-1, blocks.shape[-1])
-    values = rows[np.arange(len(rows)), best.reshape(-1)].reshape(best.shape)
-    return np.arange(blocks.shape[-2]) * block_size + best, values
+    largest = rows[np.arange(len(rows)), best.reshape(-1)].reshape(best.shape)
+    return np.arange(blocks.shape[-2]) * block_size + best, largest

@@ -334,7 +334,7 @@ def _resample_kernel(
             those = rows[places]
             where = seed_ptr.numpy()[slots[those]], pos_ptr.numpy()[indices[those]]
             values[places] += gumbel_noise(*where, vocab_size, USE_FP64)
-        tokens, best = best_per_block(values, None, BLOCK_SIZE)
+        tokens, best = best_per_block(values, BLOCK_SIZE)
         resampled_local_argmax_ptr.numpy()[rows] = tokens
         resampled_local_max_ptr.numpy()[rows] = best
 

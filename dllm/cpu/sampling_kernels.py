@@ -62,7 +62,7 @@ def _gumbel_sample_kernel(
         logits_cache_ptr[*cells, :vocab_size] = logits_cache_source_ptr[rows]
 
     def keep_best(rows: np.ndarray | slice, values: np.ndarray) -> None:
-        tokens, best = best_per_block(values, None, BLOCK_SIZE)
+        tokens, best = best_per_block(values, BLOCK_SIZE)
         local_argmax_ptr.numpy()[rows], local_max_ptr.numpy()[rows] = tokens, best
 
     random = np.flatnonzero(temperatures)

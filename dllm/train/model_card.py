@@ -116,7 +116,7 @@ def _validation_table(log: Path) -> list[str]:
 def _score_table(path: Path) -> list[str]:
     """One column a run of ``dllm eval``: {"column": its JSON output}."""
     runs: dict[str, dict] = json.loads(path.read_text())
-    asked = sorted({run["all"]["num_questions"] for run in runs.values()})
+    asked = sorted({run[ALL]["num_questions"] for run in runs.values()})
     header = ["| family |", *(f" {name} |" for name in runs)]
     lines = [
         f"Of {' and '.join(map(str, asked))} questions, as many of each family; with the 95% "
