@@ -5,11 +5,12 @@
     python -m bench.drafter --families edit extract --no-mixed
 
 Starts plain ``vllm serve`` of the target, one server for each fixed width (which drafts just as
-many tokens), and one with the policy ``adaptive``; with --pilot also one with that pilot. They take
-turns on the same held-out questions, of all families mixed and of each family alone, at every
-concurrency; each round begins with another server. Greedy, as the target's own generation config
-says, so that all give the same answers: a run with fewer right answers than the model card allows
-has no speed (bench.workloads).
+many tokens), and one with the policy ``adaptive``; with --pilot also one with that pilot; and plain
+decoding in the engine's process, where our worker runs: the part of a gain that is not drafting's.
+They take turns on the same held-out questions, of all families mixed and of each family alone, at
+every concurrency, while the others stand still; each round begins with another server. Greedy, as
+the target's own generation config says, so that all give the same answers: a run with fewer right
+answers than plain decoding has on the same questions, beyond chance, has no speed.
 
 Written to --results: drafter.csv, one row a run. ``bench.readme`` puts its tables into
 docs/drafter.md.
@@ -21,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -29,19 +30,26 @@ from bench.client import Client
 from bench.command import add_serve_flags, reporting_failures
 from bench.context import RESULTS, progress, provenance, read_csv, write_csv
 from bench.drafter_report import FILE, MIXED, PLAIN, tables
-from bench.measure import NO_CANVAS, Circumstances, Measurement, measurement
-from bench.race import Contestant, admit, in_turn, rounds, start_all
+from bench.measure import (
+    NO_CANVAS,
+    Circumstances,
+    Measurement,
+    measurement,
+    without_speed,
+)
+from bench.race import Contestant, admit, in_turn, rounds, start_all, undisturbed
 from bench.servers import READY_TIMEOUT_S, Server, ServerOptions
 from bench.workloads import (
     ADAPTIVE,
     QUESTIONS,
     Shape,
     Workload,
-    card_accuracy,
+    accuracy_problem,
     draw_questions,
     write_questions,
 )
 from dllm.eval_server import counter
+from dllm.seams_table import IN_PROCESS_EXECUTOR
 from dllm.train.tasks import FAMILIES, Question, questions
 
 SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the gate's request
@@ -151,15 +159,35 @@ def measure(options: Options) -> list[Run]:
         for pair in rounds(options.rounds, options.budget_s):
             for load in options.loads:
                 progress(f"  round {pair + 1}: {load.family}, {load.concurrency} at once")
+                turn = list[Run]()
                 for position, one in enumerate(in_turn(racing, pair)):
-                    runs.append(once(one, load, client, pair, position))
+                    with undisturbed(one.server, racing):
+                        turn.append(once(one, load, client, pair, position))
+                runs += as_right_as_plain(turn)
         return runs
+
+
+def as_right_as_plain(turn: Sequence[Run]) -> list[Run]:
+    """Runs on the same questions, without the speed of those that are right less often."""
+    (plain,) = (run.measured.num_correct for run in turn if run.measured.contestant == PLAIN)
+    asked = turn[0].load.num_requests
+    checked = []
+    for run in turn:
+        correct = run.measured.num_correct
+        if correct is not None and plain is not None and not run.measured.problem:
+            source = "of the same questions plain decoding got right"
+            problem = accuracy_problem(correct, asked, plain / asked, source)
+            if problem:
+                run = replace(run, measured=without_speed(run.measured, problem))
+        checked.append(run)
+    return checked
 
 
 def contestants(options: Options, folder: Path) -> list[Contestant]:
     """Plain decoding first: what everybody is compared with."""
     widest = max(options.widths)
-    chosen: list[tuple[str, tuple[str, ...]]] = [(PLAIN, ())]
+    executor = ("--distributed-executor-backend", IN_PROCESS_EXECUTOR)
+    chosen: list[tuple[str, tuple[str, ...]]] = [(PLAIN, ()), (f"{PLAIN}, in process", executor)]
     chosen += [(f"fixed {width}", speculate(options, width, {})) for width in options.widths]
     chosen.append(("adaptive", speculate(options, widest, {"policy": "adaptive"})))
     if options.pilot is not None:
@@ -175,7 +203,6 @@ def contestants(options: Options, folder: Path) -> list[Contestant]:
                 folder / f"{name}.log",
             ),
             takes_seeds=False,
-            expected=card_accuracy(options.target),
         )
         for name, flags in chosen
     ]
@@ -207,10 +234,9 @@ def once(one: Contestant, load: Load, client: Client, pair: int, position: int) 
     saved = client.bench_serve(name, one.server.url, str(one.model), flags)
     drafted, seconds = (b - a for a, b in zip(before, counters(one.server), strict=True))
     about = Circumstances(one.name, pair, position)
-    expected = one.expected if load.family == MIXED else None
     return Run(
         load,
-        measurement(about, NO_CANVAS, saved, workload, asked, expected),
+        measurement(about, NO_CANVAS, saved, workload, asked),
         drafted=int(drafted),
         verified=saved.get("spec_decode_draft_tokens", 0),
         accepted=saved.get("spec_decode_accepted_tokens", 0),
@@ -249,11 +275,11 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--target", type=Path, default=Path("checkpoints/tiny-ar"))
     parser.add_argument("--drafter", type=Path, default=Path("checkpoints/tiny-drafter"))
     parser.add_argument("--pilot", type=Path, help="folder that `dllm train pilot` wrote")
-    parser.add_argument("--widths", type=int, nargs="+", default=[3, 7, 15])
+    parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--no-mixed", action="store_true", help="families on their own only")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--num-requests", type=int, default=48, help="of a run, at least")
+    parser.add_argument("--num-requests", type=int, default=96, help="of a run, at least")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=30, help="no round begins that ends later")
     add_serve_flags(parser)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,23 +147,24 @@ class Race:
         server = contestant.server
         others = {one.server for one in self.contestants if one.server} - {server}
         start, idle_before = time.monotonic(), sum(other.cpu_seconds() for other in others)
-        if server is None:
-            saved = self.client.call(
-                name,
-                answer_questions,
-                contestant.model,
-                contestant.generation,
-                asked,
-                ANSWER_TOKENS,
-                self.client.folder / f"{name}.json",
-            )
-            peak = saved["peak_memory_mib"]
-        else:
-            server.reset_peak_memory()
-            seed = self._seed(workload, pair)
-            flags = [*workload.client_flags(seed, dataset), *contestant.client_flags]
-            saved = self.client.bench_serve(name, server.url, str(contestant.model), flags)
-            peak = server.peak_memory_mib()
+        with undisturbed(server, self.contestants):
+            if server is None:
+                saved = self.client.call(
+                    name,
+                    answer_questions,
+                    contestant.model,
+                    contestant.generation,
+                    asked,
+                    ANSWER_TOKENS,
+                    self.client.folder / f"{name}.json",
+                )
+                peak = saved["peak_memory_mib"]
+            else:
+                server.reset_peak_memory()
+                seed = self._seed(workload, pair)
+                flags = [*workload.client_flags(seed, dataset), *contestant.client_flags]
+                saved = self.client.bench_serve(name, server.url, str(contestant.model), flags)
+                peak = server.peak_memory_mib()
         idle = sum(other.cpu_seconds() for other in others) - idle_before
         idle_percent = 100 * idle / (time.monotonic() - start)
         about = Circumstances(contestant.name, pair, position, peak, idle_percent)
@@ -219,6 +220,19 @@ def admit(contestant: Contestant, shape: Shape) -> float:
     if problems:
         raise GateError("\n".join(problems))
     return responses[0].seconds
+
+
+@contextmanager
+def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator[None]:
+    """While one of the racing servers (or none) is measured, the others stand still."""
+    others = [one.server for one in racing if one.server and one.server is not server]
+    for other in others:
+        other.pause()
+    try:
+        yield
+    finally:
+        for other in others:
+            other.resume()
 
 
 def start_all(servers: Sequence[Server], stack: ExitStack) -> None:

@@ -190,10 +190,21 @@ class Server:
                 found.append(process)
         return found
 
+    def pause(self) -> None:
+        """Let all of its processes stand still: one that waits for work polls, and takes a core."""
+        assert self._process is not None, "start() first"
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on."""
+        assert self._process is not None, "start() first"
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         """Stop the process and what is left of its group."""
         if self._process is None:
             return
+        self.resume()
         self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)

@@ -149,7 +149,9 @@ def card_accuracy(model: Path) -> float | None:
     return sum(shares) / len(shares) if shares else None
 
 
-def accuracy_problem(correct: int, asked: int, expected: float | None) -> str:
+def accuracy_problem(
+    correct: int, asked: int, expected: float | None, source: str = "the model card says"
+) -> str:
     """What is wrong with this many right answers; empty if nothing is.
 
     One-sided: better than expected is no mistake. Questions count as independent. Where nobody
@@ -160,7 +162,7 @@ def accuracy_problem(correct: int, asked: int, expected: float | None) -> str:
     if binomial_tail(correct, asked, expected) >= WRONG_BELOW:
         return ""
     return (
-        f"{correct} of {asked} answers are right; the model card says {100 * expected:.1f} %, and "
+        f"{correct} of {asked} answers are right; {source} {100 * expected:.1f} %, and "
         f"chance alone gives so few with a probability below {WRONG_BELOW:g}"
     )
 

@@ -7,7 +7,7 @@ import functools
 import os
 from typing import Any
 
-from dllm.seams_table import ARCHITECTURE, CPU_WORKER
+from dllm.seams_table import ARCHITECTURE, CPU_WORKER, IN_PROCESS_EXECUTOR
 
 
 def is_cpu_without_triton() -> bool:
@@ -19,9 +19,19 @@ def is_cpu_without_triton() -> bool:
 
 
 def set_cpu_worker(vllm_config: Any) -> None:
-    """Choose our worker on a CPU without Triton, unless the user chose one."""
-    if is_cpu_without_triton() and vllm_config.parallel_config.worker_cls == "auto":
-        vllm_config.parallel_config.worker_cls = CPU_WORKER
+    """Choose our worker on a CPU without Triton, unless the user chose one.
+
+    It runs in the engine's process where it can. vLLM gives it one of its own, in which OpenMP's
+    variables can differ; with one thread and no binding nothing differs, and two processes that
+    poll for each other's messages several times a step only take each other's core.
+    """
+    parallel = vllm_config.parallel_config
+    if is_cpu_without_triton() and parallel.worker_cls == "auto":
+        parallel.worker_cls = CPU_WORKER
+    # "uni" is vLLM's choice for one rank, which its CPU platform overwrites afterwards.
+    is_alone = parallel.distributed_executor_backend == "uni"
+    if is_alone and parallel.worker_cls == CPU_WORKER and _needs_no_openmp_setup():
+        parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
 
 
 def enable_cpu_runtime() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from dllm.seams_cpu import set_cpu_worker
 from dllm.seams_table import CPU_WORKER, DRAFTER_WORKER, DRAFTING_SCHEDULER
 
 logger = init_logger("vllm.dllm")
@@ -68,6 +69,7 @@ def _configure_drafting(vllm_config: Any) -> None:
             "set DLLM_DISABLE=1 for vLLM's own drafter."
         )
     parallel.worker_cls = worker
+    set_cpu_worker(vllm_config)
     _read_drafting_statistics()
     if not current_platform.is_cpu():
         _choose_draft_attention(speculative, any(layer.is_anchored for layer in drafter.layers))
@@ -137,6 +139,7 @@ def _admit_all_sampling_parameters() -> None:
 
 @functools.cache
 def _patch_runner() -> None:
+    import torch
     from vllm.v1.worker.gpu import model_runner
 
     from dllm.drafter.speculator import Drafter
@@ -152,10 +155,12 @@ def _patch_runner() -> None:
         return init_speculator(vllm_config, device, req_states)
 
     def take_trimmed(self: Any) -> Any:
+        if not isinstance(self.speculator, Drafter):
+            return take_draft_token_ids(self)
+        with torch.inference_mode():
+            self.speculator.draft_late(self.req_states, self.draft_tokens_handler)
         drafts = take_draft_token_ids(self)
-        if drafts is None or not isinstance(self.speculator, Drafter):
-            return drafts
-        return self.speculator.report(drafts)
+        return None if drafts is None else self.speculator.report(drafts)
 
     model_runner.init_speculator = init_ours
     model_runner.GPUModelRunner.take_draft_token_ids = take_trimmed  # type: ignore[method-assign]
@@ -203,3 +208,21 @@ def draft_in_this_worker(vllm_config: Any) -> None:
     """Let Model Runner V2 make our speculator, if this server has a drafter. In the worker."""
     if _drafts_with_ours(vllm_config.speculative_config):
         _patch_runner()
+
+
+@functools.cache
+def draft_for_those_who_go_on() -> None:
+    """On a CPU, draft behind no step in which all requests ended. In the engine's process."""
+    from vllm.v1.engine.core import EngineCore
+
+    post_step = EngineCore.post_step
+
+    def post_step_of_ours(self: Any, model_executed: bool) -> None:
+        drafts = _drafts_with_ours(self.vllm_config.speculative_config)
+        on_cpu = self.vllm_config.parallel_config.worker_cls == CPU_WORKER
+        if drafts and on_cpu and model_executed and not self.scheduler.running:
+            self.model_executor.collective_rpc("put_away_step")
+        else:
+            post_step(self, model_executed)
+
+    EngineCore.post_step = post_step_of_ours  # type: ignore[method-assign]

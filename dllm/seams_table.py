@@ -9,6 +9,7 @@ ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 SCHEDULER = "dllm.scheduler.CanvasScheduler"
 LOGGER = "vllm.dllm"  # below vLLM's own, whose handlers then show it
 CPU_WORKER = "dllm.cpu.worker.CanvasCPUWorker"
+IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 DRAFTER_WORKER = "dllm.drafter.worker.DrafterWorker"
 DRAFTING_SCHEDULER = "dllm.drafter.scheduler.DraftingScheduler"
 
@@ -83,6 +84,11 @@ SEAMS = (
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids",
         "wrap, in the worker",
         "each request's drafts are cut to the width that the policy chose",
+    ),
+    Seam(
+        "vllm.v1.engine.core.EngineCore.post_step",
+        "wrap, in the engine's process",
+        "nobody drafts behind a step in which all requests ended",
     ),
     Seam(
         "vllm.v1.metrics.loggers.StatLoggerManager.record",
@@ -247,7 +253,12 @@ IMPORTS: tuple[tuple[str, str, str], ...] = (
         "SchedulerStats",
         "in which those of drafting travel",
     ),
-    ("vllm.v1.worker.gpu.dp_utils", "DPSyncState", "the signature of a hook"),
+    ("vllm.v1.engine.core", "EngineCore", "asks for drafts behind each step"),
+    (
+        "vllm.v1.worker.gpu.spec_decode.utils",
+        "DraftTokensHandler",
+        "through which drafts reach the scheduler",
+    ),
     ("vllm.v1.worker.gpu_worker", "Worker", "base of ours on CUDA"),
     ("vllm", "LLM", "runs the trials that a pilot is trained on"),
     ("vllm.outputs", "CompletionOutput", "how many steps an answer of theirs took"),

@@ -66,31 +66,30 @@ def watch_drafts(engine: Engine) -> Iterator[list[Draft]]:
     seen: list[Draft] = []
     speculator = engine.runner.speculator
     states = engine.runner.req_states
-    propose, compute = type(speculator).propose, speculator.model.compute_logits
+    draft_behind, compute = type(speculator)._draft, speculator.model.compute_logits
     logits: list[torch.Tensor] = []
 
     def spy_logits(hidden: torch.Tensor) -> torch.Tensor:
         logits.append(compute(hidden))
         return logits[-1]
 
-    def spy(self: Any, batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def spy(self: Any, step: Any, draft: Any) -> torch.Tensor:
         logits.clear()
-        drafts = propose(self, batch, *args, **kwargs)
-        num_sampled = args[4]
-        for row, slot in enumerate(batch.idx_mapping_np.tolist()):
-            if int(num_sampled[row]) > 0 and logits:
+        drafts = draft_behind(self, step, draft)
+        for row, slot in enumerate(step.batch.idx_mapping_np.tolist()):
+            if int(step.num_sampled[row]) > 0 and logits:
                 length = int(states.total_len.gpu[slot])
                 tokens = states.all_token_ids.gpu[slot, :length].tolist()
                 of_row = logits[-1].unflatten(0, (-1, drafts.shape[1]))[row].clone()
                 seen.append(Draft(tokens, drafts[row].tolist(), of_row))
         return drafts
 
-    type(speculator).propose = spy  # type: ignore[method-assign]
+    type(speculator)._draft = spy  # type: ignore[method-assign]
     speculator.model.compute_logits = spy_logits
     try:
         yield seen
     finally:
-        type(speculator).propose = propose  # type: ignore[method-assign]
+        type(speculator)._draft = draft_behind  # type: ignore[method-assign]
         del speculator.model.compute_logits
 
 

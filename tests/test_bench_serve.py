@@ -28,7 +28,7 @@ from bench.measure import (
     response_problems,
     seed_problems,
 )
-from bench.race import Contestant, Race, admit, withhold
+from bench.race import Contestant, Race, admit, undisturbed, withhold
 from bench.reference import never_stop
 from bench.report import METRICS, Spread, csv_rows, pair_ratios, table
 from bench.servers import Response, Server, ServerOptions, tail
@@ -291,6 +291,7 @@ class IdleServer(FakeServer):
     """Uses nothing."""
 
     port = 1
+    is_paused = False
 
     def cpu_seconds(self) -> float:
         return 0.0
@@ -300,6 +301,29 @@ class IdleServer(FakeServer):
 
     def reset_peak_memory(self) -> None:
         pass
+
+    def pause(self) -> None:
+        assert not self.is_paused
+        self.is_paused = True
+
+    def resume(self) -> None:
+        assert self.is_paused
+        self.is_paused = False
+
+
+def test_the_others_stand_still() -> None:
+    servers = [IdleServer(name) for name in "abc"]
+    racing = [*(contestant(server.options.name, server) for server in servers), contestant("hf", None)]
+
+    def paused() -> list[bool]:
+        return [server.is_paused for server in servers]
+
+    with undisturbed(servers[1], racing):  # type: ignore[arg-type]
+        assert paused() == [True, False, True]
+    with pytest.raises(RuntimeError, match="failed"), undisturbed(None, racing):
+        assert paused() == [True, True, True]
+        raise RuntimeError("failed")
+    assert paused() == [False, False, False]
 
 
 def test_each_round_begins_with_another_contestant(tmp_path: Path) -> None:

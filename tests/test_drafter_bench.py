@@ -1,9 +1,21 @@
 """What the drafter's benchmark makes of its runs. No servers."""
 
+from dataclasses import replace
+
 import pytest
 
+from bench.command import SERVE_FLAGS
 from bench.context import read_csv, write_csv
-from bench.drafter import SHAPE, Load, Run, contestants, parse, row, speculate
+from bench.drafter import (
+    SHAPE,
+    Load,
+    Run,
+    as_right_as_plain,
+    contestants,
+    parse,
+    row,
+    speculate,
+)
 from bench.drafter_report import FILE, MIXED, PLAIN, drafting, tables
 from bench.measure import NO_CANVAS, Circumstances, measurement
 from bench.workloads import ADAPTIVE, QUESTIONS, Workload
@@ -55,15 +67,30 @@ def test_contestants(tmp_path):
     given = ["--target", str(tmp_path), "--drafter", str(tmp_path), "--widths", "3", "7"]
     options = parse([*given, "--pilot", str(tmp_path), "--families", "edit"])
     assert [(load.family, load.num_requests) for load in options.loads[:3]] == [
-        (MIXED, 48),
-        (MIXED, 48),
-        (MIXED, 64),
+        (MIXED, 96),
+        (MIXED, 96),
+        (MIXED, 96),
     ]
     named = {one.name: one.server.options.flags for one in contestants(options, tmp_path)}
-    assert list(named) == [PLAIN, "fixed 3", "fixed 7", "adaptive", "pilot"]
+    in_process = f"{PLAIN}, in process"
+    assert list(named) == [PLAIN, in_process, "fixed 3", "fixed 7", "adaptive", "pilot"]
+    assert named[in_process][-1].endswith(".UniProcExecutor") and named[PLAIN] == SERVE_FLAGS
     assert named["fixed 3"][-2:] == speculate(options, 3, {})
     assert '"num_speculative_tokens": 7' in " ".join(named["adaptive"])
     assert '"policy": "adaptive"' in named["adaptive"][-1]
     assert str(tmp_path) in named["pilot"][-1]
     with pytest.raises(SystemExit):
         parse(["--target", str(tmp_path / "none")])
+
+
+def test_a_run_that_is_right_less_often_than_plain_decoding_has_no_speed():
+    def right(name: str, num_correct: int) -> Run:
+        one = run(name, 0, 5.0)
+        measured = replace(one.measured, num_correct=num_correct)
+        return replace(one, load=Load(MIXED, 1, 100), measured=measured)
+
+    turn = [right("fixed 7", 60), right(PLAIN, 90), right("adaptive", 88), right("pilot", 99)]
+    found = {one.measured.contestant: one.measured for one in as_right_as_plain(turn)}
+    worse = found.pop("fixed 7")
+    assert worse.tokens_per_s is None and "plain decoding got right 90.0 %" in worse.problem
+    assert [one.tokens_per_s for one in found.values()] == [5.0] * 3

@@ -3,28 +3,39 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dllm.drafter.context import NO_SLOT
 from dllm.drafter.deferred import MAX_DEFERRED, DeferredContext, last_of_each_slot
+from dllm.drafter.step import TargetStep
 
 
-def step(num_tokens: int, **fields: Any) -> Any:
-    """The parts of an InputBatch that are read; its positions are overwritten by the next step."""
-    plain = dict(num_tokens=num_tokens, has_prefill=False, num_draft_tokens=0)
-    return SimpleNamespace(positions=torch.arange(num_tokens + 2), **(plain | fields))
+def step(lengths: list[int], hidden: list[torch.Tensor], rejected: list[int]) -> TargetStep:
+    """What is read of a step; its tensors are overwritten by the next one."""
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    batch: Any = SimpleNamespace(
+        num_reqs=len(lengths),
+        num_tokens=int(starts[-1]),
+        num_draft_tokens=sum(rejected),
+        num_scheduled_tokens=np.array(lengths),
+        query_start_loc_np=np.append(starts, starts[-1]),  # padded
+        positions=torch.arange(int(starts[-1]) + 2),
+    )
+    nothing = torch.zeros(0)
+    return TargetStep(batch, nothing, hidden, nothing, torch.tensor(rejected), nothing)
 
 
 def test_everything_that_waits_comes_out_in_order_and_once():
     deferred, slots = DeferredContext(), torch.tensor([[3, 4, -9], [0, 0, 0], [5, 6, -9]])
-    first, second = step(2), step(1)
     hidden = [torch.tensor([[1.0], [2.0], [9.0]]), torch.tensor([[10.0], [20.0], [90.0]])]
-    deferred.append(first, hidden, slots, [0, 2])
-    first.positions += 100  # buffers of the engine, used again
+    first, second = step([1, 1], hidden, [0, 0]), step([1], hidden, [0])
+    deferred.append(first, slots, [0, 2])
+    first.batch.positions += 100  # buffers of the engine, used again
     for kept in (slots, *hidden):
         kept += 7
-    deferred.append(second, hidden, slots, [0, 2])
+    deferred.append(second, slots, [0, 2])
     assert len(deferred) == 3
     features, positions, slots = deferred.take()
     assert features.tolist() == [[1, 10], [2, 20], [8, 17]]
@@ -33,15 +44,24 @@ def test_everything_that_waits_comes_out_in_order_and_once():
     assert len(deferred) == 0
 
 
-def test_only_ordinary_decode_steps_wait_and_not_too_many():
+def test_not_too_many_wait():
     deferred = DeferredContext()
-    assert deferred.admits(step(MAX_DEFERRED))
-    assert not deferred.admits(step(MAX_DEFERRED + 1))
-    assert not deferred.admits(step(1, has_prefill=True))
-    assert not deferred.admits(step(4, num_draft_tokens=3))
-    deferred.append(step(2), [torch.zeros(2, 1)], torch.zeros(1, 2, dtype=torch.int64), [0])
-    assert deferred.admits(step(MAX_DEFERRED - 2))
-    assert not deferred.admits(step(MAX_DEFERRED - 1))
+    assert deferred.admits(MAX_DEFERRED)
+    assert not deferred.admits(MAX_DEFERRED + 1)
+    two = step([2], [torch.zeros(2, 1)], [0])
+    deferred.append(two, torch.zeros(1, 2, dtype=torch.int64), [0])
+    assert deferred.admits(MAX_DEFERRED - 2)
+    assert not deferred.admits(MAX_DEFERRED - 1)
+
+
+def test_rejected_drafts_wait_for_no_place():
+    deferred, hidden = DeferredContext(), [torch.zeros(9, 1)]
+    slots = torch.arange(18).view(2, 9)
+    verified = step([4, 1, 3], hidden, [2, 0, 3])
+    assert verified.is_rejected().tolist() == [False, False, True, True, False] + 3 * [True]
+    deferred.append(verified, slots, [1])
+    assert deferred.take().slots.tolist() == [[9, 10, NO_SLOT, NO_SLOT, 13] + 3 * [NO_SLOT]]
+    assert slots.tolist() == torch.arange(18).view(2, 9).tolist()
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,9 @@ class Bursts(WidthPolicy):
         self.num_steps += 1
         return self.num_drafts if self.num_steps % 9 < 2 else 0
 
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+    def widths(
+        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
+    ) -> np.ndarray:
         return np.zeros(len(slots), dtype=np.int64)
 
 
@@ -203,6 +205,25 @@ def test_context_that_was_left_for_later_is_there_when_drafting(target, drafting
     assert len(seen) > 10 and len(later) > 4
     with torch.inference_mode():
         for draft in seen + later:
+            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * NUM_DRAFTS
+            logits = expected.logits(draft.tokens[:-1], block)[1:]
+            torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
+
+
+def test_nobody_drafts_behind_a_step_in_which_all_end_and_its_context_is_not_lost(target, drafting):
+    """What the last step computed is another request's cached prefix."""
+    drafting.reset_prefix_cache()
+    prompts = [prompt(40, 3), prompt(41, 4)]
+    with watch_drafts(drafting) as seen:
+        outputs = [drafting.generate([given], greedy(57))[0] for given in prompts]
+    whole = [given + output for given, output in zip(prompts, outputs, strict=True)]
+    assert len(seen) > 10 and all(draft.tokens not in whole for draft in seen)
+    with watch_drafts(drafting) as later:
+        drafting.generate([tokens + [5] for tokens in whole], greedy(4))
+    expected = reference(target, drafting, random_drafter())
+    assert len(later) > 1
+    with torch.inference_mode():
+        for draft in later:
             block = [draft.tokens[-1]] + [expected.config.mask_token_id] * NUM_DRAFTS
             logits = expected.logits(draft.tokens[:-1], block)[1:]
             torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
@@ -247,7 +268,9 @@ class AnyWidth(WidthPolicy):
     def limit(self, slots: np.ndarray) -> int:
         return self.num_drafts if self.rng.random() < 0.9 else 0
 
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+    def widths(
+        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
+    ) -> np.ndarray:
         assert confidence is not None and confidence.shape == (len(slots), self.num_drafts)
         self.confidence.append(confidence.copy())
         self.asked.append(self.rng.integers(0, self.num_drafts + 1, len(slots)))
@@ -308,8 +331,8 @@ def watch_widths(policy: WidthPolicy) -> Iterator[list[list[int]]]:
     seen: list[list[int]] = []
     choose = policy.widths
 
-    def spy(slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        widths = choose(slots, confidence)
+    def spy(*args: Any) -> np.ndarray:
+        widths = choose(*args)
         seen.append(widths.tolist())
         return widths
 

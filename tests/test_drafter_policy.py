@@ -186,8 +186,13 @@ class Traffic:
     def _choose(self) -> np.ndarray:
         self.last = np.zeros(self.num_rows, dtype=int)
         if self.policy.limit(self.slots):
-            self.last = self.policy.widths(self.slots, None)
+            self.last = self.policy.widths(self.slots, None, full(self.slots))
         return self.last
+
+
+def full(slots: np.ndarray) -> np.ndarray:
+    """No draft ends an answer."""
+    return np.full(len(slots), N)
 
 
 def adaptive(num_rows: int, **options) -> AdaptiveWidth:
@@ -329,7 +334,7 @@ def test_requests_in_their_prompts_get_nothing_and_alone_are_not_drafted_for():
     one_ends = np.array([False, True])
     policy.observe(VerifiedStep(slots, in_prompt, one_ends, nothing, nothing))
     assert policy.limit(slots) == N
-    widths = policy.widths(slots, None)
+    widths = policy.widths(slots, None, full(slots))
     assert widths[0] == 0 and widths[1] > 0
 
 
@@ -386,7 +391,10 @@ def test_a_pilot_chooses_once_behind_the_prompt(tmp_path):
     policy.observe(VerifiedStep(slots, in_prompt, in_prompt, nothing, nothing, logits))
     policy.observe(VerifiedStep(slots, ~in_prompt, in_prompt, nothing, nothing, logits[:0]))
     assert policy.limit(slots) == 5
-    np.testing.assert_array_equal(policy.widths(slots[::-1], None), chosen[::-1])
+    widths = policy.widths(slots[::-1], None, full(slots))
+    np.testing.assert_array_equal(widths, chosen[::-1])
+    ends = np.where(slots % 2, 3, 5)
+    np.testing.assert_array_equal(policy.widths(slots, None, ends), np.minimum(chosen, ends))
 
 
 @pytest.mark.parametrize("name", PREPROCESSING)

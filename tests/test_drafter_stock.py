@@ -64,7 +64,8 @@ def test_drafts_are_those_of_vllms_own_drafter(tmp_path):
         tokens = engine.generate([PROMPT], greedy(NUM_TOKENS))[0]
     assert tokens == theirs["tokens"]
     assert len(seen) >= NUM_TOKENS / (NUM_DRAFTS + 1)
-    assert [draft.drafts for draft in seen] == theirs["drafts"]
+    # vLLM's drafts behind the last step, too, in which the request ends.
+    assert [draft.drafts for draft in seen] == theirs["drafts"][:-1]
     assert len({tuple(draft.drafts) for draft in seen}) > len(seen) / 2  # not one draft again
 
 

@@ -35,3 +35,7 @@ class CanvasCPUWorker(CPUWorker):
             warm_up(self.model_runner, self.execute_model)
         seams_drafter.measure_costs_in_this_worker(self.model_runner, self.execute_model)
         return times
+
+    def put_away_step(self) -> None:
+        """Called instead of ``take_draft_token_ids`` if nobody is left to draft for."""
+        self.model_runner.speculator.put_away()  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ is the one with the most expected tokens per millisecond:
 
     max over k of  (rows + the k largest survivals) / cost(rows, k)      against  rows / plain cost
 
+The draft that ends an answer, and all behind it, are worth nothing (``endings``).
 If plain decoding wins, nothing is drafted. Then nothing is learned either, so from time to time a
 few requests are tried: after a number of steps that doubles with every trial that changes nothing.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dllm.drafter.costs import CostTable, assumed_costs
+from dllm.drafter.endings import Endings
 from dllm.drafter.policy import VerifiedStep, WidthPolicy
 from dllm.drafter.survival import Survival, bins_of
 
@@ -75,6 +77,7 @@ class AdaptiveWidth(WidthPolicy):
         self.clock = clock
         self.costs: CostTable = assumed_costs(num_drafts)
         self.survival = Survival(num_slots, num_drafts)
+        self.endings = Endings(num_drafts)
         self.is_drafting = True
         self._bins = np.zeros((num_slots, num_drafts), dtype=np.int64)  # of the last drafts
         self._samples = np.zeros(0, dtype=bool)  # of the last step's rows
@@ -111,7 +114,7 @@ class AdaptiveWidth(WidthPolicy):
         if not self.is_drafting and not self._has_news:
             self._count_down()  # nothing has changed since drafting was found not to pay
             return self.num_drafts if self._is_trial else self._plain(len(slots))
-        widths, drafting = self._best(slots, None)
+        widths, drafting = self._best(slots, self.survival.of(slots) * self.endings.goes_on)
         plain = self._samples.sum() / (self.costs.plain(len(slots)) + self._unseen_ms[False])
         margin = 1 + self.hysteresis
         if self.is_drafting:
@@ -128,17 +131,23 @@ class AdaptiveWidth(WidthPolicy):
             return self.num_drafts
         return self._plain(len(slots))
 
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+    def widths(
+        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
+    ) -> np.ndarray:
         """The best ones; of a trial, everything of the requests that have been tried least."""
+        self.endings.observe(before_end[self._samples])
         if confidence is not None:
             self._bins[slots] = bins_of(confidence)
         if self._is_trial:
             tried = np.where(self._samples, self.survival.exposure(slots), np.inf)
             widths = np.zeros(len(slots), dtype=np.int64)
             num_tried = -(-int(self._samples.sum()) // ROWS_PER_TRIED)
-            widths[tried.argsort(kind="stable")[:num_tried]] = self.num_drafts
+            chosen = tried.argsort(kind="stable")[:num_tried]
+            widths[chosen] = before_end[chosen]
         else:
-            widths, _ = self._best(slots, None if confidence is None else self._bins[slots])
+            goes_on = np.arange(self.num_drafts) < before_end[:, None]
+            bins = None if confidence is None else self._bins[slots]
+            widths, _ = self._best(slots, self.survival.of(slots, bins) * goes_on)
         expected_ms = self.costs.drafting(len(slots))[int(widths.sum())]
         self._decide(len(slots), True, float(expected_ms))
         return widths
@@ -147,11 +156,11 @@ class AdaptiveWidth(WidthPolicy):
         self._decide(num_rows, False, self.costs.plain(num_rows))
         return 0
 
-    def _best(self, slots: np.ndarray, bins: np.ndarray | None) -> tuple[np.ndarray, float]:
-        survival = self.survival.of(slots, bins) * self._samples[:, None]
+    def _best(self, slots: np.ndarray, worth: np.ndarray) -> tuple[np.ndarray, float]:
+        worth = worth * self._samples[:, None]
         table_ms = self.costs.drafting(len(slots))
         cost_ms = np.maximum(table_ms + self._unseen_ms[True], LEAST_OF_TABLE * table_ms)
-        return best_widths(survival, float(self._samples.sum()), cost_ms)
+        return best_widths(worth, float(self._samples.sum()), cost_ms)
 
     def _count_down(self) -> None:
         self._until_trial -= 1

@@ -1,21 +1,21 @@
 """Context that waits: target hidden states of steps that nobody drafted behind.
 
 While nothing is drafted, nobody reads the drafter's pages of these tokens. Their hidden states are
-kept and written in one product when somebody drafts again, when a prompt arrives, or when there are
-many: an ordinary step then costs next to nothing more.
+kept and written in one product when somebody drafts again, or when there are many: a step that is
+not drafted behind, be it of a prompt or not, then costs next to nothing more.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.drafter.context import NO_SLOT
+from dllm.drafter.step import TargetStep
 
 # Tokens that wait: enough that writing them is a small part of the steps that left them, few enough
 # to write at once.
-MAX_DEFERRED = 256
+MAX_DEFERRED = 1024
 
 
 class Context(NamedTuple):
@@ -36,36 +36,23 @@ class DeferredContext:
     def __len__(self) -> int:
         return self._num_tokens
 
-    def admits(self, batch: InputBatch) -> bool:
-        """Whether a step that is not drafted behind may leave its context for later.
+    def admits(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens may leave its context for later."""
+        return self._num_tokens + num_tokens <= MAX_DEFERRED
 
-        Only ordinary decode steps do. Whatever reads a page that was written by another request
-        begins with a prompt, and that is the time to write everything that was left.
-        """
-        return (
-            not batch.has_prefill
-            and batch.num_draft_tokens == 0
-            and self._num_tokens + batch.num_tokens <= MAX_DEFERRED
-        )
-
-    def append(
-        self,
-        batch: InputBatch,
-        aux_hidden_states: Sequence[torch.Tensor],
-        slots: torch.Tensor,
-        groups: Sequence[int],
-    ) -> None:
+    def append(self, step: TargetStep, slots: torch.Tensor, groups: Sequence[int]) -> None:
         """Keep copies: the next step overwrites what these are views of.
 
         Args:
-            aux_hidden_states: of the layers that the drafter reads, ``[tokens or more, hidden]``.
             slots: ``[groups, tokens or more]``, of every group of the KV cache.
             groups: those of the drafter.
         """
-        num_tokens = batch.num_tokens
-        features = torch.cat([hidden[:num_tokens] for hidden in aux_hidden_states], dim=-1)
-        positions = batch.positions[:num_tokens].clone()
-        self._steps.append(Context(features, positions, slots[groups, :num_tokens]))
+        num_tokens = step.batch.num_tokens
+        kept = slots[groups, :num_tokens]  # a list of indices: a copy
+        if step.batch.num_draft_tokens:
+            kept.masked_fill_(step.is_rejected(), NO_SLOT)
+        positions = step.batch.positions[:num_tokens].clone()
+        self._steps.append(Context(step.features(), positions, kept))
         self._num_tokens += num_tokens
 
     def take(self) -> Context:
@@ -82,5 +69,10 @@ def last_of_each_slot(slots: torch.Tensor) -> torch.Tensor:
     When a request ends, the next step may hand its page to another: then two tokens wait for the
     same place, and a product that writes both leaves it to the kernel whose keys are there.
     """
-    is_same = slots[:, :, None] == slots[:, None, :]
-    return slots.masked_fill(is_same.triu(1).any(2), NO_SLOT)
+    places = torch.arange(slots.shape[1], device=slots.device)
+    kept = []
+    for group in slots:
+        distinct, inverse = group.unique(return_inverse=True)
+        last = places.new_zeros(len(distinct)).scatter_reduce_(0, inverse, places, "amax")
+        kept.append(group.masked_fill(last[inverse] != places, NO_SLOT))
+    return torch.stack(kept)

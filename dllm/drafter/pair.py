@@ -41,6 +41,16 @@ def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
     return DrafterConfig.from_config(config, drafter_options(vllm_config), token_id)
 
 
+def end_ids(vllm_config: VllmConfig) -> set[int]:
+    """The tokens that end an answer, as the target says; a request may ask for others."""
+    target = vllm_config.model_config
+    found: set[int] = set()
+    for config in (target.hf_text_config.to_dict(), target.try_get_generation_config()):
+        ids = config.get("eos_token_id")
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return found
+
+
 def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     """Check a pair and what was asked of it; returns the drafter.
 

@@ -162,6 +162,8 @@ class PilotWidth(WidthPolicy):
         """The widest of the batch."""
         return int(self._chosen[slots].max())
 
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        """What was chosen."""
-        return self._chosen[slots]
+    def widths(
+        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
+    ) -> np.ndarray:
+        """What was chosen, up to the end of the answer."""
+        return np.minimum(self._chosen[slots], before_end)

@@ -65,13 +65,17 @@ class WidthPolicy(ABC):
         return self.num_drafts
 
     @abstractmethod
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+    def widths(
+        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
+    ) -> np.ndarray:
         """``[rows]`` int, 0 to N: drafts of each row that the next step verifies.
 
         Args:
             slots: ``[rows]``.
             confidence: ``[rows, N]`` fp32, the drafter's probability of the likeliest token at each
                 position; None unless ``reads_confidence``.
+            before_end: ``[rows]``, the drafts before the first one that ends the answer. To verify
+                more gains nothing: if these are kept, the target's own next token ends it as well.
         """
 
 
@@ -86,7 +90,9 @@ class FixedWidth(WidthPolicy):
         """The width itself."""
         return self.width
 
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+    def widths(
+        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
+    ) -> np.ndarray:
         """The width, for every row."""
         return np.full(len(slots), self.width)
 

@@ -1,15 +1,14 @@
 """From a step of vLLM to the recorder: which worker records where, and what it is given."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.drafter.pair import drafter_options
 from dllm.drafter.recorder import RecordedStep, Recorder
+from dllm.drafter.step import TargetStep
 
 
 def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
@@ -25,29 +24,21 @@ def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
     return Recorder(Path(options.record), max_bytes, f"worker{parallel.data_parallel_rank}")
 
 
-def recorded_step(
-    batch: InputBatch,
-    hidden_states: Sequence[torch.Tensor],
-    num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
-    last_sampled: torch.Tensor,
-) -> RecordedStep:
-    """One step of the target, on the host but for the hidden states; waits for the device.
-
-    Args: as ``Drafter.propose``.
-    """
+def recorded_step(step: TargetStep) -> RecordedStep:
+    """One step of the target, on the host but for the hidden states; waits for the device."""
+    batch = step.batch
     firsts = torch.from_numpy(batch.query_start_loc_np[: batch.num_reqs]).to(batch.positions.device)
-    sampled = last_sampled.view(-1)[batch.idx_mapping].cpu().numpy()
+    sampled = step.last_sampled.view(-1)[batch.idx_mapping].cpu().numpy()
     drafts = batch.num_draft_tokens_per_req
     verified = np.zeros(batch.num_reqs, dtype=np.int64) if drafts is None else drafts
     return RecordedStep(
         requests=batch.req_ids,
         starts=batch.positions[firsts].cpu().numpy(),
         lengths=batch.num_scheduled_tokens,
-        kept=batch.num_scheduled_tokens - num_rejected.cpu().numpy(),
+        kept=batch.num_scheduled_tokens - step.num_rejected.cpu().numpy(),
         prompts=batch.prefill_len_np,
         verified=np.where(batch.is_prefilling_np, 0, verified),
-        last_sampled=np.where(num_sampled.cpu().numpy() > 0, sampled, -1),
+        last_sampled=np.where(step.num_sampled.cpu().numpy() > 0, sampled, -1),
         tokens=batch.input_ids[: batch.num_tokens].cpu().numpy(),
-        features=torch.cat(list(hidden_states), dim=-1)[: batch.num_tokens],
+        features=step.features(),
     )

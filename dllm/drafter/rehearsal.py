@@ -41,9 +41,11 @@ class Rehearsal(WidthPolicy):
         self.policy.limit(slots)
         return self.num_drafts if self.drafts else 0
 
-    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+    def widths(
+        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
+    ) -> np.ndarray:
         """Whatever: the steps that follow are made up."""
-        return self.policy.widths(slots, confidence)
+        return self.policy.widths(slots, confidence, before_end)
 
 
 def measure_costs(
@@ -127,6 +129,7 @@ class _Steps:
         start = time.perf_counter()
         self.execute_model(output)
         self.runner.sample_tokens(None).get_output()
+        self.runner.take_draft_token_ids()
         self.wait()
         return 1e3 * (time.perf_counter() - start)
 

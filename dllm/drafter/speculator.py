@@ -7,6 +7,7 @@ Drafts are argmax tokens, a point mass: any of them is verified exactly, however
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,18 +17,20 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
-from vllm.v1.worker.gpu.dp_utils import DPSyncState
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.adaptive import AdaptiveWidth
 from dllm.drafter.deferred import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, DraftingCounts
-from dllm.drafter.pair import drafter_options
+from dllm.drafter.pair import drafter_options, end_ids
 from dllm.drafter.policy import VerifiedStep, WidthPolicy, always_verifies_all, make_policy
 from dllm.drafter.recording import make_recorder, recorded_step
 from dllm.drafter.rehearsal import Rehearsal, measure_costs
 from dllm.drafter.schedule import reveal_counts, reveal_surest
+from dllm.drafter.step import TargetStep
 from dllm.seams_table import LOGGER
 
 logger = init_logger(LOGGER)
@@ -52,6 +55,10 @@ class Drafter(DFlashSpeculator):
         # Of the rows of the step that was drafted last.
         self._widths = np.zeros(0, dtype=np.int64)
         self._is_skipped = False
+        self._drafts_late = device.type == "cpu"
+        # The last step, and what drafts behind it, until somebody takes the drafts.
+        self._undrafted: tuple[TargetStep, Callable[[], torch.Tensor]] | None = None
+        self._end_ids = np.array(sorted(end_ids(vllm_config)), dtype=np.int64)
         self._recorder = make_recorder(vllm_config)
         self._deferred = DeferredContext()
         self._counts = DraftingCounts.none(num_drafts)  # since the last report
@@ -61,24 +68,18 @@ class Drafter(DFlashSpeculator):
     def propose(
         self,
         input_batch: InputBatch,
-        attn_metadata: dict[str, object],
+        attn_metadata: dict[str, Any],
         slot_mappings: dict[str, torch.Tensor],
         last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
         num_sampled: torch.Tensor,
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        dp_sync_state: DPSyncState | None = None,
+        *others: Any,
         dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        mm_inputs: tuple[list[torch.Tensor], torch.Tensor] | None = None,
-        is_profile: bool = False,
-        num_speculative_tokens: int | None = None,
+        **options: Any,
     ) -> torch.Tensor:
-        """vLLM's hook behind every step of the target: draft for each row.
+        """vLLM's hook behind every step of the target: draft for each row, now or ``draft_late``.
 
         Args:
             input_batch: the target's step; ``num_sampled`` and ``num_rejected`` ``[rows]`` say what
@@ -89,76 +90,86 @@ class Drafter(DFlashSpeculator):
         Returns:
             ``[rows, N]`` int64 token ids; unspecified where nothing was drafted.
         """
-        slots = input_batch.idx_mapping_np
-        self._is_skipped = False
-        if not dummy_run:
-            step = (input_batch, num_sampled, num_rejected)
-            self._look_at(*step, last_hidden_states, aux_hidden_states, last_sampled)
-            self._is_skipped = self.policy.limit(slots) == 0
+        outcome = (num_sampled, num_rejected, last_sampled)
+        step = TargetStep(input_batch, last_hidden_states, aux_hidden_states, *outcome)
+        hidden_states = (last_hidden_states, aux_hidden_states)
+        arguments = (input_batch, attn_metadata, slot_mappings, *hidden_states, *outcome, *others)
+        draft = partial(super().propose, *arguments, dummy_run=dummy_run, **options)
+        if dummy_run:
+            self._is_skipped = False
+            return draft()
+        if self._drafts_late:
+            self._undrafted = step, draft
+            return self.draft_tokens[: input_batch.num_reqs]
+        return self._draft(step, draft)
+
+    def draft_late(self, req_states: RequestState, handler: DraftTokensHandler) -> None:
+        """On a CPU: draft behind the last step, whose tokens are on their way to the clients.
+
+        A CPU does one thing at a time; who drafted at once would let the clients wait for it.
+
+        Args:
+            req_states, handler: the runner's, in which it put what ``propose`` returned.
+        """
+        if self._undrafted is None:
+            return
+        (step, draft), self._undrafted = self._undrafted, None
+        drafts = self._draft(step, draft)
+        req_states.draft_tokens[step.batch.idx_mapping] = drafts
+        handler.set_draft_tokens(step.batch, drafts)
+
+    def put_away(self) -> None:
+        """Instead of ``draft_late``, if all requests ended: the context is kept, for others."""
+        if self._undrafted is None:
+            return
+        (step, draft), self._undrafted = self._undrafted, None
+        self._look_at(step)
+        self._is_skipped = True
+        self._propose(step, draft)
+
+    def _draft(self, step: TargetStep, draft: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Decide, draft, and choose widths."""
+        slots = step.batch.idx_mapping_np
+        self._look_at(step)
+        is_useless = self._drafts_late and bool(self._reads_on(step.batch).all())
+        self._is_skipped = is_useless or self.policy.limit(slots) == 0
         start = time.perf_counter()  # looking waits for the target, which is not ours to count
-        if self._leaves_context(input_batch):
-            assert aux_hidden_states, "the drafter reads layers of the target"
-            groups, cache_slots = self.draft_kv_cache_group_ids, self.block_tables.slot_mappings
-            self._deferred.append(input_batch, aux_hidden_states, cache_slots, groups)
-            drafts = self.draft_tokens[: input_batch.num_reqs]
-        else:
-            self._store_deferred()
-            drafts = super().propose(
-                input_batch,
-                attn_metadata,
-                slot_mappings,
-                last_hidden_states,
-                aux_hidden_states,
-                num_sampled,
-                num_rejected,
-                last_sampled,
-                next_prefill_tokens,
-                temperature,
-                seeds,
-                dp_sync_state,
-                dummy_run,
-                skip_attn_for_dummy_run,
-                mm_inputs,
-                is_profile,
-                num_speculative_tokens,
-            )
-        if not dummy_run:
-            if self._trims:
-                self._widths = self._choose_widths(slots)
-            self._count(input_batch, time.perf_counter() - start)
+        drafts = self._propose(step, draft)
+        if self._trims:
+            self._widths = self._choose_widths(slots, drafts)
+        self._count(step.batch, time.perf_counter() - start)
         return drafts
 
-    def _look_at(
-        self,
-        batch: InputBatch,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        last_sampled: torch.Tensor,
-    ) -> None:
+    def _propose(self, step: TargetStep, draft: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The drafter's context and, unless skipped, its pass; or the context is left for later."""
+        if self._leaves_context(step.batch):
+            groups, slots = self.draft_kv_cache_group_ids, self.block_tables.slot_mappings
+            self._deferred.append(step, slots, groups)
+            return self.draft_tokens[: step.batch.num_reqs]
+        self._store_deferred()
+        return draft()
+
+    def _look_at(self, step: TargetStep) -> None:
         """Let the policy and the recorder learn what the target's step did."""
         if self.policy.reads_outcomes:
-            step = self._verified(batch, last_hidden_states, num_sampled, num_rejected)
-            self.policy.observe(step)
+            self.policy.observe(self._verified(step))
         if self._recorder is not None and not isinstance(self.policy, Rehearsal):
-            assert aux_hidden_states, "the drafter reads layers of the target"
-            self._recorder.observe(
-                recorded_step(batch, aux_hidden_states, num_sampled, num_rejected, last_sampled)
-            )
+            self._recorder.observe(recorded_step(step))
 
     def _leaves_context(self, batch: InputBatch) -> bool:
-        """Whether this step's context is kept for later; ranks that draft together write it now.
+        """Whether this step's context is kept for later.
 
-        So does a server with several groups of KV cache (a draft window, sliding layers): a page
-        that is freed while its context waits may become one of the target's, and be written over.
+        Ranks that draft together write it now, and so does a server that copies pages elsewhere.
+        Also one with several groups of KV cache (a draft window, sliding layers): a page that is
+        freed while its context waits may become one of the target's, and be written over.
         """
         return (
             self._is_skipped
             and self.pcp_manager is None
             and self.dp_size == 1
+            and self.vllm_config.kv_transfer_config is None
             and len(self.kv_cache_config.kv_cache_groups) == 1
-            and self._deferred.admits(batch)
+            and self._deferred.admits(batch.num_tokens)
         )
 
     def _store_deferred(self) -> None:
@@ -229,36 +240,37 @@ class Drafter(DFlashSpeculator):
         ]
         return DraftTokenIds(drafts.req_ids, kept)
 
-    def _choose_widths(self, slots: np.ndarray) -> np.ndarray:
+    def _choose_widths(self, slots: np.ndarray, drafts: torch.Tensor) -> np.ndarray:
         if self._is_skipped:
             return np.zeros(len(slots), dtype=np.int64)
         confidence = None
         if self.policy.reads_confidence:
             confidence = self._confidence[: len(slots)].cpu().numpy()
-        widths = self.policy.widths(slots, confidence)
+        widths = self.policy.widths(slots, confidence, self._before_end(drafts))
         assert widths.shape == slots.shape, (widths.shape, slots.shape)
         assert ((widths >= 0) & (widths <= self.num_speculative_steps)).all(), widths
         return widths
 
-    def _verified(
-        self,
-        batch: InputBatch,
-        last_hidden_states: torch.Tensor,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-    ) -> VerifiedStep:
+    def _before_end(self, drafts: torch.Tensor) -> np.ndarray:
+        """``[rows]``: the drafts before the first one that ends an answer."""
+        ends = np.isin(drafts.cpu().numpy(), self._end_ids)
+        before: np.ndarray = np.where(ends.any(axis=1), ends.argmax(axis=1), ends.shape[1])
+        return before
+
+    def _verified(self, step: TargetStep) -> VerifiedStep:
         """What the target's step did, on the host."""
+        batch = step.batch
         in_prompt = np.asarray(batch.is_prefilling_np)
-        samples = num_sampled.cpu().numpy() > 0
+        samples = step.num_sampled.cpu().numpy() > 0
         verified = np.zeros(batch.num_reqs, dtype=np.int64)
         if batch.num_draft_tokens_per_req is not None:
             verified = np.where(in_prompt, 0, batch.num_draft_tokens_per_req)
-        accepted = np.where(verified > 0, verified - num_rejected.cpu().numpy(), 0)
+        accepted = np.where(verified > 0, verified - step.num_rejected.cpu().numpy(), 0)
         logits = None
         if self.policy.reads_prompt:
             ends = torch.from_numpy(batch.cu_num_logits_np[:-1][in_prompt & samples])
             rows = batch.logits_indices[ends.to(batch.logits_indices.device)]
-            logits = self._target_logits(last_hidden_states[rows])
+            logits = self._target_logits(step.last_hidden_states[rows])
         return VerifiedStep(batch.idx_mapping_np, in_prompt, samples, verified, accepted, logits)
 
     def load_draft_model(
