@@ -313,7 +313,10 @@ class IdleServer(FakeServer):
 
 def test_the_others_stand_still() -> None:
     servers = [IdleServer(name) for name in "abc"]
-    racing = [*(contestant(server.options.name, server) for server in servers), contestant("hf", None)]
+    racing = [
+        *(contestant(server.options.name, server) for server in servers),
+        contestant("hf", None),
+    ]
 
     def paused() -> list[bool]:
         return [server.is_paused for server in servers]

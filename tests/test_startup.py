@@ -18,9 +18,13 @@ import torch._inductor.config
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from dllm.config import DenoiseConfig, PluginOptions
 from dllm.seams_cpu import is_cpu_without_triton
+from dllm.seams_table import IN_PROCESS_EXECUTOR
 
 CANVAS = 32
 
@@ -268,8 +272,31 @@ def test_openmp_that_has_to_be_set_up_needs_a_fresh_process(
 @on_cpu_without_triton
 def test_other_models_start_as_vllm_starts_them(asked_to_fork):
     load_general_plugins()
-    VllmConfig()
+    config = VllmConfig()
     assert os.environ[METHOD] == "spawn"
+    assert config.parallel_config.distributed_executor_backend != IN_PROCESS_EXECUTOR
+
+
+@on_cpu_without_triton
+@pytest.mark.parametrize(
+    ("asked", "missing", "expected"),
+    [
+        (None, None, UniProcExecutor),
+        ("uni", None, UniProcExecutor),
+        ("mp", None, MultiprocExecutor),
+        (None, "OMP_NUM_THREADS", MultiprocExecutor),
+        (None, "VLLM_CPU_OMP_THREADS_BIND", MultiprocExecutor),
+    ],
+)
+def test_whose_process_the_worker_runs_in(
+    checkpoint, asked_to_fork, monkeypatch, asked, missing, expected
+):
+    """The engine's, unless the user or OpenMP needs another."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    if missing:
+        monkeypatch.delenv(missing)
+    config = engine_config(checkpoint(), distributed_executor_backend=asked)
+    assert Executor.get_class(config) is expected
 
 
 # --- other processes -----------------------------------------------------------------------------

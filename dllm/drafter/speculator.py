@@ -55,7 +55,7 @@ class Drafter(DFlashSpeculator):
         # Of the rows of the step that was drafted last.
         self._widths = np.zeros(0, dtype=np.int64)
         self._is_skipped = False
-        self._drafts_late = device.type == "cpu"
+        self._drafts_late = device.type == "cpu" and self.dp_size == 1
         # The last step, and what drafts behind it, until somebody takes the drafts.
         self._undrafted: tuple[TargetStep, Callable[[], torch.Tensor]] | None = None
         self._end_ids = np.array(sorted(end_ids(vllm_config)), dtype=np.int64)
@@ -131,8 +131,8 @@ class Drafter(DFlashSpeculator):
         """Decide, draft, and choose widths."""
         slots = step.batch.idx_mapping_np
         self._look_at(step)
-        is_useless = self._drafts_late and bool(self._reads_on(step.batch).all())
-        self._is_skipped = is_useless or self.policy.limit(slots) == 0
+        only_reads = bool(self._reads_on(step.batch).all())  # parts of prompts
+        self._is_skipped = only_reads or self.policy.limit(slots) == 0
         start = time.perf_counter()  # looking waits for the target, which is not ours to count
         drafts = self._propose(step, draft)
         if self._trims:
