@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,10 +42,14 @@ def canvas_length(parser: argparse.ArgumentParser, model: Path) -> int:
 
 
 def reporting_failures(main: Main) -> Main:
-    """A ``main`` that prints why there is no speed: exit code 1 for wrong outputs, 2 otherwise."""
+    """A ``main`` that prints why there is no speed: exit code 1 for wrong outputs, 2 otherwise.
+
+    Ended by SIGTERM it stops its servers, some of which stand still (``bench.race.undisturbed``).
+    """
 
     @functools.wraps(main)
     def guarded(arguments: Sequence[str] | None = None) -> int:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             return main(arguments)
         except GateError as error:

@@ -166,6 +166,41 @@ def test_every_option_at_once_drafts_as_the_definition(target, windowed):
             assert bool(draft.logits.isneginf().sum(-1).eq(512 - 256).all())
 
 
+class Narrow(FixedWidth):
+    """Blocks of another width in every row and step, 0 and N among them."""
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        self.asked: list[list[int]] = []
+
+    def block_widths(self, slots: np.ndarray) -> np.ndarray:
+        widths = (slots + len(self.asked)) % (self.num_drafts + 1)
+        self.asked.append(widths.tolist())
+        return widths
+
+    def widths(
+        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
+    ) -> np.ndarray:
+        return np.full(len(slots), self.num_drafts)
+
+
+def test_a_narrow_blocks_drafts_are_those_of_a_block_that_ends_there(target, drafting, monkeypatch):
+    """Beside wide ones in the same pass; behind a prompt that is shorter than the full block."""
+    drafting.reset_prefix_cache()
+    monkeypatch.setattr(drafting.runner.speculator, "_narrows", True)
+    policy = Narrow(NUM_DRAFTS)
+    with policy_of(drafting, policy), watch_drafts(drafting) as seen:
+        drafting.generate([prompt(2, 3), prompt(10, 4), prompt(20, 5)], greedy(12))
+    widths = [width for step in policy.asked for width in step]
+    assert len(widths) == len(seen) and set(widths) == set(range(NUM_DRAFTS + 1))
+    expected = reference(target, drafting, random_drafter())
+    with torch.inference_mode():
+        for draft, width in zip(seen, widths, strict=True):
+            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * width
+            logits = expected.logits(draft.tokens[:-1], block)[1:]
+            torch.testing.assert_close(draft.logits[:width], logits, rtol=RTOL, atol=RTOL * 10)
+
+
 class Bursts(WidthPolicy):
     """Several steps without drafting, then two with, of which the target verifies nothing."""
 
@@ -570,6 +605,8 @@ def joint_distribution(target, given: list[int], temperature: float) -> np.ndarr
         ),
         (drafter_config(), {"width": 9}, ["width = 9", "is 5"]),
         (drafter_config(), {"mask_token_id": 3}, ["ambiguous", "= 3", "= 500"]),
+        (drafter_config(is_causal=True), {"block": "chosen"}, ["layer 0", "is causal"]),
+        (drafter_config(), {"block": "chosen", "window": 8}, ["layer 0", "has a window"]),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused_at_start(target, tmp_path, config, options, words):

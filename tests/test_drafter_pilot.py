@@ -75,6 +75,12 @@ def test_the_command_trains_from_trials_and_reports(tmp_path, capsys):
         "preprocessing",
         "radius",
     }
+    with (out / pilot_command.FOOTPRINT).open() as file:
+        costs = list(csv.DictReader(file))
+    assert [row["prompts"] for row in costs] == ["1", "8", "32"]
+    assert all(float(row["ms"]) > 0 for row in costs)
+    weights = 40 * 16 + 16 + 16 * len(WIDTHS) + len(WIDTHS)
+    assert {row["weights_kb"] for row in costs} == {f"{4 * weights / 1000:.3f}"}
     assert str(out) in capsys.readouterr().out
 
 

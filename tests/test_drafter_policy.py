@@ -1,6 +1,8 @@
 """Policies as functions: what they learn, what a step costs, which widths earn most."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch
 from dllm.drafter.adaptive import FIRST_TRIAL, LAST_TRIAL, AdaptiveWidth, best_widths
 from dllm.drafter.costs import CostTable, assumed_costs
 from dllm.drafter.options import DrafterOptions
+from dllm.drafter.pair import _refuse_clocks_that_differ
 from dllm.drafter.pilot import PREPROCESSING, TOP_K, Pilot, PilotConfig, PilotWidth
 from dllm.drafter.policy import VerifiedStep, always_verifies_all, make_policy
 from dllm.drafter.survival import BIN_EDGES, NUM_BINS, Survival, bins_of
@@ -158,11 +161,26 @@ class Clock:
 
 
 class Traffic:
-    """Requests that go through a policy, whose drafts are kept with given probabilities."""
+    """Requests that go through a policy, whose drafts are kept with given probabilities.
 
-    def __init__(self, policy: AdaptiveWidth, num_rows: int, seed: int = 0) -> None:
+    A step takes what the table says, and ``extra_ms``; or ``plain_ms``, and ``drafting_ms``
+    with a draft pass behind it.
+    """
+
+    def __init__(
+        self,
+        policy: AdaptiveWidth,
+        num_rows: int,
+        extra_ms: float = 0.0,
+        plain_ms: float | None = None,
+        drafting_ms: float = 0.0,
+    ) -> None:
         self.policy, self.num_rows = policy, num_rows
-        self.rng = np.random.default_rng(seed)
+        self.extra_ms, self.plain_ms = extra_ms, plain_ms
+        self.pass_ms = drafting_ms - (plain_ms or 0.0)
+        if plain_ms is None:
+            self.pass_ms = policy.costs.drafting(num_rows)[0] - policy.costs.plain(num_rows)
+        self.rng = np.random.default_rng(0)
         self.slots = np.arange(num_rows)
         self.last = np.zeros(num_rows, dtype=int)
 
@@ -173,10 +191,11 @@ class Traffic:
         self.policy.observe(VerifiedStep(self.slots, everyone, everyone, nothing, nothing))
         self._choose()
 
-    def step(self, conditional: np.ndarray, takes_ms: float | None = None) -> np.ndarray:
-        """One step of the target, as long as expected; returns the widths chosen for the next."""
-        if self.policy._decided is not None:
-            self.policy.clock.now += (takes_ms or self.policy._decided.expected_ms) / 1e3
+    def step(self, conditional: np.ndarray) -> np.ndarray:
+        """One step of the target; returns the widths chosen for the next."""
+        verifying_ms = self.policy.costs.drafting(self.num_rows)[self.last.sum()] - self.pass_ms
+        target_ms = verifying_ms if self.plain_ms is None else self.plain_ms
+        self.policy.clock.now += (target_ms + self.extra_ms) / 1e3
         accepted = draw_accepted(self.rng, np.broadcast_to(conditional, (self.num_rows, N)))
         accepted = np.minimum(accepted, self.last)
         nobody = np.zeros(self.num_rows, dtype=bool)
@@ -186,6 +205,7 @@ class Traffic:
     def _choose(self) -> np.ndarray:
         self.last = np.zeros(self.num_rows, dtype=int)
         if self.policy.limit(self.slots):
+            self.policy.clock.now += self.pass_ms / 1e3
             self.last = self.policy.widths(self.slots, None, full(self.slots))
         return self.last
 
@@ -341,10 +361,10 @@ def test_requests_in_their_prompts_get_nothing_and_alone_are_not_drafted_for():
 def test_what_a_step_costs_beside_the_table_is_learned_and_idleness_is_not():
     policy = adaptive(1)
     clock = policy.clock
-    traffic = Traffic(policy, 1)
+    traffic = Traffic(policy, 1, extra_ms=4.0)
     traffic.arrive()
     for _ in range(200):
-        traffic.step(GOOD, policy._decided.expected_ms + 4.0)
+        traffic.step(GOOD)
     assert policy._unseen_ms == [0.0, pytest.approx(4.0, rel=0.05)]
     clock.now += 60.0
     traffic.step(GOOD)
@@ -357,14 +377,35 @@ def test_what_a_step_costs_beside_the_table_is_learned_and_idleness_is_not():
 def test_a_table_that_is_wrong_about_one_kind_of_step_is_corrected(plain_ms, drafting_ms, pays):
     """Drafts are kept half of the time; by the table (10 and 15 ms) that pays a little."""
     policy = adaptive(1)
-    traffic = Traffic(policy, 1)
+    traffic = Traffic(policy, 1, plain_ms=plain_ms, drafting_ms=drafting_ms)
     traffic.arrive()
-    drafted = []
-    for _ in range(1000):
-        takes_ms = drafting_ms if policy._decided.drafts else plain_ms
-        drafted.append(bool(traffic.step(np.full(N, 0.5), takes_ms).any()))
+    drafted = [bool(traffic.step(np.full(N, 0.5)).any()) for _ in range(1000)]
     share = np.mean(drafted[500:])
     assert share > 0.9 if pays else share < 0.1
+
+
+def test_a_table_that_is_far_too_high_is_corrected_by_its_first_trials():
+    """As one that was measured while something else had the processor."""
+    policy = adaptive(1)
+    wrong = np.array([[150.0, 180.0]])
+    policy.costs = CostTable(np.array([1]), np.array([0, N]), wrong, np.array([10.0]))
+    traffic = Traffic(policy, 1, plain_ms=10.0, drafting_ms=15.0)
+    traffic.arrive()
+    drafted = [bool(traffic.step(GOOD).any()) for _ in range(100)]
+    assert not any(drafted[: FIRST_TRIAL - 2]) and all(drafted[50:])
+
+
+def test_endings_are_learned_and_stop_the_drafting_that_is_worth_nothing():
+    """Every draft would be kept, and every block begins with the end of the answer."""
+    policy = adaptive(1)
+    slots, nothing = np.arange(1), np.zeros(1, dtype=int)
+    everyone, drafted = np.ones(1, dtype=bool), []
+    for _ in range(200):
+        policy.observe(VerifiedStep(slots, everyone, everyone, nothing, nothing))
+        drafted.append(policy.limit(slots) > 0)
+        if drafted[-1]:
+            assert policy.widths(slots, None, np.zeros(1, dtype=int)).tolist() == [0]
+    assert drafted[0] and sum(drafted[100:]) <= 5
 
 
 # --- pilot ----------------------------------------------------------------------------------------
@@ -437,12 +478,26 @@ def test_a_pilot_of_another_server_is_refused(tmp_path):
         ({"policy": "adaptive", "hysteresis": 2}, ["hysteresis = 2", "at most 1"]),
         ({"policy": "adaptive", "confidence": 1}, ["confidence = 1", "true or false"]),
         ({"policy": "pilot", "pilot": 3}, ["pilot = 3"]),
+        ({"policy": "adaptive", "block": "chosen"}, ['"chosen"', '"adaptive"', "before drafting"]),
+        ({"denoise_steps": 2, "block": "chosen"}, ['"chosen"', "denoise_steps = 2", "one step"]),
     ],
 )
 def test_options_that_mean_nothing_are_refused(given, words):
     with pytest.raises(ValueError) as refusal:
         DrafterOptions.from_given(given)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_ranks_do_not_each_decide_by_their_own_clock():
+    def server(policy: str, num_ranks: int) -> Any:
+        options = {"dllm": {"drafter": {"policy": policy}}}
+        parallel = SimpleNamespace(tensor_parallel_size=num_ranks)
+        return SimpleNamespace(additional_config=options, parallel_config=parallel)
+
+    _refuse_clocks_that_differ(server("fixed", 2))
+    _refuse_clocks_that_differ(server("adaptive", 1))
+    with pytest.raises(ValueError, match="'adaptive' with tensor_parallel_size = 2"):
+        _refuse_clocks_that_differ(server("adaptive", 2))
 
 
 def test_the_adaptive_policy_from_options():

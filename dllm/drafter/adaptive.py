@@ -25,7 +25,7 @@ from dllm.drafter.survival import Survival, bins_of
 FIRST_TRIAL, LAST_TRIAL = 8, 128  # steps without drafting before a trial
 ROWS_PER_TRIED = 8  # of so many requests one is tried
 UNSEEN_KEPT = 0.9  # fading of what a step costs beside the table's
-LEAST_OF_TABLE = 0.2  # no step that drafts is expected to cost less than this part of the table's
+LEAST_OF_TABLE = 0.1  # no step that drafts is expected to cost less than this part of the table's
 # A pause longer than this many steps is idleness, not a step.
 IDLE_STEPS = 4.0
 
@@ -84,7 +84,7 @@ class AdaptiveWidth(WidthPolicy):
         self._is_trial = self._has_news = False
         self._until_trial = self._trial_after = FIRST_TRIAL
         # What a step without and with drafting costs more than the table says, or less.
-        self._unseen_ms = [0.0, 0.0]
+        self._unseen_ms, self._num_seen = [0.0, 0.0], [0, 0]
         self._decided: _Decision | None = None
 
     def observe(self, step: VerifiedStep) -> None:
@@ -148,12 +148,11 @@ class AdaptiveWidth(WidthPolicy):
             goes_on = np.arange(self.num_drafts) < before_end[:, None]
             bins = None if confidence is None else self._bins[slots]
             widths, _ = self._best(slots, self.survival.of(slots, bins) * goes_on)
-        expected_ms = self.costs.drafting(len(slots))[int(widths.sum())]
-        self._decide(len(slots), True, float(expected_ms))
+        self._decide(len(slots), True, int(widths.sum()))
         return widths
 
     def _plain(self, num_rows: int) -> int:
-        self._decide(num_rows, False, self.costs.plain(num_rows))
+        self._decide(num_rows, False, 0)
         return 0
 
     def _best(self, slots: np.ndarray, worth: np.ndarray) -> tuple[np.ndarray, float]:
@@ -169,24 +168,29 @@ class AdaptiveWidth(WidthPolicy):
             self._trial_after = min(2 * self._trial_after, LAST_TRIAL)
             self._until_trial = self._trial_after
 
-    def _decide(self, num_rows: int, drafts: bool, expected_ms: float) -> None:
-        """Note a decision; between two alike a whole step passed. What of it was not expected?"""
+    def _decide(self, num_rows: int, drafts: bool, num_verified: int) -> None:
+        """Note a decision; what passed since the last one was a step. What of it was not expected?
+
+        In it the target verified what was decided then, and the drafter drafted if it has now. So
+        every trial says what a draft pass costs, also where the table has it wrong.
+        """
         last = self._decided
-        self._decided = now = _Decision(self.clock(), num_rows, drafts, expected_ms)
-        if last is None or (last.num_rows, last.drafts) != (num_rows, drafts):
+        self._decided = now = _Decision(self.clock(), num_rows, num_verified)
+        if last is None or last.num_rows != num_rows or (last.num_verified and not drafts):
             return
-        passed = 1e3 * (now.at - last.at)
-        known = self._unseen_ms[drafts]
-        if 0 < passed < IDLE_STEPS * (last.expected_ms + known):
-            unseen = passed - last.expected_ms
-            self._unseen_ms[drafts] = UNSEEN_KEPT * known + (1 - UNSEEN_KEPT) * unseen
+        table = self.costs.drafting(num_rows)[last.num_verified] if drafts else None
+        expected = self.costs.plain(num_rows) if table is None else float(table)
+        passed, known = 1e3 * (now.at - last.at), self._unseen_ms[drafts]
+        if 0 < passed < IDLE_STEPS * (expected + max(known, 0.0)):
+            self._num_seen[drafts] += 1
+            share = max(1 - UNSEEN_KEPT, 1 / self._num_seen[drafts])
+            self._unseen_ms[drafts] += share * (passed - expected - known)
 
 
 @dataclass(frozen=True)
 class _Decision:
-    """What the next step does: its batch, whether it drafts, and what the table says it costs."""
+    """When it was taken, of how many requests, and how many drafts the next step verifies."""
 
     at: float
     num_rows: int
-    drafts: bool
-    expected_ms: float
+    num_verified: int

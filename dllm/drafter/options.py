@@ -20,6 +20,8 @@ POLICY_OPTIONS = {
 }
 HYSTERESES = FloatRange(0.0, 1.0)
 NOISE_SCHEDULES = ("cosine", "linear", "sqrt")
+FULL, CHOSEN = "full", "chosen"
+BLOCKS = (FULL, CHOSEN)
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class DrafterOptions:
             them leave its KV cache. None keeps what the checkpoint says.
         denoise_steps: passes over the draft block; more than one reveals the surest tokens first.
         noise_schedule: how many tokens each of these passes reveals (``schedule``).
+        block: how wide the draft block is: always ``full``, or as wide as the policy has ``chosen``
+            before it is drafted (``fixed`` and ``pilot``), so that its masks see no further.
         mask_token_id, mask_token: the token that stands at undecided positions, where the
             checkpoint does not say.
         record: folder that hidden states and tokens of live traffic are recorded in, for
@@ -54,6 +58,7 @@ class DrafterOptions:
     window: int | None = None
     denoise_steps: int = 1
     noise_schedule: str = "cosine"
+    block: str = FULL
     mask_token_id: int | None = None
     mask_token: str | None = None
     record: str | None = None
@@ -68,7 +73,11 @@ class DrafterOptions:
         for key in ("mask_token", "record"):
             if getattr(self, key) is not None and not isinstance(getattr(self, key), str):
                 raise ValueError(f"{WHERE}: {key} = {getattr(self, key)!r}; allowed: a string.")
-        for key, allowed in (("policy", POLICIES), ("noise_schedule", NOISE_SCHEDULES)):
+        for key, allowed in (
+            ("policy", POLICIES),
+            ("noise_schedule", NOISE_SCHEDULES),
+            ("block", BLOCKS),
+        ):
             if getattr(self, key) not in allowed:
                 raise ValueError(
                     f"{WHERE}: {key} = {getattr(self, key)!r}; allowed: {', '.join(allowed)}."
@@ -87,6 +96,12 @@ class DrafterOptions:
             raise ValueError(
                 f'{WHERE}: policy "pilot" needs "pilot": the folder that `dllm train pilot --out` '
                 "wrote."
+            )
+        if self.block == CHOSEN and (self.policy == "adaptive" or self.denoise_steps > 1):
+            raise ValueError(
+                f'{WHERE}: block = "{CHOSEN}" with policy "{self.policy}" and denoise_steps = '
+                f"{self.denoise_steps}; allowed with fixed or pilot, whose widths are known before "
+                "drafting, and one step. Leave one of them out."
             )
         for field in fields(self):
             owner = POLICY_OPTIONS.get(field.name, self.policy)

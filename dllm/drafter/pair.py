@@ -10,11 +10,12 @@ from dllm.config import PluginOptions
 from dllm.drafter.checkpoint import (
     Config,
     DrafterConfig,
+    LayerAttention,
     TargetFacts,
     check_pair,
     check_tokenizers,
 )
-from dllm.drafter.options import DrafterOptions
+from dllm.drafter.options import CHOSEN, DrafterOptions
 from dllm.drafter.pilot import PilotConfig
 
 
@@ -75,6 +76,8 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
         PilotConfig.load(pilot).check_against(
             speculative.num_speculative_tokens, target.get_vocab_size()
         )
+    if drafter_options(vllm_config).block == CHOSEN:
+        _refuse_narrow_blocks(drafter)
     text_config = target.hf_text_config
     check_pair(
         drafter,
@@ -91,6 +94,17 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
         _vocabulary(target.tokenizer, target.tokenizer_revision),
     )
     return drafter
+
+
+def _refuse_narrow_blocks(drafter: DrafterConfig) -> None:
+    """A block is narrowed by hiding its last keys from everybody: no row may count from its end."""
+    for index, layer in enumerate(drafter.layers):
+        if layer != LayerAttention():
+            raise ValueError(
+                f'block = "{CHOSEN}", but layer {index} of the drafter '
+                f"{'is causal' if layer.is_causal else 'has a window'}; only layers that see "
+                'everything can draft narrower blocks. Leave "block" or "window" out.'
+            )
 
 
 def _refuse_clocks_that_differ(vllm_config: VllmConfig) -> None:

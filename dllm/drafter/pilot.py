@@ -162,6 +162,10 @@ class PilotWidth(WidthPolicy):
         """The widest of the batch."""
         return int(self._chosen[slots].max())
 
+    def block_widths(self, slots: np.ndarray) -> np.ndarray:
+        """What was chosen."""
+        return self._chosen[slots]
+
     def widths(
         self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
     ) -> np.ndarray:

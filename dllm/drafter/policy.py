@@ -64,6 +64,10 @@ class WidthPolicy(ABC):
         """An upper bound of what ``widths`` will answer for this batch; 0 saves the drafting."""
         return self.num_drafts
 
+    def block_widths(self, slots: np.ndarray) -> np.ndarray:
+        """``[rows]``, 0 to N: how wide each row's draft block has to be, before it is drafted."""
+        return np.full(len(slots), self.num_drafts)
+
     @abstractmethod
     def widths(
         self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
@@ -90,11 +94,15 @@ class FixedWidth(WidthPolicy):
         """The width itself."""
         return self.width
 
+    def block_widths(self, slots: np.ndarray) -> np.ndarray:
+        """The width, for every row."""
+        return np.full(len(slots), self.width)
+
     def widths(
         self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
     ) -> np.ndarray:
-        """The width, for every row."""
-        return np.full(len(slots), self.width)
+        """The same, wherever the answer ends."""
+        return self.block_widths(slots)
 
 
 def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> WidthPolicy:

@@ -17,7 +17,7 @@ from dllm.drafter.costs import CostTable
 from dllm.drafter.policy import VerifiedStep, WidthPolicy
 from dllm.warm_up import ImaginaryRequests
 
-REPEATS = 2  # the fastest counts: anything else was somebody else's doing
+REPEATS = 4  # the fastest counts: anything else was somebody else's doing
 GROWTH = 4  # from one batch size measured to the next
 
 

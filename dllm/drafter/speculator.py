@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.states import RequestState
 from dllm.drafter.adaptive import AdaptiveWidth
 from dllm.drafter.deferred import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, DraftingCounts
+from dllm.drafter.options import CHOSEN
 from dllm.drafter.pair import drafter_options, end_ids
 from dllm.drafter.policy import VerifiedStep, WidthPolicy, always_verifies_all, make_policy
 from dllm.drafter.recording import make_recorder, recorded_step
@@ -55,7 +56,10 @@ class Drafter(DFlashSpeculator):
         # Of the rows of the step that was drafted last.
         self._widths = np.zeros(0, dtype=np.int64)
         self._is_skipped = False
+        self._narrows = options.block == CHOSEN
         self._drafts_late = device.type == "cpu" and self.dp_size == 1
+        # [rows], of the step that is drafted now; None for a dummy run's.
+        self._block_widths: np.ndarray | None = None
         # The last step, and what drafts behind it, until somebody takes the drafts.
         self._undrafted: tuple[TargetStep, Callable[[], torch.Tensor]] | None = None
         self._end_ids = np.array(sorted(end_ids(vllm_config)), dtype=np.int64)
@@ -96,7 +100,7 @@ class Drafter(DFlashSpeculator):
         arguments = (input_batch, attn_metadata, slot_mappings, *hidden_states, *outcome, *others)
         draft = partial(super().propose, *arguments, dummy_run=dummy_run, **options)
         if dummy_run:
-            self._is_skipped = False
+            self._is_skipped, self._block_widths = False, None
             return draft()
         if self._drafts_late:
             self._undrafted = step, draft
@@ -147,6 +151,7 @@ class Drafter(DFlashSpeculator):
             self._deferred.append(step, slots, groups)
             return self.draft_tokens[: step.batch.num_reqs]
         self._store_deferred()
+        self._block_widths = self.policy.block_widths(step.batch.idx_mapping_np)
         return draft()
 
     def _look_at(self, step: TargetStep) -> None:
@@ -305,6 +310,20 @@ class Drafter(DFlashSpeculator):
             reveal_surest(drafts, confidence, is_masked, logits, count)
             tokens = drafts.masked_fill(is_masked, self.parallel_drafting_token_id)
             self.input_buffers.input_ids[places] = tokens.view(-1).to(torch.int32)
+
+    def _build_attn_metadata(
+        self, num_reqs: int, *others: Any, **options: Any
+    ) -> dict[str, Any] | None:
+        """vLLM's hook before the pass; hides the end of blocks that need not be full.
+
+        A row's first w drafts are then those of a block of w masks: nobody sees the others.
+        """
+        if self._narrows and self._block_widths is not None:
+            firsts = self.input_buffers.positions[: num_reqs * self.num_query_per_req]
+            firsts = firsts[:: self.num_query_per_req]
+            ends = firsts + 1 + torch.from_numpy(self._block_widths).to(firsts.device)
+            self.input_buffers.seq_lens[:num_reqs] = ends.clamp_(max=self.max_model_len)
+        return super()._build_attn_metadata(num_reqs, *others, **options)
 
     def _maybe_predict_acceptance(
         self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor

@@ -10,6 +10,8 @@ is too short to time. Source of the method: BlockPilot (the third seed document)
 """
 
 import json
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +115,30 @@ class Score:
     choice: str
     tokens_per_s: float
     acceptance: float
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What choosing costs, once a request: milliseconds for prompts that end together; weights."""
+
+    prompts: int
+    ms: float
+    weights_kb: float
+
+
+def footprints(pilot: Pilot, logits: Tensor, repeats: int = 50) -> list[Footprint]:
+    """Of 1, 8 and 32 prompts; the median of ``repeats`` on this machine."""
+    weights = sum(weight.numel() * weight.element_size() for weight in pilot.parameters())
+    found = []
+    for prompts in (1, 8, 32):
+        rows = logits[torch.arange(prompts) % len(logits)]
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            pilot.choose(rows)
+            times.append(1e3 * (time.perf_counter() - start))
+        found.append(Footprint(prompts, statistics.median(times), weights / 1000))
+    return found
 
 
 def score(trials: Trials, choice: str, chosen: Tensor) -> Score:

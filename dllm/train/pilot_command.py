@@ -5,7 +5,8 @@
 
 Written to --out: trials.safetensors (what every width took on every prompt; a later run can start
 from it with --trials), pilot.safetensors and pilot.json (for ``"policy": "pilot", "pilot": OUT``),
-and report.csv: the pilot beside every fixed width on prompts that it was not trained on.
+report.csv: the pilot beside every fixed width on prompts that it was not trained on; and
+footprint.csv: what choosing takes, in time and memory.
 """
 
 import argparse
@@ -22,13 +23,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dllm.calibrate.prompts import file_prompts, suite_prompts
 from dllm.calibrate.settings import CalibrateSettings
 from dllm.cli import OK, CommandError
+from dllm.drafter.options import BLOCKS, FULL
 from dllm.drafter.pilot import PREPROCESSING, PilotConfig
-from dllm.train.pilot import LABELS, Score, Trials, scores, train_pilot
+from dllm.train.pilot import LABELS, Score, Trials, footprints, scores, train_pilot
 
 if TYPE_CHECKING:
     from dllm.train.pilot_trials import TrialSettings
 
 TRIALS, REPORT, ABLATIONS = "trials.safetensors", "report.csv", "ablations.csv"
+FOOTPRINT = "footprint.csv"
 WIDTHS = (0, 1, 2, 3, 5, 7, 11, 15)
 
 
@@ -52,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     pilot.save(given.out)
     found = [asdict(one) for one in scores(trials, pilot)]
     write(given.out / REPORT, found)
+    write(given.out / FOOTPRINT, [asdict(one) for one in footprints(pilot, trials.logits)])
     if given.ablations:
         write(given.out / ABLATIONS, ablations(trials, config, given))
     print(given.out)
@@ -119,6 +123,7 @@ def trial_settings(given: argparse.Namespace) -> "TrialSettings":
         given.temperature,
         given.eager,
         given.kv_cache_mib,
+        given.block,
     )
 
 
@@ -200,6 +205,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--center", type=int, help="(--num-drafts)")
     parser.add_argument("--num-drafts", type=int, help="drafted at a time (block_size - 1)")
     parser.add_argument("--concurrency", type=int, default=1, help="prompts at once")
+    parser.add_argument("--block", choices=BLOCKS, default=FULL, help="as the server's option")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--eager", action="store_true", help="without compilation")

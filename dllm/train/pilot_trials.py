@@ -11,6 +11,7 @@ from vllm import LLM, SamplingParams
 from vllm.outputs import CompletionOutput
 
 from dllm import seams_drafter
+from dllm.drafter.options import FULL
 from dllm.drafter.policy import FixedWidth, VerifiedStep
 from dllm.train.pilot import Trials
 
@@ -22,6 +23,7 @@ class TrialSettings:
     Attributes:
         num_drafts: tokens drafted at a time; candidates are no wider.
         concurrency: prompts that are answered at once, as at the server that the pilot is for.
+        block: of the drafter, likewise (``DrafterOptions``).
     """
 
     target: Path
@@ -33,6 +35,7 @@ class TrialSettings:
     temperature: float = 0.0
     is_eager: bool = False
     kv_cache_mib: int = 512
+    block: str = FULL
 
 
 class TrialWidth(FixedWidth):
@@ -128,5 +131,5 @@ def start(settings: TrialSettings, longest: int) -> LLM:
             "num_speculative_tokens": settings.num_drafts,
         },
         # A width that is chosen after each step; which one, the trials say.
-        additional_config={"dllm": {"drafter": {"width": 0}}},
+        additional_config={"dllm": {"drafter": {"width": 0, "block": settings.block}}},
     )
