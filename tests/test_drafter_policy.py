@@ -407,6 +407,21 @@ def test_endings_are_learned_and_stop_the_drafting_that_is_worth_nothing():
             assert policy.widths(slots, None, np.zeros(1, dtype=int)).tolist() == [0]
     assert drafted[0] and sum(drafted[100:]) <= 5
 
+    # Then long answers arrive. They are noticed when the first few are over, not at the next trial.
+    policy._until_trial = policy._trial_after = LAST_TRIAL
+    drafted = []
+    for _ in range(20):
+        policy.observe(VerifiedStep(slots, everyone, everyone, nothing, nothing))
+        drafted.append(policy.limit(slots) > 0)
+        if drafted[-1]:
+            policy.widths(slots, None, full(slots))
+        for _ in range(N + 2):
+            policy.observe(VerifiedStep(slots, ~everyone, everyone, nothing, nothing))
+            if not policy.limit(slots):
+                continue
+            policy.widths(slots, None, full(slots))
+    assert not drafted[0] and all(drafted[15:])
+
 
 # --- pilot ----------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ FIRST_TRIAL, LAST_TRIAL = 8, 128  # steps without drafting before a trial
 ROWS_PER_TRIED = 8  # of so many requests one is tried
 UNSEEN_KEPT = 0.9  # fading of what a step costs beside the table's
 LEAST_OF_TABLE = 0.1  # no step that drafts is expected to cost less than this part of the table's
+NOT_PLAIN = -(1 << 40)
 # A pause longer than this many steps is idleness, not a step.
 IDLE_STEPS = 4.0
 
@@ -81,6 +82,8 @@ class AdaptiveWidth(WidthPolicy):
         self.is_drafting = True
         self._bins = np.zeros((num_slots, num_drafts), dtype=np.int64)  # of the last drafts
         self._samples = np.zeros(0, dtype=bool)  # of the last step's rows
+        # Steps behind its prompt of a request that nobody has drafted for yet.
+        self._num_plain = np.zeros(num_slots, dtype=np.int64)
         self._is_trial = self._has_news = False
         self._until_trial = self._trial_after = FIRST_TRIAL
         # What a step without and with drafting costs more than the table says, or less.
@@ -90,6 +93,9 @@ class AdaptiveWidth(WidthPolicy):
     def observe(self, step: VerifiedStep) -> None:
         """Learn what became of the last drafts, and what a step costs beside the table's."""
         reads_prompts = bool(step.in_prompt.any())
+        if reads_prompts:
+            self._end_answers(step.slots[step.in_prompt])
+        self._num_plain[step.slots[~step.in_prompt]] += 1
         self._has_news = (
             reads_prompts
             or bool(step.verified.any())
@@ -136,6 +142,7 @@ class AdaptiveWidth(WidthPolicy):
     ) -> np.ndarray:
         """The best ones; of a trial, everything of the requests that have been tried least."""
         self.endings.observe(before_end[self._samples])
+        self._num_plain[slots] = NOT_PLAIN
         if confidence is not None:
             self._bins[slots] = bins_of(confidence)
         if self._is_trial:
@@ -150,6 +157,12 @@ class AdaptiveWidth(WidthPolicy):
             widths, _ = self._best(slots, self.survival.of(slots, bins) * goes_on)
         self._decide(len(slots), True, int(widths.sum()))
         return widths
+
+    def _end_answers(self, slots: np.ndarray) -> None:
+        """Other requests have taken these slots: how long were answers that nobody drafted for?"""
+        lengths = self._num_plain[slots]
+        self.endings.observe(np.minimum(lengths[lengths > 0] - 1, self.num_drafts))
+        self._num_plain[slots] = 0
 
     def _plain(self, num_rows: int) -> int:
         self._decide(num_rows, False, 0)

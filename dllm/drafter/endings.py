@@ -2,13 +2,14 @@
 
 A draft that ends the answer gains nothing: if all before it are kept, the target's own next token
 ends it in the same step. Where answers are short that is most of the block, which is known of a
-block when it has been drafted, and here of those to come.
+block when it has been drafted, and here of those to come. An answer that nobody drafted for says it
+too, when it is over: of the block that would have stood behind its prompt.
 """
 
 import numpy as np
 
 # Of earlier counts, for each block: what is asked changes, and short answers are soon over.
-KEPT = 1 - 1 / 24
+KEPT = 1 - 1 / 8
 FIRST_GUESS, STRENGTH = 1 / 32, 1.0  # of the share that ends at a place; its weight in blocks
 
 
