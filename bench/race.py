@@ -226,9 +226,9 @@ def admit(contestant: Contestant, shape: Shape) -> float:
 def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator[None]:
     """While one of the racing servers (or none) is measured, the others stand still."""
     others = [one.server for one in racing if one.server and one.server is not server]
-    for other in others:
-        other.pause()
     try:
+        for other in others:
+            other.pause()
         yield
     finally:
         for other in others:

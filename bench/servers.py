@@ -193,12 +193,14 @@ class Server:
     def pause(self) -> None:
         """Let all of its processes stand still: one that waits for work polls, and takes a core."""
         assert self._process is not None, "start() first"
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let them go on."""
         assert self._process is not None, "start() first"
-        os.killpg(self._process.pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """Stop the process and what is left of its group."""

@@ -7,6 +7,7 @@ opts in with ``--worker-cls dllm.cpu.worker.CanvasCPUWorker``.
 # The shm module patches torch and must come before every other worker module.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
@@ -36,6 +37,9 @@ class CanvasCPUWorker(CPUWorker):
         seams_drafter.measure_costs_in_this_worker(self.model_runner, self.execute_model)
         return times
 
+    @torch.inference_mode()
     def put_away_step(self) -> None:
         """Called instead of ``take_draft_token_ids`` if nobody is left to draft for."""
-        self.model_runner.speculator.put_away()  # type: ignore[attr-defined]
+        speculator = self.model_runner.speculator  # type: ignore[attr-defined]
+        if speculator is not None:  # the last pipeline stage has it
+            speculator.put_away()

@@ -25,7 +25,7 @@ from dllm.drafter.survival import Survival, bins_of
 FIRST_TRIAL, LAST_TRIAL = 8, 128  # steps without drafting before a trial
 ROWS_PER_TRIED = 8  # of so many requests one is tried
 UNSEEN_KEPT = 0.9  # fading of what a step costs beside the table's
-LEAST_OF_TABLE = 0.1  # no step that drafts is expected to cost less than this part of the table's
+LEAST_OF_TABLE = 0.1  # no step is expected to cost less than this part of the table's
 NOT_PLAIN = -(1 << 40)
 # A pause longer than this many steps is idleness, not a step.
 IDLE_STEPS = 4.0
@@ -121,7 +121,10 @@ class AdaptiveWidth(WidthPolicy):
             self._count_down()  # nothing has changed since drafting was found not to pay
             return self.num_drafts if self._is_trial else self._plain(len(slots))
         widths, drafting = self._best(slots, self.survival.of(slots) * self.endings.goes_on)
-        plain = self._samples.sum() / (self.costs.plain(len(slots)) + self._unseen_ms[False])
+        table_ms = self.costs.plain(len(slots))
+        plain = self._samples.sum() / max(
+            table_ms + self._unseen_ms[False], LEAST_OF_TABLE * table_ms
+        )
         margin = 1 + self.hysteresis
         if self.is_drafting:
             # Drafting of which nothing is verified is plain decoding, and learns as little.

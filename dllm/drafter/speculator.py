@@ -57,7 +57,12 @@ class Drafter(DFlashSpeculator):
         self._widths = np.zeros(0, dtype=np.int64)
         self._is_skipped = False
         self._narrows = options.block == CHOSEN
-        self._drafts_late = device.type == "cpu" and self.dp_size == 1
+        # Elsewhere somebody reads drafts or pages as soon as the step is over.
+        self._drafts_late = (
+            device.type == "cpu"
+            and self.dp_size == vllm_config.parallel_config.pipeline_parallel_size == 1
+            and vllm_config.kv_transfer_config is None
+        )
         # [rows], of the step that is drafted now; None for a dummy run's.
         self._block_widths: np.ndarray | None = None
         # The last step, and what drafts behind it, until somebody takes the drafts.
@@ -102,7 +107,8 @@ class Drafter(DFlashSpeculator):
         if dummy_run:
             self._is_skipped, self._block_widths = False, None
             return draft()
-        if self._drafts_late:
+        num_drafts = options.get("num_speculative_tokens")  # vLLM's, by batch size
+        if self._drafts_late and num_drafts in (None, self.num_speculative_steps):
             self._undrafted = step, draft
             return self.draft_tokens[: input_batch.num_reqs]
         return self._draft(step, draft)
