@@ -95,6 +95,7 @@ class AdaptiveWidth(WidthPolicy):
         reads_prompts = bool(step.in_prompt.any())
         if reads_prompts:
             self._end_answers(step.slots[step.in_prompt])
+            self._decided = None  # a step of another kind
         self._num_plain[step.slots[~step.in_prompt]] += 1
         self._has_news = (
             reads_prompts
@@ -104,8 +105,6 @@ class AdaptiveWidth(WidthPolicy):
         )
         if not self._has_news:
             return
-        if reads_prompts:
-            self._decided = None  # a step of another kind
         self._samples = step.samples
         self.survival.reset(step.slots[step.in_prompt])
         bins = self._bins[step.slots] if self.reads_confidence else None

@@ -63,7 +63,7 @@ class Drafter(DFlashSpeculator):
             and self.dp_size == vllm_config.parallel_config.pipeline_parallel_size == 1
             and vllm_config.kv_transfer_config is None
         )
-        # [rows], of the step that is drafted now; None for a dummy run's.
+        # [rows], of the step that is drafted now; None where blocks are full.
         self._block_widths: np.ndarray | None = None
         # The last step, and what drafts behind it, until somebody takes the drafts.
         self._undrafted: tuple[TargetStep, Callable[[], torch.Tensor]] | None = None
@@ -153,11 +153,12 @@ class Drafter(DFlashSpeculator):
     def _propose(self, step: TargetStep, draft: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The drafter's context and, unless skipped, its pass; or the context is left for later."""
         if self._leaves_context(step.batch):
-            groups, slots = self.draft_kv_cache_group_ids, self.block_tables.slot_mappings
-            self._deferred.append(step, slots, groups)
+            cache_slots = self.block_tables.slot_mappings
+            self._deferred.append(step, cache_slots, self.draft_kv_cache_group_ids)
             return self.draft_tokens[: step.batch.num_reqs]
         self._store_deferred()
-        self._block_widths = self.policy.block_widths(step.batch.idx_mapping_np)
+        slots = step.batch.idx_mapping_np
+        self._block_widths = self.policy.block_widths(slots) if self._narrows else None
         return draft()
 
     def _look_at(self, step: TargetStep) -> None:
@@ -324,7 +325,7 @@ class Drafter(DFlashSpeculator):
 
         A row's first w drafts are then those of a block of w masks: nobody sees the others.
         """
-        if self._narrows and self._block_widths is not None:
+        if self._block_widths is not None:
             firsts = self.input_buffers.positions[: num_reqs * self.num_query_per_req]
             firsts = firsts[:: self.num_query_per_req]
             ends = firsts + 1 + torch.from_numpy(self._block_widths).to(firsts.device)
