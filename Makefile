@@ -55,7 +55,7 @@ $(VENV)/.installed: $(VENV)/.locked pyproject.toml dllm/__init__.py attention/__
 	$(PIP) --no-build-isolation --editable .
 	@touch $@
 
-# What `dllm quantize` runs in. It sees our sources through a directory of links (quant/command.py).
+# What `dllm quantize` runs in. It sees our sources through a directory of links (dllm/quantize/command.py).
 setup-quant: $(QUANT)/.locked
 
 $(QUANT)/.locked: requirements/quant.txt
@@ -64,7 +64,7 @@ $(QUANT)/.locked: requirements/quant.txt
 	$(subst $(BIN),$(QUANT)/bin,$(PIP)) -r requirements/quant.txt
 	@touch $@
 
-# Off Python's path: only the tests of images see it (tests/test_images.py).
+# Off Python's path: only the tests of images see it (tests/models/test_images.py).
 $(VENV)/.images: requirements/images.txt $(VENV)/.locked
 	rm -rf $(VENV)/torchvision
 	$(PIP) --target $(VENV)/torchvision -r requirements/images.txt

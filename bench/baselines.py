@@ -26,7 +26,7 @@ from bench.measure import (
 from bench.race import Contestant
 from bench.servers import Server, ServerOptions
 from bench.workloads import FIXED, Shape, card_accuracy
-from dllm.eval_server import counter
+from dllm.tools.eval_server import counter
 
 BUILTIN_WIDE = "built-in, 32 rows"
 PROBED_AT_ONCE = 33  # requests; more than the built-in takes by default

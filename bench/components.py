@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from bench.context import RESULTS, ROOT, provenance, write_csv
 from bench.released import FULL, read_config
 from bench.roofline import H200, Pass, components
-from dllm.row_stats import row_stats
+from dllm.ops.dispatch import row_stats
 
 Call = Callable[[], object]
 

@@ -48,9 +48,9 @@ from bench.workloads import (
     draw_questions,
     write_questions,
 )
-from dllm.eval_server import counter
-from dllm.seams_table import IN_PROCESS_EXECUTOR
-from dllm.train.tasks import FAMILIES, Question, questions
+from dllm.patches.contract import IN_PROCESS_EXECUTOR
+from dllm.tasks.suite import FAMILIES, Question, questions
+from dllm.tools.eval_server import counter
 
 SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the gate's request
 # Our own counters: what was drafted, and how long it took.

@@ -5,7 +5,7 @@ them gives the kept ones and one token of the target:
 
     1 + a + a^2 + ... + a^K = (1 - a^(K + 1)) / (1 - a)
 
-``tests/test_expected_tokens.py`` plays it out. A post on distributed speculation (the project's
+``tests/bench/test_expected_tokens.py`` plays it out. A post on distributed speculation (the project's
 seed 004) states this formula and prints a table of it; they disagree, so both are shown.
 """
 

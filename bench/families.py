@@ -9,7 +9,7 @@ import math
 from bench.measure import IN_CANVAS_PASSES, NO_CANVAS
 from bench.race import Contestant
 from bench.workloads import ANSWER_TOKENS
-from dllm.train.tasks import FAMILIES, questions
+from dllm.tasks.suite import FAMILIES, questions
 
 QUESTION_SEED = 10_000  # not among the seeds of the timed runs
 

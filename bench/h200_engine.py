@@ -28,7 +28,7 @@ from bench.context import RESULTS, provenance, write_csv
 from bench.profile_engine import BUILTIN, OURS, EngineProcess, Job
 from bench.profile_step import Breakdown, steps_of
 from bench.released import released_config, write_without_weights
-from dllm.train.make_tiny_random import tiny_config
+from dllm.models.gemma.tiny import tiny_config
 
 BATCHES, TOY_BATCHES = (1, 8, 32), (1, 2)
 BUILTIN_MAX_REQS = 8  # vLLM's choice for its own class: more run out of memory on an H200

@@ -31,7 +31,7 @@ from typing import Any
 
 from bench.servers import Response
 from bench.workloads import ANSWER_TOKENS, QUESTIONS, Workload, accuracy_problem, num_correct
-from dllm.train.tasks import Question
+from dllm.tasks.suite import Question
 
 OURS, BUILTIN, AUTOREGRESSIVE, REFERENCE = "ours", "built-in", "tiny-ar", "transformers"
 

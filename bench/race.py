@@ -32,7 +32,7 @@ from bench.workloads import (
     draw_questions,
     write_questions,
 )
-from dllm.train.tasks import Question
+from dllm.tasks.suite import Question
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
 A section is what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; NAME is a key of
 ``SECTIONS``, whose value turns the folder of the CSV files into Markdown. To add one, write such a
 function (``bench.markdown`` has the pieces), and put the marks where the text shall stand.
-``tests/test_bench_readme.py`` fails when they disagree.
+``tests/bench/test_bench_readme.py`` fails when they disagree.
 """
 
 import argparse

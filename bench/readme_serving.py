@@ -7,8 +7,8 @@ from bench.markdown import Rows, figure, markdown, measured_with
 from bench.measure import AUTOREGRESSIVE, BUILTIN, OURS, REFERENCE
 from bench.report import Spread
 from bench.workloads import ADAPTIVE, QUESTIONS
-from dllm.eval_report import wilson_interval
-from dllm.train.tasks import FAMILIES
+from dllm.tasks.suite import FAMILIES
+from dllm.tools.eval_report import wilson_interval
 
 # --- pieces --------------------------------------------------------------------------------------
 

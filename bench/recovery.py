@@ -22,16 +22,16 @@ from bench.command import SERVE_FLAGS
 from bench.context import RESULTS, ROOT, provenance, write_csv
 from bench.recovery_report import BASELINE, recovery, verdicts
 from bench.servers import Server, ServerOptions
-from dllm.client import connect
-from dllm.eval_report import Run
-from dllm.eval_server import ServedModel
-from dllm.evaluate import ALL, chosen_families
-from dllm.train.tasks import Question, questions
+from dllm.tasks.suite import Question, questions
+from dllm.tools.client import connect
+from dllm.tools.eval_report import Run
+from dllm.tools.eval_server import ServedModel
+from dllm.tools.evaluate import ALL, chosen_families
 
 SCHEMES = ("fp8-dynamic", "nvfp4")
 MAX_TOKENS = 128
 CONCURRENCY = 8
-# The line of ``dllm.seams_quant`` in a server's log.
+# The line of ``dllm.models.quantized`` in a server's log.
 SAID = re.compile(r"dllm: [\w-]+ checkpoint; (.*)")
 
 # (seed, family) -> questions, or the answers to them.

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.context import read_csv
 from bench.markdown import markdown, measured_with
-from dllm.eval_report import wilson_interval
+from dllm.tools.eval_report import wilson_interval
 
 BASELINE = "bf16"
 RESAMPLES = 10_000

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from dllm.train.tasks import Question
+from dllm.tasks.suite import Question
 
 
 def answer_questions(
@@ -23,7 +23,7 @@ def answer_questions(
     Args:
         generation: folder of the generation_config.json to use.
     """
-    from dllm.eval_reference import ReferenceModel  # torch and transformers: seconds
+    from dllm.tools.eval_reference import ReferenceModel  # torch and transformers: seconds
 
     reference = ReferenceModel(model, max_tokens)
     kind = type(reference.model.generation_config)

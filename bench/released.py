@@ -7,7 +7,7 @@ parameters from them, 3.8 billion of them active for a token, which is what is p
 import json
 from pathlib import Path
 
-from dllm.train.make_tiny_random import tiny_config, write_checkpoint
+from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 TEXT = {
@@ -57,10 +57,10 @@ def write_without_weights(
 
 
 def fp8_dynamic() -> dict[str, object]:
-    """``quantization_config`` of the FP8 recipe; `quant.compressor` needs another environment."""
+    """``quantization_config`` of the FP8 recipe; `dllm.quantize.compressor` needs another environment."""
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
-    from quant.recipes import RECIPES
+    from dllm.quantize.recipes import RECIPES
 
     recipe = RECIPES["fp8-dynamic"]
     scheme = preset_name_to_scheme(recipe.preset, ["Linear"])

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench.sampling_peers import Shape, make_embeddings, prepare_builtin, prepare_ours
-from dllm.config import PluginOptions
+from dllm.settings.server import PluginOptions
 
 VOCAB, CANVAS, SOFTCAP = 262_144, 256, 30.0
 NUM_CANVASES = (1, 8, 32, 64)
@@ -50,7 +50,7 @@ class Memory:
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Rows of fp32 logits that the default workspace holds, as `dllm.logit_rows`."""
+    """Rows of fp32 logits that the default workspace holds, as `dllm.engine.logit_rows`."""
     return max(1024, (PluginOptions().logits_workspace_mib << 20) // (4 * vocab_size))
 
 

@@ -2,7 +2,7 @@
 
 Everything between the logits of the canvas rows and the next canvas: row statistics and the draw,
 accept, renoise and stop, the soft embeddings for the next step. Ours are the functions that
-`dllm.sampler` calls, in its order; the built-in's are its own two functions with the state tensors
+`dllm.engine.sampler` calls, in its order; the built-in's are its own two functions with the state tensors
 that its sampler gives them, compiled as it compiles them.
 """
 
@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm import denoise, noise
-from dllm.row_stats import RowStats, row_stats
-from dllm.soft_embedding import Shard, exact_product, skipped_mass, sparse_product
+from dllm.models.gemma import rule
+from dllm.ops import noise
+from dllm.ops.dispatch import row_stats, sparse_product
+from dllm.ops.row_stats import RowStats
+from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
 
 T_MIN, T_MAX, MAX_STEPS, ENTROPY_BOUND, CONFIDENCE, WINDOW = 0.4, 0.8, 48, 0.1, 0.005, 2
 SEED = 5
@@ -80,7 +82,7 @@ def make_embeddings(shape: Shape, device: str) -> Tensor:
 
 def temperatures(shape: Shape, device: str) -> Tensor:
     """Of each canvas in the middle of the schedule: [R] fp32."""
-    return denoise.temperature(torch.tensor([MAX_STEPS // 2]), MAX_STEPS, T_MIN, T_MAX).repeat(
+    return rule.temperature(torch.tensor([MAX_STEPS // 2]), MAX_STEPS, T_MIN, T_MAX).repeat(
         shape.num_canvases
     ).to(device)  # fmt: skip
 
@@ -90,7 +92,7 @@ def our_decisions(logits: Tensor, steps_done: Tensor, previous: Tensor, is_exact
     (num_canvases, length), vocab_size = previous.shape, logits.shape[-1]
     starts, width = torch.zeros_like(steps_done), torch.full_like(steps_done, length)
     drawn = noise.step_noise(starts + SEED, starts, steps_done, width, length, vocab_size)
-    temperature = denoise.temperature(steps_done, MAX_STEPS, T_MIN, T_MAX)
+    temperature = rule.temperature(steps_done, MAX_STEPS, T_MIN, T_MAX)
     stats = row_stats(
         logits,
         temperature.repeat_interleave(length, output_size=num_canvases * length),
@@ -98,9 +100,9 @@ def our_decisions(logits: Tensor, steps_done: Tensor, previous: Tensor, is_exact
         torch.bfloat16 if is_exact else None,
     )
     argmax = stats.argmax.view(num_canvases, length)
-    denoise.denoise_step(
-        denoise.DenoiseState(drawn.renoise_tokens, previous, torch.ones_like(previous), steps_done),
-        denoise.StepInputs(
+    rule.denoise_step(
+        rule.DenoiseState(drawn.renoise_tokens, previous, torch.ones_like(previous), steps_done),
+        rule.StepInputs(
             argmax=argmax,
             sample=stats.sample.view(num_canvases, length),
             entropy=stats.entropy.view(num_canvases, length),
@@ -108,7 +110,7 @@ def our_decisions(logits: Tensor, steps_done: Tensor, previous: Tensor, is_exact
             is_stop=argmax == 1,
         ),
         width,
-        denoise.DenoiseRules(T_MIN, T_MAX, MAX_STEPS, ENTROPY_BOUND, CONFIDENCE, WINDOW),
+        rule.DenoiseRules(T_MIN, T_MAX, MAX_STEPS, ENTROPY_BOUND, CONFIDENCE, WINDOW),
     )
     return stats
 
@@ -146,7 +148,7 @@ def prepare_ours(
 @functools.cache
 def import_builtin() -> ModuleType:
     """vLLM's module. Raises ImportError where there is no vLLM of 0.32."""
-    from dllm.cpu.builtin import builtin
+    from dllm.patches.builtin import builtin
 
     return builtin
 

@@ -7,7 +7,7 @@
 
 The order is A B, B A, A B, ..., so that a machine that gets slower or faster does so to both, and
 a ratio is one of neighbours. Before anything is timed the two must agree: the same argmax, the same
-entropies, and soft embeddings no further apart than the error bound of `dllm.soft_embedding` plus
+entropies, and soft embeddings no further apart than the error bound of `dllm.ops.soft_embedding` plus
 bf16 rounding; otherwise there is no number and the exit code is 1. Without vLLM only ours is timed.
 
 Ours comes twice, with the sparse soft embedding (the default on a CPU) and with the exact product.
@@ -41,8 +41,8 @@ from bench.sampling_peers import (
     prepare_ours,
     temperatures,
 )
-from dllm.row_stats import row_stats
-from dllm.soft_embedding import skipped_mass
+from dllm.ops.dispatch import row_stats
+from dllm.ops.soft_embedding import skipped_mass
 
 BUILTIN, SPARSE, EXACT = "built-in", "ours, sparse", "ours, exact"
 ENTROPY_TOLERANCE = 1e-3  # nats: the built-in sums p log p over the whole row in fp32

@@ -96,7 +96,7 @@ class Engine:
         """Write and serve the checkpoint that these points share."""
         from vllm import LLM
 
-        from dllm.train.make_tiny_random import tiny_config, write_checkpoint
+        from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 
         canvas, vocabulary = points[0].model
         longest = max(point["context"] for point in points)

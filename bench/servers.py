@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dllm.eval_server import POSITIONS, counter
+from dllm.tools.eval_server import POSITIONS, counter
 
 READY_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 30

@@ -181,20 +181,20 @@ def _functions_of_ours(runner: Any) -> list[Named]:
         return []
     from vllm.config import CompilationMode
 
-    import dllm.row_stats
-    import dllm.sampler
+    import dllm.engine.sampler
+    import dllm.ops.row_stats
 
     found = [
         Named(runner.model, "_logits", HEAD),  # the sampler calls it for one tile after the other
         Named(runner.model_state, "_condition_canvas", SELF_CONDITIONING),
         Named(runner.sampler, "_denoise_rows", DECISIONS),
         Named(runner.sampler, "_believe", SOFT_EMBEDDING),
-        Named(dllm.row_stats, "row_stats_cpu", STATISTICS),
+        Named(dllm.ops.row_stats, "row_stats_cpu", STATISTICS),
     ]
     if runner.vllm_config.compilation_config.mode == CompilationMode.NONE:
         # Compiled, a clock inside would break the graph: the statistics of a small vocabulary are
         # then part of the decisions.
-        found.append(Named(dllm.sampler, "row_stats", STATISTICS))
+        found.append(Named(dllm.engine.sampler, "row_stats", STATISTICS))
     return found
 
 

@@ -35,7 +35,7 @@ from bench.race import Contestant, Race, admit, start_all
 from bench.report import Measured, Spread, aligned, csv_rows, pair_ratios, tables
 from bench.servers import Server, ServerOptions
 from bench.workloads import ADAPTIVE, QUESTIONS, Shape, Workload, card_accuracy
-from dllm.eval_report import wilson_interval
+from dllm.tools.eval_report import wilson_interval
 
 
 @dataclass(frozen=True)

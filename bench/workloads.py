@@ -1,6 +1,6 @@
 """What a run asks for, and whether it was answered rightly.
 
-Questions are held-out ones of the task suite (``dllm/train/tasks.py``), as many of each family,
+Questions are held-out ones of the task suite (``dllm/tasks/suite.py``), as many of each family,
 sent as chat messages, so that the server's chat template applies; answers end where the model ends
 them. Random tokens are sent as they are and must be answered with exactly as many tokens as asked
 for. A workload's prompts are new in every round, those of another workload are others, and all
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dllm.train.tasks import FAMILIES, Question, questions
+from dllm.tasks.suite import FAMILIES, Question, questions
 
 QUESTIONS, RANDOM = "questions", "random"
 ADAPTIVE, FIXED = "adaptive", "fixed"

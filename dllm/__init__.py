@@ -7,6 +7,7 @@ server, engine core, workers, model inspection), before any model is loaded.
 import os
 
 __version__ = "0.1.0"
+LOGGER = "vllm.dllm"  # below vLLM's own, whose handlers then show it
 
 
 def register() -> None:
@@ -17,8 +18,8 @@ def register() -> None:
     implementations can be compared on one engine.
 
     Raises:
-        RuntimeError: this vLLM was never tested with the plugin (see ``seams.check_version``).
+        RuntimeError: this vLLM was never tested with the plugin (see ``patches.install``).
     """
-    from dllm import seams
+    from dllm.patches.install import install
 
-    seams.install(serve_with_dllm=os.environ.get("DLLM_DISABLE", "0") != "1")
+    install(serve_with_dllm=os.environ.get("DLLM_DISABLE", "0") != "1")

@@ -10,24 +10,26 @@ import sys
 from collections.abc import Sequence
 
 from dllm import __version__
-from dllm.field_checks import did_you_mean
+from dllm.settings.checks import did_you_mean
+from dllm.settings.command import FAILED, INTERRUPTED, MISUSED, OK, CommandError
 
 # Name: (module, what it does).
 COMMANDS = {
-    "train": ("dllm.train.command", "train a small model: diffusion or autoregressive"),
-    "calibrate": ("dllm.calibrate.command", "train a drafter on what a target says"),
-    "check-drafter": ("dllm.calibrate.check_command", "look for what keeps drafts from fitting"),
-    "eval": ("dllm.evaluate", "score a server, or a checkpoint in process, on held-out questions"),
-    "chat": ("dllm.chat", "talk to a running server"),
-    "watch": ("dllm.watch", "watch a canvas settle, step by step"),
-    "quantize": ("quant.command", "write an FP8 or NVFP4 checkpoint, with LLM Compressor"),
-    "check-quant": ("quant.check_command", "look for what is wrong with such a checkpoint"),
+    "train": ("dllm.train.lm.command", "train a small model: diffusion or autoregressive"),
+    "calibrate": ("dllm.train.drafter.command", "train a drafter on what a target says"),
+    "check-drafter": (
+        "dllm.train.drafter.check_command",
+        "look for what keeps drafts from fitting",
+    ),
+    "eval": (
+        "dllm.tools.evaluate",
+        "score a server, or a checkpoint in process, on held-out questions",
+    ),
+    "chat": ("dllm.tools.chat", "talk to a running server"),
+    "watch": ("dllm.tools.watch", "watch a canvas settle, step by step"),
+    "quantize": ("dllm.quantize.command", "write an FP8 or NVFP4 checkpoint, with LLM Compressor"),
+    "check-quant": ("dllm.quantize.check_command", "look for what is wrong with such a checkpoint"),
 }
-OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
-
-
-class CommandError(Exception):
-    """Something that the user can put right; the message says what was given and what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """How a CPU serves a compressed-tensors checkpoint of our model: natively where vLLM can.
 
 vLLM's own configuration, except that experts and NVFP4 linear layers, for which it has no kernel on
-a CPU, are emulated. ``dllm.seams_quant`` puts it in the place of vLLM's for our architecture alone.
+a CPU, are emulated. ``dllm.models.quantized`` puts it in the place of vLLM's, for our models alone.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dllm.train.make_tiny_random import tiny_config, write_checkpoint
+from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +57,6 @@ def _steady(path: Path) -> Path:
 @pytest.fixture(scope="session")
 def engine(checkpoint: Callable[..., Path]) -> Any:
     """The engine most tests share: fp32, anchored window 64, canvas 32, canvases of 2-16 steps."""
-    from engine_harness import get_engine
+    from tests.support.engine_harness import get_engine
 
     return get_engine(checkpoint(), max_num_batched_tokens=256)

@@ -1,1 +1,4 @@
-"""Model Runner V2 on a CPU without Triton: the kernels it launches, in numpy and torch."""
+"""vLLM's Triton kernels in numpy and torch, for a CPU without Triton.
+
+``install`` is the table of what replaces what. Imports neither vLLM nor anything of ours.
+"""

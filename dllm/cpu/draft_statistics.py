@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from dllm.cpu.gumbel import best_per_block, vocab_blocks
-from dllm.cpu.kernels import spread
+from dllm.cpu.ragged import spread
 
 _UTILS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils."
 

@@ -1,1 +1,4 @@
-"""A block-diffusion (DFlash) drafter for autoregressive targets: speculative decoding, lossless."""
+"""A DFlash drafter for autoregressive models: network, drafting step, widths of verification.
+
+Imports engine, settings and ``attention``.
+"""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from dllm.drafter.options import WHERE, DrafterOptions
+from dllm.settings.drafting import WHERE, DrafterOptions
 
 Config = Mapping[str, object]
 T = TypeVar("T")

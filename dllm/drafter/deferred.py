@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from dllm.drafter.context import NO_SLOT
+from dllm.drafter.attention import NO_SLOT
 from dllm.drafter.step import TargetStep
 
 # Tokens that wait: enough that writing them is a small part of the steps that left them, few enough

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from vllm.config import VllmConfig
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
-from dllm.config import PluginOptions
 from dllm.drafter.checkpoint import (
     Config,
     DrafterConfig,
@@ -15,8 +14,9 @@ from dllm.drafter.checkpoint import (
     check_pair,
     check_tokenizers,
 )
-from dllm.drafter.options import CHOSEN, DrafterOptions
-from dllm.drafter.pilot import PilotConfig
+from dllm.drafter.widths.pilot import PilotConfig
+from dllm.settings.drafting import CHOSEN, DrafterOptions
+from dllm.settings.server import PluginOptions
 
 
 def drafter_options(vllm_config: VllmConfig) -> DrafterOptions:

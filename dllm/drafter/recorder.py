@@ -1,6 +1,6 @@
 """Recording live traffic for calibration: hidden states, tokens, and what was accepted of drafts.
 
-Off unless a server is told to (``record`` of ``dllm.drafter.options``). What is written reveals
+Off unless a server is told to (``record`` of ``dllm.settings.drafting``). What is written reveals
 what users wrote: tokens are their text, and hidden states can be turned back into it. See
 docs/calibration.md.
 
@@ -9,7 +9,7 @@ docs/calibration.md.
 
 Serving waits for one copy of a step's hidden states to the host and for nothing else: shards are
 written by a thread, and a sample is dropped when the thread falls behind or the disk fails. Shards
-are those of ``dllm.calibrate.samples``, with two more tensors, ``[N]`` int16: at a token behind
+are those of ``dllm.drafter.samples``, with two more tensors, ``[N]`` int16: at a token behind
 which drafts were verified, ``verified`` and ``accepted`` say how many; -1 at all others.
 """
 
@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm.calibrate.samples import SUFFIX, Sample, write_shard
-from dllm.seams_table import LOGGER
+from dllm import LOGGER
+from dllm.drafter.samples import SUFFIX, Sample, write_shard
 
 logger = logging.getLogger(LOGGER)
 

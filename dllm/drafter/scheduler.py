@@ -5,7 +5,6 @@ from typing import Any
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from dllm import seams_drafter
 from dllm.drafter.metrics import CountedDrafts, DraftingCounts
 
 
@@ -13,10 +12,6 @@ class DraftingScheduler(Scheduler):
     """Schedules as vLLM's does; its statistics carry those of the drafter (``metrics``)."""
 
     _counts: DraftingCounts | None = None  # since the last statistics
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        seams_drafter.draft_for_those_who_go_on()
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the drafts, and the counts that ride with them."""

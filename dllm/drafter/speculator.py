@@ -22,17 +22,18 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm.drafter.adaptive import AdaptiveWidth
+from dllm import LOGGER
 from dllm.drafter.deferred import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, DraftingCounts
-from dllm.drafter.options import CHOSEN
 from dllm.drafter.pair import drafter_options, end_ids
-from dllm.drafter.policy import VerifiedStep, WidthPolicy, always_verifies_all, make_policy
 from dllm.drafter.recording import make_recorder, recorded_step
-from dllm.drafter.rehearsal import Rehearsal, measure_costs
 from dllm.drafter.schedule import reveal_counts, reveal_surest
 from dllm.drafter.step import TargetStep
-from dllm.seams_table import LOGGER
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.choice import make_policy
+from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
+from dllm.drafter.widths.rehearsal import Rehearsal, measure_costs
+from dllm.settings.drafting import CHOSEN, always_verifies_all
 
 logger = init_logger(LOGGER)
 

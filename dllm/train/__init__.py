@@ -1,1 +1,4 @@
-"""Making and training small checkpoints in the released format."""
+"""``dllm train`` and ``dllm calibrate``: small models, drafters and pilots, by one loop.
+
+Imports everything below it: tools, patches, drafter, models.
+"""

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dllm.field_checks import FloatRange
+from dllm.settings.checks import FloatRange
 
 # Of the quintic iteration; they maximise its slope at 0 (same source).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)

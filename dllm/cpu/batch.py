@@ -1,0 +1,353 @@
+"""The Triton kernels that Model Runner V2 launches for every model, in numpy and torch.
+
+vLLM (0.32) lets a platform replace a Triton kernel by a function (`KernelOverride` in
+vllm/triton_utils/dispatcher.py). The function receives the arguments of the launch and nothing of
+the launch grid, so every count is read from the shape of a tensor. Each function here has the
+name and the parameter names of the kernel that it replaces, and the tests compare the two.
+
+    slot           stable index of a request into per-request state
+    row            index of a request in this step's batch
+    idx_mapping    [rows], row -> slot; -1 marks a row that owns no state
+    query_start_loc  [rows + 1], where each row's query span starts on the flat token axis
+
+Parameters that only shape a launch (BLOCK_SIZE and the like) are accepted and ignored, and so are
+strides: the tensors know their own.
+"""
+
+import ctypes
+import functools
+
+import numpy as np
+import torch
+
+from dllm.cpu.ragged import Kernel, lengths, spread
+
+_INPUT_BATCH = "vllm.v1.worker.gpu.input_batch."
+_BLOCK_TABLE = "vllm.v1.worker.gpu.block_table."
+
+
+@functools.lru_cache(maxsize=64)  # views of addresses: the same every step
+def _table_at(address: int, num_rows: int, num_columns: int) -> np.ndarray:
+    """View `num_rows` rows of the int32 table at `address`, while the caller keeps that alive.
+
+    vLLM passes the tables of all KV cache groups as one tensor of addresses, because their widths
+    differ.
+    """
+    buffer = (ctypes.c_int32 * (num_rows * num_columns)).from_address(address)
+    return np.frombuffer(memoryview(buffer), dtype=np.int32).reshape(num_rows, num_columns)
+
+
+# --------------------------------------------------------------------------- staged writes
+
+
+def _apply_write_kernel(
+    output_ptr: torch.Tensor,
+    output_stride: int | torch.Tensor,
+    write_indices_ptr: torch.Tensor,
+    write_starts_ptr: torch.Tensor,
+    write_contents_ptr: torch.Tensor,
+    write_cu_lens_ptr: torch.Tensor,
+    write_group_ids_ptr: torch.Tensor | None,
+    BLOCK_SIZE: int,
+    MULTI_GROUP: bool,
+) -> None:
+    """Copy write i to row `indices[i]` from column `starts[i]` on; later writes win.
+
+    write_contents: the writes end to end, write i ending at `cu_lens[i]`. With MULTI_GROUP each
+    write names its table, and `output_ptr` and `output_stride` are tensors over tables.
+    """
+    contents = write_contents_ptr.numpy()
+    rows, starts = write_indices_ptr.tolist(), write_starts_ptr.tolist()
+    ends = write_cu_lens_ptr.tolist()
+    if MULTI_GROUP:
+        assert isinstance(output_stride, torch.Tensor) and write_group_ids_ptr is not None
+        widths = output_stride.tolist()
+        tables = [
+            _table_at(address, 1, (max(rows) + 1) * width)[0]
+            for address, width in zip(output_ptr.tolist(), widths, strict=True)
+        ]
+        groups = write_group_ids_ptr.tolist()
+    else:
+        assert isinstance(output_stride, int)
+        widths, tables, groups = [output_stride], [output_ptr.numpy().reshape(-1)], [0] * len(rows)
+
+    begin = 0
+    for group, row, start, end in zip(groups, rows, starts, ends, strict=True):
+        first = row * widths[group] + start
+        tables[group][first : first + end - begin] = contents[begin:end]
+        begin = end
+
+
+# --------------------------------------------------------------------------- block tables
+
+
+def _gather_block_tables_kernel(
+    batch_idx_to_req_idx: torch.Tensor,
+    src_block_table_ptrs: torch.Tensor,
+    dst_block_table_ptrs: torch.Tensor,
+    block_table_strides: torch.Tensor,
+    num_blocks_ptr: torch.Tensor,
+    num_blocks_stride: int,
+    num_reqs: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Copy the KV block ids of each row's slot to the row, and zero the rows after the last.
+
+    num_blocks: [groups, max_num_reqs] int32; a row's entries after its last block stay as they are.
+    """
+    slots = batch_idx_to_req_idx.tolist()
+    num_blocks = num_blocks_ptr.numpy()
+    max_num_reqs = num_blocks.shape[1]
+    tables = zip(
+        src_block_table_ptrs.tolist(),
+        dst_block_table_ptrs.tolist(),
+        block_table_strides.tolist(),
+        strict=True,
+    )
+    for group, (source_address, target_address, width) in enumerate(tables):
+        source = _table_at(source_address, max_num_reqs, width)
+        target = _table_at(target_address, max_num_reqs, width)
+        for row, (slot, count) in enumerate(zip(slots, num_blocks[group, slots], strict=True)):
+            target[row, :count] = source[slot, :count]
+        target[num_reqs:] = 0
+
+
+def _compute_slot_mappings_kernel(
+    max_num_tokens: int,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    pos: torch.Tensor,
+    block_table_ptrs: torch.Tensor,
+    block_table_strides: torch.Tensor,
+    block_sizes: torch.Tensor,
+    slot_mapping_enabled: torch.Tensor,
+    dcp_sharded: torch.Tensor,
+    slot_mappings_ptr: torch.Tensor,
+    slot_mappings_stride: int,
+    cp_rank: int,
+    CP_SIZE: int,
+    CP_INTERLEAVE: int,
+    PAD_ID: int,
+    TRITON_BLOCK_SIZE: int,
+) -> None:
+    """Write where each token's key and value go in the KV cache, and PAD_ID after the last token.
+
+    slot_mappings: [groups, max_num_tokens] int64. Rows without a slot, and groups that are not
+    enabled, get PAD_ID.
+    """
+    assert CP_SIZE == 1, f"context parallelism needs CUDA, but CP_SIZE is {CP_SIZE}"
+    slots = idx_mapping.numpy()
+    spans = query_start_loc.numpy()[: len(slots) + 1]
+    first, last = spans[0], spans[-1]
+    token_slots = slots.repeat(lengths(spans))
+    is_real = token_slots >= 0
+
+    out = slot_mappings_ptr.numpy()
+    out[:, first:max_num_tokens] = PAD_ID
+    if not is_real.any():
+        return
+    token_slots, positions = token_slots[is_real], pos.numpy()[first:last][is_real]
+    num_slots = int(slots.max()) + 1
+    tables = zip(
+        slot_mapping_enabled.tolist(),
+        block_table_ptrs.tolist(),
+        block_table_strides.tolist(),
+        block_sizes.tolist(),
+        strict=True,
+    )
+    for group, (enabled, address, width, block_size) in enumerate(tables):
+        if enabled:
+            places, offsets = np.divmod(positions, block_size)
+            blocks = _table_at(address, num_slots, width)[token_slots, places].astype(np.int64)
+            out[group, first:last][is_real] = blocks * block_size + offsets
+
+
+# --------------------------------------------------------------------------- inputs of a step
+
+
+def _prepare_prefill_inputs_kernel(
+    input_ids_ptr: torch.Tensor,
+    next_prefill_tokens_ptr: torch.Tensor,
+    next_prefill_tokens_stride: int,
+    num_lookahead: int,
+    idx_mapping_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    all_token_ids_ptr: torch.Tensor,
+    all_token_ids_stride: int,
+    prefill_lens_ptr: torch.Tensor,
+    num_computed_tokens_ptr: torch.Tensor,
+    BLOCK_SIZE: int,
+    LOOKAHEAD_BLOCK: int,
+) -> None:
+    """Fill the query spans of rows that are prefilling with their prompt's tokens.
+
+    next_prefill_tokens: [num_lookahead, max_num_reqs], the prompt tokens after this chunk, 0 after
+    the prompt's end. Rows whose prompt is computed are left alone.
+    """
+    input_ids, all_token_ids = input_ids_ptr.numpy(), all_token_ids_ptr.numpy()
+    next_tokens = next_prefill_tokens_ptr.numpy()
+    spans = query_start_loc_ptr.tolist()
+    for row, slot in enumerate(idx_mapping_ptr.tolist()):
+        prefill_len = int(prefill_lens_ptr[slot])
+        num_computed = int(num_computed_tokens_ptr[slot])
+        if num_computed >= prefill_len:
+            continue
+        start, end = spans[row], spans[row + 1]
+        chunk_end = num_computed + end - start
+        input_ids[start:end] = all_token_ids[slot, num_computed:chunk_end]
+        upcoming = all_token_ids[slot, chunk_end : min(chunk_end + num_lookahead, prefill_len)]
+        next_tokens[:num_lookahead, slot] = 0
+        next_tokens[: len(upcoming), slot] = upcoming
+
+
+def _prepare_pos_seq_lens_kernel(
+    pos_ptr: torch.Tensor,
+    seq_lens_ptr: torch.Tensor,
+    idx_mapping_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    num_computed_tokens_ptr: torch.Tensor,
+    max_num_reqs: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Number every token of a query span from its row's computed tokens on.
+
+    seq_lens: [max_num_reqs], computed + query tokens per row, 0 after the last row.
+    """
+    slots = idx_mapping_ptr.numpy()
+    spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
+    num_computed = num_computed_tokens_ptr.numpy()[slots]
+    seq_lens = seq_lens_ptr.numpy()
+    seq_lens[: len(slots)] = num_computed + lengths(spans)
+    seq_lens[len(slots) : max_num_reqs] = 0
+    rows, offsets = spread(spans)
+    pos_ptr.numpy()[spans[0] : spans[-1]] = num_computed[rows] + offsets
+
+
+def _combine_sampled_and_draft_tokens_kernel(
+    input_ids_ptr: torch.Tensor,
+    idx_mapping_ptr: torch.Tensor,
+    last_sampled_tokens_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+    seq_lens_ptr: torch.Tensor,
+    prefill_len_ptr: torch.Tensor,
+    draft_tokens_ptr: torch.Tensor,
+    draft_tokens_stride: int,
+    cu_num_logits_ptr: torch.Tensor,
+    logits_indices_ptr: torch.Tensor,
+    BLOCK_SIZE: int,
+    NUM_NEW_SAMPLED_TOKENS: int = 1,
+) -> None:
+    """End each generating row's query span with its last sampled token and its draft tokens.
+
+    logits_indices: [num_logits], the flat token index of every row that needs logits: the last
+    `cu_num_logits[i + 1] - cu_num_logits[i]` of row i. While a row's sequence is not longer than
+    its prompt its tokens are left alone, and a prompt's last token is never overwritten.
+    """
+    slots = idx_mapping_ptr.numpy()
+    num_rows = len(slots)
+    cu_num_logits = cu_num_logits_ptr.numpy()[: num_rows + 1]
+    num_logits = lengths(cu_num_logits)
+    logits_start = query_start_loc_ptr.numpy()[1 : num_rows + 1] - num_logits
+    rows, offsets = spread(cu_num_logits)
+    logits_indices = logits_start[rows] + offsets
+    logits_indices_ptr.numpy()[cu_num_logits[0] : cu_num_logits[-1]] = logits_indices
+
+    input_ids = input_ids_ptr.numpy()
+    seq_lens = seq_lens_ptr.numpy()[:num_rows]
+    prefill_lens = prefill_len_ptr.numpy()[slots]
+    is_generating = seq_lens > prefill_lens
+    if NUM_NEW_SAMPLED_TOKENS:
+        takes_sampled = is_generating & (seq_lens - num_logits >= prefill_lens)
+        last_sampled = last_sampled_tokens_ptr.numpy().reshape(-1)
+        input_ids[logits_start[takes_sampled]] = last_sampled[slots[takes_sampled]]
+    is_draft = is_generating[rows] & (offsets >= NUM_NEW_SAMPLED_TOKENS)
+    if is_draft.any():
+        input_ids[logits_indices[is_draft]] = draft_tokens_ptr.numpy()[
+            slots[rows[is_draft]], offsets[is_draft] - NUM_NEW_SAMPLED_TOKENS
+        ]
+
+
+def _expand_idx_mapping_kernel(
+    idx_mapping_ptr: torch.Tensor,
+    expanded_idx_mapping_ptr: torch.Tensor,
+    expanded_local_pos_ptr: torch.Tensor,
+    cu_num_logits_ptr: torch.Tensor,
+    BLOCK_SIZE: int,
+) -> None:
+    """Name the slot of every logits row, and its place among that request's logits rows."""
+    slots = idx_mapping_ptr.numpy()
+    spans = cu_num_logits_ptr.numpy()[: len(slots) + 1]
+    rows, offsets = spread(spans)
+    expanded_idx_mapping_ptr.numpy()[spans[0] : spans[-1]] = slots[rows]
+    expanded_local_pos_ptr.numpy()[spans[0] : spans[-1]] = offsets
+
+
+# --------------------------------------------------------------------------- after a step
+
+
+def _post_update_kernel(
+    idx_mapping_ptr: torch.Tensor,
+    num_computed_tokens_ptr: torch.Tensor,
+    last_sampled_tokens_ptr: torch.Tensor,
+    output_bin_counts_ptr: torch.Tensor | None,
+    output_bin_counts_stride: int,
+    sampled_tokens_ptr: torch.Tensor,
+    sampled_tokens_stride: int,
+    num_sampled_ptr: torch.Tensor,
+    num_rejected_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor | None,
+    all_token_ids_ptr: torch.Tensor,
+    all_token_ids_stride: int,
+    total_len_ptr: torch.Tensor,
+    num_warps: int = 1,
+) -> None:
+    """Append each row's sampled tokens to its slot and advance what is computed.
+
+    num_computed_tokens += query_len - num_rejected; all_token_ids, total_len, last_sampled_tokens
+    and (unless None) output_bin_counts take the first num_sampled of sampled_tokens [rows, width].
+    Rows with a negative slot are skipped.
+    """
+    rows = np.flatnonzero(idx_mapping_ptr.numpy() >= 0)
+    slots = idx_mapping_ptr.numpy()[rows]
+    num_computed = num_computed_tokens_ptr.numpy()
+    num_computed[slots] -= num_rejected_ptr.numpy()[rows]
+    if query_start_loc_ptr is not None:
+        num_computed[slots] += lengths(query_start_loc_ptr.numpy())[rows]
+
+    num_sampled, sampled = num_sampled_ptr.numpy()[rows], sampled_tokens_ptr.numpy()[rows]
+    # One entry per token from here on, in order: of several writes to a place the last one stays.
+    rows, offsets = (np.arange(sampled.shape[1]) < num_sampled[:, None]).nonzero()
+    tokens, token_slots, total_len = sampled[rows, offsets], slots[rows], total_len_ptr.numpy()
+    all_token_ids_ptr.numpy()[token_slots, total_len[token_slots] + offsets] = tokens
+    last_sampled_tokens_ptr.numpy().reshape(-1)[token_slots] = tokens
+    total_len[slots] += num_sampled
+    if output_bin_counts_ptr is not None:
+        np.add.at(output_bin_counts_ptr.numpy(), (token_slots, tokens), 1)
+
+
+def _post_update_num_computed_tokens_kernel(
+    idx_mapping_ptr: torch.Tensor,
+    num_computed_tokens_ptr: torch.Tensor,
+    query_start_loc_ptr: torch.Tensor,
+) -> None:
+    """Count every row's query tokens as computed."""
+    slots = idx_mapping_ptr.numpy()
+    spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
+    num_computed_tokens_ptr.numpy()[slots] += lengths(spans)
+
+
+BATCH_KERNELS: dict[str, Kernel] = {
+    "vllm.v1.worker.gpu.buffer_utils._apply_write_kernel": _apply_write_kernel,
+    _BLOCK_TABLE + "_gather_block_tables_kernel": _gather_block_tables_kernel,
+    _BLOCK_TABLE + "_compute_slot_mappings_kernel": _compute_slot_mappings_kernel,
+    _INPUT_BATCH + "_prepare_prefill_inputs_kernel": _prepare_prefill_inputs_kernel,
+    _INPUT_BATCH + "_prepare_pos_seq_lens_kernel": _prepare_pos_seq_lens_kernel,
+    _INPUT_BATCH + "_combine_sampled_and_draft_tokens_kernel": (
+        _combine_sampled_and_draft_tokens_kernel
+    ),
+    _INPUT_BATCH + "_expand_idx_mapping_kernel": _expand_idx_mapping_kernel,
+    _INPUT_BATCH + "_post_update_kernel": _post_update_kernel,
+    _INPUT_BATCH + "_post_update_num_computed_tokens_kernel": (
+        _post_update_num_computed_tokens_kernel
+    ),
+}

@@ -1,0 +1,195 @@
+"""The Triton kernel that lays out a DFlash drafter's step, in numpy.
+
+Conventions as in kernels.py. A drafter reads the target's query tokens as context and proposes with
+Q query tokens per row: the last sampled token, then masks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dllm.cpu.ragged import lengths, spread
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """Where tokens go in the KV cache. block_table: [rows, blocks], with 0 for the null block."""
+
+    block_table: np.ndarray
+    block_size: int
+    pad_id: int
+
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return a slot for each position, pad_id in the null block; the last block has no end."""
+        index, offsets = np.divmod(positions, self.block_size)
+        index = np.minimum(index, self.block_table.shape[1] - 1)
+        blocks = self.block_table[rows, index].astype(np.int64)
+        return np.where(blocks != 0, blocks * self.block_size + offsets, self.pad_id)
+
+
+def _fill(out: torch.Tensor, values: np.ndarray, padding: int | None = None) -> None:
+    """Write values, flattened, to the start of `out`, and padding to the rest of it."""
+    flat = out.numpy()
+    flat[: values.size] = values.reshape(-1)
+    if padding is not None:
+        flat[values.size :] = padding
+
+
+def _fill_context(
+    out: tuple[torch.Tensor, torch.Tensor],
+    target_positions: np.ndarray,
+    starts: np.ndarray,
+    num_rejected: np.ndarray,
+    cache: _Cache,
+) -> np.ndarray:
+    """Write positions and cache slots of the context tokens; return the last kept position, [rows].
+
+    starts: [rows + 1], of the target's query tokens. The rejected ones at a row's end get position
+    0 and no cache slot.
+    """
+    rows, offsets = spread(starts)
+    is_kept = offsets < (lengths(starts) - num_rejected)[rows]
+    positions = np.where(is_kept, target_positions[: starts[-1]], 0)
+    _fill(out[0], positions)
+    _fill(out[1], np.where(is_kept, cache.slots(rows, positions), cache.pad_id))
+    return positions[starts[1:] - num_rejected - 1]
+
+
+class _Queries(NamedTuple):
+    """Buffers of the drafter's query tokens: Q for each of at most `max_num_reqs` rows."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def _bonus_tokens(
+    slots: np.ndarray,
+    num_sampled: torch.Tensor,
+    last_sampled: torch.Tensor,
+    next_prefill_tokens: torch.Tensor,
+) -> np.ndarray:
+    """Return what each row's drafts follow: the token just sampled, or the next of the prompt."""
+    has_sampled = num_sampled.numpy()[: len(slots)] > 0
+    prompt = next_prefill_tokens.numpy().reshape(-1)[slots]
+    return np.where(has_sampled, last_sampled.numpy().reshape(-1)[slots], prompt)
+
+
+def _fill_queries(
+    out: _Queries,
+    bonus: np.ndarray,
+    mask_token_id: int,
+    positions: np.ndarray,
+    last_position: int,
+    cache: _Cache,
+) -> None:
+    """Write the query tokens at positions [rows, Q]; those past the model's end count as its last.
+
+    bonus: [rows], the first token of each row; masks follow.
+    """
+    num_rows, num_queries = positions.shape
+    input_ids = np.full(positions.shape, mask_token_id)
+    input_ids[:, 0] = bonus
+    _fill(out.input_ids, input_ids)
+    _fill(out.positions, np.minimum(positions, last_position))
+    _fill(out.slot_mapping, cache.slots(np.arange(num_rows)[:, None], positions), cache.pad_id)
+    starts = np.arange(len(out.start_loc)) * num_queries
+    _fill(out.start_loc, np.minimum(starts, num_rows * num_queries))
+    _fill(out.seq_lens, np.minimum(positions[:, -1], last_position) + 1, padding=0)
+
+
+def _fill_samples(
+    out: Sequence[torch.Tensor],
+    num_samples: int,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    samples_first: bool,
+) -> None:
+    """Write index, position and slot of each query token that a draft is sampled at.
+
+    All of them, each for the position after it, or all but the first.
+    """
+    indices_out, positions_out, slots_out = (buffer[:num_samples] for buffer in out)
+    first = 0 if samples_first else 1
+    indices = np.arange(positions.size).reshape(positions.shape)[:, first:]
+    _fill(indices_out, indices, padding=0)
+    _fill(positions_out, positions[:, first:] + samples_first, padding=0)
+    _fill(slots_out, slots.repeat(indices.shape[1]), padding=-1)
+
+
+def _prepare_dflash_inputs_kernel(
+    out_input_ids_ptr: torch.Tensor,
+    out_query_positions_ptr: torch.Tensor,
+    out_query_start_loc_ptr: torch.Tensor,
+    out_seq_lens_ptr: torch.Tensor,
+    out_query_slot_mapping_ptr: torch.Tensor,
+    out_context_positions_ptr: torch.Tensor,
+    out_context_slot_mapping_ptr: torch.Tensor,
+    out_sample_indices_ptr: torch.Tensor,
+    out_sample_pos_ptr: torch.Tensor,
+    out_sample_idx_mapping_ptr: torch.Tensor,
+    out_temperature_ptr: torch.Tensor,
+    out_seeds_ptr: torch.Tensor,
+    target_positions_ptr: torch.Tensor,
+    target_query_start_loc_ptr: torch.Tensor,
+    idx_mapping_ptr: torch.Tensor,
+    last_sampled_ptr: torch.Tensor,
+    next_prefill_tokens_ptr: torch.Tensor,
+    num_sampled_ptr: torch.Tensor,
+    num_rejected_ptr: torch.Tensor,
+    temperature_ptr: torch.Tensor,
+    seeds_ptr: torch.Tensor,
+    block_table_ptr: torch.Tensor,
+    block_table_stride: int,
+    parallel_drafting_token_id: int,
+    block_size: int,
+    num_query_per_req: int,
+    num_speculative_steps: int,
+    max_num_reqs: int,
+    max_num_tokens: int,
+    max_model_len: int,
+    cp_rank: int,
+    SAMPLE_FROM_ANCHOR: bool,
+    PAD_SLOT_ID: int,
+    CP_SIZE: int,
+    CP_INTERLEAVE: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Fill every buffer of the drafter's step, and pad each to its end."""
+    assert CP_SIZE == 1, f"context parallelism needs CUDA, but CP_SIZE is {CP_SIZE}"
+    slots = idx_mapping_ptr.numpy()
+    cache = _Cache(block_table_ptr.numpy(), block_size, PAD_SLOT_ID)
+    last = _fill_context(
+        (out_context_positions_ptr, out_context_slot_mapping_ptr),
+        target_positions_ptr.numpy(),
+        target_query_start_loc_ptr.numpy()[: len(slots) + 1],
+        num_rejected_ptr.numpy()[: len(slots)],
+        cache,
+    )
+    positions = last[:, None] + 1 + np.arange(num_query_per_req)
+    bonus = _bonus_tokens(slots, num_sampled_ptr, last_sampled_ptr, next_prefill_tokens_ptr)
+    queries = _Queries(
+        out_input_ids_ptr,
+        out_query_positions_ptr,
+        out_query_slot_mapping_ptr[:max_num_tokens],
+        out_query_start_loc_ptr[: max_num_reqs + 1],
+        out_seq_lens_ptr[:max_num_reqs],
+    )
+    _fill_queries(queries, bonus, parallel_drafting_token_id, positions, max_model_len - 1, cache)
+    samples = (out_sample_indices_ptr, out_sample_pos_ptr, out_sample_idx_mapping_ptr)
+    num_samples = max_num_reqs * num_speculative_steps
+    _fill_samples(samples, num_samples, positions, slots, SAMPLE_FROM_ANCHOR)
+    out_temperature_ptr.numpy()[slots] = temperature_ptr.numpy()[slots]
+    out_seeds_ptr.numpy()[slots] = seeds_ptr.numpy()[slots]
+
+
+DFLASH_KERNELS: dict[str, Callable[..., None]] = {
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator._prepare_dflash_inputs_kernel": (
+        _prepare_dflash_inputs_kernel
+    ),
+}

@@ -1,0 +1,1 @@
+"""How many drafts of each request the target verifies; ``policy`` is the interface."""

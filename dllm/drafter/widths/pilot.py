@@ -1,0 +1,173 @@
+"""A width for each request, chosen once: a small network reads the target's first distribution.
+
+After the prompt the target's distribution over the next token says much about how predictable the
+answer will be. A multi-layer perceptron maps it to one of a few candidate widths, and the request
+keeps that width. Made by ``dllm train pilot`` (``dllm/train/pilot/network.py``).
+
+Source: BlockPilot (the third seed document): two layers, hidden size 2048, the raw distribution.
+"""
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
+from dllm.settings.checks import check_int, known_fields
+
+WEIGHTS, CONFIG = "pilot.safetensors", "pilot.json"
+TOP_K = 32
+
+# What of the logits ``[rows, vocab]`` fp32 the network gets.
+PREPROCESSING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "raw": lambda logits: logits,
+    "softmax": lambda logits: logits.softmax(-1),
+    "normalized": lambda logits: nn.functional.layer_norm(logits, logits.shape[-1:]),
+    # Of any vocabulary: how the probability is spread, not over which tokens.
+    "top_k": lambda logits: logits.log_softmax(-1).topk(TOP_K).values,
+}
+
+
+@dataclass(frozen=True)
+class PilotConfig:
+    """What a pilot reads, its shape, and what it chooses among.
+
+    Attributes:
+        widths: candidates, ascending.
+        vocab_size: of the target.
+        preprocessing: a key of PREPROCESSING.
+        num_layers: linear ones, with ``hidden_size`` between them.
+    """
+
+    widths: tuple[int, ...]
+    vocab_size: int
+    preprocessing: str = "raw"
+    hidden_size: int = 256
+    num_layers: int = 2
+
+    def __post_init__(self) -> None:
+        for width in self.widths:
+            check_int("a pilot's widths", width, 0)
+        if not self.widths or list(self.widths) != sorted(set(self.widths)):
+            raise ValueError(f"a pilot's widths = {self.widths}; allowed: ascending ones.")
+        for key in ("vocab_size", "hidden_size", "num_layers"):
+            check_int(f"a pilot's {key}", getattr(self, key), 1)
+        if self.preprocessing not in PREPROCESSING:
+            raise ValueError(
+                f"a pilot's preprocessing = {self.preprocessing!r}; allowed: "
+                f"{', '.join(PREPROCESSING)}."
+            )
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "PilotConfig":
+        """Read it from a pilot's folder.
+
+        Raises:
+            ValueError: there is none, or it is wrong.
+        """
+        path = Path(folder) / CONFIG
+        if not path.exists() or not (Path(folder) / WEIGHTS).exists():
+            raise ValueError(
+                f"{folder} holds no {CONFIG} and {WEIGHTS}; make them with `dllm train pilot`."
+            )
+        values = dict(known_fields(cls, json.loads(path.read_text()), str(path)))
+        return cls(**values | {"widths": tuple(values["widths"])})
+
+    def check_against(self, num_drafts: int, vocab_size: int) -> None:
+        """Refuse a pilot of another server.
+
+        Raises:
+            ValueError: with both values.
+        """
+        if self.widths[-1] > num_drafts:
+            raise ValueError(
+                f"The pilot chooses widths up to {self.widths[-1]}, but num_speculative_tokens is "
+                f"{num_drafts}."
+            )
+        if self.vocab_size != vocab_size:
+            raise ValueError(
+                f"The pilot reads distributions over {self.vocab_size} tokens, but the target has "
+                f"{vocab_size}."
+            )
+
+
+class Pilot(nn.Module):
+    """The network."""
+
+    def __init__(self, config: PilotConfig) -> None:
+        super().__init__()
+        self.config = config
+        read = TOP_K if config.preprocessing == "top_k" else config.vocab_size
+        sizes = [read] + [config.hidden_size] * (config.num_layers - 1) + [len(config.widths)]
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(sizes):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores ``[rows, candidates]`` from the target's logits ``[rows, vocab]``."""
+        scores: torch.Tensor = self.layers(PREPROCESSING[self.config.preprocessing](logits.float()))
+        return scores
+
+    @torch.inference_mode()
+    def choose(self, logits: torch.Tensor) -> np.ndarray:
+        """The width of each row."""
+        return np.array(self.config.widths)[self(logits).argmax(-1).cpu().numpy()]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Pilot":
+        """Read one from its folder; raises ValueError as ``PilotConfig.load``."""
+        pilot = cls(PilotConfig.load(folder))
+        pilot.load_state_dict(load_file(Path(folder) / WEIGHTS))
+        return pilot
+
+    def save(self, folder: Path) -> None:
+        """Write weights and configuration into a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.state_dict(), folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps(asdict(self.config), indent=1) + "\n")
+
+
+class PilotWidth(WidthPolicy):
+    """What the pilot chose when a request's prompt ended.
+
+    Args:
+        num_slots: requests that the server runs at once.
+    """
+
+    reads_outcomes = True
+    reads_prompt = True
+
+    def __init__(self, num_drafts: int, num_slots: int, pilot: Pilot) -> None:
+        super().__init__(num_drafts)
+        self.pilot = pilot
+        self._chosen = np.zeros(num_slots, dtype=np.int64)
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Choose for prompts that end here; while one is read, its drafts would be thrown away."""
+        self._chosen[step.slots[step.in_prompt]] = 0
+        ends = step.in_prompt & step.samples
+        if ends.any():
+            assert step.prompt_logits is not None, "reads_prompt"
+            self.pilot.to(step.prompt_logits.device)
+            self._chosen[step.slots[ends]] = self.pilot.choose(step.prompt_logits)
+
+    def limit(self, slots: np.ndarray) -> int:
+        """The widest of the batch."""
+        return int(self._chosen[slots].max())
+
+    def block_widths(self, slots: np.ndarray) -> np.ndarray:
+        """What was chosen."""
+        return self._chosen[slots]
+
+    def widths(
+        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
+    ) -> np.ndarray:
+        """What was chosen, up to the end of the answer."""
+        return np.minimum(self._chosen[slots], before_end)

@@ -1,0 +1,91 @@
+"""Logits that do not all exist at once: 64 canvases of 256 tokens would be 17 GB of them.
+
+The head runs on as many whole canvases at a time as `rows_at_once` allows, and the sampler finishes
+with them before the next ones; a canvas's step depends on no other canvas, so the tiles change
+nothing but how much memory a step takes. A batch that fits is passed on as a plain tensor.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.prompt_logprob import CHUNK_SIZE
+
+from dllm.settings.server import PluginOptions
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """The logits of ``[N, hidden]`` hidden states, computed when asked for.
+
+    Attributes:
+        hidden: ``[N, hidden]``.
+        head: ``[rows, hidden]`` to ``[rows, vocab]`` fp32.
+    """
+
+    hidden: torch.Tensor
+    head: Callable[[torch.Tensor], torch.Tensor]
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self.head(self.hidden[rows])
+
+
+def rows_at_once(vllm_config: VllmConfig) -> int:
+    """How many rows of fp32 logits fit the workspace.
+
+    At least as many as vLLM asks for at once for prompt logprobs: those have to be a tensor.
+    """
+    workspace_mib = PluginOptions.from_vllm(vllm_config).logits_workspace_mib
+    row_bytes = 4 * vllm_config.model_config.get_vocab_size()
+    return max(CHUNK_SIZE, (workspace_mib << 20) // row_bytes)
+
+
+def tiles_of_batch(
+    input_batch: InputBatch, rows_at_once: int
+) -> Iterator[tuple[slice, InputBatch]]:
+    """Some requests after the other, as rows of logits and as a batch of their own."""
+    starts = input_batch.cu_num_logits_np[: input_batch.num_reqs + 1]
+    for first, end in tile_bounds(starts, rows_at_once):
+        yield slice(int(starts[first]), int(starts[end])), part_of_batch(input_batch, first, end)
+
+
+def tile_bounds(starts: np.ndarray, rows_at_once: int) -> list[tuple[int, int]]:
+    """Which requests share a tile: [first, end) each, none cut, as many as fit and at least one.
+
+    Args:
+        starts: ``[requests + 1]``, the first row of logits of each request, and the number of rows.
+    """
+    bounds, first = [], 0
+    while first < len(starts) - 1:
+        fitting = int(np.searchsorted(starts, starts[first] + rows_at_once, side="right")) - 1
+        end = max(fitting, first + 1)
+        bounds.append((first, end))
+        first = end
+    return bounds
+
+
+def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
+    """The requests [first, end) of a batch, in what the sampler reads of it.
+
+    The tokens of the batch stay: ``logits_indices`` points into them.
+    """
+    requests = slice(first, end)
+    starts = input_batch.cu_num_logits_np[first : end + 1]
+    rows = slice(int(starts[0]), int(starts[-1]))
+    return replace(
+        input_batch,
+        num_reqs=end - first,
+        num_draft_tokens=rows.stop - rows.start,
+        idx_mapping=input_batch.idx_mapping[requests],
+        idx_mapping_np=input_batch.idx_mapping_np[requests],
+        seq_lens=input_batch.seq_lens[requests],
+        seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound[requests],
+        cu_num_logits=input_batch.cu_num_logits[first : end + 1] - rows.start,
+        cu_num_logits_np=starts - rows.start,
+        expanded_idx_mapping=input_batch.expanded_idx_mapping[rows],
+        expanded_local_pos=input_batch.expanded_local_pos[rows],
+        logits_indices=input_batch.logits_indices[rows],
+    )

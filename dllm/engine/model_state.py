@@ -1,0 +1,245 @@
+"""DiffusionModelState: vLLM's hooks for one diffusion model.
+
+    add_request     CanvasState.reset(slot)
+    prepare_attn    spans of the rows -> virtual sequences -> attention backend
+    prepare_inputs  embed(ids) + self-conditioning of the canvas rows
+    custom_sampler  DiffusionSampler
+
+Each hook delegates to one part; vLLM calls them in this order.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.output import NewRequestData
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_states.interface import ModelState
+from vllm.v1.worker.gpu.states import RequestState
+from vllm.v1.worker.utils import AttentionGroup
+
+from dllm.engine.compilation import maybe_compile
+from dllm.engine.sampler import DiffusionSampler
+from dllm.engine.spans import Spans, VirtualSequences
+from dllm.engine.state import CanvasState, request_seed
+from dllm.settings.request import RequestOptions
+from dllm.settings.server import DenoiseConfig
+
+
+class DiffusionModelState(ModelState):
+    """Per-request state and input preparation of a diffusion model in Model Runner V2."""
+
+    # A canvas is all there is to a step: no bonus token is sampled after it.
+    num_new_sampled_tokens_per_step = 0
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: nn.Module,
+        encoder_cache: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        self.denoise_config = DenoiseConfig.from_vllm(vllm_config)
+        hidden_size = self.model_config.hf_text_config.hidden_size
+        self.canvases = CanvasState(
+            self.max_num_reqs,
+            self.denoise_config.canvas_length,
+            self.model_config.get_vocab_size(),
+            hidden_size,
+            self.dtype,
+            device,
+        )
+        # Persistent model inputs: a captured CUDA graph reads these addresses.
+        self._inputs_embeds = torch.zeros(
+            self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
+        )
+        # Our own backend takes a split point per row; vLLM's take a flag per sequence.
+        backend = vllm_config.attention_config.backend
+        self._takes_split_points = backend == AttentionBackendEnum.CUSTOM
+        self._split_points = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._condition_canvas = maybe_compile(condition_canvas, vllm_config)
+        self._is_canvas_row = torch.zeros(self.max_num_tokens, dtype=torch.bool, device=device)
+
+    def get_supported_generation_tasks(self) -> tuple[Any, ...]:
+        """Text generation only."""
+        return ("generate",)
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """Replace vLLM's sampler; there is nothing to reject, so no rejection sampler."""
+        return (
+            DiffusionSampler(
+                self.vllm_config,
+                self.denoise_config,
+                self.canvases,
+                sampler,
+                self.model.model.embed_tokens,
+                self.model.model.normalizer,
+            ),
+            None,
+        )
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Reset the slot of a new or resumed request."""
+        assert new_req_data.sampling_params is not None, "a generation request has parameters"
+        options = RequestOptions.read(new_req_data.sampling_params, self.denoise_config)
+        seed = request_seed(options, new_req_data.req_id, self.model_config.seed)
+        self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
+
+    def prepare_inputs_embeds(
+        self,
+        scheduled_encoder_inputs: dict[str, list[int]],
+        input_batch: InputBatch,
+        req_states: RequestState,
+    ) -> torch.Tensor | None:
+        """No multimodal inputs: ``prepare_inputs`` embeds everything."""
+        return None
+
+    def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
+        """Embed the batch, condition its canvas rows, and mark them for the layer scalars."""
+        num_tokens = input_batch.num_tokens
+        num_padded = input_batch.num_tokens_after_padding
+        self._write_emitted_ids(input_batch, req_states)
+        embeds = self._inputs_embeds[:num_padded]
+        embeds[:num_tokens] = self.model.embed_input_ids(input_batch.input_ids[:num_tokens])
+        is_canvas_row = self._is_canvas_row[:num_padded].zero_()
+        if input_batch.num_draft_tokens > 0:
+            rows = input_batch.logits_indices
+            is_canvas_row[rows] = True
+            slots, places = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos
+            embeds[rows] = self._condition_canvas(
+                self.model.self_conditioning,
+                embeds[rows],
+                self.canvases.soft_embeds[slots, places],
+                self.canvases.steps_done[slots],
+            )
+        return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        """The same persistent inputs, for profiling and capture."""
+        return {
+            "inputs_embeds": self._inputs_embeds[:num_tokens],
+            "is_canvas_row": self._is_canvas_row[:num_tokens],
+        }
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[AttentionGroup]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        ubatch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Attention metadata in which heads are causal and canvases bidirectional."""
+        assert ubatch_idx == 0, "batches of heads and canvases are not split"
+        describe = self._rows if self._takes_split_points else self._virtual_sequences
+        return build_attn_metadata(
+            attn_groups=attn_groups,
+            slot_mappings=slot_mappings,
+            kv_cache_config=kv_cache_config,
+            for_cudagraph_capture=for_capture,
+            **describe(input_batch, cudagraph_mode, block_tables),
+        )
+
+    def _rows(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+    ) -> dict[str, Any]:
+        """One sequence per row and its split point, in tensors that a CUDA graph can replay."""
+        is_padded = cudagraph_mode == CUDAGraphMode.FULL
+        num_rows = input_batch.num_reqs_after_padding if is_padded else input_batch.num_reqs
+        head_lens = torch.from_numpy(_spans(input_batch).head_lens)
+        split_points = self._split_points[:num_rows].zero_()
+        split_points[: input_batch.num_reqs].copy_(head_lens, non_blocking=True)
+        return {
+            "num_reqs": num_rows,
+            "num_tokens": (
+                input_batch.num_tokens_after_padding if is_padded else input_batch.num_tokens
+            ),
+            "query_start_loc_gpu": input_batch.query_start_loc[: num_rows + 1],
+            "query_start_loc_cpu": torch.from_numpy(input_batch.query_start_loc_np[: num_rows + 1]),
+            "max_query_len": int(input_batch.num_scheduled_tokens.max()),
+            "seq_lens": input_batch.seq_lens,
+            "max_seq_len": int(input_batch.seq_lens_cpu_upper_bound.max()),
+            "block_tables": block_tables,
+            "causal": split_points,
+        }
+
+    def _virtual_sequences(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: CUDAGraphMode,
+        block_tables: tuple[torch.Tensor, ...],
+    ) -> dict[str, Any]:
+        """Heads and canvases as sequences of their own, for backends with one flag for each."""
+        assert cudagraph_mode != CUDAGraphMode.FULL, "virtual sequences change in number"
+        sequences = self._sequences(input_batch)
+        row_of = torch.from_numpy(sequences.row_of).to(self.device)
+        query_start_loc = torch.from_numpy(sequences.query_start_loc)
+        return {
+            "num_reqs": len(sequences.row_of),
+            "num_tokens": input_batch.num_tokens,
+            "query_start_loc_gpu": query_start_loc.to(self.device),
+            "query_start_loc_cpu": query_start_loc,
+            "max_query_len": int(np.diff(sequences.query_start_loc).max()),
+            "seq_lens": torch.from_numpy(sequences.seq_lens).to(self.device),
+            "max_seq_len": int(sequences.seq_lens.max()),
+            "block_tables": [table[row_of] for table in block_tables],
+            "causal": torch.from_numpy(sequences.is_causal).to(self.device),
+            "mm_req_doc_ranges": sequences.images,
+        }
+
+    def _sequences(self, input_batch: InputBatch) -> VirtualSequences:
+        seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
+        return _spans(input_batch).virtual_sequences(seq_lens)
+
+    def _write_emitted_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
+        """Put the ids of emitted blocks into the heads of their rows.
+
+        The runner writes prompt chunks and canvases; what was generated is in ``all_token_ids``.
+        """
+        computed = input_batch.num_computed_tokens_np
+        prefill_len = input_batch.prefill_len_np
+        is_generated = (computed >= prefill_len) & (prefill_len > 0)  # 0: a dummy run
+        head_lens = np.where(is_generated, _spans(input_batch).head_lens, 0)
+        if not head_lens.any():
+            return
+        rows = np.repeat(np.arange(len(head_lens)), head_lens)
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(head_lens) - head_lens, head_lens)
+        tokens = input_batch.query_start_loc_np[rows] + offsets
+        index = torch.from_numpy(
+            np.stack([tokens, input_batch.idx_mapping_np[rows], computed[rows] + offsets])
+        ).to(self.device)
+        ids = req_states.all_token_ids.gpu[index[1], index[2]]
+        input_batch.input_ids[index[0]] = ids.to(input_batch.input_ids.dtype)
+
+
+def _spans(input_batch: InputBatch) -> Spans:
+    return Spans.of_schedule(input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req)
+
+
+def condition_canvas(
+    self_conditioning: nn.Module,
+    embeds: torch.Tensor,
+    soft_embeds: torch.Tensor,
+    steps_done: torch.Tensor,
+) -> torch.Tensor:
+    """Self-conditioned input of canvas rows; the first denoise step has nothing to look back at.
+
+    Args:
+        embeds, soft_embeds: ``[rows, hidden]``.
+        steps_done: ``[rows]``, denoise steps that the row's canvas has taken.
+    """
+    has_past = (steps_done > 0)[:, None]
+    return self_conditioning(embeds, torch.where(has_past, soft_embeds, 0))

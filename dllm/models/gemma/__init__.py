@@ -1,0 +1,1 @@
+"""DiffusionGemma: a Gemma4 backbone, entropy-bound denoising, self-conditioning, images."""

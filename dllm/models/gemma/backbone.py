@@ -1,0 +1,213 @@
+"""DiffusionGemma for vLLM: one Gemma4 backbone, a self-conditioning MLP and a tied head.
+
+The reference has an encoder (causal) and a decoder (bidirectional) that share every weight except
+one buffer per layer, ``layer_scalar``. Here both are one pass over one batch, in which a boolean
+per row says which of the two a row belongs to. No request state lives on the model.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.gemma4 import Gemma4Model
+from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
+
+from attention.cpu_fp8_cache import write_rounded
+from dllm.engine.compilation import maybe_compile
+from dllm.engine.logit_rows import LogitRows, rows_at_once
+from dllm.models import quantized
+from dllm.models.gemma.self_conditioning import SelfConditioning
+from dllm.models.gemma.weights import merge_shared_copies, refuse_missing
+from dllm.settings.server import DenoiseConfig
+from quant.loading import checked
+
+if TYPE_CHECKING:
+    from dllm.engine.model_state import DiffusionModelState
+
+
+@support_torch_compile
+class CanvasBackbone(Gemma4Model):
+    """vLLM's Gemma4 backbone with the layer scalar chosen per row.
+
+    ``head_scalars`` (the reference's encoder) apply to causal rows and ``canvas_scalars`` (its
+    decoder) to canvas rows; the layers' own ``layer_scalar`` stays 1.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        num_layers = self.config.num_hidden_layers
+        self.head_scalars = nn.Parameter(torch.ones(num_layers), requires_grad=False)
+        self.canvas_scalars = nn.Parameter(torch.ones(num_layers), requires_grad=False)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+        is_canvas_row: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the layers.
+
+        Args:
+            input_ids, positions: ``[tokens]``; ids are only read when no embeddings are given.
+            inputs_embeds: ``[tokens, hidden]``.
+            is_canvas_row: ``[tokens]`` bool.
+
+        Returns:
+            ``[tokens, hidden]``, normalized.
+        """
+        hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        scalars = torch.where(
+            is_canvas_row[:, None], self.canvas_scalars.to(hidden), self.head_scalars.to(hidden)
+        )
+        for index, layer in enumerate(self.layers):
+            hidden, _ = layer(positions, hidden, None)
+            hidden = hidden * scalars[:, index : index + 1]
+        return self.norm(hidden)
+
+
+class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
+    """The released checkpoint's text model, as vLLM's loader and model runner see it."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            "model.decoder.self_conditioning.": "self_conditioning.",
+            "model.decoder.": "model.",
+            "model.encoder.language_model.": "model.",
+            "model.self_conditioning.": "self_conditioning.",  # of a checkpoint without halves
+            # Text only: without torchvision there is no image processor to feed a tower.
+            "model.encoder.vision_tower.": None,
+            "model.encoder.embed_vision.": None,
+        },
+    )
+    packed_modules_mapping = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    @staticmethod
+    def get_model_state_cls() -> "type[DiffusionModelState]":
+        """vLLM's hook that selects the model state of this model."""
+        from dllm.engine.model_state import DiffusionModelState
+
+        return DiffusionModelState
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        # Full-attention layers have no v_proj: values are the keys before their norm and RoPE.
+        config.attention_k_eq_v = True
+        quantized.name_values_like_keys(vllm_config.quant_config, config.layer_types)
+        self.model = CanvasBackbone(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            quant_config=vllm_config.quant_config,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        if config.tie_word_embeddings:
+            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.final_logit_softcapping = config.final_logit_softcapping
+        self._softcap = maybe_compile(softcap, vllm_config)
+        self._rows_at_once = rows_at_once(vllm_config)
+        self.self_conditioning = SelfConditioning(
+            config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        )
+        if DenoiseConfig.from_vllm(vllm_config).canvas_window == "anchored":
+            self._anchor_sliding_layers()
+        for layer in self.model.layers:
+            write_rounded(layer.self_attn.attn)
+
+    def _anchor_sliding_layers(self) -> None:
+        """Give the sliding layers the anchored window, which no backend of vLLM's own has."""
+        for layer in self.model.layers:
+            if not layer.self_attn.is_sliding:
+                continue
+            attention = layer.self_attn.attn
+            if attention.attn_backend.get_name() == "CPU_ATTN":
+                from attention.cpu_backend import use_anchored_window
+
+                use_anchored_window(attention)
+            else:
+                attention.impl.use_anchored_window()
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Scaled token embeddings, ``[tokens, hidden]``."""
+        return self.model.embed_input_ids(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        is_canvas_row: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One pass over heads and canvases; see ``CanvasBackbone.forward``.
+
+        Args:
+            intermediate_tensors: of pipeline stages, which are refused at start: always None.
+        """
+        if is_canvas_row is None:
+            is_canvas_row = torch.zeros_like(positions, dtype=torch.bool)
+        return self.model(input_ids, positions, inputs_embeds, is_canvas_row)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | LogitRows:
+        """Logits of canvas rows, ``[rows, vocab]``: now, or in the sampler if they are too many."""
+        if hidden_states.shape[0] > self._rows_at_once:
+            return LogitRows(hidden_states, self._logits)
+        return self._logits(hidden_states)
+
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits in fp32, soft-capped in fp32 as the reference."""
+        if hidden_states.shape[0] == 0:  # no canvas: vLLM's CPU all-gather divides by the row count
+            return hidden_states.new_empty(0, self.logits_processor.vocab_size, dtype=torch.float32)
+        logits = self.logits_processor(self.lm_head, hidden_states)
+        assert logits is not None, "every rank samples, so every rank gathers the logits"
+        if self.final_logit_softcapping is None:
+            return logits.float()
+        return self._softcap(logits, self.final_logit_softcapping)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a checkpoint whose encoder and decoder halves are one, or agree.
+
+        Raises:
+            ValueError: the halves disagree, a tensor is missing, or one of a quantized layer would
+                make it compute NaN; the message names the tensors.
+        """
+        plan = quantized.plan_of(self.quant_config)
+        if self.quant_config is not None:
+            weights = checked(weights, plan)
+        filled: set[str] = set()
+
+        def noting_names(
+            pairs: Iterable[tuple[str, torch.Tensor]],
+        ) -> Iterable[tuple[str, torch.Tensor]]:
+            for name, tensor in pairs:
+                filled.add(self.hf_to_vllm_mapper.map_name(name) or name)
+                yield name, tensor
+
+        loaded = AutoWeightsLoader(self).load_weights(
+            noting_names(merge_shared_copies(weights, self.model.config.num_hidden_layers)),
+            mapper=self.hf_to_vllm_mapper,
+        )
+        refuse_missing(
+            (name for name, _ in self.named_parameters()),
+            filled | loaded,
+            self.model.hf_to_vllm_mapper.orig_to_new_stacked,
+            self.model.config.num_experts,
+        )
+        quantized.say_what_computes(self, plan)
+        return loaded
+
+
+def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap * tanh(logits / cap)`` in fp32, as the reference."""
+    return torch.tanh(logits.float() / cap) * cap

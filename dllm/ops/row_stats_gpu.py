@@ -1,0 +1,341 @@
+"""Row statistics on a GPU: one read of each row of logits, in Triton.
+
+A program takes one block of tokens of one row, so that any number of rows fills the device, and
+leaves what the block knows relative to its own maximum b:
+
+    b, the first id with it,  z_b = sum exp((x - b) / T),  s_b = sum ((x - b) / T) exp((x - b) / T),
+    z_b of each tile of tokens, and the id that wins the block's draw
+
+A second, small kernel puts the blocks of a row together, with m = max b and w_b = exp((b - m) / T):
+
+    z = sum w_b z_b          s = sum w_b (s_b + z_b (b - m) / T)
+
+The draw. argmax(d + gumbel) with gumbel = -log(E), E = -log1p(-v) standard exponential, is
+argmin(E / exp(d)), a race of exponential clocks: no logarithm but that in E. As v <= E <= v / (1-v)
+and exp(d) is there already, the smallest v / exp(d) is nearly always the winner; only if another
+token comes within E of it are the E computed. Winners of blocks meet in the definition's own
+arithmetic, d + gumbel relative to m. In a block, tokens within rounding (1e-6 nats) may swap.
+
+With filters, a search for the cutoff of each row (`row_filters`) lies between two such passes, of
+which the second leaves rows without filters alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dllm.ops.filters import RowFilters
+from dllm.ops.noise import MIX_MULTIPLIERS
+from dllm.ops.row_stats import KERNEL_MASS_TILE
+
+FIRST = tl.constexpr(MIX_MULTIPLIERS[0] & 0xFFFFFFFF)
+SECOND = tl.constexpr(MIX_MULTIPLIERS[1] & 0xFFFFFFFF)
+THIRD = tl.constexpr(MIX_MULTIPLIERS[2] & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class KernelTiles:
+    """How the kernels cut a row; powers of two. No result depends on it but the tile masses."""
+
+    block: int = 2048  # tokens of a program: 8 a thread, which leaves registers for two programs
+    tile: int = KERNEL_MASS_TILE  # tokens whose mass is known together
+    num_warps: int = 8
+
+
+def row_stats_kernels(
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    probs_dtype: torch.dtype | None,
+    filters: RowFilters | None,
+    cut: KernelTiles,
+) -> list[Tensor]:
+    """What `row_stats.row_stats` returns, in the order of its fields."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1 and keys.is_contiguous(), (logits.stride(), keys.stride())
+    num_blocks, num_tiles = triton.cdiv(vocab_size, cut.block), triton.cdiv(vocab_size, cut.tile)
+    device = logits.device
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    argmax, sample = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
+    entropy, peak, log_z = numbers(num_rows), numbers(num_rows), numbers(num_rows)
+    cutoff = torch.full((num_rows,), -torch.inf, device=device)
+    tile_mass = numbers(num_rows, num_tiles)
+    probs = torch.empty(
+        num_rows, vocab_size if probs_dtype else 0, dtype=probs_dtype or logits.dtype, device=device
+    )
+    result = [argmax, sample, entropy, peak, log_z, cutoff, tile_mass, probs]
+    if num_rows == 0:
+        return result
+    block_max, block_z, block_s = (numbers(num_rows, num_blocks) for _ in range(3))
+    block_argmax, block_winner = (
+        torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device) for _ in range(2)
+    )
+    for is_filtered in (False, True) if filters is not None else (False,):
+        if is_filtered:
+            assert filters is not None
+            _cutoff_kernel[(num_rows,)](
+                logits, logits.stride(0), temperature, peak, log_z, block_max,
+                filters.top_k, filters.top_p, filters.min_p, cutoff, vocab_size,
+                num_blocks, BLOCK=cut.block, num_warps=cut.num_warps,
+            )  # fmt: skip
+        _block_kernel[(num_rows, num_blocks)](
+            logits, logits.stride(0), temperature, keys, cutoff,
+            block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
+            vocab_size, num_blocks, num_tiles,
+            BLOCK=cut.block, TILE=cut.tile, IS_FILTERED=is_filtered, num_warps=cut.num_warps,
+        )  # fmt: skip
+        _merge_kernel[(num_rows,)](
+            logits, logits.stride(0), temperature, keys, cutoff,
+            block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
+            argmax, sample, entropy, peak, log_z, vocab_size, num_blocks, num_tiles,
+            TILES_OF_BLOCK=cut.block // cut.tile,
+            TILES=min(1024, triton.next_power_of_2(num_tiles)),
+            BLOCKS=triton.next_power_of_2(num_blocks), IS_FILTERED=is_filtered, num_warps=4,
+        )  # fmt: skip
+    if probs_dtype is not None:
+        _probs_kernel[(num_rows, num_blocks)](
+            logits, logits.stride(0), temperature, peak, log_z, cutoff, probs, vocab_size,
+            BLOCK=cut.block, num_warps=cut.num_warps,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
+def _token_bits(ids, first_key, second_key):
+    """`noise.token_bits` in uint32 arithmetic."""
+    x = ids.to(tl.uint32) ^ first_key
+    x = (x ^ (x >> 17)) * FIRST
+    x = x ^ second_key
+    x = (x ^ (x >> 11)) * SECOND
+    x = (x ^ (x >> 15)) * THIRD
+    return x ^ (x >> 14)
+
+
+@triton.jit
+def _uniform(bits):
+    """`noise.gumbel_from_bits`'s v, in (0, 1)."""
+    v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    return tl.minimum(v, 1.0 - 5.9604644775390625e-08)  # 1 - 2^-24
+
+
+@triton.jit
+def _exponential(v):
+    """-log1p(-v): a series where log(1 - v) would lose digits; its rest is below 2^-28 v."""
+    series = 1.0 / 7
+    series = series * v + 1.0 / 6
+    series = series * v + 1.0 / 5
+    series = series * v + 1.0 / 4
+    series = series * v + 1.0 / 3
+    series = series * v + 1.0 / 2
+    series = series * v * v + v
+    return tl.where(v < 0.0625, series, -tl.log(1.0 - v))
+
+
+@triton.jit
+def _block_kernel(
+    logits, row_stride, temperature, keys, cutoff,
+    block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
+    vocab_size, num_blocks, num_tiles,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, IS_FILTERED: tl.constexpr,
+):  # fmt: skip
+    """What one block of one row knows; see the top of the file. `tile_mass` gets z_b of its tiles.
+
+    IS_FILTERED: tokens below the row's cutoff are left out; a row without one is left as it is.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    least = tl.load(cutoff + row)
+    if IS_FILTERED:  # noqa: SIM102 (decided when compiled)
+        if least == float("-inf"):
+            return
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf"))
+    x = x.to(tl.float32)
+    if IS_FILTERED:
+        x = tl.where(x < least, float("-inf"), x)
+    largest = tl.max(x, 0)
+    base = tl.where(largest > float("-inf"), largest, 0.0)  # -inf - -inf is NaN
+    d = (x - base) * tl.minimum(1.0 / tl.load(temperature + row), 3e38)
+    e = tl.exp(d)
+    z = tl.sum(e, 0)
+    # -inf * 0 is NaN; a NaN logit stays NaN in z alone, which is enough
+    s = tl.sum(tl.where(e > 0, d * e, 0.0), 0)
+
+    v = _uniform(_token_bits(ids, tl.load(keys + 2 * row).to(tl.uint32),
+                             tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
+    race = tl.where(e > 0, v / e, float("inf"))
+    soonest = tl.min(race, 0)
+    inside = tl.arange(0, BLOCK)
+    winner = tl.min(tl.where(race == soonest, inside, BLOCK), 0)
+    its_v = tl.sum(tl.where(inside == winner, v, 0.0), 0)
+    # Its own time is soonest * E / v; whoever comes before it has a smaller v / exp(d) than that.
+    limit = soonest * (_exponential(its_v) / its_v) * 1.0001
+    rivals = tl.sum((race <= limit).to(tl.int32), 0)
+    if rivals > 1:
+        time = tl.where(race <= limit, _exponential(v) / e, float("inf"))
+        winner = tl.min(tl.where(time == tl.min(time, 0), inside, BLOCK), 0)
+
+    place = row * num_blocks + block
+    tl.store(block_max + place, largest)
+    # Not tl.argmax, which the interpreter refuses for a block of NaN.
+    tl.store(block_argmax + place, tl.min(tl.where(x == largest, ids, vocab_size), 0))
+    tl.store(block_z + place, z)
+    tl.store(block_s + place, s)
+    tl.store(block_winner + place, block * BLOCK + winner)
+    TILES: tl.constexpr = BLOCK // TILE
+    tile = block * TILES + tl.arange(0, TILES)
+    masses = tl.sum(tl.reshape(e, (TILES, TILE)), 1)
+    tl.store(tile_mass + row * num_tiles + tile, masses, mask=tile < num_tiles)
+
+
+@triton.jit
+def _merge_kernel(
+    logits, row_stride, temperature, keys, cutoff,
+    block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
+    argmax, sample, entropy, peak, log_z, vocab_size, num_blocks, num_tiles,
+    TILES_OF_BLOCK: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
+    IS_FILTERED: tl.constexpr,
+):  # fmt: skip
+    """The statistics of one row from those of its blocks; `tile_mass` becomes probabilities."""
+    row = tl.program_id(0).to(tl.int64)
+    if IS_FILTERED:  # noqa: SIM102 (decided when compiled)
+        if tl.load(cutoff + row) == float("-inf"):
+            return
+    block = tl.arange(0, BLOCKS)
+    is_block = block < num_blocks
+    place = row * num_blocks + block
+    maxima = tl.load(block_max + place, mask=is_block, other=float("-inf"))
+    m = tl.max(maxima, 0)
+    base = tl.where(m > float("-inf"), m, 0.0)
+    t = tl.load(temperature + row)
+    d = (maxima - base) / t
+    weight = tl.exp(d)
+    z_of = tl.load(block_z + place, mask=is_block, other=0.0) * weight
+    s_of = tl.load(block_s + place, mask=is_block, other=0.0) * weight
+    z = tl.sum(z_of, 0)
+    s = tl.sum(s_of + tl.where(z_of > 0, z_of * d, 0.0), 0)
+    has_distribution = z > 0  # not if it is NaN
+    tl.store(peak + row, m)
+    tl.store(log_z + row, tl.where(has_distribution, tl.log(z), float("inf")))
+    tl.store(entropy + row, tl.where(has_distribution, tl.maximum(tl.log(z) - s / z, 0.0),
+                                     float("inf")))  # fmt: skip
+
+    first = tl.argmax(tl.where(maxima == m, 1, 0), 0)
+    tl.store(argmax + row, _valid(tl.load(block_argmax + row * num_blocks + first), vocab_size))
+    ids = _valid(tl.load(block_winner + place, mask=is_block, other=0), vocab_size)
+    x = tl.load(logits + row * row_stride + ids, mask=is_block, other=float("-inf")).to(tl.float32)
+    v = _uniform(_token_bits(ids, tl.load(keys + 2 * row).to(tl.uint32),
+                             tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
+    noisy = (x - base) / t - tl.log(_exponential(v))
+    noisy = tl.where(is_block & (maxima > float("-inf")), noisy, float("-inf"))
+    chosen = tl.argmax(noisy, 0)
+    tl.store(sample + row, tl.sum(tl.where(block == chosen, ids, 0), 0))
+
+    for first_tile in range(0, num_tiles, TILES):
+        tile = first_tile + tl.arange(0, TILES)
+        is_tile = tile < num_tiles
+        maximum = tl.load(block_max + row * num_blocks + tile // TILES_OF_BLOCK, mask=is_tile)
+        mass = tl.load(tile_mass + row * num_tiles + tile, mask=is_tile, other=0.0)
+        mass = tl.where(mass > 0, mass * tl.exp((maximum - base) / t) / z, 0.0)
+        mass = tl.where(has_distribution, mass, 0.0)
+        tl.store(tile_mass + row * num_tiles + tile, mass, mask=is_tile)
+
+
+@triton.jit
+def _valid(ids, vocab_size):
+    """Ids of rows with a NaN may lie behind the vocabulary."""
+    return tl.minimum(tl.maximum(ids, 0), vocab_size - 1)
+
+
+@triton.jit
+def _cutoff_kernel(
+    logits, row_stride, temperature, peak, log_z, block_max, top_ks, top_ps, min_ps, cutoff,
+    vocab_size, num_blocks, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The smallest kept logit of one row: bisections over the floats, in order, without a sort.
+
+    A bisection takes up to 32 looks at the row, but only at blocks that reach up to its middle.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+    m, t, log_of_z = tl.load(peak + row), tl.load(temperature + row), tl.load(log_z + row)
+    has_top_k = top_k < vocab_size
+    is_on = has_top_k | (top_p < 1.0) | (min_p > 0.0)
+    if is_on & (log_of_z < float("inf")):
+        x = logits + row * row_stride
+        maxima = block_max + row * num_blocks
+        floor = tl.where(min_p > 0.0, m + t * tl.log(min_p), float("-inf"))
+        if has_top_k:
+            low, high = _ordinal(m - m - 3.4028234663852886e38), _ordinal(m)
+            while low < high:
+                middle = low + (high - low + 1) // 2
+                count, _mass = _from(x, maxima, _from_ordinal(middle), m, t,
+                                     vocab_size, num_blocks, BLOCK)  # fmt: skip
+                low = tl.where(count >= top_k, middle, low)
+                high = tl.where(count >= top_k, high, middle - 1)
+            floor = tl.maximum(floor, _from_ordinal(low))
+        if top_p < 1.0:
+            _count, kept = _from(x, maxima, floor, m, t, vocab_size, num_blocks, BLOCK)
+            # Nothing below m - 104 t has a probability in fp32.
+            low, high = _ordinal(tl.maximum(floor, m - 104.0 * t)), _ordinal(m)
+            while low < high:
+                middle = low + (high - low + 1) // 2
+                _count, mass = _from(x, maxima, _from_ordinal(middle), m, t,
+                                     vocab_size, num_blocks, BLOCK)  # fmt: skip
+                low = tl.where(mass >= top_p * kept, middle, low)
+                high = tl.where(mass >= top_p * kept, high, middle - 1)
+            floor = tl.maximum(floor, _from_ordinal(low))
+        tl.store(cutoff + row, tl.minimum(floor, m))
+
+
+@triton.jit
+def _from(x, maxima, threshold, m, t, vocab_size, num_blocks, BLOCK: tl.constexpr):
+    """How many tokens of a row are >= threshold, and the sum of their exp((x - m) / t)."""
+    count = 0
+    mass = 0.0
+    for block in range(num_blocks):
+        if tl.load(maxima + block) >= threshold:
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            part = tl.load(x + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+            is_kept = (part >= threshold) & (part > float("-inf"))
+            count += tl.sum(is_kept.to(tl.int32), 0)
+            mass += tl.sum(tl.where(is_kept, tl.exp((part - m) / t), 0.0), 0)
+    return count, mass
+
+
+@triton.jit
+def _ordinal(x):
+    """Floats to integers in the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _from_ordinal(ordinal):
+    bits = ordinal.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _probs_kernel(
+    logits, row_stride, temperature, peak, log_z, cutoff, probs, vocab_size, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The probabilities of one block of one row; 0 throughout for a row without a distribution."""
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = ids < vocab_size
+    x = tl.load(logits + row * row_stride + ids, mask=is_token, other=float("-inf"))
+    x = x.to(tl.float32)
+    log_of_z = tl.load(log_z + row)
+    d = (x - tl.load(peak + row)) / tl.load(temperature + row)
+    p = tl.where(x >= tl.load(cutoff + row), tl.exp(d - log_of_z), 0.0)
+    p = tl.where(log_of_z < float("inf"), p, 0.0)
+    tl.store(probs + row * vocab_size + ids, p.to(probs.dtype.element_ty), mask=is_token)

@@ -1,0 +1,134 @@
+"""Patches of the API server: every request is parsed there, and refused in words."""
+
+import importlib.util
+import weakref
+from typing import Any
+
+from dllm.patches.contract import ARCHITECTURE
+
+
+def check_requests_at_admission() -> None:
+    """Let what cannot be served be refused with HTTP 400, with what is allowed and what to do."""
+    _parse_requests()
+    _refuse_before_the_stream_starts()
+    _say_why()
+    _explain_missing_images()
+
+
+def _parse_requests() -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from dllm.settings.edit_limits import refuse_impossible_edits
+    from dllm.settings.request import RequestOptions
+    from dllm.settings.server import DenoiseConfig
+
+    configs: weakref.WeakKeyDictionary[Any, DenoiseConfig] = weakref.WeakKeyDictionary()
+    validate_params = InputProcessor._validate_params
+    validate_diffusion = SamplingParams._validate_diffusion
+
+    def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
+        if not isinstance(params, SamplingParams) or self.model_config.architecture != ARCHITECTURE:
+            return validate_params(self, params, supported_tasks)
+        if self not in configs:
+            configs[self] = DenoiseConfig.from_vllm(self.vllm_config)
+        vocab_size = self.model_config.get_vocab_size()
+        RequestOptions.parse(params, configs[self], vocab_size)
+        is_watermarked = validate_params(self, params, supported_tasks)
+        refuse_impossible_edits(_with_resolved_ids(self, params), vocab_size)
+        return is_watermarked
+
+    def _with_resolved_ids(self: Any, params: Any) -> Any:
+        """A copy with stop tokens and bad words as ids, which vLLM makes only after admission."""
+        params = params.clone()
+        params.update_from_generation_config(
+            self.generation_config_fields, self.renderer.get_eos_token_id()
+        )
+        if self.tokenizer is not None:
+            params.update_from_tokenizer(self.tokenizer)
+        return params
+
+    def _validate_diffusion(self: Any, model_config: Any) -> None:
+        if model_config.architecture != ARCHITECTURE:
+            validate_diffusion(self, model_config)
+
+    InputProcessor._validate_params = _validate_params  # type: ignore[method-assign]
+    SamplingParams._validate_diffusion = _validate_diffusion  # type: ignore[method-assign]
+
+
+def _explain_missing_images() -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.multimodal.registry import MultiModalRegistry
+
+    from dllm.settings.server import takes_images
+
+    create = MultiModalRegistry.create_processor
+
+    def create_processor(self: Any, model_config: Any, **kwargs: Any) -> Any:
+        if model_config.architecture == ARCHITECTURE and (
+            not model_config.is_multimodal_model or not takes_images(model_config.hf_config)
+        ):
+            raise VLLMValidationError(_text_only_message(), parameter="messages")
+        return create(self, model_config, **kwargs)
+
+    MultiModalRegistry.create_processor = create_processor  # type: ignore[method-assign]
+
+
+def _text_only_message() -> str:
+    why = "the model is served without its vision tower"
+    if importlib.util.find_spec("torchvision") is None:
+        why = "images need torchvision, which is not installed here"
+    return f"This server is text-only: {why}. Send text alone."
+
+
+def _refuse_before_the_stream_starts() -> None:
+    """HTTP 400 for streams too: `generate` is a generator, and by its first item 200 is sent."""
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    generate = AsyncLLM.generate
+
+    def checked_generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+        if self.model_config.architecture == ARCHITECTURE:
+            if isinstance(sampling_params, SamplingParams):
+                self.input_processor._validate_params(sampling_params, ("generate",))
+            if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
+                self.renderer.validate_token_ids(prompt["prompt_token_ids"])
+        return generate(self, prompt, sampling_params, *args, **kwargs)
+
+    AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
+
+
+def _say_why() -> None:
+    """Refusals of vLLM's own that leave out what is allowed and what to do."""
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+    from vllm.exceptions import VLLMValidationError
+    from vllm.renderers.base import BaseRenderer
+
+    validate_token_ids = BaseRenderer.validate_token_ids
+    beam_search = BeamSearchOnlineMixin.beam_search
+
+    def checked_token_ids(self: Any, token_ids: Any, *, parameter: str | None = None) -> None:
+        if self.model_config.architecture == ARCHITECTURE and token_ids:
+            vocab_size = self.model_config.get_vocab_size()
+            for token in (min(token_ids), max(token_ids)):
+                if not 0 <= token < vocab_size:
+                    raise VLLMValidationError(
+                        f"prompt token id {token} is out of the vocabulary; allowed: 0 to "
+                        f"{vocab_size - 1}. Send ids of this model's tokenizer (POST /tokenize).",
+                        parameter=parameter or "prompt",
+                    )
+        validate_token_ids(self, token_ids, parameter=parameter)
+
+    async def checked_beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.model_config.architecture == ARCHITECTURE:
+            raise VLLMValidationError(
+                "use_beam_search = True; allowed: False, because a canvas has no next token to "
+                "branch on. Leave it out; n = 2 asks for two samples.",
+                parameter="use_beam_search",
+            )
+        async for output in beam_search(self, *args, **kwargs):
+            yield output
+
+    BeamSearchOnlineMixin.beam_search = checked_beam_search  # type: ignore[method-assign]
+    BaseRenderer.validate_token_ids = checked_token_ids  # type: ignore[method-assign]

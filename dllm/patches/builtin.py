@@ -1,0 +1,109 @@
+"""vLLM's built-in DiffusionGemma, text only, on a CPU where its image processor does not import.
+
+This is what ``DLLM_DISABLE=1`` serves there: the thing to compare ours with.
+
+The built-in's own code, unchanged: the model's constructor, forward pass, logits and weight names;
+its ``DiffusionGemmaModelState`` (so the input preparation, self-conditioning and attention
+metadata of each denoise step), its ``DiffusionSampler`` and compiled functions, its scheduler and
+its config hook. Everything a request's time is spent in.
+
+Not the built-in's, because without torchvision or Triton it could not run at all:
+
+- The vision tower is left out, as for a checkpoint without ``vision_config``, and its weights are
+  skipped. The model counts as text-only, so an image request gets a 400.
+- ``vllm.model_executor.models.gemma4_mm`` (Gemma4's image processing), of which the built-in
+  module takes five names, is replaced by five empty classes while that module is imported.
+- The kernels of Model Runner V2 are those of ``dllm.cpu.batch``, which ours runs on as well.
+"""
+
+import copy
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import WeightsMapper
+
+_BUILTIN = "vllm.model_executor.models.diffusion_gemma"
+_IMAGE_PROCESSING = "vllm.model_executor.models.gemma4_mm"
+_VISION_WEIGHTS = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
+
+
+def import_builtin() -> ModuleType:
+    """vLLM's ``diffusion_gemma`` module.
+
+    Where ``gemma4_mm`` cannot be imported, a stand-in takes its place during this import and no
+    longer: whoever imports ``gemma4_mm`` later gets the same ImportError as without us.
+    """
+    try:
+        importlib.import_module(_IMAGE_PROCESSING)
+    except ImportError:
+        pass
+    else:
+        return importlib.import_module(_BUILTIN)
+    sys.modules[_IMAGE_PROCESSING] = _image_processing_stand_in()
+    try:
+        return importlib.import_module(_BUILTIN)
+    finally:
+        del sys.modules[_IMAGE_PROCESSING]
+
+
+def _image_processing_stand_in() -> ModuleType:
+    """The five names that ``diffusion_gemma`` imports from ``gemma4_mm``, with nothing behind."""
+    image_methods = (
+        "_parse_and_validate_image_input",
+        "_parse_and_validate_video_input",
+        "_parse_and_validate_multimodal_inputs",
+        "_encoder_chunk",
+        "_process_image_input",
+        "_process_video_input",
+        "embed_multimodal",
+    )
+    module = ModuleType(_IMAGE_PROCESSING)
+    for name, members in (
+        ("Gemma4DummyInputsBuilder", {}),
+        ("Gemma4ForConditionalGeneration", dict.fromkeys(image_methods, _no_images)),
+        ("Gemma4MultimodalEmbedder", {}),
+        ("Gemma4MultiModalProcessor", {}),
+        ("Gemma4ProcessingInfo", {}),
+    ):
+        setattr(module, name, type(name, (), {"__module__": _IMAGE_PROCESSING, **members}))
+    return module
+
+
+def _no_images(*args: object, **kwargs: object) -> None:
+    raise NotImplementedError("Images need torchvision, which cannot be imported here.")
+
+
+builtin = import_builtin()
+
+
+class TextOnlyDiffusionGemma(builtin.DiffusionGemmaForConditionalGeneration):  # type: ignore[name-defined, misc]
+    """The built-in model without its vision tower; see the module's docstring."""
+
+    supports_multimodal = False
+    supports_multimodal_embeddings = False
+
+    hf_to_vllm_mapper = WeightsMapper(
+        orig_to_new_prefix={
+            **builtin.DiffusionGemmaForConditionalGeneration.hf_to_vllm_mapper.orig_to_new_prefix,
+            **dict.fromkeys(_VISION_WEIGHTS),
+        }
+    )
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=_without_vision(vllm_config), prefix=prefix)
+
+
+def _without_vision(vllm_config: VllmConfig) -> Any:
+    """A shallow copy whose model config names no vision tower.
+
+    Shallow, because layers enter themselves into what the original config refers to
+    (``compilation_config.static_forward_context``).
+    """
+    config = copy.copy(vllm_config)
+    config.model_config = copy.copy(vllm_config.model_config)
+    config.model_config.hf_config = copy.copy(vllm_config.model_config.hf_config)
+    config.model_config.hf_config.vision_config = None
+    return config

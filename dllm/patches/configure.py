@@ -1,0 +1,147 @@
+"""What a server of our models is configured with, before anything is loaded.
+
+vLLM calls ``configure_dllm`` through the config hook of our architecture. It chooses our scheduler,
+worker and attention backend, and refuses flags that cannot work, with what to do about them.
+"""
+
+from typing import Any
+
+from vllm.logger import init_logger
+
+from dllm import LOGGER
+from dllm.models.quantized import emulate_on_cpu
+from dllm.patches.contract import GPU_WORKER, SCHEDULER
+from dllm.patches.cpu import set_cpu_worker
+
+logger = init_logger(LOGGER)
+
+# vLLM's backends that take one causal flag per sequence.
+FLAG_BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
+# Requests at a time unless the user chooses: what is larger than a step's workspace is tiled.
+DEFAULT_CONCURRENCY = 64
+
+
+def configure_dllm(vllm_config: Any) -> None:
+    """The config hook: choose our parts, refuse what cannot work, before anything is loaded."""
+    from vllm.config.diffusion import DiffusionConfig
+    from vllm.platforms import current_platform
+
+    from dllm.settings.server import DenoiseConfig, PluginOptions
+
+    denoise = DenoiseConfig.from_vllm(vllm_config)
+    PluginOptions.from_vllm(vllm_config)
+    if vllm_config.diffusion_config is None:
+        vllm_config.diffusion_config = DiffusionConfig(canvas_length=denoise.canvas_length)
+    _set_scheduler(vllm_config, denoise.canvas_length)
+    _refuse_unsupported(vllm_config)
+    _choose_attention(vllm_config, denoise.canvas_window)
+    if vllm_config.model_config.is_multimodal_model and vllm_config.model_config.is_mm_prefix_lm:
+        # The rows of an image see each other: they have to come in one chunk.
+        vllm_config.scheduler_config.disable_chunked_mm_input = True
+    set_cpu_worker(vllm_config)
+    if not current_platform.is_cpu() and vllm_config.parallel_config.worker_cls == "auto":
+        vllm_config.parallel_config.worker_cls = GPU_WORKER
+    emulate_on_cpu(vllm_config)
+    # vLLM's default keeps only the end of a prompt in sliding-window groups: a conversation could
+    # never continue from the blocks it generated. None keeps every block until it is evicted.
+    if vllm_config.cache_config.prefix_cache_retention_interval == 0:
+        vllm_config.cache_config.prefix_cache_retention_interval = None
+    # As the built-in does: max_tokens is the request's business, not the checkpoint's.
+    vllm_config.model_config.override_generation_config.setdefault("max_new_tokens", None)
+
+
+def _set_scheduler(vllm_config: Any, canvas_length: int) -> None:
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls not in (None, SCHEDULER):
+        raise ValueError(
+            f"--scheduler-cls {scheduler.scheduler_cls}: diffusion models need {SCHEDULER}. "
+            "Leave the flag out."
+        )
+    if scheduler.async_scheduling:
+        raise ValueError(
+            "--async-scheduling: canvases are scheduled synchronously. Leave the flag out."
+        )
+    scheduler.scheduler_cls = SCHEDULER
+    scheduler.async_scheduling = False
+    for flag, limit in (
+        ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
+        ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
+        ("--long-prefill-token-threshold", scheduler.long_prefill_token_threshold or None),
+    ):
+        if limit is not None and limit < canvas_length:
+            raise ValueError(
+                f"{flag} {limit} is less than the canvas of {canvas_length} tokens, which is "
+                f"scheduled whole or not at all. Allowed: at least {canvas_length}."
+            )
+    if scheduler.max_num_seqs >= scheduler.DEFAULT_MAX_NUM_SEQS:  # not chosen by the user
+        scheduler.max_num_seqs = DEFAULT_CONCURRENCY
+        logger.info("dllm: --max-num-seqs is %d", scheduler.max_num_seqs)
+
+
+def _refuse_unsupported(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    for given, flag, why in (
+        (vllm_config.speculative_config, "--speculative-config", "a canvas is its own draft"),
+        (
+            parallel.pipeline_parallel_size > 1,
+            "--pipeline-parallel-size",
+            "self-conditioning feeds the last stage's output to the first stage's input",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1,
+            "--decode-context-parallel-size",
+            "canvas rows see each other across the shards",
+        ),
+        (parallel.enable_dbo, "--enable-dbo", "heads and canvases of a batch are not split"),
+        (
+            vllm_config.kv_transfer_config or vllm_config.cache_config.kv_offloading_size,
+            "--kv-transfer-config (and KV offloading)",
+            "the last block of a request has no KV that another request may load",
+        ),
+        (
+            vllm_config.model_config.logits_processors,
+            "--logits-processors",
+            "the canvas sampler runs none",
+        ),
+    ):
+        if given:
+            raise ValueError(f"{flag} does not work with diffusion models: {why}. Leave it out.")
+
+
+def _choose_attention(vllm_config: Any, canvas_window: str) -> None:
+    """On CUDA, our own backend unless another is asked for; a CPU has only one."""
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if current_platform.is_cpu():
+        return
+    attention = vllm_config.attention_config
+    attention.use_non_causal = True
+    if attention.backend in (None, AttentionBackendEnum.CUSTOM):
+        attention.backend = AttentionBackendEnum.CUSTOM
+        return
+    if attention.backend.name not in FLAG_BACKENDS:
+        raise ValueError(
+            f"--attention-backend {attention.backend.name}: allowed for diffusion models are "
+            f"{', '.join(FLAG_BACKENDS)} and CUSTOM. Leave the flag out for CUSTOM."
+        )
+    if canvas_window == "anchored":
+        raise ValueError(
+            f"--attention-backend {attention.backend.name} has no anchored canvas window. Leave "
+            """the flag out, or serve with --hf-overrides '{"canvas_window": "symmetric"}'."""
+        )
+    if attention.backend == AttentionBackendEnum.FLASH_ATTN:
+        if attention.flash_attn_version not in (None, 4) or not is_fa_version_supported(4):
+            raise ValueError(
+                "--attention-backend FLASH_ATTN: diffusion models need FlashAttention 4, which "
+                f"takes a causal flag per sequence; flash_attn_version is "
+                f"{attention.flash_attn_version}, and version 4 is "
+                f"{'' if is_fa_version_supported(4) else 'not '}available here. Leave the flags "
+                "out, or use --attention-backend TRITON_ATTN."
+            )
+        attention.flash_attn_version = 4
+    # Heads and canvases become sequences of their own, whose number no full graph can know.
+    if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE

@@ -1,0 +1,148 @@
+"""Every name of vLLM that the plugin replaces, wraps or registers with, and why. Data only.
+
+Read from vLLM 0.32.0. ``tests/patches/test_contract.py`` holds vLLM to these names and to their
+signatures, and takes what else our code imports, overrides and reads from our code itself.
+"""
+
+from dataclasses import dataclass
+
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+SCHEDULER = "dllm.engine.scheduler.CanvasScheduler"
+CPU_WORKER = "dllm.patches.cpu_worker.CanvasCPUWorker"
+GPU_WORKER = "dllm.patches.gpu_worker.CanvasGPUWorker"
+IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+DRAFTING_SCHEDULER = "dllm.patches.engine_core.PatchingScheduler"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One private name: where it is, what is done to it, and what it is for."""
+
+    target: str
+    action: str
+    why: str
+
+
+PATCHES = (
+    Patch("vllm.ModelRegistry.register_model", "call", "our class serves the architecture"),
+    Patch(
+        "vllm.model_executor.models.config.MODELS_CONFIG_MAP",
+        "replace our entry",
+        "scheduler, worker, canvas length and limits are set for this architecture only",
+    ),
+    Patch(
+        "vllm.v1.attention.backends.registry.register_backend",
+        "call, on CUDA",
+        "our attention kernel, as the backend that vLLM names CUSTOM",
+    ),
+    Patch(
+        "vllm.sampling_params.SamplingParams._validate_diffusion",
+        "wrap",
+        "admits the parameters that the built-in sampler cannot honour and ours does",
+    ),
+    Patch(
+        "vllm.v1.engine.input_processor.InputProcessor._validate_params",
+        "wrap",
+        "RequestOptions.parse refuses bad requests in the API server, with HTTP 400",
+    ),
+    Patch(
+        "vllm.v1.engine.async_llm.AsyncLLM.generate",
+        "wrap",
+        "a bad streaming request gets HTTP 400, not 200 and then an error",
+    ),
+    Patch(
+        "vllm.renderers.base.BaseRenderer.validate_token_ids",
+        "wrap",
+        "token ids outside the model's vocabulary are refused with the range",
+    ),
+    Patch(
+        "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search",
+        "wrap",
+        "beam search is refused: a canvas has no next token to branch on",
+    ),
+    Patch(
+        "vllm.multimodal.registry.MultiModalRegistry.create_processor",
+        "wrap",
+        "an image request gets HTTP 400 with the reason; vLLM only says 'not a multimodal model'",
+    ),
+    Patch(
+        "vllm.config.VllmConfig.try_verify_and_update_config",
+        "wrap",
+        "with a DFlash drafter: the pair is checked, worker and attention chosen, for any target",
+    ),
+    Patch(
+        "vllm.sampling_params.SamplingParams._validate_spec_decode",
+        "wrap",
+        "with a DFlash drafter of ours: admits min_p and logit_bias, which Model Runner V2 honours",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner.init_speculator",
+        "wrap, in the worker",
+        "makes our speculator for a DFlash drafter",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids",
+        "wrap, in the worker",
+        "each request's drafts are cut to the width that the policy chose",
+    ),
+    Patch(
+        "vllm.v1.engine.core.EngineCore.post_step",
+        "wrap, in the engine's process",
+        "nobody drafts behind a step in which all requests ended",
+    ),
+    Patch(
+        "vllm.v1.metrics.loggers.StatLoggerManager.record",
+        "wrap, in the front end",
+        "metrics of drafting: how much, how long, which widths",
+    ),
+    Patch(
+        "vllm.config.VllmConfig._get_quantization_config",
+        "call",
+        "vLLM's checks of a quantized checkpoint, whose layers a CPU may have to emulate",
+    ),
+    Patch(
+        "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update",
+        "wrap, on layers of ours",
+        "an FP8 KV cache holds the nearest values, as on a GPU; vLLM's CPU kernel truncates",
+    ),
+    Patch(
+        "vllm.config.VllmConfig.use_v2_model_runner",
+        "wrap",
+        "Model Runner V2 on a CPU without Triton (vLLM insists on Triton)",
+    ),
+    Patch(
+        "vllm.config.VllmConfig._validate_v2_model_runner",
+        "wrap",
+        "the same insistence, in a second place",
+    ),
+    Patch(
+        "vllm.triton_utils.triton.next_power_of_2",
+        "add to the placeholder",
+        "Model Runner V2 calls it to size kernels that dllm.cpu.batch replaces",
+    ),
+    Patch(
+        "vllm.triton_utils.dispatcher.register_kernels",
+        "call, in the CPU worker",
+        "vLLM's own extension point for replacing Triton kernels",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run",
+        "wrap, in the worker",
+        "memory profiling runs the largest denoise step; vLLM's dummy batch holds no canvas",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs",
+        "wrap, in the worker",
+        "prompts that ask are scored, and no canvas or block beside them",
+    ),
+    Patch(
+        "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
+        "wrap",
+        "VLLM_WORKER_MULTIPROC_METHOD=fork may stand: spawned processes import everything again",
+    ),
+    Patch(
+        "vllm.compilation.decorators._try_load_aot_compiled_fn",
+        "wrap, in the CPU worker",
+        "a restart loads the compiled backbone; vLLM finds its own file broken and traces again",
+    ),
+)

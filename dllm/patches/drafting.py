@@ -1,0 +1,210 @@
+"""Patches for the drafter: vLLM's ``method: dflash`` runs our network and speculator.
+
+Scoped to servers with a DFlash drafter; any other model or method in this process is left alone.
+"""
+
+import functools
+from typing import Any
+
+from vllm.logger import init_logger
+
+from dllm import LOGGER
+from dllm.patches.contract import CPU_WORKER, DRAFTING_SCHEDULER, GPU_WORKER
+from dllm.patches.cpu import set_cpu_worker
+
+logger = init_logger(LOGGER)
+
+DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
+
+_is_ours = False
+_drafter: Any = None  # the last one made in this process
+
+
+def serve_drafters() -> None:
+    """Take over DFlash drafters in this process."""
+    from vllm import ModelRegistry
+    from vllm.config import VllmConfig
+
+    from dllm.settings.drafting import DRAFTER_ARCHITECTURE
+
+    global _is_ours
+    _is_ours = True
+    ModelRegistry.register_model(DRAFTER_ARCHITECTURE, DRAFTER_MODEL)
+    verify_and_update = VllmConfig.try_verify_and_update_config
+
+    def try_verify_and_update_config(self: Any) -> None:
+        is_first = not getattr(self.model_config, "config_updated", True)
+        verify_and_update(self)
+        if is_first and drafts_with_ours(self.speculative_config):
+            _configure_drafting(self)
+
+    VllmConfig.try_verify_and_update_config = try_verify_and_update_config  # type: ignore[method-assign]
+    _admit_all_sampling_parameters()
+
+
+def drafts_with_ours(speculative_config: Any) -> bool:
+    """Whether a server's drafter is one that we serve."""
+    from dllm.settings.drafting import DRAFTER_ARCHITECTURE
+
+    if not _is_ours or speculative_config is None or speculative_config.method != "dflash":
+        return False
+    return DRAFTER_ARCHITECTURE in (speculative_config.draft_model_config.architectures or ())
+
+
+def _configure_drafting(vllm_config: Any) -> None:
+    """Refuse a pair that does not fit; choose worker, attention and scheduling."""
+    from vllm.platforms import current_platform
+
+    from dllm.drafter.pair import drafter_options, refuse_mismatch
+    from dllm.settings.drafting import always_verifies_all
+
+    drafter = refuse_mismatch(vllm_config)
+    speculative = vllm_config.speculative_config
+    _state_conventions(speculative.draft_model_config.hf_config, drafter.mask_token_id)
+    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls not in ("auto", worker):
+        raise ValueError(
+            f"--worker-cls {parallel.worker_cls}: drafting needs {worker}. Leave the flag out, or "
+            "set DLLM_DISABLE=1 for vLLM's own drafter."
+        )
+    parallel.worker_cls = worker
+    set_cpu_worker(vllm_config)
+    _read_drafting_statistics()
+    if not current_platform.is_cpu():
+        _choose_draft_attention(speculative, any(layer.is_anchored for layer in drafter.layers))
+    scheduler = vllm_config.scheduler_config
+    verifies_all = always_verifies_all(
+        drafter_options(vllm_config), speculative.num_speculative_tokens
+    )
+    if (current_platform.is_cpu() or not verifies_all) and scheduler.scheduler_cls is None:
+        scheduler.scheduler_cls = DRAFTING_SCHEDULER
+    if not verifies_all:
+        if scheduler.async_scheduling:
+            raise ValueError(
+                "--async-scheduling: how many drafts are verified is decided after each step, and "
+                'this schedules the next one before. Leave the flag out, or leave "policy" and '
+                '"width" out of the drafter\'s options.'
+            )
+        scheduler.async_scheduling = False
+
+
+def _state_conventions(hf_config: Any, mask_token_id: int) -> None:
+    """Write what we resolved where vLLM's own code, around our network, reads it."""
+    from dllm.drafter.checkpoint import SPECULATORS
+
+    dflash = dict(getattr(hf_config, "dflash_config", None) or {})
+    dflash["mask_token_id"] = mask_token_id
+    if hf_config.model_type == SPECULATORS and dflash.get("causal"):
+        # vLLM would make full layers causal, too; without the key only sliding ones are.
+        del dflash["causal"]
+    hf_config.dflash_config = dflash
+
+
+def _choose_draft_attention(speculative: Any, is_anchored: bool) -> None:
+    """Our kernel, unless another backend is asked for."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if speculative.attention_backend is None:
+        speculative.attention_backend = AttentionBackendEnum.CUSTOM
+    elif is_anchored and speculative.attention_backend != AttentionBackendEnum.CUSTOM:
+        raise ValueError(
+            f"attention_backend {speculative.attention_backend.name} of --speculative-config has "
+            "no draft window. Leave it out, or leave the drafter's window out."
+        )
+
+
+def _admit_all_sampling_parameters() -> None:
+    """Model Runner V2 honours min_p and logit_bias under speculation; vLLM still refuses them.
+
+    What it silently leaves out instead is refused here.
+    """
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+
+    validate = SamplingParams._validate_spec_decode
+
+    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        if not drafts_with_ours(speculative_config):
+            validate(self, speculative_config)
+        elif self.logprob_token_ids:
+            raise VLLMValidationError(
+                f"logprob_token_ids = {self.logprob_token_ids}: steps that verify drafts return no "
+                "logprobs of chosen tokens. Leave it out, or ask for the likeliest (logprobs).",
+                parameter="logprob_token_ids",
+            )
+
+    SamplingParams._validate_spec_decode = _validate_spec_decode  # type: ignore[method-assign]
+
+
+@functools.cache
+def _patch_runner() -> None:
+    import torch
+    from vllm.v1.worker.gpu import model_runner
+
+    from dllm.drafter.speculator import Drafter
+
+    init_speculator = model_runner.init_speculator
+    take_draft_token_ids = model_runner.GPUModelRunner.take_draft_token_ids
+
+    def init_ours(vllm_config: Any, device: Any, req_states: Any = None) -> Any:
+        global _drafter
+        if drafts_with_ours(vllm_config.speculative_config):
+            _drafter = Drafter(vllm_config, device)
+            return _drafter
+        return init_speculator(vllm_config, device, req_states)
+
+    def take_trimmed(self: Any) -> Any:
+        if not isinstance(self.speculator, Drafter):
+            return take_draft_token_ids(self)
+        with torch.inference_mode():
+            self.speculator.draft_late(self.req_states, self.draft_tokens_handler)
+        drafts = take_draft_token_ids(self)
+        return None if drafts is None else self.speculator.report(drafts)
+
+    model_runner.init_speculator = init_ours
+    model_runner.GPUModelRunner.take_draft_token_ids = take_trimmed  # type: ignore[method-assign]
+
+
+@functools.cache
+def _read_drafting_statistics() -> None:
+    """Prometheus metrics of drafting, in the front end: taken out of the statistics on arrival."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+
+    from dllm.drafter.metrics import record_drafting
+
+    record = StatLoggerManager.record
+
+    def record_ours(
+        self: Any,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int | None = None,
+    ) -> None:
+        for logger in self.stat_loggers:
+            if isinstance(logger, PrometheusStatLogger) and scheduler_stats is not None:
+                labels = logger.per_engine_labelvalues[engine_idx or 0]
+                record_drafting(scheduler_stats, [str(value) for value in labels])
+        record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+    StatLoggerManager.record = record_ours  # type: ignore[method-assign]
+
+
+def drafter_of_this_process() -> Any:
+    """The ``Drafter`` of the engine that was started in this process, if it was."""
+    return _drafter
+
+
+def measure_costs_in_this_worker(runner: Any, execute_model: Any) -> None:
+    """Tell the width policy what steps cost on this machine, if it asks. Ends a worker's start."""
+    from dllm.drafter.speculator import Drafter
+
+    if isinstance(runner.speculator, Drafter):
+        runner.speculator.measure_costs(runner, execute_model)
+
+
+def draft_in_this_worker(vllm_config: Any) -> None:
+    """Let Model Runner V2 make our speculator, if this server has a drafter. In the worker."""
+    if drafts_with_ours(vllm_config.speculative_config):
+        _patch_runner()

@@ -1,0 +1,25 @@
+"""vLLM's GPU worker for what we serve; ``cpu_worker`` has another base, which imports apart."""
+
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from dllm.patches.contract import SCHEDULER
+from dllm.patches.drafting import draft_in_this_worker, measure_costs_in_this_worker
+from dllm.patches.worker import prepare_runner
+
+
+class CanvasGPUWorker(Worker):
+    """A GPU worker whose Model Runner V2 knows canvases, or drafts with our drafter."""
+
+    def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        if vllm_config.scheduler_config.scheduler_cls == SCHEDULER:
+            prepare_runner()
+        draft_in_this_worker(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """vLLM's warm-up; then a drafter's width policy learns what steps cost."""
+        times = super().compile_or_warm_up_model()
+        measure_costs_in_this_worker(self.model_runner, self.execute_model)
+        return times

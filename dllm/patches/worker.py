@@ -1,0 +1,62 @@
+"""Patches of Model Runner V2, installed by the worker that serves a diffusion model."""
+
+import functools
+from typing import Any
+
+from dllm.patches.contract import ARCHITECTURE
+
+
+def prepare_runner() -> None:
+    """Patch the model runner of this worker process; calling it again changes nothing."""
+    _profile_whole_canvases()
+    _score_only_prompts_that_ask()
+
+
+@functools.cache
+def _profile_whole_canvases() -> None:
+    """Let memory profiling run the largest denoise step; vLLM's dummy batch holds no canvas."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from dllm.engine.warm_up import canvas_batch
+
+    run = GPUModelRunner._dummy_sampler_run
+
+    def _dummy_sampler_run(self: Any, hidden_states: Any) -> None:
+        if self.model_config.architecture != ARCHITECTURE:
+            return run(self, hidden_states)
+        batch = canvas_batch(self.input_buffers, self.max_num_reqs, self.num_speculative_steps)
+        hidden = hidden_states.new_zeros(batch.num_draft_tokens, hidden_states.shape[1])
+        self.sampler(self.model.compute_logits(hidden), batch)
+
+    GPUModelRunner._dummy_sampler_run = _dummy_sampler_run  # type: ignore[method-assign]
+
+
+@functools.cache
+def _score_only_prompts_that_ask() -> None:
+    """Let vLLM score the prompts whose logprobs are wanted, and no other token of their steps.
+
+    The scores are the same, whatever is served.
+    """
+    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
+
+    from dllm.engine.prompt_rows import asking_requests, batch_of_requests
+
+    compute = PromptLogprobsWorker.compute_prompt_logprobs
+
+    def compute_prompt_logprobs(
+        self: Any,
+        logits_fn: Any,
+        hidden_states: Any,
+        input_batch: Any,
+        all_token_ids: Any,
+        num_computed_tokens: Any,
+        prompt_lens: Any,
+    ) -> Any:
+        asking = asking_requests(self.uses_prompt_logprobs, input_batch, prompt_lens)
+        if len(asking) == 0:
+            return {}
+        tokens, part = batch_of_requests(input_batch, asking)
+        state = (all_token_ids, num_computed_tokens, prompt_lens)
+        return compute(self, logits_fn, hidden_states[tokens], part, *state)
+
+    PromptLogprobsWorker.compute_prompt_logprobs = compute_prompt_logprobs  # type: ignore[method-assign]

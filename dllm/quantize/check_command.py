@@ -1,0 +1,80 @@
+"""``dllm check-quant``: what is wrong with a quantized checkpoint, for people and for scripts."""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from dllm.quantize.checkpoint import Checkpoint, in_units
+from dllm.quantize.linears import linears
+from dllm.quantize.verify import Report, verify
+from dllm.settings.command import FAILED, OK, CommandError
+
+LISTED = 20
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check a checkpoint; 0: nothing was found, 1: something was."""
+    parser = argparse.ArgumentParser(
+        prog="dllm check-quant",
+        description="Check a quantized DiffusionGemma checkpoint.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", type=Path, help="directory of a quantized checkpoint")
+    parser.add_argument("--against", type=Path, help="the checkpoint that it was made from")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found; -: print")
+    args = parser.parse_args(argv)
+    checkpoint = Checkpoint(args.checkpoint)
+    original = Checkpoint(args.against) if args.against else None
+    console, is_shown = Console(stderr=True), sys.stderr.isatty()
+    with Progress(console=console, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("layers", total=len(linears(checkpoint.config)))
+        report = verify(checkpoint, original, lambda: progress.advance(task))
+    if args.json is not None:
+        text = json.dumps(as_json(args.checkpoint, report), indent=2) + "\n"
+        if str(args.json) == "-":
+            sys.stdout.write(text)
+            return FAILED if report.problems else OK
+        try:
+            args.json.write_text(text)
+        except OSError as error:
+            raise CommandError(f"--json {args.json}: {error}") from error
+    print("\n".join(in_words(args.checkpoint, report)))
+    return FAILED if report.problems else OK
+
+
+def as_json(path: Path, report: Report) -> dict[str, object]:
+    """The findings; ``ok`` says what the exit status says."""
+    return {"path": str(path), "ok": not report.problems} | dataclasses.asdict(report)
+
+
+def in_words(path: Path, report: Report) -> list[str]:
+    """The findings, a line each."""
+    layers = ", ".join(f"{count} layers {name}" for name, count in report.schemes.items())
+    size = in_units(report.num_bytes)
+    if report.original_bytes is not None:
+        share = report.num_bytes / report.original_bytes
+        size += f", {share:.0%} of the original's {in_units(report.original_bytes)}"
+    lines = [f"{path}: {layers or 'no layer is quantized'}; {size}"]
+    if report.errors:
+        values = sorted(report.errors.values())
+        worst = max(report.errors, key=lambda module: report.errors[module])
+        lines.append(
+            f"relative error of weights: median {statistics.median(values):.2%}, largest "
+            f"{values[-1]:.2%} ({worst})"
+        )
+    outliers = sorted(report.outliers.items(), key=lambda item: -item[1])
+    lines += [f"outlier: {module} {error:.2%}" for module, error in outliers[:LISTED]]
+    if len(outliers) > LISTED:
+        lines.append(f"and {len(outliers) - LISTED} more outliers (--json lists all)")
+    lines += [f"note: {note}" for note in report.notes]
+    lines += [f"PROBLEM: {problem}" for problem in report.problems[:LISTED]]
+    if len(report.problems) > LISTED:
+        lines.append(f"and {len(report.problems) - LISTED} more problems (--json lists all)")
+    return [*lines, "no problem found" if not report.problems else "not fit to be served"]

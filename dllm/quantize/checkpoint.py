@@ -1,0 +1,189 @@
+"""A checkpoint directory: its config.json, and its tensors, read one at a time.
+
+Only what was read is in memory, and the pages of the files stay the system's to drop: a model of
+26B parameters is never held whole by what reads it through this.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dllm.settings.command import CommandError
+
+ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# How safetensors writes a dtype.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+
+
+class Checkpoint:
+    """The tensors of a directory in Hugging Face's layout, by name.
+
+    Attributes:
+        path: the directory.
+        config: its config.json.
+        shapes, dtypes: of every tensor, by its name.
+        files: which file holds a tensor.
+
+    Raises:
+        CommandError: no such directory, another kind of model, or files that are missing, cut
+            short or no safetensors; says which.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = self._read_config()
+        self.files: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._open: dict[Path, safe_open] = {}
+        for file in self._weight_files():
+            for name, (shape, dtype) in read_header(file).items():
+                if name in self.files:
+                    raise CommandError(f"{name} is in {self.files[name]} and again in {file}.")
+                self.files[name], self.shapes[name], self.dtypes[name] = file, shape, dtype
+        self._check_index()
+
+    def _read_config(self) -> dict[str, object]:
+        file = self.path / "config.json"
+        if not file.is_file():
+            raise CommandError(
+                f"{self.path} has no config.json; give the directory of a checkpoint "
+                "(`hf download NAME --local-dir DIR` makes one of a model on the hub)."
+            )
+        config = _read_json(file)
+        architectures = config.get("architectures")
+        if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
+            raise CommandError(
+                f"{file}: architectures = {architectures!r}; supported: {ARCHITECTURE}."
+            )
+        return config
+
+    def _weight_files(self) -> list[Path]:
+        """The files that the index names, or the only one there is."""
+        index = self.path / INDEX
+        if not index.is_file():
+            single = self.path / WEIGHTS
+            if not single.is_file():
+                raise CommandError(
+                    f"{self.path} has neither {WEIGHTS} nor {INDEX}: it was not written to its "
+                    "end, or its weights are not in safetensors. Make or download it again."
+                )
+            return [single]
+        names = set(self._index().values())
+        missing = sorted(name for name in names if not (self.path / name).is_file())
+        if missing:
+            raise CommandError(
+                f"{index} names {', '.join(missing)}, which "
+                f"{'is' if len(missing) == 1 else 'are'} not there. Make or download it again."
+            )
+        return [self.path / name for name in sorted(names)]
+
+    def _index(self) -> dict[str, str]:
+        weight_map = _read_json(self.path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CommandError(f"{self.path / INDEX} has no weight_map; write the index again.")
+        return weight_map
+
+    def _check_index(self) -> None:
+        """Refuse an index that promises tensors no file has."""
+        if not (self.path / INDEX).is_file():
+            return
+        absent = sorted(self._index().keys() - self.files.keys())
+        if absent:
+            raise CommandError(
+                f"{self.path / INDEX} promises {few(absent)}, which no file holds. Make or "
+                "download it again."
+            )
+
+    def _handle(self, file: Path) -> safe_open:
+        if file not in self._open:
+            self._open[file] = open_file(file)
+        return self._open[file]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, as it is stored."""
+        return self._handle(self.files[name]).get_tensor(name)
+
+    def read_part(self, name: str, index: int, rows: tuple[int, int]) -> torch.Tensor:
+        """Rows ``[first, behind the last)`` of matrix ``index`` of a stack, ``[rows, columns]``."""
+        return self._handle(self.files[name]).get_slice(name)[index, rows[0] : rows[1]]
+
+    def num_bytes(self, name: str) -> int:
+        """What a tensor takes."""
+        return byte_size(self.shapes[name], self.dtypes[name])
+
+    def release(self) -> None:
+        """Close the files, and with them the pages that reading mapped into this process."""
+        self._open.clear()
+
+
+def open_file(file: Path) -> safe_open:
+    """An open safetensors file.
+
+    Raises:
+        CommandError: it is none, or not whole.
+    """
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CommandError(
+            f"{file} cannot be read ({error}): it was cut short or damaged. Make or download it "
+            "again."
+        ) from error
+
+
+def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> shape and dtype of the tensors of a file; raises as ``open_file``."""
+    handle = open_file(file)
+    header = {}
+    for name in handle.keys():  # noqa: SIM118 (a safe_open is no mapping)
+        entry = handle.get_slice(name)
+        if entry.get_dtype() not in DTYPES:
+            raise CommandError(
+                f"{file}: {name} is {entry.get_dtype()}; known: {', '.join(DTYPES)}."
+            )
+        header[name] = (tuple(entry.get_shape()), DTYPES[entry.get_dtype()])
+    return header
+
+
+def byte_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """What a tensor of this shape and dtype takes."""
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def in_units(num_bytes: float) -> str:
+    """A size as people read it."""
+    unit, name = (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
+    return f"{num_bytes / unit:.2f} {name}"
+
+
+def few(names: list[str], limit: int = 5) -> str:
+    """The first names of a list, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def _read_json(file: Path) -> dict[str, object]:
+    try:
+        value = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CommandError(f"{file} is no JSON ({error}). Make or download it again.") from error
+    if not isinstance(value, Mapping):
+        raise CommandError(f"{file} holds no JSON object. Make or download it again.")
+    return dict(value)

@@ -1,0 +1,67 @@
+"""``dllm quantize``: checks the request, then does it in LLM Compressor's own environment."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from dllm.quantize.job import prepare
+from dllm.settings.command import OK, CommandError
+
+ROOT = Path(__file__).resolve().parent.parent
+# What `make setup-quant` makes, and writes last.
+PYTHON, READY = ROOT / ".venv-quant/bin/python", ROOT / ".venv-quant/.locked"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Quantize a checkpoint; returns an exit status."""
+    job, args = prepare(argv)
+    python = find_python(args.python)
+    print(f"{args.model} -> {args.out} ({args.scheme}): needs {job.needs}", flush=True)
+    # The process that does the work goes when this one is told to.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory() as directory:
+        # That environment has no dllm, and must not see the other packages of this one.
+        for package in ("dllm", "quant"):
+            (Path(directory) / package).symlink_to(ROOT / package)
+        environment = os.environ | {"PYTHONPATH": directory, "PYTHONUNBUFFERED": "1"}
+        status = subprocess.run(
+            [python, "-m", "dllm.quantize.make", *argv], env=environment
+        ).returncode
+    if status == OK:
+        print(f"{args.out} is ready: `dllm check-quant {args.out} --against {args.model}`")
+    return status
+
+
+def find_python(given: Path | None) -> Path:
+    """The interpreter that has LLM Compressor; in a checkout, its environment is made if missing.
+
+    Raises:
+        CommandError: there is none, and what to do.
+    """
+    if given is not None:
+        if not given.is_file():
+            raise CommandError(f"--python {given}: there is no such file.")
+        return given
+    if READY.is_file():
+        return PYTHON
+    if (ROOT / "Makefile").is_file():
+        print("Making LLM Compressor's environment (once): make setup-quant", flush=True)
+        if subprocess.run(["make", "-C", str(ROOT), "setup-quant"]).returncode == 0:
+            return PYTHON
+        raise CommandError(
+            f"`make setup-quant` failed; run it in {ROOT} to see why, or name an interpreter that "
+            "has LLM Compressor with --python."
+        )
+    raise CommandError(
+        "LLM Compressor needs an environment of its own. Make one (python3 -m venv quant-env; "
+        "quant-env/bin/pip install llmcompressor==0.14.* torch==2.13.0) and name it: --python "
+        "quant-env/bin/python."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,75 @@
+"""LLM Compressor, as a function from weights to what a checkpoint holds of them.
+
+Its observers find the scales and compressed-tensors' compressors pack the codes, a few linear
+layers at a time and without a model. Imports LLM Compressor: only in its environment.
+"""
+
+from collections.abc import Callable
+
+import torch
+from compressed_tensors.compressors import compress_module
+from compressed_tensors.quantization import (
+    QuantizationConfig,
+    QuantizationStatus,
+    preset_name_to_scheme,
+)
+from llmcompressor.entrypoints.model_free.lifecycle import (
+    initialize_quantized_linear,
+    validate_weight_for_quantization,
+)
+from llmcompressor.modifiers.quantization.calibration import (
+    apply_calibration_status,
+    freeze_module_quantization,
+    initialize_observer,
+    observe,
+    update_qparams,
+)
+from llmcompressor.observers.fusion import FusionHandler
+
+from dllm.quantize.groups import QuantizeFused, Tensors
+from dllm.quantize.recipes import IGNORED, Recipe
+
+
+def quantizer(recipe: Recipe, device: str) -> QuantizeFused:
+    """Quantizes the weights of one layer, or of several that vLLM makes one of.
+
+    Those share an NVFP4 global scale: vLLM takes the larger of different ones for all, and would
+    read the others' weights wrong.
+    """
+    scheme = preset_name_to_scheme(recipe.preset, ["Linear"])
+
+    def quantize(weights: Tensors, input_scale: torch.Tensor | None) -> dict[str, Tensors]:
+        modules = {}
+        for name, weight in weights.items():
+            validate_weight_for_quantization(weight, scheme, name)
+            modules[name] = initialize_quantized_linear(weight.to(device), scheme, device)
+            initialize_observer(modules[name], "weight")
+            apply_calibration_status(modules[name])
+        if recipe.scheme.weights == "nvfp4":
+            FusionHandler.fuse([(module.weight_observer, module) for module in modules.values()])
+        observe(modules.values(), base_name="weight")
+        update_qparams(modules.values(), base_name="weight")
+        parts = {}
+        for name, module in modules.items():
+            if input_scale is not None:
+                module.input_global_scale.data.copy_(input_scale)
+            freeze_module_quantization(module)
+            compress_module(module)
+            parts[name] = {key: value.cpu() for key, value in module.state_dict().items()}
+        return parts
+
+    return quantize
+
+
+def quantization_config(recipe: Recipe) -> dict[str, object]:
+    """The ``quantization_config`` of config.json, as compressed-tensors writes it."""
+    scheme = preset_name_to_scheme(recipe.preset, ["Linear"])
+    scheme.format = recipe.file_format
+    config: Callable[..., QuantizationConfig] = QuantizationConfig
+    written: dict[str, object] = config(
+        config_groups={"group_0": scheme},
+        ignore=list(IGNORED),
+        quantization_status=QuantizationStatus.COMPRESSED,
+        format=recipe.file_format,
+    ).model_dump(mode="json")
+    return written

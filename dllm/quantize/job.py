@@ -1,0 +1,163 @@
+"""A request to quantize, checked: everything that can be refused is refused before work begins.
+
+Both sides of ``dllm quantize`` prepare the same job: the command, which refuses at once what cannot
+be done, and the process in LLM Compressor's environment, which does it.
+"""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dllm.quantize.checkpoint import Checkpoint, in_units
+from dllm.quantize.groups import Group, file_bytes, groups_of, working_bytes
+from dllm.quantize.prompts import Message, calibration_prompts
+from dllm.quantize.recipes import RECIPES, Recipe, recipe_named
+from dllm.quantize.staging import refuse_existing
+from dllm.settings.command import CommandError
+
+# Copied as they are, where the source has them.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done.
+
+    Attributes:
+        source: the checkpoint in bf16 (or fp16, or fp32).
+        recipe: how it is quantized.
+        groups: what becomes one file each.
+        out: the directory to make.
+        prompts: what calibration asks; empty if there is none.
+        blocks, seed, device: as the options say.
+    """
+
+    source: Checkpoint
+    recipe: Recipe
+    groups: list[Group]
+    out: Path
+    prompts: list[list[Message]]
+    blocks: int
+    seed: int
+    device: str
+
+    @property
+    def output_bytes(self) -> int:
+        """What the finished weights take, nearly."""
+        return sum(file_bytes(self.source, group, self.recipe.scheme) for group in self.groups)
+
+    @property
+    def needs(self) -> str:
+        """The memory and disk that it takes, in words."""
+        scheme = self.recipe.scheme
+        writing = max(working_bytes(self.source, group, scheme) for group in self.groups)
+        text = (
+            f"{in_units(self.output_bytes)} of disk, {in_units(writing)} of memory beside the "
+            "libraries' 0.5 GB"
+        )
+        if not self.recipe.needs_calibration:
+            return text
+        model = sum(self.source.num_bytes(name) for name in self.source.shapes)
+        return (
+            f"{text}, and before that {in_units(model)} on the device that calibrates "
+            f"({self.device}): the whole model, once"
+        )
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``dllm quantize``."""
+    found = argparse.ArgumentParser(
+        prog="dllm quantize",
+        description="Quantize a DiffusionGemma checkpoint with LLM Compressor.",
+        allow_abbrev=False,
+    )
+    found.add_argument("model", type=Path, help="directory of a checkpoint in bf16")
+    found.add_argument("--scheme", required=True, help=" or ".join(RECIPES))
+    found.add_argument("--out", type=Path, required=True, help="directory to make")
+    found.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE.jsonl",
+        help='prompts for nvfp4, {"prompt": ...} or {"messages": ...} a line (default: the task '
+        "suite's training questions)",
+    )
+    found.add_argument("--samples", type=int, default=64, help="prompts to calibrate with")
+    found.add_argument("--blocks", type=int, default=2, help="canvases to fill for a prompt")
+    found.add_argument("--seed", type=int, default=0, help="of prompts and noise")
+    found.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    found.add_argument(
+        "--python",
+        type=Path,
+        help="interpreter that has LLM Compressor (default: .venv-quant of `make setup-quant`)",
+    )
+    return found
+
+
+def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
+    """The job that a command line asks for.
+
+    Raises:
+        CommandError: it cannot be done, and why.
+    """
+    args = parser().parse_args(argv)
+    recipe = recipe_named(args.scheme)
+    for name in ("samples", "blocks"):
+        if getattr(args, name) < 1:
+            raise CommandError(f"--{name} {getattr(args, name)}: has to be at least 1.")
+    if args.calibration is not None and not recipe.needs_calibration:
+        raise CommandError(f"--calibration is of no use with --scheme {args.scheme}; leave it out.")
+    refuse_existing(args.out)
+    source = Checkpoint(args.model)
+    if not any((args.model / name).is_file() for name in TOKENIZERS):
+        raise CommandError(
+            f"{args.model} has no {' or '.join(TOKENIZERS)}; nothing could serve it."
+        )
+    prompts = []
+    if recipe.needs_calibration:
+        prompts = calibration_prompts(args.calibration, args.samples, args.seed)
+    job = Job(
+        source,
+        recipe,
+        groups_of(source, recipe),
+        args.out,
+        prompts,
+        args.blocks,
+        args.seed,
+        args.device,
+    )
+    refuse_full_disk(job)
+    return job, args
+
+
+def refuse_full_disk(job: Job) -> None:
+    """Refuse what will not fit; files of an earlier, interrupted run count as room.
+
+    Raises:
+        CommandError: it will not fit, or there is no directory to write to.
+    """
+    parent = job.out.absolute().parent
+    if not parent.is_dir():
+        raise CommandError(f"--out {job.out}: there is no directory {parent}.")
+    finished = sum(
+        file.stat().st_size for file in parent.glob(f"{job.out.name}.partial/*.safetensors")
+    )
+    free = shutil.disk_usage(parent).free + finished
+    if free < job.output_bytes:
+        raise CommandError(
+            f"--out {job.out}: {in_units(job.output_bytes)} are needed, and {parent} has "
+            f"{in_units(free)} free. Free some, or name a directory on another disk."
+        )

@@ -1,0 +1,182 @@
+"""Quantize a checkpoint: measure inputs if the scheme needs it, then write one group at a time.
+
+Runs in LLM Compressor's environment, started by ``dllm.quantize.command``.
+"""
+
+import importlib.metadata
+import os
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from dllm.quantize.checkpoint import INDEX, byte_size, in_units, read_header
+from dllm.quantize.groups import QuantizeFused, Tensors, quantize_group
+from dllm.quantize.job import COMPANIONS, Job, prepare
+from dllm.quantize.recipes import IGNORED
+from dllm.quantize.staging import Staging
+from dllm.settings.command import FAILED, INTERRUPTED, OK, CommandError
+
+INPUT_SCALES = "input_scales.safetensors"
+# Kilobytes on Linux, bytes on macOS.
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+Say = Callable[[str], None]
+
+
+def make(
+    job: Job,
+    config: dict[str, object],
+    quantize: QuantizeFused,
+    measure: Callable[[Job, Say], Tensors],
+    say: Say,
+) -> None:
+    """Write the quantized checkpoint, or go on with what an interrupted run has written.
+
+    Args:
+        config: the ``quantization_config`` of its config.json.
+        quantize: turns weights into what a file holds of them.
+        measure: finds the scales of inputs; called if the recipe needs it.
+        say: takes lines of progress.
+
+    Raises:
+        CommandError: it cannot be done, and why; ``job.out`` is then not there.
+    """
+    staging = Staging(job.out, run_record(job))
+    input_scales: Tensors = {}
+    if job.recipe.needs_calibration:
+        if staging.has(INPUT_SCALES):
+            say("calibration: already there")
+        else:
+            staging.save(INPUT_SCALES, measure(job, say))
+        input_scales = staging.load(INPUT_SCALES)
+    _write_groups(job, staging, quantize, input_scales, say)
+    for name in COMPANIONS:
+        if (job.source.path / name).is_file():
+            staging.copy(job.source.path / name)
+    staging.write_json("config.json", {**job.source.config, "quantization_config": config})
+    staging.discard(INPUT_SCALES)
+    staging.finish()
+
+
+def _write_groups(
+    job: Job, staging: Staging, quantize: QuantizeFused, input_scales: Tensors, say: Say
+) -> None:
+    """Write the file of each group that has none yet, and their index."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, group in enumerate(job.groups, 1):
+        file = f"model-{number:05d}-of-{len(job.groups):05d}.safetensors"
+        start, how = time.monotonic(), "already there"
+        if not staging.has(file):
+            scheme = job.recipe.scheme
+            staging.save(file, quantize_group(job.source, group, scheme, quantize, input_scales))
+            job.source.release()
+            how = f"{time.monotonic() - start:.1f} s"
+        header = read_header(staging.path / file)
+        size = sum(byte_size(shape, dtype) for shape, dtype in header.values())
+        say(f"{number}/{len(job.groups)} {group.label}: {in_units(size)}, {how}")
+        weight_map |= dict.fromkeys(header, file)
+        total += size
+    staging.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def run_record(job: Job) -> dict[str, object]:
+    """What the files depend on, and why some layers are left alone."""
+    files = sorted(set(job.source.files.values()))
+    record: dict[str, object] = {
+        "scheme": job.recipe.scheme.name,
+        "source": {
+            file.name: {"bytes": file.stat().st_size, "modified_ns": file.stat().st_mtime_ns}
+            for file in files
+        },
+        "not_quantized": dict(IGNORED),
+        "made_with": {name: _version(name) for name in ("llmcompressor", "compressed-tensors")},
+    }
+    if job.recipe.needs_calibration:
+        record["calibration"] = {
+            "prompts": job.prompts,
+            "blocks": job.blocks,
+            "seed": job.seed,
+        }
+    return record
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def peak_memory() -> str:
+    """The most that this process had resident, mapped files included."""
+    return in_units(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
+
+
+def resident() -> str:
+    """What this process has in memory now, and what of it are files that the system may drop."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return f"peak memory {peak_memory()}"
+    kilobytes = dict(re.findall(r"^(Rss\w+):\s+(\d+) kB", status.read_text(), re.MULTILINE))
+    own, mapped = (int(kilobytes[name]) * 1024 for name in ("RssAnon", "RssFile"))
+    return f"memory {in_units(own)} (and {in_units(mapped)} of mapped files)"
+
+
+def _measure(job: Job, say: Say) -> Tensors:
+    """Calibrate with LLM Compressor's observers."""
+    from dllm.quantize.calibrate import Calibration, measure_inputs
+
+    modules = [layer.module for group in job.groups for layer in group.layers]
+    start = time.monotonic()
+
+    def on_prompt(number: int) -> None:
+        if number == len(job.prompts) or number % max(1, len(job.prompts) // 8) == 0:
+            seconds = time.monotonic() - start
+            say(f"calibration: {number}/{len(job.prompts)} prompts, {seconds:.1f} s, {resident()}")
+
+    return measure_inputs(
+        job.source.path,
+        modules,
+        job.recipe.preset,
+        job.device,
+        Calibration(job.prompts, job.blocks, job.seed),
+        on_prompt,
+    )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what ``dllm quantize`` was asked to; returns an exit status."""
+    # Before the imports: it logs every module it touches.
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
+    torch.set_grad_enabled(False)
+    try:
+        job, _ = prepare(argv)
+        if job.device.startswith("cuda") and not torch.cuda.is_available():
+            raise CommandError(f"--device {job.device}: this environment's torch sees no GPU.")
+        from dllm.quantize.compressor import quantization_config, quantizer
+
+        make(
+            job, quantization_config(job.recipe), quantizer(job.recipe, job.device), _measure, _say
+        )
+    except CommandError as error:
+        print(f"dllm quantize: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("dllm quantize: interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    _say(f"peak memory {peak_memory()}")
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,152 @@
+"""What a server may say about drafting: ``--additional-config '{"dllm": {"drafter": {...}}}'``.
+
+Checked once, when the server starts. How many tokens are drafted at all is vLLM's own
+``num_speculative_tokens``.
+"""
+
+from dataclasses import dataclass, fields
+
+from dllm.settings.checks import FloatRange, check_int, known_fields
+
+DRAFTER_ARCHITECTURE = "DFlashDraftModel"  # of config.json; both formats arrive under this name
+WHERE = '--additional-config: "dllm": "drafter"'
+POLICIES = ("fixed", "adaptive", "pilot")
+# Options that mean something to one policy only.
+POLICY_OPTIONS = {
+    "width": "fixed",
+    "confidence": "adaptive",
+    "hysteresis": "adaptive",
+    "pilot": "pilot",
+}
+HYSTERESES = FloatRange(0.0, 1.0)
+NOISE_SCHEDULES = ("cosine", "linear", "sqrt")
+FULL, CHOSEN = "full", "chosen"
+BLOCKS = (FULL, CHOSEN)
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """The ``drafter`` object of our options.
+
+    Attributes:
+        policy: who decides how many drafts of a request the target verifies (``policy``).
+        width: of the policy ``fixed``: drafts verified per step, 0 to num_speculative_tokens (the
+            default). At 0 nothing is drafted.
+        confidence: of the policy ``adaptive``: whether it looks at how sure the drafter is of each
+            token before it decides what to verify.
+        hysteresis: of the policy ``adaptive``: share by which drafting must beat plain decoding to
+            be taken up again, or fall behind it to be stopped.
+        pilot: of the policy ``pilot``: folder of what ``dllm train pilot`` wrote.
+        window: tokens of context before the draft block that the drafter attends to; those before
+            them leave its KV cache. None keeps what the checkpoint says.
+        denoise_steps: passes over the draft block; more than one reveals the surest tokens first.
+        noise_schedule: how many tokens each of these passes reveals (``schedule``).
+        block: how wide the draft block is: always ``full``, or as wide as the policy has ``chosen``
+            before it is drafted (``fixed`` and ``pilot``), so that its masks see no further.
+        mask_token_id, mask_token: the token that stands at undecided positions, where the
+            checkpoint does not say.
+        record: folder that hidden states and tokens of live traffic are recorded in, for
+            ``dllm calibrate --from-buffer``; None records nothing. They reveal what users wrote.
+        record_mb: how much of it is kept at most, MB (10^6 bytes); the oldest goes first.
+    """
+
+    policy: str = "fixed"
+    width: int | None = None
+    confidence: bool = True
+    hysteresis: float = 0.03
+    pilot: str | None = None
+    window: int | None = None
+    denoise_steps: int = 1
+    noise_schedule: str = "cosine"
+    block: str = FULL
+    mask_token_id: int | None = None
+    mask_token: str | None = None
+    record: str | None = None
+    record_mb: int = 1000
+
+    def __post_init__(self) -> None:
+        for key, at_least in (("width", 0), ("window", 1), ("mask_token_id", 0)):
+            if getattr(self, key) is not None:
+                check_int(f"{WHERE}: {key}", getattr(self, key), at_least)
+        check_int(f"{WHERE}: denoise_steps", self.denoise_steps, 1)
+        check_int(f"{WHERE}: record_mb", self.record_mb, 1)
+        for key in ("mask_token", "record"):
+            if getattr(self, key) is not None and not isinstance(getattr(self, key), str):
+                raise ValueError(f"{WHERE}: {key} = {getattr(self, key)!r}; allowed: a string.")
+        for key, allowed in (
+            ("policy", POLICIES),
+            ("noise_schedule", NOISE_SCHEDULES),
+            ("block", BLOCKS),
+        ):
+            if getattr(self, key) not in allowed:
+                raise ValueError(
+                    f"{WHERE}: {key} = {getattr(self, key)!r}; allowed: {', '.join(allowed)}."
+                )
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        """Each policy's own options, and nobody else's."""
+        if not isinstance(self.confidence, bool):
+            raise ValueError(f"{WHERE}: confidence = {self.confidence!r}; allowed: true or false.")
+        if self.hysteresis not in HYSTERESES:
+            raise ValueError(f"{WHERE}: hysteresis = {self.hysteresis!r}; allowed: {HYSTERESES}.")
+        if self.pilot is not None and not isinstance(self.pilot, str):
+            raise ValueError(f"{WHERE}: pilot = {self.pilot!r}; allowed: a folder's path.")
+        if self.policy == "pilot" and self.pilot is None:
+            raise ValueError(
+                f'{WHERE}: policy "pilot" needs "pilot": the folder that `dllm train pilot --out` '
+                "wrote."
+            )
+        if self.block == CHOSEN and (self.policy == "adaptive" or self.denoise_steps > 1):
+            raise ValueError(
+                f'{WHERE}: block = "{CHOSEN}" with policy "{self.policy}" and denoise_steps = '
+                f"{self.denoise_steps}; allowed with fixed or pilot, whose widths are known before "
+                "drafting, and one step. Leave one of them out."
+            )
+        for field in fields(self):
+            owner = POLICY_OPTIONS.get(field.name, self.policy)
+            if owner != self.policy and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"{WHERE}: {field.name} = {getattr(self, field.name)!r} belongs to the policy "
+                    f'"{owner}", and "policy" is "{self.policy}". Leave one of them out.'
+                )
+
+    @classmethod
+    def from_given(cls, given: object) -> "DrafterOptions":
+        """Parse the object.
+
+        Raises:
+            ValueError: an unknown key (with the nearest known one) or a value out of range.
+        """
+        if isinstance(given, cls):
+            return given
+        return cls(**known_fields(cls, given, WHERE))
+
+    def check_against(self, num_drafts: int, samples_drafts: bool) -> None:
+        """Refuse what does not fit ``num_speculative_tokens`` or vLLM's way to draw drafts.
+
+        Raises:
+            ValueError: with both values.
+        """
+        if self.width is not None and self.width > num_drafts:
+            raise ValueError(
+                f"{WHERE}: width = {self.width}, but num_speculative_tokens is {num_drafts}; "
+                f"allowed: 0 to {num_drafts}."
+            )
+        if self.denoise_steps > num_drafts:
+            raise ValueError(
+                f"{WHERE}: denoise_steps = {self.denoise_steps}, but num_speculative_tokens is "
+                f"{num_drafts}; each step reveals at least one token."
+            )
+        if self.denoise_steps > 1 and samples_drafts:
+            raise ValueError(
+                f"{WHERE}: denoise_steps = {self.denoise_steps} with draft_sample_method "
+                "'probabilistic': tokens revealed in order of confidence are not drawn from their "
+                "own probabilities, and verifying them as if they were is not exact. Leave "
+                "draft_sample_method out."
+            )
+
+
+def always_verifies_all(options: DrafterOptions, num_drafts: int) -> bool:
+    """Whether every row is verified at full width, so that a schedule can be made ahead of time."""
+    return options.policy == "fixed" and options.width in (None, num_drafts)

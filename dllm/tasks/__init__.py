@@ -1,0 +1,4 @@
+"""The questions that the small models are trained and scored on, and their tokenizer.
+
+Imports nothing of ours.
+"""

@@ -1,0 +1,90 @@
+"""Seeded questions with exactly checkable answers, in splits that share no problem.
+
+A question is a pure function of (family, split, index, seed), so training draws them as it goes and
+a score can be repeated anywhere. Which split a problem is in is a property of its content: a hash
+of it puts a tenth into ``heldout``, a tenth into ``validation`` and the rest into ``train``.
+"""
+
+import difflib
+import hashlib
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from random import Random
+
+from dllm.tasks.families import FAMILIES, Family
+
+__all__ = ["FAMILIES", "SPLITS", "Family", "Question", "question", "questions", "split_of"]
+
+SPLITS = ("train", "validation", "heldout")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, one right answer to it (what training shows), and all right answers."""
+
+    family: str
+    prompt: str
+    answer: str
+    accepted: frozenset[str]
+
+    def is_correct(self, text: str) -> bool:
+        """Whether this text, but for surrounding whitespace, is one of the right answers."""
+        return text.strip() in self.accepted
+
+
+def split_of(family: str, content: Hashable) -> str:
+    """The split that a problem belongs to, in every phrasing."""
+    digest = hashlib.blake2b(f"{family} {content!r}".encode(), digest_size=4).digest()
+    tenth = int.from_bytes(digest) % 10
+    return {0: "heldout", 1: "validation"}.get(tenth, "train")
+
+
+def question(family: str, split: str, index: int, seed: int = 0) -> Question:
+    """Question number ``index`` of an endless sequence, in which questions may repeat.
+
+    Raises:
+        ValueError: there is no such family or split.
+    """
+    _check(family, FAMILIES, "family")
+    _check(split, SPLITS, "split")
+    rng = Random(f"{family} {split} {index} {seed}")
+    kind = FAMILIES[family]
+    content = kind.draw(rng)
+    while split_of(family, content) != split:
+        content = kind.draw(rng)
+    prompt, accepted = kind.ask(content, rng)
+    return Question(family, prompt, rng.choice(accepted), frozenset(accepted))
+
+
+def questions(families: Iterable[str], split: str, count: int, seed: int = 0) -> list[Question]:
+    """``count`` questions of each family, family after family, with distinct prompts.
+
+    A larger count begins with the questions of a smaller one, family by family.
+
+    Raises:
+        ValueError: there is no such family or split, or a family has no ``count`` prompts in it.
+    """
+    found: list[Question] = []
+    for family in families:
+        distinct: dict[str, Question] = {}
+        draws = last_new = 0
+        while len(distinct) < count:
+            if draws - last_new > 100 + 10 * len(distinct):  # all have most likely been drawn
+                raise ValueError(
+                    f"{count} questions of {family!r} asked for, but {split} holds about "
+                    f"{len(distinct)} different ones; ask for fewer"
+                )
+            drawn = question(family, split, draws, seed)
+            draws += 1
+            if distinct.setdefault(drawn.prompt, drawn) is drawn:
+                last_new = draws
+        found.extend(distinct.values())
+    return found
+
+
+def _check(given: str, allowed: Iterable[str], what: str) -> None:
+    names = list(allowed)
+    if given not in names:
+        near = difflib.get_close_matches(given, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"unknown {what} {given!r}{hint} Allowed: {', '.join(names)}")

@@ -1,0 +1,143 @@
+"""The tokenizer of the small models: a byte-level BPE and its chat template.
+
+Every byte has a token, so any text encodes and decodes. Digits stand alone, so numbers are read
+digit by digit. The encoding of a question and of its answer do not depend on each other: a special
+token or a line break always lies between them.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from dllm.tasks.suite import FAMILIES, question
+
+# Of the trained models: enough for nearly every word of the questions to be one token. With 512 a
+# name was one token inside a sentence and two where an answer begins. A multiple of 64; the
+# questions run out of merges a few before it, and the last ids stand for nothing.
+VOCAB_SIZE = 832
+# Ids are positions in this list; the first five are those of the released tokenizer.
+SPECIAL_TOKENS = (
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<unk>",
+    "<mask>",
+    "<|turn>",
+    "<turn|>",
+    "<|image>",
+    "<|image|>",
+    "<image|>",
+)
+TOKEN_ID = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
+
+# Digits stand alone; letters keep their leading space; the rest is split from letters.
+SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
+
+CHAT_TEMPLATE = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+    {%- if role not in ['system', 'user', 'model'] -%}
+        {{- raise_exception('Unknown role ' ~ role ~ '; allowed: system, user, assistant.') -}}
+    {%- endif -%}
+    {{- '<|turn>' + role + '\\n' -}}
+    {%- if message['content'] is string -%}
+        {{- message['content'] | trim -}}
+    {%- else -%}
+        {%- for part in message['content'] -%}
+            {%- if part['type'] == 'text' -%}
+                {{- part['text'] | trim -}}
+            {%- elif part['type'] == 'image' -%}
+                {{- '<|image|>' -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<turn|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|turn>model\\n' -}}
+{%- endif -%}
+"""
+
+# Questions of each family that the merges are learned from.
+CORPUS_QUESTIONS = 1000
+
+
+def make_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of ``vocab_size`` tokens whose merges are learned from these texts."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", TOKEN_ID["<bos>"])]
+    )
+    return tokenizer
+
+
+def train_tokenizer() -> Tokenizer:
+    """The tokenizer of the trained models; learned from training questions, always the same."""
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    counts: Counter[str] = Counter()
+    for family in FAMILIES:
+        for index in range(CORPUS_QUESTIONS):
+            drawn = question(family, "train", index)
+            for text in ("user", "model", drawn.prompt, drawn.answer):
+                counts.update(piece for piece, _ in split.pre_tokenize_str(text))
+    # By the root of its count: few merges are left for rare words where "lives" is in every report.
+    return make_tokenizer(
+        (piece for piece, count in sorted(counts.items()) for _ in range(math.isqrt(count))),
+        VOCAB_SIZE,
+    )
+
+
+def encode_prompt(tokenizer: Tokenizer, question_text: str) -> list[int]:
+    """What the chat template makes of one user message, with the generation prompt."""
+    text = f"<bos><|turn>user\n{question_text.strip()}<turn|>\n<|turn>model\n"
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def encode_answer(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of an answer and the end-of-sequence token; the prompt makes no difference.
+
+    Raises:
+        ValueError: the text begins with whitespace, which would merge with the end of the prompt.
+    """
+    if text[:1].isspace():
+        raise ValueError(f"an answer must not begin with whitespace, got {text!r}")
+    return [*tokenizer.encode(text, add_special_tokens=False).ids, TOKEN_ID["<eos>"]]
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: Path, model_max_length: int) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into a directory."""
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": model_max_length,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "mask_token": "<mask>",
+    }
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (path / "tokenizer_config.json").write_text(text)
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)

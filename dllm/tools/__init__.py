@@ -1,0 +1,4 @@
+"""Commands around a server: chat, eval, watch, and the HTTP client that they share.
+
+Imports models, ops, tasks and settings.
+"""

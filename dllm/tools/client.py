@@ -1,0 +1,95 @@
+"""A connection to an OpenAI-compatible server, with errors that say what to do."""
+
+import argparse
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import openai
+
+from dllm.settings.checks import did_you_mean
+from dllm.settings.command import CommandError
+
+Number = TypeVar("Number", int, float)
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A server that answered, and the model to ask it for."""
+
+    url: str  # without /v1
+    model: str
+    client: openai.OpenAI
+
+    def metrics(self) -> str | None:
+        """The text of the server's Prometheus metrics, or None where it has none."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT_S) as response:
+                return str(response.read().decode())
+        except urllib.error.HTTPError:
+            return None
+        except OSError as error:
+            raise CommandError(f"the server at {self.url} is gone: {error}") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--base-url`` and ``--model``."""
+    parser.add_argument(
+        "--base-url", default=DEFAULT_URL, help="of the server, with or without /v1 (%(default)s)"
+    )
+    parser.add_argument("--model", help="served model name (the only one, if there is one)")
+
+
+def connect(base_url: str, model: str | None) -> Connection:
+    """Find the server and its model.
+
+    Raises:
+        CommandError: nothing answers, or it does not serve that model.
+    """
+    url = base_url.rstrip("/").removesuffix("/v1")
+    if not url.startswith(("http://", "https://")):
+        raise CommandError(f"--base-url {base_url}: allowed: a URL such as {DEFAULT_URL}.")
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S)
+    with explained(url):
+        served = [one.id for one in client.with_options(max_retries=0).models.list()]
+    if model is None and len(served) == 1:
+        return Connection(url, served[0], client)
+    if model not in served:
+        asked = "several models, name one" if model is None else f"no model {model!r}"
+        raise CommandError(
+            f"{url} serves {asked} with --model{did_you_mean(model or '', served)}; "
+            f"served: {', '.join(served)}."
+        )
+    return Connection(url, model, client)
+
+
+def if_given(value: Number | None) -> Number | openai.Omit:
+    """A request's option that is left out, not sent as null, when it is None."""
+    return openai.omit if value is None else value
+
+
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Turn the client's failures into CommandErrors."""
+    try:
+        yield
+    except openai.APITimeoutError:
+        raise CommandError(f"the server at {url} did not answer in {TIMEOUT_S:.0f} s.") from None
+    except openai.APIConnectionError as error:
+        reason = error.__cause__ or error
+        raise CommandError(
+            f"no server answers at {url} ({reason}). Start one with `make serve`, or give its "
+            "address with --base-url."
+        ) from None
+    except openai.APIStatusError as error:
+        raise CommandError(
+            f"the server at {url} refused with HTTP {error.status_code}: {error.message}"
+        ) from None
+    except openai.APIError as error:
+        raise CommandError(f"the server at {url} failed: {error.message}") from None

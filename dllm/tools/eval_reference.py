@@ -1,0 +1,125 @@
+"""Answers of a checkpoint through Hugging Face transformers, in this process.
+
+The reference of what a server answers. One question at a time; a diffusion model's denoise steps
+are counted by the streamer that its ``generate`` reports every draft and every block to.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DiffusionGemmaForBlockDiffusion,
+    GenerationConfig,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from dllm.settings.command import CommandError
+from dllm.tasks.suite import Question
+from dllm.tools.eval_report import Answer, Run
+
+DIFFUSION = "DiffusionGemmaForBlockDiffusion"
+
+
+class StepCounter:
+    """The streamer of a generation: counts what goes by."""
+
+    def __init__(self) -> None:
+        self.denoise_steps = 0
+        self.blocks = -1  # the prompt comes first
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, then every finished block."""
+        self.blocks += 1
+
+    def put_draft(self, value: torch.Tensor) -> None:
+        """The argmax canvas after every denoise step."""
+        self.denoise_steps += 1
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+class ReferenceModel:
+    """A checkpoint, diffusion or autoregressive by its config.json.
+
+    Args:
+        path: a checkpoint's directory.
+        max_tokens: of an answer; rounded up to whole blocks.
+        temperature: of a diffusion model, multiplies its schedule; of an autoregressive one, 0
+            means greedy; None leaves both to generation_config.json.
+        seed: of question i is ``seed + i``.
+
+    Raises:
+        CommandError: no checkpoint, or a temperature that the reference cannot take.
+    """
+
+    def __init__(
+        self, path: Path, max_tokens: int, temperature: float | None = None, seed: int = 0
+    ) -> None:
+        config = path / "config.json"
+        if not config.exists():
+            raise CommandError(f"--reference {path}: no config.json; give a checkpoint's folder.")
+        architecture = json.loads(config.read_text())["architectures"][0]
+        self.name = f"{path} in transformers"
+        self.is_diffusion = architecture == DIFFUSION
+        kind = DiffusionGemmaForBlockDiffusion if self.is_diffusion else AutoModelForCausalLM
+        disable_progress_bar()
+        self.model = kind.from_pretrained(path, dtype="auto").eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.seed = seed
+        self.options: dict[str, object] = {"max_new_tokens": max_tokens}
+        if temperature is not None:
+            self.options |= self._temperature(temperature)
+        self.eos_ids = _as_list(self.model.generation_config.eos_token_id)
+
+    def _temperature(self, temperature: float) -> dict[str, object]:
+        """What ``generate`` takes for a request's temperature."""
+        if not self.is_diffusion:
+            return {"do_sample": temperature > 0, "temperature": temperature or None}
+        if temperature == 0:
+            raise CommandError(
+                "--temperature 0: the reference's diffusion sampler has no greedy mode; allowed: a "
+                "number above 0, which multiplies its schedule of temperatures."
+            )
+        schedule: GenerationConfig = self.model.generation_config
+        return {"t_min": schedule.t_min * temperature, "t_max": schedule.t_max * temperature}
+
+    def answer(self, questions: Sequence[Question], on_answer: Callable[[], None]) -> Run:
+        """Generate an answer to each question; ``on_answer`` is called after each."""
+        start = time.monotonic()
+        counter = StepCounter()
+        answers, blocks = [], 0
+        for index, question in enumerate(questions):
+            torch.manual_seed(self.seed + index)
+            counter.blocks = -1
+            answers.append(self._generate(question.prompt, counter))
+            blocks += counter.blocks
+            on_answer()
+        seconds = time.monotonic() - start
+        if not self.is_diffusion:
+            return Run(answers, seconds)
+        return Run(answers, seconds, counter.denoise_steps, blocks)
+
+    def _generate(self, prompt: str, counter: StepCounter) -> Answer:
+        ids = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=False,
+        )
+        streamer = {"streamer": counter} if self.is_diffusion else {}
+        with torch.inference_mode():
+            output = self.model.generate(ids, **self.options, **streamer)
+        sequences = output.sequences if self.is_diffusion else output
+        tokens = sequences[0, ids.shape[1] :].tolist()
+        length = next((i + 1 for i, t in enumerate(tokens) if t in self.eos_ids), len(tokens))
+        return Answer(self.tokenizer.decode(tokens[:length], skip_special_tokens=True), length)
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,0 +1,178 @@
+"""Scores of answered questions: accuracy with an interval, tokens, denoise steps; table and JSON.
+
+accuracy      right answers / questions, with the Wilson score interval at 95%
+tokens        output tokens a question, the end-of-sequence token included
+steps/block   denoise steps / blocks, where the model is a diffusion model and says so
+tokens/s      output tokens of all questions / wall time of all questions
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from dllm.tasks.suite import Question
+
+Z_95 = 1.959963984540054  # of the standard normal distribution: 2.5% lie above it
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said. num_tokens: None where the server reports no usage."""
+
+    text: str
+    num_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A list of questions, answered one after the other or at once.
+
+    Attributes:
+        seconds: wall time of all of them.
+        denoise_steps, blocks: of all of them; None where the model has none or does not tell.
+    """
+
+    answers: Sequence[Answer]
+    seconds: float
+    denoise_steps: int | None = None
+    blocks: int | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """What is said about one family, or about all (the sum)."""
+
+    name: str
+    num_questions: int
+    num_correct: int
+    num_tokens: int | None
+    seconds: float
+    denoise_steps: int | None
+    blocks: int | None
+
+    @property
+    def accuracy(self) -> float:
+        return self.num_correct / self.num_questions
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return wilson_interval(self.num_correct, self.num_questions)
+
+    @property
+    def mean_tokens(self) -> float | None:
+        return _ratio(self.num_tokens, self.num_questions)
+
+    @property
+    def steps_per_block(self) -> float | None:
+        return _ratio(self.denoise_steps, self.blocks)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return _ratio(self.num_tokens, self.seconds)
+
+    def to_mapping(self) -> dict[str, object]:
+        """Plain data with every number of the table."""
+        return {
+            "num_questions": self.num_questions,
+            "num_correct": self.num_correct,
+            "accuracy": self.accuracy,
+            "interval_95": list(self.interval),
+            "mean_output_tokens": self.mean_tokens,
+            "denoise_steps": self.denoise_steps,
+            "blocks": self.blocks,
+            "denoise_steps_per_block": self.steps_per_block,
+            "seconds": self.seconds,
+            "output_tokens_per_s": self.tokens_per_s,
+        }
+
+
+def wilson_interval(num_correct: int, num_questions: int, z: float = Z_95) -> tuple[float, float]:
+    """The score interval of a share, within [0, 1] (Wilson, JASA 22, 1927)."""
+    share, n = num_correct / num_questions, num_questions
+    center = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def score(name: str, questions: Sequence[Question], run: Run) -> Score:
+    """Judge the answers to the questions of one family."""
+    pairs = list(zip(questions, run.answers, strict=True))
+    return Score(
+        name,
+        num_questions=len(pairs),
+        num_correct=sum(question.is_correct(answer.text) for question, answer in pairs),
+        num_tokens=_sum([answer.num_tokens for answer in run.answers]),
+        seconds=run.seconds,
+        denoise_steps=run.denoise_steps,
+        blocks=run.blocks,
+    )
+
+
+def total(scores: Sequence[Score]) -> Score:
+    """All families together; each question counts once."""
+    return Score(
+        "all",
+        num_questions=sum(one.num_questions for one in scores),
+        num_correct=sum(one.num_correct for one in scores),
+        num_tokens=_sum([one.num_tokens for one in scores]),
+        seconds=sum(one.seconds for one in scores),
+        denoise_steps=_sum([one.denoise_steps for one in scores]),
+        blocks=_sum([one.blocks for one in scores]),
+    )
+
+
+def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, str]]:
+    """The questions that were answered wrongly, with one right answer and the given one."""
+    return [
+        {
+            "family": question.family,
+            "prompt": question.prompt,
+            "expected": question.answer,
+            "given": answer.text,
+        }
+        for question, answer in zip(questions, run.answers, strict=True)
+        if not question.is_correct(answer.text)
+    ]
+
+
+def table(scores: Sequence[Score], title: str) -> Table:
+    """One row a family, and their sum."""
+    view = Table(title=title, title_justify="left", show_footer=False)
+    view.add_column("family", no_wrap=True)
+    for heading in ("right", "accuracy", "95%", "tokens", "steps/block", "s", "tokens/s"):
+        view.add_column(heading, justify="right", no_wrap=True)
+    for one in scores:
+        view.add_row(*_cells(one))
+    if len(scores) > 1:
+        view.add_section()
+        view.add_row(*_cells(total(scores)))
+    return view
+
+
+def _cells(one: Score) -> list[str]:
+    low, high = one.interval
+    return [
+        one.name,
+        f"{one.num_correct}/{one.num_questions}",
+        f"{100 * one.accuracy:.1f}%",
+        f"{100 * low:.1f}-{100 * high:.1f}",
+        _shown(one.mean_tokens),
+        _shown(one.steps_per_block, 2),
+        f"{one.seconds:.1f}",
+        _shown(one.tokens_per_s),
+    ]
+
+
+def _shown(value: float | None, decimals: int = 1) -> str:
+    return "-" if value is None else f"{value:.{decimals}f}"
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _ratio(value: int | None, by: float | None) -> float | None:
+    return None if value is None or not by else value / by

@@ -1,0 +1,102 @@
+"""Answers through the chat endpoint of any OpenAI-compatible server.
+
+Denoise steps come from vLLM's counters for diffusion models, read before and after: canvas passes
+(of vLLM's built-in implementation, its commit passes are among them) and canvas positions. Their
+ratio is the canvas width, and a request's blocks are its output tokens in canvas widths, rounded
+up. Somebody else's requests at the same time would be counted, too.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import openai
+
+from dllm.tasks.suite import Question
+from dllm.tools.client import Connection, explained, if_given
+from dllm.tools.eval_report import Answer, Run
+
+PASSES = "vllm:diffusion_num_denoising_steps_total"
+POSITIONS = "vllm:diffusion_num_canvas_positions_total"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model behind a server.
+
+    Attributes:
+        temperature, seed: as sent with each request; None leaves them to the server. The seed of
+            question i is ``seed + i``.
+    """
+
+    connection: Connection
+    max_tokens: int
+    concurrency: int
+    temperature: float | None = None
+    seed: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.connection.model} at {self.connection.url}"
+
+    def answer(self, questions: Sequence[Question], on_answer: Callable[[], None]) -> Run:
+        """Ask all questions, ``concurrency`` at a time; ``on_answer`` is called after each.
+
+        Raises:
+            CommandError: the server failed or refused a request.
+        """
+
+        def ask(index: int) -> Answer:
+            answer = self._ask(questions[index].prompt, index)
+            on_answer()
+            return answer
+
+        before = self.connection.metrics()
+        start = time.monotonic()
+        pool = ThreadPoolExecutor(self.concurrency)
+        try:
+            with explained(self.connection.url):
+                answers = list(pool.map(ask, range(len(questions))))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        seconds = time.monotonic() - start
+        passes, blocks = denoise_counts(before, self.connection.metrics(), answers)
+        return Run(answers, seconds, passes, blocks)
+
+    def _ask(self, prompt: str, index: int) -> Answer:
+        completion = self.connection.client.chat.completions.create(
+            model=self.connection.model,
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=self.max_tokens,
+            temperature=if_given(self.temperature),
+            seed=openai.omit if self.seed is None else self.seed + index,
+        )
+        usage = completion.usage
+        text = completion.choices[0].message.content or ""
+        return Answer(text, None if usage is None else usage.completion_tokens)
+
+
+def denoise_counts(
+    before: str | None, after: str | None, answers: Sequence[Answer]
+) -> tuple[int | None, int | None]:
+    """Canvas passes between two readings of the metrics, and the blocks of these answers.
+
+    (None, None) where the server does not count canvases, or does not report its tokens.
+    """
+    if before is None or after is None:
+        return None, None
+    passes = counter(after, PASSES) - counter(before, PASSES)
+    positions = counter(after, POSITIONS) - counter(before, POSITIONS)
+    lengths = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
+    if not passes or len(lengths) < len(answers):
+        return None, None
+    width = positions / passes
+    return int(passes), sum(math.ceil(length / width) for length in lengths)
+
+
+def counter(metrics: str, name: str) -> float:
+    """A Prometheus counter summed over its labels; 0 where there is none of that name."""
+    lines = (line.split() for line in metrics.splitlines() if line.startswith(name))
+    return sum(float(value) for label, value in lines if label.partition("{")[0] == name)

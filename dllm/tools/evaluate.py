@@ -1,0 +1,163 @@
+"""``dllm eval``: exact answers to held-out questions, of a server or of a checkpoint in process."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dllm.settings.checks import did_you_mean
+from dllm.settings.command import OK, CommandError
+from dllm.tasks.suite import FAMILIES, SPLITS, Question, questions
+from dllm.tools import client
+from dllm.tools.eval_report import Run, Score, score, table, total, wrong_answers
+from dllm.tools.eval_server import ServedModel
+
+ALL = "all"
+
+
+class Model(Protocol):
+    """Whatever answers questions."""
+
+    @property
+    def name(self) -> str: ...
+
+    def answer(self, questions: Sequence[Question], on_answer: Callable[[], None]) -> Run: ...
+
+
+def main(argv: Sequence[str]) -> int:
+    """Score, print a table, write JSON if asked to."""
+    given = parse(argv)
+    families = chosen_families(given.tasks)
+    asked = {
+        family: _questions(family, given.split, given.num, given.question_seed)
+        for family in families
+    }
+    model = open_model(given)
+    scores, wrong = evaluate(model, asked)
+    title = f"{model.name}: {given.split} questions, exact answers"
+    Console().print(table(scores, title))
+    if given.output:
+        result = {
+            "model": model.name,
+            "settings": {key: _plain(value) for key, value in sorted(vars(given).items())},
+            "families": {one.name: one.to_mapping() for one in scores},
+            "all": total(scores).to_mapping(),
+            "wrong": wrong,
+        }
+        given.output.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    return OK
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; exits with status 2 when it is wrong."""
+    parser = argparse.ArgumentParser(prog="dllm eval", description=__doc__)
+    client.add_arguments(parser)
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="DIR",
+        help="instead of a server: a checkpoint, through Hugging Face transformers in this process",
+    )
+    parser.add_argument("--tasks", default=ALL, help=f"all (default), or of: {', '.join(FAMILIES)}")
+    parser.add_argument("--num", type=_positive, default=200, help="questions a family (200)")
+    parser.add_argument("--split", choices=SPLITS, default="heldout", help="(heldout)")
+    parser.add_argument("--question-seed", type=int, default=0, help="of the questions (0)")
+    parser.add_argument("--seed", type=int, help="of request i is SEED + i; default: none is sent")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="default: what the model's generation config says; 0 suits autoregressive models",
+    )
+    parser.add_argument("--max-tokens", type=_positive, default=128, help="of an answer (128)")
+    parser.add_argument("--concurrency", type=_positive, default=8, help="requests at once (8)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write all numbers as JSON")
+    given = parser.parse_args(argv)
+    if given.temperature is not None and not 0 <= given.temperature < float("inf"):
+        parser.error(f"--temperature {given.temperature}; allowed: a number of at least 0.")
+    if given.output and not given.output.absolute().parent.is_dir():
+        parser.error(f"--output {given.output}: there is no folder {given.output.parent}.")
+    return given
+
+
+def chosen_families(tasks: str) -> list[str]:
+    """The families of ``--tasks``, in their own order.
+
+    Raises:
+        CommandError: one does not exist.
+    """
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if names == [ALL]:
+        return list(FAMILIES)
+    for name in names:
+        if name not in FAMILIES:
+            raise CommandError(
+                f"--tasks: no family {name!r}{did_you_mean(name, list(FAMILIES))}; "
+                f"allowed: {ALL}, or some of {', '.join(FAMILIES)}."
+            )
+    if not names:
+        raise CommandError(f"--tasks {tasks!r} names no family; allowed: {', '.join(FAMILIES)}.")
+    return [name for name in FAMILIES if name in names]
+
+
+def open_model(given: argparse.Namespace) -> Model:
+    """The server or the checkpoint that the command line names.
+
+    Raises:
+        CommandError: it is not there.
+    """
+    if given.reference is None:
+        connection = client.connect(given.base_url, given.model)
+        return ServedModel(
+            connection, given.max_tokens, given.concurrency, given.temperature, given.seed
+        )
+    from dllm.tools.eval_reference import ReferenceModel  # torch and transformers: seconds
+
+    return ReferenceModel(given.reference, given.max_tokens, given.temperature, given.seed or 0)
+
+
+def evaluate(
+    model: Model, asked: dict[str, list[Question]]
+) -> tuple[list[Score], list[dict[str, str]]]:
+    """Ask family after family, so that a server's counters can be told apart.
+
+    Returns:
+        A score for each family, and the wrong answers of all.
+    """
+    scores, wrong = [], []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        for family, drawn in asked.items():
+            bar = progress.add_task(f"{family:<8}", total=len(drawn))
+            run = model.answer(drawn, lambda bar=bar: progress.advance(bar))  # type: ignore[misc]
+            scores.append(score(family, drawn, run))
+            wrong += wrong_answers(drawn, run)
+            shown = f"{family:<8} {100 * scores[-1].accuracy:5.1f}%"
+            progress.update(bar, description=shown)
+    return scores, wrong
+
+
+def _questions(family: str, split: str, num: int, seed: int) -> list[Question]:
+    try:
+        return questions([family], split, num, seed)
+    except ValueError as error:
+        raise CommandError(f"--num {num}: {error}") from None
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}; allowed: an integer of at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,223 @@
+"""``dllm watch``: a question answered in process, every denoise step drawn.
+
+The forward pass is Hugging Face's, in fp32; temperature, sampling, acceptance, renoising, stopping
+and noise are ours (`denoise`, `row_stats`, `noise`). With the same seed our server goes through the
+same canvases, up to the rounding of its dtype.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, DynamicCache
+from transformers.utils.logging import disable_progress_bar
+
+from dllm.models.gemma import rule
+from dllm.ops import noise
+from dllm.ops.dispatch import row_stats
+from dllm.settings.command import OK, CommandError
+from dllm.settings.server import DenoiseConfig
+from dllm.tools.watch_drawing import Frame, Labels, legend, picture
+from dllm.tools.watch_svg import animation
+
+BUNDLED = Path("checkpoints/tiny-dllm")  # where `make serve` finds it, too
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A diffusion model in process, and what its checkpoint says about denoising."""
+
+    model: DiffusionGemmaForBlockDiffusion
+    config: DenoiseConfig
+    eos_ids: frozenset[int]
+    vocab_size: int
+
+    @classmethod
+    def load(cls, path: Path) -> "Watched":
+        """Read a checkpoint's directory.
+
+        Raises:
+            CommandError: it holds no diffusion model, or its configuration is wrong.
+        """
+        try:
+            config = json.loads((path / "config.json").read_text())
+            generation = json.loads((path / "generation_config.json").read_text())
+        except OSError as error:
+            raise CommandError(f"--model {path}: {error}; give a checkpoint's folder.") from None
+        architecture = config.get("architectures", ["none"])[0]
+        if architecture != DiffusionGemmaForBlockDiffusion.__name__:
+            raise CommandError(
+                f"--model {path} is a {architecture}; allowed: a "
+                f"{DiffusionGemmaForBlockDiffusion.__name__}, whose canvases can be watched."
+            )
+        try:
+            settings = DenoiseConfig.from_mappings(config, generation)
+        except ValueError as error:
+            raise CommandError(f"--model {path}: {error}") from None
+        disable_progress_bar()
+        model = DiffusionGemmaForBlockDiffusion.from_pretrained(path, dtype=torch.float32).eval()
+        eos = generation["eos_token_id"]
+        eos_ids = frozenset(eos if isinstance(eos, list) else [eos])
+        return cls(model, settings, eos_ids, config["text_config"]["vocab_size"])
+
+    @torch.inference_mode()
+    def logits(
+        self, context: Sequence[int], canvas: torch.Tensor, believed: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Of one denoise step: [C, V] fp32.
+
+        canvas: [1, C]; believed: [1, C, V], the logits of the previous step over its temperature.
+        """
+        output = self.model(
+            input_ids=torch.tensor([list(context)]),
+            past_key_values=DynamicCache(config=self.model.config.get_text_config(decoder=True)),
+            decoder_input_ids=canvas,
+            self_conditioning_logits=believed,
+        )
+        return output.logits[0]
+
+
+def frames(
+    watched: Watched, prompt_ids: Sequence[int], max_blocks: int, seed: int
+) -> Iterator[Frame]:
+    """Every denoise step of an answer, until a block holds an end-of-sequence token."""
+    emitted: list[int] = []
+    for block in range(max_blocks):
+        frame = None
+        for frame in block_frames(watched, prompt_ids, tuple(emitted), block, seed):
+            yield frame
+        assert frame is not None  # a block takes at least one denoise step
+        emitted += frame.argmax
+        if watched.eos_ids.intersection(frame.argmax):
+            return
+
+
+def block_frames(
+    watched: Watched, prompt_ids: Sequence[int], emitted: tuple[int, ...], block: int, seed: int
+) -> Iterator[Frame]:
+    """The denoise steps of one block, behind what has been emitted."""
+    config, vocab_size = watched.config, watched.vocab_size
+    context = [*prompt_ids, *emitted]
+    seeds, start = torch.tensor([seed]), torch.tensor([len(context)])
+    width = torch.tensor([config.canvas_length])
+    canvas = noise.initial_canvas(seeds, start, config.canvas_length, vocab_size)
+    stops = torch.tensor(sorted(watched.eos_ids))
+    state = rule.DenoiseState(
+        canvas,
+        argmax_canvas=torch.zeros_like(canvas),
+        stable_count=torch.zeros_like(canvas),
+        steps_done=torch.zeros_like(start),
+    )
+    believed = None
+    converged = False
+    while not converged:
+        drawn = noise.step_noise(
+            seeds, start, state.steps_done, start + width, config.canvas_length, vocab_size
+        )
+        logits = watched.logits(context, state.canvas, believed)
+        temperature = rule.temperature(
+            state.steps_done, config.max_denoising_steps, config.t_min, config.t_max
+        )
+        rows = temperature.expand(config.canvas_length)
+        stats = row_stats(logits, rows, drawn.keys[0], probs_dtype=None)
+        inputs = rule.StepInputs(
+            stats.argmax[None],
+            stats.sample[None],
+            stats.entropy[None],
+            drawn.renoise_tokens,
+            is_stop=torch.isin(stats.argmax[None], stops),
+        )
+        outcome = rule.denoise_step(state, inputs, width, rules(config))
+        accept = rule.accept_mask(stats.entropy[None], width, config.entropy_bound)
+        converged = bool(outcome.converged)
+        yield Frame(
+            block=block,
+            step=int(outcome.steps_done),
+            temperature=float(temperature),
+            emitted=emitted,
+            canvas=tuple(state.canvas[0].tolist()),
+            argmax=tuple(stats.argmax.tolist()),
+            entropy=tuple(stats.entropy.tolist()),
+            accepted=tuple(accept[0].tolist()),
+            next_canvas=tuple(outcome.canvas[0].tolist()),
+            is_final=converged,
+        )
+        state = rule.DenoiseState(*outcome[:4])
+        believed = logits[None] / temperature
+
+
+def rules(config: DenoiseConfig) -> rule.DenoiseRules:
+    """The parameters of every denoise step of a request that asks for nothing special."""
+    return rule.DenoiseRules(
+        config.t_min,
+        config.t_max,
+        config.max_denoising_steps,
+        config.entropy_bound,
+        config.confidence_threshold,
+        config.stability_threshold + 1,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draw in the terminal and, if asked to, into an SVG file."""
+    given = parse(argv)
+    watched = Watched.load(given.model)
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    labels = Labels(tokenizer, watched.eos_ids)
+    prompt_ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": given.question}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    drawn = frames(watched, prompt_ids, given.max_blocks, given.seed)
+    seen = show(drawn, labels, given.question, given.delay)
+    if given.svg:
+        given.svg.write_text(animation(seen, labels, given.question))
+        Console(stderr=True).print(f"Wrote {given.svg}", style="dim", highlight=False)
+    return OK
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; exits with status 2 when it is wrong."""
+    parser = argparse.ArgumentParser(prog="dllm watch", description=__doc__)
+    parser.add_argument("question")
+    parser.add_argument(
+        "--model", type=Path, default=BUNDLED, metavar="DIR", help="a checkpoint (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
+    parser.add_argument("--max-blocks", type=int, default=4, help="end after so many blocks (4)")
+    parser.add_argument("--delay", type=float, default=0.4, help="seconds a denoise step (0.4)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write an animated SVG file")
+    given = parser.parse_args(argv)
+    if given.max_blocks < 1:
+        parser.error(f"--max-blocks {given.max_blocks}; allowed: an integer of at least 1.")
+    if not 0 <= given.delay < float("inf"):
+        parser.error(f"--delay {given.delay}; allowed: a number of seconds of at least 0.")
+    if given.svg and not given.svg.absolute().parent.is_dir():
+        parser.error(f"--svg {given.svg}: there is no folder {given.svg.parent}.")
+    return given
+
+
+def show(drawn: Iterator[Frame], labels: Labels, question: str, delay: float) -> list[Frame]:
+    """Draw frames as they come, in place on a terminal and below each other elsewhere."""
+    console = Console()
+    console.print(f"> {question}", style="bold", markup=False, highlight=False)
+    console.print(legend())
+    seen = []
+    if not console.is_terminal:
+        for frame in drawn:
+            console.print(picture(frame, labels, console.width))
+            seen.append(frame)
+        return seen
+    with Live(console=console, auto_refresh=False) as live:
+        for frame in drawn:
+            live.update(picture(frame, labels, console.width), refresh=True)
+            seen.append(frame)
+            time.sleep(delay)
+    return seen

@@ -1,0 +1,204 @@
+"""``dllm check-drafter``: does a drafter fit its target, and if not, what is off."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from dllm.drafter.checkpoint import DrafterConfig, TargetFacts, check_pair
+from dllm.drafter.samples import Sample
+from dllm.settings.command import FAILED, OK, CommandError
+from dllm.settings.drafting import DrafterOptions
+from dllm.train.drafter.acceptance import possible, total
+from dllm.train.drafter.check import Checker, Conventions, Reading, Verdict
+from dllm.train.drafter.export import read_checkpoint
+from dllm.train.drafter.network import DraftNetwork
+from dllm.train.drafter.prompts import Prompt, file_prompts, suite_prompts
+from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.drafter.target import Target, read_config, target_facts
+
+NUM_PROMPTS = 10
+MAX_TOKENS = 96
+MOST_SPECIAL_TOKENS = 32  # tried as the mask token
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check a pair; 0: nothing was found, 1: something was."""
+    given = parse(argv)
+    target_config = read_config(given.target)
+    facts = target_facts(target_config)
+    config, weights = read_checkpoint(given.drafter)
+    reading, refusal = read_loosely(config, facts)
+    network = DraftNetwork(reading.config)
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CommandError(
+            f"{given.drafter}: its tensors contradict config.json: {error}"
+        ) from None
+    target = Target(given.target, given.device)
+    network = network.to(target.device).requires_grad_(False)
+    samples = respond(target, load_prompts(given))
+    conventions = Conventions(
+        facts.num_layers, special_tokens(given.target), rope_parameters(target_config)
+    )
+    block = int(str(config.get("block_size", 8)))
+    checker = Checker(network, target, samples, block, conventions)
+    verdict = checker.run(reading)
+    best = total(possible(samples, block - 1)).length
+    if given.json is not None:
+        write_json(given, verdict, refusal, best)
+    if given.json is None or str(given.json) != "-":
+        print("\n".join(in_words(given, verdict, refusal, best)))
+    return OK if verdict.is_ok and refusal is None else FAILED
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; exits with status 2 when it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="dllm check-drafter",
+        description="Measure what a target accepts of a drafter, as its checkpoint says and read "
+        "in other ways; name what is off.",
+    )
+    parser.add_argument("target", type=Path, help="checkpoint directory")
+    parser.add_argument("drafter", type=Path, help="checkpoint directory, z-lab's format")
+    parser.add_argument(
+        "--prompts", type=Path, help=f"text or JSONL, at least {NUM_PROMPTS}; default: task suite"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found; -: print")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args(argv)
+
+
+def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading, str | None]:
+    """The declared reading, and what a server would refuse about it.
+
+    Layer ids that a server refuses (unsorted, out of range) are read as they stand if they can be,
+    or moved into range, so that acceptance can tell what was meant.
+
+    Raises:
+        CommandError: the pair is refused for anything else: nothing can be measured.
+    """
+    dflash = dict(config.get("dflash_config") or {})  # type: ignore[call-overload]
+    ids = dflash.get("target_layer_ids")
+    try:
+        read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
+        check_pair(read, facts)
+        return Reading(read, read.target_layer_ids), None
+    except ValueError as error:
+        refusal = str(error)
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise CommandError(refusal)
+    shift = min(0, facts.num_layers - 1 - max(ids)) or max(0, -min(ids))
+    moved = tuple(i + shift for i in ids)
+    dflash["target_layer_ids"] = sorted(set(moved))
+    try:
+        read = DrafterConfig.from_config(
+            config | {"dflash_config": dflash}, DrafterOptions(), lambda token: None
+        )
+        check_pair(read, facts)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    if shift:
+        refusal += f" (Measured with {list(moved)}.)"
+    return Reading(read, moved), refusal
+
+
+def load_prompts(given: argparse.Namespace) -> list[Prompt]:
+    """Ten prompts; of the suite, of as many families as there are."""
+    if given.prompts is not None:
+        settings = CalibrateSettings(heldout=1, responses=NUM_PROMPTS)
+        return file_prompts(given.target, given.prompts, settings)[:NUM_PROMPTS]
+    settings = CalibrateSettings(heldout=1, responses=1)
+    asked = suite_prompts(given.target, settings)
+    return [prompt for prompt in asked if prompt.is_heldout][-NUM_PROMPTS:]
+
+
+def respond(target: Target, prompts: Sequence[Prompt]) -> list[Sample]:
+    """Greedy responses."""
+    responses = target.respond([prompt.tokens for prompt in prompts], MAX_TOKENS, 0.0, 0)
+    samples = [
+        Sample((*prompt.tokens, *response), len(prompt.tokens), prompt.group)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    if sum(sample.num_anchors > 0 for sample in samples) < 2:
+        raise CommandError("fewer than two responses have two tokens; give other --prompts.")
+    return samples
+
+
+def special_tokens(target: Path) -> dict[int, str]:
+    """Tokens of the target that could be meant as the mask: its added ones, masks by name first.
+
+    Tokens that the target never saw have nearly one embedding: of equal readings the first counts.
+    """
+    path = target / "tokenizer.json"
+    if not path.exists():
+        return {}
+    added = Tokenizer.from_file(str(path)).get_added_tokens_decoder()
+    names = {token: added[token].content for token in sorted(added)}
+    by_name = sorted(names, key=lambda token: "mask" not in names[token].lower())
+    return {token: names[token] for token in by_name[:MOST_SPECIAL_TOKENS]}
+
+
+def rope_parameters(target_config: Mapping[str, object]) -> dict[str, object]:
+    """RoPE of the target."""
+    given = target_config.get("rope_parameters") or target_config.get("rope_scaling") or {}
+    assert isinstance(given, Mapping), given
+    theta = target_config.get("rope_theta") or given.get("rope_theta") or 10000.0
+    return {"rope_type": "default", "rope_theta": theta} | dict(given)
+
+
+def write_json(
+    given: argparse.Namespace, verdict: Verdict, refusal: str | None, best: float
+) -> None:
+    """The findings; ``ok`` says what the exit status says."""
+    found = {
+        "target": str(given.target),
+        "drafter": str(given.drafter),
+        "ok": verdict.is_ok and refusal is None,
+        "refused": refusal,
+        "fits_no_reading": verdict.is_stranger,
+        "tokens_a_step": verdict.declared.everything.length,
+        "tokens_a_step_possible": best,
+        "kept_by_position": verdict.declared.everything.by_position,
+        "mismatches": [dataclasses.asdict(one) for one in verdict.mismatches],
+        "tried": dict(verdict.tried),
+    }
+    text = json.dumps(found, indent=2) + "\n"
+    if str(given.json) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        given.json.write_text(text)
+    except OSError as error:
+        raise CommandError(f"--json {given.json}: {error}") from error
+
+
+def in_words(
+    given: argparse.Namespace, verdict: Verdict, refusal: str | None, best: float
+) -> list[str]:
+    """The findings, a line each."""
+    declared = verdict.declared.everything
+    rates = ", ".join(f"{100 * rate:.0f}" for rate in declared.by_position)
+    lines = [
+        f"{given.drafter} for {given.target}: {declared.length:.2f} tokens a step "
+        f"(possible: {best:.2f}); steps that keep 1, 2, ... drafts: {rates} %"
+    ]
+    if refusal is not None:
+        lines.append(f"REFUSED by a server: {refusal}")
+    lines += [f"MISMATCH: {mismatch}" for mismatch in verdict.mismatches]
+    if verdict.is_stranger:
+        lines.append(
+            "MISMATCH: hardly a draft is kept, however the checkpoint is read: it was made for "
+            "another target, or is not trained."
+        )
+    nearest = sorted(verdict.tried, key=lambda one: -one[1])[:3]
+    others = "; ".join(f"{name}: {length:.2f}" for name, length in nearest)
+    lines.append(f"{len(verdict.tried)} other readings were tried; best: {others}")
+    is_ok = verdict.is_ok and refusal is None
+    return [*lines, "the pair fits" if is_ok else "the pair does not fit"]

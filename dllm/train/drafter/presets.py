@@ -1,0 +1,102 @@
+"""Network shapes for common targets, and the one that fits a target without a preset.
+
+Layer ids, block sizes and mask tokens are those of z-lab's released drafters (their config.json;
+github.com/z-lab/dflash), where there is one; the mask tokens of Llama and the layer ids of
+qwen3-30b-a3b are ours, by z-lab's rule of spreading layers.
+"""
+
+from dllm.drafter.checkpoint import TargetFacts
+from dllm.train.drafter.settings import CalibrateSettings, DrafterShape
+
+QWEN3_HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+
+PRESETS: dict[str, DrafterShape] = {
+    "qwen3-4b": DrafterShape(
+        5, 16, (1, 9, 17, 25, 33), 151669, **QWEN3_HEADS, intermediate_size=9728
+    ),
+    "qwen3-8b": DrafterShape(
+        5, 16, (1, 9, 17, 25, 33), 151669, **QWEN3_HEADS, intermediate_size=12288
+    ),
+    "qwen3-30b-a3b": DrafterShape(
+        5, 16, (1, 12, 23, 34, 45), 151669, 32, 4, 128, intermediate_size=6144
+    ),
+    "llama-3.1-8b": DrafterShape(5, 10, (1, 8, 15, 22, 29), 128002, 32, 8, 128, 14336),
+    "gpt-oss-20b": DrafterShape(8, 8, (1, 6, 11, 16, 21), 200000, 64, 8, 64, 7680),
+}
+
+# Of a run that goes on from a trained drafter: what it knows is not to be washed out.
+CONTINUED = CalibrateSettings(
+    steps=1000, matrix_lr=0.003, vector_lr=0.0003, decay_from=0.0, anchors=16
+)
+
+
+def settings_for(preset: str | None) -> CalibrateSettings:
+    """The settings of a preset: long sequences, sampled blocks, layers from the target."""
+    shape = PRESETS[preset] if preset else DrafterShape()
+    return CalibrateSettings(
+        steps=20000,
+        batch_size=4,
+        anchors=256,
+        matrix_lr=0.005,
+        vector_lr=0.0006,
+        responses=50000,
+        heldout=100,
+        max_tokens=1024,
+        drafter=shape,
+    )
+
+
+def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """Layers from the second to the third-last, evenly: z-lab's rule; all of a shallow target."""
+    if num_target_layers < count + 4:
+        return tuple(range(max(0, num_target_layers - count), num_target_layers))
+    if count == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + index * span / (count - 1)) for index in range(count))
+
+
+def drafter_config(
+    shape: DrafterShape,
+    target_config: dict[str, object],
+    facts: TargetFacts,
+    mask_token_id: int | None,
+) -> dict[str, object]:
+    """config.json of a new drafter in z-lab's format.
+
+    Args:
+        mask_token_id: of the target's tokenizer, where the shape names none.
+    """
+    given = target_config.get
+    num_heads = shape.num_heads or given("num_attention_heads")
+    layers = shape.target_layer_ids or spread_layers(facts.num_layers, shape.num_layers)
+    mask = mask_token_id if shape.mask_token_id is None else shape.mask_token_id
+    config: dict[str, object] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "dtype": "bfloat16",
+        "vocab_size": facts.vocab_size,
+        "hidden_size": facts.hidden_size,
+        "intermediate_size": shape.intermediate_size or given("intermediate_size"),
+        "num_hidden_layers": shape.num_layers,
+        "layer_types": ["full_attention"] * shape.num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": shape.num_kv_heads or given("num_key_value_heads") or num_heads,
+        "head_dim": shape.head_dim or given("head_dim") or facts.hidden_size // int(str(num_heads)),
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "max_position_embeddings": given("max_position_embeddings"),
+        "tie_word_embeddings": False,
+        "block_size": shape.block_size,
+        "num_target_layers": facts.num_layers,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(layers)},
+    }
+    rope = given("rope_parameters") or given("rope_scaling")
+    theta = given("rope_theta") or (rope.get("rope_theta") if isinstance(rope, dict) else None)
+    config["rope_theta"] = theta or 10000.0
+    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default":
+        config["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
+    if not facts.is_neox_style:
+        config["is_neox_style"] = True
+    return config

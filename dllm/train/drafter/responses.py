@@ -1,0 +1,191 @@
+"""Responses of the target to the prompts, and their hidden states, in shards that resume.
+
+A shard holds one batch; a batch is a function of the prompts, the settings and the target, so a run
+that was stopped goes on with the shards that it lacks.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dllm.drafter.checkpoint import DrafterConfig
+from dllm.drafter.samples import SUFFIX, Sample, read_shards, write_shard
+from dllm.settings.command import CommandError
+from dllm.tools.client import Connection, explained
+from dllm.train.drafter.acceptance import load_batch
+from dllm.train.drafter.prompts import Prompt
+from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.drafter.target import Target
+
+TRAIN, HELDOUT = "train", "heldout"
+CONCURRENCY = 32  # requests to a server at once
+# Of a parameter in training: weight, average, gradient and momenta (fp32), twice on disk for a
+# moment, because a checkpoint is written beside the one before.
+STATE_BYTES = 2 * 16
+
+# (prompts, temperature, seed) -> responses as tokens, end-of-sequence included.
+Respond = Callable[[Sequence[Sequence[int]], float, int], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class DiskEstimate:
+    """Bytes that a run writes at most."""
+
+    tokens: int
+    hidden: int
+    state: int
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        settings: CalibrateSettings,
+        bytes_per_token: int,
+        num_params: int,
+    ) -> "DiskEstimate":
+        """bytes_per_token: of the hidden states; 0 if they are not stored."""
+        lengths = [
+            min(len(prompt.tokens) + settings.max_tokens, settings.max_length) for prompt in prompts
+        ]
+        return cls(4 * sum(lengths), bytes_per_token * sum(lengths), STATE_BYTES * num_params)
+
+    def __str__(self) -> str:
+        sizes = (self.tokens + self.hidden + self.state, self.tokens, self.hidden, self.state)
+        whole, tokens, hidden, state = (_size(one) for one in sizes)
+        return f"at most {whole}: tokens {tokens}, hidden states {hidden}, training state {state}"
+
+    def check(self, out: Path, is_resumed: bool) -> None:
+        """A run that goes on has room where its own files are.
+
+        Raises:
+            CommandError: the disk has less room than that.
+        """
+        there = next(path for path in (out, *out.absolute().parents) if path.exists())
+        written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        free = shutil.disk_usage(there).free + (written if is_resumed else 0)
+        if self.tokens + self.hidden + self.state > free:
+            raise CommandError(
+                f"{out} has {_size(free)} free and the run may need {self}. Give an --out on "
+                'another disk, lower responses or max_tokens, or set hidden_states = "recomputed" '
+                "(nothing is stored; every step then runs the target)."
+            )
+
+
+def _size(num_bytes: int) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000  # type: ignore[assignment]
+    return f"{num_bytes:.3g} TB"
+
+
+def from_target(target: Target, max_tokens: int) -> Respond:
+    """Responses generated in this process."""
+    return lambda prompts, temperature, seed: target.respond(prompts, max_tokens, temperature, seed)
+
+
+def from_server(connection: Connection, target: Path, max_tokens: int) -> Respond:
+    """Responses of an OpenAI-compatible server that serves the same target."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+
+    def ask(prompt: Sequence[int], temperature: float, seed: int) -> list[int]:
+        with explained(connection.url):
+            answer = connection.client.completions.create(
+                model=connection.model,
+                prompt=list(prompt),
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                extra_body={"return_token_ids": True},
+            )
+        choice = answer.choices[0]
+        ids = getattr(choice, "token_ids", None)
+        if ids is None:  # a server that returns text alone
+            ids = tokenizer(choice.text, add_special_tokens=False)["input_ids"]
+            if choice.finish_reason == "stop":
+                ids = [*ids, tokenizer.eos_token_id]
+        return list(ids)
+
+    def respond(prompts: Sequence[Sequence[int]], temperature: float, seed: int) -> list[list[int]]:
+        with ThreadPoolExecutor(CONCURRENCY) as pool:
+            numbered = enumerate(prompts)
+            tasks = [pool.submit(ask, prompt, temperature, seed + i) for i, prompt in numbered]
+            return [task.result() for task in tasks]
+
+    return respond
+
+
+@dataclass(frozen=True)
+class Collector:
+    """Collects what one run trains on, into ``folder``."""
+
+    folder: Path
+    target: Target
+    layer_ids: tuple[int, ...]
+    settings: CalibrateSettings
+    respond: Respond
+
+    def run(self, prompts: Sequence[Prompt]) -> Iterator[int]:
+        """Write every shard that is missing; yields prompts done, shard by shard."""
+        size = self.settings.generate_batch
+        for split, is_heldout in ((HELDOUT, True), (TRAIN, False)):
+            chosen = [prompt for prompt in prompts if prompt.is_heldout == is_heldout]
+            # Prompts of one length together: little padding, and similar responses.
+            chosen.sort(key=lambda prompt: (prompt.group, len(prompt.tokens)))
+            (self.folder / split).mkdir(parents=True, exist_ok=True)
+            for start in range(0, len(chosen), size):
+                path = self.folder / split / f"{start:08}{SUFFIX}"
+                batch = chosen[start : start + size]
+                if not path.exists():
+                    self._write(path, batch, start)
+                yield len(batch)
+
+    def _write(self, path: Path, prompts: Sequence[Prompt], seed: int) -> None:
+        temperature = 0.0 if prompts[0].is_heldout else self.settings.temperature
+        responses = self.respond(
+            [prompt.tokens for prompt in prompts], temperature, self.settings.seed + seed
+        )
+        samples = [
+            Sample(
+                (*prompt.tokens, *response)[: self.settings.max_length],
+                len(prompt.tokens),
+                prompt.group,
+            )
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        hidden = None
+        if self.settings.hidden_states == "stored":
+            hidden = []
+            for some in (samples[at : at + 8] for at in range(0, len(samples), 8)):
+                features = load_batch(some, self.target, self.layer_ids).features.cpu()
+                rows = zip(some, features, strict=True)
+                hidden += [row[: len(sample.tokens)].contiguous() for sample, row in rows]
+        write_shard(path, samples, hidden)
+
+
+def usable(folder: Path) -> list[Sample]:
+    """Samples with at least one token to draft.
+
+    Raises:
+        CommandError: there are none.
+    """
+    found = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
+    if not found:
+        raise CommandError(
+            f"{folder}: no response has two tokens, so there is nothing to learn from; give other "
+            "prompts, or a larger max_tokens."
+        )
+    return found
+
+
+def hidden_bytes(target_config: Mapping[str, object], drafter: DrafterConfig) -> int:
+    """Of the hidden states of one token."""
+    dtype = str(target_config.get("dtype") or target_config.get("torch_dtype") or "float32")
+    element = torch.empty((), dtype=getattr(torch, dtype)).element_size()
+    return element * len(drafter.target_layer_ids) * drafter.target_hidden_size

@@ -1,0 +1,118 @@
+"""The target through transformers: what it says, and the hidden states that inference hands on.
+
+Index convention: z-lab's, as in docs/drafter.md. Layer i is the output of decoder layer i, the
+residual stream before the final norm; vLLM calls it i + 1 (``tests/train/test_calibrate_engine.py``
+holds the two against each other).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from dllm.drafter.checkpoint import TargetFacts
+from dllm.settings.command import CommandError
+
+
+class Target:
+    """A causal language model with its weights frozen.
+
+    Attributes:
+        embedding, head: ``[V, H]`` as vLLM shares them with a drafter: the bare rows.
+        head_norm: ``[H]``, weight of the norm in front of the head; None if it has none.
+        eos: ids that end a response.
+    """
+
+    def __init__(self, path: Path, device: str) -> None:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        except (OSError, ValueError) as error:
+            raise CommandError(f"--target {path}: {error}") from None
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.device = torch.device(device)
+        self.layers: nn.ModuleList = self.model.get_decoder().layers
+        self.embedding: Tensor = self.model.get_input_embeddings().weight
+        self.head: Tensor = self.model.get_output_embeddings().weight
+        self.head_norm: Tensor | None = getattr(
+            getattr(self.model.get_decoder(), "norm", None), "weight", None
+        )
+        eos = self.model.generation_config.eos_token_id
+        self.eos = set(eos if isinstance(eos, list) else [eos]) - {None}
+
+    @torch.no_grad()
+    def hidden_states(self, ids: Tensor, layer_ids: Sequence[int]) -> Tensor:
+        """``[B, S, len(layer_ids) * H]`` of right-padded ``ids`` ``[B, S]``, side by side."""
+        found: dict[int, Tensor] = {}
+
+        def keep(layer: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
+            def hook(_module: object, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
+                found[layer] = output if isinstance(output, Tensor) else output[0]
+
+            return hook
+
+        hooks = [self.layers[layer].register_forward_hook(keep(layer)) for layer in layer_ids]
+        try:
+            self.model.get_decoder()(input_ids=ids, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([found[layer] for layer in layer_ids], -1)
+
+    @torch.no_grad()
+    def respond(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, seed: int
+    ) -> list[list[int]]:
+        """Responses in one batch, each to its first end-of-sequence token, that one included."""
+        longest = max(map(len, prompts))
+        pads = [longest - len(prompt) for prompt in prompts]
+        filler = min(self.eos, default=0)
+        ids = torch.tensor(
+            [[filler] * pad + [*prompt] for pad, prompt in zip(pads, prompts, strict=True)]
+        )
+        sampling = {"do_sample": False}
+        if temperature > 0:
+            # Exactly what is asked for: no top-k or top-p of the model's generation config.
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}  # type: ignore[dict-item]
+        torch.manual_seed(seed)
+        output = self.model.generate(
+            ids.to(self.device),
+            attention_mask=(torch.arange(longest) >= torch.tensor(pads)[:, None]).to(self.device),
+            max_new_tokens=max_tokens,
+            pad_token_id=filler,
+            **sampling,
+        )
+        return [self._until_end(row) for row in output[:, longest:].tolist()]
+
+    def _until_end(self, tokens: list[int]) -> list[int]:
+        ends = [index for index, token in enumerate(tokens) if token in self.eos]
+        return tokens[: ends[0] + 1] if ends else tokens
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """config.json of the target's language model.
+
+    Raises:
+        CommandError: there is none.
+    """
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{path}: no readable config.json ({error}).") from None
+    return config.get("text_config") or config
+
+
+def target_facts(config: dict[str, object]) -> TargetFacts:
+    """What a drafter has to agree with."""
+    sizes = [config.get(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size")]
+    if not all(isinstance(size, int) for size in sizes):
+        raise CommandError(
+            f"the target's config.json has hidden_size, num_hidden_layers and vocab_size = {sizes};"
+            " allowed: a causal language model with all three."
+        )
+    hidden_size, num_layers, vocab_size = (int(str(size)) for size in sizes)
+    return TargetFacts(
+        hidden_size, num_layers, vocab_size, not config.get("rope_interleave", False)
+    )

@@ -1,0 +1,1 @@
+"""The objectives of language models: block diffusion, and an autoregressive twin."""

@@ -1,0 +1,107 @@
+"""The objective of an autoregressive model, on Hugging Face's own Qwen3: the baseline and target.
+
+Next-token cross-entropy on the answers, nothing else: the questions are given, never generated.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dllm.tasks.suite import Question
+from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE
+from dllm.train.lm.objective import (
+    EOS,
+    Answers,
+    Encoded,
+    answer_loss,
+    answer_mask,
+    decode_until_end,
+    pad_right,
+)
+from dllm.train.lm.settings import TrainSettings
+
+MAX_TOKENS = 128  # of an answer, in validation
+
+
+class Autoregressive:
+    """The next-token objective; see the module."""
+
+    def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
+        self.settings = settings
+        self.tokenizer = tokenizer
+
+    def config(self) -> dict[str, object]:
+        """config.json: every layer attends to everything, one key head for two query heads."""
+        shape = self.settings.model
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "dtype": "bfloat16",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.hidden_size // 32,
+            "num_key_value_heads": max(1, shape.hidden_size // 64),
+            "head_dim": 32,
+            "max_position_embeddings": 4096,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "bos_token_id": TOKEN_ID["<bos>"],
+            "eos_token_id": EOS,
+            "pad_token_id": TOKEN_ID["<pad>"],
+        }
+
+    def generation_config(self) -> dict[str, object]:
+        """generation_config.json: greedy unless a request says otherwise.
+
+        Hugging Face reads ``do_sample``, vLLM ``temperature``.
+        """
+        return {
+            "bos_token_id": TOKEN_ID["<bos>"],
+            "pad_token_id": TOKEN_ID["<pad>"],
+            "eos_token_id": [EOS, TOKEN_ID["<turn|>"]],
+            "do_sample": False,
+            "temperature": 0.0,
+        }
+
+    def build_model(self) -> Qwen3ForCausalLM:
+        """The model in fp32, all of it trained."""
+        torch.manual_seed(self.settings.seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**(self.config() | {"dtype": "float32"})))
+        model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
+        return model
+
+    def loss(
+        self, model: Qwen3ForCausalLM, questions: Sequence[Question], random: torch.Generator
+    ) -> Tensor:
+        """Cross-entropy of the answers, end-of-sequence included."""
+        encoded = Encoded.of(self.tokenizer, questions)
+        ids = pad_right([p + a for p, a in zip(*encoded, strict=True)])
+        is_answer = answer_mask(encoded, ids.shape[1])
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden[:, :-1][is_answer[:, 1:]]).float()
+        return answer_loss(logits, ids, is_answer)
+
+    @torch.no_grad()
+    def answer(self, model: Qwen3ForCausalLM, prompts: Sequence[str], seed: int) -> Answers:
+        """Greedy answers, by Hugging Face's ``generate`` on left-padded prompts."""
+        asked = [Question("", prompt, "", frozenset()) for prompt in prompts]
+        prompt_ids = Encoded.of(self.tokenizer, asked).prompts
+        longest = max(map(len, prompt_ids))
+        pads = [longest - len(ids) for ids in prompt_ids]
+        rows = zip(pads, prompt_ids, strict=True)
+        output = model.generate(
+            torch.tensor([[EOS] * pad + ids for pad, ids in rows]),
+            attention_mask=(torch.arange(longest) >= torch.tensor(pads)[:, None]).long(),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=EOS,
+        )
+        texts = [decode_until_end(self.tokenizer, row) for row in output[:, longest:].tolist()]
+        return Answers(texts, 1.0)

@@ -1,0 +1,359 @@
+"""The objective of a block-diffusion model, on Hugging Face's own DiffusionGemma.
+
+A question and its answer are encoded once, causally. A block of the answer, replaced by uniform
+random tokens with probability t, is decoded as a canvas behind what precedes it, and the loss is
+the cross-entropy of the clean block, where every block counts the same however little of it is
+answer. What generation will show the model is what it is trained on: all of the canvas random
+(t = 1) is where it starts, the model's own temperature-scaled logits come back as
+self-conditioning, and some canvases have gone through a real sampler step.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import DynamicCache
+from transformers.models.diffusion_gemma import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+)
+
+from dllm.models.gemma import rule
+from dllm.models.gemma.tiny import generation_config, tiny_config
+from dllm.ops import noise
+from dllm.ops.dispatch import row_stats
+from dllm.tasks.suite import Question
+from dllm.tasks.tokenizer import VOCAB_SIZE
+from dllm.train.lm.objective import (
+    EOS,
+    Answers,
+    Encoded,
+    answer_loss,
+    answer_mask,
+    decode_until_end,
+    pad_right,
+)
+from dllm.train.lm.settings import TrainSettings
+
+PURE_NOISE = 0.3  # share of canvases that are random throughout
+SELF_CONDITIONED = 0.5  # share of canvases that see an earlier step
+RESAMPLED = 0.5  # of these: share whose canvas comes from a sampler step
+TEMPERATURES = (0.2, 0.5)  # of the earlier step: t_min to t_max
+ENTROPY_BOUND = 0.3  # nats
+TAIL_WEIGHT = 0.1  # in the loss, of a position behind the first end-of-sequence token
+# Generation is a little colder and more careful than training; chosen on the validation split. At
+# the temperatures of training a text with many right answers takes 40 steps to agree with itself,
+# and a mean entropy of 0.05 nats over 32 positions leaves room for one answer of two tokens that
+# has not been decided.
+GENERATION: dict[str, float] = {
+    "max_denoising_steps": 48,
+    "t_min": 0.1,
+    "t_max": 0.3,
+    "confidence_threshold": 0.01,
+}
+# What the checkpoint is served with instead: once trained, it settles answers of many forms in a
+# third of the steps, with as many of them right and nearly as many forms.
+SERVED: dict[str, float] = {"t_max": 0.2}
+SERVED_ENTROPY_BOUND = 1.0
+MAX_BLOCKS = 4  # of an answer, in validation
+
+
+class Canvases(NamedTuple):
+    """Noised blocks of a batch of encoded sequences: N canvases of C tokens.
+
+    Attributes:
+        sequence: ``[N]`` int64, the sequence that a canvas belongs to.
+        start: ``[N]`` int64, position of its first token.
+        clean, noised: ``[N, C]`` int64.
+    """
+
+    sequence: Tensor
+    start: Tensor
+    clean: Tensor
+    noised: Tensor
+
+
+class Diffusion:
+    """The block-diffusion objective; see the module."""
+
+    def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.canvas_length = settings.model.canvas_length
+
+    def config(self) -> dict[str, object]:
+        """config.json: two sliding layers, then a full one, and so on; the last one is full."""
+        shape = self.settings.model
+        is_full = [(index + 1) % 3 == 0 for index in range(shape.num_layers)]
+        is_full[-1] = True
+        return tiny_config(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.hidden_size // 32,
+            num_key_value_heads=max(1, shape.hidden_size // 64),
+            layer_types=["full_attention" if full else "sliding_attention" for full in is_full],
+            intermediate_size=shape.intermediate_size,
+            num_experts=shape.num_experts,
+            moe_intermediate_size=shape.moe_intermediate_size,
+            sliding_window=shape.sliding_window,
+            canvas_length=shape.canvas_length,
+        )
+
+    def generation_config(self) -> dict[str, object]:
+        """generation_config.json."""
+        sampler = {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": SERVED_ENTROPY_BOUND}
+        return generation_config() | GENERATION | SERVED | {"sampler_config": sampler}
+
+    def build_model(self) -> DiffusionGemmaForBlockDiffusion:
+        """The model in fp32; the vision tower, which nothing here sees, is not trained."""
+        torch.manual_seed(self.settings.seed)
+        model = DiffusionGemmaForBlockDiffusion(
+            DiffusionGemmaConfig(**(self.config() | {"dtype": "float32"}))
+        )
+        model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
+        model.set_experts_implementation("grouped_mm")
+        model.model.encoder.vision_tower.requires_grad_(False)
+        model.model.encoder.embed_vision.requires_grad_(False)
+        return model
+
+    def loss(
+        self,
+        model: DiffusionGemmaForBlockDiffusion,
+        questions: Sequence[Question],
+        random: torch.Generator,
+    ) -> Tensor:
+        """That of the canvases plus ``prefix_loss`` times next-token prediction of the answers."""
+        encoded = Encoded.of(self.tokenizer, questions)
+        canvases = self._draw_canvases(encoded, random)
+        ids = pad_right([p + a for p, a in zip(*encoded, strict=True)])
+        cache = DynamicCache()  # one built from the config would crop sliding layers
+        hidden = model.model.encoder(input_ids=ids, past_key_values=cache).last_hidden_state
+        cache.batch_select_indices(canvases.sequence)
+        canvas, prev_logits, is_conditioned = self._look_back(model, cache, canvases, random)
+        logits = self._decode(model, cache, canvases.start, canvas, prev_logits, is_conditioned)
+        is_answer = answer_mask(encoded, ids.shape[1])
+        prefix_logits = soft_capped(model, hidden[:, :-1][is_answer[:, 1:]])
+        prefix_loss = answer_loss(prefix_logits, ids, is_answer)
+        return canvas_loss(logits, canvases.clean) + self.settings.prefix_loss * prefix_loss
+
+    def _draw_canvases(self, encoded: Encoded, random: torch.Generator) -> Canvases:
+        """``canvases`` blocks of every answer, each noised at a level of its own."""
+        length, per_question = self.canvas_length, self.settings.canvases
+        num_canvases = len(encoded.answers) * per_question
+        sequence = torch.arange(num_canvases) // per_question
+        num_blocks = torch.tensor([-(-len(answer) // length) for answer in encoded.answers])
+        uniform = torch.rand(3, num_canvases, generator=random)
+        block = (uniform[0] * num_blocks[sequence]).long()
+        clean = torch.full((num_canvases, length), EOS)
+        for row, (owner, index) in enumerate(zip(sequence.tolist(), block.tolist(), strict=True)):
+            tokens = encoded.answers[owner][index * length : (index + 1) * length]
+            clean[row, : len(tokens)] = torch.tensor(tokens)
+        level = torch.where(uniform[1] < PURE_NOISE, 1.0, uniform[2])
+        is_noise = torch.rand(clean.shape, generator=random) < level[:, None]
+        prompt_len = torch.tensor([len(prompt) for prompt in encoded.prompts])
+        return Canvases(
+            sequence,
+            prompt_len[sequence] + block * length,
+            clean,
+            torch.where(is_noise, _random_tokens(clean.shape, random), clean),
+        )
+
+    @torch.no_grad()
+    def _look_back(
+        self,
+        model: DiffusionGemmaForBlockDiffusion,
+        cache: DynamicCache,
+        canvases: Canvases,
+        random: torch.Generator,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What an earlier denoise step leaves to the canvases that see one.
+
+        Returns:
+            canvas ``[N, C]``, prev_logits ``[N, C, V]`` (temperature-scaled), is_conditioned
+            ``[N]`` bool. The chosen canvases are a fixed share, so that every step costs the same.
+        """
+        num_canvases = len(canvases.start)
+        order = torch.randperm(num_canvases, generator=random)
+        chosen = order[: round(num_canvases * SELF_CONDITIONED)]
+        is_conditioned = torch.zeros(num_canvases, dtype=torch.bool)
+        is_conditioned[chosen] = True
+        prev_logits = torch.zeros(*canvases.clean.shape, VOCAB_SIZE)
+        if not len(chosen):
+            return canvases.noised, prev_logits, is_conditioned
+        earlier = _detached_rows(cache, chosen)
+        logits = self._decode(model, earlier, canvases.start[chosen], canvases.noised[chosen])
+        low, high = TEMPERATURES
+        temperature = low + (high - low) * torch.rand(len(chosen), generator=random)
+        logits = logits / temperature[:, None, None]
+        prev_logits[chosen] = logits
+        canvas = canvases.noised.clone()
+        resampled = chosen[: round(len(chosen) * RESAMPLED)]
+        canvas[resampled] = _sampler_step(logits[: len(resampled)], random)
+        return canvas, prev_logits, is_conditioned
+
+    def _decode(
+        self,
+        model: DiffusionGemmaForBlockDiffusion,
+        cache: DynamicCache,
+        start: Tensor,
+        canvas: Tensor,
+        prev_logits: Tensor | None = None,
+        is_conditioned: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of canvases behind the first ``start`` tokens of their sequences.
+
+        Args:
+            cache: the encoder's, one row a canvas; positions from ``start`` on are not seen.
+            start: ``[N]``; canvas: ``[N, C]``.
+            prev_logits, is_conditioned: as ``_look_back`` returns them.
+
+        Returns:
+            ``[N, C, V]`` fp32, soft-capped.
+        """
+        hidden = model.model.decoder(
+            decoder_input_ids=canvas,
+            past_key_values=cache,
+            self_conditioning_logits=prev_logits,
+            self_conditioning_mask=is_conditioned,
+            decoder_attention_mask=canvas_masks(
+                start, cache.get_seq_length(), self.canvas_length, self.settings.model
+            ),
+            decoder_position_ids=start[:, None] + torch.arange(self.canvas_length),
+        ).last_hidden_state
+        return soft_capped(model, hidden)
+
+    @torch.no_grad()
+    def answer(
+        self, model: DiffusionGemmaForBlockDiffusion, prompts: Sequence[str], seed: int
+    ) -> Answers:
+        """Generate as a server would, block after block, until every answer has ended."""
+        prompt_ids = Encoded.of(
+            self.tokenizer, [Question("", prompt, "", frozenset()) for prompt in prompts]
+        ).prompts
+        outputs: list[list[int]] = [[] for _ in prompts]
+        steps: list[int] = []
+        for _ in range(MAX_BLOCKS):
+            open_rows = [row for row, output in enumerate(outputs) if EOS not in output]
+            if not open_rows:
+                break
+            context = [prompt_ids[row] + outputs[row] for row in open_rows]
+            blocks, block_steps = self._generate_block(model, context, seed)
+            steps += block_steps.tolist()
+            for row, block in zip(open_rows, blocks.tolist(), strict=True):
+                outputs[row] += block
+        texts = [decode_until_end(self.tokenizer, output) for output in outputs]
+        return Answers(texts, sum(steps) / len(steps))
+
+    def _generate_block(
+        self, model: DiffusionGemmaForBlockDiffusion, context: list[list[int]], seed: int
+    ) -> tuple[Tensor, Tensor]:
+        """The next block of every context: tokens ``[B, C]`` and denoise steps ``[B]``."""
+        num_rows, length = len(context), self.canvas_length
+        cache = DynamicCache()
+        model.model.encoder(input_ids=pad_right(context), past_key_values=cache)
+        start = torch.tensor([len(ids) for ids in context])
+        seeds = torch.full((num_rows,), seed) + torch.arange(num_rows)
+        width = torch.full((num_rows,), length)
+        state = rule.DenoiseState(
+            noise.initial_canvas(seeds, start, length, VOCAB_SIZE),
+            torch.zeros(num_rows, length, dtype=torch.int64),
+            torch.zeros(num_rows, length, dtype=torch.int64),
+            torch.zeros(num_rows, dtype=torch.int64),
+        )
+        rules = rule.DenoiseRules(
+            t_min=GENERATION["t_min"],
+            t_max=GENERATION["t_max"],
+            max_steps=GENERATION["max_denoising_steps"],
+            entropy_bound=ENTROPY_BOUND,
+            confidence=GENERATION["confidence_threshold"],
+            stability_window=2,
+        )
+        prev_logits = None
+        while bool((width > 0).any()):
+            logits = self._decode(model, cache, start, state.canvas, prev_logits)
+            temperature = rule.temperature(
+                state.steps_done, rules.max_steps, rules.t_min, rules.t_max
+            )
+            drawn = noise.step_noise(
+                seeds, start, state.steps_done, start + length, length, VOCAB_SIZE
+            )
+            stats = row_stats(
+                logits.flatten(0, 1),
+                temperature.repeat_interleave(length),
+                drawn.keys.flatten(0, 1),
+                None,
+            )
+            argmax, sample, entropy = (s.view(num_rows, length) for s in stats[:3])
+            inputs = rule.StepInputs(
+                argmax, sample, entropy, drawn.renoise_tokens, is_stop=argmax == EOS
+            )
+            outcome = rule.denoise_step(state, inputs, width, rules)
+            width = torch.where(outcome.converged, 0, width)
+            state = rule.DenoiseState(*outcome[:4])
+            prev_logits = logits / temperature[:, None, None]
+        return state.argmax_canvas, state.steps_done
+
+
+def canvas_loss(logits: Tensor, clean: Tensor) -> Tensor:
+    """Mean over the canvases of the weighted mean cross-entropy of each, in nats.
+
+    Args:
+        logits: ``[N, C, V]``; clean: ``[N, C]``.
+    """
+    is_end = (clean == EOS).int()
+    is_tail = is_end.cumsum(dim=1) > is_end
+    weight = torch.where(is_tail, TAIL_WEIGHT, 1.0)
+    losses = F.cross_entropy(logits.flatten(0, 1), clean.flatten(), reduction="none")
+    return ((losses.view_as(weight) * weight).sum(dim=1) / weight.sum(dim=1)).mean()
+
+
+def canvas_masks(start: Tensor, num_keys: int, canvas_length: int, shape) -> dict[str, Tensor]:
+    """Which keys a canvas sees: ``[N, 1, C, num_keys + C]`` for each layer type, added to scores.
+
+    All of the canvas, and of the ``num_keys`` cached positions those before ``start``, on sliding
+    layers the last window - 1 of them (``attention.masks``: anchored, as in the reference).
+    """
+    key = torch.arange(num_keys)
+    before = key < start[:, None]
+    near = before & (key > start[:, None] - shape.sliding_window)
+    canvas = torch.ones(len(start), canvas_length, dtype=torch.bool)
+
+    def rows(cached: Tensor) -> Tensor:
+        keys = torch.cat((cached, canvas), dim=1)
+        hidden = torch.where(keys, 0.0, torch.finfo(torch.float32).min)
+        return hidden[:, None, None].expand(-1, 1, canvas_length, -1)
+
+    return {"full_attention": rows(before), "sliding_attention": rows(near)}
+
+
+def soft_capped(model: DiffusionGemmaForBlockDiffusion, hidden: Tensor) -> Tensor:
+    """The head of the reference's ``forward``: ``[..., V]`` fp32."""
+    cap = model.final_logit_softcapping
+    return torch.tanh(model.lm_head(hidden).float() / cap) * cap
+
+
+def _sampler_step(logits: Tensor, random: torch.Generator) -> Tensor:
+    """A canvas after one step of the entropy-bound sampler: ``[N, C, V]`` logits to ``[N, C]``."""
+    shape = logits.shape[:2]
+    log_probs = F.log_softmax(logits, dim=-1)
+    probs = log_probs.exp()
+    entropy = -(probs * log_probs).sum(dim=-1)
+    sample = torch.multinomial(probs.flatten(0, 1), 1, generator=random).view(shape)
+    width = torch.full((shape[0],), shape[1])
+    accept = rule.accept_mask(entropy, width, ENTROPY_BOUND)
+    return rule.renoise(sample, accept, _random_tokens(shape, random))
+
+
+def _random_tokens(shape: torch.Size, random: torch.Generator) -> Tensor:
+    return torch.randint(VOCAB_SIZE, shape, generator=random)
+
+
+def _detached_rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:
+    """Some rows of a cache, without the gradient."""
+    copy = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        copy.update(layer.keys[rows].detach(), layer.values[rows].detach(), index)
+    return copy

@@ -1,0 +1,43 @@
+"""From a finished run to a checkpoint directory that any server loads."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from dllm.tasks.tokenizer import save_tokenizer, train_tokenizer
+from dllm.train.lm.objective import Objective
+
+MAX_POSITIONS = 4096
+
+
+def export(model: PreTrainedModel, objective: Objective, path: Path) -> None:
+    """Write bf16 safetensors, config, generation config, tokenizer and chat template.
+
+    The weights go through Hugging Face's ``save_pretrained``, so that what it writes (one copy of
+    the weights that encoder and decoder share) is what it reads.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    copy = type(model)(model.config).to(torch.bfloat16)
+    copy.load_state_dict(half)
+    copy.save_pretrained(path)
+    for leftover in path.glob("model.safetensors.index.json"):
+        leftover.unlink()
+    _write_json(path / "config.json", objective.config())
+    _write_json(path / "generation_config.json", objective.generation_config())
+    save_tokenizer(train_tokenizer(), path, model_max_length=MAX_POSITIONS)
+    (path / "model.safetensors").chmod(0o644)  # safetensors writes it readable by its owner only
+
+
+def copy_run_files(out: Path, path: Path, names: tuple[str, ...]) -> None:
+    """Ship what documents a run (its log and learning curve) beside the weights."""
+    for name in names:
+        if (out / name).exists():
+            shutil.copyfile(out / name, path / name)
+
+
+def _write_json(path: Path, value: dict[str, object]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,140 @@
+"""The model card of a trained checkpoint: data, steps, seeds, scores, limits."""
+
+import csv
+import json
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+from dllm.tasks.suite import FAMILIES
+from dllm.train.lm.loop import LOG, Trainer
+from dllm.train.lm.settings import CONFIGS, TrainSettings
+
+SCORES = "scores.json"
+CARD = "README.md"
+START = "start.md"
+ALL = "all"
+
+KINDS = {
+    "diffusion": (
+        "a block-diffusion language model in DiffusionGemma's format (sliding and full layers, "
+        "mixture of experts, self-conditioning, tied embeddings)"
+    ),
+    "ar": "an autoregressive language model in Qwen3's format",
+}
+
+
+def write_model_card(trainer: Trainer, path: Path) -> None:
+    """Write ``README.md`` beside the weights.
+
+    Held-out scores come from ``scores.json`` in the directory of the run, if there is one: an
+    object with the output of ``dllm eval`` for every column of the table. How the initial weights
+    were trained comes from ``start.md`` there, their model card.
+    """
+    settings = trainer.settings
+    num_params = sum(p.numel() for p in trainer.average.parameters())
+    start = " --start-from START" if trainer.started_from else ""
+    command = f"dllm train {settings.objective} --config {_config(settings)}{start} --out RUN"
+    lines = [
+        f"# A small {settings.objective} model",
+        "",
+        f"This is {KINDS[settings.objective]} of {num_params / 1e6:.2f}M parameters, in bf16. It "
+        "answers the questions of `dllm/tasks/suite.py` and nothing else: it knows no English "
+        "beyond them, and exists so that a server can be tested on real answers.",
+        "",
+        "## Training",
+        "",
+        f"- Data: questions drawn on the fly from the train split of {len(trainer.errors)} task "
+        f"families (seed {settings.seed}); held-out problems are never drawn.",
+        f"- {settings.steps} steps of {settings.batch_size} questions, Muon and AdamW, fp32 "
+        "weights with bf16 matrix products, average of the weights.",
+        f"- Reproduce with `{command}` and the settings below.",
+        f"- {trainer.seconds / 60:.0f} minutes on {settings.threads} thread(s) of "
+        f"{_processor()}; torch {torch.__version__}, transformers {transformers.__version__}.",
+        "",
+        "```json",
+        json.dumps(settings.to_mapping(), indent=2),
+        "```",
+        *_start(trainer),
+        "",
+        "## Validation answers correct at the last step",
+        "",
+        *_validation_table(trainer.out / LOG),
+    ]
+    scores = trainer.out / SCORES
+    if scores.exists():
+        lines += ["", "## Held-out answers correct", "", *_score_table(scores)]
+    lines += [
+        "",
+        "## Limits",
+        "",
+        "One question and one answer; other topics, longer lists and multi-turn conversations were "
+        "never shown to it.",
+        "",
+    ]
+    (path / CARD).write_text("\n".join(lines))
+
+
+def _config(settings: TrainSettings) -> str:
+    """The shipped config that says the same, else a name for one that does."""
+    paths = sorted(CONFIGS.glob("*.toml"))
+    names = (path.name for path in paths if TrainSettings.load(path) == settings)
+    return next((f"dllm/train/configs/{name}" for name in names), "config.toml")
+
+
+def _start(trainer: Trainer) -> list[str]:
+    """The weights it started from, and how their own card says they were trained."""
+    if not trainer.started_from:
+        return []
+    card = trainer.out / START
+    _, _, training = (card.read_text() if card.exists() else "").partition("## Training\n")
+    said = training.partition("\n## ")[0].strip() or "They have no model card."
+    digest = (
+        f"START is the checkpoint whose `model.safetensors` has SHA-256 {trainer.started_from}."
+    )
+    return ["", "### Before that", "", digest, "", said]
+
+
+def _processor() -> str:
+    if torch.get_default_device().type == "cuda":
+        return torch.cuda.get_device_name()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _validation_table(log: Path) -> list[str]:
+    with log.open(newline="") as file:
+        *_, last = csv.DictReader(file)
+    rows = [f"| {name} | {100 * float(last[name]):.0f} % |" for name in FAMILIES if name in last]
+    return ["| family | correct |", "|---|---|", *rows]
+
+
+def _score_table(path: Path) -> list[str]:
+    """One column a run of ``dllm eval``: {"column": its JSON output}."""
+    runs: dict[str, dict] = json.loads(path.read_text())
+    asked = sorted({run[ALL]["num_questions"] for run in runs.values()})
+    header = ["| family |", *(f" {name} |" for name in runs)]
+    lines = [
+        f"Of {' and '.join(map(str, asked))} questions, as many of each family; with the 95% "
+        "interval, and denoise steps per block.",
+        "",
+        "".join(header),
+        "|---" * (len(runs) + 1) + "|",
+    ]
+    for family in (*FAMILIES, ALL):
+        found = [run["families"].get(family, run.get(family)) for run in runs.values()]
+        lines.append(f"| {family} |{''.join(f' {_score(one)} |' for one in found)}")
+    return lines
+
+
+def _score(result: dict | None) -> str:
+    if result is None:
+        return "-"
+    steps = result.get("denoise_steps_per_block")
+    low, high = (100 * end for end in result["interval_95"])
+    text = f"{100 * result['accuracy']:.1f} % [{low:.0f} .. {high:.0f}]"
+    return text if steps is None else f"{text}, {steps:.1f} steps"

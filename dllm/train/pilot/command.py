@@ -1,0 +1,220 @@
+"""``dllm train pilot``: measure every draft width on prompts, train a pilot that chooses one.
+
+    dllm train pilot --target TARGET --drafter DRAFTER --out runs/pilot
+    dllm train pilot ... --trials runs/pilot/trials.safetensors --ablations
+
+Written to --out: trials.safetensors (what every width took on every prompt; a later run can start
+from it with --trials), pilot.safetensors and pilot.json (for ``"policy": "pilot", "pilot": OUT``),
+report.csv: the pilot beside every fixed width on prompts that it was not trained on; and
+footprint.csv: what choosing takes, in time and memory.
+"""
+
+import argparse
+import csv
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dllm.drafter.widths.pilot import PREPROCESSING, PilotConfig
+from dllm.settings.command import OK, CommandError
+from dllm.settings.drafting import BLOCKS, FULL
+from dllm.train.drafter.prompts import file_prompts, suite_prompts
+from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.pilot.network import LABELS, Score, Trials, footprints, scores, train_pilot
+
+if TYPE_CHECKING:
+    from dllm.train.pilot.trials import TrialSettings
+
+TRIALS, REPORT, ABLATIONS = "trials.safetensors", "report.csv", "ablations.csv"
+FOOTPRINT = "footprint.csv"
+WIDTHS = (0, 1, 2, 3, 5, 7, 11, 15)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the trials, train, report.
+
+    Raises:
+        CommandError: something is missing or wrong.
+    """
+    given = parse(argv)
+    given.out.mkdir(parents=True, exist_ok=True)
+    trials = measure(given) if given.trials is None else load(given.trials)
+    config = PilotConfig(
+        trials.widths,
+        trials.logits.shape[1],
+        given.preprocessing,
+        given.hidden_size,
+        given.num_layers,
+    )
+    pilot = train_pilot(trials, config, given.label, given.seed)
+    pilot.save(given.out)
+    found = [asdict(one) for one in scores(trials, pilot)]
+    write(given.out / REPORT, found)
+    write(given.out / FOOTPRINT, [asdict(one) for one in footprints(pilot, trials.logits)])
+    if given.ablations:
+        write(given.out / ABLATIONS, ablations(trials, config, given))
+    print(given.out)
+    return OK
+
+
+def measure(given: argparse.Namespace) -> Trials:
+    """Run every candidate width and keep what came of it."""
+    settings = trial_settings(given)
+    asked = CalibrateSettings(responses=given.questions, heldout=given.heldout, seed=given.seed)
+    prompts = (
+        suite_prompts(given.target, asked)
+        if given.prompts is None
+        else file_prompts(given.target, given.prompts, asked)
+    )
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
+    from dllm.train.pilot.trials import batches, run_trials
+
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    tokens, is_heldout = [one.tokens for one in prompts], [one.is_heldout for one in prompts]
+    with Progress(*columns) as progress:
+        total = len(list(batches(len(prompts), settings.concurrency)))
+        bar = progress.add_task(f"{len(settings.widths)} widths", total=total)
+        trials = run_trials(settings, tokens, is_heldout, lambda: progress.advance(bar))
+    trials.save(given.out / TRIALS)
+    return trials
+
+
+def trial_settings(given: argparse.Namespace) -> "TrialSettings":
+    """What is run.
+
+    Raises:
+        CommandError: there is no drafter, or no candidate width that it can draft.
+    """
+    from dllm.train.pilot.trials import TrialSettings
+
+    config = given.drafter / "config.json"
+    if not config.exists():
+        raise CommandError(f"--drafter {given.drafter}: no config.json there.")
+    block_size = json.loads(config.read_text()).get("block_size")
+    num_drafts = given.num_drafts or (block_size - 1 if block_size else max(WIDTHS))
+    if given.radius is not None:
+        center = num_drafts if given.center is None else given.center
+        low, high = max(0, center - given.radius), min(num_drafts, center + given.radius)
+        widths = list(range(low, high + 1))
+    else:
+        widths = [width for width in given.widths or WIDTHS if given.widths or width <= num_drafts]
+    if not widths or max(widths) > num_drafts or min(widths) < 0:
+        raise CommandError(
+            f"candidate widths {widths}; allowed: from 0 to the {num_drafts} tokens drafted "
+            "at a time (--num-drafts)."
+        )
+    return TrialSettings(
+        given.target,
+        given.drafter,
+        tuple(sorted(set(widths))),
+        num_drafts,
+        given.concurrency,
+        given.max_tokens,
+        given.temperature,
+        given.eager,
+        given.kv_cache_mib,
+        given.block,
+    )
+
+
+def load(path: Path) -> Trials:
+    """Trials of an earlier run.
+
+    Raises:
+        CommandError: there are none.
+    """
+    if not path.exists():
+        raise CommandError(f"--trials {path}: no such file; leave it out to run the trials.")
+    return Trials.load(path)
+
+
+def ablations(
+    trials: Trials, base: PilotConfig, given: argparse.Namespace
+) -> list[dict[str, object]]:
+    """The paper's tables: one thing varied at a time, on the same trials."""
+    best = max(scores(trials, train_pilot(trials, base, given.label, given.seed))[1:-1], key=speed)
+    center = trials.widths.index(int(best.choice.split()[1]))
+    variants: list[tuple[str, str, PilotConfig]] = []
+    for size in (base.hidden_size // 2, base.hidden_size, 2 * base.hidden_size):
+        variants.append(("hidden_size", str(size), replace(base, hidden_size=size)))
+    for layers in (1, 2, 3):
+        variants.append(("num_layers", str(layers), replace(base, num_layers=layers)))
+    for name in PREPROCESSING:
+        variants.append(("preprocessing", name, replace(base, preprocessing=name)))
+    for radius in (1, 2, 3):  # candidates on either side of the best fixed width
+        near = trials.widths[max(0, center - radius) : center + radius + 1]
+        variants.append(("radius", str(radius), replace(base, widths=near)))
+    rows: list[dict[str, object]] = []
+    for varied, value, config in variants:
+        kept = trials.only(config.widths)
+        for label in LABELS:
+            found = scores(kept, train_pilot(kept, config, label, given.seed))[0]
+            rows.append({"varied": varied, "value": value, "label": label} | asdict(found))
+    return rows
+
+
+def speed(one: Score) -> float:
+    """To sort by."""
+    return one.tokens_per_s
+
+
+def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    """A CSV, and the same on the screen."""
+    cells = [
+        {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in row.items()}
+        for row in rows
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(cells[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(cells)
+    print("  ".join(cells[0]))
+    for row in cells:
+        print("  ".join(str(value) for value in row.values()))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; exits with status 2 when it is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="dllm train pilot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
+    parser.add_argument("--drafter", type=Path, required=True, help="checkpoint directory")
+    parser.add_argument("--out", type=Path, required=True, help="directory of the pilot")
+    parser.add_argument(
+        "--prompts", type=Path, help="text or JSONL; default: questions of the task suite"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=24, help="to train on: a family; of --prompts: in all"
+    )
+    parser.add_argument("--heldout", type=int, default=12, help="to report on, likewise")
+    parser.add_argument("--widths", type=int, nargs="+", help=f"candidates (of {WIDTHS})")
+    parser.add_argument("--radius", type=int, help="instead: so many on either side of --center")
+    parser.add_argument("--center", type=int, help="(--num-drafts)")
+    parser.add_argument("--num-drafts", type=int, help="drafted at a time (block_size - 1)")
+    parser.add_argument("--concurrency", type=int, default=1, help="prompts at once")
+    parser.add_argument("--block", choices=BLOCKS, default=FULL, help="as the server's option")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--eager", action="store_true", help="without compilation")
+    parser.add_argument("--kv-cache-mib", type=int, default=512, help="of the engine")
+    parser.add_argument("--trials", type=Path, help="of an earlier run, instead of new ones")
+    parser.add_argument("--label", choices=LABELS, default=LABELS[0])
+    parser.add_argument("--preprocessing", choices=tuple(PREPROCESSING), default="raw")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--ablations", action="store_true", help="also ablations.csv")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)

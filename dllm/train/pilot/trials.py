@@ -1,0 +1,135 @@
+"""Runs prompts at every draft width, through vLLM in this process."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from vllm import LLM, SamplingParams
+from vllm.outputs import CompletionOutput
+
+from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
+from dllm.patches.drafting import drafter_of_this_process
+from dllm.settings.drafting import FULL
+from dllm.train.pilot.network import Trials
+
+
+@dataclass(frozen=True)
+class TrialSettings:
+    """What is run.
+
+    Attributes:
+        num_drafts: tokens drafted at a time; candidates are no wider.
+        concurrency: prompts that are answered at once, as at the server that the pilot is for.
+        block: of the drafter, likewise (``DrafterOptions``).
+    """
+
+    target: Path
+    drafter: Path
+    widths: tuple[int, ...]
+    num_drafts: int
+    concurrency: int = 1
+    max_tokens: int = 128
+    temperature: float = 0.0
+    is_eager: bool = False
+    kv_cache_mib: int = 512
+    block: str = FULL
+
+
+class TrialWidth(FixedWidth):
+    """A fixed width that notes the target's logits behind each prompt."""
+
+    reads_outcomes = True
+    reads_prompt = True
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__(num_drafts, 0)
+        self.prompt_logits: list[torch.Tensor] = []
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Note them."""
+        if (step.in_prompt & step.samples).any():
+            assert step.prompt_logits is not None, "reads_prompt"
+            self.prompt_logits.append(step.prompt_logits.float().cpu())
+
+
+def run_trials(
+    settings: TrialSettings,
+    prompts: Sequence[tuple[int, ...]],
+    is_heldout: Sequence[bool],
+    advance: Callable[[], None],
+) -> Trials:
+    """Answer every prompt at every width; widths take turns, so that drift hits all alike.
+
+    Args:
+        prompts: token ids.
+        advance: called after each of ``num_batches`` of prompts.
+    """
+    llm = start(settings, max(map(len, prompts)))
+    policy = TrialWidth(settings.num_drafts)
+    drafter_of_this_process().policy = policy
+    for prompt in prompts:  # one by one, so that it is known whose logits they are
+        given = {"prompt_token_ids": list(prompt)}
+        llm.generate(given, SamplingParams(max_tokens=1), use_tqdm=False)
+    logits = torch.cat(policy.prompt_logits)
+    assert len(logits) == len(prompts), (len(logits), len(prompts))
+    shape = (len(prompts), len(settings.widths))
+    tokens, steps = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    seconds, passes = np.zeros(shape[1]), np.zeros(shape[1])
+    for batch in batches(len(prompts), settings.concurrency):
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts[batch]]
+        for place, policy.width in enumerate(settings.widths):
+            params = SamplingParams(
+                temperature=settings.temperature, max_tokens=settings.max_tokens, seed=0
+            )
+            start_s = time.perf_counter()
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            seconds[place] += time.perf_counter() - start_s
+            answers = [output.outputs[0] for output in outputs]
+            tokens[batch, place] = [len(answer.token_ids) for answer in answers]
+            steps[batch, place] = [num_steps(answer) for answer in answers]
+            passes[place] += steps[batch, place].max()
+        advance()
+    return Trials(
+        settings.widths,
+        logits,
+        torch.from_numpy(tokens),
+        torch.from_numpy(steps),
+        torch.from_numpy(seconds / passes),
+        torch.tensor(is_heldout),
+    )
+
+
+def num_steps(answer: CompletionOutput) -> int:
+    """Of the target, the prompt's own included."""
+    metrics = answer.spec_decode_metrics
+    verifying = 0 if metrics is None else sum(metrics.histogram)
+    return 1 + (verifying or len(answer.token_ids) - 1)
+
+
+def batches(num_prompts: int, size: int) -> Iterator[slice]:
+    """Places of prompts that are answered together."""
+    return (slice(start, start + size) for start in range(0, num_prompts, size))
+
+
+def start(settings: TrialSettings, longest: int) -> LLM:
+    """The engine, in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``)."""
+    return LLM(
+        str(settings.target),
+        max_model_len=longest + settings.max_tokens + settings.num_drafts + 1,
+        max_num_seqs=settings.concurrency,
+        enforce_eager=settings.is_eager,
+        enable_prefix_caching=False,  # a prompt costs as much at every width
+        kv_cache_memory_bytes=settings.kv_cache_mib << 20,
+        disable_log_stats=True,
+        per_request_spec_decode_metrics="summary",
+        speculative_config={
+            "method": "dflash",
+            "model": str(settings.drafter),
+            "num_speculative_tokens": settings.num_drafts,
+        },
+        # A width that is chosen after each step; which one, the trials say.
+        additional_config={"dllm": {"drafter": {"width": 0, "block": settings.block}}},
+    )

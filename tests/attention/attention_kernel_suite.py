@@ -1,0 +1,545 @@
+"""The attention kernels against the reference; test_attention_kernel.py runs this in a process.
+
+By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/attention/attention_kernel_suite.py` without
+a GPU, the same without the variable on one. It has to be set before Triton is imported, so this is
+not collected with the other tests.
+
+Tolerances, element by element. Let u be the unit roundoff of the query's dtype (2^-8 for bf16,
+2^-11 for fp16) and a = sum(p |v|), which the reference computes too. The kernel rounds two things:
+every probability, which moves the output by at most u a, and the output o itself, by at most u |o|.
+Everything else is fp32: logits of N(0, 1) inputs are off by a few 1e-6, and so are the
+probabilities, relatively. fp8 adds nothing: its numbers are exact in bf16 and fp16, and scales are
+applied in fp32. Hence u (a + |o|) + 2e-5 a.
+The interpreter truncates to bf16 instead of rounding, which doubles its u.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import attention.canvas_attention as kernel_module
+from attention.cache_write import write_kv
+from attention.canvas_attention import batch_shape, canvas_attention
+from attention.inputs import PagedKV
+from attention.masks import QuerySpan, Window, visible_range
+from attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
+from attention.tuning import TileConfig
+from tests.support.attention_cases import CAUSAL, Case, CaseSpec, make_batch, make_case
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+UNIT_ROUNDOFF = {
+    torch.float32: 2**-24,
+    torch.float16: 2**-11,
+    torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7,
+}
+TINY = TileConfig(16, 32, 4, 1, min_keys_per_split=32, max_splits=3)
+UNSPLIT = dataclasses.replace(TINY, max_splits=1)
+# Causal, denoise, fused; a single row; a head of one row; odd lengths; a canvas that starts cold.
+MIXED = ((5, 20, CAUSAL), (7, 33, 0), (9, 0, 4), (1, 70, CAUSAL), (3, 90, 1), (6, 0, 0))
+WINDOWS = [None, Window("symmetric", 8), Window("anchored", 8)]
+
+
+def plan_of(case: Case, config: TileConfig | None) -> AttentionPlan | None:
+    """The plan with these tiles; None lets the wrapper read the table."""
+    if config is None:
+        return None
+    return plan_attention(
+        batch_shape(case.query, case.cache, case.batch), config, case.options.window
+    )
+
+
+def run(case: Case, config: TileConfig | None = TINY) -> tuple[torch.Tensor, AttentionPlan]:
+    """The output over NaN, with a workspace full of NaN, and the plan taken."""
+    plan = plan_of(case, config)
+    workspace = None
+    if plan is not None:
+        size = plan.workspace_elements(batch_shape(case.query, case.cache, case.batch))
+        workspace = torch.full((size,), float("nan"), device=case.query.device)
+    out = case.poisoned_out()
+    taken = canvas_attention(case.query, case.cache, case.batch, case.options, out, plan, workspace)
+    if plan is not None:
+        assert taken == plan
+    if taken.is_split and workspace is not None and any(s > 1 for s in splits(case, taken)):
+        assert not workspace.isnan().all(), "no part was written: nothing was split"
+    return out, taken
+
+
+def splits(case: Case, plan: AttentionPlan) -> list[int]:
+    """Into how many parts each sequence with rows is cut."""
+    shape = batch_shape(case.query, case.cache, case.batch)
+    return [
+        num_splits(
+            span.query_len,
+            visible_keys(span.query_len, span.seq_len, case.options.window),
+            shape,
+            plan.config,
+        )
+        for span in case.spans
+        if span.query_len > 0
+    ]
+
+
+def check(case: Case, out: torch.Tensor) -> None:
+    """Every row within the tolerance, every padding token untouched."""
+    start, roundoff = 0, UNIT_ROUNDOFF[case.query.dtype]
+    for span, expected, magnitude in zip(case.spans, case.expected, case.magnitude, strict=True):
+        got = out[start : start + span.query_len].float()
+        if span.seq_len == 0:
+            assert got.isnan().all()
+        else:
+            bound = roundoff * (magnitude + expected.abs()) + 2e-5 * magnitude
+            excess = ((got - expected).abs() - bound).nan_to_num(nan=float("inf"))
+            assert (excess <= 0).all(), f"{span}: out of bounds by up to {excess.max():.3g}"
+        start += span.query_len
+    assert out[start:].isnan().all(), "padding tokens were written"
+
+
+def rows_of(case: Case, out: torch.Tensor, index: int) -> torch.Tensor:
+    """The output rows of one sequence."""
+    start = sum(span.query_len for span in case.spans[:index])
+    return out[start : start + case.spans[index].query_len]
+
+
+DTYPES = [
+    (torch.float32, None),
+    (torch.float16, None),
+    (torch.bfloat16, None),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.float16, torch.float8_e5m2),
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
+def test_every_dtype_and_row_kind(
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, window: Window | None
+) -> None:
+    spec = CaseSpec(
+        MIXED, dtype=dtype, cache_dtype=cache_dtype, window=window,
+        padding_tokens=3, padding_seqs=2, device=DEVICE,
+    )  # fmt: skip
+    case = make_case(spec)
+    out, plan = run(case)
+    assert plan.is_split == (window is None)
+    assert (max(splits(case, plan)) > 1) == (window is None)
+    check(case, out)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+@pytest.mark.parametrize("context", [0, 10, 11, 25, 26, 60])
+def test_contexts_around_the_window(kind: str, context: int) -> None:
+    """W = 26: below, at and above W - 1 - canvas, W - 1 and W, where the kinds start to differ."""
+    spans = ((15, context, CAUSAL), (15, context, 0), (15, context, 7))
+    case = make_case(CaseSpec(spans, window=Window(kind, 26), num_heads=2, device=DEVICE))  # type: ignore[arg-type]
+    check(case, run(case)[0])
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_canvases_wider_than_the_window(kind: str, size: int) -> None:
+    """Here both edges of a symmetric row lie inside the canvas."""
+    spans = ((15, 9, 0), (15, 2, 4), (40, 0, 0))
+    case = make_case(CaseSpec(spans, window=Window(kind, size), num_heads=2, device=DEVICE))  # type: ignore[arg-type]
+    check(case, run(case)[0])
+
+
+def tiles_of_rows(span: QuerySpan, window: Window | None) -> list[tuple[range, int, int]]:
+    """Rows of each row tile (16 pairs, groups of 2), and from the specification the first and
+    last-plus-one key that any of them sees."""
+    tiles = []
+    for first in range(0, span.query_len, 8):
+        rows = range(first, min(first + 8, span.query_len))
+        bounds = [visible_range(row, span, window) for row in rows]
+        tiles.append((rows, min(low for low, _ in bounds), max(high for _, high in bounds)))
+    return tiles
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts calls in the interpreter")
+@pytest.mark.parametrize("window", [None, Window("symmetric", 70), Window("anchored", 70)], ids=str)
+def test_only_visible_tiles_are_taken_and_only_edges_masked(
+    window: Window | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts the tiles of 32 keys that each row tile takes, without and with a mask."""
+    taken = []
+    attend = kernel_module._attend
+
+    def spy(*args: Any, **constants: Any) -> Any:
+        taken.append((constants["MASKED"], int(args[6])))
+        return attend(*args, **constants)
+
+    monkeypatch.setattr(kernel_module, "_attend", spy)
+    spans = ((20, 110, CAUSAL), (20, 110, 0), (20, 110, 9))
+    case = make_case(CaseSpec(spans, num_kv_heads=2, num_heads=4, head_size=16))
+    case = dataclasses.replace(case, options=dataclasses.replace(case.options, window=window))
+    _, plan = run(case, UNSPLIT)
+    assert (plan.block_m, plan.config.block_n) == (16, 32)
+    expected = []
+    for span in case.spans:
+        for rows, low, high in tiles_of_rows(span, window):
+            bounds = [visible_range(row, span, window) for row in rows]
+            whole = max(0, min(b[1] for b in bounds) // 32 - -(-max(b[0] for b in bounds) // 32))
+            expected += [(False, whole), (True, -(-high // 32) - low // 32 - whole)]
+    assert sorted(taken) == sorted(2 * expected)  # two KV heads
+    assert sum(count for is_masked, count in expected if not is_masked) > 0
+
+
+@pytest.mark.parametrize("split", [0, 9, CAUSAL])
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_a_row_tile_loads_nothing_that_its_rows_do_not_see(
+    window: Window | None, split: int
+) -> None:
+    """For each row tile, every key outside its rows' ranges is NaN: its rows do not notice."""
+    case = make_case(CaseSpec(((20, 60, split),), window=window, device=DEVICE))
+    for rows, low, high in tiles_of_rows(case.spans[0], window):
+        key, value = case.cache.key.clone(), case.cache.value.clone()
+        for pos in (*range(low), *range(high, 80)):
+            page = case.batch.block_tables[0, pos // 16]
+            key[page, pos % 16] = value[page, pos % 16] = float("nan")
+        poisoned = dataclasses.replace(case, cache=PagedKV(key, value))
+        out, plan = run(poisoned, UNSPLIT)
+        assert plan.block_m == 16
+        mine = slice(rows.start, rows.stop)
+        torch.testing.assert_close(out[mine], case.expected[0][mine], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("page_size", [5, 32, 48, 64])
+def test_page_sizes(page_size: int) -> None:
+    """Below, equal to and above the tile of 32 keys; dividing it or not; canvases cross pages."""
+    spans = ((20, 55, 0), (33, 14, 20), (1, 0, 0))
+    check(case := make_case(CaseSpec(spans, page_size=page_size, device=DEVICE)), run(case)[0])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (3, 1), (14, 2), (4, 4)])
+def test_groups_that_are_no_power_of_two(num_heads: int, num_kv_heads: int) -> None:
+    spec = CaseSpec(MIXED, num_heads=num_heads, num_kv_heads=num_kv_heads, device=DEVICE)
+    check(case := make_case(spec), run(case, UNSPLIT)[0])
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 80, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_head_sizes_with_the_committed_tiles(head_size: int, dtype: torch.dtype) -> None:
+    spans = ((20, 130, 0), (9, 5, CAUSAL), (12, 100, 6))
+    window = Window("anchored", 64) if head_size == 256 else None
+    spec = CaseSpec(spans, head_size=head_size, dtype=dtype, window=window, device=DEVICE)
+    out, plan = run(case := make_case(spec), config=None)
+    assert plan.value_blocks == (2 if head_size == 512 else 1)
+    check(case, out)
+
+
+def test_columns_of_a_head_shared_by_programs_while_split() -> None:
+    config = dataclasses.replace(TINY, block_v=16)
+    out, plan = run(case := make_case(CaseSpec(MIXED, head_size=40, device=DEVICE)), config)
+    assert plan.value_blocks == 3
+    assert max(splits(case, plan)) > 1
+    check(case, out)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_soft_cap(window: Window | None) -> None:
+    spec = CaseSpec(MIXED, logit_softcap=1.5, window=window, device=DEVICE)
+    check(case := make_case(spec), run(case, UNSPLIT)[0])
+
+
+def test_a_bool_flag_is_the_special_case_of_the_split_point() -> None:
+    spans = ((9, 20, CAUSAL), (7, 33, 0), (5, 0, 0), (1, 40, CAUSAL))
+    case = make_case(CaseSpec(spans, padding_seqs=1, device=DEVICE))
+    flags = torch.tensor([True, False, False, True, False], device=DEVICE)
+    batch = dataclasses.replace(case.batch, bidirectional_from=flags)
+    out, _ = run(dataclasses.replace(case, batch=batch), UNSPLIT)
+    check(case, out)
+    assert torch.equal(out, run(case, UNSPLIT)[0])
+
+
+def test_splitting_changes_nothing_but_rounding() -> None:
+    case = make_case(CaseSpec(MIXED, padding_tokens=1, padding_seqs=1, device=DEVICE))
+    split, plan = run(case, TINY)
+    whole, whole_plan = run(case, UNSPLIT)
+    assert plan.is_split
+    assert not whole_plan.is_split
+    torch.testing.assert_close(split, whole, rtol=0, atol=2e-6, equal_nan=True)
+
+
+def test_who_computes_the_parts_does_not_change_a_bit() -> None:
+    """One program for all parts or one for each; workspace by token or by sequence."""
+    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    shape = batch_shape(case.query, case.cache, case.batch)
+    plan = plan_of(case, TINY)
+    assert plan is not None
+    assert (plan.split_programs, plan.partial_rows_per_seq) == (plan.max_splits, 0)
+    outputs = []
+    for programs, rows_per_seq in ((plan.max_splits, 0), (1, 0), (2, 16), (1, 16)):
+        rows = shape.num_seqs * rows_per_seq or shape.num_tokens
+        other = dataclasses.replace(
+            plan,
+            split_programs=programs,
+            partial_rows_per_seq=rows_per_seq,
+            num_partial_rows=rows,
+        )
+        out = case.poisoned_out()
+        canvas_attention(case.query, case.cache, case.batch, case.options, out, other)
+        outputs.append(out)
+    check(case, outputs[0])
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("window", [None, Window("anchored", 40)], ids=str)
+def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch(window: Window | None) -> None:
+    spec = CaseSpec(MIXED, window=window, padding_tokens=5, padding_seqs=3, device=DEVICE)
+    case = make_case(spec)
+    together, _ = run(case)
+    again, _ = run(case)
+    assert torch.equal(together.nan_to_num(7), again.nan_to_num(7)), "not deterministic"
+    for index, span in enumerate(case.spans):
+        tables = case.batch.block_tables[index : index + 1]
+        batch = dataclasses.replace(
+            make_batch([span], tables, device=DEVICE), max_query_len=case.batch.max_query_len
+        )
+        start = sum(s.query_len for s in case.spans[:index])
+        alone = dataclasses.replace(
+            case, query=case.query[start : start + span.query_len], batch=batch, spans=[span]
+        )
+        assert torch.equal(run(alone)[0], rows_of(case, together, index))
+
+
+def test_a_drafter_that_shortens_seq_len() -> None:
+    """Bidirectional rows see the shorter sequence; causal rows at negative positions nothing."""
+    spans = ((16, 30, 0), (16, -5, 0), (16, -13, 0), (8, -3, CAUSAL))
+    case = make_case(CaseSpec(spans, num_heads=8, num_kv_heads=2, device=DEVICE))
+    out, _ = run(case)
+    check(case, out)
+    assert (rows_of(case, out, 3)[:3] == 0).all()
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 8, 32])
+def test_drafter_shapes(num_rows: int) -> None:
+    """A few rows over long contexts of different lengths, with the committed tiles."""
+    spans = ((num_rows, 1100, 0), (num_rows, 3, 0), (num_rows, 0, 0), (num_rows, 257, 0))
+    spec = CaseSpec(spans, num_heads=8, num_kv_heads=2, head_size=128, device=DEVICE)
+    case = make_case(dataclasses.replace(spec, dtype=torch.bfloat16))
+    out, plan = run(case, config=None)
+    assert plan.block_m == max(16, num_rows * 4)
+    assert splits(case, plan)[0] == 2
+    check(case, out)
+
+
+def test_padding_tokens_after_a_sequence_that_is_split() -> None:
+    case = make_case(CaseSpec(((3, 5, 0), (4, 90, 0)), padding_tokens=3, device=DEVICE))
+    out, plan = run(case)
+    assert splits(case, plan) == [1, 3]
+    check(case, out)
+    # Once more over zeros: merging NaN into the padding would look like leaving it alone.
+    zeros = torch.zeros(100_000, device=DEVICE)
+    canvas_attention(case.query, case.cache, case.batch, case.options, out, plan, zeros)
+    check(case, out)
+
+
+def test_empty_batches() -> None:
+    """No sequence; only padded ones; tokens that belong to padding."""
+    case = make_case(CaseSpec((), padding_seqs=2, padding_tokens=4, device=DEVICE))
+    check(case, run(case)[0])
+    nothing = make_case(CaseSpec((), device=DEVICE))
+    check(nothing, run(nothing)[0])
+    padded = make_case(CaseSpec(((4, -4, 0), (3, 5, 0)), device=DEVICE))
+    check(padded, run(padded)[0])
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "vllm", "strided head"])
+def test_cache_layouts(layout: str) -> None:
+    """[pages, 2, ...], vLLM 0.32's [pages, heads, slots, K and V], and scattered head elements."""
+    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    key, value = case.cache.key, case.cache.value
+    if layout == "interleaved":
+        both = torch.stack((key, value), dim=1)
+        key, value = both[:, 0], both[:, 1]
+    elif layout == "vllm":
+        both = torch.cat((key, value), dim=-1).transpose(1, 2).contiguous()
+        key, value = both.transpose(1, 2).split(key.shape[-1], dim=-1)
+    else:
+        key, value = (torch.stack((x, x), dim=-1)[..., 0] for x in (key, value))
+    assert key.stride() != case.cache.key.stride()
+    moved = dataclasses.replace(case, cache=PagedKV(key, value))
+    assert torch.equal(run(moved, UNSPLIT)[0], run(case, UNSPLIT)[0])
+
+
+def test_a_query_that_is_a_view_of_a_fused_projection() -> None:
+    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    fused = torch.cat((case.query, torch.full_like(case.query, float("nan"))), dim=1)
+    view = fused[:, : case.query.shape[1]]
+    check(case, run(dataclasses.replace(case, query=view), UNSPLIT)[0])
+
+
+def test_a_workspace_that_is_too_small_is_refused() -> None:
+    case = make_case(CaseSpec(MIXED, device=DEVICE))
+    plan = plan_of(case, TINY)
+    small = torch.empty(5, device=DEVICE)
+    with pytest.raises(ValueError, match=r"workspace has 5 elements .* needs \d+"):
+        canvas_attention(
+            case.query, case.cache, case.batch, case.options, case.poisoned_out(), plan, small
+        )
+
+
+SPAN = st.tuples(st.integers(0, 20), st.integers(0, 90), st.integers(-1, 21))
+WINDOW = st.none() | st.builds(
+    Window, st.sampled_from(["symmetric", "anchored"]), st.integers(1, 100)
+)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    spans=st.lists(SPAN, min_size=1, max_size=4),
+    window=WINDOW,
+    head_size=st.sampled_from([16, 24, 32]),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2)]),
+    page_size=st.sampled_from([4, 7, 16, 32]),
+    config=st.sampled_from([TINY, UNSPLIT, TileConfig(64, 16, 4, 1, 32, 3, block_v=16)]),
+    seed=st.integers(0, 9),
+)
+def test_random_batches(
+    spans: list[tuple[int, int, int]], window: Window | None, head_size: int,
+    heads: tuple[int, int], page_size: int, config: TileConfig, seed: int,
+) -> None:  # fmt: skip
+    spec = CaseSpec(
+        tuple(spans), heads[0], heads[1], head_size, page_size, window=window, seed=seed,
+        padding_tokens=seed % 3, padding_seqs=seed % 2, device=DEVICE,
+    )  # fmt: skip
+    case = make_case(spec)
+    check(case, run(case, config)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_cache_write_fills_its_slots_and_no_other(
+    dtype: torch.dtype, index_dtype: torch.dtype
+) -> None:
+    num_pages, page_size, heads, head_size = 6, 5, 3, 24
+    both = torch.full((num_pages, 2, page_size, heads, head_size), float("nan"), dtype=dtype)
+    both = both.to(DEVICE)
+    cache = PagedKV(both[:, 0], both[:, 1])
+    slots = torch.tensor([7, -1, 0, 29, -1, 14], dtype=index_dtype, device=DEVICE)
+    key = torch.randn(8, heads, head_size).to(dtype).to(DEVICE)
+    value = torch.randn(8, heads, head_size).to(dtype).to(DEVICE)
+    write_kv(key, value, cache, slots)
+    for stored, given_rows in ((cache.key, key), (cache.value, value)):
+        flat = stored.reshape(num_pages * page_size, heads, head_size)
+        kept = [slot for slot in slots.tolist() if slot >= 0]
+        rows = [i for i, slot in enumerate(slots.tolist()) if slot >= 0]
+        assert torch.equal(flat[kept], given_rows[rows])
+        untouched = torch.ones(len(flat), dtype=torch.bool)
+        untouched[kept] = False
+        assert flat[untouched.to(flat.device)].isnan().all()
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_cache_write_quantizes_and_saturates(fp8: torch.dtype) -> None:
+    largest = torch.finfo(fp8).max
+    if DEVICE == "cuda":
+        key = torch.randn(4, 2, 32)
+    else:  # numbers that fp8 holds exactly: the interpreter does not round to nearest even
+        key = torch.randint(-7, 8, (4, 2, 32)) / 4
+    key[0, 0, :3] = torch.tensor([3 * largest, -3 * largest, float("inf")])
+    key = key.to(DEVICE)
+    scale = torch.tensor([0.5], device=DEVICE)
+    empty = torch.zeros(2, 4, 2, 32, dtype=fp8, device=DEVICE)
+    cache = PagedKV(empty.clone(), empty.clone(), k_scale=scale, v_scale=None)
+    write_kv(key, key, cache, torch.tensor([4, 2, -1, 7], device=DEVICE))
+    for stored, factor in ((cache.key, 0.5), (cache.value, 1.0)):
+        flat = stored.float().reshape(8, 2, 32)
+        wanted = (key[[0, 1, 3]] / factor).clamp(-largest, largest).to(fp8).float()
+        assert torch.equal(flat[[4, 2, 7]], wanted)
+        assert (flat[[0, 1, 3, 5, 6]] == 0).all()
+
+
+def test_what_was_written_is_what_attention_reads() -> None:
+    """Context and canvas enter through `write_kv`, into pages that held NaN."""
+    spans = [QuerySpan(6, 20, 0), QuerySpan(9, 9, 4)]
+    page_size, heads, head_size = 4, 2, 32
+    cache_key = torch.full((9, page_size, heads, head_size), float("nan"), device=DEVICE)
+    cache = PagedKV(cache_key, cache_key.clone())
+    tables = torch.tensor([[3, 1, 8, 0, 5], [7, 2, 4, -1, -1]], dtype=torch.int32)
+    case = make_case(CaseSpec(((6, 14, 0), (9, 0, 4)), num_kv_heads=heads, device=DEVICE))
+    for index, span in enumerate(spans):
+        pages = case.batch.block_tables[index].cpu()
+        pos = torch.arange(span.seq_len)
+        old = (pages[pos // 16].long(), pos % 16)
+        slots = tables[index][pos // page_size] * page_size + pos % page_size
+        key, value = case.cache.key[old], case.cache.value[old]
+        write_kv(key, value, cache, slots.to(torch.int64).to(DEVICE))
+    batch = make_batch(spans, tables, device=DEVICE)
+    check(case, run(dataclasses.replace(case, cache=cache, batch=batch))[0])
+
+
+def test_cache_write_refuses_a_slot_beyond_the_cache() -> None:
+    cache = PagedKV(torch.zeros(2, 4, 1, 16), torch.zeros(2, 4, 1, 16))
+    with pytest.raises(ValueError, match="slot 8 is beyond the cache's 8 slots"):
+        write_kv(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), cache, torch.tensor([8]))
+    with pytest.raises(ValueError, match=r"\[num_kv_heads, head_size\] = \[1, 32\].*\[1, 16\]"):
+        write_kv(torch.zeros(1, 1, 32), torch.zeros(1, 1, 32), cache, torch.tensor([0]))
+    with pytest.raises(ValueError, match="slot_mapping has 2 slots for 1 tokens"):
+        write_kv(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), cache, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_one_graph_serves_every_mix(window: Window | None) -> None:
+    """Captured once with empty spans; replayed with other split points, lengths and padding.
+
+    Spans go up to twice the canvas of 8: an emitted block and the next canvas. Without a GPU the
+    replay is the same launch on the same tensors: one plan and its bounds hold for every mix.
+    """
+    rows, num_seqs = 16, 3
+    spec = CaseSpec((), 2, 1, dtype=torch.bfloat16, window=window, device=DEVICE)
+    shape = (32, spec.page_size, spec.num_kv_heads, spec.head_size)
+    cache = PagedKV(*(torch.zeros(shape, dtype=spec.dtype, device=DEVICE) for _ in range(2)))
+    query = torch.zeros(
+        num_seqs * rows, spec.num_heads, spec.head_size, dtype=spec.dtype, device=DEVICE
+    )
+    out = torch.zeros_like(query)
+    tables = torch.zeros(num_seqs, 12, dtype=torch.int32)
+    empty = [QuerySpan(0, 0, 0)] * num_seqs
+    static = dataclasses.replace(make_batch(empty, tables, device=DEVICE), max_query_len=rows)
+    options = make_case(spec).options
+    plan = plan_attention(batch_shape(query, cache, static), TINY, window)
+
+    def launch() -> None:
+        canvas_attention(query, cache, static, options, out, plan)
+
+    replay = launch
+    if DEVICE == "cuda":
+        launch()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        replay = graph.replay
+    for spans in (
+        ((rows, 40, CAUSAL), (rows, 90, CAUSAL), (rows, 0, CAUSAL)),
+        ((8, 40, 0), (rows, 80, 8), (8, 0, 0)),
+        ((3, 20, 1), (rows, 100, 8), (5, 60, 0)),
+        ((8, 70, 0),),
+    ):
+        padding = num_seqs * rows - sum(span[0] for span in spans)
+        case = make_case(
+            dataclasses.replace(
+                spec, spans=spans, padding_seqs=num_seqs - len(spans), padding_tokens=padding
+            )
+        )
+        for target, source in (
+            (static.query_start_loc, case.batch.query_start_loc),
+            (static.seq_lens, case.batch.seq_lens),
+            (static.bidirectional_from, case.batch.bidirectional_from),
+            (query, case.query),
+        ):
+            target.copy_(source)
+        static.block_tables.fill_(-1)
+        static.block_tables[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
+        for target, source in ((cache.key, case.cache.key), (cache.value, case.cache.value)):
+            target.fill_(float("nan"))
+            target[: len(source)] = source
+        out.fill_(float("nan"))
+        replay()
+        check(case, out)

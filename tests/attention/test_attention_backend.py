@@ -1,0 +1,192 @@
+"""Our attention backend under vLLM's real engine, its kernel in Triton's interpreter.
+
+And what can be seen of a CUDA server without one: which backend the config hook chooses or refuses,
+that vLLM's selector accepts ours for the layers of the 26B model, and that a captured graph would
+read nothing but persistent tensors.
+"""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+import tests.support.engine_harness  # noqa: F401  sets vLLM's environment first
+from dllm.patches import configure
+from tests.support import hf_reference
+from tests.support.process import run_python
+
+CANVAS, WINDOW = 12, 16
+
+
+@pytest.fixture(scope="module")
+def engine_run(checkpoint, tmp_path_factory):
+    path = checkpoint(canvas_length=CANVAS, sliding_window=WINDOW, canvas_window="anchored")
+    output = tmp_path_factory.mktemp("backend") / "run.pt"
+    run_python("-m", "tests.support.attention_backend_worker", str(path), str(output))
+    return path, torch.load(output)
+
+
+def test_generations_equal_hugging_face(engine_run):
+    path, run = engine_run
+    model = hf_reference.load_hf(path)
+    for prompt, tokens, seed in zip(run["prompts"], run["tokens"], (1, 2), strict=True):
+        assert tokens == hf_reference.generate_with_noise(model, prompt, 2, seed=seed).tokens
+
+
+def test_first_step_logits_equal_hugging_face(engine_run):
+    """Tokens of random weights are robust; logits are not."""
+    path, run = engine_run
+    model = hf_reference.load_hf(path)
+    for prompt, logits, seed in zip(run["prompts"], run["logits"], (1, 2), strict=True):
+        canvas = hf_reference.generate_with_noise(model, prompt, 1, seed=seed).canvases[0][0]
+        reference = hf_reference.one_step_logits(model, prompt, canvas)
+        error = (logits[:CANVAS] - reference).abs().max() / reference.abs().max()
+        assert error < 1e-4  # fp32 sums in another order; see test_parity.py
+
+
+def test_one_pass_mixed_every_kind_of_row(engine_run):
+    _, run = engine_run
+    kinds = {kind for kind, _, _ in run["calls"]}
+    assert kinds == {"anchored", None}  # sliding and full layers
+    splits = [tuple(points) for _, points, _ in run["calls"]]
+    assert any(0 in points and CANVAS in points for points in splits), "no head beside a canvas"
+    assert any(37 in points for points in splits), "no prompt"
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """What the config hook makes of ``--attention-backend`` on CUDA."""
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+
+    def choose(backend, window, flash_attn=None, mode=None, has_flash_4=True):
+        monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: has_flash_4)
+        attention = SimpleNamespace(
+            backend=backend and AttentionBackendEnum[backend],
+            use_non_causal=False,
+            flash_attn_version=flash_attn,
+        )
+        compilation = SimpleNamespace(cudagraph_mode=mode)
+        config = SimpleNamespace(attention_config=attention, compilation_config=compilation)
+        configure._choose_attention(config, window)
+        assert attention.use_non_causal
+        return attention.backend.name, attention.flash_attn_version, compilation.cudagraph_mode
+
+    return choose
+
+
+@pytest.mark.parametrize("window", ["symmetric", "anchored"])
+@pytest.mark.parametrize("backend", [None, "CUSTOM"])
+def test_our_backend_is_the_default_with_full_graphs(choose, backend, window):
+    assert choose(backend, window) == ("CUSTOM", None, None)
+
+
+def test_backends_with_one_flag_a_sequence_keep_working(choose):
+    piecewise = CUDAGraphMode.PIECEWISE
+    assert choose("TRITON_ATTN", "symmetric") == ("TRITON_ATTN", None, piecewise)
+    assert choose("FLASH_ATTN", "symmetric") == ("FLASH_ATTN", 4, piecewise)
+    no_graphs = choose("TRITON_ATTN", "symmetric", mode=CUDAGraphMode.NONE)
+    assert no_graphs == ("TRITON_ATTN", None, CUDAGraphMode.NONE)
+
+
+@pytest.mark.parametrize("backend", ["TRITON_ATTN", "FLASH_ATTN"])
+def test_the_anchored_window_is_refused_where_it_cannot_be_had(choose, backend):
+    with pytest.raises(ValueError, match=f"--attention-backend {backend} .*--hf-overrides"):
+        choose(backend, "anchored")
+
+
+def test_backends_that_know_no_flag_are_refused(choose):
+    with pytest.raises(ValueError, match=r"FLASHINFER: allowed .* TRITON_ATTN, FLASH_ATTN and CUS"):
+        choose("FLASHINFER", "symmetric")
+    with pytest.raises(ValueError, match="flash_attn_version is 3, and version 4 is available"):
+        choose("FLASH_ATTN", "symmetric", flash_attn=3)
+    with pytest.raises(ValueError, match=r"version 4 is not available here.* TRITON_ATTN"):
+        choose("FLASH_ATTN", "symmetric", has_flash_4=False)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(("head_size", "is_sliding"), [(256, True), (512, False)])
+def test_vllm_accepts_our_backend_for_the_layers_of_the_26b_model(
+    head_size, is_sliding, cache_dtype
+):
+    """The released config lets image rows see each other (use_mm_prefix)."""
+    from attention.backend import CanvasAttentionBackend
+
+    asked = {
+        name: False
+        for name in inspect.signature(CanvasAttentionBackend.validate_configuration).parameters
+    } | {
+        "head_size": head_size,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": cache_dtype,
+        "block_size": 32,
+        "device_capability": None,
+        "attn_type": "decoder",
+        "has_sliding_window": is_sliding,
+        "use_non_causal": True,
+        "use_mm_prefix": True,
+        "use_batch_invariant": True,
+    }
+    assert CanvasAttentionBackend.validate_configuration(**asked) == []
+    assert CanvasAttentionBackend.validate_configuration(**(asked | {"use_mla": True})) != []
+
+
+def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
+    """Captured with canvases of 16 rows, replayed with spans of 32: the tensors are the same
+    memory, and the tiles do not depend on the step."""
+    from attention.backend import CanvasAttentionMetadataBuilder
+    from attention.planning import BatchShape, plan_attention
+    from attention.tuning import tile_config
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=512),
+        model_config=SimpleNamespace(max_model_len=8192),
+    )
+    builder = CanvasAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    buffers = {
+        "query_start_loc": torch.zeros(5, dtype=torch.int32),
+        "seq_lens": torch.zeros(4, dtype=torch.int32),
+        "block_tables": torch.zeros(4, 512, dtype=torch.int32),
+        "bidirectional_from": torch.zeros(4, dtype=torch.int32),
+    }
+
+    def common(num_reqs, num_tokens, causal):
+        return CommonAttentionMetadata(
+            query_start_loc=buffers["query_start_loc"][: num_reqs + 1],
+            query_start_loc_cpu=torch.zeros(num_reqs + 1, dtype=torch.int32),
+            seq_lens=buffers["seq_lens"][:num_reqs],
+            num_reqs=num_reqs,
+            num_actual_tokens=num_tokens,
+            max_query_len=num_tokens // num_reqs,
+            max_seq_len=100,
+            block_table_tensor=buffers["block_tables"][:num_reqs],
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+            causal=causal,
+        )
+
+    points = buffers["bidirectional_from"]
+    captured = builder.build_for_cudagraph_capture(common(4, 64, points[:4])).batch
+    step = builder.build(0, common(2, 64, points[:2])).batch
+    for batch, num_reqs in ((captured, 4), (step, 2)):
+        assert batch.num_seqs == num_reqs
+        for name, buffer in buffers.items():
+            assert getattr(batch, name).data_ptr() == buffer.data_ptr(), name
+    assert (captured.max_query_len, captured.max_seq_len) == (512, 8192)
+    assert (step.max_query_len, step.max_seq_len) == (512, 100)
+
+    def tiles(batch):
+        shape = BatchShape(64, batch.num_seqs, 16, 2, 512, batch.max_query_len, batch.max_seq_len)
+        plan = plan_attention(shape, tile_config(512, 2), None)
+        return plan.block_m, plan.block_v
+
+    assert tiles(captured) == tiles(step)
+
+    flags = [builder.build(0, common(3, 48, flag)).batch.bidirectional_from for flag in (True,) * 2]
+    assert flags[0].data_ptr() == flags[1].data_ptr()
+    assert flags[0].tolist() == [True] * 3
+    assert builder.build(0, common(3, 48, False)).batch.bidirectional_from.tolist() == [False] * 3

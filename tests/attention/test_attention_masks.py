@@ -1,0 +1,228 @@
+"""The specification against pictures drawn by hand, and against Hugging Face's own masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+from transformers.masking_utils import (
+    causal_mask_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from attention.masks import QuerySpan, Window, may_attend, picture, visible_range
+
+# span (query_len, seq_len, bidirectional_from), window, what it looks like
+PICTURES = {
+    "causal, no context": (
+        (4, 4, 4), None,
+        """
+        x...
+        xx..
+        xxx.
+        xxxx
+        """,
+    ),
+    "causal after two keys": (
+        (3, 5, 3), None,
+        """
+        xxx..
+        xxxx.
+        xxxxx
+        """,
+    ),
+    "denoise": (
+        (3, 5, 0), None,
+        """
+        xxxxx
+        xxxxx
+        xxxxx
+        """,
+    ),
+    "causal head of two, canvas of three": (
+        (5, 6, 2), None,
+        """
+        xx....
+        xxx...
+        xxxxxx
+        xxxxxx
+        xxxxxx
+        """,
+    ),
+    "causal, W = 3: two keys back and itself": (
+        (3, 6, 3), Window("anchored", 3),
+        """
+        .xxx..
+        ..xxx.
+        ...xxx
+        """,
+    ),
+    "symmetric, W = 3: two keys to either side": (
+        (4, 8, 0), Window("symmetric", 3),
+        """
+        ..xxxxx.
+        ...xxxxx
+        ....xxxx
+        .....xxx
+        """,
+    ),
+    "anchored, W = 3: two keys before the canvas, all of the canvas": (
+        (4, 8, 0), Window("anchored", 3),
+        """
+        ..xxxxxx
+        ..xxxxxx
+        ..xxxxxx
+        ..xxxxxx
+        """,
+    ),
+    "anchored in a fused span: the anchor is the first canvas row": (
+        (5, 8, 2), Window("anchored", 3),
+        """
+        .xxx....
+        ..xxx...
+        ...xxxxx
+        ...xxxxx
+        ...xxxxx
+        """,
+    ),
+    "symmetric in a fused span": (
+        (5, 8, 2), Window("symmetric", 3),
+        """
+        .xxx....
+        ..xxx...
+        ...xxxxx
+        ....xxxx
+        .....xxx
+        """,
+    ),
+    "W = 1, anchored: the canvas alone": (
+        (2, 5, 0), Window("anchored", 1),
+        """
+        ...xx
+        ...xx
+        """,
+    ),
+    "W = 1, symmetric: itself alone": (
+        (2, 5, 0), Window("symmetric", 1),
+        """
+        ...x.
+        ....x
+        """,
+    ),
+    "a drafter that shortens seq_len by three": (
+        (4, 3, 2), None,
+        """
+        ...
+        x..
+        xxx
+        xxx
+        """,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures(name: str) -> None:
+    span, window, drawing = PICTURES[name]
+    expected = "\n".join(line.strip() for line in drawing.strip().splitlines())
+    assert picture(QuerySpan(*span), window) == expected
+
+
+SPANS = st.builds(QuerySpan, st.integers(0, 12), st.integers(0, 30), st.integers(-2, 14))
+WINDOWS = st.none() | st.builds(
+    Window, st.sampled_from(["symmetric", "anchored"]), st.integers(1, 35)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(span=SPANS, window=WINDOWS)
+def test_the_range_is_the_predicate_in_closed_form(span: QuerySpan, window: Window | None) -> None:
+    for row in range(span.query_len):
+        start, stop = visible_range(row, span, window)
+        assert 0 <= start <= stop <= span.seq_len
+        seen = [key for key in range(-3, span.seq_len + 3) if may_attend(row, key, span, window)]
+        assert seen == list(range(start, stop))
+
+
+@settings(max_examples=100, deadline=None)
+@given(query_len=st.integers(1, 12), context=st.integers(0, 40), size=st.integers(1, 60))
+def test_the_kinds_agree_while_the_sequence_fits_into_the_window(
+    query_len: int, context: int, size: int
+) -> None:
+    """DESIGN.md: they agree while context < W - canvas, and differ from there on."""
+    span = QuerySpan(query_len, context + query_len, 0)
+    is_same = picture(span, Window("symmetric", size)) == picture(span, Window("anchored", size))
+    if context < size - query_len:
+        assert is_same
+        assert picture(span, Window("anchored", size)) == picture(span)
+    elif query_len > 1 and context >= size:
+        assert not is_same
+
+
+def test_refusals_name_the_values() -> None:
+    with pytest.raises(ValueError, match=r"'left', allowed are \('symmetric', 'anchored'\)"):
+        Window("left", 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="window size is 0"):
+        Window("anchored", 0)
+    with pytest.raises(ValueError, match="query_len is -1 and seq_len is 4"):
+        QuerySpan(-1, 4, 0)
+    with pytest.raises(IndexError, match=r"row is 3, the span has rows 0 \.\. 2"):
+        may_attend(3, 0, QuerySpan(3, 4, 0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 9, 40])
+def test_hugging_face_mask_functions(size: int) -> None:
+    """Causal; sliding causal with the same W; bidirectional, whose count is inclusive: W - 1."""
+    seq_len, query_len = 20, 8
+    causal = QuerySpan(query_len, seq_len, query_len)
+    denoise = QuerySpan(query_len, seq_len, 0)
+    sliding = sliding_window_causal_mask_function(size)
+    symmetric = sliding_window_bidirectional_mask_function(size - 1)
+    for row in range(query_len):
+        for key in range(seq_len):
+            indices = (0, 0, torch.tensor(causal.position(row)), torch.tensor(key))
+            assert may_attend(row, key, causal) == bool(causal_mask_function(*indices))
+            for window in (Window("anchored", size), Window("symmetric", size)):
+                assert may_attend(row, key, causal, window) == bool(sliding(*indices))
+            both_sides = Window("symmetric", size)
+            assert may_attend(row, key, denoise, both_sides) == bool(symmetric(*indices))
+
+
+@pytest.mark.parametrize("num_context", [7, 15, 16, 17, 37])
+def test_anchored_is_what_the_reference_model_sees(num_context: int) -> None:
+    """Measured on Hugging Face's DiffusionGemma with W = 16 and a canvas of 12.
+
+    The first sliding layer's cache is compared with an untruncated one to learn which positions
+    it kept; its attention weights tell which of these, and of the canvas, each row sees.
+    """
+    from tests.support.hf_reference import tiny_hf_model
+
+    window, canvas = 16, 12
+    model = tiny_hf_model(seed=0, canvas_length=canvas, window=window)
+    model.set_attn_implementation("eager")
+    prompt = torch.randint(5, 100, (1, num_context), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config.text_config)
+        whole = DynamicCache()
+        model.model.encoder(input_ids=prompt, past_key_values=cache)
+        model.model.encoder(input_ids=prompt, past_key_values=whole)
+        kept, all_keys = cache.layers[0].keys[0], whole.layers[0].keys[0]
+        first_kept = num_context - kept.shape[1]
+        torch.testing.assert_close(kept, all_keys[:, first_kept:])
+        decoded = model.model.decoder(
+            decoder_input_ids=torch.randint(5, 100, (1, canvas)),
+            past_key_values=cache,
+            output_attentions=True,
+        )
+    weights = decoded.attentions[0][0]
+    assert weights.shape[1] == canvas
+    assert weights.shape[2] == num_context - first_kept + canvas
+    span = QuerySpan(canvas, num_context + canvas, 0)
+    for row in range(canvas):
+        start, stop = visible_range(row, span, Window("anchored", window))
+        is_seen = (weights[:, row] > 0).all(dim=0)
+        seen = (is_seen.nonzero().flatten() + first_kept).tolist()
+        assert seen == list(range(start, stop))

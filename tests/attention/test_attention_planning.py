@@ -1,0 +1,221 @@
+"""Launch plans, the tile table, and the refusal of inconsistent inputs; none of it needs Triton."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.inputs import AttentionOptions, check_inputs
+from attention.masks import QuerySpan, Window, visible_range
+from attention.planning import BatchShape, ceil_div, num_splits, plan_attention, visible_keys
+from attention.tuning import HOPPER, SMALL, TARGET_PROGRAMS, TileConfig, tile_config
+from tests.support.attention_cases import CaseSpec, make_case
+
+# Full-attention layers of the 26B model: 16 heads of size 512 over 2 KV heads.
+FULL_LAYER = BatchShape(
+    num_tokens=256, num_seqs=1, num_heads=16, num_kv_heads=2, head_size=512,
+    max_query_len=256, max_seq_len=131072,
+)  # fmt: skip
+SLIDING_LAYER = dataclasses.replace(FULL_LAYER, num_kv_heads=8, head_size=256)
+
+
+def test_one_request_with_a_long_context_fills_the_chip() -> None:
+    config = tile_config(512, 2)
+    plan = plan_attention(FULL_LAYER, config, None)
+    assert plan.is_split
+    parts = num_splits(256, 100_000, FULL_LAYER, config)
+    programs = 256 * 8 // plan.block_m * 2 * plan.value_blocks * parts
+    assert programs == TARGET_PROGRAMS
+    assert plan.split_programs >= parts
+
+
+def test_sliding_layers_and_short_limits_are_not_split() -> None:
+    plan = plan_attention(SLIDING_LAYER, tile_config(256, 2), Window("anchored", 1024))
+    assert not plan.is_split
+    assert plan.workspace_elements(SLIDING_LAYER) == 0
+    # Nor with the bounds of a server, where a span may be a long chunk of a prompt.
+    server = dataclasses.replace(
+        SLIDING_LAYER, num_tokens=8192, num_seqs=32, max_query_len=8192, max_seq_len=262144
+    )
+    assert not plan_attention(server, tile_config(256, 2), Window("anchored", 1024)).is_split
+    short = dataclasses.replace(FULL_LAYER, max_seq_len=2048)
+    assert not plan_attention(short, tile_config(512, 2), None).is_split
+
+
+def test_a_large_batch_is_not_given_more_programs_but_the_same_parts() -> None:
+    config = tile_config(512, 2)
+    batch = dataclasses.replace(FULL_LAYER, num_tokens=32 * 256, num_seqs=32)
+    plan = plan_attention(batch, config, None)
+    assert plan.is_split
+    assert plan.split_programs == 1
+    assert num_splits(256, 60_000, batch, config) == num_splits(256, 60_000, FULL_LAYER, config)
+
+
+def test_tile_heights_follow_the_bound_and_not_the_batch() -> None:
+    """With one bound for all steps of a server, a span is cut the same in any batch."""
+    config = tile_config(256, 2)
+    shapes = [
+        dataclasses.replace(SLIDING_LAYER, num_tokens=tokens, num_seqs=seqs, max_query_len=2048)
+        for tokens, seqs in ((8, 1), (256, 1), (512, 2), (2048, 5))
+    ]
+    assert {plan_attention(shape, config, None).block_m for shape in shapes} == {config.block_m}
+
+
+def test_a_long_prefill_is_not_split_and_takes_little_workspace() -> None:
+    config = tile_config(512, 2)
+    prefill = dataclasses.replace(FULL_LAYER, num_tokens=8192, max_query_len=8192)
+    assert num_splits(8192, 100_000, prefill, config) == 1
+    plan = plan_attention(prefill, config, None)
+    assert plan.partial_rows_per_seq * prefill.num_seqs == plan.num_partial_rows < 8192
+    assert plan.workspace_elements(prefill) * 4 < 150e6
+
+
+SHAPES = st.builds(
+    lambda q, extra, seqs, kv, group, size, length: BatchShape(
+        num_tokens=q + extra, num_seqs=seqs, num_heads=kv * group, num_kv_heads=kv,
+        head_size=size, max_query_len=q, max_seq_len=length,
+    ),
+    st.integers(1, 600), st.integers(0, 600), st.integers(1, 40), st.sampled_from([1, 2, 8]),
+    st.integers(1, 9), st.sampled_from([32, 80, 256, 512]), st.integers(1, 200_000),
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(shape=SHAPES, data=st.data())
+def test_the_plan_bounds_what_the_device_decides(shape: BatchShape, data: st.DataObject) -> None:
+    """Whatever lengths turn up within the bounds, grid and workspace have room for them."""
+    window = data.draw(st.none() | st.builds(Window, st.just("anchored"), st.integers(1, 5000)))
+    config = tile_config(shape.head_size, data.draw(st.sampled_from([2, 4])))
+    plan = plan_attention(shape, config, window)
+    left, tiles = shape.num_tokens, 0
+    for _ in range(shape.num_seqs):
+        query_len = data.draw(st.integers(0, min(left, shape.max_query_len)))
+        left -= query_len
+        tiles += ceil_div(query_len * shape.group, plan.block_m)
+        seq_len = data.draw(st.integers(0, shape.max_seq_len))
+        parts = num_splits(query_len, visible_keys(query_len, seq_len, window), shape, config)
+        assert parts <= plan.max_splits
+        if parts > 1 and plan.partial_rows_per_seq:
+            assert query_len <= plan.partial_rows_per_seq
+    assert tiles <= plan.num_row_tiles
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    query_len=st.integers(1, 20), context=st.integers(0, 60), split=st.integers(0, 20),
+    kind=st.sampled_from(["symmetric", "anchored"]), size=st.integers(1, 50),
+)  # fmt: skip
+def test_visible_keys_covers_every_row(
+    query_len: int, context: int, split: int, kind: str, size: int
+) -> None:
+    span = QuerySpan(query_len, query_len + context, split)
+    window = Window(kind, size)  # type: ignore[arg-type]
+    count = visible_keys(query_len, span.seq_len, window)
+    first = min(visible_range(row, span, window)[0] for row in range(query_len))
+    assert span.seq_len - count <= first
+
+
+@pytest.mark.parametrize("table", [HOPPER, SMALL], ids=["hopper", "small"])
+def test_the_table_is_complete_and_fits(table: dict[tuple[int, int], TileConfig]) -> None:
+    limit = 232448 if table is HOPPER else 101376
+    for size in (16, 32, 64, 128, 256, 512):
+        for element in (2, 4):
+            config = table[size, element]
+            loads = config.num_stages if config.num_stages > 1 else 1
+            shared = config.block_m * size + loads * config.block_n * (size + config.columns(size))
+            assert shared * element <= limit, (size, element)
+            accumulator = config.block_m * config.columns(size) / (32 * config.num_warps)
+            assert accumulator <= 128, (size, element)
+    assert tile_config(320, 2) == HOPPER[512, 2]
+    assert tile_config(80, 2, capability_major=8) == SMALL[128, 2]
+    with pytest.raises(ValueError, match="no tiles for head size 1024 with 2-byte elements"):
+        tile_config(1024, 2)
+
+
+def test_tiles_the_kernel_cannot_take_are_refused() -> None:
+    with pytest.raises(ValueError, match="block_m is 24, expected a power of two of at least 16"):
+        TileConfig(24, 16, 4, 1)
+    with pytest.raises(ValueError, match=r"min_keys_per_split is 8 \(at least block_n = 16\)"):
+        TileConfig(16, 16, 4, 1, min_keys_per_split=8)
+
+
+def test_inconsistent_inputs_are_refused_with_both_values() -> None:
+    case = make_case(CaseSpec(((3, 5, 0), (4, 9, 2))))
+    out = torch.empty_like(case.query)
+    check_inputs(case.query, case.cache, case.batch, out)
+
+    def refuses(pattern: str, **changes: object) -> None:
+        parts: dict[str, Any] = {
+            "query": case.query,
+            "cache": case.cache,
+            "batch": case.batch,
+            "out": out,
+        }
+        for name, value in changes.items():
+            owner, _, field = name.partition("__")
+            parts[owner] = dataclasses.replace(parts[owner], **{field: value}) if field else value
+        with pytest.raises(ValueError, match=pattern):
+            check_inputs(parts["query"], parts["cache"], parts["batch"], parts["out"])
+
+    refuses(r"out is \[6, 4, 32\], query is \[7, 4, 32\]", out=out[:6])
+    refuses(r"out is torch.float16, query is torch.float32", out=out.half())
+    refuses(
+        r"head size of the cache is 16, of query 32",
+        cache__key=case.cache.key[..., :16],
+        cache__value=case.cache.value[..., :16],
+    )
+    refuses(
+        r"value cache is .*, key cache is .*: they must be equal", cache__value=case.cache.value[:1]
+    )
+    refuses(
+        "4 query heads are not a multiple of 3 KV heads",
+        cache__key=torch.zeros(2, 16, 3, 32),
+        cache__value=torch.zeros(2, 16, 3, 32),
+    )
+    refuses(
+        "cache is torch.float16, query is torch.float32",
+        cache__key=case.cache.key.half(),
+        cache__value=case.cache.value.half(),
+    )
+    refuses(r"k_scale is \[2\]", cache__k_scale=torch.ones(2))
+    refuses(
+        r"query_start_loc is \[2\], expected \[3\]",
+        batch__query_start_loc=case.batch.query_start_loc[:2],
+    )
+    refuses(r"seq_lens is torch.int64", batch__seq_lens=case.batch.seq_lens.long())
+    refuses(
+        r"bidirectional_from is torch.int64",
+        batch__bidirectional_from=case.batch.bidirectional_from.long(),
+    )
+    refuses(
+        r"block_tables is \[1, 2\], expected \[2, max_pages\]",
+        batch__block_tables=case.batch.block_tables[:1],
+    )
+    refuses("max_query_len is 0", batch__max_query_len=0)
+    refuses("sequence 1 has 4 rows, max_query_len is 3", batch__max_query_len=3)
+    refuses("sequence 1 has seq_len 13, the limit is 10", batch__max_seq_len=10)
+    refuses(
+        r"sequence 0 has page 99, the cache has \d+ pages",
+        batch__block_tables=case.batch.block_tables.masked_fill(case.batch.block_tables >= 0, 99),
+    )
+    refuses("query_start_loc runs 0 .. 7, query has 5 tokens", query=case.query[:5], out=out[:5])
+    refuses("seq_lens is on meta, query is on cpu", batch__seq_lens=case.batch.seq_lens.to("meta"))
+    with pytest.raises(ValueError, match=r"scale is 0\.0"):
+        AttentionOptions(0.0)
+    with pytest.raises(ValueError, match=r"logit_softcap is -1\.0"):
+        AttentionOptions(1.0, logit_softcap=-1.0)
+
+
+def test_the_specification_can_be_read_without_triton_and_vllm() -> None:
+    code = (
+        "import sys, attention.masks, attention.inputs, attention.reference, attention.planning\n"
+        "assert not {'triton', 'vllm'} & set(sys.modules), 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,172 @@
+"""The commands of the serving benchmark, end to end on one eager server, with small numbers.
+
+``vllm serve``, ``vllm bench serve`` and ``generate`` are real; only the starting of servers is
+taken away from the commands, so that they share one. Nothing here looks at a speed.
+"""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import baselines, compare, serve, switches
+from bench.context import ROOT, read_csv
+from bench.measure import OURS, REFERENCE
+from bench.servers import Server, ServerOptions
+from dllm.tasks.suite import FAMILIES
+
+MODEL = ROOT / "checkpoints/tiny-dllm"
+FLAGS = ("--enforce-eager", "--kv-cache-memory-bytes", "64M", "--max-model-len", "512")
+SMALL = ("--model", str(MODEL), "--rounds", "1", "--num-requests", "2", "--concurrency", "1")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Ours, eager."""
+    options = ServerOptions(OURS, str(MODEL), FLAGS, (("TORCHDYNAMO_DISABLE", "1"),))
+    with Server(options, tmp_path_factory.mktemp("bench") / "log") as running:
+        running.start()
+        running.wait_until_ready()
+        yield running
+
+
+@pytest.fixture
+def shared(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[ServerOptions]:
+    """The commands use that server; returns what they would have started."""
+    asked: list[ServerOptions] = []
+
+    def take(options: ServerOptions, log: Path) -> Server:
+        asked.append(options)
+        return server
+
+    for module in (baselines, switches, compare):
+        monkeypatch.setattr(module, "Server", take)
+    for module in (serve, switches, compare):
+        monkeypatch.setattr(module, "start_all", lambda servers, stack: None)
+    monkeypatch.setattr(baselines, "PROBED_AT_ONCE", 2)
+    return asked
+
+
+def test_serve(shared: list[ServerOptions], tmp_path: Path) -> None:
+    options = [*SMALL, "--rates", "50", "--questions", "1", "--schedule", "adaptive"]
+    options += ["--contestants", OURS, REFERENCE, "--output-len", "32"]
+    assert serve.main([*options, "--results", str(tmp_path)]) == 0
+    rows = read_csv(tmp_path / "serve_compiled.csv")
+    assert [(r["prompts"], r["concurrency"], r["rate"], r["contestant"]) for r in rows] == [
+        ("questions", "1", "", OURS),
+        ("questions", "1", "", REFERENCE),
+        ("random", "1", "", OURS),
+        ("questions", "", "50", OURS),
+    ]
+    for row in rows:
+        assert not row["problem"]
+        assert all(float(row[name]) > 0 for name in ("tokens_per_s", "ttft_ms", "latency_p99_ms"))
+        assert float(row["passes_per_block"]) == float(row["steps_per_block"]) >= 1  # one block
+        assert float(row["peak_memory_mib"]) > 100
+    assert [row["output_tokens"] for row in rows if row["prompts"] == "random"] == ["64"]
+    (facts,) = read_csv(tmp_path / "serve_facts.csv")
+    assert facts["http_status_with_temperature"] == facts["http_status_with_seed"] == "200"
+    assert facts["running_of_2_requests"] in ("1", "2")  # the other may have ended before
+    answers = read_csv(tmp_path / "answers.csv")
+    assert [row["family"] for row in answers] == list(FAMILIES)
+    assert all(float(row["denoise_steps"]) >= int(row["blocks"]) >= 1 for row in answers)
+    assert sum(int(row["correct"]) for row in answers) >= 5  # it is a trained model
+
+
+def test_switches(
+    shared: list[ServerOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*SMALL, "--switch", "eos_stop", "commit", "--results", str(tmp_path)]
+    assert switches.main(options) == 0
+    rows = read_csv(tmp_path / "switches.csv")
+    assert [(row["switch"], row["contestant"]) for row in rows] == [
+        ("eos_stop", "eos_stop on"),
+        ("eos_stop", "eos_stop off"),
+        ("commit", "commit overlapped"),
+        ("commit", "commit separate"),
+    ]
+    assert "denoise steps per block, on / off" in capsys.readouterr().out
+    flags = [" ".join(one.flags) for one in shared]
+    assert sum('{"dllm": {"commit": "separate"}}' in one for one in flags) == 1
+
+
+def test_both_sides_of_every_switch_differ() -> None:
+    for name, (on, off) in switches.SWITCHES.items():
+        assert (on.server_flags, on.extra_body) != (off.server_flags, off.extra_body), name
+        assert on.label != off.label
+
+
+# --- two commits ---------------------------------------------------------------------------------
+
+
+def run_git(repository: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run(["git", "-C", str(repository), *identity, *arguments], check=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Two commits, tagged ``old`` and ``new``, of a package called dllm."""
+    folder = tmp_path / "repository"
+    (folder / "dllm").mkdir(parents=True)
+    run_git(folder, "init", "--quiet")
+    for tag in ("old", "new"):
+        (folder / "dllm/__init__.py").write_text(f'"""{tag}"""\n')
+        run_git(folder, "add", ".")
+        run_git(folder, "commit", "--quiet", "-m", tag)
+        run_git(folder, "tag", tag)
+    return folder
+
+
+def test_compare(
+    shared: list[ServerOptions], repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main(["old", "--repository", str(repository), *SMALL]) == 0
+    head, base = shared
+    assert head.name.startswith("head ") and base.name.startswith("base ")
+    sources = [Path(dict(one.environment)["PYTHONPATH"].split(":")[0]) for one in shared]
+    assert [source.name for source in sources] == ["head", "base"]
+    assert not any(source.exists() for source in sources)
+    listed = compare.git(repository, "worktree", "list")
+    assert len(listed.splitlines()) == 1  # the repository itself
+    out = capsys.readouterr().out
+    assert f"{head.name} / {base.name}" in out
+    assert "fixed, random, 1 at once" in out and "adaptive, questions, 1 at once" in out
+
+
+def test_worktrees_are_removed_when_something_fails(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the head server ended")
+
+    monkeypatch.setattr(compare, "start_all", fail)
+    assert compare.main(["old", "--repository", str(repository), *SMALL]) == 2
+    assert "the head server ended" in capsys.readouterr().err
+    assert len(compare.git(repository, "worktree", "list").splitlines()) == 1
+
+
+def test_the_plugin_of_a_worktree_is_the_one_imported(repository: Path) -> None:
+    path = dict(compare.environment(repository))["PYTHONPATH"].split(":")
+    assert path[0] == str(repository) and str(ROOT) not in path
+    with pytest.raises(RuntimeError, match="the plugin comes from"):
+        compare.environment(repository / ".git")
+
+
+def test_an_unknown_commit_is_said(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["no-such", "--repository", str(repository), *SMALL]) == 2
+    assert "no-such" in capsys.readouterr().err
+
+
+# --- servers -------------------------------------------------------------------------------------
+
+
+def test_the_server_is_measured(server: Server) -> None:
+    server.reset_peak_memory()
+    assert server.peak_memory_mib() > 100 and server.cpu_seconds() > 0
+    before = server.canvas_positions()
+    answer = server.chat("Sort these numbers: 3, 1, 2.", 16)
+    assert answer.status == 200 and 0 < answer.num_tokens <= 16
+    assert server.canvas_positions() - before >= 32

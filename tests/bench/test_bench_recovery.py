@@ -1,0 +1,103 @@
+"""The recovery benchmark, with stub servers in the place of vLLM's, and its arithmetic."""
+
+import csv
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bench import recovery
+from bench.recovery_report import Result, by_contestant, table, verdicts
+from dllm.tasks.suite import questions
+from tests.support.chat_stub import Stub, serve
+
+FAMILIES = "add,sort"
+ANSWERS = {
+    question.prompt: question.answer
+    for family in FAMILIES.split(",")
+    for seed in (0, 1)
+    for question in questions([family], "heldout", 10, seed)
+}
+
+
+class StubServer:
+    """Stands for ``bench.servers.Server``: the NVFP4 one gets every second answer wrong."""
+
+    def __init__(self, options, log: Path) -> None:  # type: ignore[no-untyped-def]
+        self.options, self.log = options, log
+        self.exits = ExitStack()
+
+    def __enter__(self) -> "StubServer":
+        is_nvfp4 = "nvfp4" in self.options.model
+        count: Iterator[int] = iter(range(1000))
+
+        def reply(messages: list[dict[str, str]]) -> str:
+            return "no" if is_nvfp4 and next(count) % 2 else ANSWERS[messages[-1]["content"]]
+
+        stub = Stub(reply, num_tokens=30, passes=6 if is_nvfp4 else 5)
+        self.url = self.exits.enter_context(serve(stub)).url
+        return self
+
+    def start(self) -> None:
+        self.log.write_text("INFO dllm: nvfp4 checkpoint; linear layers: by Such\n")
+
+    def wait_until_ready(self) -> None:
+        """It is."""
+
+    def __exit__(self, *exception: object) -> None:
+        self.exits.close()
+
+
+def test_one_command_writes_the_csv_and_prints_the_tables(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(recovery, "Server", StubServer)
+    for name in ("bf16", "fp8-dynamic", "nvfp4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(1000 * len(name)))
+    target = tmp_path / "recovery.csv"
+    arguments = ["--model", str(tmp_path / "bf16"), "--quantized", str(tmp_path), "--num", "10"]
+    recovery.main([*arguments, "--seeds", "0", "1", "--tasks", FAMILIES, "--output", str(target)])
+    rows = list(csv.DictReader(target.open()))
+    assert len(rows) == 4 * 2 * 2  # contestants, seeds, families
+    such = "linear layers: by Such"
+    assert {row["computed_by"] for row in rows} == {such, f"{such}; keys and values in fp8"}
+    whole = by_contestant(rows)
+    assert whole["bf16"].num_correct == whole["fp8-dynamic"].num_correct == 40
+    assert whole["nvfp4"].num_correct == 20
+    assert whole["bf16"].steps_per_block == 5 and whole["nvfp4"].steps_per_block == 6
+    out = capsys.readouterr().out
+    assert "| nvfp4 | bf16 | 20 / 40 | 50.0 %" in out and "6.00 (+20.0 %)" in out
+    assert "| bf16 | fp8 | 40 / 40 |" in out
+    assert "* nvfp4: linear layers: by Such." in out
+    assert re.search(r"fp8-dynamic: recovers 100\.0 %.*: reached; .* reached", out)
+    assert re.search(r"nvfp4: recovers 50\.0 %.*: missed; .* missed", out)
+
+
+def result(num_correct: int, num_both: int) -> Result:
+    """Of 1000 questions, of which the baseline knows 900."""
+    return Result(1000, num_correct, 900, num_both, 0, 0)
+
+
+def test_recovery_is_of_what_the_baseline_knows():
+    assert result(891, 885).recovery == pytest.approx(99.0)
+
+
+def test_the_interval_is_paired():
+    """Answers that change together say more than answers that change apart."""
+    low, high = result(890, 885).recovery_interval
+    assert low < 98.9 < high
+    low_apart, high_apart = result(890, 800).recovery_interval
+    assert high - low < 0.5 * (high_apart - low_apart)
+    # By hand: of the log ratio, the variance is (alone + baseline alone) / 900**2, nearly.
+    expected = 2 * 1.96 * 100 * (5 + 15) ** 0.5 / 900
+    assert high - low == pytest.approx(expected, rel=0.1)
+
+
+def test_the_same_answers_recover_all_of_them():
+    assert result(900, 900).recovery_interval == (100.0, 100.0)
+
+
+def test_nothing_is_said_of_a_scheme_that_was_not_measured():
+    assert verdicts([]) == []
+    assert table([])[1] == []

@@ -1,0 +1,131 @@
+"""bench/roofline.py counts what is published of the released model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import components, roofline
+from bench.attention_shapes import CANVAS, FULL, SLIDING
+from bench.context import read_csv
+from bench.released import CANVAS_LENGTH, released_config, write_without_weights
+from bench.roofline import H200, Gpu, Pass, Work, num_parameters, tokens_per_s
+
+ROOT = Path(__file__).parents[2]
+TEXT = released_config()["text_config"]
+ONE = Pass("fp8", batch=1, context=1024, canvas=256)
+
+
+def by_name(one: Pass) -> dict[str, Work]:
+    return {work.component: work for work in roofline.components(TEXT, one)}
+
+
+def test_parameters_are_those_that_are_published() -> None:
+    assert num_parameters(TEXT) / 1e9 == pytest.approx(25.2, abs=0.1)
+    assert num_parameters(TEXT, active=True) / 1e9 == pytest.approx(3.8, abs=0.1)
+
+
+def test_the_attention_bench_has_the_same_layers() -> None:
+    assert (SLIDING.num_heads, SLIDING.num_kv_heads, SLIDING.head_size) == (16, 8, 256)
+    assert (FULL.num_heads, FULL.num_kv_heads, FULL.head_size) == (16, 2, 512)
+    assert TEXT["num_global_key_value_heads"] == FULL.num_kv_heads
+    assert (TEXT["head_dim"], TEXT["global_head_dim"]) == (SLIDING.head_size, FULL.head_size)
+    assert SLIDING.window is not None and SLIDING.window.size == TEXT["sliding_window"]
+    assert CANVAS == CANVAS_LENGTH
+
+
+def test_the_head_of_a_canvas_is_378_gflop() -> None:
+    assert by_name(ONE)["head"].flops == pytest.approx(378e9, rel=0.01)
+
+
+def test_256_rows_touch_all_experts_and_one_row_its_own() -> None:
+    layer = 3 * 2816 * 704 * 30
+    assert by_name(ONE)["experts"].num_bytes == pytest.approx(128 * layer, rel=0.01)
+    alone = by_name(Pass("fp8", 1, 1024, canvas=1))["experts"]
+    assert alone.num_bytes == pytest.approx(8 * layer, rel=0.01)
+
+
+def test_weights_change_bytes_but_not_operations() -> None:
+    passes = {weights: by_name(Pass(weights, 1, 1024, 256)) for weights in roofline.WEIGHT_BYTES}
+    for name in ("experts", "dense MLP", "sliding: projections"):
+        flops = {works[name].flops for works in passes.values()}
+        assert len(flops) == 1, name
+    experts = {weights: works["experts"].num_bytes for weights, works in passes.items()}
+    assert experts["bf16"] > 1.9 * experts["fp8"] > 3 * experts["nvfp4"] > 0
+    assert passes["fp8"]["head"] == passes["nvfp4"]["head"]  # stays 16-bit
+
+
+def test_attention_grows_with_context_where_it_sees_it() -> None:
+    near, far = by_name(ONE), by_name(Pass("fp8", 1, 8192, 256))
+    assert far["full: attention"].flops > 6 * near["full: attention"].flops
+    # A window of 1024 is nearly full at 1024 already.
+    assert far["sliding: attention"].flops == near["sliding: attention"].flops
+    short = by_name(Pass("fp8", 1, 128, 256))
+    assert short["sliding: attention"].flops < 0.4 * near["sliding: attention"].flops
+
+
+def test_a_floor_is_the_larger_of_two_times() -> None:
+    gpu = Gpu("round numbers", copy=1e9, bf16=1e12, fp8=2e12)
+    bytes_bound = Work("x", num_bytes=2e6, flops=1e9)
+    assert (bytes_bound.floor_ms(gpu), bytes_bound.bound(gpu)) == (2, "bytes")
+    busy = Work("x", num_bytes=1e6, flops=4e9)
+    assert (busy.floor_ms(gpu), busy.bound(gpu)) == (4, "operations")
+    assert Work("x", 1e6, 4e9, is_low=True).floor_ms(gpu) == 2
+
+
+def test_a_separate_commit_costs_a_pass() -> None:
+    fused, separate = (tokens_per_s(TEXT, ONE, H200, separate_commit=is_it) for is_it in (0, 1))
+    assert 1 < fused / separate < 17 / 16  # the fused pass is not free either
+    plain = roofline.pass_floor_ms(TEXT, ONE, H200)
+    assert separate == pytest.approx(1e3 * 256 / (17 * plain))
+
+
+def test_what_was_measured_stands_beside_the_floor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--weights", "fp8", "--batch", "1", "--results", str(tmp_path)]
+    assert roofline.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "not measured by us; published" in printed and "experts" in printed
+    (tmp_path / "h200_engine_fp8.csv").write_text(
+        "component,model,weights,batch,server,ms_per_step,machine\n"
+        "pass,toy,fp8,1,ours,1.0,a laptop\n"
+        "pass,released,fp8,1,ours,9.5,NVIDIA H200\n"
+    )
+    assert roofline.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "ours 9.50 ms (NVIDIA H200)" in printed and "laptop" not in printed
+    rows = read_csv(tmp_path / "roofline.csv")
+    total = sum(float(row["floor_ms"]) for row in rows if row["component"] != "pass")
+    assert float(rows[-1]["floor_ms"]) == pytest.approx(total, abs=0.01)
+
+
+def test_a_checkpoint_can_be_asked_about(tmp_path: Path) -> None:
+    tiny = str(ROOT / "checkpoints" / "tiny-random")
+    arguments = ["--config", tiny, "--batch", "1", "--results", str(tmp_path)]
+    assert roofline.main(arguments) == 0
+
+
+def test_components_are_those_of_the_roofline(tmp_path: Path) -> None:
+    assert components.main(["--toy", "--batch", "1", "--results", str(tmp_path)]) == 0
+    (path,) = tmp_path.iterdir()
+    rows = read_csv(path)
+    counted = {w.component for w in roofline.components(TEXT, ONE)}
+    assert {row["component"] for row in rows} < counted
+    assert all(float(row["ms_per_pass"]) > 0 for row in rows)
+    assert counted - {row["component"] for row in rows} == {
+        "embedding",
+        "residual stream",
+        "sliding: attention",
+        "full: attention",
+    }
+
+
+def test_the_released_shape_is_written_without_weights(tmp_path: Path) -> None:
+    for is_it in (False, True):
+        path = tmp_path / str(is_it)
+        write_without_weights(path, released_config(), is_fp8=is_it, image_processor=is_it)
+        written = json.loads((path / "config.json").read_text())
+        assert written["text_config"] == TEXT and ("quantization_config" in written) is is_it
+        assert not list(path.glob("*.safetensors"))
+        assert (path / "generation_config.json").exists() and (path / "tokenizer.json").exists()

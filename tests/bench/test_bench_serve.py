@@ -1,0 +1,474 @@
+"""What the serving benchmark makes of a run: numbers, refusals, ratios, tables. No servers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    DiffusionGemmaGenerationConfig,
+)
+
+from bench import baselines, serve
+from bench.baselines import write_generation_config
+from bench.client import command
+from bench.measure import (
+    BUILTIN,
+    IN_CANVAS_PASSES,
+    NO_CANVAS,
+    OURS,
+    OVERLAPPED,
+    SEPARATE,
+    SPEEDS,
+    Circumstances,
+    GateError,
+    Measurement,
+    measurement,
+    percentile,
+    response_problems,
+    seed_problems,
+)
+from bench.race import Contestant, Race, admit, undisturbed, withhold
+from bench.reference import never_stop
+from bench.report import METRICS, Spread, csv_rows, pair_ratios, table
+from bench.servers import Response, Server, ServerOptions, tail
+from bench.workloads import (
+    ADAPTIVE,
+    FIXED,
+    QUESTIONS,
+    RANDOM,
+    Shape,
+    Workload,
+    accuracy_problem,
+    binomial_tail,
+    card_accuracy,
+    draw_questions,
+)
+from dllm.tasks.suite import FAMILIES, Question
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "checkpoints/tiny-random"
+SHAPE = Shape(canvas_length=32, input_len=16, output_len=64)
+# Two requests of two blocks of 32, eight denoise steps each.
+WORKLOAD = Workload(FIXED, RANDOM, 2, SHAPE, concurrency=1, steps_per_block=8)
+COMMITS = {OURS: OVERLAPPED, BUILTIN: IN_CANVAS_PASSES}
+
+
+def saved(passes_per_block: int = 8, **changes: Any) -> dict[str, Any]:
+    """What ``vllm bench serve`` saves, as far as it is read: two requests of two blocks."""
+    return {
+        "completed": 2,
+        "failed": 0,
+        "errors": ["", ""],
+        "duration": 0.5,
+        "output_throughput": 256.0,
+        "output_lens": [64, 64],
+        "ttfts": [0.1, 0.2],
+        "latencies": [0.24, 0.26],
+        "generated_texts": ["", ""],
+        "diffusion_canvas_positions": passes_per_block * 4 * 32,
+    } | changes
+
+
+def measured(name: str, pair: int = 0, position: int = 0, **changes: Any) -> Measurement:
+    about = Circumstances(name, pair, position, peak_memory_mib=100.0, idle_cpu_percent=0.5)
+    passes = 9 if name == BUILTIN else 8
+    return measurement(about, COMMITS[name], saved(passes, **changes), WORKLOAD)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def test_numbers_of_a_run() -> None:
+    ours, builtin = measured(OURS), measured(BUILTIN)
+    assert (ours.tokens_per_s, ours.requests_per_s, ours.output_tokens) == (256.0, 4.0, 128)
+    assert ours.ttft_ms == pytest.approx(150.0)
+    assert ours.latency_ms == pytest.approx(250.0)
+    assert ours.latency_p99_ms == pytest.approx(259.8)
+    # 500 ms for 4 blocks of 8 denoise steps; the built-in adds 4 commit passes, both 2 prefills.
+    assert ours.ms_per_denoise_step == builtin.ms_per_denoise_step == pytest.approx(500 / 32)
+    assert (ours.steps_per_block, ours.passes_per_block) == (8, 8)
+    assert (builtin.steps_per_block, builtin.passes_per_block) == (8, 9)
+    assert ours.tokens_per_pass == pytest.approx(128 / 34)
+    assert builtin.tokens_per_pass == pytest.approx(128 / 38)
+
+
+def test_a_separate_commit_is_a_pass_and_the_last_block_has_none() -> None:
+    one = measurement(Circumstances("x", 0, 0), SEPARATE, saved(8), WORKLOAD)
+    assert (one.steps_per_block, one.passes_per_block) == (8, 8.5)  # 2 commits for 4 blocks
+
+
+def test_an_autoregressive_model_has_one_pass_a_token() -> None:
+    result = saved()
+    del result["diffusion_canvas_positions"]
+    workload = replace(WORKLOAD, schedule=ADAPTIVE, steps_per_block=None)
+    one = measurement(Circumstances("tiny-ar", 0, 0), NO_CANVAS, result, workload)
+    assert one.tokens_per_pass == 1.0 and one.tokens_per_s == 256.0
+    assert one.steps_per_block is None and one.passes_per_block is None
+
+
+def test_the_reference_counts_its_own_passes() -> None:
+    result = saved(denoise_steps=30, blocks=4, forward_passes=34)
+    del result["diffusion_canvas_positions"]
+    workload = replace(WORKLOAD, steps_per_block=None)
+    one = measurement(Circumstances("transformers", 0, 0), IN_CANVAS_PASSES, result, workload)
+    assert (one.steps_per_block, one.passes_per_block) == (7.5, 8.0)  # without two prefills
+
+
+def test_a_percentile_is_interpolated() -> None:
+    assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
+    assert percentile([7.0], 99) == 7.0
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"completed": 1, "failed": 1, "errors": ["", "boom"]}, "1 of 2 requests succeeded"),
+        ({"output_lens": [64, 63]}, "[63] tokens instead of 64"),
+        ({"diffusion_canvas_positions": 31 * 32}, "7.750 denoise steps per block instead of 8"),
+    ],
+)
+def test_a_wrong_run_has_no_speed(changes: dict[str, Any], message: str) -> None:
+    wrong = measured(OURS, **changes)
+    assert message in wrong.problem
+    assert all(getattr(wrong, name) is None for name in SPEEDS)
+    assert all(getattr(measured(OURS), name) is not None for name in SPEEDS)
+
+
+def test_a_model_without_diffusion_counters_is_refused() -> None:
+    result = saved()
+    del result["diffusion_canvas_positions"]
+    one = measurement(Circumstances(OURS, 0, 0), OVERLAPPED, result, WORKLOAD)
+    assert "no diffusion counters" in one.problem and one.tokens_per_s is None
+
+
+def test_wrong_answers_have_no_speed() -> None:
+    asked = [Question("add", str(i), "yes", frozenset({"yes"})) for i in range(20)]
+    workload = Workload(ADAPTIVE, QUESTIONS, 20, SHAPE, concurrency=1)
+
+    def answered(right: int) -> Measurement:
+        result = saved(
+            completed=20,
+            output_lens=[3] * 20,
+            ttfts=[0.1] * 20,
+            latencies=[0.1] * 20,
+            generated_texts=[" yes\n"] * right + ["no"] * (20 - right),
+            diffusion_canvas_positions=40 * 32,
+        )
+        about = Circumstances(OURS, 0, 0)
+        return measurement(about, OVERLAPPED, result, workload, asked, expected=0.9)
+
+    assert answered(17).num_correct == 17 and answered(17).tokens_per_s
+    wrong = answered(8)
+    assert wrong.num_correct == 8 and wrong.tokens_per_s is None
+    assert "8 of 20 answers are right; the model card says 90.0 %" in wrong.problem
+
+
+def test_many_runs_are_judged_together() -> None:
+    workload = Workload(ADAPTIVE, QUESTIONS, 60, SHAPE, concurrency=8)
+    runs = [
+        (workload, replace(measured(name, pair), num_requests=60, num_correct=right))
+        for pair in range(6)
+        for name, right in ((OURS, 51), (BUILTIN, 43))
+    ]
+    assert not accuracy_problem(43, 60, 0.85)  # one run does not show it
+    judged = withhold(runs, {OURS: 0.85, BUILTIN: 0.85})
+    for _, one in judged:
+        assert (one.tokens_per_s is None) == (one.contestant == BUILTIN)
+        assert ("258 of 360" in one.problem) == (one.contestant == BUILTIN)
+
+
+def test_the_tail_of_a_binomial() -> None:
+    assert binomial_tail(1, 3, 0.5) == pytest.approx(0.5)
+    assert binomial_tail(3, 3, 0.5) == pytest.approx(1.0)
+    assert binomial_tail(0, 4, 0.25) == pytest.approx(0.75**4)
+
+
+def test_without_a_card_one_right_answer_is_enough() -> None:
+    assert accuracy_problem(1, 100, None) == ""
+    assert accuracy_problem(0, 100, None) == "none of 100 answers is right"
+
+
+def test_the_expected_share_is_the_model_cards(tmp_path: Path) -> None:
+    assert card_accuracy(tmp_path) is None
+    (tmp_path / "README.md").write_text(
+        "# A\n\n| add | 3.0 % |\n\n## Held-out answers correct\n\n"
+        "| family | dllm, vllm serve | transformers generate |\n|---|---|---|\n"
+        "| add | 1.0 % | 40.0 % [1 .. 80], 5.1 steps |\n| sort | 2.0 % | 80.0 % |\n"
+        "| all | 1.5 % | 10.0 % |\n\n"
+        "## Limits\n\n| x | 1 % | 2 % |\n"
+    )
+    assert card_accuracy(tmp_path) == pytest.approx(0.6)
+    assert card_accuracy(ROOT / "checkpoints/tiny-dllm") is not None
+
+
+def test_a_cut_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of the canvas length 32"):
+        Shape(canvas_length=32, input_len=1, output_len=40)
+
+
+# --- the gate ------------------------------------------------------------------------------------
+
+
+def test_response_problems() -> None:
+    good, short = Response(200, (1, 2, 3)), Response(200, (1, 2))
+    refused = Response(400, error="temperature")
+    assert response_problems(OURS, [good, good], num_tokens=3) == []
+    problems = response_problems(BUILTIN, [good, short, refused], num_tokens=3)
+    assert problems == [
+        "built-in: 2 tokens instead of 3",
+        "built-in: HTTP 400 instead of 200: temperature",
+    ]
+    assert seed_problems(OURS, good, good) == []
+    assert "agree in 2 tokens" in seed_problems(OURS, good, Response(200, (1, 9, 3)))[0]
+
+
+class FakeServer(Server):
+    """Answers without a process; ``sloppy`` ignores the seed."""
+
+    def __init__(self, name: str, sloppy: bool = False) -> None:
+        self.options = ServerOptions(name, "model", ())
+        self.sloppy = sloppy
+        self.bodies: list[dict[str, Any]] = []
+
+    def complete(self, **body: Any) -> Response:
+        self.bodies.append(body)
+        first = len(self.bodies) if self.sloppy else 0
+        return Response(200, (first,) * body["max_tokens"], seconds=0.25)
+
+
+def contestant(name: str, server: Server | None = None, **more: Any) -> Contestant:
+    return Contestant(name, MODEL, COMMITS.get(name, OVERLAPPED), server, **more)
+
+
+def test_the_gate_refuses_a_server_that_ignores_seeds() -> None:
+    with pytest.raises(GateError, match="two equal requests with a seed"):
+        admit(contestant(OURS, FakeServer(OURS, sloppy=True)), SHAPE)
+    assert admit(contestant(OURS, FakeServer(OURS)), SHAPE) == 0.25
+
+
+def test_the_builtin_is_not_sent_a_seed() -> None:
+    builtin = FakeServer(BUILTIN, sloppy=True)
+    admit(contestant(BUILTIN, builtin, takes_seeds=False), SHAPE)
+    assert all("seed" not in body and "temperature" not in body for body in builtin.bodies)
+
+
+def test_no_table_and_no_file_when_the_gate_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> list[Any]:
+        raise GateError("ours: 3 tokens instead of 64")
+
+    monkeypatch.setattr(serve, "measure", fail)
+    assert serve.main(["--model", str(MODEL), "--results", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "ours: 3 tokens instead of 64" in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- who runs what -------------------------------------------------------------------------------
+
+
+class FakeClient:
+    """Notes who is driven, in order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.driven: list[str] = []
+        self.seeds: list[str] = []
+
+    def bench_serve(self, name: str, url: str, model: str, flags: list[str]) -> dict[str, Any]:
+        self.driven.append(name.split("-")[0])
+        self.seeds.append(flags[flags.index("--seed") + 1])
+        return saved()
+
+
+class IdleServer(FakeServer):
+    """Uses nothing."""
+
+    port = 1
+    is_paused = False
+
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+    def peak_memory_mib(self) -> float:
+        return 1.0
+
+    def reset_peak_memory(self) -> None:
+        pass
+
+    def pause(self) -> None:
+        assert not self.is_paused
+        self.is_paused = True
+
+    def resume(self) -> None:
+        assert self.is_paused
+        self.is_paused = False
+
+
+def test_the_others_stand_still() -> None:
+    servers = [IdleServer(name) for name in "abc"]
+    racing = [
+        *(contestant(server.options.name, server) for server in servers),
+        contestant("hf", None),
+    ]
+
+    def paused() -> list[bool]:
+        return [server.is_paused for server in servers]
+
+    with undisturbed(servers[1], racing):  # type: ignore[arg-type]
+        assert paused() == [True, False, True]
+    with pytest.raises(RuntimeError, match="failed"), undisturbed(None, racing):
+        assert paused() == [True, True, True]
+        raise RuntimeError("failed")
+    assert paused() == [False, False, False]
+
+
+def test_each_round_begins_with_another_contestant(tmp_path: Path) -> None:
+    client = FakeClient(tmp_path)
+    three = [contestant(name, IdleServer(name)) for name in ("a", "b", "c")]
+    results = Race(three, [WORKLOAD], 3, client).run()  # type: ignore[arg-type]
+    assert client.driven == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    assert [one.position for _, one in results] == [0, 1, 2] * 3
+    assert [one.pair for _, one in results] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_no_two_workloads_or_rounds_share_prompts(tmp_path: Path) -> None:
+    """Their answers are judged together, as independent ones."""
+    client = FakeClient(tmp_path)
+    loads = [WORKLOAD, replace(WORKLOAD, concurrency=8)]
+    two = [contestant(name, IdleServer(name)) for name in ("a", "b")]
+    Race(two, loads, 3, client).run()  # type: ignore[arg-type]
+    assert client.seeds == ["0", "0", "1", "1", "2", "2", "3", "3", "4", "4", "5", "5"]
+
+
+def test_rounds_end_with_the_budget_but_one_is_always_run(tmp_path: Path) -> None:
+    client = FakeClient(tmp_path)
+    Race([contestant("a", IdleServer("a"))], [WORKLOAD], 9, client, budget_s=0).run()  # type: ignore[arg-type]
+    assert client.driven == ["a"]
+
+
+def test_who_takes_which_workload() -> None:
+    questions = Workload(ADAPTIVE, QUESTIONS, 2, SHAPE, concurrency=1)
+    for name, workload, takes in (
+        (OURS, WORKLOAD, True),
+        ("tiny-ar", WORKLOAD, False),  # no denoise steps to fix
+        ("tiny-ar", questions, True),
+        ("transformers", questions, True),
+        ("transformers", replace(questions, concurrency=8), False),
+        ("transformers", WORKLOAD, False),
+    ):
+        assert contestant(name).takes(workload) == takes, (name, workload)
+
+
+def test_the_servers_differ_in_one_environment_variable(tmp_path: Path) -> None:
+    options = serve.parse(["--model", str(MODEL), "--eager", "--contestants", OURS, BUILTIN])
+    ours, builtin = options.baselines.contestants(FIXED, tmp_path)
+    assert ours.server and builtin.server
+    assert ours.server.options.flags == builtin.server.options.flags
+    assert "--enforce-eager" in ours.server.options.flags
+    assert ours.server.options.environment == ()
+    assert builtin.server.options.environment == (("DLLM_DISABLE", "1"),)
+
+
+def test_a_missing_twin_is_said_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    options = serve.parse(["--model", str(MODEL), "--autoregressive", "/nowhere/tiny-ar"])
+    assert options.baselines.autoregressive is None
+    assert "/nowhere/tiny-ar is not there: no column of tiny-ar" in capsys.readouterr().err
+
+
+def test_the_twin_is_served_like_the_others(tmp_path: Path) -> None:
+    given = baselines.Baselines(MODEL, MODEL, 16, ("--x",), ("tiny-ar",))
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    (twin,) = given.contestants(ADAPTIVE, tmp_path / "a")
+    assert twin.commits == NO_CANVAS and twin.client_flags == ("--temperature", "0")
+    assert twin.server and twin.server.options.environment == ()
+    assert given.contestants(FIXED, tmp_path / "b") == []
+
+
+def test_the_client_sends_no_sampling_parameter(tmp_path: Path) -> None:
+    for workload in (WORKLOAD, Workload(ADAPTIVE, QUESTIONS, 2, SHAPE, rate=4.0)):
+        flags = workload.client_flags(3, tmp_path / "questions.json")
+        line = command("http://x", "model", flags, tmp_path, "r.json")
+        assert line[:2] == ["bench", "serve"] and "--save-detailed" in line
+        assert not {"--temperature", "--min-p", "--top-p", "--top-k"} & set(line)
+
+
+def test_questions_are_mixed_and_differ_between_rounds() -> None:
+    first, second = draw_questions(25, seed=0), draw_questions(25, seed=1)
+    assert [one.family for one in first[: len(FAMILIES)]] == list(FAMILIES)
+    assert len({one.prompt for one in first}) == 25
+    assert [one.prompt for one in first] != [one.prompt for one in second]
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def test_ratios_are_of_pairs_that_both_ran() -> None:
+    runs = [
+        measured(OURS, pair=0, output_throughput=200.0),
+        measured(BUILTIN, pair=0, output_throughput=100.0),
+        measured(BUILTIN, pair=1, output_throughput=10.0),
+        measured(OURS, pair=1, output_throughput=15.0),
+        measured(OURS, pair=2),
+        measured(BUILTIN, pair=2, output_lens=[1, 1]),
+    ]
+    assert pair_ratios(runs, "tokens_per_s", OURS, BUILTIN) == [2.0, 1.5]
+    assert Spread.of([2.0, 1.5, 1.0]).text(1) == "1.5 [1.0 .. 2.0]"
+
+
+def test_the_table_shows_both_sides_the_ratio_and_what_was_wrong() -> None:
+    runs = [measured(OURS), measured(BUILTIN, position=1, output_throughput=128.0)]
+    text = table(WORKLOAD, runs)
+    (line,) = [line for line in text.splitlines() if line.startswith("output tokens/s")]
+    assert "256.0 [256.0 .. 256.0]" in line and line.endswith("2.000 [2.000 .. 2.000]")
+    assert "no speed" not in text
+    wrong = table(WORKLOAD, [measured(OURS), measured(BUILTIN, position=1, output_lens=[1, 1])])
+    (line,) = [line for line in wrong.splitlines() if line.startswith("output tokens/s")]
+    assert line.endswith(" -")
+    assert "no speed of built-in, round 1: [1, 1] tokens instead of 64" in wrong
+
+
+def test_every_metric_of_the_table_is_measured() -> None:
+    one = measured(OURS)
+    assert all(hasattr(one, name) for name, _, _ in METRICS)
+
+
+def test_rows_of_the_csv() -> None:
+    about = {"commit": "abc1234", "machine": "a cpu", "versions": "vllm 0", "command": "x"}
+    runs = [(WORKLOAD, measured(OURS)), (WORKLOAD, measured(BUILTIN, position=1))]
+    rows = csv_rows(runs, "eager", about)
+    assert [row["contestant"] for row in rows] == [OURS, BUILTIN]
+    assert rows[0]["ms_per_denoise_step"] == 15.625
+    assert rows[1]["concurrency"] == 1 and rows[1]["commit"] == "abc1234"
+
+
+def test_a_failure_is_shown_with_its_cause(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    cause = "(Worker pid=1) ERROR [x.py:1] RuntimeError: sizes differ"
+    log.write_text("\n".join([cause, cause, *["at exit"] * 40, "RuntimeError: initialization"]))
+    assert tail(log, num_lines=2).splitlines() == [
+        "RuntimeError: sizes differ",
+        "RuntimeError: initialization",
+        "...",
+        "at exit",
+        "RuntimeError: initialization",
+    ]
+
+
+def test_the_reference_runs_a_fixed_number_of_steps_too(tmp_path: Path) -> None:
+    """Hugging Face refuses the confidence of 0 that says so to a server."""
+    write_generation_config(MODEL, tmp_path / "fixed", 16)
+    settings = DiffusionGemmaGenerationConfig.from_pretrained(
+        tmp_path / "fixed", **never_stop(tmp_path / "fixed")
+    )
+    assert settings.stability_threshold == settings.max_denoising_steps == 16
+    assert settings.confidence_threshold > 0
+    write_generation_config(MODEL, tmp_path / "adaptive", None)
+    assert never_stop(tmp_path / "adaptive") == {}

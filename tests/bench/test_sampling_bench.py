@@ -1,0 +1,105 @@
+"""bench/sampling_step.py on tiny shapes: it runs, it compares, and it times nothing wrong."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import sampling_memory, sampling_step
+from bench.sampling_peers import Outcome, Shape, make_logits
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = ["--smoke", "--eager", "--profiles", "half"]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_smoke_compares_both_with_the_built_in(tmp_path: Path) -> None:
+    assert sampling_step.main([*SMOKE, "--results", str(tmp_path)]) == 0
+    lines = read(tmp_path / "sampling_step_cpu.csv")
+    assert [line["implementation"] for line in lines] == ["ours, sparse", "ours, exact", "built-in"]
+    for line in lines:
+        assert float(line["p50_ms"]) > 0 and float(line["faster_than_builtin"]) > 0
+        assert line["commit"] and line["machine"] and "torch" in line["versions"]
+    assert 0 <= float(lines[0]["largest_soft_error"]) < 2**-5
+
+
+def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(shape: Shape, weight: torch.Tensor):
+        right = prepare_builtin(shape, weight)
+        return lambda logits: right(logits)._replace(entropy=torch.zeros(len(logits)))
+
+    prepare_builtin = sampling_step.prepare_builtin
+    monkeypatch.setattr(sampling_step, "prepare_builtin", wrong)
+    assert sampling_step.main([*SMOKE, "--results", str(tmp_path)]) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_disagreement_names_what_differs() -> None:
+    weight = torch.eye(4)
+    same = Outcome(torch.tensor([1]), torch.tensor([0.5]), weight[1:2])
+    assert sampling_step.disagreement(same, same, weight) == ("", 0.0)
+    for name, value, word in (
+        ("argmax", torch.tensor([2]), "argmax"),
+        ("entropy", torch.tensor([0.6]), "entropies"),
+        ("entropy", torch.tensor([float("nan")]), "entropies"),
+        ("soft", weight[2:3], "soft embeddings"),
+    ):
+        problem, _ = sampling_step.disagreement(same._replace(**{name: value}), same, weight)
+        assert word in problem
+
+
+def test_memory_is_computed_and_measured(tmp_path: Path) -> None:
+    assert sampling_step.main(["--memory", "--smoke", "--results", str(tmp_path)]) == 0
+    lines = read(tmp_path / "sampling_step_memory_cpu.csv")
+    assert len(lines) == 3 * len(sampling_memory.SMOKE_CANVASES)
+    for line in lines:
+        logits_bytes = 4 * int(line["rows"]) * int(line["vocab_size"])
+        assert bool(line["measured_bytes"]) == (line["implementation"] != "built-in, GPU")
+        if line["measured_bytes"]:
+            assert int(line["measured_bytes"]) >= logits_bytes
+
+
+def test_peak_bytes_are_those_alive_at_once() -> None:
+    def call() -> None:
+        first = torch.zeros(1000)
+        second = first + 1
+        del first
+        second.clone()
+
+    assert 8000 <= sampling_memory.peak_bytes(call, "cpu") < 9000
+
+
+def test_the_largest_concurrency_needs_less_than_the_built_in_at_its_largest() -> None:
+    ours = sampling_memory.computed_bytes("ours", 64 * 256, 262_144)
+    for builtin in ("built-in, GPU", "built-in, CPU"):
+        assert ours <= sampling_memory.computed_bytes(builtin, 8 * 256, 262_144)
+
+
+@pytest.mark.parametrize("profile", ["open", "half", "settled"])
+def test_profiles_differ_in_what_a_row_believes(profile: str) -> None:
+    logits = make_logits(Shape(2, 8, 20_000, 8, profile), "cpu")
+    is_sure = torch.softmax(logits / 0.6, -1).amax(-1) > 0.999
+    assert is_sure.sum() == {"open": 0, "half": 8, "settled": 16}[profile]
+
+
+def test_it_needs_no_vllm() -> None:
+    program = (
+        "import sys; sys.modules['vllm'] = None\n"
+        "from bench import sampling_step\n"
+        "sys.exit(sampling_step.main(sys.argv[1:]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *SMOKE, "--results", "/dev/null/none"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert "no built-in to compare with" in result.stderr, result.stderr[-2000:]
+    assert "ours, sparse" in result.stdout and "built-in" not in result.stdout

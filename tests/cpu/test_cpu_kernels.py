@@ -1,0 +1,119 @@
+"""Each kernel of dllm/cpu does what the Triton kernel that it replaces does.
+
+The Triton kernels run in Triton's interpreter, all cases in one subprocess
+(triton_interpreter_worker.py), and every tensor is compared after the launch.
+"""
+
+import copy
+import inspect
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the originals run in Triton's interpreter")
+
+from dllm.cpu.install import MODEL_KERNELS, TOKEN_KERNELS
+from tests.support.cpu_drafting_cases import drafting_cases
+from tests.support.cpu_host_cases import host_cases
+from tests.support.cpu_kernel_cases import Case, state_cases
+from tests.support.cpu_sampling_cases import sampling_cases
+from tests.support.process import run_python
+from tests.support.triton_interpreter_worker import launch
+
+ALL_KERNELS = MODEL_KERNELS | TOKEN_KERNELS
+CASES = state_cases() + sampling_cases() + drafting_cases()
+HOST_CASES = host_cases()
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def triton_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the Triton kernels made of every case."""
+    folder = tmp_path_factory.mktemp("triton")
+    job = {
+        "kernels": list(ALL_KERNELS),
+        "cases": [asdict(case) for case in CASES],
+        "host_cases": [(case.function, case.args) for case in HOST_CASES],
+    }
+    torch.save(job, folder / "cases")
+    run_python(
+        "-m",
+        "tests.support.triton_interpreter_worker",
+        str(folder / "cases"),
+        str(folder / "results"),
+        environment={"TRITON_INTERPRET": "1"},
+    )
+    results: dict[str, Any] = torch.load(folder / "results")
+    return results
+
+
+def assert_same(ours: Any, theirs: Any, rtol: float, what: str) -> None:
+    """Compare tensors, lists of them and plain values; integers and poison exactly."""
+    if isinstance(ours, list | tuple):
+        for index, pair in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(*pair, rtol, f"{what}[{index}]")
+    elif isinstance(ours, torch.Tensor):
+        torch.testing.assert_close(
+            ours, theirs, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda text: f"{what}: {text}"
+        )
+    else:
+        assert ours == theirs, what
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.id for case in CASES])
+def test_equals_triton(index: int, triton_results: dict[str, Any]) -> None:
+    case: Case = copy.deepcopy(CASES[index])
+    launch(ALL_KERNELS[case.kernel], case.args)
+    theirs = triton_results["args"][index]
+    for name, value in case.args.items():
+        assert_same(value, theirs[name], case.rtol, name)
+
+
+@pytest.mark.parametrize("index", range(len(HOST_CASES)), ids=[case.id for case in HOST_CASES])
+def test_vllm_functions_are_the_same_with_our_kernels(
+    index: int, triton_results: dict[str, Any]
+) -> None:
+    """Goes through vLLM's own launches: positional tensors, keyword constants, launch options."""
+    (their_result, their_args), (our_result, our_args) = triton_results["host"][index]
+    rtol = HOST_CASES[index].rtol
+    assert_same(our_result, their_result, rtol, "result")
+    for name, value in our_args.items():
+        assert_same(value, their_args[name], rtol, name)
+
+
+def test_every_kernel_is_tested() -> None:
+    assert {case.kernel for case in CASES} == set(ALL_KERNELS)
+
+
+def test_vllm_launches_our_kernels_after_install(triton_results: dict[str, Any]) -> None:
+    assert triton_results["replaced"] == list(ALL_KERNELS)
+
+
+@pytest.mark.parametrize("name", ALL_KERNELS)
+def test_parameters_are_still_vllms(name: str, triton_results: dict[str, Any]) -> None:
+    """vLLM may only have the parameters that the replacement was written against."""
+    ours = list(inspect.signature(ALL_KERNELS[name]).parameters)
+    if ours[-1] == "num_warps":  # a launch option, not a parameter
+        ours.pop()
+    assert ours == triton_results["arg_names"][name]
+
+
+def test_gather_zeroes_every_padding_row() -> None:
+    """The launch grid, which would say how many there are, does not reach a replacement."""
+    name = "vllm.v1.worker.gpu.block_table._gather_block_tables_kernel"
+    case = copy.deepcopy(next(case for case in CASES if case.kernel == name))
+    launch(ALL_KERNELS[name], case.args)
+    for table in case.args["dst_block_table_ptrs"]:
+        assert not table[case.args["num_reqs"] :].any()
+
+
+def test_rank_of_an_impossible_token_is_the_vocabulary() -> None:
+    """Where a replacement differs on purpose: Triton's block padding is not counted."""
+    name = "vllm.v1.worker.gpu.sample.logprob._ranks_kernel"
+    rank = torch.empty(1, dtype=torch.int64)
+    logits = torch.tensor([[1.0, -torch.inf, 3.0]])
+    ALL_KERNELS[name](rank, logits, 3, torch.tensor([1]), 3, BLOCK_SIZE=8192)
+    assert rank.tolist() == [3]

@@ -1,0 +1,525 @@
+"""Policies as functions: what they learn, what a step costs, which widths earn most."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dllm.drafter.pair import _refuse_clocks_that_differ
+from dllm.drafter.widths.adaptive import FIRST_TRIAL, LAST_TRIAL, AdaptiveWidth, best_widths
+from dllm.drafter.widths.choice import make_policy
+from dllm.drafter.widths.costs import CostTable, assumed_costs
+from dllm.drafter.widths.pilot import PREPROCESSING, TOP_K, Pilot, PilotConfig, PilotWidth
+from dllm.drafter.widths.policy import VerifiedStep
+from dllm.drafter.widths.survival import BIN_EDGES, NUM_BINS, Survival, bins_of
+from dllm.settings.drafting import DrafterOptions, always_verifies_all
+
+N = 5
+
+
+def draw_accepted(rng: np.random.Generator, conditional: np.ndarray) -> np.ndarray:
+    """Drafts kept of each row: ``conditional [rows, N]``, given that those before it were."""
+    return (rng.random(conditional.shape) < conditional).cumprod(axis=1).sum(axis=1)
+
+
+# --- survival -------------------------------------------------------------------------------------
+
+
+def test_a_new_request_is_expected_to_do_as_all_of_them_did():
+    truth = np.array([0.9, 0.8, 0.85, 0.6, 0.7])
+    rng, survival = np.random.default_rng(0), Survival(40, N)
+    slots = np.arange(32)
+    for _ in range(200):
+        survival.reset(slots)
+        accepted = draw_accepted(rng, np.tile(truth, (32, 1)))
+        survival.observe(slots, np.full(32, N), accepted)
+    estimate = survival.of(np.array([39]))[0]
+    # The last 256 rows weigh most: three standard errors of a rate of so many.
+    assert np.abs(estimate - truth.cumprod()).max() < 3 * 0.5 / np.sqrt(256)
+    assert (np.diff(estimate) <= 0).all()
+
+
+def test_a_request_comes_to_be_known_by_its_own_record():
+    """Of two kinds of requests, whose hazards differ by a factor, each gets its own estimate."""
+    base = np.array([0.8, 0.75, 0.7, 0.7, 0.7])
+    kinds = np.where(np.arange(32) % 2 == 0, 0.2, 3.0)  # times the hazard: easy and hard
+    conditional = base ** kinds[:, None]
+    rng, survival = np.random.default_rng(1), Survival(32, N)
+    slots = np.arange(32)
+    estimates = []
+    for step in range(400):
+        accepted = draw_accepted(rng, conditional)
+        survival.observe(slots, np.full(32, N), accepted)
+        if step >= 200:
+            estimates.append(survival.of(slots))
+    mean = np.mean(estimates, axis=0)
+    for kind in (0, 1):
+        truth = conditional[kind].cumprod()
+        assert np.abs(mean[kind::2].mean(axis=0) - truth).max() < 0.06  # shrunk towards the average
+
+
+def test_the_drafters_confidence_tells_drafts_apart():
+    sure, unsure = bins_of(np.array([0.999, 0.2]))
+    conditional = np.where(np.arange(32)[:, None] % 2 == 0, 0.98, 0.4) * np.ones((32, N))
+    bins = np.where(np.arange(32)[:, None] % 2 == 0, sure, unsure) * np.ones((32, N), dtype=int)
+    rng, survival = np.random.default_rng(2), Survival(32, N)
+    slots = np.arange(32)
+    for _ in range(200):
+        survival.reset(slots)  # nothing is known but how sure the drafter is
+        survival.observe(slots, np.full(32, N), draw_accepted(rng, conditional), bins)
+    survival.reset(slots)
+    estimate = survival.of(slots[:2], bins[:2])
+    assert abs(estimate[0, 0] - 0.98) < 0.03
+    assert abs(estimate[1, 0] - 0.4) < 0.1
+    assert estimate[0, -1] > 5 * estimate[1, -1]
+
+
+def test_what_is_not_verified_is_expected_to_be_like_what_is():
+    survival = Survival(1, N)
+    slots = np.zeros(1, dtype=int)
+    for _ in range(300):
+        survival.observe(slots, np.array([1]), np.array([1]))  # the first draft only, always kept
+    survival.reset(slots)
+    assert survival.of(slots)[0, -1] > 0.9
+    before = survival.of(slots)
+    survival.observe(slots, np.array([0]), np.array([0]))  # nothing verified, nothing learned
+    np.testing.assert_array_equal(survival.of(slots), before)
+
+
+def test_every_probability_has_a_bin():
+    assert bins_of(np.array([0.0, *BIN_EDGES, 1.0])).tolist() == [0, *range(1, NUM_BINS), 8]
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+TABLE = CostTable(
+    np.array([1, 4, 8]),
+    np.array([0, 2, 4]),
+    np.array([[10.0, 11.0, 12.0], [13.0, 19.0, 25.0], [17.0, 29.0, 41.0]]),
+    np.array([7.0, 8.0, 10.0]),
+)
+
+
+def test_costs_are_interpolated_between_what_was_measured():
+    assert TABLE.drafting(4).tolist() == pytest.approx([13 + 6 * k / 8 for k in range(17)])
+    assert TABLE.drafting(1).tolist() == pytest.approx([10, 10.5, 11, 11.5, 12])
+    assert TABLE.drafting(6)[[0, 12, 24]].tolist() == pytest.approx([15, 24, 33])
+    assert TABLE.plain(6) == pytest.approx(9)
+    assert TABLE.plain(16) == pytest.approx(14)  # the last slope goes on
+    assert TABLE.drafting(16)[-1] == pytest.approx(41 + 2 * 16)
+
+
+def test_noise_in_the_measurement_never_makes_more_work_cheaper():
+    noisy = CostTable(
+        np.array([1, 4]), np.array([0, 4]), np.array([[10.0, 9.0], [8.0, 14.0]]), np.array([7.0, 6])
+    )
+    assert noisy.plain(4) == 7.0
+    assert noisy.drafting(1).tolist() == [10.0] * 5
+    assert (np.diff(noisy.drafting(4)) >= 0).all() and noisy.drafting(4)[0] == 10.0
+
+
+# --- the best widths ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_widths_are_those_of_trying_all(seed):
+    rng = np.random.default_rng(seed)
+    rows, drafts = int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    survival = rng.random((rows, drafts)).cumprod(axis=1)
+    survival[0] *= rng.random() < 0.8  # a row that is still in its prompt
+    base = float(rows)
+    cost = np.cumsum(rng.random(rows * drafts + 1) * rng.choice([0.05, 0.5])) + rng.random() * 3
+    widths, rate = best_widths(survival, base, cost)
+    best = max(
+        (base + sum(survival[row, :width].sum() for row, width in enumerate(tried)))
+        / cost[sum(tried)]
+        for tried in itertools.product(range(drafts + 1), repeat=rows)
+    )
+    assert rate == pytest.approx(best)
+    gained = sum(survival[row, :width].sum() for row, width in enumerate(widths))
+    assert (base + gained) / cost[widths.sum()] == pytest.approx(best)
+
+
+def test_one_more_draft_goes_to_the_likeliest():
+    survival = np.array([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
+    widths, _ = best_widths(survival, 2.0, np.array([10, 10, 10, 10, 13, 16, 19.0]))
+    assert widths.tolist() == [3, 0]
+
+
+# --- adaptive -------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds, moved by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Traffic:
+    """Requests that go through a policy, whose drafts are kept with given probabilities.
+
+    A step takes what the table says, and ``extra_ms``; or ``plain_ms``, and ``drafting_ms``
+    with a draft pass behind it.
+    """
+
+    def __init__(
+        self,
+        policy: AdaptiveWidth,
+        num_rows: int,
+        extra_ms: float = 0.0,
+        plain_ms: float | None = None,
+        drafting_ms: float = 0.0,
+    ) -> None:
+        self.policy, self.num_rows = policy, num_rows
+        self.extra_ms, self.plain_ms = extra_ms, plain_ms
+        self.pass_ms = drafting_ms - (plain_ms or 0.0)
+        if plain_ms is None:
+            self.pass_ms = policy.costs.drafting(num_rows)[0] - policy.costs.plain(num_rows)
+        self.rng = np.random.default_rng(0)
+        self.slots = np.arange(num_rows)
+        self.last = np.zeros(num_rows, dtype=int)
+
+    def arrive(self) -> None:
+        """New requests take all slots."""
+        everyone = np.ones(self.num_rows, dtype=bool)
+        nothing = np.zeros(self.num_rows, dtype=int)
+        self.policy.observe(VerifiedStep(self.slots, everyone, everyone, nothing, nothing))
+        self._choose()
+
+    def step(self, conditional: np.ndarray) -> np.ndarray:
+        """One step of the target; returns the widths chosen for the next."""
+        verifying_ms = self.policy.costs.drafting(self.num_rows)[self.last.sum()] - self.pass_ms
+        target_ms = verifying_ms if self.plain_ms is None else self.plain_ms
+        self.policy.clock.now += (target_ms + self.extra_ms) / 1e3
+        accepted = draw_accepted(self.rng, np.broadcast_to(conditional, (self.num_rows, N)))
+        accepted = np.minimum(accepted, self.last)
+        nobody = np.zeros(self.num_rows, dtype=bool)
+        self.policy.observe(VerifiedStep(self.slots, nobody, ~nobody, self.last, accepted))
+        return self._choose()
+
+    def _choose(self) -> np.ndarray:
+        self.last = np.zeros(self.num_rows, dtype=int)
+        if self.policy.limit(self.slots):
+            self.policy.clock.now += self.pass_ms / 1e3
+            self.last = self.policy.widths(self.slots, None, full(self.slots))
+        return self.last
+
+
+def full(slots: np.ndarray) -> np.ndarray:
+    """No draft ends an answer."""
+    return np.full(len(slots), N)
+
+
+def adaptive(num_rows: int, **options) -> AdaptiveWidth:
+    policy = AdaptiveWidth(N, num_rows, reads_confidence=False, clock=Clock(), **options)
+    # Drafting adds half of a step, and a verified draft a twentieth.
+    rows, widths = np.array([1]), np.array([0, N])
+    policy.costs = CostTable(rows, widths, np.array([[15.0, 15 + 0.5 * N]]), np.array([10.0]))
+    return policy
+
+
+GOOD, BAD = np.full(N, 0.9), np.full(N, 0.05)
+
+
+def test_drafting_stops_where_it_does_not_pay_and_is_taken_up_again():
+    policy = adaptive(1)
+    traffic = Traffic(policy, 1)
+    traffic.arrive()
+    widths = [int(traffic.step(BAD)[0]) for _ in range(100)]
+    assert widths[0] > 0
+    assert not policy.is_drafting and widths[-1] == 0
+    traffic.arrive()
+    widths = [int(traffic.step(GOOD)[0]) for _ in range(2000)]
+    assert policy.is_drafting and widths[-1] == N
+
+
+def test_trials_become_rare_while_they_change_nothing():
+    policy = adaptive(1)
+    traffic = Traffic(policy, 1)
+    traffic.arrive()
+    widths = np.array([int(traffic.step(np.zeros(N))[0]) for _ in range(5000)])
+    drafted = np.flatnonzero(widths)
+    off_since = drafted[np.flatnonzero(np.diff(drafted) > 1)[0]]
+    gaps = np.diff(drafted[drafted >= off_since])
+    assert (widths[drafted[drafted > off_since]] == N).all()
+    assert gaps[0] == FIRST_TRIAL + 1 or gaps[0] == FIRST_TRIAL
+    assert gaps.tolist() == sorted(gaps.tolist())
+    assert all(after <= 2 * before + 1 for before, after in itertools.pairwise(gaps.tolist()))
+    assert gaps[-1] in (LAST_TRIAL, LAST_TRIAL + 1)
+
+
+def test_after_hard_traffic_a_full_batch_drafts_again():
+    """However much is known of the hard traffic, trials of a few requests each outweigh it."""
+    policy = adaptive(32)
+    rows, widths = np.array([1, 32]), np.array([0, N])
+    cost = np.array([[1.3, 1.7], [4.0, 9.0]])
+    policy.costs = CostTable(rows, widths, cost, np.array([1.0, 3.0]))
+    traffic = Traffic(policy, 32)
+    traffic.arrive()
+    hard = [bool(traffic.step(BAD).any()) for _ in range(1000)]
+    assert sum(hard[500:]) <= 5
+    easy = np.array([traffic.step(GOOD).sum() for _ in range(8 * LAST_TRIAL)])
+    assert policy.is_drafting and (easy[-5:] > 32).all()
+
+
+def test_drafting_of_which_nothing_is_verified_is_stopped():
+    """A draft pass that costs less than the margin, and drafts that cost more than they earn."""
+    policy = adaptive(1)
+    policy.costs = CostTable(
+        np.array([1]), np.array([0, N]), np.array([[10.1, 30.0]]), np.array([10.0])
+    )
+    traffic = Traffic(policy, 1)
+    traffic.arrive()
+    for _ in range(100):
+        traffic.step(BAD)
+    assert not policy.is_drafting
+
+
+def test_unsure_drafts_are_not_taken_for_average_ones():
+    """If the drafter is never sure, its drafts are as bad before they are seen as behind it."""
+    survival, slots = Survival(1, N), np.zeros(1, dtype=int)
+    bins = np.zeros((1, N), dtype=int)
+    rng = np.random.default_rng(3)
+    for _ in range(400):
+        survival.reset(slots)
+        survival.observe(slots, np.array([N]), draw_accepted(rng, np.full((1, N), 0.1)), bins)
+    survival.reset(slots)
+    np.testing.assert_allclose(survival.of(slots), survival.of(slots, bins), rtol=0.02)
+    assert survival.of(slots)[0, 0] < 0.2
+
+
+def test_a_hopeless_request_is_tried_again_in_time():
+    survival, slots = Survival(2, N), np.arange(2)
+    for _ in range(50):
+        survival.observe(slots, np.array([N, N]), np.array([N, 0]))
+    hopeless = survival.of(slots)[1, 0]
+    for _ in range(100):
+        survival.observe(slots, np.array([N, 0]), np.array([N, 0]))
+    easy, again = survival.of(slots)[:, 0]
+    assert hopeless < 0.1 and again > 0.4 and easy > 0.9
+
+
+def test_a_trial_verifies_one_request_that_was_tried_least():
+    policy = adaptive(4)
+    traffic = Traffic(policy, 4)
+    traffic.arrive()
+    chosen = [traffic.step(np.zeros(N)) for _ in range(3000)]
+    trials = [widths for widths in chosen[200:] if widths.any()]
+    assert trials and all(sorted(widths) == [0, 0, 0, N] for widths in trials)
+    assert {int(widths.argmax()) for widths in trials[:4]} != {0}
+
+
+@pytest.mark.parametrize("is_drafting", [True, False])
+def test_between_start_and_stop_there_is_a_margin(is_drafting, monkeypatch):
+    """Where neither is better by a fifth, both go on; beyond that they change places."""
+    policy = adaptive(1, hysteresis=0.2)
+    traffic = Traffic(policy, 1)
+    traffic.arrive()
+    policy.is_drafting = is_drafting
+    first = 0.55  # of one draft: (1 + 0.55) / 15.5 is as much as 1 / 10
+    monkeypatch.setattr(
+        policy.survival, "of", lambda slots, bins=None: np.array([[first, 0, 0, 0, 0]])
+    )
+    for first, expected in ((0.55, is_drafting), (0.05 if is_drafting else 0.95, not is_drafting)):  # noqa: B007  read by `of`
+        traffic.arrive()
+        assert policy.is_drafting is expected
+
+
+def test_widths_differ_between_requests():
+    policy = adaptive(2)
+    policy.costs = CostTable(
+        np.array([1, 2]),
+        np.array([0, N]),
+        np.array([[11.0, 21.0], [12.0, 32.0]]),
+        np.array([10.0, 11.0]),
+    )
+    traffic = Traffic(policy, 2)
+    traffic.arrive()
+    rates = np.stack([np.full(N, 0.97), np.full(N, 0.3)])
+    widths = np.array([traffic.step(rates) for _ in range(60)])
+    assert widths[20:, 0].mean() > widths[20:, 1].mean() + 2
+
+
+def test_requests_in_their_prompts_get_nothing_and_alone_are_not_drafted_for():
+    policy = adaptive(2)
+    slots, nothing = np.arange(2), np.zeros(2, dtype=int)
+    in_prompt = np.array([True, True])
+    policy.observe(VerifiedStep(slots, in_prompt, ~in_prompt, nothing, nothing))
+    assert policy.limit(slots) == 0
+    one_ends = np.array([False, True])
+    policy.observe(VerifiedStep(slots, in_prompt, one_ends, nothing, nothing))
+    assert policy.limit(slots) == N
+    widths = policy.widths(slots, None, full(slots))
+    assert widths[0] == 0 and widths[1] > 0
+
+
+def test_what_a_step_costs_beside_the_table_is_learned_and_idleness_is_not():
+    policy = adaptive(1)
+    clock = policy.clock
+    traffic = Traffic(policy, 1, extra_ms=4.0)
+    traffic.arrive()
+    for _ in range(200):
+        traffic.step(GOOD)
+    assert policy._unseen_ms == [0.0, pytest.approx(4.0, rel=0.05)]
+    clock.now += 60.0
+    traffic.step(GOOD)
+    assert policy._unseen_ms[True] == pytest.approx(4.0, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "drafting_ms", "pays"), [(10.0, 40.0, False), (4.0, 15.0, False), (20, 17, True)]
+)
+def test_a_table_that_is_wrong_about_one_kind_of_step_is_corrected(plain_ms, drafting_ms, pays):
+    """Drafts are kept half of the time; by the table (10 and 15 ms) that pays a little."""
+    policy = adaptive(1)
+    traffic = Traffic(policy, 1, plain_ms=plain_ms, drafting_ms=drafting_ms)
+    traffic.arrive()
+    drafted = [bool(traffic.step(np.full(N, 0.5)).any()) for _ in range(1000)]
+    share = np.mean(drafted[500:])
+    assert share > 0.9 if pays else share < 0.1
+
+
+def test_a_table_that_is_far_too_high_is_corrected_by_its_first_trials():
+    """As one that was measured while something else had the processor."""
+    policy = adaptive(1)
+    wrong = np.array([[150.0, 180.0]])
+    policy.costs = CostTable(np.array([1]), np.array([0, N]), wrong, np.array([10.0]))
+    traffic = Traffic(policy, 1, plain_ms=10.0, drafting_ms=15.0)
+    traffic.arrive()
+    drafted = [bool(traffic.step(GOOD).any()) for _ in range(100)]
+    assert not any(drafted[: FIRST_TRIAL - 2]) and all(drafted[50:])
+
+
+def test_endings_are_learned_and_stop_the_drafting_that_is_worth_nothing():
+    """Every draft would be kept, and every block begins with the end of the answer."""
+    policy = adaptive(1)
+    slots, nothing = np.arange(1), np.zeros(1, dtype=int)
+    everyone, drafted = np.ones(1, dtype=bool), []
+    for _ in range(200):
+        policy.observe(VerifiedStep(slots, everyone, everyone, nothing, nothing))
+        drafted.append(policy.limit(slots) > 0)
+        if drafted[-1]:
+            assert policy.widths(slots, None, np.zeros(1, dtype=int)).tolist() == [0]
+    assert drafted[0] and sum(drafted[100:]) <= 5
+
+    # Then long answers arrive. They are noticed when the first few are over, not at the next trial.
+    policy._until_trial = policy._trial_after = LAST_TRIAL
+    drafted = []
+    for _ in range(20):
+        policy.observe(VerifiedStep(slots, everyone, everyone, nothing, nothing))
+        drafted.append(policy.limit(slots) > 0)
+        if drafted[-1]:
+            policy.widths(slots, None, full(slots))
+        for _ in range(N + 2):
+            policy.observe(VerifiedStep(slots, ~everyone, everyone, nothing, nothing))
+            if not policy.limit(slots):
+                continue
+            policy.widths(slots, None, full(slots))
+    assert not drafted[0] and all(drafted[15:])
+
+
+# --- pilot ----------------------------------------------------------------------------------------
+
+
+def test_a_pilot_chooses_once_behind_the_prompt(tmp_path):
+    config = PilotConfig((0, 2, 5), vocab_size=40, hidden_size=8)
+    torch.manual_seed(0)
+    pilot = Pilot(config)
+    pilot.save(tmp_path)
+    logits = torch.randn(64, 40) * 3
+    chosen = pilot.choose(logits)
+    assert set(chosen.tolist()) == {0, 2, 5}
+    np.testing.assert_array_equal(Pilot.load(tmp_path).choose(logits), chosen)
+
+    options = DrafterOptions(policy="pilot", pilot=str(tmp_path))
+    assert not always_verifies_all(options, 5)
+    policy = make_policy(options, 5, num_slots=64)
+    assert isinstance(policy, PilotWidth)
+    slots, nothing = np.arange(64), np.zeros(64, dtype=int)
+    in_prompt = np.ones(64, dtype=bool)
+    policy.observe(VerifiedStep(slots, in_prompt, ~in_prompt, nothing, nothing, logits[:0]))
+    assert policy.limit(slots) == 0  # nobody's prompt has ended
+    policy.observe(VerifiedStep(slots, in_prompt, in_prompt, nothing, nothing, logits))
+    policy.observe(VerifiedStep(slots, ~in_prompt, in_prompt, nothing, nothing, logits[:0]))
+    assert policy.limit(slots) == 5
+    widths = policy.widths(slots[::-1], None, full(slots))
+    np.testing.assert_array_equal(widths, chosen[::-1])
+    ends = np.where(slots % 2, 3, 5)
+    np.testing.assert_array_equal(policy.widths(slots, None, ends), np.minimum(chosen, ends))
+
+
+@pytest.mark.parametrize("name", PREPROCESSING)
+def test_preprocessing(name):
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 4
+    read = PREPROCESSING[name](logits)
+    expected = {
+        "raw": logits,
+        "softmax": logits.exp() / logits.exp().sum(-1, keepdim=True),
+        "normalized": (logits - logits.mean(-1, keepdim=True))
+        / logits.std(-1, correction=0, keepdim=True),
+        "top_k": logits.log_softmax(-1).sort(-1, descending=True).values[:, :TOP_K],
+    }[name]
+    torch.testing.assert_close(read, expected, rtol=1e-4, atol=1e-4)  # layer_norm has an epsilon
+
+
+def test_a_pilot_of_another_server_is_refused(tmp_path):
+    config = PilotConfig((0, 9), vocab_size=40)
+    with pytest.raises(ValueError, match=r"up to 9.*is 7"):
+        config.check_against(num_drafts=7, vocab_size=40)
+    with pytest.raises(ValueError, match=r"40 tokens.*has 50"):
+        config.check_against(num_drafts=9, vocab_size=50)
+    with pytest.raises(ValueError, match="dllm train pilot"):
+        PilotConfig.load(tmp_path)
+    for wrong in ({"widths": (3, 1)}, {"widths": ()}, {"preprocessing": "rawest"}):
+        with pytest.raises(ValueError, match=str(next(iter(wrong)))):
+            PilotConfig(**{"widths": (1,), "vocab_size": 4} | wrong)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"policy": "adaptve"}, ["adaptve", "adaptive"]),
+        ({"policy": "pilot"}, ["pilot", "dllm train pilot"]),
+        ({"policy": "adaptive", "width": 3}, ["width = 3", '"fixed"', '"adaptive"']),
+        ({"pilot": "somewhere"}, ["somewhere", '"pilot"', '"fixed"']),
+        ({"policy": "adaptive", "hysteresis": 2}, ["hysteresis = 2", "at most 1"]),
+        ({"policy": "adaptive", "confidence": 1}, ["confidence = 1", "true or false"]),
+        ({"policy": "pilot", "pilot": 3}, ["pilot = 3"]),
+        ({"policy": "adaptive", "block": "chosen"}, ['"chosen"', '"adaptive"', "before drafting"]),
+        ({"denoise_steps": 2, "block": "chosen"}, ['"chosen"', "denoise_steps = 2", "one step"]),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(given, words):
+    with pytest.raises(ValueError) as refusal:
+        DrafterOptions.from_given(given)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_ranks_do_not_each_decide_by_their_own_clock():
+    def server(policy: str, num_ranks: int) -> Any:
+        options = {"dllm": {"drafter": {"policy": policy}}}
+        parallel = SimpleNamespace(tensor_parallel_size=num_ranks)
+        return SimpleNamespace(additional_config=options, parallel_config=parallel)
+
+    _refuse_clocks_that_differ(server("fixed", 2))
+    _refuse_clocks_that_differ(server("adaptive", 1))
+    with pytest.raises(ValueError, match="'adaptive' with tensor_parallel_size = 2"):
+        _refuse_clocks_that_differ(server("adaptive", 2))
+
+
+def test_the_adaptive_policy_from_options():
+    options = DrafterOptions(policy="adaptive", hysteresis=0.1, confidence=False)
+    policy = make_policy(options, 7, 4)
+    assert isinstance(policy, AdaptiveWidth)
+    assert (policy.hysteresis, policy.reads_confidence) == (0.1, False)
+    assert not always_verifies_all(options, 7)
+    assert policy.costs.drafting(3)[-1] > assumed_costs(7).plain(3)

@@ -1,0 +1,58 @@
+"""Drafting at a real server: its metrics, over HTTP."""
+
+import re
+import urllib.request
+
+from tests.support.drafter_pairs import write_drafter, write_target
+from tests.support.server_harness import ENVIRONMENT, Server
+
+NUM_DRAFTS, WIDTH = 3, 2
+FLAGS = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=256",
+    "--max-num-seqs=4",
+    "--max-num-batched-tokens=128",
+)
+
+
+def metrics(server: Server) -> dict[str, float]:
+    """Our samples: name and the labels beside model and engine -> value."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    found = {}
+    for name, labels, value in re.findall(r"^dllm:(\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        own = re.sub(r'(model_name|engine)="[^"]*",?', "", labels).strip(",")
+        found[name + own] = float(value)
+    return found
+
+
+def test_metrics_of_drafting(tmp_path):
+    target, drafter = write_target(tmp_path / "target"), write_drafter(tmp_path / "drafter")
+    assert ENVIRONMENT["TORCHDYNAMO_DISABLE"] == "1"
+    flags = (
+        *FLAGS,
+        "--speculative-config",
+        f'{{"method": "dflash", "model": "{drafter}", "num_speculative_tokens": {NUM_DRAFTS}}}',
+        "--additional-config",
+        f'{{"dllm": {{"drafter": {{"width": {WIDTH}}}}}}}',
+    )
+    with Server(target, tmp_path / "log", flags) as server:
+        server.wait_until_ready()
+        body = {"prompt": [20, 21, 22], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+        body["model"] = str(target)
+        assert server.post("/v1/completions", body).status == 200
+        found = metrics(server)
+    passes = found["draft_passes_total"]
+    verifying = found['verified_tokens_per_pos_totalposition="0"']
+    # At most 19 steps behind the prompt's; those that verify were all drafted for.
+    assert 7 <= verifying <= 19
+    assert verifying <= passes <= verifying + 1
+    assert found["drafted_tokens_total"] == passes * NUM_DRAFTS
+    assert found["drafting_seconds_total"] > 0
+    # Less where the answer ends: the scheduler drafts no further than max_tokens.
+    assert found['verified_tokens_per_pos_totalposition="1"'] in (verifying, verifying - 1)
+    assert found[f'verified_tokens_per_pos_totalposition="{WIDTH}"'] == 0
+    assert found["draft_width_count"] == passes
+    assert found['draft_width_bucketle="1.0"'] == 0
+    assert found[f'draft_width_bucketle="{WIDTH}.0"'] == passes

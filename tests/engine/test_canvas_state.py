@@ -1,0 +1,65 @@
+"""Per-slot state: what a reset leaves, and the canvas that a request brings."""
+
+import torch
+from vllm import SamplingParams
+
+from dllm.engine.state import CanvasState, request_seed
+from dllm.settings.request import RequestOptions
+from dllm.settings.server import DenoiseConfig
+
+VOCAB, CANVAS, SLOTS = 30, 6, 3
+CONFIG = DenoiseConfig(CANVAS, 10, 0.4, 0.8, 0.1, 0.2, 1, "symmetric")
+
+
+def options(**params) -> RequestOptions:
+    return RequestOptions.parse(SamplingParams(**params), CONFIG, VOCAB)
+
+
+def state() -> CanvasState:
+    return CanvasState(SLOTS, CANVAS, VOCAB, 4, torch.float32, torch.device("cpu"))
+
+
+def test_a_reset_forgets_the_last_request():
+    canvases = state()
+    seeded = {"diffusion_seed_canvas": [1, 2, 3, 4, 5, 6], "diffusion_pinned": [0, 4]}
+    seeded |= {"diffusion_read_only": True}
+    canvases.reset(1, options(stop_token_ids=[3, 9], temperature=0, extra_args=seeded), 7, 12)
+    canvases.steps_done[1], canvases.stable_count[1] = 4, 3
+    assert canvases.is_stop[1].nonzero().flatten().tolist() == [3, 9]
+    assert canvases.is_greedy[1] and canvases.is_read_only[1] and canvases.seeded_at[1] == 12
+    canvases.reset(1, options(), 8, 12)
+    assert not canvases.is_stop[1].any()
+    assert not canvases.is_greedy[1] and not canvases.is_read_only[1]
+    assert canvases.seeded_at[1] == -1 and canvases.seeds[1] == 8
+    assert canvases.steps_done[1] == 0 and not canvases.stable_count[1].any()
+
+
+def test_the_canvas_that_a_request_brings_is_its_first():
+    canvases = state()
+    ids = [9, 8, 7, 6, 5, 4]
+    extra = {"diffusion_seed_canvas": ids, "diffusion_pinned": [0, 4]}
+    canvases.reset(0, options(extra_args=extra), 1, 12)
+    canvases.reset(1, options(), 1, 12)
+    slots = torch.tensor([0, 1, 0, 0])
+    starts = torch.tensor([12, 12, 13, 6])
+    drawn = torch.full((4, CANVAS), 2)
+    result = canvases.with_seeds(slots, starts, drawn)
+    assert result.tolist() == [ids, *([[2] * CANVAS] * 3)]
+    pins = canvases.pins(slots, starts)
+    assert pins[0].nonzero().flatten().tolist() == [0, 4] and not pins[1:].any()
+
+
+def test_a_narrow_canvas_that_a_request_brings():
+    canvases = state()
+    extra = {"diffusion_seed_canvas": [9, 8], "diffusion_canvas_length": 2}
+    canvases.reset(2, options(extra_args=extra), 1, 3)
+    drawn = torch.full((1, CANVAS), 2)
+    result = canvases.with_seeds(torch.tensor([2]), torch.tensor([3]), drawn)
+    assert result[0, :2].tolist() == [9, 8]
+
+
+def test_a_request_without_a_seed_has_one_of_its_own():
+    own = [request_seed(options(), name, 0) for name in ("a", "b", "a")]
+    assert own[0] == own[2] != own[1]
+    assert request_seed(options(), "a", 1) != own[0]
+    assert request_seed(options(seed=-4), "a", 0) == -4

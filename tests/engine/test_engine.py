@@ -1,0 +1,363 @@
+"""Requests through vLLM's real engine: whatever else happens, the tokens are those of a quiet run.
+
+The quiet run itself is held to Hugging Face in ``test_parity.py``.
+"""
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from dllm.engine.scheduler import CanvasScheduler
+from dllm.engine.spans import Spans
+from tests.engine.test_parity import CANVAS, prompt
+from tests.support.engine_harness import RUN_TOLERANCE, assert_same_runs, blocks_of, get_engine
+
+
+def params(blocks: float = 3, seed: int = 1, **options) -> SamplingParams:
+    """`blocks` canvases of output, not ended by end-of-sequence."""
+    options = {"ignore_eos": True} | options
+    return SamplingParams(max_tokens=int(blocks * CANVAS), seed=seed, **options)
+
+
+def quiet(engine, context, sampling) -> list[int]:
+    """The tokens of a request that has an engine with an empty cache to itself."""
+    return engine.quiet_run(context, sampling).tokens
+
+
+def scheduler_watch(monkeypatch, engine, name):
+    """Record the calls of one scheduler method."""
+    calls = []
+    method = getattr(engine.scheduler, name)
+
+    def spy(*args, **kwargs):
+        result = method(*args, **kwargs)
+        calls.append((args, result))
+        return result
+
+    monkeypatch.setattr(engine.scheduler, name, spy)
+    return calls
+
+
+def scheduled_spans(outputs) -> list[tuple[int, int, int]]:
+    """(tokens past the prompt so far, tokens scheduled, canvas tokens among them), per request."""
+    prompt_lens, spans = {}, []
+    for output in outputs:
+        computed = {new.req_id: 0 for new in output.scheduled_new_reqs}
+        prompt_lens |= {new.req_id: len(new.prompt_token_ids) for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for req_id, count in output.num_scheduled_tokens.items():
+            canvas = output.scheduled_spec_decode_tokens.get(req_id, ())
+            spans.append((computed[req_id] - prompt_lens[req_id], count, len(canvas)))
+    return spans
+
+
+# --- the core rule -------------------------------------------------------------------------------
+
+
+def test_an_emitted_block_is_committed_at_the_head_of_the_next_pass(engine):
+    with engine.watch() as watched:
+        engine.generate([prompt(10)], params(blocks=3))
+    (steps,) = watched.values()
+    emitting = [i for i, step in enumerate(steps) if step.num_emitted]
+    assert [steps[i].num_emitted for i in emitting] == [CANVAS] * 3
+    # The pass after an emission carries the block, causal, in front of the next canvas; no other
+    # pass has a head, and the last block is never committed.
+    with_head = [i for i, step in enumerate(steps) if step.head_len]
+    assert with_head == [i + 1 for i in emitting[:-1]]
+    assert {steps[i].head_len for i in with_head} == {CANVAS}
+    assert emitting[-1] == len(steps) - 1
+
+
+def test_the_separate_commit_twin_is_identical_and_takes_a_pass_more_per_block(
+    engine, checkpoint, monkeypatch
+):
+    twin = get_engine(
+        checkpoint(),
+        max_num_batched_tokens=256,
+        additional_config={"dllm": {"commit": "separate"}},
+    )
+    runs, forward_passes = [], []
+    for one in (engine, twin):
+        with monkeypatch.context() as patch:
+            schedules = scheduler_watch(patch, one, "schedule")
+            runs.append(one.quiet_run(prompt(70), params(blocks=4, seed=3)))
+        forward_passes.append(len(schedules))
+    assert_same_runs(runs[1:], runs[:1])
+    # Four blocks: three of them are committed, the last one never.
+    assert forward_passes[1] == forward_passes[0] + 3
+
+
+def test_without_the_kv_rollback_runs_differ(engine, checkpoint, monkeypatch):
+    expected = engine.quiet_run(prompt(70), params())
+    monkeypatch.setattr(
+        CanvasScheduler, "_update_request_with_output", Scheduler._update_request_with_output
+    )
+    # The scheduler now believes that the emitted block's KV is final; the worker does not.
+    broken = get_engine(checkpoint(), max_num_batched_tokens=255)  # an engine to ruin
+    broken.reset_prefix_cache()
+    # The worker denoises at positions that the scheduler does not mean.
+    (run,) = broken.runs([prompt(70)], params())
+    assert run.difference(expected) > 100 * RUN_TOLERANCE
+
+
+def test_without_the_causal_head_runs_differ(engine, checkpoint, monkeypatch):
+    expected = engine.quiet_run(prompt(70), params())
+    of_schedule = Spans.of_schedule.__func__
+
+    def all_canvas(cls, query_lens, num_draft_tokens):
+        spans = of_schedule(cls, query_lens, num_draft_tokens)
+        fused = spans.canvas_widths > 0
+        return cls(spans.head_lens * ~fused, spans.canvas_widths + spans.head_lens * fused)
+
+    monkeypatch.setattr(Spans, "of_schedule", classmethod(all_canvas))
+    broken = get_engine(checkpoint(), max_num_batched_tokens=254)
+    assert broken.quiet_run(prompt(70), params()).difference(expected) > 100 * RUN_TOLERANCE
+
+
+# --- key-value cache -----------------------------------------------------------------------------
+
+
+def page_contents(engine, layer_group: int, page: int) -> list[torch.Tensor]:
+    """The raw contents of one page, for every layer of a KV cache group."""
+    names = engine.runner.kv_cache_config.kv_cache_groups[layer_group].layer_names
+    context = engine.runner.vllm_config.compilation_config.static_forward_context
+    caches = [context[name].kv_cache for name in names]
+    return [cache[page].clone() for cache in caches]
+
+
+def test_the_kv_of_generated_blocks_equals_that_of_the_same_tokens_prefilled(engine):
+    """Page by page, every layer: head rows get the encoder's input and layer scalar."""
+    page = engine.runner.block_tables.block_sizes[0]
+    context = prompt(page - 2 * CANVAS - 3)
+    sampling = params(blocks=4)
+    contents = {}
+    tokens = None
+    for name in ("generated", "prefilled"):
+        engine.reset_prefix_cache()
+        ids = context if tokens is None else context + tokens[: 3 * CANVAS]
+        req_id = engine.add(ids, sampling if tokens is None else params(blocks=1))
+        finished = {}
+        first_pages = None
+        while engine.llm.llm_engine.has_unfinished_requests():
+            finished |= {output.request_id: output for output in engine.step()}
+            slot = next(iter(engine.runner.req_states.req_id_to_index.values()))
+            tables = engine.runner.block_tables.block_tables
+            first_pages = first_pages or [int(table.gpu[slot, 0]) for table in tables]
+        tokens = tokens or list(finished[req_id].outputs[0].token_ids)
+        contents[name] = [
+            layer
+            for group, page_id in enumerate(first_pages)
+            for layer in page_contents(engine, group, page_id)
+        ]
+    assert len(contents["generated"]) == 4  # layers
+    for generated, prefilled in zip(contents["generated"], contents["prefilled"], strict=True):
+        torch.testing.assert_close(generated, prefilled, rtol=1e-4, atol=1e-4)
+
+
+def test_a_conversation_continued_from_cache_equals_a_cold_start(engine, monkeypatch):
+    """The second turn's prefix, generated blocks included, comes from the prefix cache."""
+    page = engine.runner.block_tables.block_sizes[0]
+    turn = prompt(page - CANVAS)
+    engine.reset_prefix_cache()
+    (answer,) = engine.generate([turn], params(blocks=6))
+    assert len(turn) + len(answer) > 2 * page
+    follow_up = turn + answer + prompt(9, salt=4)
+    hits = scheduler_watch(monkeypatch, engine, "_get_local_prefix_cache_hit")
+    continued = engine.runs([follow_up], params(seed=8))
+    assert [result[1] for _, result in hits] == [2 * page]  # the second is generated blocks
+    assert_same_runs(continued, [engine.quiet_run(follow_up, params(seed=8))])
+
+
+def test_a_prefix_shared_by_two_requests_changes_nothing(engine, monkeypatch):
+    page = engine.runner.block_tables.block_sizes[0]
+    shared = prompt(page)
+    contexts = [shared + prompt(5, salt=1), shared + prompt(8, salt=2)]
+    expected = [engine.quiet_run(context, params()) for context in contexts]
+    engine.reset_prefix_cache()
+    hits = scheduler_watch(monkeypatch, engine, "_get_local_prefix_cache_hit")
+    runs = [engine.runs([context], params())[0] for context in contexts]
+    assert [result[1] for _, result in hits] == [0, page]
+    assert_same_runs(runs, expected)
+
+
+# --- batches, budgets, interruptions -------------------------------------------------------------
+
+
+def test_requests_at_different_points_of_one_batch_do_not_disturb_each_other(engine):
+    contexts = [prompt(length, salt=length) for length in (1, 40, 130, 7, 90, 65)]
+    sampling = [params(blocks=1 + i % 3, seed=i) for i in range(len(contexts))]
+    requests = zip(contexts, sampling, strict=True)
+    expected = [engine.quiet_run(*request) for request in requests]
+    engine.reset_prefix_cache()
+    assert_same_runs(engine.runs(contexts, sampling), expected)
+
+
+def test_prompts_longer_than_the_token_budget_and_budgets_smaller_than_the_batch(
+    engine, checkpoint, monkeypatch
+):
+    """Budget 72: prompts come in chunks, and a 64-token head-and-canvas span often does not fit."""
+    small = get_engine(checkpoint(), max_num_batched_tokens=72)
+    contexts = [prompt(length, salt=length) for length in (200, 100, 30)]
+    expected = [engine.quiet_run(context, params()) for context in contexts]
+    small.reset_prefix_cache()
+    outputs = scheduler_watch(monkeypatch, small, "schedule")
+    assert_same_runs(small.runs(contexts, params()), expected)
+    spans = scheduled_spans(output for _, output in outputs)
+    assert any(done < 0 and count == 72 for done, count, _ in spans), "no prompt chunk"
+    assert any(done >= 0 and canvas == 0 for done, _, canvas in spans), "no block went alone"
+    assert any(span[1:] == (2 * CANVAS, CANVAS) for span in spans), "nor with its canvas"
+    # A canvas is scheduled whole or not at all.
+    assert {canvas for *_, canvas in spans} == {0, CANVAS}
+
+
+def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch):
+    tight = get_engine(
+        checkpoint(),
+        max_num_batched_tokens=72,  # canvases are withheld, too
+        max_model_len=288,
+        block_size=32,
+        num_gpu_blocks_override=27,
+    )
+    contexts = [prompt(60, salt=salt) for salt in range(4)]
+    expected = [engine.quiet_run(context, params(blocks=5)).tokens for context in contexts]
+    preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    assert tight.generate(contexts, params(blocks=5)) == expected
+    assert preemptions, "the cache was large enough for everybody"
+
+
+def abort(engine, req_id) -> None:
+    engine.llm.llm_engine.abort_request([req_id])
+
+
+@pytest.mark.parametrize("moment", ["mid-canvas", "between emission and commit"])
+def test_an_aborted_request_leaves_nothing_behind(engine, moment):
+    """Its slot is reused by a request whose tokens do not notice."""
+    expected = engine.quiet_run(prompt(33), params(seed=4))
+    engine.reset_prefix_cache()
+    doomed = engine.add(prompt(50), params(blocks=8))
+    with engine.watch() as watched:
+        for _ in range(200):
+            engine.step()
+            steps = next(iter(watched.values()), [])
+            emitted = bool(steps and steps[-1].num_emitted)
+            if len(steps) > 1 and emitted == (moment != "mid-canvas"):
+                break
+        else:
+            raise AssertionError(f"never {moment}")
+    abort(engine, doomed)
+    assert_same_runs(engine.runs([prompt(33)], params(seed=4)), [expected])
+    engine.reset_prefix_cache()  # asserts that no KV block leaked
+
+
+# --- where generation ends -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [1, CANVAS - 1, CANVAS, CANVAS + 1, 3 * CANVAS - 7])
+def test_max_tokens_is_exact(engine, max_tokens):
+    long = quiet(engine, prompt(12), params(blocks=3))
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
+    assert quiet(engine, prompt(12), sampling) == long[:max_tokens]
+
+
+def test_the_last_canvas_is_cut_by_the_model_length(engine):
+    limit = engine.runner.max_model_len
+    context = prompt(limit - CANVAS - 5)
+    with engine.watch() as watched:
+        output = engine.outputs([context], params(blocks=9))[0]
+    (steps,) = watched.values()
+    assert len(context) + len(output.outputs[0].token_ids) == limit
+    assert output.outputs[0].finish_reason == "length"
+    assert len(steps[0].canvas) == CANVAS and len(steps[-1].canvas) == 5
+
+
+def test_a_stop_token_inside_a_canvas_ends_the_request_there(engine):
+    tokens = quiet(engine, prompt(12), params(blocks=2))
+    stop = tokens[CANVAS + 10]
+    first = tokens.index(stop)
+    sampling = params(blocks=4, stop_token_ids=[stop])
+    output = engine.outputs([prompt(12)], sampling)[0].outputs[0]
+    assert list(output.token_ids) == tokens[: first + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+def test_n_samples_differ_and_are_reproducible(engine):
+    completions = [
+        [list(c.token_ids) for c in engine.outputs([prompt(20)], params(1, n=3))[0].outputs]
+        for _ in range(2)
+    ]
+    assert completions[0] == completions[1]
+    assert len({tuple(tokens) for tokens in completions[0]}) == 3
+
+
+def test_without_a_seed_every_request_draws_its_own_noise(engine):
+    same = [prompt(20)] * 3
+    outputs = engine.generate(same, SamplingParams(max_tokens=CANVAS, ignore_eos=True))
+    assert len({tuple(tokens) for tokens in outputs}) == 3
+
+
+# --- request options -----------------------------------------------------------------------------
+
+
+def test_a_narrower_canvas_beside_full_ones(engine):
+    narrow = params(blocks=2, seed=5, extra_args={"diffusion_canvas_length": 13})
+    requests = [(prompt(30), narrow), (prompt(11), params()), (prompt(90), params(seed=2))]
+    expected = [engine.quiet_run(*request) for request in requests]
+    engine.reset_prefix_cache()
+    with engine.watch() as watched:
+        runs = engine.runs(*zip(*requests, strict=True))
+    assert_same_runs(runs, expected)
+    widths = [{len(step.canvas) for step in steps} for steps in watched.values()]
+    assert sorted(widths, key=min) == [{13}, {CANVAS}, {CANVAS}]
+
+
+def test_a_request_can_cap_its_denoise_steps(engine):
+    with engine.watch() as watched:
+        engine.generate([prompt(30)], params(extra_args={"diffusion_max_steps": 2}))
+    (steps,) = watched.values()
+    assert blocks_of(steps) == [2, 2, 2]
+
+
+def test_greedy_draws_no_gumbel_noise(engine, monkeypatch):
+    greedy = params(temperature=0)
+    tokens = quiet(engine, prompt(30), greedy)
+    monkeypatch.setattr(
+        "dllm.ops.row_stats.gumbel",
+        lambda keys, vocab_size: torch.randn(len(keys), vocab_size) * 50,
+    )
+    assert quiet(engine, prompt(30), greedy) == tokens
+    assert quiet(engine, prompt(30), params()) != quiet(engine, prompt(30), params())
+
+
+def test_top_k_of_one_samples_what_greedy_samples(engine):
+    assert quiet(engine, prompt(30), params(top_k=1)) == quiet(
+        engine, prompt(30), params(temperature=0)
+    )
+
+
+def test_logprobs_are_those_of_the_converging_step(engine):
+    contexts = [prompt(20), prompt(33)]
+    with engine.watch(keep_logits=True) as watched:
+        outputs = engine.outputs(contexts, [params(2, logprobs=3), params(1, logprobs=0)])
+    config = engine.runner.model_state.denoise_config
+    for output, num_top in zip(outputs, (3, 0), strict=True):
+        completion = output.outputs[0]
+        steps = watched[output.request_id]
+        emitting = [i for i, step in enumerate(steps) if step.num_emitted]
+        rows = []
+        for i in emitting:
+            done = sum(step.canvas_start == steps[i].canvas_start for step in steps[:i])
+            left = config.max_denoising_steps - done
+            scale = left / config.max_denoising_steps
+            temperature = config.t_min + (config.t_max - config.t_min) * scale
+            rows.append((steps[i].logits / temperature).log_softmax(-1))
+        expected = torch.cat(rows)
+        assert len(completion.logprobs) == len(completion.token_ids) == len(expected)
+        for place, token in enumerate(completion.token_ids):
+            reported = completion.logprobs[place]
+            assert expected[place].argmax() == token and reported[token].rank == 1
+            top = set(expected[place].topk(num_top).indices.tolist())
+            assert set(reported) == top | {token}
+            for candidate, logprob in reported.items():
+                assert logprob.logprob == pytest.approx(float(expected[place, candidate]), abs=1e-4)

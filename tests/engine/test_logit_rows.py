@@ -1,0 +1,87 @@
+"""Logits in tiles of whole canvases: the same tokens and logprobs, in less memory."""
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.outputs import LogprobsTensors
+
+from dllm.engine.logit_rows import LogitRows, tile_bounds
+from dllm.engine.logprobs import BlockLogprobs
+from dllm.settings.server import PluginOptions
+from tests.engine.test_parity import CANVAS, prompt
+
+
+@pytest.mark.parametrize(
+    ("starts", "rows", "bounds"),
+    [
+        ([0, 4, 8, 12], 12, [(0, 3)]),
+        ([0, 4, 8, 12], 11, [(0, 2), (2, 3)]),
+        ([0, 4, 8, 12], 3, [(0, 1), (1, 2), (2, 3)]),  # a canvas is never cut
+        ([0, 0, 4, 4, 8, 8], 4, [(0, 3), (3, 5)]),  # requests without a canvas ride along
+        ([0, 0], 4, [(0, 1)]),
+    ],
+)
+def test_tiles_are_whole_canvases(starts, rows, bounds):
+    assert tile_bounds(np.array(starts), rows) == bounds
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Two whole canvases, a narrow one, a prompt of two chunks; every kind of edit and filter."""
+    contexts = [prompt(20), prompt(33, salt=1), prompt(9, salt=2), prompt(300, salt=3)]
+    options = [
+        dict(seed=1, logprobs=3),
+        dict(seed=2, top_k=20, repetition_penalty=1.3, extra_args={"diffusion_canvas_length": 13}),
+        dict(seed=3, top_p=0.9, logit_bias={30: 2.0}, logprobs=1),
+        dict(temperature=0.0, seed=4),
+    ]
+    return contexts, [
+        SamplingParams(max_tokens=2 * CANVAS, ignore_eos=True, **given) for given in options
+    ]
+
+
+def test_tiles_change_nothing(engine, monkeypatch):
+    whole = engine.outputs(*requests())
+    limit = CANVAS + 13
+    monkeypatch.setattr(engine.runner.model, "_rows_at_once", limit)
+    monkeypatch.setattr(engine.runner.sampler, "_rows_at_once", limit)
+    seen = []
+    at = LogitRows.__getitem__
+    monkeypatch.setattr(
+        LogitRows, "__getitem__", lambda logits, rows: seen.append(rows) or at(logits, rows)
+    )
+    tiled = engine.outputs(*requests())
+    sizes = {rows.stop - rows.start for rows in seen}
+    assert max(sizes) <= limit and len(sizes) > 1
+    for a, b in zip(whole, tiled, strict=True):
+        assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
+        assert (a.outputs[0].logprobs is None) == (b.outputs[0].logprobs is None)
+        for x, y in zip(a.outputs[0].logprobs or (), b.outputs[0].logprobs or (), strict=True):
+            assert set(x) == set(y)
+            for token in x:
+                # fp32 products of other sizes; logits are about 10.
+                assert abs(x[token].logprob - y[token].logprob) < 1e-4
+                assert x[token].rank == y[token].rank
+
+
+def logprobs_of(num_rows: int, width: int, starts: list[int]) -> LogprobsTensors:
+    ids = torch.arange(num_rows * width).view(num_rows, width)
+    return LogprobsTensors(ids, ids / 10, ids[:, 0], starts)
+
+
+def test_joined_logprobs_find_every_request():
+    parts = [logprobs_of(3, 2, [0, 0, 2]), None, logprobs_of(2, 4, [0, 2])]
+    joined = BlockLogprobs.joined(parts, [3, 2, 2])
+    assert joined.cu_num_generated_tokens == [0, 0, 2, 3, 3, 3, 5]
+    assert joined.logprob_token_ids.shape == joined.logprobs.shape == (5, 4)
+    assert torch.equal(joined.logprobs[:3, :2], parts[0].logprobs)
+    assert torch.equal(joined.logprobs[3:], parts[2].logprobs)
+    assert BlockLogprobs.joined([None, None], [1, 1]) is None
+
+
+def test_the_workspace_is_an_option():
+    given = {"dllm": {"logits_workspace_mib": 7}}
+    assert PluginOptions.from_additional_config(given).logits_workspace_mib == 7
+    for wrong in (0, -1, 1.5, True, "1"):
+        with pytest.raises(ValueError, match=r"logits_workspace_mib = .*; allowed: an integer"):
+            PluginOptions.from_additional_config({"dllm": {"logits_workspace_mib": wrong}})

@@ -1,0 +1,207 @@
+"""Logprobs as pure functions: of what is emitted, and of prompts on their way to the client."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip  (lets vLLM's states be made on a CPU)
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.sample.logprob import LogprobTokenIdsState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import SamplingStates
+
+import dllm
+from dllm.engine import logprobs
+from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.logprobs import BlockLogprobs
+from dllm.engine.prompt_logprobs import PendingPromptLogprobs
+from dllm.engine.prompt_rows import asking_requests, batch_of_requests
+from dllm.patches.cpu import register_cpu_kernels
+
+VOCAB, SLOTS, CANVAS = 20, 4, 5
+WIDTHS = [5, 0, 3, 5]
+IDS = [7, 3]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu_kernels() -> None:
+    dllm.register()
+    register_cpu_kernels(include_sampling=False)
+
+
+class Blocks:
+    """Four canvases in slots 3, 2, 1, 0; the first wants two top logprobs, the last its own ids."""
+
+    def __init__(self, mode: str = "raw_logprobs") -> None:
+        sampler = SimpleNamespace(
+            logprobs_mode=mode,
+            sampling_states=SamplingStates(SLOTS, VOCAB),
+            logprob_token_ids_state=LogprobTokenIdsState(SLOTS, torch.device("cpu")),
+        )
+        sampler.get_logprobs_dims = partial(Sampler.get_logprobs_dims, sampler)
+        self.logprobs = BlockLogprobs(sampler)
+        asked = (SamplingParams(logprob_token_ids=IDS), None, None, SamplingParams(logprobs=2))
+        for slot, params in enumerate(asked):
+            sampler.sampling_states.add_request(slot, params or SamplingParams())
+            self.logprobs.add_request(slot, params or SamplingParams())
+        self.logprobs.apply_staged_writes()
+        generator = torch.Generator().manual_seed(1)
+        num_rows = sum(WIDTHS)
+        self.logits = torch.randn(num_rows, VOCAB, generator=generator) * 5
+        self.logits[:, 9] = -torch.inf
+        self.temperature = torch.rand(num_rows, generator=generator) + 1e-3
+        self.argmax = torch.zeros(4, CANVAS, dtype=torch.int64)
+        row_of = np.repeat(np.arange(4), WIDTHS)
+        place = np.concatenate([np.arange(width) for width in WIDTHS])
+        self.argmax[row_of, place] = self.logits.argmax(-1)
+        self.rows = CanvasRows(
+            slots=torch.tensor([3, 2, 1, 0]),
+            widths=torch.tensor(WIDTHS),
+            seq_lens=torch.empty(0),
+            row_of=torch.from_numpy(row_of),
+            place=torch.from_numpy(place),
+            padded=torch.empty(0),
+        )
+        self.batch = SimpleNamespace(
+            num_reqs=4,
+            idx_mapping_np=np.array([3, 2, 1, 0]),
+            expanded_idx_mapping=torch.tensor([3, 2, 1, 0])[row_of],
+        )
+
+    def of(self, *num_emitted: int):
+        return self.logprobs.of_blocks(
+            self.logits.clone(),
+            self.temperature,
+            self.argmax,
+            torch.tensor(num_emitted),
+            self.rows,
+            self.batch,
+        )
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
+def test_rows_ids_and_scores_of_what_is_emitted(mode):
+    blocks = Blocks(mode)
+    assert blocks.logprobs.are_wanted(blocks.batch)
+    result = blocks.of(4, 0, 0, 5)
+    emitted = [0, 1, 2, 3, 8, 9, 10, 11, 12]
+    assert result.cu_num_generated_tokens == [0, 4, 4, 4]
+    expected = (blocks.logits / blocks.temperature[:, None])[emitted].double()
+    if mode == "raw_logprobs":
+        expected = expected.log_softmax(-1)
+    for row, scores in enumerate(expected):
+        asked = scores.topk(2).indices.tolist() if row < 4 else IDS
+        ids = result.logprob_token_ids[row].tolist()
+        assert ids == [int(scores.argmax()), *asked]
+        torch.testing.assert_close(result.logprobs[row].double(), scores[ids], rtol=1e-5, atol=1e-5)
+    assert result.selected_token_ranks.tolist() == [1] * 9
+
+
+def test_the_workspace_changes_nothing(monkeypatch):
+    """Rows by rows, so that no copy of all the logits exists."""
+    blocks = Blocks()
+    at_once = blocks.of(4, 0, 3, 5)
+    sizes = []
+    scores = blocks.logprobs._scores
+    monkeypatch.setattr(
+        blocks.logprobs,
+        "_scores",
+        lambda logits, *others: (sizes.append(len(logits)), scores(logits, *others))[1],
+    )
+    monkeypatch.setattr(logprobs, "WORKSPACE_LOGITS", 5 * VOCAB)
+    in_parts = blocks.of(4, 0, 3, 5)
+    assert sizes == [5, 5, 2]
+    for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
+        assert torch.equal(getattr(in_parts, name), getattr(at_once, name))
+    assert in_parts.cu_num_generated_tokens == at_once.cu_num_generated_tokens == [0, 4, 4, 7]
+
+
+def test_nothing_emitted_and_nobody_asking():
+    blocks = Blocks()
+    assert blocks.of(0, 0, 0, 0) is None
+    blocks.batch.num_reqs, blocks.batch.idx_mapping_np = 2, np.array([2, 1])
+    assert not blocks.logprobs.are_wanted(blocks.batch)
+
+
+def test_a_temperature_near_zero_loses_no_digits():
+    """Differences from the maximum are scaled, not the logits."""
+    blocks = Blocks()
+    blocks.logits[0] = 29.0
+    blocks.logits[0, 4] = 29.0 + 1e-4
+    blocks.temperature[0] = 1e-4
+    blocks.argmax[0, 0] = 4
+    gap = blocks.logits[0, 4].double() - 29.0
+    scores = torch.zeros(VOCAB, dtype=torch.float64)
+    scores[4] = gap / blocks.temperature[0].double()
+    expected = scores.log_softmax(-1)[4]
+    assert blocks.of(1, 0, 0, 0).logprobs[0, 0].item() == pytest.approx(float(expected), abs=1e-5)
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def output(
+    emitting: dict[str, bool], top: list[str] = (), ids: list[str] = ()
+) -> ModelRunnerOutput:
+    """A step's output: who emits, and whose prompt has just been finished."""
+    names = list(emitting)
+    return ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: index for index, name in enumerate(names)},
+        sampled_token_ids=[[1] if emits else [] for emits in emitting.values()],
+        prompt_logprobs_dict=dict.fromkeys(top, "top"),
+        prompt_token_id_logprobs_dict=dict.fromkeys(ids, "ids"),
+    )
+
+
+def test_prompt_logprobs_wait_for_the_first_tokens():
+    pending = PendingPromptLogprobs()
+    live = {"a", "b", "c"}
+    steps = [
+        (output({"a": False, "b": True}, top=["a", "b"], ids=["a"]), {"b": "top"}, {}),
+        (output({"b": False, "c": False}, top=["c"]), {}, {}),
+        (output({"a": True, "b": True}), {"a": "top"}, {"a": "ids"}),
+        (output({"a": True, "c": True}), {"c": "top"}, {}),
+        (output({"a": True, "b": True, "c": True}), {}, {}),
+    ]
+    for step, top, ids in steps:
+        pending.postpone(step, live)
+        assert step.prompt_logprobs_dict == top
+        assert step.prompt_token_id_logprobs_dict == ids
+
+
+def test_what_nobody_waits_for_is_forgotten():
+    pending = PendingPromptLogprobs()
+    pending.postpone(output({"a": False}, top=["a"], ids=["a"]), {"a"})
+    pending.postpone(output({"b": False}), {"b"})
+    again = output({"a": True})
+    pending.postpone(again, {"a"})
+    assert not again.prompt_logprobs_dict and not again.prompt_token_id_logprobs_dict
+
+
+def test_the_tokens_of_prompts_that_ask():
+    """Rows: a canvas, a prompt that asks, one that does not, one that asks and is past its end."""
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+
+    buffers = InputBuffers(4, 64, torch.device("cpu"))
+    batch = InputBatch.make_dummy(4, 40, buffers)
+    batch.idx_mapping_np, batch.idx_mapping = np.array([2, 0, 3, 1]), torch.tensor([2, 0, 3, 1])
+    batch.num_scheduled_tokens = np.array([8, 11, 5, 16])
+    batch.query_start_loc_np = np.array([0, 8, 19, 24, 40], dtype=np.int32)
+    batch.num_computed_prefill_tokens_np = np.array([30, 10, 0, 20])
+    batch.prefill_len_np = np.array([30, 40, 5, 20])
+    uses = np.array([True, True, True, False])
+    prompt_lens = np.array([40, 20, 30, 5])  # by slot
+    asking = asking_requests(uses, batch, prompt_lens)
+    assert asking.tolist() == [1]
+    tokens, part = batch_of_requests(batch, np.array([1, 3]))
+    assert tokens.tolist() == [*range(8, 19), *range(24, 40)]
+    assert part.req_ids == [batch.req_ids[1], batch.req_ids[3]]
+    assert (part.num_reqs, part.num_tokens) == (2, 27)
+    assert part.query_start_loc.tolist() == part.query_start_loc_np.tolist() == [0, 11, 27]
+    assert part.idx_mapping.tolist() == part.idx_mapping_np.tolist() == [0, 1]
+    assert part.num_computed_prefill_tokens_np.tolist() == [10, 20]

@@ -1,0 +1,110 @@
+"""What the server runs before it is ready: the largest step, for memory, and every shape."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBuffers
+
+from dllm.engine.warm_up import canvas_batch, warm_up
+from tests.support.engine_harness import Engine
+from tests.support.process import printed_json, run_python
+
+CANVAS = 32
+TIMEOUT_S = 500
+
+
+@contextmanager
+def sampled(engine: Engine) -> Iterator[list[list[int]]]:
+    """The canvas widths of every batch that the sampler is given."""
+    batches: list[list[int]] = []
+    sampler = type(engine.runner.sampler)
+    call = sampler.__call__
+
+    def spy(self: Any, logits: torch.Tensor, batch: Any, draft_logits: None = None) -> Any:
+        widths = np.diff(batch.cu_num_logits_np[: batch.num_reqs + 1]).tolist()
+        batches.append(widths if batch.num_draft_tokens else [])
+        return call(self, logits, batch, draft_logits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "__call__", spy)
+        yield batches
+
+
+def test_memory_is_profiled_with_as_many_canvases_as_a_step_holds(engine: Engine) -> None:
+    with sampled(engine) as batches:
+        engine.runner.profile_run()
+    assert batches == [[CANVAS] * engine.runner.max_num_reqs]
+
+
+def test_the_largest_step_fits_the_token_budget() -> None:
+    batch = canvas_batch(InputBuffers(4, 100, torch.device("cpu")), 4, CANVAS)
+    assert batch.num_reqs == 3 and batch.num_tokens == batch.num_draft_tokens == 3 * CANVAS
+    assert batch.num_scheduled_tokens.tolist() == [CANVAS] * 3
+    assert batch.expanded_idx_mapping.tolist() == [0] * CANVAS + [1] * CANVAS + [2] * CANVAS
+    assert batch.expanded_local_pos.tolist() == list(range(CANVAS)) * 3
+    assert batch.cu_num_logits.tolist() == batch.cu_num_logits_np.tolist() == [0, 32, 64, 96]
+
+
+def test_the_warm_up_visits_every_kind_of_batch(engine: Engine) -> None:
+    worker = engine.core.model_executor.driver_worker.worker
+    # An aborted request of another test leaves with the next step, which is not ours to take.
+    requests = dict(engine.runner.req_states.req_id_to_index)
+    with sampled(engine) as batches:
+        warm_up(engine.runner, worker.execute_model)
+    # A prompt, a canvas, a head with a canvas; two requests, one, a narrow one; then with filters.
+    once = [
+        [],
+        [CANVAS] * 2,
+        [CANVAS] * 2,
+        [],
+        [CANVAS],
+        [CANVAS],
+        [],
+        [CANVAS // 2],
+        [CANVAS // 2],
+    ]
+    assert batches == once * 2
+    assert engine.runner.req_states.req_id_to_index == requests
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def starts(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """What two compiled starts in a row report, the first with an empty cache."""
+    model = checkpoint(layer_types=["full_attention"])
+    cache = str(tmp_path_factory.mktemp("cache"))
+    # Inductor's own cache is under vLLM's, once the backbone is compiled.
+    environment = {"VLLM_CACHE_ROOT": cache, "TORCHINDUCTOR_CACHE_DIR": cache}
+    reports = []
+    for _ in range(2):
+        process = run_python(
+            "-m",
+            "tests.support.compiled_start_worker",
+            str(model),
+            environment=environment | {"TORCHDYNAMO_DISABLE": "0", "OMP_NUM_THREADS": "1"},
+            timeout=TIMEOUT_S,
+        )
+        reports.append(printed_json(process))
+    return reports
+
+
+def test_no_request_waits_for_a_compiler(starts: list[dict[str, Any]]) -> None:
+    for report in starts:
+        assert report["traced"] > 0
+        assert set(report["traced_later"].values()) == {0}, report["traced_later"]
+
+
+def test_a_restart_loads_the_compiled_backbone(starts: list[dict[str, Any]]) -> None:
+    first, second = starts
+    assert (first["compiled"], first["loaded"]) == (1, 0)
+    assert (second["compiled"], second["loaded"]) == (0, 1)
+    assert second["tokens"] == first["tokens"]

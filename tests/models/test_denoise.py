@@ -1,0 +1,445 @@
+"""The denoise step against Hugging Face's own classes, and a whole generation against `generate`.
+
+Where two floating-point formulas can differ in the last digit (entropies), equality of a decision
+is asked for only where the decision does not hang on that digit; where the inputs are the same
+numbers, it is asked for always and to the bit.
+"""
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
+    EntropyBoundSampler,
+    EntropyBoundSamplerConfig,
+    LinearTemperatureScheduleLogitsProcessor,
+    StableAndConfidentStoppingCriteria,
+)
+
+from dllm.models.gemma import rule as denoise
+from dllm.ops import noise
+from dllm.ops.dispatch import row_stats
+from tests.support.hf_reference import generate_with_noise, one_step_logits, tiny_hf_model
+
+INF = math.inf
+SMALL = settings(deadline=None, max_examples=150, derandomize=True)
+
+
+def rules(**changes: float | Tensor) -> denoise.DenoiseRules:
+    """The defaults of Hugging Face's generation config, with `changes`."""
+    defaults = denoise.DenoiseRules(
+        t_min=0.4, t_max=0.8, max_steps=48, entropy_bound=0.1, confidence=0.005, stability_window=2
+    )
+    return defaults._replace(**changes)
+
+
+def hf_accept(logits: Tensor, bound: float) -> Tensor:
+    """The accept mask of HF's sampler: logits [R, C, V], already divided by T, to [R, C] bool."""
+    num_rows, width, vocab_size = logits.shape
+    sampler = EntropyBoundSampler(EntropyBoundSamplerConfig(bound), width, vocab_size, 48)
+    canvas = torch.zeros(num_rows, width, dtype=torch.int64)
+    sampler.accept_canvas(canvas, canvas, logits, 1)
+    assert sampler.accepted_token_mask is not None
+    return sampler.accepted_token_mask
+
+
+def hf_entropy(logits: Tensor) -> Tensor:
+    """The entropies that HF's sampler and stopping rule use: [..., V] to [...]."""
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
+def canvas_logits(seed: int, num_rows: int, width: int, vocab_size: int = 40) -> Tensor:
+    """Logits with what decisions stumble over: [R, C, V] fp32.
+
+    Positions range from certain (entropy 0) to almost uniform; some tokens are excluded (-inf),
+    some positions have one token left, some repeat another position bit for bit (ties).
+    """
+    g = torch.Generator().manual_seed(seed)
+    sharpness = 10 ** (torch.rand(num_rows, width, 1, generator=g) * 3 - 1)
+    logits = 30 * torch.tanh(torch.randn(num_rows, width, vocab_size, generator=g) * sharpness / 30)
+    excluded = torch.rand(logits.shape, generator=g) < 0.3 * torch.rand(1, width, 1, generator=g)
+    excluded[..., 0] = False
+    single = torch.rand(num_rows, width, 1, generator=g) < 0.1
+    excluded = excluded | (single & (torch.arange(vocab_size) > 0))
+    logits = logits.masked_fill(excluded, -INF)
+    source = torch.randint(width, (num_rows, width), generator=g)
+    repeat = torch.rand(num_rows, width, generator=g) < 0.3
+    source = torch.where(repeat, source, torch.arange(width))
+    return logits.gather(1, source[..., None].expand_as(logits))
+
+
+def full(num_rows: int, width: int) -> Tensor:
+    """Every row uses the whole canvas: [R] int64."""
+    return torch.full((num_rows,), width)
+
+
+# --- temperature ---------------------------------------------------------------------------------
+
+
+@SMALL
+@given(st.integers(1, 100), st.floats(0.01, 2.0), st.floats(0.001, 2.0))
+def test_temperature_is_the_schedule_to_the_bit(max_steps: int, t_min: float, span: float) -> None:
+    t_max = t_min + span
+    schedule = LinearTemperatureScheduleLogitsProcessor(t_min, t_max, max_steps)
+    logits = torch.randn(max_steps, 50, generator=torch.Generator().manual_seed(max_steps))
+    steps_done = torch.arange(max_steps)
+    plain = denoise.temperature(steps_done, max_steps, t_min, t_max)
+    per_row = [torch.full((max_steps,), value, dtype=torch.float64) for value in (t_min, t_max)]
+    rows = denoise.temperature(steps_done, torch.full((max_steps,), max_steps), *per_row)
+    assert plain.dtype == rows.dtype == torch.float32
+    for done in range(max_steps):
+        cur_step = torch.tensor(max_steps - done, dtype=torch.int32)  # as `generate` passes it
+        expected = schedule(None, logits[done], cur_step=cur_step)
+        assert torch.equal(logits[done] / plain[done], expected)
+        assert torch.equal(logits[done] / rows[done], expected)
+
+
+def test_temperature_starts_at_t_max_and_ends_one_step_above_t_min() -> None:
+    t = denoise.temperature(torch.tensor([0, 47]), 48, 0.4, 0.8)
+    assert t[0] == torch.tensor(0.8) and t[1].item() == pytest.approx(0.4 + 0.4 / 48)
+
+
+# --- accept --------------------------------------------------------------------------------------
+
+
+@SMALL
+@given(st.integers(0, 10**6), st.integers(1, 40), st.sampled_from([1e-6, 0.1, 0.7, 3.0, 1e3]))
+def test_accept_mask_equals_hugging_face(seed: int, width: int, bound: float) -> None:
+    """Bit for bit, ties included, once HF's sort is the stable one (see the next test)."""
+    logits = canvas_logits(seed, 3, width)
+    sort = torch.sort
+    with patch.object(torch, "sort", lambda *args, **kwargs: sort(*args, stable=True, **kwargs)):
+        expected = hf_accept(logits, bound)
+    entropy = hf_entropy(logits)
+    assert torch.equal(denoise.accept_mask(entropy, full(3, width), bound), expected)
+    bounds = torch.tensor([bound, bound, 0.3])
+    per_row = denoise.accept_mask(entropy, full(3, width), bounds)
+    assert torch.equal(per_row[:2], expected[:2])
+
+
+@SMALL
+@given(st.integers(0, 10**6), st.sampled_from([8, 24, 64]), st.sampled_from([0.1, 0.7, 3.0]))
+def test_accepted_entropies_equal_hugging_face_under_any_sort(
+    seed: int, width: int, bound: float
+) -> None:
+    """torch.sort is not stable on every CPU: which of two equal entropies HF takes may vary."""
+    logits = canvas_logits(seed, 2, width)
+    entropy = hf_entropy(logits)
+    ours, theirs = denoise.accept_mask(entropy, full(2, width), bound), hf_accept(logits, bound)
+    for r in range(2):
+        assert torch.equal(entropy[r][ours[r]].sort().values, entropy[r][theirs[r]].sort().values)
+
+
+@SMALL
+@given(st.integers(0, 10**6), st.integers(1, 16), st.floats(0.41, 0.8), st.floats(0.05, 2.0))
+def test_accept_mask_from_row_stats_equals_hugging_face(
+    seed: int, width: int, t: float, bound: float
+) -> None:
+    """From logits to mask through our statistics, unless the bound is met to within 1e-3 nats."""
+    logits = canvas_logits(seed, 1, width)[0]
+    zero = torch.tensor([0])
+    keys = noise.row_keys(zero, zero, zero, width, noise.STREAM_GUMBEL)[0]
+    entropy = row_stats(logits, torch.full((width,), t), keys, None).entropy[None]
+    expected = hf_accept((logits / t)[None], bound)
+    ordered = hf_entropy(logits / t).double().sort().values
+    assume(((ordered.cumsum(0) - ordered) - bound).abs().min() > 1e-3)
+    gaps = ordered.diff()
+    assume(not ((gaps > 0) & (gaps < 1e-5) & (ordered[1:] > 1e-4)).any())
+    assert torch.equal(denoise.accept_mask(entropy, full(1, width), bound), expected)
+
+
+def test_accept_takes_equal_entropies_from_left_to_right() -> None:
+    entropy = torch.full((1, 64), 0.5)
+    accept = denoise.accept_mask(entropy, full(1, 64), 1.0)
+    assert accept[0].nonzero().flatten().tolist() == [0, 1, 2]  # 0, 0.5 and 1.0 come before
+
+
+def test_accept_takes_every_certain_position_and_no_position_without_a_distribution() -> None:
+    entropy = torch.tensor([[0.0, INF, 0.0, 5.0, math.nan, 0.0]])
+    assert denoise.accept_mask(entropy, full(1, 6), 1e-9)[0].tolist() == [1, 0, 1, 1, 0, 1]
+    nothing = torch.tensor([[INF, math.nan]])
+    assert not denoise.accept_mask(nothing, full(1, 2), 1e9).any()
+
+
+# --- stop ----------------------------------------------------------------------------------------
+
+
+@SMALL
+@given(
+    st.integers(0, 5),
+    st.lists(st.lists(st.integers(0, 1), min_size=3, max_size=3), min_size=1, max_size=30),
+)
+def test_stable_count_is_hugging_faces_history(threshold: int, canvases: list[list[int]]) -> None:
+    """Every threshold, any sequence of canvases: all counts >= threshold + 1 is HF's `stable`."""
+    criteria = StableAndConfidentStoppingCriteria(threshold, confidence_threshold=1.0)
+    confident = torch.tensor([[[0.0, -INF]] * 3])
+    count = previous = torch.zeros(1, 3, dtype=torch.int64)
+    for canvas in canvases:
+        argmax = torch.tensor([canvas])
+        count = denoise.count_stable(argmax, previous, count)
+        previous = argmax
+        assert (count >= threshold + 1).all().item() == criteria(argmax, confident).item()
+
+
+@SMALL
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(0, 3), st.floats(0.001, 3.0))
+def test_stop_decision_equals_hugging_face(
+    seed: int, width: int, threshold: int, confidence: float
+) -> None:
+    """Twelve steps of random logits that repeat now and then; the same entropies on both sides."""
+    criteria = StableAndConfidentStoppingCriteria(threshold, confidence)
+    repeats = torch.Generator().manual_seed(seed)
+    count = previous = torch.zeros(2, width, dtype=torch.int64)
+    logits = canvas_logits(seed, 2, width)
+    for done in range(12):
+        if torch.rand((), generator=repeats) < 0.4:
+            logits = canvas_logits(seed + done, 2, width)
+        argmax, entropy = logits.argmax(-1), hf_entropy(logits)
+        count = denoise.count_stable(argmax, previous, count)
+        previous = argmax
+        limits = rules(confidence=confidence, stability_window=threshold + 1)
+        ours = denoise.has_settled(count, entropy, full(2, width), limits)
+        assert torch.equal(ours, criteria(argmax, logits))
+
+
+def test_a_mean_entropy_at_the_threshold_is_not_confident() -> None:
+    logits = torch.zeros(1, 4, 8)
+    mean = hf_entropy(logits)[0, 0].item()
+    assert not StableAndConfidentStoppingCriteria(0, mean)(logits.argmax(-1), logits)
+    limits = rules(confidence=mean, stability_window=1)
+    count = torch.ones(1, 4, dtype=torch.int64)
+    assert not denoise.has_settled(count, hf_entropy(logits), full(1, 4), limits)
+
+
+def test_out_of_steps_converges_whatever_the_canvas() -> None:
+    state, inputs = random_step(3, 4, 5)
+    state = state._replace(steps_done=torch.tensor([0, 4, 5, 6]))
+    limits = rules(max_steps=torch.tensor([6, 6, 6, 7]), confidence=0.0)
+    outcome = denoise.denoise_step(state, inputs, full(4, 5), limits)
+    assert outcome.converged.tolist() == [False, False, True, True]
+
+
+# --- the stop token ------------------------------------------------------------------------------
+
+
+def test_the_width_to_a_stop_token_includes_it() -> None:
+    is_stop = torch.tensor(
+        [[0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1]], dtype=torch.bool
+    )
+    width = torch.tensor([4, 4, 4, 2, 0])
+    assert denoise.width_to_stop(is_stop, width).tolist() == [4, 1, 4, 2, 0]
+
+
+def stop_step(stable: list[int], entropy: list[float], stop: int | None) -> bool:
+    """Whether a canvas of four with these counts and entropies converges by the stop rule."""
+    state, inputs = random_step(1, 1, 4)
+    state = state._replace(
+        argmax_canvas=inputs.argmax,
+        stable_count=torch.tensor([stable]) - 1,
+        steps_done=torch.tensor([0]),
+    )
+    is_stop = torch.zeros(1, 4, dtype=torch.bool)
+    if stop is not None:
+        is_stop[0, stop] = True
+    inputs = inputs._replace(entropy=torch.tensor([entropy]), is_stop=is_stop)
+    return bool(denoise.denoise_step(state, inputs, full(1, 4), rules(confidence=0.1)).converged)
+
+
+@pytest.mark.parametrize(
+    ("stable", "entropy", "stop", "converged"),
+    [
+        ([2, 2, 1, 1], [0.0, 0.0, 9.0, 9.0], 1, True),  # the tail need not
+        ([2, 2, 1, 1], [0.0, 0.0, 9.0, 9.0], None, False),  # without a stop token it must
+        ([2, 2, 1, 1], [0.0, 0.0, 9.0, 9.0], 2, False),  # a stop token that is not stable
+        ([1, 2, 2, 2], [0.0, 0.0, 9.0, 9.0], 1, False),  # before it something is not
+        ([2, 2, 2, 2], [0.0, 0.3, 0.0, 0.0], 1, True),  # the whole canvas is confident
+        ([2, 2, 1, 2], [0.0, 0.3, 0.0, 0.0], 1, False),  # but not what is emitted of it
+        ([3, 2, 1, 1], [0.0, 0.1999, 9.0, 9.0], 1, True),  # mean over what is emitted
+        ([3, 2, 1, 1], [0.0, 0.2001, 9.0, 9.0], 1, False),
+        ([2, 1, 1, 1], [0.05, 9.0, 9.0, 9.0], 0, True),  # at once
+        ([2, 2, 2, 1], [0.0, 0.0, INF, 9.0], 1, True),
+    ],
+)
+def test_the_tail_behind_a_stop_token_need_not_converge(stable, entropy, stop, converged) -> None:
+    assert stop_step(stable, entropy, stop) == converged
+
+
+@SMALL
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_the_stop_rule_is_the_reference_on_a_canvas_cut_behind_the_stop(
+    seed: int, widths: list[int]
+) -> None:
+    """It only adds convergence, changes nothing else, and never converges later."""
+    state, inputs = random_step(seed, len(widths), 9)
+    width = torch.tensor(widths)
+    generator = torch.Generator().manual_seed(seed)
+    is_stop = torch.rand(len(widths), 9, generator=generator) < 0.2
+    with_stop = denoise.denoise_step(state, inputs._replace(is_stop=is_stop), width, ROW_RULES)
+    reference = denoise.denoise_step(state, inputs, width, ROW_RULES)
+    assert all(torch.equal(*pair) for pair in zip(with_stop[:4], reference[:4], strict=True))
+    cut = denoise.width_to_stop(is_stop, width)
+    on_cut = denoise.denoise_step(state, inputs, cut, ROW_RULES).converged
+    assert torch.equal(with_stop.converged, reference.converged | on_cut)
+
+
+# --- the step, widths and rows -------------------------------------------------------------------
+
+
+def random_step(
+    seed: int, num_rows: int, width: int
+) -> tuple[denoise.DenoiseState, denoise.StepInputs]:
+    """A state and what its next step decides from, all random, without a stop token."""
+    g = torch.Generator().manual_seed(seed)
+
+    def ids() -> Tensor:
+        return torch.randint(3, (num_rows, width), generator=g)
+
+    steps_done = torch.randint(4, (num_rows,), generator=g)
+    stable_count = torch.randint(1, 4, (num_rows, width), generator=g)
+    argmax = ids()
+    keep = torch.rand(num_rows, 1, generator=g) < 0.5
+    previous = torch.where(keep, argmax, ids())
+    state = denoise.DenoiseState(ids(), previous, stable_count, steps_done)
+    entropy = torch.rand(num_rows, width, generator=g) * 0.2
+    is_stop = torch.zeros(num_rows, width, dtype=torch.bool)
+    return state, denoise.StepInputs(argmax, ids(), entropy, ids(), is_stop)
+
+
+ROW_RULES = rules(confidence=0.11, entropy_bound=0.3, max_steps=4)
+
+
+@SMALL
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_a_row_of_smaller_width_is_that_smaller_canvas(seed: int, widths: list[int]) -> None:
+    """Each padded row equals the same row alone and cut to its width; garbage beyond is unread."""
+    state, inputs = random_step(seed, len(widths), 9)
+    width = torch.tensor(widths)
+    beyond = ~denoise.valid_positions(width, 9)
+    garbage = (math.nan, 0.0, -5.0)[seed % 3]
+    poison = {torch.float32: garbage, torch.int64: 99, torch.bool: True}
+    spoiled = denoise.StepInputs(*(x.masked_fill(beyond, poison[x.dtype]) for x in inputs))
+    together = denoise.denoise_step(state, spoiled, width, ROW_RULES)
+    for r, w in enumerate(widths):
+        assert torch.equal(together.canvas[r, w:], state.canvas[r, w:])
+        assert torch.equal(together.argmax_canvas[r, w:], state.argmax_canvas[r, w:])
+        assert torch.equal(together.stable_count[r, w:], state.stable_count[r, w:])
+        if w == 0:
+            assert together.steps_done[r] == state.steps_done[r]
+            assert not together.converged[r]
+            continue
+        row = slice(r, r + 1)
+        cut = denoise.DenoiseState(
+            state.canvas[row, :w],
+            state.argmax_canvas[row, :w],
+            state.stable_count[row, :w],
+            state.steps_done[row],
+        )
+        small = denoise.StepInputs(*(x[row, :w] for x in inputs))
+        alone = denoise.denoise_step(cut, small, full(1, w), ROW_RULES)
+        assert torch.equal(together.canvas[row, :w], alone.canvas)
+        assert torch.equal(together.argmax_canvas[row, :w], alone.argmax_canvas)
+        assert torch.equal(together.stable_count[row, :w], alone.stable_count)
+        assert torch.equal(together.steps_done[row], alone.steps_done)
+        assert torch.equal(together.converged[row], alone.converged)
+
+
+def test_a_step_writes_nothing_in_place() -> None:
+    state, inputs = random_step(1, 4, 6)
+    before = [x.clone() for x in (*state, *inputs)]
+    denoise.denoise_step(state, inputs, torch.tensor([6, 3, 0, 1]), ROW_RULES)
+    assert all(torch.equal(a, b) for a, b in zip(before, (*state, *inputs), strict=True))
+
+
+def test_compiled_step_equals_eager() -> None:
+    with torch._dynamo.config.patch(disable=False):
+        compiled = torch.compile(denoise.denoise_step, dynamic=True, fullgraph=True)
+        for num_rows, width in ((2, 8), (5, 24)):
+            state, inputs = random_step(num_rows, num_rows, width)
+            widths = torch.arange(num_rows) * 3 % (width + 1)
+            bound = torch.linspace(0.1, 0.5, num_rows)
+            limits = ROW_RULES._replace(entropy_bound=bound)
+            ours = compiled(state, inputs, widths, limits)
+            eager = denoise.denoise_step(state, inputs, widths, limits)
+            assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
+
+
+# --- a whole generation --------------------------------------------------------------------------
+
+
+def generate_with_our_step(
+    prompt: list[int], num_blocks: int, seed: int, limits: denoise.DenoiseRules
+) -> tuple[list[int], list[int], list[list[list[int]]]]:
+    """HF's forward pass under our statistics and denoise step: tokens, steps, input canvases."""
+    model = tiny_hf_model(0)
+    length, vocab_size = model.config.canvas_length, model.config.text_config.vocab_size
+    tokens: list[int] = []
+    steps_per_block: list[int] = []
+    canvases: list[list[list[int]]] = []
+    for _ in range(num_blocks):
+        context = prompt + tokens
+        place = torch.tensor([seed]), torch.tensor([len(context)])
+        canvas = noise.initial_canvas(*place, length, vocab_size)
+        zero = torch.zeros(1, dtype=torch.int64)
+        no_past = torch.full_like(canvas, -1), torch.zeros_like(canvas)
+        state = denoise.DenoiseState(canvas, *no_past, zero)
+        scaled = None
+        canvases.append([])
+        while True:
+            canvases[-1].append(state.canvas[0].tolist())
+            logits = one_step_logits(model, context, state.canvas[0].tolist(), scaled)
+            t = denoise.temperature(state.steps_done, limits.max_steps, limits.t_min, limits.t_max)
+            draws = noise.step_noise(*place, state.steps_done, place[1], length, vocab_size)
+            stats = row_stats(logits, t.expand(length), draws.keys[0], None)
+            inputs = denoise.StepInputs(
+                stats.argmax[None],
+                stats.sample[None],
+                stats.entropy[None],
+                draws.renoise_tokens,
+                is_stop=torch.zeros(1, length, dtype=torch.bool),
+            )
+            after = denoise.denoise_step(state, inputs, full(1, length), limits)
+            state, scaled = denoise.DenoiseState(*after[:4]), logits / t
+            if after.converged:
+                break
+        tokens += state.argmax_canvas[0].tolist()
+        steps_per_block.append(int(state.steps_done))
+    return tokens, steps_per_block, canvases
+
+
+@pytest.mark.parametrize("seed", [7, -3, 2**40 + 1])
+@pytest.mark.parametrize("threshold", [0, 1, 2])
+def test_generation_equals_hugging_faces_generate(seed: int, threshold: int) -> None:
+    """Three blocks, past the sliding window: every canvas, token and number of steps."""
+    prompt = torch.randint(2, 128, (23,), generator=torch.Generator().manual_seed(1)).tolist()
+    reference = generate_with_noise(
+        tiny_hf_model(0),
+        prompt,
+        num_blocks=3,
+        seed=seed,
+        max_denoising_steps=10,
+        sampler_config=EntropyBoundSamplerConfig(3.0),
+        stability_threshold=threshold,
+        confidence_threshold=0.8,
+    )
+    limits = rules(max_steps=10, entropy_bound=3.0, confidence=0.8, stability_window=threshold + 1)
+    tokens, steps, canvases = generate_with_our_step(prompt, 3, seed, limits)
+    assert steps == reference.steps_per_block
+    assert canvases == reference.canvases
+    assert tokens == reference.tokens
+
+
+def test_the_reference_generation_is_worth_comparing_with() -> None:
+    """It stops early in some block and not in all, and its noise matters."""
+    prompt = list(range(5, 45))
+    options = {"sampler_config": EntropyBoundSamplerConfig(3.0), "confidence_threshold": 0.3}
+    options |= {"max_denoising_steps": 16}
+    first, again, other = (
+        generate_with_noise(tiny_hf_model(0), prompt, 3, seed, **options) for seed in (7, 7, 8)
+    )
+    assert min(first.steps_per_block) < max(first.steps_per_block) == 16
+    assert first == again
+    assert first.tokens != other.tokens

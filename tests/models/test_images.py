@@ -1,0 +1,167 @@
+"""Image prompts: the cases of image_cases.py, and a server, both where torchvision imports.
+
+The set-up has torchvision in a folder of its own, off Python's path, so that everything else is
+tested without it.
+"""
+
+import base64
+import importlib.util
+import io
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from dllm.engine.spans import Spans
+from dllm.models.gemma.tiny import tiny_config
+from tests.support.process import ROOT, run_python
+from tests.support.server_harness import FLAGS, MODEL, Server
+
+TORCHVISION = Path(sys.prefix) / "torchvision"  # the Makefile's
+# A tower for the smallest budget that the processor knows, 70 soft tokens an image: 280 patches,
+# at worst in two rows of 140.
+VISION = tiny_config()["vision_config"] | {
+    "default_output_length": 70,
+    "position_embedding_size": 140,
+}
+
+needs_torchvision = pytest.mark.skipif(
+    not TORCHVISION.exists() and importlib.util.find_spec("torchvision") is None,
+    reason=f"needs torchvision in {TORCHVISION} (make test installs it)",
+)
+
+
+def picture(seed: int, height: int = 40, width: int = 60) -> Image.Image:
+    """A few large patches of colour; 54 soft tokens in this shape, 60 at 30 x 90."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (2, 3, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
+
+
+def path_with_torchvision() -> str:
+    """PYTHONPATH of a process that can import torchvision."""
+    stub = ROOT / "tests/support/torchvision_without_ops"
+    folders = [str(stub), str(TORCHVISION), str(ROOT)]
+    return os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+
+
+@needs_torchvision
+@pytest.mark.slow
+@pytest.mark.parametrize(("chosen", "interpret"), [("not triton", "0"), ("triton", "1")])
+def test_the_cases(chosen: str, interpret: str) -> None:
+    if interpret == "1":
+        pytest.importorskip("triton", reason="the kernel runs in Triton's interpreter")
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen)
+    result = run_python(
+        *command,
+        "tests/models/image_cases.py",
+        environment={"PYTHONPATH": path_with_torchvision(), "TRITON_INTERPRET": interpret},
+        timeout=600,
+    )
+    assert re.search(r"\d+ passed", result.stdout) and "skipped" not in result.stdout
+
+
+# --- the server ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def image_server(checkpoint, tmp_path_factory):
+    """A server of a checkpoint with a tower, in an environment with torchvision."""
+    path = checkpoint(
+        vision_config=VISION, use_bidirectional_attention="vision", image_processor=True
+    )
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", path_with_torchvision())
+        running = Server(path, tmp_path_factory.mktemp("server") / "log", FLAGS)
+    with running:
+        running.wait_until_ready()
+        yield running
+
+
+def chat(server: Server, *urls: str, text: str = "What is this?") -> str:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    answer = server.client().chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
+        max_tokens=32,
+        seed=1,
+        extra_body={"ignore_eos": True},
+    )
+    return str(answer.choices[0].message.content)
+
+
+def data_url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+@needs_torchvision
+@pytest.mark.slow
+def test_a_chat_request_with_an_image_is_answered(image_server):
+    first, second = data_url(picture(1)), data_url(picture(2))
+    answers = {chat(image_server), chat(image_server, first), chat(image_server, second)}
+    assert len(answers) == 3, "an image makes no difference"
+    assert chat(image_server, first) in answers
+    assert chat(image_server, first, second) not in answers
+
+
+@needs_torchvision
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,!"}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
+        {"type": "text", "text": "<|video|>"},  # the processor's own token, not in the vocabulary
+        {"type": "text", "text": "<|image|>"},  # a placeholder without an image
+    ],
+    ids=["no image", "no base64", "video", "video token", "image token"],
+)
+def test_what_is_no_image_leaves_the_server_alone(image_server, content):
+    expected = chat(image_server, data_url(picture(1)))
+    body = {"model": MODEL, "messages": [{"role": "user", "content": [content]}], "max_tokens": 5}
+    reply = image_server.post("/v1/chat/completions", body)
+    assert reply.status == (200 if content["type"] == "text" else 400), reply.text
+    assert chat(image_server, data_url(picture(1))) == expected
+
+
+# --- which rows see which ------------------------------------------------------------------------
+
+
+@given(
+    context=st.integers(0, 12),
+    head=st.integers(1, 20),
+    canvas=st.integers(0, 4),
+    cuts=st.lists(st.integers(0, 36), max_size=6, unique=True).map(sorted),
+)
+def test_sequences_show_each_row_what_the_reference_does(context, head, canvas, cuts):
+    images = [(a, b - 1) for a, b in zip(cuts[::2], cuts[1::2], strict=False)]
+    # The scheduler never leaves a part of an image for a later chunk.
+    images = [image for image in images if not image[0] < context + head <= image[1]]
+    spans = Spans.of_schedule(np.array([head + canvas]), np.array([canvas]))
+    seq_len = context + head + canvas
+    sequences = spans.virtual_sequences(np.array([seq_len])).with_images([images])
+    seen = []
+    for i, stop in enumerate(sequences.seq_lens):
+        rows = int(sequences.query_start_loc[i + 1] - sequences.query_start_loc[i])
+        for position in range(stop - rows, stop):
+            seen.append(position + 1 if sequences.is_causal[i] else int(stop))
+    image_of = {p: n for n, (a, b) in enumerate(images) for p in range(a, b + 1)}
+    expected = []
+    for position in range(context, seq_len):
+        visible = position + 1
+        if position >= context + head:
+            visible = seq_len
+        elif position in image_of:
+            visible = images[image_of[position]][1] + 1
+        expected.append(visible)
+    assert seen == expected
+    for sequence, (image,) in (sequences.images or {}).items():
+        assert image in images and not sequences.is_causal[sequence]

@@ -1,0 +1,241 @@
+"""Checkpoint names and copies: what ``merge_shared_copies`` accepts, and what it refuses."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+
+from dllm.models.gemma.weights import (
+    CANVAS_SCALARS,
+    DECODER,
+    ENCODER,
+    HEAD_SCALARS,
+    merge_shared_copies,
+)
+from tests.engine.test_parity import CANVAS, prompt
+from tests.support.engine_harness import Engine, get_engine
+
+LAYERS = 3
+
+
+def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The merged stream as a dictionary; a name that comes twice fails."""
+    pairs = list(merge_shared_copies(weights.items(), LAYERS))
+    assert len({name for name, _ in pairs}) == len(pairs), "a name came twice"
+    return dict(pairs)
+
+
+def shared(merged_weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without the two stacks of layer scalars."""
+    stacks = (HEAD_SCALARS, CANVAS_SCALARS)
+    return {name: tensor for name, tensor in merged_weights.items() if name not in stacks}
+
+
+# --- one copy or two -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [ENCODER, DECODER])
+def test_a_single_copy_gets_the_decoders_name(half):
+    tensor = torch.randn(4, 6)
+    result = shared(merged({f"{half}layers.0.mlp.up_proj.weight": tensor}))
+    assert list(result) == [f"{DECODER}layers.0.mlp.up_proj.weight"]
+    assert next(iter(result.values())) is tensor
+
+
+@pytest.mark.parametrize("halves", [(ENCODER, DECODER), (DECODER, ENCODER)])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(8, 16),
+        torch.randn(8, 16).bfloat16(),
+        torch.randn(8, 16).to(torch.float8_e4m3fn),
+        torch.randn(16, 8).T,  # not contiguous
+        torch.tensor(3.0),
+        torch.zeros(0, 4),
+        torch.tensor([float("nan"), 1.0]),
+    ],
+    ids=["fp32", "bf16", "fp8", "transposed", "scalar", "empty", "nan"],
+)
+def test_two_copies_that_agree_are_one(halves, tensor):
+    result = shared(merged({f"{half}norm.weight": tensor.clone() for half in halves}))
+    assert list(result) == [f"{DECODER}norm.weight"]
+
+
+def test_copies_that_disagree_are_refused_by_name():
+    weights = {}
+    for name in ("b.weight", "c.weight", "a.weight"):
+        weights[f"{ENCODER}{name}"] = torch.ones(5)
+        weights[f"{DECODER}{name}"] = torch.ones(5) * (2 if name != "c.weight" else 1)
+    with pytest.raises(ValueError, match=r"they differ: a\.weight, b\.weight\. Save the model"):
+        merged(weights)
+
+
+def swap(tensor: torch.Tensor) -> torch.Tensor:
+    """Two neighbours change places: no sum, no XOR of the elements sees it."""
+    changed = tensor.clone()
+    changed.view(-1)[:2] = tensor.view(-1)[:2].flip(0)
+    return changed
+
+
+def lowest_bit(tensor: torch.Tensor) -> torch.Tensor:
+    """The last bit of the last element."""
+    changed = tensor.clone()
+    changed.view(-1).view(torch.int32)[-1] ^= 1
+    return changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        swap,
+        lowest_bit,
+        lambda tensor: tensor.roll(1, 0),
+        lambda tensor: tensor.bfloat16().float(),
+        lambda tensor: tensor.half(),
+        lambda tensor: tensor.reshape(8, 32),
+        lambda tensor: tensor.T.contiguous(),
+        lambda tensor: torch.cat([tensor, tensor[:1]]),
+    ],
+    ids=["swap", "bit", "rolled", "rounded", "dtype", "shape", "transposed", "longer"],
+)
+def test_every_difference_is_noticed(change):
+    tensor = torch.randn(16, 16)
+    with pytest.raises(ValueError, match=r"they differ: norm\.weight\."):
+        merged({f"{ENCODER}norm.weight": tensor, f"{DECODER}norm.weight": change(tensor)})
+
+
+def test_other_names_pass_unchanged():
+    names = (
+        "lm_head.weight",
+        "model.encoder.vision_tower.patch_embedder.input_proj.weight",
+        "model.encoder.embed_vision.embedding_projection.weight",
+    )
+    weights = {name: torch.randn(2) for name in names}
+    result = shared(merged(weights))
+    assert list(result) == list(names)
+    assert all(result[name] is weights[name] for name in names)
+
+
+# --- layer scalars -------------------------------------------------------------------------------
+
+
+def scalars(prefix: str, values: list[float | None], shape: tuple[int, ...] = (1,)) -> dict:
+    """``layer_scalar`` of every layer that has one."""
+    return {
+        f"{prefix}layers.{layer}.layer_scalar": torch.full(shape, value)
+        for layer, value in enumerate(values)
+        if value is not None
+    }
+
+
+HALF, ONE = [0.5, 0.25, 0.125], [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "head", "canvas"),
+    [
+        (scalars(ENCODER, HALF), HALF, HALF),
+        (scalars(DECODER, HALF), HALF, HALF),
+        (scalars("model.", HALF), HALF, HALF),
+        (scalars(ENCODER, HALF) | scalars(DECODER, [2.0, 3.0, 4.0]), HALF, [2.0, 3.0, 4.0]),
+        ({}, ONE, ONE),
+        # A layer that one half leaves out has the other half's, layer by layer.
+        (
+            scalars(ENCODER, [0.5, None, None]) | scalars(DECODER, [2.0, 3.0, None]),
+            [0.5, 3.0, 1.0],
+            [2.0, 3.0, 1.0],
+        ),
+        (scalars(DECODER, HALF, shape=()), HALF, HALF),
+    ],
+    ids=["encoder", "decoder", "flat", "both", "none", "by layer", "0-d"],
+)
+def test_layer_scalars_of_the_two_halves(weights, head, canvas):
+    result = merged(weights)
+    assert set(result) == {HEAD_SCALARS, CANVAS_SCALARS}
+    assert result[HEAD_SCALARS].tolist() == head
+    assert result[CANVAS_SCALARS].tolist() == canvas
+
+
+def test_layer_scalars_may_differ_and_come_in_any_order():
+    first = scalars(ENCODER, HALF) | scalars(DECODER, ONE)
+    last = dict(reversed(first.items()))
+    for name, tensor in merged(first).items():
+        assert torch.equal(merged(last)[name], tensor)
+
+
+# --- through the engine --------------------------------------------------------------------------
+
+SAMPLING = SamplingParams(max_tokens=2 * CANVAS, seed=3, ignore_eos=True)
+
+
+@pytest.fixture
+def edited(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Writes a checkpoint whose tensors ``edit`` has changed in place."""
+
+    def write(edit: Callable[[dict[str, torch.Tensor]], object], **options: object) -> Path:
+        source, target = checkpoint(**options), tmp_path / "edited"
+        target.mkdir()
+        for file in source.iterdir():
+            (target / file.name).symlink_to(file)
+        weights = load_file(source / "model.safetensors")
+        edit(weights)
+        (target / "model.safetensors").unlink()
+        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+        return target
+
+    return write
+
+
+def start(path: Path) -> Engine:
+    """An engine that is not supposed to come up."""
+    return Engine(path, max_num_batched_tokens=256)
+
+
+def test_a_checkpoint_with_both_copies_serves_the_same_tokens(engine, checkpoint):
+    both = checkpoint(encoder_copies=True)
+    names = load_file(both / "model.safetensors").keys()
+    assert f"{ENCODER}layers.1.self_attn.q_proj.weight" in names
+    twin = get_engine(both, max_num_batched_tokens=256)
+    contexts = [prompt(70), prompt(5)]
+    assert twin.generate(contexts, SAMPLING) == engine.generate(contexts, SAMPLING)
+
+
+def test_copies_that_disagree_stop_the_start_with_their_names(edited):
+    def swap_two(weights: dict[str, torch.Tensor]) -> None:
+        for name in ("layers.2.mlp.up_proj.weight", "layers.0.self_attn.q_proj.weight"):
+            weights[ENCODER + name] = swap(weights[ENCODER + name])
+
+    path = edited(swap_two, encoder_copies=True)
+    with pytest.raises(
+        ValueError,
+        match=r"differ: layers\.0\.self_attn\.q_proj\.weight, layers\.2\.mlp\.up_proj\.weight\.",
+    ):
+        start(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "embed_tokens.weight",
+        "layers.0.self_attn.v_proj.weight",  # a third of a stacked parameter
+        "layers.1.self_attn.k_proj.weight",  # keys and values of a full layer
+        "layers.2.mlp.gate_proj.weight",  # half of one
+        "layers.3.self_attn.o_proj.weight",
+        "self_conditioning.up_proj.weight",
+    ],
+)
+def test_a_missing_tensor_stops_the_start_with_its_name(edited, name):
+    """vLLM's own check exempts every linear layer, embedding and expert."""
+    path = edited(lambda weights: weights.pop(DECODER + name))
+    with pytest.raises(ValueError, match=f"the checkpoint misses {re.escape(DECODER + name)}\\. "):
+        start(path)
+
+
+def test_missing_experts_stop_the_start(edited):
+    path = edited(lambda weights: weights.pop(f"{DECODER}layers.3.experts.down_proj"))
+    with pytest.raises(ValueError, match=r"misses model\.decoder\.layers\.3\.experts\."):
+        start(path)

@@ -1,0 +1,223 @@
+"""The statistics and soft-embedding kernels; test_row_stats_kernel.py runs this in a process.
+
+By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/ops/row_stats_kernel_suite.py` without a
+GPU, the same without the variable on one.
+
+Compared with the CPU version, which test_row_stats.py holds to float64: the same argmax, sample and
+kept tokens; entropies and probabilities within the rounding of fp32 sums in another order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dllm.ops import noise
+from dllm.ops.dispatch import row_stats, sparse_product
+from dllm.ops.filters import RowFilters
+from dllm.ops.row_stats import RowStats
+from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
+from dllm.ops.soft_embedding import Shard, exact_product
+from dllm.ops.soft_embedding_gpu import ProductTiles, sparse_product_kernels
+from tests.support.soft_embedding_cases import rows_of_every_kind, table
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INF = math.inf
+CUTS = [KernelTiles(64, 16, 4), KernelTiles(256, 16, 4), KernelTiles(1024, 64, 4)]
+TOLERANCE = dict(rtol=3e-5, atol=1e-30)  # of a probability; that of test_row_stats.py
+
+
+def keys_for(num_rows: int, seed: int = 0) -> Tensor:
+    zero = torch.tensor([0])
+    keys = noise.row_keys(torch.tensor([seed]), zero, zero, num_rows, noise.STREAM_GUMBEL)[0]
+    return keys.contiguous()
+
+
+def kernel_stats(
+    logits: Tensor,
+    temperature: Tensor,
+    keys: Tensor,
+    probs_dtype: torch.dtype | None = torch.float32,
+    filters: RowFilters | None = None,
+    cut: KernelTiles = CUTS[0],
+) -> RowStats:
+    on_device = (part.to(DEVICE) for part in (logits, temperature, keys))
+    if filters is not None:
+        filters = RowFilters(*(part.to(DEVICE) for part in filters))
+    parts = row_stats_kernels(*on_device, probs_dtype, filters, cut)
+    return RowStats._make([part.cpu() for part in parts])
+
+
+def assert_same(ours: RowStats, expected: RowStats, tile: int) -> None:
+    """Rows without a distribution: marked and harmless, their ids mean nothing."""
+    assert ours.probs is not None and expected.probs is not None
+    torch.testing.assert_close(ours.entropy, expected.entropy, rtol=0, atol=2e-5)
+    has_distribution = expected.entropy < INF
+    for a, b in ((ours.argmax, expected.argmax), (ours.sample, expected.sample)):
+        assert torch.equal(a[has_distribution], b[has_distribution])
+        assert (a >= 0).all() and (a < ours.probs.shape[1]).all()
+    assert torch.equal(ours.peak[has_distribution], expected.peak[has_distribution])
+    torch.testing.assert_close(ours.log_z, expected.log_z, rtol=0, atol=2e-5)
+    torch.testing.assert_close(ours.probs, expected.probs, **TOLERANCE)
+    masses = torch.stack([part.sum(-1) for part in expected.probs.split(tile, dim=1)], dim=1)
+    torch.testing.assert_close(ours.tile_mass, masses, **TOLERANCE)
+
+
+def hostile_rows(vocab_size: int) -> Tensor:
+    """Rows that break naive formulas; the last three have no distribution."""
+    random = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0))
+    one_finite = torch.full((vocab_size,), -INF)
+    one_finite[vocab_size // 2] = -7.0
+    half_excluded = random.clone()
+    half_excluded[::2] = -INF
+    half_excluded[: vocab_size // 3] = -INF  # whole blocks
+    one_nan = random.clone()
+    one_nan[vocab_size // 2] = math.nan
+    return torch.stack([
+        random,
+        30 * torch.tanh(random * 3),
+        torch.full((vocab_size,), 3.7),
+        random * 1e30,
+        random - 1e30,
+        torch.where(random > 0, 3.4e38, -1e38),
+        one_finite,
+        half_excluded,
+        random * 1e-40,
+        torch.full((vocab_size,), -INF),
+        torch.full((vocab_size,), math.nan),
+        one_nan,
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 0.4, 1.0, 50.0])
+@pytest.mark.parametrize("vocab_size", [11, 256, 300])
+def test_statistics_of_hostile_rows(vocab_size: int, temperature: float) -> None:
+    logits = hostile_rows(vocab_size)
+    t, keys = torch.full((len(logits),), temperature), keys_for(len(logits))
+    ours = kernel_stats(logits, t, keys)
+    assert_same(ours, row_stats(logits, t, keys, torch.float32), CUTS[0].tile)
+    assert (ours.entropy[-3:] == INF).all()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
+def test_samples_are_those_of_the_definition(spread: float, cut: KernelTiles) -> None:
+    """Whichever part of the race decides: all noise at spread 0, all logits at 30."""
+    num_rows = cut.block // 16  # the interpreter takes a millisecond or two a program
+    logits = torch.randn(num_rows, 700, generator=torch.Generator().manual_seed(2)) * spread
+    t, keys = torch.linspace(0.2, 1.5, num_rows), keys_for(num_rows)
+    assert_same(
+        kernel_stats(logits, t, keys, cut=cut), row_stats(logits, t, keys, torch.float32), cut.tile
+    )
+
+
+def test_every_vote_of_a_close_race_is_counted() -> None:
+    """Blocks of two equal tokens: v is large, so v / exp(d) is a poor stand-in for E / exp(d)."""
+    logits = torch.full((150, 64), -INF)
+    logits[:, 32:34] = torch.tensor([0.0, 0.05])
+    t, keys = torch.ones(150), keys_for(150)
+    ours, expected = kernel_stats(logits, t, keys), row_stats(logits, t, keys, None)
+    assert torch.equal(ours.sample, expected.sample)
+    assert 40 < (ours.sample == 32).sum() < 110
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(7, 1.0, 0.0), (1, 1.0, 0.0), (None, 0.8, 0.0), (None, 1.0, 0.05), (40, 0.7, 0.01)],
+)
+def test_filters(top_k: int | None, top_p: float, min_p: float) -> None:
+    logits = torch.randn(12, 300, generator=torch.Generator().manual_seed(8)) * 3
+    logits[1] *= 10
+    logits[2] = 1.5  # nothing but ties
+    logits[3] = logits[3].round()  # many ties
+    logits[4, 5:] = -INF
+    logits[5] = -INF
+    logits[6, 9] = math.nan
+    n = len(logits)
+    filters = RowFilters(
+        torch.full((n,), top_k or 300, dtype=torch.int32),
+        torch.full((n,), top_p),
+        torch.full((n,), min_p),
+    )
+    filters.top_k[7], filters.top_p[7], filters.min_p[7] = 300, 1.0, 0.0  # a row without
+    t, keys = torch.full((n,), 0.7), keys_for(n)
+    ours = kernel_stats(logits, t, keys, filters=filters)
+    expected = row_stats(logits, t, keys, torch.float32, filters)
+    assert_same(ours, expected, CUTS[0].tile)
+    possible = (logits > -INF) & (expected.entropy < INF)[:, None]
+    kept = [(logits >= stats.cutoff[:, None]) & possible for stats in (ours, expected)]
+    assert torch.equal(*kept)
+    assert ours.cutoff[7] == -INF
+
+
+def test_bf16_logits_and_probabilities() -> None:
+    logits = (torch.randn(6, 300, generator=torch.Generator().manual_seed(5)) * 5).bfloat16()
+    t, keys = torch.full((6,), 0.5), keys_for(6)
+    ours = kernel_stats(logits, t, keys, torch.bfloat16)
+    same = kernel_stats(logits.float(), t, keys)
+    assert ours.probs is not None and ours.probs.dtype == torch.bfloat16 and same.probs is not None
+    # The interpreter truncates to bf16 where a GPU rounds: one unit in the last place.
+    torch.testing.assert_close(ours.probs.float(), same.probs, rtol=2**-7, atol=0)
+    assert torch.equal(ours.entropy, same.entropy) and torch.equal(ours.sample, same.sample)
+
+
+def test_rows_are_independent_and_none_is_fine() -> None:
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * 4
+    t, keys = torch.linspace(0.1, 2.0, 20), keys_for(20)
+    together = kernel_stats(logits, t, keys)
+    pick = torch.tensor([13, 2, 19])
+    alone = kernel_stats(logits[pick], t[pick], keys[pick])
+    for a, b in zip(together, alone, strict=True):
+        assert a is not None and b is not None and torch.equal(a[pick], b)
+    assert kernel_stats(logits[:0], t[:0], keys[:0]).entropy.shape == (0,)
+
+
+VOCAB = 700
+
+
+@pytest.mark.parametrize("budget", [0.0, 2**-9, 0.3])
+@pytest.mark.parametrize("bounds", [(0, VOCAB), (100, 261)])
+def test_the_sparse_product(bounds: tuple[int, int], budget: float) -> None:
+    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
+    logits = torch.cat([logits, torch.full((1, VOCAB), math.nan)])
+    t, keys = torch.full((len(logits),), 0.6), keys_for(len(logits))
+    stats = kernel_stats(logits, t, keys, cut=CUTS[0])
+    start, end = bounds
+    padding = torch.full((3, weight.shape[1]), math.nan)
+    shard = Shard(torch.cat([weight[start:end], padding]).to(DEVICE), start, end)
+    on_device = RowStats._make([part.to(DEVICE) for part in stats])
+    ours = sparse_product_kernels(
+        logits.to(DEVICE), t.to(DEVICE), on_device, shard, budget, CUTS[0].tile,
+        ProductTiles(rows=16, hidden=16, splits=3, num_warps=4),
+    ).cpu()  # fmt: skip
+    assert stats.probs is not None
+    exact = exact_product(stats.probs, Shard(weight[start:end], start, end))
+    error = (ours - exact).norm(dim=-1)
+    assert (error <= (budget + 4e-5) * weight.norm(dim=-1).max()).all()
+    assert (ours[-1] == 0).all()
+    if budget == 0.3:
+        assert error.max() > 0  # something was left out
+        cpu = sparse_product(
+            logits, t, row_stats(logits, t, keys, None), Shard(weight[start:end], start, end), 0.0
+        )
+        torch.testing.assert_close(cpu, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_the_sparse_product_skips_tiles() -> None:
+    """A table that is NaN where no row is to look: reading it would show."""
+    logits = torch.full((5, VOCAB), -60.0)
+    logits[:, 33] = 5.0
+    logits[0, 300] = 4.0
+    t, keys = torch.full((5,), 0.6), keys_for(5)
+    weight = torch.full((VOCAB, 8), math.nan)
+    needed = [token for tile in (33 // 16, 300 // 16) for token in range(tile * 16, tile * 16 + 16)]
+    weight[needed] = 1.0
+    stats = RowStats._make([part.to(DEVICE) for part in kernel_stats(logits, t, keys)])
+    ours = sparse_product_kernels(
+        logits.to(DEVICE), t.to(DEVICE), stats, Shard(weight.to(DEVICE), 0, VOCAB), 2**-9, 16,
+        ProductTiles(rows=16, hidden=16, splits=2, num_warps=4),
+    )  # fmt: skip
+    torch.testing.assert_close(ours.cpu(), torch.ones(5, 8), rtol=1e-5, atol=0)

@@ -1,0 +1,126 @@
+"""``DLLM_DISABLE=1``: vLLM's own DiffusionGemma answers, on our CPU runtime.
+
+In a process of its own, because this one serves the architecture with ours.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dllm.patches.cpu import is_cpu_without_triton
+
+ROOT = Path(__file__).parents[2]
+NUM_TOKENS = 40  # no multiple of the canvas of 32
+
+# Serves one request and prints what served it.
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+llm = LLM(sys.argv[1], enforce_eager=True, max_model_len=256, max_num_seqs=2)
+core = llm.llm_engine.engine_core.engine_core
+worker = core.model_executor.driver_worker.worker
+worker._should_warm_up_model = lambda: True  # as in a compiled start
+worker.compile_or_warm_up_model()
+params = SamplingParams(max_tokens=int(sys.argv[2]), ignore_eos=True)
+(output,) = llm.generate([{"prompt_token_ids": list(range(20, 50))}], params)
+try:
+    llm.generate(["x"], SamplingParams(temperature=0.5, max_tokens=1))
+    refusal = ""
+except VLLMValidationError as error:
+    refusal = str(error)
+
+def name(cls):
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+runner = worker.model_runner
+print("REPORT " + json.dumps({
+    "num_tokens": len(output.outputs[0].token_ids),
+    "refusal": refusal,
+    "model": [name(cls) for cls in type(runner.model).__mro__[:2]],
+    "own_attributes": [key for key in vars(type(runner.model)) if not key.startswith("__")],
+    "others": [name(type(it)) for it in (runner.model_state, runner.sampler, core.scheduler)],
+    "parameters": [key for key, _ in runner.model.named_parameters()],
+    "modules": [key for key in sys.modules if key.startswith("dllm")],
+    "image_processing": "vllm.model_executor.models.gemma4_mm" in sys.modules,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Callable[..., Path]) -> dict[str, Any]:
+    """What served a request under ``DLLM_DISABLE=1``."""
+    if not is_cpu_without_triton():
+        pytest.skip("elsewhere vLLM serves the built-in class without help")
+    environment = os.environ | {
+        "DLLM_DISABLE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    # The checkpoint carries a vision tower, which has to be skipped.
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(checkpoint()), str(NUM_TOKENS)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    (line,) = [line for line in process.stdout.splitlines() if line.startswith("REPORT ")]
+    report: dict[str, Any] = json.loads(line.removeprefix("REPORT "))
+    return report
+
+
+BUILTIN = "vllm.model_executor.models.diffusion_gemma"
+
+
+def test_the_builtin_class_serves(served: dict[str, Any]) -> None:
+    assert served["model"] == [
+        "dllm.patches.builtin.TextOnlyDiffusionGemma",
+        f"{BUILTIN}.DiffusionGemmaForConditionalGeneration",
+    ]
+    assert served["num_tokens"] == NUM_TOKENS
+
+
+def test_what_a_denoise_step_runs_is_not_overridden(served: dict[str, Any]) -> None:
+    allowed = {"supports_multimodal", "supports_multimodal_embeddings", "hf_to_vllm_mapper"}
+    assert set(served["own_attributes"]) - allowed <= {"_is_protocol", "_abc_impl"}
+    assert served["others"] == [
+        f"{BUILTIN}.DiffusionGemmaModelState",
+        f"{BUILTIN}.DiffusionSampler",
+        "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler",
+    ]
+
+
+def test_ours_is_not_loaded(served: dict[str, Any]) -> None:
+    ours = {
+        "dllm.models.gemma.backbone",
+        "dllm.engine.model_state",
+        "dllm.engine.sampler",
+        "dllm.engine.scheduler",
+        "dllm.settings.request",
+    }
+    assert not ours & set(served["modules"])
+    assert "not yet supported with diffusion models" in served["refusal"]
+
+
+def test_text_only(served: dict[str, Any]) -> None:
+    assert not [name for name in served["parameters"] if "vision" in name]
+
+
+def test_the_stand_in_does_not_outlive_the_import(served: dict[str, Any]) -> None:
+    try:
+        import vllm.model_executor.models.gemma4_mm  # noqa: F401
+    except ImportError:
+        assert not served["image_processing"]

@@ -1,0 +1,357 @@
+"""Wrong configuration stops a server at start, with the key, the value and what is allowed.
+
+``create_engine_config`` is what ``vllm serve`` does before it loads anything.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch._inductor.config
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from dllm.patches.contract import IN_PROCESS_EXECUTOR
+from dllm.patches.cpu import is_cpu_without_triton
+from dllm.settings.server import DenoiseConfig, PluginOptions
+
+CANVAS = 32
+
+on_cpu_without_triton = pytest.mark.skipif(
+    not is_cpu_without_triton(), reason="elsewhere vLLM forks, or Triton's own runtime serves"
+)
+
+
+def engine_config(model: Path, **flags: Any) -> Any:
+    """The configuration that a server with these flags would start with."""
+    load_general_plugins()
+    return EngineArgs(
+        str(model), enforce_eager=True, max_model_len=512, **flags
+    ).create_engine_config()
+
+
+def refusal(model: Path, **flags: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        engine_config(model, **flags)
+    return str(error.value)
+
+
+@pytest.fixture
+def edited(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """The tests' checkpoint with changes in one of its JSON files; None removes a key."""
+
+    def edit(file: str = "generation_config.json", **changes: Any) -> Path:
+        path = tmp_path / "edited"
+        shutil.copytree(checkpoint(), path)
+        content = json.loads((path / file).read_text()) | changes
+        kept = {key: value for key, value in content.items() if value is not None}
+        (path / file).write_text(json.dumps(kept))
+        return path
+
+    return edit
+
+
+def sampler(**fields: Any) -> dict[str, Any]:
+    return {"sampler_config": {"_cls_name": "EntropyBoundSamplerConfig"} | fields}
+
+
+# --- the checkpoint ------------------------------------------------------------------------------
+
+TEMPERATURES = "allowed: a number of at least 0.0001 and at most 10000"
+WRONG = [
+    ({"t_min": 0}, "t_min = 0", TEMPERATURES),
+    ({"t_min": -0.4}, "t_min = -0.4", TEMPERATURES),
+    ({"t_max": "warm"}, "t_max = 'warm'", TEMPERATURES),
+    ({"t_max": True}, "t_max = True", TEMPERATURES),
+    ({"t_max": float("nan")}, "t_max = nan", TEMPERATURES),
+    ({"t_max": float("inf")}, "t_max = inf", TEMPERATURES),
+    ({"t_min": 0.9}, "t_min = 0.9", "must not exceed t_max = 0.8"),
+    (sampler(entropy_bound=-1), "entropy_bound = -1", "allowed: a number above 0"),
+    (sampler(entropy_bound=0), "entropy_bound = 0", "allowed: a number above 0"),
+    (sampler(entropy_bound=1e300), "entropy_bound = 1e+300", "at most 1000000"),
+    (sampler(entropy_bound="1"), "entropy_bound = '1'", "allowed: a number above 0"),
+    ({"sampler_config": {"_cls_name": "Top"}}, "{'_cls_name': 'Top'}", "EntropyBound sampler"),
+    ({"sampler_config": 3}, "sampler_config = 3", "allowed: a mapping"),
+    ({"confidence_threshold": -0.1}, "confidence_threshold = -0.1", "of at least 0"),
+    ({"stability_threshold": -1}, "stability_threshold = -1", "an integer of at least 0"),
+    ({"stability_threshold": 1.5}, "stability_threshold = 1.5", "an integer of at least 0"),
+    ({"max_denoising_steps": 0}, "max_denoising_steps = 0", "an integer of at least 1"),
+    ({"max_denoising_steps": "16"}, "max_denoising_steps = '16'", "an integer of at least 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "given", "allowed"), WRONG, ids=str)
+def test_a_wrong_value_in_generation_config(edited, changes, given, allowed):
+    message = refusal(edited(**changes))
+    assert given in message and allowed in message
+
+
+@pytest.mark.parametrize(
+    "key", ["t_min", "t_max", "confidence_threshold", "stability_threshold", "max_denoising_steps"]
+)
+def test_a_missing_value_in_generation_config(edited, key):
+    message = refusal(edited(**{key: None}))
+    assert f"generation config: {key} is missing" in message
+    assert f"""--override-generation-config '{{"{key}": ...}}'""" in message
+
+
+def test_a_missing_entropy_bound(edited):
+    message = refusal(edited(**sampler()))
+    assert "sampler_config: entropy_bound is missing" in message
+
+
+def test_a_missing_sampler(edited):
+    assert "sampler_config = None; allowed: a mapping" in refusal(edited(sampler_config=None))
+
+
+def test_a_missing_value_can_be_given_on_the_command_line(edited):
+    config = engine_config(edited(t_min=None), override_generation_config={"t_min": 0.3})
+    assert DenoiseConfig.from_vllm(config).t_min == 0.3
+
+
+@pytest.mark.parametrize("window", ["sideways", 64, ["anchored"]])
+def test_a_canvas_window_that_does_not_exist(edited, window):
+    message = refusal(edited("config.json", canvas_window=window))
+    assert f"canvas_window = {window!r}; allowed: symmetric, anchored or auto" in message
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+def denoising(model: Path, **flags: Any) -> DenoiseConfig:
+    return DenoiseConfig.from_vllm(engine_config(model, **flags))
+
+
+def test_the_checkpoint_decides_unless_told_otherwise(checkpoint):
+    assert denoising(checkpoint()) == DenoiseConfig(
+        canvas_length=CANVAS,
+        max_denoising_steps=16,
+        t_min=0.4,
+        t_max=0.8,
+        entropy_bound=1.0,
+        confidence_threshold=0.6,
+        stability_threshold=1,
+        canvas_window="anchored",
+    )
+
+
+def test_override_generation_config(checkpoint):
+    overrides = {"t_min": 0.1, "stability_threshold": 2, "sampler_config": {"entropy_bound": 0.25}}
+    config = denoising(checkpoint(), override_generation_config=overrides)
+    assert (config.t_min, config.stability_threshold, config.entropy_bound) == (0.1, 2, 0.25)
+    assert config.t_max == 0.8  # what was not named stays
+
+
+def test_override_generation_config_is_checked(checkpoint):
+    message = refusal(checkpoint(), override_generation_config={"t_max": -2})
+    assert "t_max = -2" in message and TEMPERATURES in message
+
+
+def test_diffusion_config(checkpoint):
+    config = denoising(
+        checkpoint(), diffusion_config={"canvas_length": 16, "max_denoising_steps": 5}
+    )
+    assert (config.canvas_length, config.max_denoising_steps) == (16, 5)
+    # Without it the model's canvas is what vLLM schedules, too.
+    assert engine_config(checkpoint()).diffusion_config.canvas_length == CANVAS
+
+
+def test_diffusion_config_is_checked(checkpoint):
+    given = {"canvas_length": 16, "max_denoising_steps": 0}
+    message = refusal(checkpoint(), diffusion_config=given)
+    assert "max_denoising_steps = 0; allowed: an integer of at least 1" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "window"),
+    [("anchored", "anchored"), ("symmetric", "symmetric"), ("auto", "symmetric")],
+)
+def test_hf_overrides_choose_the_canvas_window(edited, given, window):
+    other = edited("config.json", canvas_window=None)
+    assert denoising(other).canvas_window == "symmetric"
+    assert denoising(other, hf_overrides={"canvas_window": given}).canvas_window == window
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"comit": "separate"}, "no option 'comit' (did you mean 'commit'?); known: commit"),
+        ({"commit": "never"}, "commit = 'never'; allowed: overlapped, separate"),
+        ({"commit": None}, "commit = None; allowed: overlapped, separate"),
+        (5, '"dllm" must be an object, got 5'),
+        ([], '"dllm" must be an object, got []'),
+    ],
+    ids=str,
+)
+def test_plugin_options_are_checked(checkpoint, options, expected):
+    assert expected in refusal(checkpoint(), additional_config={"dllm": options})
+
+
+def test_plugin_options_arrive(checkpoint):
+    config = engine_config(checkpoint(), additional_config={"dllm": {"commit": "separate"}})
+    assert PluginOptions.from_vllm(config).commit == "separate"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"max_num_batched_tokens": 31}, "--max-num-batched-tokens 31 .* at least 32"),
+        ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold 8 .* at least 32"),
+        ({"async_scheduling": True}, "--async-scheduling: .* Leave the flag out"),
+        ({"scheduler_cls": "a.B"}, r"--scheduler-cls a\.B: .*CanvasScheduler"),
+        (
+            {"speculative_config": {
+                "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3
+            }},
+            "--speculative-config does not work .* Leave it out",
+        ),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not work .* Leave it out"),
+        ({"enable_dbo": True}, "--enable-dbo does not work .* Leave it out"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_flags_that_cannot_work(checkpoint, flags, expected):
+    assert re.search(expected, refusal(checkpoint(), **flags))
+
+
+def test_the_smallest_budget_is_one_canvas(checkpoint):
+    config = engine_config(checkpoint(), max_num_batched_tokens=CANVAS, max_num_seqs=4)
+    assert config.scheduler_config.max_num_batched_tokens == CANVAS
+
+
+def test_our_parts_are_chosen_without_a_flag(checkpoint):
+    config = engine_config(checkpoint())
+    assert config.scheduler_config.scheduler_cls == "dllm.engine.scheduler.CanvasScheduler"
+    assert not config.scheduler_config.async_scheduling
+    assert config.cache_config.prefix_cache_retention_interval is None
+
+
+# --- how processes start --------------------------------------------------------------------------
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+FORK = {METHOD: "fork", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@pytest.fixture
+def asked_to_fork(monkeypatch) -> Iterator[None]:
+    for name, value in FORK.items():
+        monkeypatch.setenv(name, value)
+    with torch._inductor.config.patch(compile_threads=2):
+        yield
+
+
+@on_cpu_without_triton
+def test_a_server_that_is_asked_to_fork_does(checkpoint, asked_to_fork):
+    engine_config(checkpoint())
+    assert os.environ[METHOD] == "fork"
+    assert torch._inductor.config.compile_threads == 1
+
+
+@on_cpu_without_triton
+@pytest.mark.parametrize("name", FORK)
+def test_openmp_that_has_to_be_set_up_needs_a_fresh_process(
+    checkpoint, asked_to_fork, monkeypatch, name
+):
+    """More than one thread or a binding; and without being asked vLLM's choice is left alone."""
+    monkeypatch.delenv(name)
+    engine_config(checkpoint())
+    assert os.environ[METHOD] == "spawn"
+
+
+@on_cpu_without_triton
+def test_other_models_start_as_vllm_starts_them(asked_to_fork):
+    load_general_plugins()
+    config = VllmConfig()
+    assert os.environ[METHOD] == "spawn"
+    assert config.parallel_config.distributed_executor_backend != IN_PROCESS_EXECUTOR
+
+
+@on_cpu_without_triton
+@pytest.mark.parametrize(
+    ("asked", "missing", "expected"),
+    [
+        (None, None, UniProcExecutor),
+        ("uni", None, UniProcExecutor),
+        ("mp", None, MultiprocExecutor),
+        (None, "OMP_NUM_THREADS", MultiprocExecutor),
+        (None, "VLLM_CPU_OMP_THREADS_BIND", MultiprocExecutor),
+    ],
+)
+def test_whose_process_the_worker_runs_in(
+    checkpoint, asked_to_fork, monkeypatch, asked, missing, expected
+):
+    """The engine's, unless the user or OpenMP needs another."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    if missing:
+        monkeypatch.delenv(missing)
+    config = engine_config(checkpoint(), distributed_executor_backend=asked)
+    assert Executor.get_class(config) is expected
+
+
+# --- other processes -----------------------------------------------------------------------------
+
+TIMEOUT_S = 100
+
+
+def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+@pytest.mark.parametrize("is_allowed", [False, True])
+def test_an_untested_vllm_stops_every_process_unless_it_is_allowed(tmp_path, is_allowed):
+    """Plugins are loaded first of all; vLLM lets the refusal through."""
+    metadata = tmp_path / "vllm-9.8.7.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.8.7\n")
+    search_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = run(
+        "from vllm.plugins import load_general_plugins as load; load(); print('loaded')",
+        PYTHONPATH=search_path,
+        VLLM_LOGGING_LEVEL="WARNING",
+        DLLM_ALLOW_UNTESTED_VLLM=str(int(is_allowed)),
+    )
+    assert process.stdout.endswith("loaded\n") == is_allowed, process.stderr
+    assert "9.8.7" in process.stdout + process.stderr
+    assert is_allowed or (
+        "dllm was tested with vLLM 0.32 and this is 9.8.7" in process.stderr
+        and "set DLLM_ALLOW_UNTESTED_VLLM=1 to try" in process.stderr
+    )
+
+
+DISABLED = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model_cls
+from vllm.plugins import load_general_plugins
+
+load_general_plugins()
+config = EngineArgs(sys.argv[1], enforce_eager=True, max_model_len=256).create_engine_config()
+model = [cls.__module__ for cls in get_model_cls(config.model_config).__mro__]
+print(json.dumps([config.scheduler_config.scheduler_cls, model]))
+"""
+
+
+def test_dllm_disable_leaves_vllms_own_model_and_scheduler(checkpoint):
+    process = run(DISABLED, str(checkpoint()), DLLM_DISABLE="1")
+    assert process.returncode == 0, process.stderr[-3000:]
+    scheduler, model = json.loads(process.stdout.splitlines()[-1])
+    assert scheduler == "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
+    assert any(module == "vllm.model_executor.models.diffusion_gemma" for module in model)
+    assert "dllm.models.gemma.backbone" not in model

@@ -1,0 +1,289 @@
+"""`vllm serve` through the real OpenAI client: the same tokens whichever way one asks for them."""
+
+import base64
+import struct
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from vllm import SamplingParams
+
+from tests.support.server_harness import CANVAS, MAX_NUM_BATCHED_TOKENS, MODEL, Server
+
+pytest_plugins = ["tests.support.server_harness"]
+
+BLOCKS = 3 * CANVAS
+SPECIAL_END_TOKENS = (1, 6)  # <eos> and <turn|>, the eos_token_id of generation_config.json
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    """Ordinary tokens, none of them special."""
+    return [20 + (7 * i + salt + i * i // 5) % 450 for i in range(length)]
+
+
+def split(options: dict[str, Any]) -> dict[str, Any]:
+    """Random weights say end-of-sequence at any time: it is ignored unless a test is about it."""
+    extra = {"return_token_ids": True, "ignore_eos": True} | options.pop("extra_body", {})
+    return {"model": MODEL, "max_tokens": BLOCKS, "seed": 1} | options | {"extra_body": extra}
+
+
+def complete(client: openai.OpenAI, text: Any = "Sort these numbers", **options: Any) -> Any:
+    return client.completions.create(prompt=text, **split(options))
+
+
+def chat(client: openai.OpenAI, text: str = "Sort these numbers", **options: Any) -> Any:
+    messages = [{"role": "user", "content": text}]
+    return client.chat.completions.create(messages=messages, **split(options))
+
+
+def tokens(completion: Any) -> list[int]:
+    (choice,) = completion.choices
+    return choice.token_ids
+
+
+def delta_tokens(choice: Any) -> list[int]:
+    """The token ids of a chat's delta; the first, which only says who speaks, has none."""
+    return getattr(choice, "token_ids", None) or []
+
+
+# --- one answer, many ways to ask for it ---------------------------------------------------------
+
+
+def test_the_server_gives_the_tokens_of_the_engine_that_parity_was_shown_on(client, engine):
+    """Over HTTP, in chunks of 128 tokens, what `test_parity.py` compares with Hugging Face."""
+    contexts = [prompt(5), prompt(150), prompt(300)]
+    assert len(contexts[-1]) > 2 * MAX_NUM_BATCHED_TOKENS
+    for context in contexts:
+        params = SamplingParams(max_tokens=70, seed=11, ignore_eos=True)
+        completion = complete(client, context, max_tokens=70, seed=11)
+        assert tokens(completion) == engine.generate([context], params)[0]
+        assert completion.usage.prompt_tokens == len(context)
+
+
+def test_a_streamed_completion_is_the_whole_one_block_by_block(client):
+    whole = complete(client)
+    stream = list(complete(client, stream=True, stream_options={"include_usage": True}))
+    *deltas, last = stream
+    assert last.usage == whole.usage
+    choices = [delta.choices[0] for delta in deltas]
+    assert "".join(choice.text for choice in choices) == whole.choices[0].text
+    assert [token for choice in choices for token in choice.token_ids] == tokens(whole)
+    # Tokens leave when their block has converged, not at the end.
+    assert [len(choice.token_ids) for choice in choices] == [CANVAS] * 3
+    assert [choice.finish_reason for choice in choices] == [None, None, "length"]
+
+
+def test_a_streamed_chat_is_the_whole_one(client):
+    whole = chat(client)
+    deltas = [chunk.choices[0] for chunk in chat(client, stream=True)]
+    content = "".join(delta.delta.content or "" for delta in deltas)
+    assert content == whole.choices[0].message.content
+    assert [token for delta in deltas for token in delta_tokens(delta)] == tokens(whole)
+    assert sum(bool(delta.delta.content) for delta in deltas) == 3
+    assert deltas[-1].finish_reason == whole.choices[0].finish_reason == "length"
+
+
+def test_a_chat_is_the_completion_of_its_template(client):
+    rendered = "<bos><|turn>user\nSort these numbers<turn|>\n<|turn>model\n"
+    completion = complete(client, rendered, extra_body={"add_special_tokens": False})
+    assert tokens(chat(client)) == tokens(completion)
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+def test_n_samples_differ_and_a_seed_reproduces_them(client):
+    runs = [complete(client, n=3, max_tokens=CANVAS) for _ in range(2)]
+    samples = [[choice.token_ids for choice in run.choices] for run in runs]
+    assert samples[0] == samples[1]
+    assert len({tuple(sample) for sample in samples[0]}) == 3
+    assert runs[0].usage.completion_tokens == 3 * CANVAS
+
+
+def test_streamed_samples_arrive_under_their_own_index(client):
+    whole = chat(client, n=3, max_tokens=40)
+    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for chunk in chat(client, n=3, max_tokens=40, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += delta_tokens(choice)
+    assert streamed == {choice.index: choice.token_ids for choice in whole.choices}
+
+
+def test_the_seed_decides_at_every_temperature(client):
+    results = {
+        (temperature, seed): tokens(complete(client, temperature=temperature, seed=seed))
+        for temperature in (0, 1, 1.5)
+        for seed in (3, 4)
+    }
+    for temperature in (0, 1, 1.5):
+        assert results[temperature, 3] != results[temperature, 4]
+    assert any(results[0, seed] != results[1.5, seed] for seed in (3, 4))
+    for (temperature, seed), result in results.items():
+        assert tokens(complete(client, temperature=temperature, seed=seed)) == result
+
+
+# --- where it ends -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [1, CANVAS - 1, CANVAS + 1, 70])
+def test_max_tokens_is_exact(client, max_tokens):
+    completion = complete(client, max_tokens=max_tokens)
+    assert completion.usage.completion_tokens == max_tokens
+    assert tokens(completion) == tokens(complete(client))[:max_tokens]
+    assert completion.choices[0].finish_reason == "length"
+
+
+def unique_piece(text: str, start: int) -> str:
+    """Four characters of ``text`` from ``start`` on that occur nowhere before."""
+    for place in range(start, len(text) - 4):
+        piece = text[place : place + 4]
+        if "�" not in piece and text.find(piece) == place:
+            return piece
+    raise AssertionError(f"no unique piece after {start} in {text!r}")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it(client, stream):
+    first_block = complete(client, max_tokens=CANVAS).choices[0].text
+    text = complete(client).choices[0].text
+    stop = unique_piece(text, len(first_block) + 5)
+    answer = complete(client, stop=[stop], stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == text.partition(stop)[0]
+    assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", stop)
+
+
+def test_a_stop_token_inside_a_canvas_ends_it_there(client):
+    whole = tokens(complete(client))
+    stop = whole[CANVAS + 10]
+    end = whole.index(stop) + 1
+    assert end % CANVAS != 0, "the stop token ends a canvas"
+    completion = complete(client, extra_body={"stop_token_ids": [stop]})
+    (choice,) = completion.choices
+    assert choice.token_ids == whole[:end]
+    assert completion.usage.completion_tokens == end
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
+
+
+def test_end_of_sequence_inside_a_canvas_ends_the_request(client):
+    for seed in range(40):
+        whole = tokens(complete(client, seed=seed, max_tokens=CANVAS))
+        ends = [place for place in range(CANVAS - 1) if whole[place] in SPECIAL_END_TOKENS]
+        if ends:
+            break
+    else:
+        raise AssertionError("none of the seeds gives an end-of-sequence token")
+    completion = complete(client, seed=seed, extra_body={"ignore_eos": False})
+    assert tokens(completion) == whole[: ends[0] + 1]
+    assert completion.choices[0].finish_reason == "stop"
+
+
+# --- logprobs ------------------------------------------------------------------------------------
+
+
+def test_logprobs_of_a_completion(client):
+    options = {"return_tokens_as_token_ids": True}
+    completion = complete(client, logprobs=3, extra_body=options, max_tokens=40)
+    assert tokens(completion) == tokens(complete(client, max_tokens=40))
+    logprobs = completion.choices[0].logprobs
+    names = [f"token_id:{token}" for token in tokens(completion)]
+    assert logprobs.tokens == names
+    for name, chosen, top in zip(
+        names, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        assert chosen <= 0
+        assert len(top) == 3
+        # What is emitted is the argmax canvas.
+        assert list(top.values()) == sorted(top.values(), reverse=True)
+        assert next(iter(top)) == name and top[name] == chosen
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_chat(client, stream):
+    answer = chat(client, logprobs=True, top_logprobs=2, max_tokens=40, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    content = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert len(content) == 40
+    for entry in content:
+        first, second = (candidate.logprob for candidate in entry.top_logprobs)
+        assert 0 >= first >= second
+        assert entry.token == entry.top_logprobs[0].token and entry.logprob == first
+
+
+# --- company -------------------------------------------------------------------------------------
+
+COMPANY = [
+    (prompt(length, salt=length), seed) for seed, length in enumerate((3, 40, 300, 9, 140, 65))
+]
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(client):
+    """Together they want more than the token budget of a step, and two prompts are chunked."""
+    alone = [tokens(complete(client, context, seed=seed)) for context, seed in COMPANY]
+    with ThreadPoolExecutor(len(COMPANY)) as pool:
+        futures = [pool.submit(complete, client, context, seed=seed) for context, seed in COMPANY]
+        together = [tokens(future.result()) for future in futures]
+    assert together == alone
+
+
+def running_requests(server: Server) -> float:
+    """The scheduler's count, as of its last step."""
+    name = "vllm:num_requests_running{"
+    with openai.DefaultHttpxClient() as http:
+        metrics = http.get(f"{server.url}/metrics").text
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name))
+
+
+def test_a_client_that_leaves_in_mid_stream_disturbs_nobody(server, client):
+    context, seed = COMPANY[1]
+    expected = tokens(complete(client, context, seed=seed))
+    for _ in range(3):
+        # One token a canvas: it would take seconds.
+        slow = {"vllm_xargs": {"diffusion_canvas_length": 1}}
+        leaving = complete(client, prompt(60), max_tokens=400, stream=True, extra_body=slow)
+        next(iter(leaving))  # it is being served: its first token is here
+        with ThreadPoolExecutor(1) as pool:
+            staying = pool.submit(complete, client, context, seed=seed)
+            leaving.close()
+            assert tokens(staying.result()) == expected
+    assert tokens(complete(client, context, seed=seed)) == expected
+    # Nothing goes on for nobody.
+    assert running_requests(server) == 0
+    assert server.is_healthy()
+
+
+# --- what this server cannot do ------------------------------------------------------------------
+
+
+def png() -> str:
+    """A black pixel, as a data URL."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)
+    image = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
+    image += chunk(b"IDAT", zlib.compress(b"\0\0\0\0")) + chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(image).decode()
+
+
+def test_an_image_is_refused_with_the_reason(client):
+    content = [
+        {"type": "text", "text": "What is this?"},
+        {"type": "image_url", "image_url": {"url": png()}},
+    ]
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=5
+        )
+    message = refusal.value.body["message"]
+    assert "text-only" in message and "torchvision" in message

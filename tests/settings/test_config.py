@@ -1,0 +1,198 @@
+"""Server-level configuration from plain mappings: what it accepts, and every refusal.
+
+``test_startup.py`` checks that the same rules hold through vLLM's own arguments.
+"""
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dllm.settings.server import (
+    CONFIDENCES,
+    ENTROPY_BOUNDS,
+    TEMPERATURES,
+    DenoiseConfig,
+    PluginOptions,
+)
+from tests.support.denoise_cases import CONFIG, GENERATION, HF_CONFIG
+
+INTEGERS = {"canvas_length": 1, "max_denoising_steps": 1, "stability_threshold": 0}
+FLOATS = {
+    "t_min": TEMPERATURES,
+    "t_max": TEMPERATURES,
+    "confidence_threshold": CONFIDENCES,
+    "entropy_bound": ENTROPY_BOUNDS,
+}
+
+
+def mappings(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The two files of a good checkpoint with some values changed; ``...`` removes a key."""
+    hf_config: dict[str, Any] = dict(HF_CONFIG)
+    generation: dict[str, Any] = GENERATION | {"sampler_config": dict(GENERATION["sampler_config"])}
+    for key, value in changes.items():
+        where = generation
+        if key in ("canvas_length", "canvas_window"):
+            where = hf_config
+        elif key == "entropy_bound":
+            where = generation["sampler_config"]
+        if value is ...:
+            where.pop(key)
+        else:
+            where[key] = value
+    return hf_config, generation
+
+
+def config(**changes: Any) -> DenoiseConfig:
+    return DenoiseConfig.from_mappings(*mappings(**changes))
+
+
+def refusal(**changes: Any) -> str:
+    """The message with which the mappings are refused."""
+    with pytest.raises(ValueError) as error:
+        config(**changes)
+    return str(error.value)
+
+
+def test_every_field_comes_from_the_files():
+    assert config() == CONFIG
+
+
+@pytest.mark.parametrize("key", [*INTEGERS, *FLOATS, "sampler_config"])
+@pytest.mark.parametrize("value", [..., None], ids=["absent", "null"])
+def test_a_missing_key_is_named_with_what_to_do(key, value):
+    message = refusal(**{key: value})
+    assert key in message
+    if key != "sampler_config":
+        assert f"{key} is missing" in message and "--override-generation-config" in message
+
+
+@pytest.mark.parametrize(
+    "value", [0, 7, "EntropyBound", {}, {"entropy_bound": 1.0}, {"_cls_name": "TopKSampler"}]
+)
+def test_another_sampler_is_refused(value):
+    message = refusal(sampler_config=value)
+    assert f"sampler_config = {value!r}" in message and "EntropyBound" in message
+
+
+@pytest.mark.parametrize("key", INTEGERS)
+@pytest.mark.parametrize("value", [-1, 1.0, True, "4", [4], math.nan])
+def test_an_integer_out_of_range_is_refused_with_the_range(key, value):
+    message = refusal(**{key: value})
+    assert f"{key} = {value!r}; allowed: an integer of at least {INTEGERS[key]}" in message
+
+
+@pytest.mark.parametrize("key", FLOATS)
+@pytest.mark.parametrize("value", [-0.1, True, "0.5", [0.5], math.nan, math.inf, -math.inf, 2**70])
+def test_a_number_out_of_range_is_refused_with_the_range(key, value):
+    message = refusal(**{key: value})
+    assert f"{key} = {value!r}; allowed: {FLOATS[key]}" in message
+
+
+@pytest.mark.parametrize("key", ["t_min", "t_max", "entropy_bound"])
+def test_zero_is_too_little(key):
+    assert f"{key} = 0; allowed: a number" in refusal(**{key: 0})
+
+
+def test_the_smallest_values_are_accepted():
+    smallest = config(
+        **INTEGERS, t_min=1e-4, t_max=1e-4, entropy_bound=1e-9, confidence_threshold=0
+    )
+    assert smallest.confidence_threshold == 0 and smallest.stability_threshold == 0
+
+
+def test_the_schedule_runs_downwards():
+    assert "t_min = 0.9 must not exceed t_max = 0.8" in refusal(t_min=0.9)
+    assert config(t_min=0.8).t_min == 0.8
+
+
+@pytest.mark.parametrize(
+    ("value", "window"),
+    [(None, "symmetric"), ("auto", "symmetric"), ("symmetric",) * 2, ("anchored",) * 2],
+)
+def test_canvas_window(value, window):
+    assert config(canvas_window=value).canvas_window == window
+
+
+@pytest.mark.parametrize("value", ["Anchored", "causal", 3, True])
+def test_another_canvas_window_is_refused(value):
+    message = refusal(canvas_window=value)
+    assert f"canvas_window = {value!r}; allowed: symmetric, anchored or auto" in message
+    assert "--hf-overrides" in message
+
+
+@given(st.sampled_from(sorted(FLOATS)), st.floats() | st.integers())
+def test_a_number_is_accepted_exactly_when_in_range(key, value):
+    allowed = FLOATS[key]
+    in_range = allowed.low <= value <= allowed.high and not (
+        allowed.excludes_low and value == allowed.low
+    )
+    # Keep the other end of the schedule out of the way.
+    other_end = {"t_min": {"t_max": allowed.high}, "t_max": {"t_min": allowed.low}}.get(key, {})
+    if in_range:
+        accepted = config(**{key: value}, **other_end)
+        assert getattr(accepted, key) == value
+    else:
+        assert f"{key} = {value!r}; allowed: {allowed}" in refusal(**{key: value}, **other_end)
+
+
+@given(st.sampled_from(sorted(INTEGERS)), st.integers())
+def test_an_integer_is_accepted_exactly_when_in_range(key, value):
+    if value >= INTEGERS[key]:
+        assert getattr(config(**{key: value}), key) == value
+    else:
+        assert f"{key} = {value}; allowed" in refusal(**{key: value})
+
+
+# --- the plugin's own options ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given_config", [None, {}, {"other": {"x": 1}}, {"dllm": {}}, {"dllm": None}, "text"]
+)
+def test_without_options_the_defaults_hold(given_config):
+    assert PluginOptions.from_additional_config(given_config) == PluginOptions("overlapped")
+
+
+@pytest.mark.parametrize("commit", ["overlapped", "separate"])
+def test_commit(commit):
+    options = PluginOptions.from_additional_config({"dllm": {"commit": commit}, "other": 1})
+    assert options.commit == commit
+
+
+@pytest.mark.parametrize("commit", ["Separate", "", None, 1, ["separate"]])
+def test_another_commit_is_refused(commit):
+    expected = f'"dllm": commit = {commit!r}; allowed: overlapped, separate'
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        PluginOptions.from_additional_config({"dllm": {"commit": commit}})
+
+
+@pytest.mark.parametrize("soft_embedding", ["auto", "sparse", "exact"])
+def test_soft_embedding(soft_embedding):
+    given = {"dllm": {"soft_embedding": soft_embedding}}
+    assert PluginOptions.from_additional_config(given).soft_embedding == soft_embedding
+    assert PluginOptions().soft_embedding == "auto"
+
+
+@pytest.mark.parametrize("soft_embedding", ["Exact", "", None, 1, ["exact"]])
+def test_another_soft_embedding_is_refused(soft_embedding):
+    expected = f'"dllm": soft_embedding = {soft_embedding!r}; allowed: auto, sparse, exact'
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        PluginOptions.from_additional_config({"dllm": {"soft_embedding": soft_embedding}})
+
+
+@pytest.mark.parametrize("options", [["commit"], "separate", 3])
+def test_options_that_are_no_object_are_refused(options):
+    expected = f'"dllm" must be an object, got {options!r}'
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        PluginOptions.from_additional_config({"dllm": options})
+
+
+@pytest.mark.parametrize(("key", "hint"), [("comit", " (did you mean 'commit'?)"), ("zzz", "")])
+def test_an_unknown_option_is_refused_with_the_nearest_known_one(key, hint):
+    expected = f'"dllm" has no option {key!r}{hint}; known: '
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        PluginOptions.from_additional_config({"dllm": {key: 1}})

@@ -1,0 +1,397 @@
+"""What one request may ask for: ``RequestOptions.parse`` as a pure function."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from dllm.settings.edit_limits import refuse_impossible_edits
+from dllm.settings.request import (
+    EXTRA_ARGS,
+    LOGIT_BIASES,
+    REPETITION_PENALTIES,
+    UNSUPPORTED_PARAMETERS,
+    RequestOptions,
+    constrained,
+    requested_canvas_width,
+)
+from dllm.settings.server import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES
+from tests.support.denoise_cases import CONFIG
+
+FLOATS = {
+    "diffusion_t_min": TEMPERATURES,
+    "diffusion_t_max": TEMPERATURES,
+    "diffusion_entropy_bound": ENTROPY_BOUNDS,
+    "diffusion_confidence": CONFIDENCES,
+}
+
+
+VOCAB_SIZE = 50
+
+
+def parse(extra: dict[str, Any] | None = None, **params: Any) -> RequestOptions:
+    return RequestOptions.parse(SamplingParams(extra_args=extra, **params), CONFIG, VOCAB_SIZE)
+
+
+def refusal(extra: dict[str, Any] | None = None, **params: Any) -> VLLMValidationError:
+    """The error of a refused request; vLLM answers it with HTTP 400."""
+    with pytest.raises(VLLMValidationError) as error:
+        parse(extra, **params)
+    return error.value
+
+
+def test_a_request_without_wishes_gets_the_servers_values():
+    assert parse() == RequestOptions(
+        canvas_width=32,
+        max_steps=16,
+        t_min=0.4,
+        t_max=0.8,
+        entropy_bound=1.0,
+        confidence=0.2,
+        is_greedy=False,
+        seed=None,
+        stops=frozenset(),
+        seed_canvas=None,
+        pinned=(),
+        is_read_only=False,
+    )
+
+
+def test_every_extra_argument_is_read():
+    options = parse(
+        {
+            "diffusion_canvas_length": 8,
+            "diffusion_max_steps": 3,
+            "diffusion_t_min": 0.1,
+            "diffusion_t_max": 2,
+            "diffusion_entropy_bound": 0.5,
+            "diffusion_confidence": 0,
+            "diffusion_seed_canvas": [7, 0, 49, 3, 3, 3, 3, 3],
+            "diffusion_pinned": [0, 7],
+            "diffusion_read_only": 1,
+            "diffusion_constrained": True,
+            "diffusion_eos_stop": False,
+        },
+        seed=-5,
+        logprob_token_ids=[4, 5],
+        stop_token_ids=[9],
+    )
+    seed_canvas = (7, 0, 49, 3, 3, 3, 3, 3)
+    assert options == RequestOptions(
+        8, 3, 0.1, 2.0, 0.5, 0.0, False, -5, frozenset(), seed_canvas, (0, 7), True
+    )
+
+
+def test_null_means_the_servers_value():
+    assert parse(dict.fromkeys(EXTRA_ARGS)) == parse()
+
+
+def test_reading_leaves_the_parameters_as_they_were():
+    extra = {"diffusion_max_steps": 3}
+    params = SamplingParams(extra_args=extra)
+    first, second = (RequestOptions.parse(params, CONFIG, VOCAB_SIZE) for _ in range(2))
+    assert first == second and extra == {"diffusion_max_steps": 3}
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperature_scales_the_models_schedule(temperature):
+    options = parse(temperature=temperature)
+    assert (options.t_min, options.t_max) == (0.4 * temperature, 0.8 * temperature)
+    assert not options.is_greedy
+
+
+def test_temperature_zero_is_greedy_on_the_models_schedule():
+    options = parse(temperature=0)
+    assert options.is_greedy and (options.t_min, options.t_max) == (0.4, 0.8)
+
+
+def test_the_stop_tokens_are_those_that_end_the_request():
+    params = SamplingParams(stop_token_ids=[9, 8])
+    params.update_from_generation_config({"eos_token_id": [1, 6]}, eos_token_id=1)
+    assert RequestOptions.read(params, CONFIG).stops == {1, 6, 8, 9}
+    params = SamplingParams(stop_token_ids=[9, 8], ignore_eos=True)
+    params.update_from_generation_config({"eos_token_id": [1, 6]}, eos_token_id=1)
+    assert RequestOptions.read(params, CONFIG).stops == {8, 9}
+
+
+def test_a_constrained_request_is_allowed_its_logprob_token_ids():
+    extra = {"diffusion_constrained": 1}
+    params = SamplingParams(logprob_token_ids=[3, 4], extra_args=extra)
+    assert constrained(params).allowed_token_ids == [3, 4] and params.allowed_token_ids is None
+    for flag in ({}, {"diffusion_constrained": 0}, None):
+        params = SamplingParams(logprob_token_ids=[3, 4], extra_args=flag)
+        assert constrained(params) is params
+
+
+def test_more_steps_than_served_are_clamped():
+    assert parse({"diffusion_max_steps": 1000}).max_steps == 16
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+WRONG_TYPES = [True, False, "3", [3], {}, 3.5, math.nan]
+
+
+@pytest.mark.parametrize("value", [0, -1, 33, 2**62, *WRONG_TYPES])
+def test_canvas_width_out_of_range(value):
+    error = refusal({"diffusion_canvas_length": value})
+    assert error.parameter == "diffusion_canvas_length"
+    assert f"diffusion_canvas_length = {value!r}; allowed: an integer of at least 1" in str(error)
+    assert "at most 32. Omit it for 32." in str(error)
+
+
+@pytest.mark.parametrize("value", [0, -1, *WRONG_TYPES])
+def test_max_steps_out_of_range(value):
+    error = refusal({"diffusion_max_steps": value})
+    assert error.parameter == "diffusion_max_steps"
+    assert f"diffusion_max_steps = {value!r}; allowed: an integer of at least 1" in str(error)
+    assert "Omit it for 16." in str(error)
+
+
+@pytest.mark.parametrize("key", FLOATS)
+@pytest.mark.parametrize("value", [-0.5, True, "0.5", [0.5], {}, math.nan, math.inf, 2**62])
+def test_a_number_out_of_range(key, value):
+    error = refusal({key: value})
+    assert error.parameter == key
+    assert f"{key} = {value!r}; allowed: {FLOATS[key]}. Omit it for" in str(error)
+
+
+def test_a_long_value_is_not_sent_back_whole():
+    message = str(refusal({"diffusion_t_min": "9" * 10_000}))
+    assert "diffusion_t_min = '999" in message and len(message) < 500
+
+
+@pytest.mark.parametrize("key", ["diffusion_t_min", "diffusion_t_max", "diffusion_entropy_bound"])
+def test_zero_is_too_little(key):
+    assert refusal({key: 0}).parameter == key
+
+
+def test_zero_confidence_never_stops_early():
+    assert parse({"diffusion_confidence": 0}).confidence == 0
+
+
+# SamplingParams itself refuses integers beyond 64 bits.
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.sampled_from(sorted(FLOATS)), st.floats() | INT64)
+def test_a_number_is_accepted_exactly_when_in_range(key, value):
+    allowed = FLOATS[key]
+    extra = {"diffusion_t_min": allowed.low, "diffusion_t_max": allowed.high}
+    extra = (extra if "_t_" in key else {}) | {key: value}
+    in_range = allowed.low <= value <= allowed.high and not (
+        allowed.excludes_low and value == allowed.low
+    )
+    if in_range:
+        field = key.removeprefix("diffusion_")
+        assert getattr(parse(extra), field) == pytest.approx(float(value))
+    else:
+        assert refusal(extra).parameter == key
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"diffusion_t_min": 1.0},
+        {"diffusion_t_max": 0.3},
+        {"diffusion_t_min": 0.6, "diffusion_t_max": 0.5},
+    ],
+)
+def test_a_schedule_that_runs_upwards(extra):
+    error = refusal(extra)
+    t_min, t_max = extra.get("diffusion_t_min", 0.4), extra.get("diffusion_t_max", 0.8)
+    assert f"diffusion_t_min = {t_min} exceeds diffusion_t_max = {t_max}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("diffusion_canvas_lenght", " (did you mean 'diffusion_canvas_length'?)"),
+        ("max_steps", " (did you mean 'diffusion_max_steps'?)"),
+        ("diffusion_entropy", " (did you mean 'diffusion_entropy_bound'?)"),
+        ("top_k", ""),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_the_nearest_known_one(key, hint):
+    error = refusal({key: 1})
+    assert f"unknown extra argument {key!r}{hint}. Known: {', '.join(EXTRA_ARGS)}" in str(error)
+
+
+@pytest.mark.parametrize(
+    "extra", [{"kv_transfer_params": {"a": 1}}, {"kv_cache_report_mode": "all"}]
+)
+def test_what_vllm_itself_puts_there_passes(extra):
+    assert parse(extra) == parse()
+
+
+@pytest.mark.parametrize("value", [0, 7, [5]])
+@pytest.mark.parametrize("name", UNSUPPORTED_PARAMETERS)
+def test_an_unserved_parameter_is_refused_unless_off(name, value):
+    params = SamplingParams()
+    setattr(params, name, value)
+    with pytest.raises(VLLMValidationError) as error:
+        RequestOptions.parse(params, CONFIG, VOCAB_SIZE)
+    assert error.value.parameter == name
+    assert f"{name} = {value} is not served" in str(error.value)
+    setattr(params, name, None)
+    assert RequestOptions.parse(params, CONFIG, VOCAB_SIZE) == parse()
+
+
+CANVAS = list(range(32))
+
+
+@pytest.mark.parametrize("value", ["x", 5, [1, "2"], [True] * 32, [1.0] * 32, {}, [[1]]])
+@pytest.mark.parametrize("key", ["diffusion_seed_canvas", "diffusion_pinned"])
+def test_a_list_of_ids_that_is_none(key, value):
+    error = refusal({"diffusion_seed_canvas": CANVAS} | {key: value})
+    assert error.parameter == key
+    assert f"{key} = {value!r}; allowed: a list of integers. Omit it" in str(error)
+
+
+@pytest.mark.parametrize("length", [0, 31, 33])
+def test_a_seed_canvas_of_another_length(length):
+    error = refusal({"diffusion_seed_canvas": [1] * length})
+    assert error.parameter == "diffusion_seed_canvas"
+    assert f"holds {length} ids; allowed: exactly 32" in str(error) and "Send" in str(error)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**40])
+def test_a_seed_canvas_of_foreign_ids(token):
+    error = refusal({"diffusion_seed_canvas": [token, *CANVAS[1:]]})
+    assert error.parameter == "diffusion_seed_canvas"
+    assert f"diffusion_seed_canvas = {token}; allowed: an integer from 0 to 49." in str(error)
+
+
+@pytest.mark.parametrize("position", [-1, 32, 2**40])
+def test_a_pinned_position_beyond_the_canvas(position):
+    error = refusal({"diffusion_seed_canvas": CANVAS, "diffusion_pinned": [3, position]})
+    assert error.parameter == "diffusion_pinned"
+    assert f"diffusion_pinned = {position}; allowed: an integer from 0 to 31." in str(error)
+
+
+def test_pins_without_a_canvas_to_hold():
+    error = refusal({"diffusion_pinned": [3]})
+    assert "diffusion_pinned = [3] without diffusion_seed_canvas; allowed:" in str(error)
+
+
+FLAGS = ["diffusion_read_only", "diffusion_constrained", "diffusion_eos_stop"]
+
+
+@pytest.mark.parametrize("value", [2, -1, "true", 1.0, [1], {}])
+@pytest.mark.parametrize("key", FLAGS)
+def test_a_flag_that_is_none(key, value):
+    error = refusal({key: value}, logprob_token_ids=[1])
+    assert error.parameter == key
+    assert f"{key} = {value!r}; allowed: true or false (or 1 or 0). Omit it for" in str(error)
+
+
+def test_constrained_to_nothing_or_to_two_sets():
+    extra = {"diffusion_constrained": True}
+    assert "without logprob_token_ids" in str(refusal(extra))
+    both = refusal(extra, logprob_token_ids=[1], allowed_token_ids=[1])
+    assert "beside allowed_token_ids" in str(both) and "Leave one out" in str(both)
+
+
+@pytest.mark.parametrize("value", [1e-5, 1e5])
+def test_a_repetition_penalty_that_fp32_logits_cannot_take(value):
+    error = refusal(repetition_penalty=value)
+    assert error.parameter == "repetition_penalty"
+    assert f"repetition_penalty = {value}; allowed: {REPETITION_PENALTIES}. Send" in str(error)
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan, 1e7])
+def test_a_bias_that_is_no_bias(value):
+    error = refusal(logit_bias={3: 1.0, 4: value})
+    assert error.parameter == "logit_bias"
+    assert f"logit_bias = {value}; allowed: {LOGIT_BIASES}. Send" in str(error)
+
+
+def test_more_min_tokens_than_an_int32_position_can_reach():
+    assert refusal(min_tokens=2**30, max_tokens=None).parameter == "min_tokens"
+
+
+# --- edits that cannot be honoured ----------------------------------------------------------------
+
+
+def edits(bad_words: list[list[int]] | None = None, **params: Any) -> SamplingParams:
+    """Parameters as `refuse_impossible_edits` gets them, with bad words as ids."""
+    resolved = SamplingParams(**params)
+    resolved._bad_words_token_ids = bad_words
+    return resolved
+
+
+@pytest.mark.parametrize(
+    ("params", "parameter", "count"),
+    [
+        (edits(allowed_token_ids=[1] * 1025), "allowed_token_ids", 1025),
+        (edits(logit_bias={i: 1.0 for i in range(1025)}), "logit_bias", 1025),
+        (edits(stop_token_ids=list(range(129)), min_tokens=1), "stop_token_ids", 129),
+        (edits(bad_words=[[1] * 8] * 128 + [[1]]), "bad_words", 1025),
+    ],
+)
+def test_edits_that_the_worker_cannot_hold(params, parameter, count):
+    with pytest.raises(VLLMValidationError) as error:
+        refuse_impossible_edits(params, vocab_size=5000)
+    assert error.value.parameter == parameter
+    assert f"{parameter} comes to {count} tokens" in str(error.value)
+    assert f"allowed: at most {count - 1}. Send fewer." in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        edits(allowed_token_ids=[5], bad_words=[[5]]),
+        edits(allowed_token_ids=[5], bad_words=[[5, 5]]),
+        edits(allowed_token_ids=[5, 6], bad_words=[[5, 6], [6, 5]]),
+        edits(allowed_token_ids=[5, 6], stop_token_ids=[5, 6], min_tokens=1),
+        edits(allowed_token_ids=[5, 6], stop_token_ids=[5], min_tokens=1, bad_words=[[7, 6]]),
+        edits(bad_words=[[token] for token in range(VOCAB_SIZE)]),
+    ],
+)
+def test_edits_that_may_leave_no_token(params):
+    with pytest.raises(VLLMValidationError) as error:
+        refuse_impossible_edits(params, VOCAB_SIZE)
+    assert "leaves no token that may always be emitted; allowed: at least one" in str(error.value)
+    restriction = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
+    assert error.value.parameter == restriction
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        edits(),
+        edits(allowed_token_ids=[5, 6], bad_words=[[6, 5]]),
+        edits(allowed_token_ids=[5], stop_token_ids=[5]),
+        edits(allowed_token_ids=[5, 6], stop_token_ids=[5], min_tokens=1),
+        edits(bad_words=[[token] for token in range(1, VOCAB_SIZE)]),
+    ],
+)
+def test_edits_that_leave_a_token_pass(params):
+    refuse_impossible_edits(params, VOCAB_SIZE)
+
+
+def test_served_parameters_pass():
+    served = dict(top_k=5, top_p=0.9, logprobs=3, seed=7, max_tokens=5, stop=["x"], n=2)
+    served |= dict(min_p=0.1, min_tokens=2, presence_penalty=0.5, frequency_penalty=-0.5)
+    served |= dict(repetition_penalty=1.2, logit_bias={5: 1.0}, bad_words=["no"])
+    served |= dict(allowed_token_ids=[1, 2], prompt_logprobs=0, logprob_token_ids=[1])
+    assert parse(**served).seed == 7
+
+
+# --- the scheduler's shortcut ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extra", [None, {}, {"diffusion_canvas_length": None}])
+def test_the_scheduler_finds_the_served_width(extra):
+    assert requested_canvas_width(SamplingParams(extra_args=extra), 32) == 32
+    assert requested_canvas_width(None, 32) == 32
+
+
+@given(st.integers(1, 32))
+def test_the_scheduler_and_the_parser_agree_on_the_width(width):
+    params = SamplingParams(extra_args={"diffusion_canvas_length": width})
+    assert requested_canvas_width(params, 32) == RequestOptions.read(params, CONFIG).canvas_width

@@ -1,0 +1,67 @@
+"""Run by ``test_attention_backend.py`` in a process of its own: vLLM's engine on our Triton kernel.
+
+``TRITON_INTERPRET=1`` has to be set before triton is imported. The CPU platform offers one backend
+only; here it is made to answer with ours, so that metadata builder, implementation, cache layout
+and split points are those of a CUDA server.
+
+usage: attention_backend_worker.py CHECKPOINT OUTPUT
+"""
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from vllm import SamplingParams
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from tests.support.engine_harness import Engine
+
+BACKEND = "attention.backend.CanvasAttentionBackend"
+
+
+def serve_with_triton_kernel() -> None:
+    """Make the CPU platform answer with our backend."""
+    # The plugin does this wherever the platform is not a CPU.
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
+
+
+def main(checkpoint: str, output: str) -> None:
+    """Generate, and save the tokens, the watched steps and the kernel's plans."""
+    from attention import backend
+
+    serve_with_triton_kernel()
+    engine = Engine(
+        checkpoint,
+        max_model_len=128,
+        max_num_batched_tokens=64,
+        block_size=16,
+        attention_config={"backend": "CUSTOM"},
+    )
+    calls = []
+    attend = backend.canvas_attention
+
+    def spy(query, cache, batch, options, out):
+        calls.append((options.window, batch.bidirectional_from.tolist(), query.shape[0]))
+        return attend(query, cache, batch, options, out)
+
+    backend.canvas_attention = spy
+    prompts = [[20 + 3 * i for i in range(37)], [400 - i for i in range(5)]]
+    params = [SamplingParams(max_tokens=24, seed=seed, ignore_eos=True) for seed in (1, 2)]
+    runs = engine.runs(prompts, params)
+    torch.save(
+        {
+            "prompts": prompts,
+            "tokens": [run.tokens for run in runs],
+            "logits": [run.logits for run in runs],
+            "calls": [(window and window.kind, points, tokens) for window, points, tokens in calls],
+        },
+        output,
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

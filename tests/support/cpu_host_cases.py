@@ -1,0 +1,97 @@
+"""Calls of vLLM's own functions that launch kernels, to compare Triton's results with ours."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.support.cpu_kernel_cases import GPU, f32, i32, i64, spans
+
+
+@dataclass
+class HostCase:
+    """A call of one of vLLM's functions that launch kernels."""
+
+    function: str
+    label: str
+    args: dict[str, Any] = field(repr=False)
+    rtol: float = 0.0
+
+    @property
+    def id(self) -> str:
+        """What pytest calls the case."""
+        return f"{self.function.rsplit('.', 1)[1]}-{self.label}"
+
+
+def rejection_host_cases(rng: np.random.Generator) -> Iterator[HostCase]:
+    """A whole verification on a vocabulary of several blocks."""
+    vocab, steps, num_reqs = 9000, 4, 12
+    num_logits = [1 + count for count in rng.integers(0, steps + 1, num_reqs)]
+    total = sum(num_logits)
+    slots = rng.permutation(num_reqs)
+    target = f32(rng.normal(0, 3, (total, vocab)))
+    draft = torch.zeros(num_reqs, steps, vocab)
+    local_pos = np.concatenate([np.arange(count) for count in num_logits])
+    expanded = np.repeat(slots, num_logits)
+    drafted = local_pos < steps
+    noise = f32(rng.normal(0, 0.5, (int(drafted.sum()), vocab)))
+    draft[expanded[drafted], local_pos[drafted]] = target[torch.from_numpy(drafted)] + noise
+    drafts = target.argmax(1).int().roll(1)
+    drafts[torch.from_numpy(rng.random(total) < 0.1)] = -1
+    shared = dict(
+        target_logits=target,
+        draft_sampled=drafts,
+        cu_num_logits=spans(num_logits),
+        pos=i64(rng.integers(0, 9999, total)),
+        idx_mapping=i64(slots),
+        expanded_idx_mapping=i64(expanded),
+        expanded_local_pos=i32(local_pos),
+        temperature=f32(rng.choice([0.0, 0.6, 1.0], num_reqs)),
+        seed=i64(rng.integers(-(2**63), 2**63, num_reqs)),
+        num_speculative_steps=steps,
+    )
+    function = GPU + "spec_decode.rejection_sampler_utils.rejection_sample"
+    yield HostCase(function, "ratio", shared | dict(draft_logits=draft))
+    yield HostCase(function, "one-hot", shared | dict(draft_logits=None, use_fp64=True))
+    by_block = dict(use_block_verification=True)
+    yield HostCase(function, "block", shared | by_block | dict(draft_logits=draft))
+    yield HostCase(function, "block-one-hot", shared | by_block | dict(draft_logits=None))
+    rates = dict(synthetic_conditional_rates=f32([0.9, 0.7, 0.5, 0.3]))
+    yield HostCase(function, "synthetic", shared | rates | dict(draft_logits=draft))
+
+
+def host_cases() -> list[HostCase]:
+    """Functions of the sampler and the runner, among them all that pass launch options."""
+    rng = np.random.default_rng(3)
+    logits, expanded = f32(rng.normal(0, 2, (6, 3000))), i64([2, 0, 0, 3, 1, 1])
+    sampling = dict(
+        logits=logits,
+        expanded_idx_mapping=expanded,
+        temperature=f32([0.7, 0.0, 1.0, 1.4]),
+        seed=i64([7, -1, 2**62 + 12345, 0]),
+        pos=i64(rng.integers(0, 999, 6)),
+        apply_temperature=True,
+        is_drafting=False,
+    )
+    post_update = dict(
+        idx_mapping=i64([3, -1, 1]),
+        num_computed_tokens=i32([5, 6, 7, 8]),
+        last_sampled_tokens=i64(np.zeros((4, 1))),
+        output_bin_counts=i32(np.zeros((4, 9))),
+        sampled_tokens=i64(rng.integers(0, 9, (3, 4))),
+        num_sampled=i32([4, 1, 2]),
+        num_rejected=i32([0, 0, 3]),
+        query_start_loc=spans([4, 1, 6]),
+        all_token_ids=i32(np.zeros((4, 30))),
+        total_len=i32([5, 6, 7, 8]),
+    )
+    top = dict(logits=logits, num_logprobs=5, sampled_token_ids=i64(rng.integers(0, 3000, 6)))
+    return [
+        HostCase(GPU + "sample.gumbel.gumbel_sample", "fp32", sampling),
+        HostCase(GPU + "sample.gumbel.gumbel_sample", "fp64", sampling | dict(use_fp64=True)),
+        HostCase(GPU + "input_batch.post_update", "drafts", post_update),
+        HostCase(GPU + "sample.logprob.compute_topk_scores", "top-5", top, rtol=2e-6),
+        *rejection_host_cases(rng),
+    ]

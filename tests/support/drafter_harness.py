@@ -1,0 +1,106 @@
+"""Engines with a drafter, and what they drafted, step by step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3ForCausalLM
+from vllm import SamplingParams
+
+from dllm.drafter.widths.policy import WidthPolicy
+from dllm.patches.contract import CPU_WORKER
+from tests.support.engine_harness import Engine, get_engine
+
+LIMITS = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64, block_size=32)
+
+
+def plain_engine(target: Path, **options: Any) -> Engine:
+    """The target alone."""
+    return get_engine(target, worker_cls=CPU_WORKER, **(LIMITS | options))
+
+
+def drafting_engine(
+    target: Path, drafter: Path, num_drafts: int, options: dict[str, Any] | None = None, **more: Any
+) -> Engine:
+    """The target with a drafter; ``speculative`` is added to vLLM's options of drafting."""
+    speculative = {
+        "method": "dflash",
+        "model": str(drafter),
+        "num_speculative_tokens": num_drafts,
+    } | more.pop("speculative", {})
+    return get_engine(
+        target,
+        speculative_config=speculative,
+        additional_config={"dllm": {"drafter": options or {}}},
+        **(LIMITS | more),
+    )
+
+
+@contextmanager
+def policy_of(engine: Engine, policy: WidthPolicy) -> Iterator[WidthPolicy]:
+    """Let another policy choose the widths of an engine, between two batches."""
+    speculator = engine.runner.speculator
+    before = speculator.policy, speculator._trims
+    speculator.policy, speculator._trims = policy, True
+    try:
+        yield policy
+    finally:
+        speculator.policy, speculator._trims = before
+
+
+@dataclass
+class Draft:
+    """What was drafted for one request in one step."""
+
+    tokens: list[int]  # so far, the last of them not seen by the target yet
+    drafts: list[int]
+    logits: torch.Tensor  # [N, vocab], of the last pass over the block
+
+
+@contextmanager
+def watch_drafts(engine: Engine) -> Iterator[list[Draft]]:
+    """Record every draft of requests that have left their prompt."""
+    seen: list[Draft] = []
+    speculator = engine.runner.speculator
+    states = engine.runner.req_states
+    draft_behind, compute = type(speculator)._draft, speculator.model.compute_logits
+    logits: list[torch.Tensor] = []
+
+    def spy_logits(hidden: torch.Tensor) -> torch.Tensor:
+        logits.append(compute(hidden))
+        return logits[-1]
+
+    def spy(self: Any, step: Any, draft: Any) -> torch.Tensor:
+        logits.clear()
+        drafts = draft_behind(self, step, draft)
+        for row, slot in enumerate(step.batch.idx_mapping_np.tolist()):
+            if int(step.num_sampled[row]) > 0 and logits:
+                length = int(states.total_len.gpu[slot])
+                tokens = states.all_token_ids.gpu[slot, :length].tolist()
+                of_row = logits[-1].unflatten(0, (-1, drafts.shape[1]))[row].clone()
+                seen.append(Draft(tokens, drafts[row].tolist(), of_row))
+        return drafts
+
+    type(speculator)._draft = spy  # type: ignore[method-assign]
+    speculator.model.compute_logits = spy_logits
+    try:
+        yield seen
+    finally:
+        type(speculator)._draft = draft_behind  # type: ignore[method-assign]
+        del speculator.model.compute_logits
+
+
+def assert_greedy(target: Path, prompt: list[int], output: list[int]) -> None:
+    """Every token of ``output`` is the target's argmax behind those before it."""
+    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output])).logits[0]
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == output
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    """Greedy sampling of exactly so many tokens."""
+    return SamplingParams(**(dict(temperature=0, max_tokens=max_tokens, ignore_eos=True) | more))

@@ -1,0 +1,220 @@
+"""Drives Hugging Face's DiffusionGemma (transformers 5.19) as the reference for ours.
+
+Everything runs one sequence, in the model's own dtype. `generate_with_noise` is Hugging Face's
+`generate` itself with its three sources of randomness replaced, so that a whole generation can be
+compared token for token:
+
+    initial canvas    EntropyBoundSampler.initialize_canvas, called by _prepare_denoiser_inputs
+    sampled tokens    torch.multinomial(softmax(logits / T)), in _denoising_step
+    renoise tokens    EntropyBoundSampler.initialize_canvas again, called by renoise_canvas
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.models.diffusion_gemma import (
+    DiffusionGemmaConfig,
+    DiffusionGemmaForBlockDiffusion,
+    DiffusionGemmaTextConfig,
+)
+from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSampler
+
+import dllm.ops.noise
+
+
+@dataclass
+class HFGeneration:
+    """What `generate` produced, and what it went through."""
+
+    tokens: list[int]  # all generated blocks, before end-of-sequence is looked at
+    steps_per_block: list[int]
+    canvases: list[list[list[int]]] = field(default_factory=list)  # [block][step]: input canvas
+
+
+def load_hf(path: str | Path, attention: str = "eager") -> DiffusionGemmaForBlockDiffusion:
+    """The reference model of a checkpoint, in fp32, ready to be called."""
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(
+        path, dtype=torch.float32, attn_implementation=attention
+    )
+    return model.eval()
+
+
+def tiny_hf_model(
+    seed: int, vocab_size: int = 128, canvas_length: int = 12, window: int = 16
+) -> DiffusionGemmaForBlockDiffusion:
+    """A random model of 0.4M parameters, confident enough that blocks stop at different steps."""
+    text = DiffusionGemmaTextConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        sliding_window=window,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=16,
+        max_position_embeddings=1024,
+    )
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    config = DiffusionGemmaConfig(text_config=text, vision_config=vision)
+    config.canvas_length = canvas_length
+    torch.manual_seed(seed)
+    model = DiffusionGemmaForBlockDiffusion(config).eval()
+    with torch.no_grad():
+        model.model.decoder.embed_tokens.weight.mul_(40.0)  # tied: logits of a few nats
+    return model
+
+
+@torch.no_grad()
+def one_step_logits(
+    model: DiffusionGemmaForBlockDiffusion,
+    context_ids: Sequence[int],
+    canvas_ids: Sequence[int],
+    prev_logits: Tensor | None = None,
+) -> Tensor:
+    """Logits of one denoise step on a canvas after `context_ids`: [C, V] fp32, soft-capped.
+
+    The context is encoded causally, then the canvas decoded at the positions that follow it.
+    prev_logits: [C, V], the temperature-scaled logits of the previous step, whose softmax is the
+    self-conditioning; None at a block's first step.
+    """
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    output = model(
+        input_ids=torch.tensor([list(context_ids)]),
+        past_key_values=cache,
+        decoder_input_ids=torch.tensor([list(canvas_ids)]),
+        self_conditioning_logits=None if prev_logits is None else prev_logits[None],
+    )
+    return output.logits[0]
+
+
+@torch.no_grad()
+def block_kv(
+    model: DiffusionGemmaForBlockDiffusion, ids: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of every layer for `ids` encoded causally from position 0.
+
+    One (keys, values) pair a layer, each [kv_heads, len(ids), head_dim], keys after norm and
+    RoPE, values after norm. Windowed layers keep all positions here (`generate` crops them).
+    """
+    cache = DynamicCache()
+    model.model.encoder(input_ids=torch.tensor([list(ids)]), past_key_values=cache)
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def generate_with_noise(
+    model: DiffusionGemmaForBlockDiffusion,
+    prompt_ids: Sequence[int],
+    num_blocks: int,
+    seed: int,
+    noise: ModuleType = dllm.ops.noise,
+    stop_at_eos: bool = False,
+    **generation: Any,
+) -> HFGeneration:
+    """Hugging Face's `generate` for one prompt, drawing from `noise` under `seed`.
+
+    generation: `max_denoising_steps`, `t_min`, `t_max`, `stability_threshold`,
+    `confidence_threshold`, `sampler_config`, as `generate` takes them; what is not given comes
+    from the checkpoint's generation_config. stop_at_eos: end after a block that holds an
+    end-of-sequence token (the block's tokens are returned whole).
+    """
+    if not stop_at_eos:
+        generation["eos_token_id"] = None
+    canvas_length = model.config.canvas_length
+    with _patched(model, noise, seed) as source:
+        output = model.generate(
+            torch.tensor([list(prompt_ids)]),
+            max_new_tokens=num_blocks * canvas_length,
+            pad_token_id=None,  # else what follows an end-of-sequence token is overwritten
+            **generation,
+        )
+    tokens = output.sequences[0, len(prompt_ids) :].tolist()
+    steps = [len(canvases) for canvases in source.canvases]
+    return HFGeneration(tokens, steps, source.canvases)
+
+
+class _NoiseSource:
+    """Answers Hugging Face's draws from `noise`, keyed by where its loop stands."""
+
+    def __init__(self, noise: ModuleType, seed: int) -> None:
+        self.noise = noise
+        self.seed = seed
+        self.canvas_start = 0
+        self.in_step = False
+        self.canvases: list[list[list[int]]] = []
+
+    def begin_block(self, canvas_start: int) -> None:
+        self.canvas_start = canvas_start
+        self.canvases.append([])
+
+    def _place(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(seed, canvas start, steps done), each [1] int64."""
+        steps_done = len(self.canvases[-1]) - 1 if self.in_step else 0
+        place = (self.seed, self.canvas_start, steps_done)
+        seed, start, step = (torch.tensor([value]) for value in place)
+        return seed, start, step
+
+    def tokens(self, width: int, vocab_size: int) -> Tensor:
+        renoise, initial = self.noise.STREAM_RENOISE, self.noise.STREAM_INITIAL_CANVAS
+        stream = renoise if self.in_step else initial
+        return self.noise.random_tokens(*self._place(), width, vocab_size, stream)
+
+    def sample(self, probs: Tensor) -> Tensor:
+        """One token a row by Gumbel-max: probs [C, V] to [C, 1]."""
+        width, vocab_size = probs.shape
+        keys = self.noise.row_keys(*self._place(), width, self.noise.STREAM_GUMBEL)[0]
+        noisy = torch.log(probs) + self.noise.gumbel(keys, vocab_size)
+        return noisy.argmax(dim=-1, keepdim=True)
+
+
+@contextmanager
+def _patched(
+    model: DiffusionGemmaForBlockDiffusion, noise: ModuleType, seed: int
+) -> Iterator[_NoiseSource]:
+    """Replaces the noise of `model.generate`; two methods are wrapped only to know the place."""
+    source = _NoiseSource(noise, seed)
+    prepare, step = model._prepare_denoiser_inputs, model._denoising_step
+
+    def prepare_denoiser_inputs(decoder_attention_mask: Tensor, **kwargs: Any) -> tuple:
+        source.begin_block(decoder_attention_mask.shape[1] - model.config.canvas_length)
+        return prepare(decoder_attention_mask=decoder_attention_mask, **kwargs)
+
+    def denoising_step(current_canvas: Tensor, **kwargs: Any) -> tuple:
+        source.canvases[-1].append(current_canvas[0].tolist())
+        source.in_step = True
+        try:
+            return step(current_canvas=current_canvas, **kwargs)
+        finally:
+            source.in_step = False
+
+    def initialize_canvas(self: EntropyBoundSampler, batch_size: int, device: object) -> Tensor:
+        assert batch_size == 1, f"one sequence at a time, not {batch_size}"
+        return source.tokens(self.canvas_length, self.vocab_size)
+
+    def multinomial(probs: Tensor, num_samples: int) -> Tensor:
+        assert num_samples == 1 and source.in_step, (num_samples, source.in_step)
+        return source.sample(probs)
+
+    with ExitStack() as stack:
+        for target, name, replacement in (
+            (model, "_prepare_denoiser_inputs", prepare_denoiser_inputs),
+            (model, "_denoising_step", denoising_step),
+            (EntropyBoundSampler, "initialize_canvas", initialize_canvas),
+            (torch, "multinomial", multinomial),
+        ):
+            stack.enter_context(patch.object(target, name, replacement))
+        yield source

@@ -1,0 +1,61 @@
+"""Python processes for tests: what has to be set before an import runs in one of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOWN = 4000  # characters of each stream in a failure
+
+# What an engine in a process of its own runs with: nothing compiled, one thread, few words.
+QUIET_ENGINE = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def run_python(
+    *arguments: str,
+    environment: Mapping[str, str | None] | None = None,
+    timeout: float = 300,
+    status: int = 0,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python ARGUMENTS`` in the repository's root; fails with what it said.
+
+    Args:
+        environment: variables on top of this process's; None removes one.
+        timeout: seconds.
+        status: the exit status that it has to have.
+    """
+    finished = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=changed_environment(environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    said = f"{finished.stdout[-SHOWN:]}\n{finished.stderr[-SHOWN:]}"
+    assert finished.returncode == status, f"exit status {finished.returncode}: {said}"
+    return finished
+
+
+def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with some variables set, or removed (None).
+
+    The repository comes first on the path, so that a checkout tests itself.
+    """
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    merged = {**os.environ, "PYTHONPATH": path, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def printed_json(finished: subprocess.CompletedProcess[str]) -> Any:
+    """The last line that a process printed, as JSON."""
+    return json.loads(finished.stdout.splitlines()[-1])

@@ -1,0 +1,217 @@
+"""Hugging Face's DiffusionGemma with a quantized checkpoint's weights and rounded inputs.
+
+Weights come from ``quant_checkpoints.dequantized``; hooks round the inputs of every quantized layer
+as the format says, in numpy (``naive_formats``). Nothing of ``quant`` takes part.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.models.diffusion_gemma import modeling_diffusion_gemma
+
+from tests.support import hf_reference
+from tests.support import naive_formats as naive
+from tests.support.quant_checkpoints import DECODER, PROJECTIONS, dequantized, layers_of
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+def load_quantized(source: Path, path: Path, rounds_inputs: bool = True) -> nn.Module:
+    """The reference in fp32 with the weights of ``path``, made from the bf16 one at ``source``.
+
+    rounds_inputs: False leaves the inputs as they are, whatever the checkpoint says.
+    """
+    model = hf_reference.load_hf(source)
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, tensor in dequantized(path).items():
+            if name.startswith(DECODER) or name.endswith("layer_scalar"):
+                state[name].copy_(tensor)
+    if rounds_inputs:
+        layers = layers_of(path)
+        for name, module in model.named_modules():
+            match = re.fullmatch(r"model\.(?:decoder|encoder\.language_model)\.(layers\..*)", name)
+            if match is None:
+                continue
+            stem = DECODER + match[1]
+            if isinstance(module, nn.Linear) and stem.split(".")[-1] in PROJECTIONS:
+                rounding = rounding_of(layers[stem])
+                module.register_forward_pre_hook(
+                    lambda _, args, rounding=rounding: (rounding(args[0]), *args[1:])
+                )
+            elif name.endswith(".experts"):
+                module.forward = ExpertsForward(module, stem, layers)
+    return model
+
+
+class ExpertsForward:
+    """The reference's experts, one at a time, with the inputs of each projection rounded."""
+
+    def __init__(self, experts: nn.Module, stem: str, layers: dict) -> None:
+        self.experts = experts
+        self.roundings = [
+            [rounding_of(layers[f"{stem}.{i}.{part}_proj"]) for part in ("gate", "up", "down")]
+            for i in range(experts.num_experts)
+        ]
+
+    def __call__(
+        self, tokens: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        total = torch.zeros_like(tokens)
+        for token in range(len(tokens)):
+            for expert, weight in zip(
+                top_k_index[token].tolist(), top_k_weights[token], strict=True
+            ):
+                total[token] += weight * self.one(expert, tokens[token])
+        return total
+
+    def one(self, expert: int, token: torch.Tensor) -> torch.Tensor:
+        gate, up = self.experts.gate_up_proj[expert].chunk(2)
+        round_gate, round_up, round_down = self.roundings[expert]
+        hidden = self.experts.act_fn(gate @ round_gate(token)) * (up @ round_up(token))
+        return self.experts.down_proj[expert] @ round_down(hidden)
+
+
+def rounding_of(parts: dict[str, torch.Tensor]) -> Rounding:
+    """How the inputs of a layer with these tensors are rounded."""
+    if len(parts) == 1:  # not quantized
+        return lambda values: values
+    if "weight_packed" in parts:
+        if "input_global_scale" not in parts:
+            return lambda values: values
+        divisor = float(parts["input_global_scale"])
+        return _in_numpy(lambda values: naive.round_trip_nvfp4(values, divisor))
+    table = naive.INT8 if parts["weight"].dtype == torch.int8 else naive.FP8
+    return _in_numpy(lambda values: naive.round_trip_tokens(values, table))
+
+
+def _in_numpy(rounding: Callable[[np.ndarray], np.ndarray]) -> Rounding:
+    return lambda values: torch.from_numpy(rounding(values.detach().numpy())).to(values.dtype)
+
+
+class Fp8Cache:
+    """While it is entered, the reference's attention sees keys and values in E4M3, scale 1."""
+
+    def __enter__(self) -> None:
+        self._forward = modeling_diffusion_gemma.eager_attention_forward
+
+        def forward(module, query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
+            key, value = (
+                torch.from_numpy(naive.rounded(t.detach().numpy(), naive.FP8)).to(t.dtype)
+                for t in (key, value)
+            )
+            return self._forward(module, query, key, value, *args, **kwargs)
+
+        modeling_diffusion_gemma.eager_attention_forward = forward
+
+    def __exit__(self, *exception: object) -> None:
+        modeling_diffusion_gemma.eager_attention_forward = self._forward
+
+
+def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """Relative L2 distance."""
+    return float((ours - reference).norm() / reference.norm())
+
+
+class Recording:
+    """What the layers of a served model saw and gave, pass by pass, while requests run.
+
+    linears: name -> [(inputs, outputs)]; experts: name -> [(tokens, weights, ids, outputs)].
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.linears: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.experts: dict[str, list[tuple[torch.Tensor, ...]]] = {}
+        self._undo: list[Callable[[], object]] = []
+        for name, module in model.named_modules():
+            if ".layers." in name and name.endswith("_proj"):
+                self._undo.append(module.register_forward_hook(self._note_linear(name)).remove)
+            elif name.endswith("routed_experts"):
+                self._watch_experts(name, module)
+
+    def _note_linear(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple, output: tuple) -> None:
+            self.linears.setdefault(name, []).append((args[0].clone(), output[0].clone()))
+
+        return hook
+
+    def _watch_experts(self, name: str, module: nn.Module) -> None:
+        apply = module.quant_method.apply
+
+        def watched(**given):  # type: ignore[no-untyped-def]
+            seen = [given[name].clone() for name in ("x", "topk_weights", "topk_ids")]
+            output = apply(**given)
+            self.experts.setdefault(name, []).append((*seen, output.clone()))
+            return output
+
+        module.quant_method.apply = watched
+        self._undo.append(lambda: setattr(module.quant_method, "apply", apply))
+
+    def stop(self) -> None:
+        """Leave the served model as it was."""
+        for undo in self._undo:
+            undo()
+
+
+class Lockstep:
+    """Runs the reference with the outputs of the served layers in the place of its own.
+
+    Rounding makes a model discontinuous: where fp32 arithmetic in another order moves a number
+    across the middle between two codes, a whole step of the format follows, and random weights
+    multiply it (moving the reference's embeddings by a millionth moves its logits by 10-25% with 8
+    bits). In lockstep nothing is multiplied: ``distances`` says how far the inputs of each layer
+    are from those that the served one saw. The recording's first pass is the prompt, which the
+    encoder takes; the second is the canvas, which the decoder takes.
+    """
+
+    def __init__(self, model: nn.Module, recording: Recording) -> None:
+        self.distances: dict[str, float] = {}
+        for name, module in model.named_modules():
+            match = re.fullmatch(r"model\.(decoder|encoder\.language_model)\.(layers\..*)", name)
+            if match is None:
+                continue
+            index, place = int(match[1] == "decoder"), f"model.{match[2]}"
+            if place.endswith(".experts"):
+                tokens, _, ids, output = recording.experts[f"{place}.routed_experts"][index]
+                module.forward = self._experts(name, tokens, ids, output)
+            elif isinstance(module, nn.Linear) and place.split(".")[-1] in PROJECTIONS:
+                fused, columns = _in_fused(model, name, module)
+                inputs, output = recording.linears[f"{place.rpartition('.')[0]}.{fused}"][index]
+                module.forward = self._linear(name, inputs, output[:, columns])
+
+    def _linear(
+        self, name: str, inputs: torch.Tensor, output: torch.Tensor
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        def forward(values: torch.Tensor) -> torch.Tensor:
+            self.distances[name] = relative(inputs, values[0])
+            return output[None]
+
+        return forward
+
+    def _experts(
+        self, name: str, tokens: torch.Tensor, ids: torch.Tensor, output: torch.Tensor
+    ) -> Callable[..., torch.Tensor]:
+        def forward(values: torch.Tensor, top_k_index: torch.Tensor, _: object) -> torch.Tensor:
+            assert torch.equal(top_k_index.sort().values, ids.long().sort().values), name
+            self.distances[name] = relative(tokens, values)
+            return output
+
+        return forward
+
+
+def _in_fused(model: nn.Module, name: str, module: nn.Linear) -> tuple[str, slice]:
+    """The layer that vLLM fuses a projection into, and its columns of the output."""
+    parent, _, projection = name.rpartition(".")
+    size = module.out_features
+    if projection in ("gate_proj", "up_proj"):
+        start = 0 if projection == "gate_proj" else size
+        return "gate_up_proj", slice(start, start + size)
+    if projection not in ("q_proj", "k_proj", "v_proj"):
+        return projection, slice(None)
+    queries = model.get_submodule(f"{parent}.q_proj").out_features
+    start = {"q_proj": 0, "k_proj": queries, "v_proj": queries + size}[projection]
+    return "qkv_proj", slice(start, start + size)

@@ -1,0 +1,106 @@
+"""Launch vLLM's Triton kernels in Triton's interpreter: `python ... CASES RESULTS`.
+
+A process of its own, because vLLM decides at import time whether there is Triton, and on a CPU
+there is none: this one shows vLLM the real Triton, with TRITON_INTERPRET=1, before it imports a
+kernel. `launch` is shared with the tests, which call the replacements the same way.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def launch(kernel: Callable[..., Any], args: dict[str, Any]) -> None:
+    """Call `kernel` by keyword; a list of tensors is passed as a tensor of their addresses."""
+
+    def as_argument(value: Any) -> Any:
+        if isinstance(value, list):
+            return torch.tensor([table.data_ptr() for table in value], dtype=torch.uint64)
+        return value
+
+    kernel(**{name: as_argument(value) for name, value in args.items()})
+
+
+def resolve(name: str) -> tuple[Any, str]:
+    """Return the module that holds the dotted `name`, and the attribute."""
+    module, _, attribute = name.rpartition(".")
+    return importlib.import_module(module), attribute
+
+
+def use_real_triton() -> None:
+    """Make vLLM's kernels real Triton kernels, with stand-ins for what the interpreter lacks."""
+    import triton
+    import triton.language as tl
+    import vllm.triton_utils
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain_store = InterpreterBuilder.create_masked_store
+
+    def masked_store(builder: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        # A scalar mask joined with a block of masks comes out as int32, which a store refuses.
+        mask = TensorHandle(mask.data.astype(bool), tl.int1)
+        return plain_store(builder, ptrs, value, mask, *rest)
+
+    def log1p(x: Any) -> Any:
+        return tl.tensor(TensorHandle(np.log1p(x.handle.data), x.dtype.scalar), x.type)
+
+    InterpreterBuilder.create_masked_store = masked_store
+    vllm.triton_utils.triton = triton
+    vllm.triton_utils.tl = tl
+    vllm.triton_utils.tldevice = SimpleNamespace(log1p=log1p)
+    logits_metrics: Any = importlib.import_module("vllm.v1.worker.gpu.metrics.logits")
+    logits_metrics.libdevice = SimpleNamespace(isnan=lambda x: x != x)
+
+
+def call_host_function(name: str, args: dict[str, Any]) -> list[Any]:
+    """Call a function of vLLM on copies of `args`; return its result(s) and the copies."""
+    module, attribute = resolve(name)
+    copies = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in args.items()
+    }
+    result = getattr(module, attribute)(**copies)
+    return [list(result) if isinstance(result, tuple) else result, copies]
+
+
+def main(cases_path: str, results_path: str) -> None:
+    """Run every kernel case, then every host case with Triton and with our kernels installed."""
+    use_real_triton()
+    from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
+
+    from dllm.cpu.install import install
+
+    # Memory that a function allocates and never writes must be the same in both runs.
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+    job = torch.load(cases_path)
+    kernels = {name: getattr(*resolve(name)) for name in job["kernels"]}
+    for case in job["cases"]:
+        try:
+            launch(kernels[case["kernel"]][case["grid"]], case["args"])
+        except Exception as error:
+            raise RuntimeError(f"{case['kernel']}, case {case['label']!r}") from error
+    host_triton = [call_host_function(*case) for case in job["host_cases"]]
+    install(register_kernels, include_sampling=True)
+    host_ours = [call_host_function(*case) for case in job["host_cases"]]
+    torch.save(
+        {
+            "args": [case["args"] for case in job["cases"]],
+            "arg_names": {name: list(kernel.arg_names) for name, kernel in kernels.items()},
+            "replaced": [
+                name for name in kernels if isinstance(getattr(*resolve(name)), KernelOverride)
+            ],
+            "host": list(zip(host_triton, host_ours, strict=True)),
+        },
+        results_path,
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,131 @@
+"""Imports point one way: a room imports lower floors only, and there is no circle of modules."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# From the ground up. Rooms of one floor do not import each other.
+FLOORS = (
+    ("attention", "quant"),
+    ("dllm.settings", "dllm.tasks", "dllm.ops", "dllm.cpu"),
+    ("dllm.engine",),
+    ("dllm.models", "dllm.drafter"),
+    ("dllm.patches", "dllm.quantize", "dllm.tools"),
+    ("dllm.train",),
+    ("dllm.cli",),
+)
+HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# `dllm/__init__.py` holds the version and the entry point, which imports when it is called.
+ROOT_PACKAGE = "dllm"
+WITHOUT_VLLM = ("dllm.ops", "dllm.tasks", "dllm.cpu")
+
+
+def modules(root: Path) -> dict[str, ast.Module]:
+    """Every module of the packages below ``root``, by dotted name."""
+    found = {}
+    for package in ("dllm", "attention", "quant"):
+        for path in (root / package).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = ast.parse(path.read_text())
+    return found
+
+
+def imports(tree: ast.AST, known: set[str]) -> Iterator[str]:
+    """What a module imports, wherever in it, as the longest dotted name that is a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else node.module
+
+
+def room_of(module: str) -> str | None:
+    """The room that a module is in; None for other packages and for `dllm/__init__.py`."""
+    return next((room for room in HEIGHT if f"{module}.".startswith(f"{room}.")), None)
+
+
+def violations(root: Path) -> list[str]:
+    """Imports that do not go down, and circles between modules."""
+    trees = modules(root)
+    ours = {
+        name: {other for other in imports(tree, set(trees)) if other in trees}
+        for name, tree in trees.items()
+    }
+    wrong = []
+    for name, others in ours.items():
+        room = room_of(name)
+        if room is None:
+            assert name == ROOT_PACKAGE, f"{name} is in no room of FLOORS"
+            continue
+        for other in others - {ROOT_PACKAGE}:
+            below = room_of(other)
+            if below is None or (below != room and HEIGHT[below] >= HEIGHT[room]):
+                wrong.append(f"{name} imports {other}")
+    return wrong + circles({name: ours[name] for name in ours if name != ROOT_PACKAGE})
+
+
+def circles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import themselves through others; what imports nothing is taken away in turn."""
+    left = {name: others & set(graph) for name, others in graph.items()}
+    while leaves := {name for name, others in left.items() if not others & set(left)}:
+        left = {name: others for name, others in left.items() if name not in leaves}
+    return [f"{name} is in a circle, or imports one" for name in left]
+
+
+def test_imports_go_down_and_never_in_a_circle():
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize("room", WITHOUT_VLLM)
+def test_lower_rooms_know_no_vllm(room):
+    trees = modules(ROOT)
+    found = [
+        (name, imported)
+        for name, tree in trees.items()
+        if room_of(name) == room
+        for imported in imports(tree, set(trees))
+        if imported.split(".")[0] == "vllm"
+    ]
+    assert found == []
+
+
+def test_every_room_says_what_it_is():
+    for room in HEIGHT:
+        path = ROOT / room.replace(".", "/") / "__init__.py"
+        if path.parent.is_dir():
+            assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+@pytest.mark.parametrize(
+    ("where", "line", "complaint"),
+    [
+        ("dllm/engine/state.py", "from dllm.models.gemma import rule", "engine.state imports"),
+        ("dllm/ops/noise.py", "def f():\n    import dllm.settings.checks", "ops.noise imports"),
+        ("attention/masks.py", "from attention.reference import x", "circle"),
+        ("dllm/heap.py", "", "dllm.heap is in no room"),
+    ],
+)
+def test_a_planted_violation_is_found(where, line, complaint, tmp_path):
+    for path in (
+        *ROOT.glob("dllm/**/*.py"),
+        *ROOT.glob("attention/*.py"),
+        *ROOT.glob("quant/*.py"),
+    ):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    assert violations(tmp_path) == []
+    planted = tmp_path / where
+    planted.write_text(f"{planted.read_text() if planted.exists() else ''}\n{line}\n")
+    try:
+        found = violations(tmp_path)
+    except AssertionError as error:
+        found = [str(error)]
+    assert any(complaint in each for each in found), found

@@ -1,0 +1,180 @@
+"""The `dllm` command: dispatch, errors that help, and `dllm chat`."""
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from rich.console import Console
+
+from dllm import cli
+from dllm.cli import main
+from dllm.tools import client
+from dllm.tools.chat import Conversation, talk
+from tests.support.chat_stub import Stub, serve
+
+# --------------------------------------------------------------------------------------------------
+# Dispatch
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in cli.COMMANDS)
+    assert main([]) == cli.MISUSED
+
+
+def test_help_imports_no_torch() -> None:
+    """Nor anything else that takes seconds."""
+    code = (
+        "import sys; from dllm.cli import main; main(['--help']); main(['--version']);"
+        "sys.exit(str({'torch', 'transformers', 'vllm', 'openai', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "set()"
+    assert "watch" in done.stdout
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evla"]) == 2
+    assert "no command 'evla' (did you mean 'eval'?)" in capsys.readouterr().err
+
+
+def test_run_as_a_module_it_reports_errors_in_one_line() -> None:
+    """`python -m` gives the module two names; the error must be caught under both."""
+    arguments = [sys.executable, "-m", "dllm.cli", "eval", "--tasks", "nothing"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("dllm eval: --tasks: no family 'nothing'")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval", "--num", "0"],
+        ["eval", "--temperature", "-1"],
+        ["eval", "--temperature", "nan"],
+        ["eval", "--output", "/no/such/folder/x.json"],
+        ["chat", "--no-such-flag"],
+        ["watch"],
+        ["watch", "a question", "--model", "x", "--delay", "-1"],
+        ["watch", "a question", "--model", "x", "--max-blocks", "0"],
+        ["watch", "a question", "--model", "x", "--svg", "/no/such/folder/x.svg"],
+    ],
+)
+def test_wrong_arguments_are_refused_with_status_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Servers
+
+
+def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(Stub(str)) as stub:
+        gone = stub.url
+    assert main(["chat", "--base-url", gone]) == 1
+    message = capsys.readouterr().err
+    assert f"no server answers at {gone}" in message
+    assert "make serve" in message
+
+
+def test_an_address_without_a_scheme() -> None:
+    with pytest.raises(cli.CommandError, match="allowed: a URL such as"):
+        client.connect("localhost:8000", None)
+
+
+def test_the_only_model_needs_no_name() -> None:
+    with serve(Stub(str, models=("tiny-dllm",))) as stub:
+        assert client.connect(stub.url, None).model == "tiny-dllm"
+        with pytest.raises(cli.CommandError, match=r"no model 'tiny-dlm'.*did you mean 'tiny-dllm"):
+            client.connect(stub.url, "tiny-dlm")
+
+
+def test_one_of_several_models_has_to_be_named() -> None:
+    with serve(Stub(str, models=("a", "b"))) as stub:
+        assert client.connect(f"{stub.url}/v1", "b").model == "b"
+        with pytest.raises(cli.CommandError, match="served: a, b"):
+            client.connect(stub.url, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Chat
+
+
+def typed(*lines: str) -> Callable[[str], str]:
+    """Somebody who types these lines and then ends the input."""
+    waiting = iter(lines)
+
+    def read(prompt: str) -> str:
+        for line in waiting:
+            return line
+        raise EOFError
+
+    return read
+
+
+def answer_with_count(messages: list[dict[str, str]]) -> str:
+    return f"[b]Message {len(messages)}[/b]: {messages[-1]['content']}"
+
+
+def chat(stub: Stub, *lines: str, console: Console | None = None, **options: object):
+    """Talk to a stub; returns what was shown, and the conversation."""
+    console = console or Console(file=io.StringIO(), width=200)
+    conversation = Conversation(client.connect(stub.url, None), **options)  # type: ignore[arg-type]
+    talk(conversation, console, typed(*lines))
+    return console.file.getvalue(), conversation  # type: ignore[attr-defined]
+
+
+def test_the_history_is_sent_and_reset_forgets_it() -> None:
+    with serve(Stub(answer_with_count)) as stub:
+        shown, _ = chat(stub, "one", "", "two", "/reset", "three", "/quit", "four", system="Be.")
+    # As the server wrote it, brackets included: 1 system message, and two a question before.
+    assert "[b]Message 2[/b]: one" in shown
+    assert "[b]Message 4[/b]: two" in shown
+    assert "[b]Message 2[/b]: three" in shown
+    assert "four" not in shown
+    roles = [[message["role"] for message in request["messages"]] for request in stub.requests]
+    assert roles[1] == ["system", "user", "assistant", "user"]
+    assert stub.requests[1]["messages"][2]["content"] == "[b]Message 2[/b]: one"
+    assert "max_tokens" not in stub.requests[0]
+
+
+def test_an_unknown_command_is_not_sent() -> None:
+    with serve(Stub(answer_with_count)) as stub:
+        shown, _ = chat(stub, "/exit")
+    assert "No command /exit" in shown
+    assert stub.requests == []
+
+
+def test_a_refusal_is_shown_and_the_question_forgotten() -> None:
+    with serve(Stub(answer_with_count, status=400)) as stub:
+        shown, conversation = chat(stub, "one", max_tokens=5)
+    assert "refused with HTTP 400" in shown
+    assert conversation.messages == []
+    assert stub.requests[0]["max_tokens"] == 5
+
+
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
+    class Interrupted(Console):
+        """Ctrl-C when the second piece of the first answer is about to be shown."""
+
+        pieces = 0
+
+        def print(self, *objects: object, **options: object) -> None:  # type: ignore[override]
+            self.pieces += options.get("end") == ""
+            if self.pieces == 2:
+                self.pieces = 1000
+                raise KeyboardInterrupt
+            super().print(*objects, **options)  # type: ignore[arg-type]
+
+    console = Interrupted(file=io.StringIO(), width=200)
+    with serve(Stub(answer_with_count)) as stub:
+        shown, conversation = chat(stub, "one", "two", console=console)
+    assert "Stopped." in shown
+    assert "Message 3[/b]: two" in shown, "the program went on"
+    assert conversation.messages[1]["content"] == "[b]Mes"  # the two pieces that had arrived

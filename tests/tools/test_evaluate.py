@@ -1,0 +1,225 @@
+"""`dllm eval`: known shares of right answers give known scores; the reference counts its steps."""
+
+import json
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dllm.cli import CommandError, main
+from dllm.tasks.suite import FAMILIES, Question, questions
+from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE, save_tokenizer, train_tokenizer
+from dllm.tools.eval_reference import ReferenceModel
+from dllm.tools.eval_report import Answer, Run, Score, score, total, wilson_interval
+from dllm.tools.eval_server import PASSES, counter, denoise_counts
+from dllm.tools.evaluate import chosen_families
+from tests.support.chat_stub import Stub, serve
+
+
+def right_but_every(nth: int, families: list[str], num: int):
+    """Answers held-out questions rightly, but for every nth of each family."""
+    answers = {}
+    for family in families:
+        for index, drawn in enumerate(questions([family], "heldout", num)):
+            answers[drawn.prompt] = "no idea" if index % nth == 0 else drawn.answer
+
+    def reply(messages: list[dict[str, str]]) -> str:
+        (message,) = messages
+        return f" {answers[message['content']]}\n"
+
+    return reply
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers
+
+
+# Newcombe, Statistics in Medicine 17 (1998), table I, method 3; and Wilson's limits at 0 and 1.
+@pytest.mark.parametrize(
+    ("right", "asked", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (20, 20, 0.8389, 1.0),
+    ],
+)
+def test_the_wilson_interval(right: int, asked: int, low: float, high: float) -> None:
+    assert wilson_interval(right, asked) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_a_score_is_made_of_its_questions() -> None:
+    asked = [Question("f", str(i), "yes", frozenset({"yes", "Yes"})) for i in range(4)]
+    run = Run([Answer(text, 5) for text in ("yes", "Yes ", "no", "yes!")], 2.0, 12, 4)
+    result = score("f", asked, run)
+    assert (result.num_correct, result.accuracy) == (2, 0.5)
+    assert (result.mean_tokens, result.steps_per_block, result.tokens_per_s) == (5, 3, 10)
+
+
+def test_a_total_weighs_questions_and_blocks_equally() -> None:
+    few, many = Score("a", 1, 1, 10, 1.0, 2, 1), Score("b", 3, 0, 50, 3.0, 22, 5)
+    both = total([few, many])
+    assert (both.accuracy, both.mean_tokens, both.steps_per_block) == (0.25, 15, 4)
+    assert both.tokens_per_s == 15
+    silent = Score("c", 1, 1, None, 1.0, None, None)
+    assert total([few, silent]).mean_tokens is None
+    assert total([few, silent]).steps_per_block is None
+
+
+def test_counters_are_summed_over_labels_and_found_by_their_whole_name() -> None:
+    text = f'{PASSES}{{engine="0"}} 3.0\n{PASSES}{{engine="1"}} 4.0\n{PASSES}_x{{}} 9.0\n'
+    assert counter(text, PASSES) == 7
+    assert counter("", PASSES) == 0
+
+
+def test_blocks_are_output_tokens_in_canvas_widths_rounded_up() -> None:
+    before = Stub(str, passes=5)
+    after = Stub(str, passes=5, requests=[{}, {}])
+    answers = [Answer("", 33), Answer("", 32)]  # two blocks and one
+    assert denoise_counts(before.metrics(), after.metrics(), answers) == (10, 3)
+    assert denoise_counts(before.metrics(), before.metrics(), answers) == (None, None)
+    assert denoise_counts(None, after.metrics(), answers) == (None, None)
+    silent = [Answer("", None), Answer("", 32)]
+    assert denoise_counts(before.metrics(), after.metrics(), silent) == (None, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Against a server
+
+
+def test_a_server_with_known_answers_gets_a_known_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """40 questions a family, every fifth answered wrongly, 33 tokens (two blocks), 12 passes."""
+    output = tmp_path / "results.json"
+    reply = right_but_every(5, ["sort", "prose"], 40)
+    with serve(Stub(reply, num_tokens=33, passes=12)) as stub:
+        arguments = ["--base-url", stub.url, "--tasks", "prose, sort", "--num", "40"]
+        assert main(["eval", *arguments, "--seed", "100", "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    assert list(result["families"]) == ["sort", "prose"]
+    for numbers in (*result["families"].values(), result["all"]):
+        assert numbers["accuracy"] == 0.8
+        assert numbers["mean_output_tokens"] == 33
+        assert numbers["denoise_steps_per_block"] == 6
+        tokens = 33 * numbers["num_questions"]
+        assert numbers["output_tokens_per_s"] == pytest.approx(tokens / numbers["seconds"])
+    assert result["all"]["num_correct"] == 64
+    assert result["all"]["interval_95"] == list(wilson_interval(64, 80))
+    assert result["settings"]["split"] == "heldout"
+    assert len(result["wrong"]) == 16
+    for wrong in result["wrong"]:
+        assert wrong["given"].strip() == "no idea"
+    drawn = questions(["sort"], "heldout", 40)
+    assert result["wrong"][0]["prompt"] == drawn[0].prompt
+    assert result["wrong"][0]["expected"] == drawn[0].answer
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (row,) = [line for line in shown if "sort" in line]
+    for cell in ("32/40", "80.0%", "65.2-89.5", "33.0", "6.00"):
+        assert cell in row
+    # Every question once, and request i of a family with seed + i.
+    assert len(stub.requests) == 80
+    seeds = {r["messages"][0]["content"]: r["seed"] for r in stub.requests}
+    assert [seeds[q.prompt] for q in drawn] == list(range(100, 140))
+    assert {r["max_tokens"] for r in stub.requests} == {128}
+    assert all("temperature" not in r for r in stub.requests)
+
+
+def test_a_server_that_counts_no_canvases_gets_a_dash(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serve(Stub(right_but_every(10**9, ["add"], 3))) as stub:
+        address = ["--base-url", f"{stub.url}/v1/", "--temperature", "0"]
+        assert main(["eval", *address, "--tasks", "add", "--num", "3"]) == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "2/3" in line]
+    assert "-" in row
+    assert {r["temperature"] for r in stub.requests} == {0}
+    assert all("seed" not in r for r in stub.requests)
+
+
+def test_a_refusal_ends_the_evaluation_with_its_message(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(Stub(str, status=400)) as stub:
+        assert main(["eval", "--base-url", stub.url, "--tasks", "add", "--num", "20"]) == 1
+    assert "refused with HTTP 400" in capsys.readouterr().err
+    assert len(stub.requests) < 20, "it goes on although it has failed"
+
+
+def test_tasks_are_checked() -> None:
+    assert chosen_families("all") == list(FAMILIES)
+    assert chosen_families("sort, add") == ["add", "sort"]
+    with pytest.raises(CommandError, match=r"no family 'sotr' \(did you mean 'sort'\?\)"):
+        chosen_families("add,sotr")
+    with pytest.raises(CommandError, match="names no family"):
+        chosen_families(" , ")
+
+
+def test_more_questions_than_there_are_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--tasks", "add", "--num", "9999"]) == 1
+    assert "--num 9999: 9999 questions of 'add'" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# In process
+
+
+def test_the_reference_counts_its_denoise_steps_and_blocks(checkpoint) -> None:
+    model = ReferenceModel(checkpoint(), max_tokens=40, seed=3)
+    asked = questions(["extract"], "heldout", 3)
+    seen = []
+    forward, encoder = model.model.forward, model.model.model.encoder.forward
+    with (
+        patch.object(model.model, "forward", side_effect=forward) as decoded,
+        patch.object(model.model.model.encoder, "forward", side_effect=encoder) as encoded,
+    ):
+        run = model.answer(asked, lambda: seen.append(1))
+    # The encoder runs once a block: first over the prompt, then over the block before.
+    assert (run.denoise_steps, run.blocks) == (decoded.call_count, encoded.call_count)
+    assert run.blocks is not None and run.blocks >= 3
+    assert len(seen) == 3
+    assert model.answer(asked, lambda: None).answers == run.answers
+    other = ReferenceModel(checkpoint(), max_tokens=40, seed=4)
+    assert other.answer(asked, lambda: None).answers != run.answers
+
+
+def test_the_temperature_multiplies_the_schedule_of_the_reference(checkpoint) -> None:
+    model = ReferenceModel(checkpoint(), max_tokens=40, temperature=0.5)
+    assert model.options == {"max_new_tokens": 40, "t_min": 0.2, "t_max": 0.4}
+    with pytest.raises(CommandError, match="no greedy mode"):
+        ReferenceModel(checkpoint(), max_tokens=40, temperature=0.0)
+
+
+def test_an_autoregressive_reference_has_no_denoise_steps(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        eos_token_id=TOKEN_ID["<eos>"],
+        pad_token_id=TOKEN_ID["<pad>"],
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    save_tokenizer(train_tokenizer(), tmp_path, model_max_length=512)
+    asked = questions(["add"], "heldout", 2)
+    runs = [
+        ReferenceModel(tmp_path, max_tokens=8, temperature=0.0, seed=seed).answer(
+            asked, lambda: None
+        )
+        for seed in (0, 1)
+    ]
+    assert runs[0].answers == runs[1].answers, "temperature 0 is greedy"
+    assert all(1 <= answer.num_tokens <= 8 for answer in runs[0].answers)
+    assert (runs[0].denoise_steps, runs[0].blocks) == (None, None)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "--reference", str(tmp_path), "--num", "1"]) == 1
+    assert "no config.json; give a checkpoint's folder" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+"""The recorder of live traffic: what it writes, and that it stays within its bounds."""
+
+import itertools
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from dllm.drafter import recorder
+from dllm.drafter import samples as shards
+from dllm.drafter.recorder import RecordedStep, Recorder
+from dllm.drafter.samples import read_shards
+from dllm.settings.drafting import DrafterOptions
+
+FEATURES = 6
+
+
+def step(rows: list[dict]) -> RecordedStep:
+    """Rows of {request, start, tokens, rejected, prompt, sampled}; features are the positions."""
+    tokens = [token for row in rows for token in row["tokens"]]
+    places = [row["start"] + at for row in rows for at in range(len(row["tokens"]))]
+    lengths = np.array([len(row["tokens"]) for row in rows])
+    decodes = np.array([row["start"] >= row["prompt"] for row in rows])
+    return RecordedStep(
+        [row["request"] for row in rows],
+        np.array([row["start"] for row in rows]),
+        lengths,
+        lengths - np.array([row.get("rejected", 0) for row in rows]),
+        np.array([row["prompt"] for row in rows]),
+        np.where(decodes, lengths - 1, 0),
+        np.array([row.get("sampled", -1) for row in rows]),
+        np.array(tokens),
+        torch.tensor(places, dtype=torch.float32)[:, None].expand(-1, FEATURES).contiguous(),
+    )
+
+
+def request(name: str, num_steps: int, prompt: int = 4):
+    """The steps of one request: a prompt, then steps of three tokens of which one is rejected."""
+    yield [dict(request=name, start=0, tokens=range(prompt), prompt=prompt, sampled=100)]
+    for at in range(num_steps):
+        start = prompt + 2 * at
+        new = [100 + 2 * at, 101 + 2 * at, 999]
+        yield [
+            dict(request=name, start=start, tokens=new, rejected=1, prompt=prompt,
+                 sampled=102 + 2 * at)
+        ]  # fmt: skip
+
+
+def test_samples_are_what_the_target_kept(tmp_path):
+    recording = Recorder(tmp_path, 1 << 20, "w0")
+    one, two = list(request("one", 3)), list(request("two", 1, prompt=7))
+    for rows in itertools.zip_longest(one, two, fillvalue=[]):
+        recording.observe(step([*rows[0], *rows[1]]))
+    recording.close()
+    found = {len(sample.tokens): sample for sample in read_shards(tmp_path)}
+    assert sorted(found) == [10, 11]
+    sample = found[11]
+    assert sample.tokens == (0, 1, 2, 3, *range(100, 107))  # 106 was sampled and never computed
+    assert sample.response_start == 4
+    assert sample.hidden()[:, 0].tolist() == [*map(float, range(10)), 0.0]
+    (path,) = tmp_path.glob("*.safetensors")
+    with safe_open(path, "pt") as file:
+        verified, accepted = file.get_tensor("verified"), file.get_tensor("accepted")
+    assert (verified == 2).sum() == 4 and (verified == -1).sum() == len(verified) - 4
+    assert accepted[verified == 2].tolist() == [1] * 4
+
+
+def test_a_preempted_or_cut_request_is_not_glued_together(tmp_path):
+    recording = Recorder(tmp_path, 1 << 20, "w0")
+    steps = list(request("one", 2))
+    recording.observe(step(steps[0]))
+    recording.observe(step(steps[2]))  # a step is missing
+    recording.observe(step(steps[0]))  # and it begins again
+    recording.observe(step(steps[1]))
+    recording.close()
+    assert [sample.tokens for sample in read_shards(tmp_path)] == [(0, 1, 2, 3, 100, 101, 102)]
+
+
+def test_a_prompt_in_chunks_is_one_sample_and_an_aborted_one_is_forgotten(tmp_path):
+    recording = Recorder(tmp_path, 1 << 20, "w0")
+    chunks = [
+        dict(request="a", start=0, tokens=[1, 2], prompt=4),
+        dict(request="a", start=2, tokens=[3, 4], prompt=4, sampled=5),
+        dict(request="a", start=4, tokens=[5, 6], prompt=4, sampled=7),
+    ]
+    recording.observe(step([chunks[0], dict(request="b", start=0, tokens=[8, 9], prompt=99)]))
+    recording.observe(step([dict(request="c", start=0, tokens=[1], prompt=9)]))  # a waits
+    for row in chunks[1:]:
+        recording.observe(step([row]))
+    for index in range(recorder.MAX_GAP + 1):
+        recording.observe(step([dict(request=f"x{index}", start=0, tokens=[1], prompt=9)]))
+    assert "b" not in recording._open
+    recording.close()
+    assert [sample.tokens for sample in read_shards(tmp_path)] == [(1, 2, 3, 4, 5, 6, 7)]
+
+
+def test_the_ring_stays_within_its_bytes_and_keeps_the_newest(tmp_path):
+    bound = 200_000
+    for turn in range(2):  # a second server goes on where the first one ended
+        recording = Recorder(tmp_path, bound, "w0")
+        for number in range(150):
+            for rows in request(f"{turn} {number}", 40, prompt=4 + number % 3):
+                recording.observe(step(rows))
+            assert size(tmp_path) <= bound
+        recording.close()
+        assert bound / 2 < size(tmp_path) <= bound
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert int(names[-1][3:15]) > 20 and names[0][:2] == "w0"
+    assert all(sample.num_anchors == 80 for sample in read_shards(tmp_path))
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files; those that the writer takes away meanwhile count nothing."""
+    total = 0
+    for path in folder.iterdir():
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def test_a_full_disk_costs_samples_and_nothing_else(tmp_path, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(recorder.logger, "warning", lambda text, *args: said.append(text % args))
+    recording = Recorder(tmp_path, 1 << 20, "w0")
+
+    def full(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shards, "save_file", full)
+        for rows in request("one", 3):
+            recording.observe(step(rows))
+        recording.observe(step(next(request("two", 0))))
+        recording._hand_over()
+        recording._queue.put([])  # returns when the writer has taken the shard before it
+        recording._queue.put([])
+    assert recording.num_dropped == 1
+    assert list(tmp_path.iterdir()) == []
+    (line,) = said
+    assert "No space left" in line
+    for rows in request("three", 3):
+        recording.observe(step(rows))
+    recording.close()
+    assert len(read_shards(tmp_path)) == 1
+
+
+def test_a_writer_that_is_behind_costs_samples_and_no_time(tmp_path, monkeypatch):
+    recording = Recorder(tmp_path, 1 << 20, "w0")
+    held = threading.Event()
+    write = recording.ring.write
+    monkeypatch.setattr(recording.ring, "write", lambda some: (held.wait(), write(some)))
+    for number in range(5):
+        for rows in request(f"{number}", 3):
+            recording.observe(step(rows))
+        recording.observe(step(next(request("next", 0))))
+        recording._hand_over()  # would wait for the writer here
+    held.set()
+    recording.close()
+    kept = len(read_shards(tmp_path))
+    assert kept + recording.num_dropped == 5
+    assert recording.num_dropped >= 2
+
+
+def test_memory_is_bounded(tmp_path):
+    recording = Recorder(tmp_path, 40_000, "w0")
+    for number in range(200):
+        row = dict(request=f"{number}", start=0, tokens=range(50), prompt=500)
+        recording.observe(step([row]))
+    held = sum(sample.num_bytes for sample in recording._open.values())
+    assert 0 < held <= 40_000 // 4
+    recording.close()
+
+
+def test_memory_is_bounded_when_requests_go_on_and_on(tmp_path):
+    """Samples that have no room to grow end, and are written."""
+    recording = Recorder(tmp_path, 40_000, "w0")
+    for start in range(400):
+        rows = [
+            dict(request=f"{number}", start=start, tokens=[5], prompt=1, sampled=5)
+            for number in range(8)
+        ]
+        recording.observe(step(rows))
+        held = sum(sample.num_bytes for sample in recording._open.values())
+        assert held <= 40_000 // 4
+    recording.close()
+    assert list(tmp_path.glob("w0-*"))
+
+
+def test_a_new_folder_is_the_owners_alone(tmp_path):
+    Recorder(tmp_path / "buffer", 40_000, "w0").close()
+    assert (tmp_path / "buffer").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"record": 3}, "record = 3; allowed: a string"),
+        ({"record": "x", "record_mb": 0}, "record_mb = 0; allowed: an integer of at least 1"),
+        ({"record_dir": "x"}, "did you mean 'record'?"),
+    ],
+)
+def test_bad_options_are_refused(given, message):
+    with pytest.raises(ValueError, match="additional-config") as refused:
+        DrafterOptions.from_given(given)
+    assert message in str(refused.value).replace('"', "'")
+    assert DrafterOptions().record is None

@@ -1,0 +1,342 @@
+"""Training: it learns, a resumed run is the run, a bad config never starts, the result loads."""
+
+import csv
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
+
+from bench.workloads import card_accuracy
+from dllm import cli
+from dllm.tasks.suite import question
+from dllm.tasks.tokenizer import train_tokenizer
+from dllm.tools.eval_report import Answer, Run, score, total
+from dllm.train.lm import command, model_card
+from dllm.train.lm.autoregressive import Autoregressive
+from dllm.train.lm.diffusion import Diffusion, canvas_loss, canvas_masks
+from dllm.train.lm.loop import LOG, Trainer
+from dllm.train.lm.objective import EOS, Encoded, answer_loss, pad_right
+from dllm.train.lm.settings import ModelShape, TrainSettings
+from dllm.train.optimizer import lr_factor, orthogonalize
+
+ROOT = Path(__file__).parents[2]
+TINY = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 32, "moe_intermediate_size": 16}
+SHORT = {
+    "steps": 4,
+    "batch_size": 2,
+    "evaluate_every": 2,
+    "checkpoint_every": 2,
+    "validation_questions": 1,
+    "families": ["compare", "report"],
+}
+OBJECTIVES = ("diffusion", "ar")
+
+
+def write_config(path: Path, objective: str, **fields: object) -> Path:
+    values = {"objective": objective} | SHORT | fields
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+    lines += ["[model]", *(f"{name} = {value}" for name, value in TINY.items())]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(tmp_path: Path, objective: str, name: str, *args: str) -> Path:
+    config = write_config(tmp_path / f"{objective}.toml", objective)
+    out = tmp_path / name
+    assert cli.main(["train", objective, "--config", str(config), "--out", str(out), *args]) == 0
+    return out
+
+
+@pytest.fixture(scope="module", params=OBJECTIVES)
+def finished(request, tmp_path_factory) -> tuple[str, Path]:
+    return request.param, run(tmp_path_factory.mktemp("run"), request.param, "out")
+
+
+def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path):
+    """Every bit of the weights, the optimizers and the log, but for the seconds."""
+    objective, whole = finished
+    config = write_config(tmp_path / "c.toml", objective)
+    settings = TrainSettings.load(config)
+    out = tmp_path / "out"
+    first = command.open_run(settings, out, resume=False)
+    # One step beyond the checkpoint of step 2 is lost, and done again.
+    assert [now.step for now in first.run(stop_at=3)] == [1, 2, 3]
+    (out / LOG).open("a").write((out / LOG).read_text().splitlines()[-1].replace("2,", "4,", 1))
+    second = command.open_run(settings, out, resume=True)
+    assert second.step == 3
+    assert [now.step for now in second.run()] == [4]
+    a, b = (torch.load(d / "state.pt", weights_only=True) for d in (whole, out))
+    assert a["step"] == b["step"] == 4 and a["errors"] == b["errors"] and a["loss"] == b["loss"]
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+    torch.testing.assert_close(a["average"], b["average"], rtol=0, atol=0)
+    torch.testing.assert_close(a["optimizers"], b["optimizers"], rtol=0, atol=0)
+    logs = [list(csv.DictReader((d / LOG).open())) for d in (whole, out)]
+    for row in logs[0] + logs[1]:
+        del row["seconds"]
+    assert logs[0] == logs[1] and [row["step"] for row in logs[0]] == ["2", "4"]
+
+
+def test_checkpoint_loads_in_transformers(finished):
+    """No missing, unexpected or mismatched key, and the averaged weights in bf16."""
+    objective, out = finished
+    kind = DiffusionGemmaForBlockDiffusion if objective == "diffusion" else AutoModelForCausalLM
+    model, info = kind.from_pretrained(out / "model", output_loading_info=True)
+    assert not any(info.values()), info
+    average = torch.load(out / "state.pt", weights_only=True)["average"]
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, average[name].to(torch.bfloat16), rtol=0, atol=0)
+
+
+def test_run_documents_itself(finished):
+    objective, out = finished
+    card = (out / "model" / "README.md").read_text()
+    assert f"dllm train {objective}" in card and '"steps": 4' in card and "| compare |" in card
+    assert (out / "model" / "curve.svg").read_text().count("<svg") == 1
+    assert (out / "model" / LOG).read_text() == (out / LOG).read_text()
+
+
+def test_run_that_starts_from_another(finished, tmp_path):
+    """The first weights are the written ones; the card says how these were trained, too."""
+    objective, start = finished
+    settings = TrainSettings.load(write_config(tmp_path / "c.toml", objective, seed=1))
+    trainer = command.open_run(settings, tmp_path / "other", False, start / "model")
+    average = torch.load(start / "state.pt", weights_only=True)["average"]
+    for name, tensor in trainer.model.state_dict().items():
+        torch.testing.assert_close(tensor, average[name].bfloat16().float(), rtol=0, atol=0)
+    out = run(tmp_path, objective, "out", "--start-from", str(start / "model"))
+    card, its = ((path / "model" / "README.md").read_text() for path in (out, start))
+    digest = hashlib.sha256((start / "model" / "model.safetensors").read_bytes()).hexdigest()
+    assert digest in card and "--start-from" in card and "--start-from" not in its
+    assert its.partition("## Training")[2].partition("## ")[0].strip() in card
+
+
+def test_start_that_does_not_fit_is_refused(finished, tmp_path, capsys):
+    """Another kind of model, other sizes, no checkpoint; nothing has been written then."""
+    objective, start = finished
+    other = "ar" if objective == "diffusion" else "diffusion"
+    wide = write_config(tmp_path / "wide.toml", objective)
+    wide.write_text(wide.read_text().replace("hidden_size = 32", "hidden_size = 64"))
+    same = write_config(tmp_path / "c.toml", other)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for kind, config, path, message in (
+        (other, same, start / "model", "ForBlockDiffusion"),
+        (objective, wide, start / "model", "embed_tokens.weight of shape (832, 32)"),
+        (objective, wide, empty, "holds no config.json"),
+    ):
+        arguments = [kind, "--config", str(config), "--start-from", str(path)]
+        assert cli.main(["train", *arguments, "--out", str(tmp_path / "out")]) == 1
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_resumed_run_keeps_its_start(finished, tmp_path):
+    """Named again it may be; other weights are refused, and the card stays that of the first."""
+    objective, start = finished
+    settings = TrainSettings.load(write_config(tmp_path / "c.toml", objective))
+    out, mine, others = tmp_path / "out", tmp_path / "mine", tmp_path / "others"
+    for copy in (mine, others):
+        shutil.copytree(start / "model", copy)
+    with (others / "model.safetensors").open("ab") as file:
+        file.write(b"!")
+    (others / "README.md").write_text("## Training\n\nelsewhere\n")
+    list(command.open_run(settings, out, False, mine).run(stop_at=1))
+    card = (out / "start.md").read_text()
+    assert command.open_run(settings, out, True, mine).step == 1
+    with pytest.raises(cli.CommandError, match="did not start from"):
+        command.open_run(settings, out, True, others)
+    assert (out / "start.md").read_text() == card
+
+
+def test_card_holds_the_scores_with_their_interval(finished, tmp_path):
+    """As `dllm eval --output` writes them, and as the benchmarks read them."""
+    objective, start = finished
+    asked = [question("compare", "heldout", index) for index in range(4)]
+    answers = [Answer(one.answer, 3) for one in asked[:3]] + [Answer("no", 3)]
+    scored = score("compare", asked, Run(answers, 1.0, denoise_steps=12, blocks=4))
+    result = {
+        "families": {"compare": scored.to_mapping()},
+        "all": total([scored]).to_mapping(),
+    }
+    (tmp_path / "scores.json").write_text(json.dumps({"transformers": result}))
+    shutil.copyfile(start / LOG, tmp_path / LOG)
+    settings = TrainSettings.load(write_config(tmp_path / "c.toml", objective))
+    trainer = Trainer(settings, command.make_objective(settings), tmp_path)
+    model_card.write_model_card(trainer, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "Of 4 questions" in card
+    for family in ("compare", "all"):
+        assert f"| {family} | 75.0 % [30 .. 95], 3.0 steps |" in card
+    assert "| add | - |" in card
+    assert card_accuracy(tmp_path) == 0.75
+
+
+def test_finished_run_is_not_started_over(finished, capsys):
+    objective, out = finished
+    assert cli.main(["train", objective, "--out", str(out)]) == 1
+    assert "--resume" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stepz": 3}, "the config has no option 'stepz' (did you mean 'steps'?)"),
+        ({"steps": 0}, "steps = 0; allowed: an integer of at least 1."),
+        ({"ema": 1.0}, "ema = 1.0; allowed: a number of at least 0"),
+        ({"matrix_lr": "fast"}, "matrix_lr = 'fast'"),
+        ({"families": ["ad"]}, "families = 'ad'; allowed: add, sort"),
+        ({"objective": "gan"}, "objective = 'gan'; allowed: diffusion or ar."),
+        ({"objective": "ar"}, "run `dllm train ar`"),
+    ],
+)
+def test_bad_config_is_refused_before_the_first_step(tmp_path, capsys, fields, message):
+    config = write_config(tmp_path / "c.toml", **({"objective": "diffusion"} | fields))
+    out = tmp_path / "out"
+    assert cli.main(["train", "diffusion", "--config", str(config), "--out", str(out)]) == 1
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "canvas_length"])
+def test_bad_model_size_is_refused(name):
+    with pytest.raises(ValueError, match=rf"model\.{name} = 0; allowed: "):
+        TrainSettings("diffusion", model=ModelShape(**{name: 0}))
+
+
+def test_every_allowed_width_divides_into_heads():
+    tokenizer = train_tokenizer()
+    for size in range(16, 520, 16):
+        try:
+            settings = TrainSettings("ar", model=ModelShape(hidden_size=size))
+        except ValueError as error:
+            assert "32, 96 or a multiple of 64" in str(error) and size not in (32, 96, 128)
+            continue
+        config = Autoregressive(settings, tokenizer).config()
+        assert config["num_attention_heads"] * 32 == size
+        assert config["num_attention_heads"] % config["num_key_value_heads"] == 0
+
+
+def test_shipped_configs_are_valid():
+    paths = sorted(command.CONFIGS.glob("*.toml"))
+    assert sorted(path.stem for path in paths) == [
+        "tiny-ar",
+        "tiny-ar-continued",
+        "tiny-dllm",
+        "tiny-dllm-continued",
+    ]
+    assert all(TrainSettings.load(path).steps > 1000 for path in paths)
+    for path in paths:  # by which a card calls it
+        assert model_card._config(TrainSettings.load(path)) == str(path.relative_to(ROOT))
+    assert model_card._config(TrainSettings("ar", steps=3)) == "config.toml"
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_overfits_ten_examples(objective, tmp_path, monkeypatch):
+    """Ten questions, asked again and again, are answered right in the end."""
+    settings = TrainSettings.from_mapping(
+        {"objective": objective, "steps": 150, "batch_size": 10, "warmup_steps": 10, "ema": 0.9}
+        | {"evaluate_every": 1000, "checkpoint_every": 1000, "families": ["compare"]}
+        | {"model": {"hidden_size": 64, "num_layers": 2, "intermediate_size": 64}}
+    )
+    ten = [question("compare", "train", index) for index in range(10)]
+    trainer = Trainer(settings, command.make_objective(settings), tmp_path)
+    monkeypatch.setattr(trainer, "_draw_questions", lambda: ten)
+    monkeypatch.setattr(trainer, "_validate", lambda: None)
+    losses = [now.loss for now in trainer.run()]
+    answers = trainer.objective.answer(trainer.average, [each.prompt for each in ten], seed=0)
+    right = [q.is_correct(text) for q, text in zip(ten, answers.texts, strict=True)]
+    assert sum(right) >= 9, (answers.texts, losses[-1])
+
+
+def test_canvas_sees_what_the_reference_shows_it():
+    """Training's masks give the logits of the model's own masks, behind a context of any length."""
+    settings = TrainSettings("diffusion", model=ModelShape(**TINY, sliding_window=16))
+    objective = Diffusion(settings, train_tokenizer())
+    model = objective.build_model().eval()
+    contexts = [list(range(10, 10 + length)) for length in (3, 15, 16, 40)]
+    canvas = torch.randint(512, (len(contexts), 32), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache()
+    with torch.no_grad():
+        model.model.encoder(input_ids=pad_right(contexts), past_key_values=cache)
+        start = torch.tensor([len(context) for context in contexts])
+        ours = objective._decode(model, cache, start, canvas)
+        for row, context in enumerate(contexts):
+            theirs = model(
+                input_ids=torch.tensor([context]),
+                past_key_values=DynamicCache(config=model.config.get_text_config(decoder=True)),
+                decoder_input_ids=canvas[row : row + 1],
+            ).logits[0]
+            # fp32, other shapes of the same sums
+            torch.testing.assert_close(ours[row], theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_masks_hide_what_is_behind_the_canvas():
+    masks = canvas_masks(torch.tensor([0, 5]), 8, 2, ModelShape(sliding_window=4))
+    seen = {name: (mask[:, 0, 0] == 0).int().tolist() for name, mask in masks.items()}
+    assert seen["full_attention"] == [[0] * 8 + [1, 1], [1] * 5 + [0] * 3 + [1, 1]]
+    assert seen["sliding_attention"] == [[0] * 8 + [1, 1], [0, 0, 1, 1, 1, 0, 0, 0, 1, 1]]
+
+
+def test_canvases_are_blocks_of_the_answer():
+    """Every block occurs, starts where the server's would, and is filled with end-of-sequence."""
+    settings = TrainSettings("diffusion", canvases=40)
+    objective = Diffusion(settings, train_tokenizer())
+    encoded = Encoded.of(objective.tokenizer, [question("report", "train", 1)])
+    drawn = objective._draw_canvases(encoded, torch.Generator().manual_seed(0))
+    prompt_len, answer = len(encoded.prompts[0]), encoded.answers[0]
+    blocks = sorted(set(((drawn.start - prompt_len) // 32).tolist()))
+    assert blocks == list(range(-(-len(answer) // 32))) and len(blocks) > 1
+    for start, clean in zip(drawn.start.tolist(), drawn.clean.tolist(), strict=True):
+        tokens = answer[start - prompt_len :][:32]
+        assert clean == tokens + [EOS] * (32 - len(tokens))
+    is_changed = (drawn.noised != drawn.clean).float().mean(dim=1)
+    assert is_changed.max() > 0.9 and is_changed.min() < 0.5
+
+
+def test_blocks_count_the_same_however_short_the_answer():
+    """An unknown token costs its share of its own answer, and behind the end a tenth of that."""
+    logits = torch.zeros(2, 32, 512)
+    clean = torch.full((2, 32), EOS)
+    clean[0, 0], clean[1] = 100, 100
+    logits.scatter_(2, clean[..., None], 50.0)  # certain, and right
+    assert canvas_loss(logits, clean).item() == pytest.approx(0, abs=1e-6)
+    short, long, tail = (logits.clone() for _ in range(3))
+    short[0, 0], long[1, :16], tail[0, 2] = 0, 0, 0  # no idea: ln 512 nats
+    nothing = torch.log(torch.tensor(512.0)).item()
+    assert canvas_loss(short, clean).item() == pytest.approx(nothing / (2 + 30 * 0.1) / 2)
+    assert canvas_loss(long, clean).item() == pytest.approx(nothing * 16 / 32 / 2)
+    assert canvas_loss(tail, clean).item() == pytest.approx(nothing * 0.1 / (2 + 30 * 0.1) / 2)
+
+
+def test_answer_loss_is_a_mean_of_means():
+    """Against next-token cross-entropy, sequence by sequence."""
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(512, (2, 8), generator=random)
+    is_answer = torch.zeros(2, 8, dtype=torch.bool)
+    is_answer[0, 3:4], is_answer[1, 2:7] = True, True
+    logits = torch.randn(6, 512, generator=random)
+    entropy = torch.nn.functional.cross_entropy
+    expected = (entropy(logits[:1], ids[0, 3:4]) + entropy(logits[1:], ids[1, 2:7])) / 2
+    torch.testing.assert_close(answer_loss(logits, ids, is_answer), expected)
+
+
+def test_orthogonalize_keeps_singular_vectors():
+    """The singular values come near 1 (the iteration overshoots by design), tall and wide."""
+    for shape in ((3, 8, 20), (2, 20, 8)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        u, _, vt = torch.linalg.svd(x, full_matrices=False)
+        values = (u.mT @ orthogonalize(x) @ vt.mT).diagonal(dim1=-2, dim2=-1)
+        assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_learning_rate_schedule():
+    settings = TrainSettings("ar", steps=1000, warmup_steps=10, decay_from=0.5, final_lr=0.02)
+    assert lr_factor(0, settings) == pytest.approx(0.1)
+    assert lr_factor(10, settings) == lr_factor(500, settings) == 1.0
+    assert lr_factor(750, settings) == pytest.approx(0.51)
+    assert lr_factor(1000, settings) == pytest.approx(0.02)
