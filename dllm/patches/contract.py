@@ -126,6 +126,11 @@ PATCHES = (
         "vLLM's own extension point for replacing Triton kernels",
     ),
     Patch(
+        "vllm._custom_ops.weight_packed_linear_cpu",
+        "wrap, in the CPU worker",
+        "a product of zero rows divides by zero and kills the process",
+    ),
+    Patch(
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run",
         "wrap, in the worker",
         "memory profiling runs the largest denoise step; vLLM's dummy batch holds no canvas",

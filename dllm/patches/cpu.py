@@ -125,6 +125,25 @@ def reload_compiled_backbone() -> None:
     decorators._try_load_aot_compiled_fn = _try_load_aot_compiled_fn
 
 
+@functools.cache
+def multiply_no_rows() -> None:
+    """Let vLLM's product for small weights take zero rows, which kill the process otherwise.
+
+    It divides by the number of rows. vLLM's built-in DiffusionGemma asks for the logits of no row
+    in each step that reads prompts only; processors with AMX have this product.
+    """
+    from vllm import _custom_ops
+
+    multiply = _custom_ops.weight_packed_linear_cpu
+
+    def weight_packed_linear_cpu(x: Any, packed_weight: Any, n: int, bias: Any) -> Any:
+        if x.numel() == 0:
+            return x.new_empty(*x.shape[:-1], n)
+        return multiply(x, packed_weight, n, bias)
+
+    _custom_ops.weight_packed_linear_cpu = weight_packed_linear_cpu
+
+
 def register_cpu_kernels(include_sampling: bool) -> None:
     """Replace Model Runner V2's Triton kernels in this worker process."""
     from vllm.triton_utils.dispatcher import register_kernels

@@ -14,7 +14,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.engine.warm_up import warm_up
 from dllm.patches.contract import ARCHITECTURE, SCHEDULER
-from dllm.patches.cpu import register_cpu_kernels, reload_compiled_backbone
+from dllm.patches.cpu import multiply_no_rows, register_cpu_kernels, reload_compiled_backbone
 from dllm.patches.drafting import draft_in_this_worker, measure_costs_in_this_worker
 from dllm.patches.worker import prepare_runner
 
@@ -26,6 +26,7 @@ class CanvasCPUWorker(CPUWorker):
         is_diffusion = vllm_config.model_config.architecture == ARCHITECTURE
         register_cpu_kernels(include_sampling=not is_diffusion)
         reload_compiled_backbone()
+        multiply_no_rows()
         draft_in_this_worker(vllm_config)
         # Not so for vLLM's built-in DiffusionGemma, which this worker may serve as well.
         self._is_ours = vllm_config.scheduler_config.scheduler_cls == SCHEDULER

@@ -663,17 +663,17 @@ def test_trials_run_every_width_for_real(repeating, monkeypatch, tmp_path):
     )
     advanced = []
     with policy_of(engine, FixedWidth(NUM_DRAFTS)):
-        trials = trials.run_trials(
+        ran = trials.run_trials(
             settings, asked, [False, True, False, True], lambda: advanced.append(1)
         )
     assert len(advanced) == 2
-    assert (trials.tokens == trials.tokens[:, :1]).all()  # the same answers at every width
-    assert (trials.steps[:, 0] == trials.tokens[:, 0]).all()
-    goes_on = trials.tokens[:, 0] > 1
+    assert (ran.tokens == ran.tokens[:, :1]).all()  # the same answers at every width
+    assert (ran.steps[:, 0] == ran.tokens[:, 0]).all()
+    goes_on = ran.tokens[:, 0] > 1
     assert goes_on.sum() >= 2
-    assert (trials.steps[:, 1] < trials.steps[:, 0])[goes_on].all()
-    assert (trials.steps[:, 2] <= trials.steps[:, 1]).all()
-    assert (trials.seconds > 0).all()
-    assert trials.logits.shape == (4, 16)
+    assert (ran.steps[:, 1] < ran.steps[:, 0])[goes_on].all()
+    assert (ran.steps[:, 2] <= ran.steps[:, 1]).all()
+    assert (ran.seconds > 0).all()
+    assert ran.logits.shape == (4, 16)
     firsts = engine.generate(asked, greedy(1))
-    assert trials.logits.argmax(-1).tolist() == [first for (first,) in firsts]
+    assert ran.logits.argmax(-1).tolist() == [first for (first,) in firsts]

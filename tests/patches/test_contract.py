@@ -94,6 +94,7 @@ SIGNATURES = {
         "class_path",
         "is_mamba",
     ],
+    "vllm._custom_ops.weight_packed_linear_cpu": ["x", "packed_weight", "n", "bias"],
     "vllm.sampling_params.SamplingParams._validate_diffusion": ["self", "model_config"],
     "vllm.v1.engine.input_processor.InputProcessor._validate_params": [
         "self",
@@ -229,7 +230,7 @@ def imports_of_ours() -> set[tuple[str, str]]:
             elif isinstance(node, ast.Import):
                 names = (alias.name for alias in node.names)
                 found |= {(name, "") for name in names if re.match(r"vllm(\.|$)", name)}
-            elif is_module_name(node) and path.stem != "contract":
+            elif is_module_name(node) and path.stem not in ("contract", "__init__"):
                 found.add((node.value, ""))
     return found
 
@@ -450,8 +451,8 @@ def test_weight_loading():
 
 def test_the_fields_of_a_batch():
     batch = resolve("vllm.v1.worker.gpu.input_batch.InputBatch")
-    names = ("model_state", "sampler", "canvas_rows", "logit_edits", "logprobs")
-    read = attributes_read("input_batch", *(f"dllm/{name}.py" for name in names))
+    names = ("model_state", "sampler", "canvas_rows", "edits", "logprobs")
+    read = attributes_read("input_batch", *(f"dllm/engine/{name}.py" for name in names))
     assert {"cu_num_logits_np", "logits_indices", "num_draft_tokens_per_req"} <= read
     assert read <= {field.name for field in dataclasses.fields(batch)}
 
