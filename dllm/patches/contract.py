@@ -6,7 +6,6 @@ signatures, and takes what else our code imports, overrides and reads from our c
 
 from dataclasses import dataclass
 
-ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 SCHEDULER = "dllm.engine.scheduler.CanvasScheduler"
 CPU_WORKER = "dllm.patches.cpu_worker.CanvasCPUWorker"
 GPU_WORKER = "dllm.patches.gpu_worker.CanvasGPUWorker"

@@ -215,7 +215,7 @@ def test_the_type_of_a_patched_object(target):
 
 def test_the_registry_has_our_architecture_to_replace():
     source = inspect.getsource(resolve("vllm.model_executor.models.config"))
-    assert f'"{contract.ARCHITECTURE}":' in source, "the built-in config hook is gone"
+    assert f'"{install.BUILTIN_ARCHITECTURE}":' in source, "the built-in config hook is gone"
     hook = resolve("vllm.model_executor.models.config.VerifyAndUpdateConfig")
     assert parameters(hook.verify_and_update_config) == ["vllm_config"]
 
@@ -647,7 +647,9 @@ def test_installing_again_changes_nothing():
             resolve("vllm.sampling_params.SamplingParams")._validate_diffusion,
             resolve("vllm.v1.engine.input_processor.InputProcessor")._validate_params,
             resolve("vllm.multimodal.registry.MultiModalRegistry").create_processor,
-            resolve("vllm.model_executor.models.config.MODELS_CONFIG_MAP")[contract.ARCHITECTURE],
+            resolve("vllm.model_executor.models.config.MODELS_CONFIG_MAP")[
+                install.BUILTIN_ARCHITECTURE
+            ],
         )
 
     install.install(serve_with_dllm=True)
@@ -669,7 +671,7 @@ ours = ("dllm.models.gemma.backbone", "dllm.engine", "dllm.cpu", "attention")
 assert "ARCH" in ModelRegistry.models
 heavy = [name for name in sys.modules if name.startswith(runner + layers + ours)]
 print(heavy, torch.cuda.is_initialized())
-""".replace("ARCH", contract.ARCHITECTURE)
+""".replace("ARCH", install.BUILTIN_ARCHITECTURE)
     result = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"},
