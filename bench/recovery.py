@@ -4,8 +4,12 @@
     python -m bench.recovery --quantized /tmp/q --num 20       # /tmp/q/fp8-dynamic, /tmp/q/nvfp4
 
 Writes ``bench/results/recovery.csv``, a row for each contestant, seed and family, and prints the
-tables of the README. A seed draws the questions and is the noise of their canvases, the same for
-all contestants. Each score names what computed it.
+table of docs/quantization.md. A seed draws the questions and the noise of their canvases, the same
+for all contestants. Each score names what computed it.
+
+    recovery    right answers / right answers of the bf16 checkpoint to the same questions
+    interval    95%, by resampling questions with both of their answers (paired bootstrap)
+    steps       denoise steps / blocks, and that over the bf16 checkpoint's
 """
 
 import argparse
@@ -18,12 +22,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.command import SERVE_FLAGS
-from bench.context import RESULTS, ROOT, provenance, write_csv
-from bench.recovery_report import BASELINE, recovery, verdicts
-from bench.servers import Server, ServerOptions
+import numpy as np
+
+from bench.context import RESULTS, ROOT, Rows, as_text, provenance, read_csv, write_csv
+from bench.servers import SERVE_FLAGS, Server, ServerOptions
+from bench.tables import Table, markdown, measured_with
 from dllm.client import connect
-from dllm.eval_report import Run
+from dllm.eval_report import Run, wilson_interval
 from dllm.eval_server import ServedModel
 from dllm.evaluate import ALL, chosen_families
 from dllm.train.tasks import Question, questions
@@ -31,6 +36,11 @@ from dllm.train.tasks import Question, questions
 SCHEMES = ("fp8-dynamic", "nvfp4")
 MAX_TOKENS = 128
 CONCURRENCY = 8
+BASELINE = "bf16"
+RESAMPLES = 10_000
+# What a format has to recover, in per cent, and how far steps per block may move from bf16's.
+TARGETS = {"fp8-dynamic": 99.0, "nvfp4": 96.0}
+STEPS_TOLERANCE = 0.05
 # The line of ``dllm.seams_quant`` in a server's log.
 SAID = re.compile(r"dllm: [\w-]+ checkpoint; (.*)")
 
@@ -79,8 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             baseline = baseline or answered
             rows += rows_of(contestant, computed_by, asked, answered, baseline)
             write_csv(given.output, [row | provenance("bench.recovery") for row in rows])
-    print(recovery(given.output.parent))
-    print("\n".join(verdicts([{key: str(cell) for key, cell in row.items()} for row in rows])))
+    print("\n".join([described(as_text(rows)), *verdicts(as_text(rows))]))
     return 0
 
 
@@ -187,6 +196,131 @@ def rows_of(
             }
         )
     return rows
+
+
+# --- arithmetic and tables -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """A contestant over all its questions.
+
+    Attributes:
+        num_both: questions that it and the baseline answered right.
+    """
+
+    num_questions: int
+    num_correct: int
+    num_baseline: int
+    num_both: int
+    denoise_steps: int
+    blocks: int
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Result":
+        """The sum of rows of a CSV."""
+        columns = ("num_questions", "num_correct", "num_baseline", "num_both")
+        sums = (sum(int(row[column]) for row in rows) for column in columns)
+        counts = (sum(int(row[column] or 0) for row in rows) for column in ("steps", "blocks"))
+        return cls(*sums, *counts)
+
+    @property
+    def recovery(self) -> float:
+        """In per cent; NaN where the baseline knows nothing."""
+        return 100 * self.num_correct / self.num_baseline if self.num_baseline else float("nan")
+
+    @property
+    def recovery_interval(self) -> tuple[float, float]:
+        """In per cent. A question is right for both, for one of the two, or for neither."""
+        alone, baseline_alone = (
+            right - self.num_both for right in (self.num_correct, self.num_baseline)
+        )
+        neither = self.num_questions - self.num_both - alone - baseline_alone
+        counts = np.array([self.num_both, alone, baseline_alone, neither])
+        draws = np.random.default_rng(0).multinomial(
+            self.num_questions, counts / self.num_questions, size=RESAMPLES
+        )
+        ours, baseline = draws[:, 0] + draws[:, 1], draws[:, 0] + draws[:, 2]
+        low, high = np.percentile(100 * ours / np.maximum(baseline, 1), [2.5, 97.5])
+        return float(low), float(high)
+
+    @property
+    def steps_per_block(self) -> float:
+        """NaN where the server counts no denoise steps."""
+        return self.denoise_steps / self.blocks if self.blocks else float("nan")
+
+
+def by_contestant(rows: Rows) -> dict[str, Result]:
+    """Each contestant's sum, in the order of the rows."""
+    names = dict.fromkeys(row["contestant"] for row in rows)
+    return {name: Result.of([row for row in rows if row["contestant"] == name]) for name in names}
+
+
+def table(rows: Rows) -> Table:
+    """Heading and one line a contestant."""
+    heading = ["checkpoint", "KV cache", "right", "accuracy", "recovery", "denoise steps per block"]
+    heading += ["weights, MB"]
+    whole = by_contestant(rows)
+    lines = []
+    for name, result in whole.items():
+        first = next(row for row in rows if row["contestant"] == name)
+        low, high = (100 * end for end in wilson_interval(result.num_correct, result.num_questions))
+        accuracy = 100 * result.num_correct / result.num_questions
+        steps = result.steps_per_block / whole[BASELINE].steps_per_block
+        recovered = "100 %"
+        if name != BASELINE:
+            recovered = "{:.1f} % [{:.1f} .. {:.1f}]".format(
+                result.recovery, *result.recovery_interval
+            )
+        lines.append(
+            [
+                first["weights"],
+                first["kv_cache"],
+                f"{result.num_correct} / {result.num_questions}",
+                f"{accuracy:.1f} % [{low:.1f} .. {high:.1f}]",
+                recovered,
+                f"{result.steps_per_block:.2f} ({100 * (steps - 1):+.1f} %)",
+                f"{int(first['weight_bytes']) / 1e6:.2f}",
+            ]
+        )
+    return heading, lines
+
+
+def notes(rows: Rows) -> list[str]:
+    """What produced each score, a list item a contestant."""
+    said = {row["contestant"]: row["computed_by"] for row in rows}
+    return [f"* {name}: {computed_by}." for name, computed_by in said.items()]
+
+
+def verdicts(rows: Rows) -> list[str]:
+    """Whether the targets are reached, one sentence each."""
+    whole = by_contestant(rows)
+    said = []
+    for name, target in TARGETS.items():
+        if name not in whole:
+            continue
+        recovered = whole[name].recovery
+        moved = whole[name].steps_per_block / whole[BASELINE].steps_per_block - 1
+        is_within = abs(moved) <= STEPS_TOLERANCE
+        said.append(
+            f"{name}: recovers {recovered:.1f} %, target {target:.0f} %: "
+            f"{'reached' if recovered >= target else 'missed'}; steps per block {100 * moved:+.1f} "
+            f"%, allowed {100 * STEPS_TOLERANCE:.0f} %: {'reached' if is_within else 'missed'}"
+        )
+    return said
+
+
+def described(rows: Rows) -> str:
+    """The table, and what computed each score."""
+    return "\n".join([markdown(table(rows)), "", "What computed each score:", "", *notes(rows)])
+
+
+def recovery(results: Path) -> str:
+    """Section of docs/quantization.md: what quantized checkpoints keep of the answers."""
+    rows = read_csv(results / "recovery.csv")
+    if not rows:
+        return "Not measured yet: `python -m bench.recovery`."
+    return f"{described(rows)}\n\n{measured_with(rows, 'recovery.csv')}"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from chat_stub import Stub, serve
 
 from bench import recovery
-from bench.recovery_report import Result, by_contestant, table, verdicts
+from bench.recovery import Result, by_contestant, table, verdicts
 from dllm.train.tasks import questions
 
 FAMILIES = "add,sort"

@@ -5,7 +5,6 @@ A peer's `prepare(shape, inputs)` returns a function that runs it once and retur
 need contiguous K and V get them gathered beforehand, for free.
 
     sdpa          torch.nn.functional.scaled_dot_product_attention with a dense mask
-    flex          torch flex_attention, compiled, with the block mask of the same ranges
     vllm_unified  vLLM's unified Triton attention; fused spans as virtual sequences; it has no
                   anchored window and runs the symmetric one, less work, checked against that
     flash_attn    FlashAttention over the paged cache (vLLM's build or the upstream package)
@@ -15,11 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import sys
-import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,34 +79,15 @@ def prepare_sdpa(shape: Shape, inputs: Inputs) -> Run:
     return lambda: _flat(attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True))
 
 
-def prepare_flex(shape: Shape, inputs: Inputs) -> Run:
-    """torch's compiled block-sparse attention; the block mask is built beforehand."""
-    if inputs.query.device.type == "cpu":
-        raise CannotExpressError("not compiled on the CPU")
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    query, key, value = _contiguous(shape, inputs)
-    start, stop = _bounds(shape, query.device)
-
-    def is_visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k >= start[b, q]) & (k < stop[b, q])
-
-    mask = create_block_mask(
-        is_visible, shape.batch, None, shape.query_len, key.shape[2], device=str(query.device)
-    )
-    # Every shape compiles anew; after eight of them torch would run it uncompiled, without a word.
-    torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
-    scale = inputs.options.scale
-    return lambda: _flat(compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=True))
-
-
 def prepare_vllm_unified(shape: Shape, inputs: Inputs) -> Run:
     """vLLM's kernel with its per-sequence causal tensor."""
-    if inputs.query.device.type == "cpu" and VLLM_SOURCE is None:
-        raise CannotExpressError("without a GPU it needs --vllm-source")
-    unified_attention = _unified_attention()
-    spans, tables, starts = _virtual_sequences(shape, inputs)
+    if inputs.query.device.type == "cpu":
+        raise CannotExpressError("needs a GPU")
+    try:
+        from vllm.v1.attention.ops.triton_unified_attention import unified_attention
+    except ImportError as error:
+        raise CannotExpressError(f"vLLM cannot be imported ({error})") from None
+    spans, tables, starts = virtual_sequences(shape, inputs)
     device = inputs.query.device
 
     def int32(values: list[int]) -> Tensor:
@@ -139,8 +115,8 @@ def prepare_vllm_unified(shape: Shape, inputs: Inputs) -> Run:
     return run
 
 
-def _virtual_sequences(shape: Shape, inputs: Inputs) -> tuple[list[QuerySpan], Tensor, list[int]]:
-    """Spans that are causal or bidirectional as a whole: a fused span becomes two (DESIGN.md)."""
+def virtual_sequences(shape: Shape, inputs: Inputs) -> tuple[list[QuerySpan], Tensor, list[int]]:
+    """Spans that are causal or bidirectional as a whole: a fused span becomes two."""
     spans, rows, starts = [], [], [0]
     for index, span in enumerate(shape.spans()):
         head = span.split_point
@@ -155,73 +131,13 @@ def _virtual_sequences(shape: Shape, inputs: Inputs) -> tuple[list[QuerySpan], T
     return spans, inputs.batch.block_tables[rows].contiguous(), starts
 
 
-# Set by --vllm-source: the folder that holds vLLM's package, where it is not installed.
-VLLM_SOURCE: Path | None = None
-
-
-@functools.lru_cache
-def _unified_attention() -> Callable[..., None]:
-    """vLLM's function, from the installed package or from its source files alone."""
-    name = "vllm.v1.attention.ops.triton_unified_attention"
-    if VLLM_SOURCE is None:
-        try:
-            return importlib.import_module(name).unified_attention
-        except ImportError as error:
-            raise CannotExpressError(f"vLLM cannot be imported ({error})") from None
-    return _load_from_source(VLLM_SOURCE, name).unified_attention
-
-
-def _load_from_source(folder: Path, name: str) -> types.ModuleType:
-    """Load vLLM's kernel file and its helpers with stand-ins for the five things they import."""
-    import logging
-
-    import triton
-    import triton.language as tl
-
-    class KVQuantMode:
-        NONE, INT4_PER_TOKEN_HEAD = 0, 4
-        INT8_PER_TOKEN_HEAD, FP8_PER_TOKEN_HEAD = 2, 3
-
-    capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
-    platform = types.SimpleNamespace(
-        fp8_dtype=lambda: torch.float8_e4m3fn,
-        is_device_capability_family=lambda family: capability == family // 10,
-        is_cuda=lambda: True, is_rocm=lambda: False, is_xpu=lambda: False,
-    )  # fmt: skip
-    stand_ins: dict[str, dict[str, Any]] = {
-        "vllm": {"envs": types.SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
-        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
-        "vllm.logger": {"init_logger": logging.getLogger},
-        "vllm.platforms": {"current_platform": platform},
-        "vllm.triton_utils": {"triton": triton, "tl": tl},
-        "vllm.v1.kv_cache_interface": {"KVQuantMode": KVQuantMode},
-    }
-    for package in ("vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):
-        stand_ins.setdefault(package, {})
-    for module_name, attributes in stand_ins.items():
-        module = types.ModuleType(module_name)
-        module.__path__ = []
-        vars(module).update(attributes)
-        sys.modules.setdefault(module_name, module)
-    for leaf in ("triton_attention_helpers", name.rpartition(".")[2]):
-        full = f"vllm.v1.attention.ops.{leaf}"
-        path = folder / "vllm" / "v1" / "attention" / "ops" / f"{leaf}.py"
-        spec = importlib.util.spec_from_file_location(full, path)
-        if spec is None or spec.loader is None or not path.exists():
-            raise CannotExpressError(f"no {path}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[full] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
 def prepare_flash_attn(shape: Shape, inputs: Inputs) -> Run:
     """FlashAttention where one flag describes the batch and the head size is at most 256."""
     if inputs.query.device.type == "cpu":
         raise CannotExpressError("needs a GPU")
     if shape.layer.head_size > 256:
         raise CannotExpressError(f"head size {shape.layer.head_size} > 256")
-    spans, tables, starts = _virtual_sequences(shape, inputs)
+    spans, tables, starts = virtual_sequences(shape, inputs)
     kinds = {span.split_point > 0 for span in spans}
     if len(kinds) > 1:
         raise CannotExpressError("one causal flag for the whole batch")
@@ -258,7 +174,6 @@ def _flash_attention() -> tuple[Callable[..., Tensor], str]:
 
 PEERS: dict[str, Callable[[Shape, Inputs], Run]] = {
     "sdpa": prepare_sdpa,
-    "flex": prepare_flex,
     "vllm_unified": prepare_vllm_unified,
     "flash_attn": prepare_flash_attn,
 }
