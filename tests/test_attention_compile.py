@@ -1,9 +1,9 @@
 """The kernels through the real compiler for sm_90, without a GPU.
 
 The interpreter accepts programs that the compiler refuses (types of loop variables, shapes,
-branches), so every branch of the kernels is compiled here. Then the shapes of the released model and
-of a drafter are compiled with the committed tiles, as a launch specializes them, and ptxas (Triton's
-wheel brings it) says whether everything fits into registers and shared memory.
+branches), so every branch of the kernels is compiled here. Then the shapes of the
+released model and of a drafter are compiled with the committed tiles, as a launch specializes them,
+and ptxas (Triton's wheel brings it) says whether they fit into registers and shared memory.
 """
 
 from __future__ import annotations
@@ -177,9 +177,7 @@ SLIDING = {"head_size": 256, "group": 2, "num_kv_heads": 8, "dtype": "bf16"}
 FULL = {"head_size": 512, "group": 8, "num_kv_heads": 2, "dtype": "bf16"}
 RESIDENT = {
     "sliding layers": SLIDING | {"cache": "bf16", "window": 1024, "split": False},
-    "sliding layers, fp8 cache": SLIDING | {"cache": "fp8e4nv", "window": 1024, "split": False},
     "full layers": FULL | {"cache": "bf16", "window": 0, "split": True},
-    "full layers, fp8 cache": FULL | {"cache": "fp8e4nv", "window": 0, "split": True},
     "a drafter": {
         "head_size": 128, "group": 4, "num_kv_heads": 8, "dtype": "bf16", "cache": "bf16",
         "window": 0, "split": True,
@@ -202,5 +200,4 @@ def test_the_committed_tiles_fit_into_registers_and_shared_memory() -> None:
     assert list(found) == list(RESIDENT)
     for label, used in found.items():
         assert used["shared"] <= SHARED_LIMIT and used["tensor_cores"], (label, used)
-        # With an fp8 cache at head size 512, converting K spills some 150 bytes a thread.
-        assert used["spilled"] == 0 or label == "full layers, fp8 cache", (label, used)
+        assert used["spilled"] == 0, (label, used)
