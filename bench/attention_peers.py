@@ -7,13 +7,10 @@ need contiguous K and V get them gathered beforehand, for free.
     sdpa          torch.nn.functional.scaled_dot_product_attention with a dense mask
     vllm_unified  vLLM's unified Triton attention; fused spans as virtual sequences; it has no
                   anchored window and runs the symmetric one, less work, checked against that
-    flash_attn    FlashAttention over the paged cache (vLLM's build or the upstream package)
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +31,7 @@ class CannotExpressError(Exception):
 def compared_window(name: str, shape: Shape) -> Window | None:
     """The window a peer really computes, which its output is checked against."""
     window = shape.layer.window
-    if name in ("vllm_unified", "flash_attn") and window is not None:
+    if name == "vllm_unified" and window is not None:
         return Window("symmetric", window.size)
     return window
 
@@ -131,49 +128,7 @@ def virtual_sequences(shape: Shape, inputs: Inputs) -> tuple[list[QuerySpan], Te
     return spans, inputs.batch.block_tables[rows].contiguous(), starts
 
 
-def prepare_flash_attn(shape: Shape, inputs: Inputs) -> Run:
-    """FlashAttention where one flag describes the batch and the head size is at most 256."""
-    if inputs.query.device.type == "cpu":
-        raise CannotExpressError("needs a GPU")
-    if shape.layer.head_size > 256:
-        raise CannotExpressError(f"head size {shape.layer.head_size} > 256")
-    spans, tables, starts = virtual_sequences(shape, inputs)
-    kinds = {span.split_point > 0 for span in spans}
-    if len(kinds) > 1:
-        raise CannotExpressError("one causal flag for the whole batch")
-    function, seqlen_name = _flash_attention()
-    window, causal = shape.layer.window, kinds.pop()
-    sides = (-1, -1) if window is None else (window.size - 1, 0 if causal else window.size - 1)
-    seq_lens = torch.tensor([s.seq_len for s in spans], dtype=torch.int32, device=tables.device)
-    cumulative = torch.tensor(starts, dtype=torch.int32, device=tables.device)
-    key, value = inputs.cache.key.contiguous(), inputs.cache.value.contiguous()
-    arguments: dict[str, Any] = {seqlen_name: seq_lens}
-    if seqlen_name == "cu_seqlens_k":
-        arguments[seqlen_name] = torch.nn.functional.pad(seq_lens.cumsum(0).int(), (1, 0))
-    return lambda: function(
-        inputs.query, key, value, cu_seqlens_q=cumulative,
-        max_seqlen_q=max(s.query_len for s in spans), max_seqlen_k=max(s.seq_len for s in spans),
-        softmax_scale=inputs.options.scale, causal=causal, window_size=sides,
-        block_table=tables, **arguments,
-    )  # fmt: skip
-
-
-@functools.lru_cache
-def _flash_attention() -> tuple[Callable[..., Tensor], str]:
-    """The varlen function and the name of its argument for the lengths of K."""
-    for name, lengths in (
-        ("vllm.vllm_flash_attn.flash_attn_interface", "seqused_k"),
-        ("flash_attn", "cu_seqlens_k"),
-    ):
-        try:
-            return importlib.import_module(name).flash_attn_varlen_func, lengths
-        except (ImportError, AttributeError):
-            continue
-    raise CannotExpressError("no FlashAttention is installed")
-
-
 PEERS: dict[str, Callable[[Shape, Inputs], Run]] = {
     "sdpa": prepare_sdpa,
     "vllm_unified": prepare_vllm_unified,
-    "flash_attn": prepare_flash_attn,
 }

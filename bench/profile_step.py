@@ -228,14 +228,13 @@ class Engine:
         self._llm = LLM(str(options.model), **(given | options.llm))
 
     def profile(self, concurrency: int, index: int) -> Taken:
-        """The work without and with the profiler, in turn first."""
-        seeds = 2 * index + 1, 2 * index + 2
-        if index % 2 == 0:
-            plain_ms = self.work(concurrency, seeds[0])
-            wall_ms, trace = self._profiled(concurrency, index, seeds[1])
-        else:
-            wall_ms, trace = self._profiled(concurrency, index, seeds[1])
-            plain_ms = self.work(concurrency, seeds[0])
+        """The work without and with the profiler; which of them comes first alternates."""
+        wall_ms, trace = 0.0, Trace()
+        for is_profiled in (False, True) if index % 2 == 0 else (True, False):
+            if is_profiled:
+                wall_ms, trace = self._profiled(concurrency, index, seed=2 * index + 2)
+            else:
+                plain_ms = self.work(concurrency, seed=2 * index + 1)
         rows = concurrency * self._options.blocks * self._canvas * self._passes
         return Taken(trace, plain_ms, wall_ms, rows)
 

@@ -43,7 +43,7 @@ from dllm.train.make_tiny_random import tiny_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # The shape of google/diffusiongemma-26B-A4B-it: its text_config is its Gemma 4 26B-A4B backbone's.
-# `num_parameters` counts 25.2 billion from it, 3.8 billion of them active, which is published.
+# tests/test_bench_roofline.py counts the published numbers of parameters from it.
 RELEASED = {
     "vocab_size": 262_144,
     "hidden_size": 2816,
@@ -116,14 +116,14 @@ class Pass:
     Attributes:
         weights: a key of ``WEIGHT_BYTES``.
         batch, context, canvas: canvases, tokens before each, and rows of each.
-        num_heads: causal rows beside each canvas, of the block that is being committed.
+        head_rows: causal rows beside each canvas, of the block that is being committed.
     """
 
     weights: str
     batch: int
     context: int
     canvas: int
-    num_heads: int = 0
+    head_rows: int = 0
 
     @property
     def canvas_rows(self) -> int:
@@ -133,7 +133,7 @@ class Pass:
     @property
     def rows(self) -> int:
         """All rows."""
-        return self.batch * (self.canvas + self.num_heads)
+        return self.batch * (self.canvas + self.head_rows)
 
 
 def linear(name: str, rows: int, inner: int, outer: int, weight_bytes: float) -> Work:
@@ -214,8 +214,8 @@ def _attention(text: dict[str, Any], one: Pass, kind: str, weight: float) -> lis
     )
     query = layer.num_heads * layer.head_size
     keys = layer.num_kv_heads * layer.head_size * (1 if is_full else 2)
-    span = one.canvas + one.num_heads
-    shape = Shape(layer, "denoise", one.batch, one.context, span, (one.num_heads,))
+    span = one.canvas + one.head_rows
+    shape = Shape(layer, "denoise", one.batch, one.context, span, (one.head_rows,))
     projections = [
         linear(name, one.rows, text["hidden_size"], query + keys, weight),
         linear(name, one.rows, query, text["hidden_size"], weight),
@@ -240,29 +240,13 @@ def _experts(text: dict[str, Any], rows: int, weight: float) -> Work:
     )
 
 
-def num_parameters(text: dict[str, Any], *, active: bool = False) -> int:
-    """Parameters of the text model without norms; ``active``: those that one token uses.
-
-    They are the weights that a bf16 pass reads, so counted from what `components` counts.
-    """
-    one = Pass("bf16", 1, 0, 1)
-    experts = 3 * text["hidden_size"] * text["moe_intermediate_size"] * len(text["layer_types"])
-    used = text["top_k_experts"] if active else text["num_experts"]
-    total = used * experts + text["vocab_size"] * text["hidden_size"]
-    for work in components(text, one):
-        is_weights = work.component in ("self-conditioning", "dense MLP", "router")
-        if is_weights or work.component.endswith("projections"):
-            total += int(work.flops / 2)  # a product of one row does two operations a weight
-    return total
-
-
 def tokens_per_s(text: dict[str, Any], one: Pass, gpu: Gpu, *, separate_commit: bool) -> float:
     """At `FIXED_STEPS` denoise steps for every block, if every pass took its floor."""
     plain = pass_floor_ms(text, one, gpu)
     if separate_commit:  # the built-in also computes logits then
         block_ms = (FIXED_STEPS + 1) * plain
     else:
-        fused = Pass(one.weights, one.batch, one.context, one.canvas, num_heads=one.canvas)
+        fused = Pass(one.weights, one.batch, one.context, one.canvas, head_rows=one.canvas)
         block_ms = (FIXED_STEPS - 1) * plain + pass_floor_ms(text, fused, gpu)
     return 1e3 * one.canvas_rows / block_ms
 

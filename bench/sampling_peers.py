@@ -52,10 +52,10 @@ class Outcome(NamedTuple):
 def make_logits(shape: Shape, device: str) -> Tensor:
     """Made-up logits, [N, V] fp32.
 
-    `open`: normal with a deviation of 3, as at a first step, where a row believes in thousands of
-    tokens. `settled`: a normal bulk around -8 with a deviation of 2.5, 20 tokens around 8 and one
-    at 22: at the schedule's temperatures a row believes in a few tokens. `half`: of each, half the
-    rows.
+    `open`: normal with a deviation of 3, as at a first step: thousands of tokens of a row have a
+    probability that matters. `settled`: a normal bulk around -8 with a deviation of 2.5, 20 tokens
+    around 8 and one at 22: at the schedule's temperatures few tokens matter. `half`: half of the
+    rows are open, the others settled.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.empty(shape.num_rows, shape.vocab_size)
@@ -80,13 +80,21 @@ def make_embeddings(shape: Shape, device: str) -> Tensor:
 
 def temperatures(shape: Shape, device: str) -> Tensor:
     """Of each canvas in the middle of the schedule: [R] fp32."""
-    return denoise.temperature(torch.tensor([MAX_STEPS // 2]), MAX_STEPS, T_MIN, T_MAX).repeat(
-        shape.num_canvases
-    ).to(device)  # fmt: skip
+    one = denoise.temperature(torch.tensor([MAX_STEPS // 2]), MAX_STEPS, T_MIN, T_MAX)
+    return one.repeat(shape.num_canvases).to(device)
 
 
 def our_decisions(logits: Tensor, steps_done: Tensor, previous: Tensor, is_exact: bool) -> RowStats:
-    """Statistics and decisions, as `sampler.denoise_rows`; returns what soft embeddings need."""
+    """Row statistics and one denoise step, as the server's sampler composes them.
+
+    Args:
+        logits: [R * C, V] fp32.
+        steps_done: [R].
+        previous: [R, C], the argmax canvases of the step before.
+
+    Returns:
+        What the soft embeddings are made from.
+    """
     (num_canvases, length), vocab_size = previous.shape, logits.shape[-1]
     starts, width = torch.zeros_like(steps_done), torch.full_like(steps_done, length)
     drawn = noise.step_noise(starts + SEED, starts, steps_done, width, length, vocab_size)
@@ -127,15 +135,9 @@ def prepare_ours(
     decide = torch.compile(our_decisions, dynamic=True) if is_compiled else our_decisions
 
     def step(logits: Tensor) -> Outcome:
-        rows = len(logits)
-        stats = decide(
-            logits,
-            steps_done[: rows // shape.canvas_length],
-            previous[: rows // shape.canvas_length],
-            is_exact,
-        )
+        stats = decide(logits, steps_done, previous, is_exact)
         if stats.probs is None:
-            soft = sparse_product(logits, temperature[:rows], stats, shard, budget)
+            soft = sparse_product(logits, temperature, stats, shard, budget)
         else:
             soft = exact_product(stats.probs, shard)
         return Outcome(stats.argmax, stats.entropy, soft.float())

@@ -23,7 +23,7 @@ STOP_TIMEOUT_S = 30
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Forked processes do not import everything again. As of `make serve`.
+    # Forked processes need not import everything again; `make serve` sets it, too.
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",

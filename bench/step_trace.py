@@ -106,7 +106,7 @@ class Trace:
         starts = sorted(one.start_us for one in self.ranges if one.name == STEP)
         host = innermost(one for one in self.ranges if one.name in GROUPS)
         pieces = self._on_device(host) if self.kernels else host
-        return _cut(pieces, starts, batches)
+        return _per_step(pieces, starts, batches)
 
     def num_canvas_rows(self) -> int:
         """Canvas rows of all steps."""
@@ -185,8 +185,10 @@ def overlay(upper: Sequence[Piece], lower: Sequence[Piece]) -> list[Piece]:
     return sorted([*upper, *free], key=lambda piece: piece.start_us)
 
 
-def _cut(pieces: Sequence[Piece], starts: Sequence[float], batches: Sequence[Range]) -> list[Step]:
-    """The pieces of each step, and the gaps between them."""
+def _per_step(
+    pieces: Sequence[Piece], starts: Sequence[float], batches: Sequence[Range]
+) -> list[Step]:
+    """Divide the pieces among the steps that they fall into; what is left of a step is a gap."""
     parts: list[dict[str, float]] = [defaultdict(float) for _ in starts]
     for part, start, end in pieces:
         index = bisect_right(starts, start) - 1

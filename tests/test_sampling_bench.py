@@ -56,7 +56,7 @@ def test_disagreement_names_what_differs() -> None:
 
 
 @pytest.mark.parametrize("profile", ["open", "half", "settled"])
-def test_profiles_differ_in_what_a_row_believes(profile: str) -> None:
+def test_profiles_differ_in_how_sure_a_row_is(profile: str) -> None:
     logits = make_logits(Shape(2, 8, 20_000, 8, profile), "cpu")
     is_sure = torch.softmax(logits / 0.6, -1).amax(-1) > 0.999
     assert is_sure.sum() == {"open": 0, "half": 8, "settled": 16}[profile]
