@@ -243,17 +243,16 @@ def timed(
 def show(result: Result) -> None:
     """One line for a human."""
     line = f"{result.shape:38} {result.implementation:24} "
-    if result.status != "ok":
+    if result.status == "ok":
+        line += (
+            f"{result.p20_ms:9.3f} {result.p50_ms:9.3f} {result.p80_ms:9.3f} ms "
+            f"{result.tflops:7.1f} TFLOPS {100 * (result.of_ceiling or 0):5.1f}% "
+            f"x{result.ours_is_faster_by:.2f}"
+        )
+    else:
         error = result.max_row_error
-        reason = f", row error {error:.3g}" if error is not None else ""
-        print(f"{line}{result.status}{reason}", flush=True)
-        return
-    print(
-        f"{line}{result.p20_ms:9.3f} {result.p50_ms:9.3f} {result.p80_ms:9.3f} ms "
-        f"{result.tflops:7.1f} TFLOPS {100 * (result.of_ceiling or 0):5.1f}% "
-        f"x{result.ours_is_faster_by:.2f}",
-        flush=True,
-    )
+        line += result.status + ("" if error is None else f", row error {error:.3g}")
+    print(line, flush=True)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

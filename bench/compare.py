@@ -24,9 +24,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bench.client import Client
-from bench.context import ROOT, as_text, progress, reporting_failures
+from bench.context import ROOT, as_text, reporting_failures
 from bench.measure import OVERLAPPED, csv_rows
-from bench.race import Contestant, Measured, Race, admit, start_all
+from bench.race import Contestant, Measured, Race, start_all
 from bench.report import printed
 from bench.serve import add_serve_flags, canvas_length
 from bench.servers import Server, ServerOptions
@@ -73,10 +73,7 @@ def measure(options: argparse.Namespace) -> Measured:
                     expected=card_accuracy(options.model),
                 )
             )
-        progress(f"starting {' and '.join(one.name for one in contestants)}")
-        start_all(contestants, stack)
-        for contestant in contestants:
-            admit(contestant, options.shape, max(options.concurrency))
+        start_all(contestants, options.shape, max(options.concurrency), stack)
         return Race(contestants, short_set(options), options.rounds, Client(folder)).run()
 
 

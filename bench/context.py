@@ -11,9 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -117,14 +116,7 @@ class GateError(RuntimeError):
     """A server's answers were wrong before anything was timed; the message says what was wrong."""
 
 
-class Main(Protocol):
-    """What runs a command: arguments without the program's name, ``sys.argv`` if None."""
-
-    def __call__(self, arguments: Sequence[str] | None = None) -> int:
-        """The exit code."""
-
-
-def reporting_failures(main: Main) -> Main:
+def reporting_failures(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
     """A ``main`` that prints why there is no speed: exit code 1 for wrong outputs, 2 otherwise.
 
     Ended by SIGTERM it exits as by an exception, so that its servers are stopped: some of them

@@ -28,14 +28,13 @@ from bench.context import (
     RESULTS,
     Rows,
     as_text,
-    progress,
     provenance,
     read_csv,
     reporting_failures,
     write_csv,
 )
 from bench.measure import NO_CANVAS, csv_rows, without_speed
-from bench.race import Contestant, Measured, Race, admit, start_all
+from bench.race import Contestant, Measured, Race, start_all
 from bench.report import names_of, of, problems
 from bench.serve import add_serve_flags
 from bench.servers import Server, ServerOptions
@@ -65,10 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
         racing = contestants(options, folder)
-        progress(f"starting {[one.name for one in racing]}")
-        start_all(racing, stack)
-        for one in racing:
-            admit(one, SHAPE)
+        start_all(racing, SHAPE, max(options.concurrency), stack)
         race = Race(racing, loads(options), options.rounds, Client(folder), 60 * options.minutes)
         rows = as_text(rows_of(race.run(lambda so_far: write_csv(path, rows_of(so_far)))))
     print("\n\n".join([aligned(table(rows)), *problems(rows), str(path)]))

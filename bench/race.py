@@ -18,7 +18,7 @@ from bench.measure import (
     seed_problems,
     without_speed,
 )
-from bench.servers import Server
+from bench.servers import Server, tail
 from bench.workloads import (
     ADAPTIVE,
     ANSWER_TOKENS,
@@ -195,6 +195,8 @@ def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> float:
     problems = response_problems(name, [*responses, *batch], shape.output_len)
     if contestant.takes_seeds and not problems:
         problems += seed_problems(name, *responses[1:])
+    if any(response.status in (0, 500) for response in [*responses, *batch]):
+        problems.append(tail(server.log))
     if problems:
         raise GateError("\n".join(dict.fromkeys(problems)))
     return responses[0].seconds
@@ -213,15 +215,23 @@ def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator
             other.resume()
 
 
-def start_all(contestants: Sequence[Contestant], stack: ExitStack) -> None:
-    """Start the contestants' servers side by side and wait for all; the stack stops them.
+def start_all(
+    contestants: Sequence[Contestant], shape: Shape, at_once: int, stack: ExitStack
+) -> dict[str, float]:
+    """Start the contestants' servers side by side and admit each; the stack stops them.
+
+    Returns:
+        The seconds that the first request of each server took.
 
     Raises:
         RuntimeError: one is not ready.
+        GateError: one gives wrong answers.
     """
-    servers = [one.server for one in contestants if one.server]
-    for server in servers:
+    progress(f"starting {[one.name for one in contestants]}")
+    served = [(one, one.server) for one in contestants if one.server]
+    for _, server in served:
         stack.enter_context(server)
         server.start()
-    for server in servers:
+    for _, server in served:
         server.wait_until_ready()
+    return {one.name: admit(one, shape, at_once) for one, _ in served}

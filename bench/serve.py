@@ -56,7 +56,7 @@ from bench.measure import (
     SEPARATE,
     csv_rows,
 )
-from bench.race import Contestant, Measured, Race, admit, start_all
+from bench.race import Contestant, Measured, Race, start_all
 from bench.report import printed
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, FIXED, Shape, Workload, card_accuracy
@@ -143,13 +143,10 @@ def measure(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
         racing = contestants(options, schedule, folder)
-        progress(f"{schedule}: starting {[one.name for one in racing]}")
-        start_all(racing, stack)
-        served = [one for one in racing if one.server]
         most = max(options.concurrency, default=1)
-        first_request_s = {one.name: admit(one, options.shape, most) for one in served}
+        first_request_s = start_all(racing, options.shape, most, stack)
         if schedule == ADAPTIVE:
-            write_facts(options, served, first_request_s)
+            write_facts(options, [one for one in racing if one.server], first_request_s)
         budget_s = deadline - time.monotonic()
         loads = workloads(options, schedule)
         return Race(racing, loads, options.rounds, Client(folder), budget_s).run(save)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench import compare, serve
+from bench import compare, race, serve
 from bench.context import ROOT, read_csv
 from bench.serve import OURS, REFERENCE
 from bench.servers import Server, ServerOptions
@@ -41,9 +41,13 @@ def shared(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[ServerOption
         asked.append(options)
         return server
 
+    def admit_all(racing: list[race.Contestant], *about: Any) -> dict[str, float]:
+        shape, at_once, _ = about
+        return {one.name: race.admit(one, shape, at_once) for one in racing if one.server}
+
     for module in (serve, compare):
         monkeypatch.setattr(module, "Server", take)
-        monkeypatch.setattr(module, "start_all", lambda contestants, stack: None)
+        monkeypatch.setattr(module, "start_all", admit_all)
     return asked
 
 
