@@ -59,14 +59,14 @@ class CanvasRows(NamedTuple):
     def whole(cls, starts: torch.Tensor, canvas_length: int) -> CanvasRows:
         """Canvases of full width, one a slot, at ``starts`` ``[R]``: those outside an engine."""
         num_rows = len(starts)
-        rows = torch.arange(num_rows * canvas_length).view(num_rows, canvas_length)
+        places = torch.arange(num_rows * canvas_length, device=starts.device)
         return cls(
-            slots=torch.arange(num_rows),
+            slots=torch.arange(num_rows, device=starts.device),
             widths=torch.full_like(starts, canvas_length),
             seq_lens=starts + canvas_length,
-            row_of=rows.flatten() // canvas_length,
-            place=rows.flatten() % canvas_length,
-            padded=rows,
+            row_of=places // canvas_length,
+            place=places % canvas_length,
+            padded=places.view(num_rows, canvas_length),
         )
 
     def at_least_two(self, spare_slot: int) -> CanvasRows:

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from vllm.exceptions import VLLMValidationError
-
 from dllm.settings.checks import FloatRange, IntRange, did_you_mean
 from dllm.settings.denoising import DenoiseSettings, Parameter
 
@@ -171,6 +169,8 @@ def constrained(params: "SamplingParams") -> "SamplingParams":
 
 def refuse(parameter: str, message: str) -> NoReturn:
     """Refuse a request with HTTP 400; raises VLLMValidationError."""
+    from vllm.exceptions import VLLMValidationError  # training and benchmarks need no vLLM
+
     raise VLLMValidationError(message, parameter=parameter)
 
 

@@ -99,25 +99,27 @@ def first_canvases(
         stops: tokens that end an answer.
     """
     num_rows, length = len(seeds), settings.canvas_length
-    is_stop = torch.zeros(vocab_size, dtype=torch.bool)
+    device = seeds.device
+    is_stop = torch.zeros(vocab_size, dtype=torch.bool, device=device)
     is_stop[sorted(stops)] = True
     return Canvases(
         ids=noise.initial_canvas(seeds, starts, length, vocab_size).flatten(),
         seeds=seeds,
         steps_done=torch.zeros_like(seeds),
-        argmax_canvas=torch.zeros(num_rows, length, dtype=torch.int64),
-        is_greedy=torch.zeros(num_rows, dtype=torch.bool),
+        argmax_canvas=torch.zeros(num_rows, length, dtype=torch.int64, device=device),
+        is_greedy=torch.zeros(num_rows, dtype=torch.bool, device=device),
         is_stop=is_stop.expand(num_rows, -1),
         numbers={
             parameter.name: torch.full(
                 (num_rows,),
                 getattr(settings, parameter.setting),
                 dtype=getattr(torch, parameter.dtype),
+                device=device,
             )
             for parameter in settings.parameters
         },
         carried={
-            name: torch.zeros(num_rows, *shape, dtype=dtype)
+            name: torch.zeros(num_rows, *shape, dtype=dtype, device=device)
             for name, shape, dtype in carried(length)
         },
     )
