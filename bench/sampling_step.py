@@ -6,7 +6,7 @@
 
 The order is A B, B A, A B, ..., so that a machine that gets slower or faster does so to both, and
 a ratio is one of neighbours. Before anything is timed the two must agree: the same argmax, the same
-entropies, and soft embeddings no further apart than the bound of `dllm.ops.soft_embedding` plus bf16
+entropies, and soft embeddings no further apart than `dllm.ops.soft_embedding` allows plus bf16
 rounding; otherwise there is no number and the exit code is 1. Without vLLM only ours is timed.
 
 Ours comes twice, with the sparse soft embedding (the default on a CPU) and with the exact product.

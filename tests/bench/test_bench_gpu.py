@@ -12,7 +12,7 @@ import pytest
 from bench import gpu, profile_step, serve
 from bench.context import read_csv
 from bench.roofline import released_config
-from dllm.train.make_tiny_random import tiny_config
+from dllm.models.gemma.tiny import tiny_config
 
 ROOT = Path(__file__).parents[2]
 
