@@ -20,9 +20,7 @@ SPLITS = ("train", "validation", "heldout")
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with its answers: ``answer`` is the one that training shows, ``accepted`` all right
-    ones.
-    """
+    """A prompt and its answers: training shows ``answer``; ``accepted`` has all that are right."""
 
     family: str
     prompt: str
