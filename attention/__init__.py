@@ -1,17 +1,21 @@
 """Attention for causal, bidirectional and mixed rows over a paged KV cache.
 
-Read it in this order; every file stands on the ones before it:
+Read the files in this order; each uses only the ones before it:
 
     masks.py             the specification: which keys a query row sees
     inputs.py            the tensors of one call, and the checks that refuse inconsistent ones
     reference.py         dense fp32 attention written from the specification
     tuning.py            the committed table of tile sizes (nothing is searched at start-up)
     planning.py          from static shapes to a launch plan; pure Python, no device access
-    row_tiles.py         which rows a program works on and which keys they see
-    splits.py            long sequences in parts, and their merge
+    row_tiles.py         which rows a Triton program works on and which keys they see
+    splits.py            long sequences cut into parts, and how the parts are merged
     canvas_attention.py  the Triton kernel and its wrapper
-    cache_write.py       K/V into pages, with optional fp8 quantization
+    cache_write.py       writes K and V into cache pages, as fp8 if the cache is fp8
 
-Backends, which import vLLM, stand on these. None of the above does, and the first five can be
-imported without Triton.
+None of these imports vLLM, and the first five do not import Triton. Three files connect them, or
+vLLM's own CPU kernel, to a server:
+
+    backend.py           vLLM's attention backend on CUDA: runs the Triton kernel
+    cpu_backend.py       vLLM's attention backend on a CPU, plus the anchored window
+    cpu_fp8_cache.py     an FP8 KV cache on a CPU that is rounded as on a GPU
 """

@@ -1,11 +1,13 @@
-"""The vLLM attention backend of the canvas kernel: registered as CUSTOM, chosen on CUDA.
+"""vLLM's attention backend for CUDA that runs our kernel; registered under the name CUSTOM.
 
-``CommonAttentionMetadata.causal`` carries the split point: an int32 tensor, the offset in each
-sequence's query span at which rows stop being causal. (vLLM's own per-sequence causal *flag* says
-the same for spans without a head: a bool tensor is accepted.) A plain ``True`` or ``False`` means
-all rows, as for any backend; the drafter's passes arrive that way.
+``CommonAttentionMetadata.causal`` is a flag in vLLM. Here it may be more, because one sequence can
+have causal rows first and bidirectional rows after them. It is one of
 
-Every tensor is read on the device, so that one captured CUDA graph serves every mix of spans.
+    int32 tensor [num_reqs]   the row of each query span at which rows stop being causal
+    bool tensor [num_reqs]    vLLM's flag per sequence: all of its rows are causal, or none
+    True or False             vLLM's flag for the whole batch; passes of the drafter come so
+
+The tensors are read on the device, so one captured CUDA graph serves every mix of spans.
 """
 
 from dataclasses import dataclass, replace
@@ -37,19 +39,20 @@ from attention.inputs import (
 )
 from attention.masks import Window
 
+# vLLM's names of FP8 cache dtypes.
 FP8_OF = {"fp8": FP8_DTYPES[0], "fp8_e4m3": FP8_DTYPES[0], "fp8_e5m2": FP8_DTYPES[1]}
 
 
 @dataclass
 class CanvasAttentionMetadata:
-    """One KV cache group's part of a step: the batch, and the tokens of it that are real."""
+    """A batch as the layers of one KV cache group see it; its first num_actual_tokens are real."""
 
     batch: RaggedBatch
     num_actual_tokens: int
 
 
 class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
-    """Passes vLLM's persistent tensors on; nothing is computed per step."""
+    """Hands vLLM's tensors to the kernel as they are; computes nothing per step."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
@@ -61,11 +64,13 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Not the longest span of a step: tile heights, and with them a sequence's bits, would
-        # depend on who shares its batch, and on whether a graph runs it.
+        # The same bound for every step. With the longest span of each step, tile heights would
+        # depend on who shares the batch and on whether a CUDA graph runs it, and so would the bits
+        # of a sequence.
         self._max_query_len = vllm_config.scheduler_config.max_num_batched_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
-        # Persistent, as everything a captured graph reads.
+        # What a plain True or False stands for, as tensors. They are kept: a captured CUDA graph
+        # reads the same memory again.
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self._all_rows = {
             flag: torch.full((max_num_seqs,), flag, dtype=torch.bool, device=device)
@@ -78,13 +83,13 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CanvasAttentionMetadata:
-        """Metadata of a step; its longest sequence only says whether any can be split."""
+        """Metadata of a step. max_seq_len is of this step: it only says if any can be split."""
         return self._metadata(common_attn_metadata, common_attn_metadata.max_seq_len)
 
     def build_for_cudagraph_capture(
         self, common_attn_metadata: CommonAttentionMetadata
     ) -> CanvasAttentionMetadata:
-        """Metadata whose bounds hold for every replay of the graph."""
+        """Metadata for capturing a CUDA graph: its bounds hold for every replay."""
         return self._metadata(common_attn_metadata, self._max_model_len)
 
     def _metadata(
@@ -108,7 +113,10 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
 
 
 class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
-    """One layer. A sliding layer's window is symmetric unless the model asks for the other kind."""
+    """Attention of one layer.
+
+    A sliding-window layer has the symmetric window, until `use_anchored_window` is called on it.
+    """
 
     def __init__(
         self,
@@ -137,7 +145,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.options = AttentionOptions(float(scale), window, logits_soft_cap or 0.0)
 
     def use_anchored_window(self) -> None:
-        """Let every canvas row of a sliding layer see the context that the first of them sees."""
+        """Give all canvas rows of a sliding layer the context that the first of them sees."""
         assert self.options.window is not None, "only sliding-window layers can be anchored"
         window = replace(self.options.window, kind="anchored")
         self.options = replace(self.options, window=window)
@@ -185,7 +193,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
 
 
 class CanvasAttentionBackend(AttentionBackend):
-    """vLLM's view of what the kernel supports."""
+    """What vLLM asks a backend: which classes implement it, and what the kernel supports."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [  # type: ignore[assignment]
@@ -194,12 +202,12 @@ class CanvasAttentionBackend(AttentionBackend):
         "bfloat16",
         *FP8_OF,
     ]
-    # The write is an entry of its own: the drafter puts projected context keys in through it.
+    # vLLM calls do_kv_cache_update by itself, and so does the drafter, for keys of its context.
     forward_includes_kv_cache_update: bool = False
 
     @staticmethod
     def get_name() -> str:
-        """The registry's name for a plugin's backend."""
+        """The name in vLLM's registry that plugins may take."""
         return "CUSTOM"
 
     @staticmethod
@@ -214,7 +222,7 @@ class CanvasAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
-        """Page sizes."""
+        """Page sizes: any multiple of 16 keys."""
         return [MultipleOf(16)]
 
     @classmethod
@@ -224,25 +232,25 @@ class CanvasAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Bidirectional rows."""
+        """Yes: bidirectional rows."""
         return True
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Symmetric and anchored windows."""
+        """Yes: symmetric and anchored windows."""
         return True
 
     @classmethod
     def supports_mm_prefix(cls) -> bool:
-        """Images whose rows see each other: they arrive as bidirectional sequences of their own."""
+        """Yes: images whose rows see each other come as bidirectional sequences of their own."""
         return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """A sequence's bits do not depend on who shares its batch."""
+        """Yes: a sequence's bits do not depend on who shares its batch."""
         return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoder self-attention over a paged cache."""
+        """Only decoder self-attention over a paged cache."""
         return attn_type == AttentionType.DECODER

@@ -2,10 +2,10 @@
 
     cache[slot // page_size, slot % page_size] = x / scale        for every token with slot >= 0
 
-Two callers: the attention layers of a served model, and the drafter, which projects the target's
-hidden states to context K/V for all its layers at once and writes them here. A slot of -1 (padding,
-rejected draft tokens) is skipped, so nothing has to be rolled back. Two tokens of one call must not
-share a slot.
+There are two callers: the attention layers of a served model, and the speculative drafter, which
+computes K and V of all its layers from the target model's hidden states and writes them here. A
+token with slot -1 is not written. That is how padding and rejected draft tokens are left out, so
+nothing has to be taken back later. Two tokens of one call must not share a slot.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def write_kv_kernel(
     if slot < 0:
         return
     page, in_page = slot // PAGE_SIZE, slot % PAGE_SIZE
-    dim = tl.arange(0, PADDED_SIZE)
+    dim = tl.arange(0, PADDED_SIZE)  # [head size], padded to a power of two
     is_dim = dim < HEAD_SIZE
     k = tl.load(key + token * key_stride_token + head * key_stride_head + dim, is_dim)
     v = tl.load(value + token * value_stride_token + head * value_stride_head + dim, is_dim)
-    if FP8_MAX > 0:  # saturate: a cast beyond the range gives NaN or infinity; NaN stays NaN
+    if FP8_MAX > 0:  # fp8: clamp, because casting a larger number gives NaN or infinity
         k = k.to(tl.float32)
         v = v.to(tl.float32)
         if HAS_K_SCALE:
@@ -59,8 +59,9 @@ def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -
 
     key, value ``[>= num_slots, num_kv_heads, head_size]`` fp16, bf16 or fp32; slot_mapping
     ``[num_slots]`` int64 or int32: page * page_size + slot in the page. Tokens beyond num_slots are
-    padding. An fp8 cache stores x / scale, rounded to nearest and saturated at the largest finite
-    number. Never waits for the device; slots are range-checked on the CPU only.
+    padding. An fp8 cache stores x / scale, rounded to the nearest fp8 number; what is too large
+    becomes the largest finite one, NaN stays NaN. Never waits for the device: slots on a GPU are
+    not range-checked, slots on a CPU are.
     Raises ValueError for arguments that do not fit together, with both values.
     """
     _check(key, value, cache, slot_mapping)

@@ -5,14 +5,15 @@ For row i of a sequence, query head h and the keys k in [start_i, stop_i) that r
     s_ik = scale * <q_i, k_k>                      (cap * tanh(s_ik / cap) with a soft cap)
     o_i  = sum_k exp(s_ik - m_i) v_k / sum_k exp(s_ik - m_i),   m_i = max_k s_ik
 
-computed tile by tile with a running maximum (FlashAttention-2, Dao 2023, arXiv:2307.08691), in base
-2 with log2(e) folded into the scale. The definition of [start_i, stop_i) is `masks.visible_range`.
+computed one tile of keys after the other with a running maximum (FlashAttention-2, Dao 2023,
+arXiv:2307.08691). exp(x) is computed as exp2(x * log2(e)), the factor multiplied into the scale.
+`masks.visible_range` defines [start_i, stop_i).
 
-- A program takes one row tile (`row_tiles.py`). Its loop runs over the union of its rows' ranges;
-  slots outside the union are never loaded. Keys in the intersection of the ranges need no mask, so
-  masks are applied in edge tiles only.
-- Long sequences are split along the keys by a rule that looks at one sequence alone, so that its
-  bits do not depend on its batch (`planning.py`, `splits.py`).
+- A program takes one row tile (`row_tiles.py`) and loops over the union of its rows' key ranges.
+  Cache slots outside the union are never loaded. Keys that all rows see (the intersection of the
+  ranges) need no mask, so only the tiles at the edges are masked.
+- Long sequences are split along the keys, by a rule that looks at one sequence alone: who shares
+  the batch does not change a sequence's bits (`planning.py`, `splits.py`).
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ from attention.tuning import TARGET_PROGRAMS, next_power_of_2, tile_config
 
 @triton.jit
 def _dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a @ b with fp32 sums. UPCAST is for Triton's interpreter, which cannot multiply bf16;
-    a product of two bf16 numbers is exact in fp32, so the result is the same."""
+    """acc + a @ b with fp32 sums.
+
+    UPCAST is for Triton's interpreter, which cannot multiply bf16. A product of two bf16 numbers is
+    exact in fp32, so the result is the same.
+    """
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -56,11 +60,14 @@ def _attend(
     value_dim, HEAD_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take ``num_tiles`` tiles of keys into the running softmax.
+    """Add ``num_tiles`` tiles of keys to the running softmax (acc, row_max, row_sum).
 
-    Tiles run from first_tile on and leave out skip_count of them at skip_tile (the middle, when
-    the edges are taken). MASKED: keys outside [low, high) are not loaded, and each row takes only
-    keys in its own [row_start, row_stop); otherwise every row sees every key of every tile.
+    Tiles are taken from first_tile on. At skip_tile, skip_count of them are left out: those in the
+    middle, when this is called for both edges. MASKED: keys outside [low, high) are not loaded, and
+    each row takes only the keys of its own [row_start, row_stop). Without MASKED every row sees
+    every key of these tiles.
+
+    Shapes: acc [rows, value columns], row_max and row_sum [rows], q [rows, head size].
     """
     dim = tl.arange(0, PADDED_SIZE)
     in_tile = tl.arange(0, BLOCK_N)
@@ -68,7 +75,7 @@ def _attend(
     for step in range(num_tiles):
         tile = first_tile + step
         tile = tl.where(tile >= skip_tile, tile + skip_count, tile)
-        key_pos = tile * BLOCK_N + in_tile
+        key_pos = tile * BLOCK_N + in_tile  # [keys]
 
         if PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page
             page = tl.load(table + tile * BLOCK_N // PAGE_SIZE).to(tl.int64)
@@ -82,6 +89,7 @@ def _attend(
             slot = key_pos % PAGE_SIZE
         k_offset = page * k_stride_page + slot * k_stride_slot
         v_offset = page * v_stride_page + slot * v_stride_slot
+        # K transposed, [head size, keys], and V, [keys, value columns].
         k_pointers = key_base + k_offset[None, :] + (dim * k_stride_dim)[:, None]
         v_pointers = value_base + v_offset[:, None] + (value_dim * v_stride_dim)[None, :]
 
@@ -98,11 +106,12 @@ def _attend(
             k = tl.load(k_pointers, mask=(dim < HEAD_SIZE)[:, None], other=0.0)
             v = tl.load(v_pointers, mask=(value_dim < HEAD_SIZE)[None, :], other=0.0)
 
+        # [rows, keys]
         s = _dot(q, k.to(q.dtype), tl.zeros([q.shape[0], BLOCK_N], tl.float32), UPCAST)
         if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1) saturates instead of overflowing
             x = s * (logit_scale / softcap)
             s = softcap * LOG2E_ * (1.0 - 2.0 / (tl.exp2(2.0 * LOG2E_ * x) + 1.0))
-            to_log2 = 1.0
+            to_log2 = 1.0  # s has the factor log2(e) already
         else:
             to_log2 = logit_scale * LOG2E_
         if MASKED:
@@ -116,7 +125,7 @@ def _attend(
             safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         else:
             safe_max = new_max
-        p = tl.exp2(tl.fma(s, to_log2, -safe_max[:, None]))
+        p = tl.exp2(tl.fma(s, to_log2, -safe_max[:, None]))  # [rows, keys]
         rescale = tl.exp2(row_max - safe_max)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
@@ -141,16 +150,16 @@ def canvas_attention_kernel(
     SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_V output columns of a row tile of one sequence and KV head.
+    """Compute BLOCK_V output columns of one row tile.
 
     Grid: (row tiles, KV heads x column blocks, split programs).
 
     out, query ``[num_tokens, num_heads, head_size]``; caches ``[num_pages, page_size, num_kv_heads,
-    head_size]``; partial_acc ``[max_splits, num_partial_rows, num_heads, head_size]`` fp32,
-    partial_max and partial_sum without the last axis, used by sequences that are split.
-    Writes out, or its part of the partials, for the rows of this tile and nothing else.
+    head_size]``. Sequences that are split write their results to partial_acc ``[max_splits,
+    num_partial_rows, num_heads, head_size]`` fp32, and to partial_max and partial_sum, which have
+    no last axis; the others write ``out``. Nothing but the rows of this tile is written.
     """
-    # The last row tiles see most keys under a causal mask: they go first.
+    # Under a causal mask the last row tiles see most keys and take longest, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     VALUE_BLOCKS: tl.constexpr = (HEAD_SIZE + BLOCK_V - 1) // BLOCK_V
     kv_head = tl.program_id(1) // VALUE_BLOCKS
@@ -166,20 +175,21 @@ def canvas_attention_kernel(
         return
 
     _, first_row, row, _, _ = pairs_of_tile(query_start_loc, seq, tile, GROUP, BLOCK_M)
-    row += first_row
+    row += first_row  # [pairs]: the row of the span that each pair belongs to
     split_point = split_point_of(bidirectional_from, seq, query_len, IS_BOOL)
     row_start, row_stop = row_bounds(row, query_len, seq_len, split_point, WINDOW, ANCHORED)
+    # Keys that any row of the tile sees, and keys that all of them see.
     union_low, union_high = tl.min(row_start, 0), tl.max(row_stop, 0)
     common_low, common_high = tl.max(row_start, 0), tl.min(row_stop, 0)
 
     logit_scale = scale
-    if HAS_K_SCALE:
+    if HAS_K_SCALE:  # scaling the logits is the same as scaling the keys, and is less work
         logit_scale = scale * tl.load(k_scale)
     table = block_tables + seq.to(tl.int64) * table_stride
     key_base = key_cache + kv_head.to(tl.int64) * k_stride_head
     value_base = value_cache + kv_head.to(tl.int64) * v_stride_head
 
-    # Parts are cut at the same keys for every tile of the sequence, on multiples of BLOCK_N.
+    # All tiles of a sequence cut its keys at the same places, which are multiples of BLOCK_N.
     if SPLIT:
         num_keys = visible_keys_on_device(query_len, seq_len, WINDOW)
         num_splits = num_splits_on_device(
@@ -204,15 +214,16 @@ def canvas_attention_kernel(
         if SPLIT:
             low = tl.maximum(union_low, split_base + split * split_len)
             high = tl.minimum(union_high, split_base + (split + 1) * split_len)
-        # Tiles [tile_low, tile_high) touch the range, [mid_low, mid_high) need no mask.
+        # Key tiles [tile_low, tile_high) overlap [low, high); those in [mid_low, mid_high) lie in
+        # the part that all rows see, and need no mask.
         tile_low = low // BLOCK_N
         tile_high = tl.where(high > low, tl.cdiv(high, BLOCK_N), tile_low)
         mid_low = tl.minimum(tl.cdiv(tl.maximum(common_low, low), BLOCK_N), tile_high)
         mid_high = tl.maximum(tl.minimum(common_high, high) // BLOCK_N, mid_low)
         mid_high = tl.minimum(mid_high, tile_high)
 
-        # Q is loaded for each part: held across parts, its shared memory would not be free for
-        # the output's.
+        # Q is loaded again for each part. Kept across parts, it would occupy the shared memory that
+        # storing the output needs.
         first_token, _, row, in_group, _ = pairs_of_tile(query_start_loc, seq, tile, GROUP, BLOCK_M)
         dim = tl.arange(0, PADDED_SIZE)
         q_base = query + first_token.to(tl.int64) * q_stride_token + kv_head * GROUP * q_stride_head
@@ -221,9 +232,10 @@ def canvas_attention_kernel(
             mask=(dim < HEAD_SIZE)[None, :],
             other=0.0,
         )
-        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [pairs]
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)  # [pairs, value columns]
+        # First the tiles in the middle without masks, then the edges on both sides with masks.
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q, row_start, row_stop,
             mid_high - mid_low, mid_low, mid_high, 0, low, high,
@@ -262,25 +274,28 @@ def canvas_attention_kernel(
             part = (split * num_partial_rows + partial_row) * (GROUP * NUM_KV_HEADS)
             part += kv_head * GROUP
             offset = row * (GROUP * NUM_KV_HEADS) + in_group
-            # Every column block has the same max and sum; all of them store it.
+            # The programs of all column blocks have the same max and sum, and all store them.
             tl.store(partial_max + part + offset, row_max, is_pair)
             tl.store(partial_sum + part + offset, row_sum, is_pair)
             acc_base = partial_acc + part * HEAD_SIZE
             tl.store(acc_base + (offset * HEAD_SIZE)[:, None] + value_dim[None, :], acc, mask)
 
 
-# False under TRITON_INTERPRET=1, which has to be set before Triton is imported.
+# False where Triton interprets kernels on a CPU (TRITON_INTERPRET=1 when Triton was imported).
 _IS_COMPILED = isinstance(canvas_attention_kernel, triton.JITFunction)
 
 
 @functools.lru_cache
 def _capability_major(device: torch.device) -> int:
-    """Major compute capability of a CUDA device; the table for Hopper where there is none."""
+    """Major compute capability of a CUDA device; 9 (Hopper's) on a CPU, which has none."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def batch_shape(query: Tensor, cache: PagedKV, batch: RaggedBatch) -> BatchShape:
-    """What the host knows about a call; the block tables' capacity bounds the sequence lengths."""
+    """What the host knows about a call.
+
+    No sequence is longer than what its row of the block table can hold, so that bounds max_seq_len.
+    """
     capacity = batch.block_tables.shape[1] * cache.page_size
     bound = capacity if batch.max_seq_len is None else min(batch.max_seq_len, capacity)
     num_tokens, num_heads, head_size = query.shape
@@ -298,7 +313,7 @@ def batch_shape(query: Tensor, cache: PagedKV, batch: RaggedBatch) -> BatchShape
 def default_plan(
     query: Tensor, cache: PagedKV, batch: RaggedBatch, options: AttentionOptions
 ) -> AttentionPlan:
-    """The plan that `canvas_attention` takes when none is given: tiles from the committed table."""
+    """The plan that `canvas_attention` uses when none is given: tile sizes from `tuning.py`."""
     major = _capability_major(query.device)
     config = tile_config(query.shape[2], query.element_size(), major)
     return plan_attention(batch_shape(query, cache, batch), config, options.window)
@@ -313,11 +328,11 @@ def canvas_attention(
     plan: AttentionPlan | None = None,
     workspace: Tensor | None = None,
 ) -> AttentionPlan:
-    """Write attention of a ragged batch over a paged cache into ``out``; returns the plan it took.
+    """Write the attention of every row of a batch into ``out``; returns the plan that was used.
 
     query, out ``[num_tokens, num_heads, head_size]`` fp16, bf16 or fp32 (out must not alias query);
-    the rest is described in `inputs`. A row that sees no key gets zeros. Padding tokens and
-    sequences with seq_len 0 are left untouched. The K/V of the span itself must be in the cache
+    `inputs.py` describes the other arguments. A row that sees no key gets zeros. Padding tokens and
+    sequences with seq_len 0 are not written. K and V of the query tokens must be in the cache
     already (`cache_write.write_kv`).
 
     workspace: fp32, at least ``plan.workspace_elements(shape)`` elements, overwritten; allocated
@@ -350,7 +365,7 @@ def _launch(
     plan: AttentionPlan,
     workspace: Tensor,
 ) -> None:
-    """Launch the kernel, and the merge of the parts where the plan has one."""
+    """Launch the kernel, and the merge of the parts if sequences may be split."""
     num_tokens, num_heads, head_size = query.shape
     num_kv_heads = cache.key.shape[2]
     group, config = num_heads // num_kv_heads, plan.config

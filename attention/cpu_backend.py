@@ -1,12 +1,14 @@
-"""vLLM's CPU attention backend with the anchored canvas window.
+"""vLLM's CPU attention backend, plus the anchored window of canvases.
 
 vLLM's CPU kernel takes one causal flag per sequence and a sliding window relative to each query
-row. That expresses causal rows and the symmetric window, but not the anchored one, in which every
-row of a canvas sees the same keys: ``[canvas_start - (W - 1), canvas_end)`` (``attention.masks``).
+row. That is enough for causal rows and the symmetric window. It is not enough for the anchored
+window, in which every row of a canvas sees the same keys: ``[canvas_start - (W - 1), canvas_end)``
+(`attention.masks`).
 
-A causal row at the canvas's last position with a window of ``W - 1 + width`` sees exactly these
-keys. So each canvas row is handed to the kernel as a sequence of its own that ends with its
-canvas. The kernel reads keys once per row instead of once per canvas: correct before fast.
+A causal row at the last position of a canvas of ``width`` rows, with a window of ``W - 1 + width``,
+sees exactly these keys. So each canvas row is given to the kernel as a sequence of its own, with
+one query row, that ends where its canvas ends. The price: keys are read once per row instead of
+once per canvas.
 """
 
 from dataclasses import dataclass
@@ -27,13 +29,14 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 @dataclass
 class SubBatch:
-    """Some query rows of a batch under one window, as the CPU kernel takes them.
+    """Query rows of a batch that share one window: the arguments of one call of the CPU kernel.
 
     Attributes:
-        tokens: ``[rows]`` int64, their places on the flat token axis.
-        window: keys a row sees, itself included.
-        is_causal: whether it sees them before it only, or on both sides.
-        query_start_loc, seq_lens, block_table, scheduler_metadata: of these rows alone.
+        tokens: ``[rows]`` int64, where the rows are on the batch's flat token axis.
+        window: how many keys a row sees to one side, itself included.
+        is_causal: whether a row sees only the keys before it, or those on both sides.
+        query_start_loc, seq_lens, block_table, scheduler_metadata: as the kernel expects them, for
+            these rows alone.
     """
 
     tokens: torch.Tensor
@@ -47,7 +50,7 @@ class SubBatch:
 
 @dataclass
 class AnchoredMetadata(CPUAttentionMetadata):
-    """One sub-batch of causal rows, one of images, and one per canvas width."""
+    """At most one sub-batch of causal rows, one of images, and one for each canvas width."""
 
     sub_batches: tuple[SubBatch, ...] = ()
 
@@ -61,10 +64,12 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> AnchoredMetadata:
-        """Build for a batch whose ``causal`` is a tensor per sequence (a bool means all of them).
+        """Build the sub-batches of a batch.
 
-        A bidirectional sequence is one canvas, its query rows its last ``width`` positions, or
-        one image (``mm_req_doc_ranges``): a prompt's image has the reference's symmetric window.
+        ``causal`` is a flag for each sequence (a tensor), or one for all of them. A bidirectional
+        sequence is either one canvas, whose rows are its last ``width`` positions, or one image of
+        a prompt (a key of ``mm_req_doc_ranges``), which has the symmetric window as in Hugging
+        Face's model.
         """
         common = common_attn_metadata
         is_causal = np.full(common.num_reqs, common.causal is not False)
@@ -105,9 +110,10 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
         window: int,
         is_causal: bool = True,
     ) -> SubBatch:
-        """Attention of ``query_lens[i]`` rows that end where sequence ``sequences[i]`` does.
+        """A kernel call with ``query_lens[i]`` rows of sequence ``sequences[i]``, for every i.
 
-        A sequence that is named once per canvas row contributes its rows in order.
+        The rows end where the sequence ends. A sequence that is named several times, once for each
+        row of its canvas, gives its rows in order; each is a sequence of one row for the kernel.
         """
         starts = common.query_start_loc.numpy()
         first_row = starts[sequences] + _occurrence(sequences)
@@ -143,7 +149,7 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class AnchoredAttentionImpl(CPUAttentionBackendImpl):
-    """Runs the CPU kernel once per sub-batch."""
+    """Attention of one layer: runs the CPU kernel once per sub-batch."""
 
     def forward(
         self,
@@ -191,7 +197,7 @@ class AnchoredAttentionImpl(CPUAttentionBackendImpl):
 
 
 class AnchoredCPUBackend(CPUAttentionBackend):
-    """CPU_ATTN for sliding layers whose canvas window is anchored."""
+    """vLLM's CPU backend (CPU_ATTN) for sliding layers whose canvas window is anchored."""
 
     @staticmethod
     def get_impl_cls() -> type[AnchoredAttentionImpl]:
@@ -205,10 +211,10 @@ class AnchoredCPUBackend(CPUAttentionBackend):
 
 
 def use_anchored_window(layer: Attention) -> None:
-    """Give a sliding-window layer the anchored backend, before KV allocation.
+    """Give one sliding-window layer the anchored backend; call it before the KV cache is allocated.
 
-    The CPU platform offers no choice of backend, so the model makes it, layer by layer: other
-    models in the process are not touched.
+    vLLM offers no choice of backend on a CPU, so the model chooses for each of its layers. Other
+    models in the process keep vLLM's backend.
     """
     impl = layer.impl
     assert type(impl) is CPUAttentionBackendImpl, f"expected vLLM's CPU attention, got {type(impl)}"
@@ -230,11 +236,11 @@ def use_anchored_window(layer: Attention) -> None:
 
 
 def _ramp(lens: np.ndarray) -> np.ndarray:
-    """``0 .. lens[0]-1, 0 .. lens[1]-1, ...``"""
+    """Count within each of some runs: ``[2, 3] -> [0, 1, 0, 1, 2]``."""
     ends = np.cumsum(lens)
     return np.arange(ends[-1]) - np.repeat(ends - lens, lens)
 
 
 def _occurrence(sequences: np.ndarray) -> np.ndarray:
-    """How often each entry of a sorted array came before: ``[4, 4, 7] -> [0, 1, 0]``."""
+    """How often each entry of a sorted array stands before itself: ``[4, 4, 7] -> [0, 1, 0]``."""
     return np.arange(len(sequences)) - np.searchsorted(sequences, sequences)

@@ -1,7 +1,7 @@
-"""An FP8 KV cache on a CPU, rounded to the nearest as on a GPU.
+"""An FP8 KV cache on a CPU, rounded to the nearest number as on a GPU.
 
-vLLM's CPU kernel truncates keys and values when it writes them: an error of 5% where rounding has
-2.6%. Here they are rounded first, so that truncation finds nothing to cut.
+When vLLM's CPU kernel writes keys and values to an FP8 cache it truncates them: an error of 5%,
+where rounding to nearest has 2.6%. Here they are rounded first, so that truncating changes nothing.
 """
 
 import torch
@@ -9,20 +9,23 @@ from vllm.model_executor.layers.attention import Attention
 
 from attention.inputs import FP8_DTYPES
 
-# The kernel divides by the scale before it truncates. This much above a value, less than half of
-# the least step of a format with three mantissa bits, no rounding of that division is seen.
+# Rounded values are raised by this factor. The kernel divides them by the scale, and if that gave a
+# little less than the FP8 number, truncating would give the number below. 2^-6 of the value is more
+# than that error, and less than half the distance to the next number, which is 2^-4 or more (E4M3
+# has 3 mantissa bits).
 ABOVE = 1 + 2.0**-6
 
 
 def write_rounded(layer: Attention) -> None:
-    """Round what this layer writes to its cache, if the cache is FP8 and vLLM's CPU kernel writes.
+    """Make this layer round the keys and values that it writes to an FP8 cache on a CPU.
 
-    Of this layer alone: other models in the process are not touched.
+    Does nothing where the cache is not FP8 or another backend than vLLM's CPU_ATTN writes it. Other
+    layers and models in the process are not touched.
     """
     impl = layer.impl
     if layer.attn_backend.get_name() != "CPU_ATTN" or not impl.is_fp8_kv_cache:
         return
-    dtype = FP8_DTYPES["e5m2" in impl.kv_cache_dtype]
+    dtype = FP8_DTYPES["e5m2" in impl.kv_cache_dtype]  # (E4M3, E5M2)
     write = impl.do_kv_cache_update
 
     def do_kv_cache_update(
@@ -40,7 +43,10 @@ def write_rounded(layer: Attention) -> None:
 
 
 def nearest(values: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Values that truncation to ``dtype``, after division by ``scale``, makes the nearest ones."""
+    """Values that become the nearest FP8 numbers when they are divided by ``scale`` and truncated.
+
+    values: any shape and floating dtype, which the result has too. dtype: of the cache.
+    """
     largest = torch.finfo(dtype).max
     rounded = (values.float() / scale).clamp(-largest, largest).to(dtype).float()
     return (rounded * ABOVE * scale).to(values.dtype)

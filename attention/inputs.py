@@ -3,9 +3,9 @@
 Index spaces: a *token* indexes the flat query axis of the batch, a *row* the query span of one
 sequence, a *position* the keys of one sequence, a *page* the cache, a *slot* one key in a page.
 
-Checks of shapes, dtypes and devices are made on every call and never touch device data. Values on
-the device (is a page id in range?) cannot be checked without waiting for it: `check_values` does,
-is called for CPU tensors, and is there for debugging elsewhere.
+Shapes, dtypes and devices are checked on every call, without reading device data. Values (is a
+page id in range?) can only be checked by waiting for the device. `check_values` does that. It runs
+on every call with CPU tensors; on a GPU, call it yourself when you debug.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 512
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What one layer computes: softmax scale, window and logit soft cap (0 = none).
+    """What one layer computes: softmax scale, window and logit soft cap.
 
+    scale: multiplies every logit. window: None lets every row see the whole sequence.
+    logit_softcap: logits s become cap * tanh(s / cap); 0 leaves them as they are.
     Raises ValueError for a scale that is not finite and positive or a negative soft cap.
     """
 
@@ -45,9 +47,9 @@ class AttentionOptions:
 class PagedKV:
     """One layer's cache.
 
-    key, value ``[num_pages, page_size, num_kv_heads, head_size]``, any strides (a stride of 1 on
-    the last axis is the fast case); the query's dtype, or fp8. k_scale, v_scale: one fp32 element
-    on the same device, what a stored fp8 number is multiplied by; None means 1.
+    key, value ``[num_pages, page_size, num_kv_heads, head_size]``, in the query's dtype or fp8. Any
+    strides; a last stride of 1 is the fast case. k_scale, v_scale: one fp32 element on the same
+    device by which stored fp8 numbers are multiplied when they are read; None means 1.
     """
 
     key: Tensor
@@ -65,14 +67,16 @@ class PagedKV:
 class RaggedBatch:
     """Which tokens belong to which sequence and what every row may see. All tensors on one device.
 
-    query_start_loc ``[num_seqs + 1]`` int32: tokens [loc[i], loc[i + 1]) are the span of
-    sequence i, tokens from loc[-1] on are padding.
+    query_start_loc ``[num_seqs + 1]`` int32: the query span of sequence i is tokens
+    [query_start_loc[i], query_start_loc[i + 1]); tokens from query_start_loc[-1] on are padding.
     seq_lens ``[num_seqs]`` int32: keys in the cache, the span included; 0 marks a padded sequence,
     for which nothing is written.
-    block_tables ``[num_seqs, max_pages]`` int32; entries of pages that no row sees are never read.
-    bidirectional_from ``[num_seqs]``: int32 split point, or bool with True for a causal pass.
-    max_query_len: an upper bound on span lengths, known to the host. It picks the tile height;
-    a sequence gives the same bits in any batch with the same bound.
+    block_tables ``[num_seqs, max_pages]`` int32: the pages of each sequence, in order. Entries of
+    pages that no row sees are never read.
+    bidirectional_from ``[num_seqs]``: int32, the row of the span at which rows stop being causal.
+    A bool tensor is accepted too: True makes all rows causal, False none.
+    max_query_len: an upper bound on span lengths, known to the host. It decides the tile height,
+    and with it how sums are rounded: a sequence gives the same bits in any batch with this bound.
     max_seq_len: an upper bound on seq_lens, known to the host; None means what the tables can hold.
     """
 
@@ -92,8 +96,8 @@ class RaggedBatch:
 def check_inputs(query: Tensor, cache: PagedKV, batch: RaggedBatch, out: Tensor) -> None:
     """Refuse shapes, dtypes and devices that do not fit together, naming both sides.
 
-    query and out ``[num_tokens, num_heads, head_size]``. Raises ValueError. Reads no device data,
-    except on the CPU, where `check_values` runs too.
+    query and out ``[num_tokens, num_heads, head_size]``. Reads no data of a GPU; on a CPU, where
+    that costs no waiting, `check_values` runs too. Raises ValueError.
     """
     _check_shapes(query, cache, out)
     _check_dtypes(query, cache, out)
@@ -183,7 +187,10 @@ def _check_batch(batch: RaggedBatch) -> None:
 
 
 def check_values(cache: PagedKV, batch: RaggedBatch, num_tokens: int) -> None:
-    """Refuse values that point outside the tensors. Waits for the device; for debugging."""
+    """Refuse lengths and page ids that point outside the tensors. Waits for the device.
+
+    Raises ValueError, with the sequence and the value.
+    """
     loc = batch.query_start_loc.tolist()
     capacity = batch.block_tables.shape[1] * cache.page_size
     limit = capacity if batch.max_seq_len is None else min(batch.max_seq_len, capacity)

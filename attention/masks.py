@@ -1,4 +1,4 @@
-"""The specification: which keys a query row sees. Plain Python, written to be read.
+"""Which keys a query row sees: the specification that every kernel is tested against.
 
 One sequence has ``seq_len`` keys at positions 0 .. seq_len - 1. One forward pass computes its last
 ``query_len`` positions, the *query span*; row i of the span sits at position ``context_len + i``.
@@ -7,19 +7,23 @@ One sequence has ``seq_len`` keys at positions 0 .. seq_len - 1. One forward pas
                |    context         |    head        |    canvas      |
     row                             0        bidirectional_from    query_len
 
-Rows before ``bidirectional_from`` (the head) are causal, rows from there on (the canvas) are
-bidirectional: query_len makes a causal pass (prefill, commit), 0 a denoise pass, anything between
-a commit fused with the first denoise step of the next canvas.
+Rows before ``bidirectional_from`` are the head; they are causal. Rows from there on are the canvas;
+they are bidirectional. So ``bidirectional_from`` says what kind of pass it is for a sequence:
 
-A window of size W counts the query itself (the count of vLLM and of Hugging Face's causal mask):
-a causal row at position p sees keys p - W + 1 .. p. Bidirectional rows follow one of two kinds:
+    query_len   all rows causal: a prompt, or a finished block whose keys enter the cache (commit)
+    0           all rows bidirectional: a denoise step
+    between     both in one pass: a finished block, then the first denoise step of the next canvas
 
-    symmetric   |pos_q - pos_k| < W: every row has its own range (vLLM's kernels)
-    anchored    canvas_start - (W - 1) .. the last key, the same range for every canvas row: what
-                Hugging Face's DiffusionGemma decoder sees: its sliding cache holds W - 1 keys
+On sliding-window layers a window of size W counts the query itself, as vLLM and Hugging Face's
+causal mask do: a causal row at position p sees keys p - W + 1 .. p. For bidirectional rows there
+are two kinds of window:
 
-Hugging Face's ``sliding_window_bidirectional_overlay(w)`` is inclusive, ``|pos_q - pos_k| <= w``:
-the symmetric window of size w + 1.
+    symmetric   |pos_q - pos_k| < W: every row has a range of its own, as in vLLM's kernels
+    anchored    canvas_start - (W - 1) .. the last key: all canvas rows see the same range, as in
+                Hugging Face's DiffusionGemma decoder, whose sliding cache holds W - 1 keys
+
+Hugging Face's ``sliding_window_bidirectional_overlay(w)`` includes both ends,
+``|pos_q - pos_k| <= w``: it is the symmetric window of size w + 1.
 
 Every row sees one contiguous range of keys, so a kernel needs two integers per row and no mask.
 """
@@ -53,9 +57,9 @@ class Window:
 class QuerySpan:
     """The query span of one sequence in one forward pass; all three values in tokens.
 
-    ``bidirectional_from`` outside [0, query_len] means the nearest end (a kernel reads it from the
-    device, where nobody can refuse it). ``seq_len`` may be shorter than ``query_len``: a drafter
-    that shortens ``seq_len`` to draft fewer tokens leaves its first rows at negative positions.
+    ``bidirectional_from`` outside [0, query_len] means the nearest end: a kernel reads it on the
+    device, where an error cannot be raised. ``seq_len`` may be shorter than ``query_len``, and the
+    first rows are then at negative positions: a drafter shortens ``seq_len`` to draft fewer tokens.
     """
 
     query_len: int
@@ -95,9 +99,10 @@ class QuerySpan:
 
 
 def may_attend(row: int, key: int, span: QuerySpan, window: Window | None = None) -> bool:
-    """Whether row ``row`` of the span sees the key at position ``key``: the definition.
+    """Whether row ``row`` of the span sees the key at position ``key``.
 
-    Raises IndexError when the row is not in the span; a key outside the sequence is never seen.
+    This is the definition. A key outside the sequence is never seen. Raises IndexError when the
+    row is not in the span.
     """
     pos = span.position(row)
     if not 0 <= key < span.seq_len:
@@ -112,10 +117,10 @@ def may_attend(row: int, key: int, span: QuerySpan, window: Window | None = None
 
 
 def visible_range(row: int, span: QuerySpan, window: Window | None = None) -> tuple[int, int]:
-    """The keys row ``row`` sees as a half-open ``(start, stop)``: `may_attend` in closed form.
+    """The keys that row ``row`` sees, as a half-open range ``(start, stop)``.
 
-    ``start <= stop`` always; an empty range means that the row sees nothing: its output is zero.
-    This is what the kernel computes on the device (`row_tiles.row_bounds`).
+    The same answer as `may_attend`, without a loop over keys; `row_tiles.row_bounds` computes it on
+    the device. ``start <= stop`` always. A row with an empty range sees nothing; its output is 0.
     """
     pos = span.position(row)
     causal = span.is_causal(row)
@@ -131,7 +136,7 @@ def visible_range(row: int, span: QuerySpan, window: Window | None = None) -> tu
 
 
 def picture(span: QuerySpan, window: Window | None = None) -> str:
-    """The mask of a span as text: one line a row, one character a key, 'x' where it is seen."""
+    """The mask of a span as text: a line for each row, in it an 'x' for each key that it sees."""
     return "\n".join(
         "".join("x" if may_attend(row, key, span, window) else "." for key in range(span.seq_len))
         for row in range(span.query_len)

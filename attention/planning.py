@@ -1,17 +1,25 @@
-"""From static shapes to a launch plan. Pure Python: no device access, nothing measured.
+"""From the shapes of a call to the way its kernels are launched: grid, tile sizes, workspace.
 
-Long contexts are split along the keys, so that one request fills the chip. How the keys of a
-sequence are cut decides how fp32 sums are grouped, hence the bits, so it must not depend on who
-shares the batch: `num_splits` looks at that sequence's own lengths only, and the kernel evaluates
-it on the device, where the lengths are. It asks for as many parts as bring the sequence's programs
-to TARGET_PROGRAMS, none shorter than min_keys_per_split. The height of a row tile decides too
-(which keys need a mask, which matrix instruction runs): it follows from max_query_len, so calls
-that shall agree to the bit are given the same bound, and not the longest span of each batch.
+Pure Python: nothing is read from the device and nothing is measured. A CUDA graph captures one plan
+and may be replayed with any content of the tensors.
 
-The plan answers what is left, from upper bounds that the host knows: whether any sequence can be
-split at all (a kernel without the machinery otherwise), how many programs share the parts of one
-row tile (one is enough where row tiles alone fill the chip), and how much workspace that takes.
-A CUDA graph captures one plan; it holds for every content of the tensors.
+A request with a long context has few query rows, so its row tiles alone leave most of the GPU idle.
+Therefore the keys of a long sequence are split into parts that different programs work on, and the
+results are merged (`splits.py`). `num_splits` asks for as many parts as bring the programs of a
+sequence to TARGET_PROGRAMS, none shorter than min_keys_per_split.
+
+One sequence must give the same bits whichever sequences share its batch, and two choices change
+how fp32 sums are rounded:
+
+- where its keys are cut. `num_splits` uses nothing but the sequence's own lengths. They are on the
+  device, so the kernels evaluate the same rule there.
+- the height of a row tile, which decides which keys are masked and which matrix instruction runs.
+  It follows from max_query_len. So give calls that have to agree the same bound, not the length of
+  the longest span in each batch.
+
+What remains is planned here from upper bounds that the host knows: whether any sequence can be
+split (if not, a kernel without that code runs), how many programs share the parts of a row tile
+(one, where row tiles alone fill the GPU), and the size of the workspace.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from dataclasses import dataclass
 from attention.masks import Window
 from attention.tuning import TARGET_PROGRAMS, TileConfig, next_power_of_2
 
-MIN_BLOCK_M = 16  # what tl.dot takes
+MIN_BLOCK_M = 16  # tl.dot takes no fewer rows
 
 
 @dataclass(frozen=True)
@@ -50,12 +58,13 @@ class BatchShape:
 class AttentionPlan:
     """How one call is launched.
 
-    block_m: rows x heads of a program, at most config.block_m; num_row_tiles: upper bound on row
-    tiles over all sequences, the grid's first axis; split_programs: the grid's third axis;
-    block_v: output columns of a program, value_blocks: how many programs share a head's columns;
-    max_splits: most parts a sequence can have here (1: no splitting, no workspace).
-    The workspace has num_partial_rows rows per part: one a token, or, where that is less,
-    partial_rows_per_seq (else 0) for each sequence.
+    block_m: (row, head) pairs of a row tile, at most config.block_m.
+    num_row_tiles: the grid's first axis; an upper bound on the row tiles of all sequences.
+    block_v, value_blocks: output columns of a program, and how many programs share those of a head.
+    max_splits: the most parts that a sequence can have here; 1 means no splitting, no workspace.
+    split_programs: the grid's third axis; the parts of a row tile are dealt to so many programs.
+    num_partial_rows: rows of the workspace for each part. There is one for each token, or
+    partial_rows_per_seq for each sequence where that is less (partial_rows_per_seq is 0 otherwise).
     """
 
     config: TileConfig
@@ -70,7 +79,7 @@ class AttentionPlan:
 
     @property
     def is_split(self) -> bool:
-        """Whether the kernel that can split runs, and the merge of the parts after it."""
+        """Whether sequences may be split: then `merge_splits_kernel` runs after the main kernel."""
         return self.max_splits > 1
 
     def workspace_elements(self, shape: BatchShape) -> int:
@@ -86,7 +95,7 @@ def ceil_div(value: int, divisor: int) -> int:
 
 
 def visible_keys(query_len: int, seq_len: int, window: Window | None) -> int:
-    """Upper bound on the keys that the rows of one span see together: always the last ones."""
+    """Upper bound on the keys that the rows of one span see together, counted from the last key."""
     return seq_len if window is None else min(seq_len, query_len + window.size - 1)
 
 
@@ -108,8 +117,9 @@ def _head_programs(shape: BatchShape, config: TileConfig) -> int:
 def most_splits(shape: BatchShape, config: TileConfig, window: Window | None) -> int:
     """The most parts that any sequence within the bounds of ``shape`` can have.
 
-    More rows see more keys through a window, but have more programs. With each number of programs
-    that still allows two parts, the longest span counts.
+    A longer span sees more keys through a window, which allows more parts, but it also has more
+    row tiles, which allows fewer. So for each number of row tiles that still allows two parts, the
+    longest span with that many is tried.
     """
     most_tiles = TARGET_PROGRAMS // (2 * _head_programs(shape, config))
     longest = (tiles * config.block_m // shape.group for tiles in range(1, most_tiles + 1))
@@ -125,10 +135,11 @@ def most_splits(shape: BatchShape, config: TileConfig, window: Window | None) ->
 
 @functools.lru_cache(maxsize=256)
 def plan_attention(shape: BatchShape, config: TileConfig, window: Window | None) -> AttentionPlan:
-    """The launch plan of a batch shape; layers of one step share it.
+    """The launch plan of a batch shape. Cached: the layers of one step ask for the same.
 
-    The first axis of the grid has floor(num_tokens * group / block_m) + num_seqs programs: at
-    least sum(ceil(query_len * group / block_m)) for any way of cutting the tokens into sequences.
+    The first axis of the grid has floor(num_tokens * group / block_m) + num_seqs programs. However
+    the tokens are divided among the sequences, that is enough for the row tiles that they need,
+    sum(ceil(query_len * group / block_m)).
     """
     rows = shape.max_query_len * shape.group
     block_m = min(config.block_m, max(MIN_BLOCK_M, next_power_of_2(rows)))
@@ -137,7 +148,8 @@ def plan_attention(shape: BatchShape, config: TileConfig, window: Window | None)
     max_splits = most_splits(shape, config, window)
     head_programs = _head_programs(shape, config)
     is_filled = num_row_tiles * head_programs > TARGET_PROGRAMS
-    split_tiles = max(1, TARGET_PROGRAMS // 2 // head_programs)  # a longer span is never split
+    # The longest span that can be split: with more row tiles two parts would be too many programs.
+    split_tiles = max(1, TARGET_PROGRAMS // 2 // head_programs)
     split_rows = ceil_div(split_tiles * config.block_m, shape.group)
     is_by_token = shape.num_tokens <= shape.num_seqs * split_rows
     return AttentionPlan(

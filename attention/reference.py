@@ -1,4 +1,4 @@
-"""Dense fp32 attention, written from `masks.py`; every kernel is compared with it.
+"""Attention as its definition says, in fp32: the reference that every kernel is tested against.
 
 For row i of a sequence and query head h, which reads KV head h // (num_heads / num_kv_heads):
 
@@ -6,7 +6,8 @@ For row i of a sequence and query head h, which reads KV head h // (num_heads / 
     s_k = cap * tanh(s_k / cap)                    if a soft cap is set
     o_i = sum_k softmax(s)_k v_k                   zero when row i sees no key
 
-Nothing is tiled and nothing is fast. Everything is computed in fp32, whatever the inputs are.
+Which keys a row sees is taken from `masks.py`. The code is slow: it builds the whole mask, one
+sequence at a time, and converts every input to fp32.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def dense_attention(
 
     query ``[query_len, num_heads, head_size]``, key and value ``[seq_len, num_kv_heads,
     head_size]``, any floating type; returns ``[query_len, num_heads, head_size]`` fp32. Keys that
-    no row sees are left out, so NaN there stays there. Raises ValueError when shapes and span
-    disagree.
+    no row sees are replaced by zeros, so that a NaN among them cannot reach the output. Raises
+    ValueError when shapes and span disagree.
     """
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     if query.shape[0] != span.query_len or key.shape[0] != span.seq_len:
@@ -46,22 +47,23 @@ def dense_attention(
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
     mask = dense_mask(span, options.window).to(query.device)
-    is_seen = mask.any(dim=0)[:, None, None]
+    is_seen = mask.any(dim=0)[:, None, None]  # [seq_len, 1, 1]
     group = num_heads // num_kv_heads
     key = torch.where(is_seen, key.float(), 0.0).repeat_interleave(group, dim=1)
     value = torch.where(is_seen, value.float(), 0.0).repeat_interleave(group, dim=1)
 
+    # [num_heads, query_len, seq_len]
     logits = options.scale * torch.einsum("ihd,khd->hik", query.float(), key)
     if options.logit_softcap > 0:
         logits = options.logit_softcap * torch.tanh(logits / options.logit_softcap)
     logits = logits.masked_fill(~mask, float("-inf"))
-    probs = torch.softmax(logits, dim=-1)
+    probs = torch.softmax(logits, dim=-1)  # NaN in rows that see no key
     probs = torch.where(mask.any(dim=1)[:, None], probs, 0.0)
     return torch.einsum("hik,khd->ihd", probs, value)
 
 
 def gather_pages(cache: Tensor, pages: Tensor, seq_len: int) -> Tensor:
-    """The first ``seq_len`` slots of one sequence, ``[seq_len, num_kv_heads, head_size]``.
+    """One sequence's keys or values in order, ``[seq_len, num_kv_heads, head_size]``.
 
     cache ``[num_pages, page_size, num_kv_heads, head_size]``; pages ``[max_pages]`` integers, the
     sequence's row of the block table.
@@ -79,11 +81,11 @@ def paged_attention(
     spans: list[QuerySpan],
     options: AttentionOptions,
 ) -> list[Tensor]:
-    """Attention of a ragged batch over a paged cache; returns one fp32 tensor per sequence.
+    """Attention of several sequences over a paged cache; returns one fp32 tensor per sequence.
 
     query ``[>= sum(query_len), num_heads, head_size]``: the spans lie one after the other; caches
-    ``[num_pages, page_size, num_kv_heads, head_size]``, fp8 caches already multiplied by their
-    scales; block_tables ``[num_seqs, max_pages]``.
+    ``[num_pages, page_size, num_kv_heads, head_size]``, of an fp8 cache the numbers it stands for
+    (multiplied by its scale); block_tables ``[num_seqs, max_pages]``.
     """
     outputs, start = [], 0
     for index, span in enumerate(spans):

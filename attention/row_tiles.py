@@ -1,8 +1,9 @@
-"""Which rows a program works on and which keys they see: the device side of `masks.py`.
+"""Which rows a Triton program works on, and which keys they see (`masks.py` on the device).
 
-A *pair* is a row of a query span and a query head of one KV head's group; pairs are numbered
-row * GROUP + head. A *row tile* is BLOCK_M consecutive pairs of one sequence and KV head, so that K
-and V are loaded once for all heads that share them and no group size wastes rows.
+GROUP query heads share one KV head. A *pair* is one row of a query span with one of these heads;
+pairs are numbered row * GROUP + head. A *row tile* is BLOCK_M consecutive pairs of one sequence and
+KV head. So K and V are loaded once for all heads that share them, and a tile is full whatever the
+group size.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import triton.language as tl
 
 @triton.jit
 def find_sequence(query_start_loc, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The sequence whose row tiles include ``tile``: the last i with first_tile(i) <= tile.
+    """The sequence that row tile ``tile`` belongs to: the last i with first_tile(i) <= tile.
 
-    first_tile(i) = query_start_loc[i] * GROUP // BLOCK_M + i leaves room for every sequence's
-    ceil(pairs / BLOCK_M) tiles without knowing the others' lengths. Binary search.
+    first_tile(i) = query_start_loc[i] * GROUP // BLOCK_M + i. Sequence i needs
+    ceil(pairs / BLOCK_M) tiles; the "+ i" leaves room for that rounding in every sequence before,
+    so that their tiles need not be summed. A tile that is left over has no pairs. Binary search.
     """
     low: tl.int32 = 0
     high = num_seqs
@@ -32,12 +34,15 @@ def find_sequence(query_start_loc, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M:
 
 @triton.jit
 def pairs_of_tile(query_start_loc, seq, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The (row, head) pairs of a tile: its first token, its first row, then per pair the distance
-    from that row, the head within the group, and whether the pair exists.
+    """The (row, head) pairs of a tile.
 
-    Pairs beyond the span repeat its last one: they load valid memory and change no bound. The
-    loads are volatile, so that the compiler computes all this again for the output instead of
-    keeping it in registers while the tile's keys go by.
+    Returns the first token and the first row of the tile (scalars), then for each pair
+    ``[BLOCK_M]``: its row minus the first row, its head within the group, and whether it exists.
+
+    Pairs beyond the span repeat the span's last pair, so that they load valid memory and do not
+    widen the range of keys. The loads are volatile: the kernel calls this again before it stores
+    its output, and without that the compiler would keep the first results in registers during the
+    whole loop over keys.
     """
     query_start = tl.load(query_start_loc + seq, volatile=True)
     num_pairs = (tl.load(query_start_loc + seq + 1, volatile=True) - query_start) * GROUP
@@ -51,7 +56,10 @@ def pairs_of_tile(query_start_loc, seq, tile, GROUP: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def split_point_of(bidirectional_from, seq, query_len, IS_BOOL: tl.constexpr):
-    """The first bidirectional row of a sequence, in [0, query_len]; True means a causal pass."""
+    """The first bidirectional row of a sequence, in [0, query_len].
+
+    ``bidirectional_from`` holds that row, or with IS_BOOL a flag: True makes all rows causal.
+    """
     value = tl.load(bidirectional_from + seq)
     if IS_BOOL:
         point = tl.where(value != 0, query_len, 0)
@@ -62,7 +70,10 @@ def split_point_of(bidirectional_from, seq, query_len, IS_BOOL: tl.constexpr):
 
 @triton.jit
 def row_bounds(row, query_len, seq_len, split_point, WINDOW: tl.constexpr, ANCHORED: tl.constexpr):
-    """`masks.visible_range` for a vector of rows: the keys [start, stop) that each row sees."""
+    """The keys [start, stop) that each row sees: `masks.visible_range` for a vector of rows.
+
+    row ``[BLOCK_M]``, rows of the span. WINDOW: 0 for none. ANCHORED: the kind of window.
+    """
     context_len = seq_len - query_len
     pos = context_len + row
     is_causal = row < split_point

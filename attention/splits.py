@@ -1,11 +1,16 @@
-"""Splitting long sequences along their keys: the device side of `planning.py`.
+"""Splitting the keys of long sequences into parts, and merging the results (on the device).
 
-A part p of the keys leaves (acc_p, max_p, sum_p) with acc_p = sum_k 2^(s_k - max_p) v_k and
-sum_p = sum_k 2^(s_k - max_p). Parts are joined left to right,
+`planning.py` says why and into how many parts; the functions ``..._on_device`` compute the same.
+The programs of part p leave three fp32 results for each row and head:
+
+    max_p = max_k s_k,   sum_p = sum_k 2^(s_k - max_p),   acc_p = sum_k 2^(s_k - max_p) v_k
+
+over the keys k of the part, where s_k are logits times log2(e). `merge_splits_kernel` joins the
+parts from left to right,
 
     max = max(max_a, max_b),  x = 2^(max_a - max) x_a + 2^(max_b - max) x_b   for x = acc, sum
 
-so the bits depend on how the keys are cut and on nothing else. `merge_splits_kernel` does it.
+so how sums are rounded depends only on where the keys are cut.
 """
 
 from __future__ import annotations
@@ -39,7 +44,11 @@ def visible_keys_on_device(query_len, seq_len, WINDOW: tl.constexpr):
 
 @triton.jit
 def partial_row_on_device(seq, row, token, ROWS_PER_SEQ: tl.constexpr):
-    """Where a row's parts lie on the workspace's row axis: by token, or ROWS_PER_SEQ a sequence."""
+    """Where a row's partial results are on the workspace's row axis.
+
+    With ROWS_PER_SEQ 0 the workspace has a row for each token of the batch; else it has
+    ROWS_PER_SEQ rows for each sequence, and ``row`` counts from the start of the span.
+    """
     if ROWS_PER_SEQ > 0:
         index = seq.to(tl.int64) * ROWS_PER_SEQ + row
     else:
@@ -51,12 +60,12 @@ def partial_row_on_device(seq, row, token, ROWS_PER_SEQ: tl.constexpr):
 def merge_parts(acc_a, max_a, sum_a, acc_b, max_b, sum_b):
     """Join two partial softmaxes over disjoint keys; a comes before b.
 
-    acc is unnormalized and relative to exp2(max). The multiply-adds are spelled out, so that no
-    compiler setting changes how they round. A part without keys has max -inf and contributes
-    exact zeros.
+    acc ``[rows, columns]`` is not divided by the sum yet; max and sum ``[rows]``. The multiply-adds
+    are written as fma, so that the compiler cannot choose between one rounding and two. A part
+    without keys has max -inf and contributes exact zeros.
     """
     new_max = tl.maximum(max_a, max_b)
-    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf would be NaN
     weight_a = tl.exp2(max_a - safe_max)
     weight_b = tl.exp2(max_b - safe_max)
     new_sum = tl.fma(sum_b, weight_b, sum_a * weight_a)
@@ -66,7 +75,7 @@ def merge_parts(acc_a, max_a, sum_a, acc_b, max_b, sum_b):
 
 @triton.jit
 def _find_token(query_start_loc, token, num_seqs):
-    """The sequence whose span holds ``token`` (the last one for padding tokens)."""
+    """The sequence whose span holds ``token`` (the last one for padding tokens). Binary search."""
     low: tl.int32 = 0
     high = num_seqs
     while low < high:
@@ -90,7 +99,8 @@ def merge_splits_kernel(
 ):  # fmt: skip
     """Merge the parts of one token and KV head, in order. Grid: (num_tokens, KV heads).
 
-    Writes out for tokens of sequences that were split; the others are complete already.
+    Writes ``out`` for tokens of sequences that were split. For the other sequences
+    `canvas_attention_kernel` has written it.
     """
     index = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -113,9 +123,9 @@ def merge_splits_kernel(
     head = kv_head * GROUP + in_group
     dim = tl.arange(0, PADDED_SIZE)
     mask = is_head[:, None] & (dim < HEAD_SIZE)[None, :]
-    row_max = tl.full([PADDED_GROUP], float("-inf"), tl.float32)
+    row_max = tl.full([PADDED_GROUP], float("-inf"), tl.float32)  # [heads of the group]
     row_sum = tl.zeros([PADDED_GROUP], tl.float32)
-    acc = tl.zeros([PADDED_GROUP, PADDED_SIZE], tl.float32)
+    acc = tl.zeros([PADDED_GROUP, PADDED_SIZE], tl.float32)  # [heads of the group, head size]
     for split in range(num_splits):
         part = (split * num_partial_rows + row) * (GROUP * NUM_KV_HEADS) + head
         part_max = tl.load(partial_max + part, is_head, other=float("-inf"))
@@ -123,6 +133,7 @@ def merge_splits_kernel(
         part_acc = tl.load(partial_acc + part[:, None] * HEAD_SIZE + dim[None, :], mask, other=0.0)
         acc, row_max, row_sum = merge_parts(acc, row_max, row_sum, part_acc, part_max, part_sum)
 
+    # A row that saw no key has sum 0 and acc 0: its output is 0.
     result = acc * (1.0 / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
     if HAS_V_SCALE:
         result *= tl.load(v_scale)

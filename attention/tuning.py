@@ -1,30 +1,30 @@
-"""Tile sizes, from one committed table. Nothing is searched when a server starts.
+"""Tile sizes of the attention kernel, from one table. Nothing is searched when a server starts.
 
-How the numbers are bounded, for 2-byte elements, per program:
+What limits them, for 2-byte elements, per program:
 
     shared memory   block_m * head_size (Q) + num_stages * block_n * (head_size + block_v) (K, V),
                     times 2 bytes; Hopper has 227 KiB
-    registers       of 255 a thread the fp32 accumulator takes block_m * block_v / (32 * num_warps);
-                    above 128 it spills
+    registers       a thread has 255; the fp32 accumulator takes block_m * block_v / (32 *
+                    num_warps) of them. Above 128 the compiler moves some to memory (a spill)
 
-Hopper's wgmma works on 64 rows per group of four warps, so eight warps want block_m 128: with 64
-rows both groups compute the same logits (seen in the PTX). At head size 512 an accumulator of 128
-rows does not fit, so two programs share the columns of V and both compute the logits: half as much
-arithmetic again, but each byte of K and V serves twice the rows.
+Hopper's matrix instruction (wgmma) works on 64 rows per group of four warps. So eight warps need
+block_m 128: with 64 rows both groups compute the same logits (seen in the PTX). At head size 512 an
+accumulator of 128 rows does not fit into registers, so two programs share the columns of V and both
+compute the logits. That is half as much arithmetic again, but every byte of K and V that is read
+serves twice the rows.
 
-The rows of `HOPPER` compile for sm_90 without a spill for caches of the query's dtype
-(bench/attention_compile.py checks it without a GPU and writes
-bench/results/attention_sm90_compile.csv; Triton 3.6 spills 4 bytes in one variant of head size
-512). An fp8 cache spills 160 bytes a thread at 512. `SMALL` fits the 99 KiB of other cards.
+The rows of `HOPPER` compile for sm_90 without a spill when the cache has the query's dtype (Triton
+3.6 spills 4 bytes per thread in one variant of head size 512). With an fp8 cache, head size 512
+spills 160 bytes per thread. `SMALL` fits the 99 KiB of shared memory of other cards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A sequence is split until its programs reach this number: about two for each of H200's 132 SMs.
-# It is a constant and not the number of SMs found, so that the same sequence gives the same bits
-# on every card.
+# A sequence is split until it has this many programs: about two for each of H200's 132 SMs. It is a
+# constant, not the number of SMs of the card, so that keys are cut at the same places, and a
+# sequence gives the same bits, on every card.
 TARGET_PROGRAMS = 256
 
 
@@ -37,11 +37,13 @@ def next_power_of_2(value: int) -> int:
 class TileConfig:
     """One row of the table.
 
-    block_m: rows x query heads of one KV head handled by a program; block_n: keys loaded at a time;
-    block_v: output columns of a program, at most (several programs share a larger head size);
-    min_keys_per_split: a sequence is split only into parts of at least so many keys;
-    max_splits: the most parts (1 turns splitting off). Powers of two, except max_splits.
-    Raises ValueError for values that the kernel cannot take.
+    block_m: (row, query head) pairs that a program works on.
+    block_n: keys that are loaded at a time.
+    num_warps, num_stages: Triton's launch options; stages are key tiles that are loaded ahead.
+    min_keys_per_split: no part of a split sequence has fewer keys.
+    max_splits: the most parts of a sequence; 1 turns splitting off.
+    block_v: the most output columns of a program; several programs share a larger head size.
+    The blocks and num_warps are powers of two. Raises ValueError for what the kernel cannot take.
     """
 
     block_m: int

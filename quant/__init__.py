@@ -1,6 +1,13 @@
-"""Quantized checkpoints: making them with LLM Compressor, checking them, serving them.
+"""Quantized checkpoints: what is in one, how to check it, how to serve it.
 
-``formats`` and ``schemes`` define what is in one, ``checks`` what may not be wrong with it. Making
-one runs in an environment of its own, because LLM Compressor's pins clash with vLLM's: ``command``
-starts ``make`` there, and neither what ``make`` imports nor ``check_command`` imports vLLM.
+    formats      the number formats: encode and decode FP8, INT8 and NVFP4
+    schemes      which layers of a checkpoint are quantized, and how (from its config.json)
+    checks       what can be wrong with the tensors of a quantized layer
+    loading      refuses wrong tensors while a server loads a checkpoint
+    report       the line a server prints: what computes with the quantized weights
+    cpu_config   how a CPU serves a quantized checkpoint
+    cpu_experts  the same for the experts of a mixture
+
+Only the last two import vLLM: ``dllm.quantize``, which writes and checks checkpoints, uses the
+others in an environment without vLLM.
 """

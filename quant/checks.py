@@ -1,8 +1,8 @@
-"""What may not be wrong with the tensors of a quantized layer, as sentences that name the tensor.
+"""Checks of a quantized layer's tensors: each answers with sentences that name what is wrong.
 
-Pure functions on names, shapes and tensors: ``dllm quantize`` asks them of every group of layers
-before it writes it, ``dllm check-quant`` of a whole checkpoint, and the server while it loads one.
-An empty answer means that nothing was found.
+``dllm quantize`` runs them on every group of layers before it writes the group, ``dllm
+check-quant`` on a whole checkpoint, and a server while it loads one. They are functions of names,
+shapes and tensors alone. None or an empty list means that nothing is wrong.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,8 @@ import torch
 
 from quant.schemes import Scheme
 
-# The last three are of schemes that vLLM serves on CUDA alone: static inputs, a calibrated cache.
+# How the names of tensors with scales end. The last three are not written here: they belong to
+# schemes that vLLM serves on CUDA alone (static scales of inputs, a calibrated KV cache).
 SCALE_SUFFIXES = (
     "weight_scale",
     "weight_global_scale",
@@ -20,8 +21,8 @@ SCALE_SUFFIXES = (
     "k_scale",
     "v_scale",
 )
-# A scale of a weight or a divisor beyond these is none that training produces: a weight whose
-# largest value is 1e-9 or 1e9. Group scales are E4M3, whose whole range is plausible.
+# Training does not produce weights whose scale (or the inverse of a global scale, which is a
+# divisor) is outside this range. Group scales are E4M3 numbers: any of them is plausible.
 SMALLEST_MAGNITUDE, LARGEST_MAGNITUDE = 1e-9, 1e9
 
 
@@ -31,8 +32,11 @@ def is_scale(name: str) -> bool:
 
 
 def scale_problem(name: str, scales: torch.Tensor) -> str | None:
-    """How many scales are not finite or not positive: with any, a layer computes NaN or zeros."""
-    values = scales.float()  # E4M3 can neither be compared nor be asked for NaN
+    """What is wrong with scales that are not finite or not positive; None if all are.
+
+    A layer with such a scale computes NaN or zeros.
+    """
+    values = scales.float()  # torch neither compares E4M3 tensors nor finds NaN in them
     for kind, is_bad in (
         ("NaN", values.isnan()),
         ("infinite", values.isinf()),
@@ -46,10 +50,10 @@ def scale_problem(name: str, scales: torch.Tensor) -> str | None:
 
 
 def implausible_scale(name: str, scales: torch.Tensor) -> str | None:
-    """A finite, positive scale that no trained weight and no calibrated input has.
+    """What is wrong with scales that are finite and positive, but that no trained model has.
 
-    compressed-tensors writes a global scale of exactly 1 for what calibration has never seen (or
-    saw as NaN or zero), and says nothing.
+    compressed-tensors writes a global scale of exactly 1, without a warning, for a layer that
+    calibration never ran or whose inputs were NaN or zero.
     """
     values = scales.float()
     if name.endswith("_global_scale"):
@@ -68,12 +72,12 @@ def implausible_scale(name: str, scales: torch.Tensor) -> str | None:
 
 
 def layer_problems(module: str, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list[str]:
-    """What is missing of a quantized layer, and which shapes contradict each other.
+    """Which tensors a quantized layer misses, and which of its shapes contradict each other.
 
     Args:
         module: the layer's name in the checkpoint.
-        shapes: suffix -> shape of each of its tensors.
-        scheme: how the layer is said to be quantized.
+        shapes: the shape of each of its tensors, by the last part of the tensor's name.
+        scheme: how config.json says that the layer is quantized.
     """
     missing = [suffix for suffix in scheme.suffixes if suffix not in shapes]
     if missing:
@@ -97,5 +101,5 @@ def layer_problems(module: str, shapes: Mapping[str, tuple[int, ...]], scheme: S
 
 
 def _same_shape(given: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    """One scale may be written as [] or as [1]."""
+    """Whether the shapes are equal; a single scale may be written as [] or as [1]."""
     return tuple(given) == expected or (expected == (1,) and tuple(given) == ())

@@ -1,7 +1,9 @@
-"""How a CPU serves a compressed-tensors checkpoint of our model: natively where vLLM can.
+"""Serving a quantized (compressed-tensors) checkpoint on a CPU.
 
-vLLM's own configuration, except that experts and NVFP4 linear layers, for which it has no kernel on
-a CPU, are emulated. ``dllm.models.quantized`` puts it in the place of vLLM's, for our models alone.
+vLLM has CPU kernels for FP8 and INT8 linear layers, and they are used. It has none for quantized
+experts and NVFP4 linear layers: those are emulated here, that is, their weights are dequantized
+when they are loaded and their inputs are rounded as the format says. ``dllm.models.quantized`` puts
+this configuration in the place of vLLM's, for our models alone.
 """
 
 from collections.abc import Callable
@@ -26,26 +28,33 @@ from quant.schemes import Plan, parse_plan
 
 
 class EmulatingConfig(CompressedTensorsConfig):
-    """compressed-tensors on a CPU; made by ``from_config``, as vLLM's.
+    """vLLM's compressed-tensors configuration, with emulation of what a CPU has no kernel for.
 
-    Raises:
-        ValueError: from ``parse_plan``: a scheme that neither vLLM nor the emulation serves.
+    Made by ``from_config``, as vLLM's. Attribute ``plan``: the scheme of every layer.
     """
 
     plan: Plan
 
     @classmethod
     def from_config(cls, config: dict[str, object]) -> "EmulatingConfig":
-        """Parse the ``quantization_config`` of a config.json."""
+        """Parse the ``quantization_config`` of a config.json.
+
+        Raises:
+            ValueError: from ``parse_plan``: a scheme that neither vLLM nor the emulation serves.
+        """
         made = super().from_config(config)
         assert isinstance(made, EmulatingConfig)
         made.plan = parse_plan(config)
         return made
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """vLLM's hook: what creates, fills and applies the weights of a layer."""
+        """vLLM's hook: the object that creates, fills and applies the weights of a layer.
+
+        Experts get an emulation; for linear layers vLLM calls ``_get_scheme_from_parts``.
+        """
         if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
+        # vLLM's: lets get_scheme_dict below find experts under the target "Linear".
         self._add_fused_moe_to_target_scheme_map()
         names = [f"{prefix}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
         schemes = {self.plan.scheme_of(name) for name in names}
@@ -76,19 +85,22 @@ class EmulatingConfig(CompressedTensorsConfig):
 
 
 class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
-    """A linear layer, or several fused, with NVFP4 weights and NVFP4 or unquantized inputs.
+    """A linear layer, or several fused into one, with NVFP4 weights, emulated.
 
-    Weights are dequantized once, into the dtype of the activations. Each of the fused layers keeps
-    its own global scales; vLLM's kernels take one for all.
+    Weights are dequantized once, into the dtype of the activations. Inputs are rounded to NVFP4
+    and back, or left as they are with ``use_a16``. Each of the fused layers keeps its own global
+    scales, where vLLM's kernels take one for all.
     """
 
-    def __init__(self, use_a16: bool) -> None:  # vLLM's looks for a kernel, and there is none
+    def __init__(self, use_a16: bool) -> None:
+        # Not super().__init__(): vLLM's looks for a kernel and fails on a CPU. What its
+        # create_weights reads is set here, and `kernel` is this object.
         self.use_a16 = use_a16
         self.group_size = NVFP4_GROUP
         self.kernel = self
 
     def input_quant_key(self) -> None:
-        """A kernel's hook: the inputs are quantized here."""
+        """vLLM asks a kernel how its inputs come quantized. None: they come unquantized."""
         return None
 
     def create_weights(
@@ -100,7 +112,7 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
         weight_loader: Callable[..., None],
         **kwargs: object,
     ) -> None:
-        """vLLM's parameters and loaders."""
+        """Create vLLM's own parameters, with its own loaders, for the quantized tensors."""
         layer.params_dtype = params_dtype
         super().create_weights(
             layer,
@@ -112,7 +124,7 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
         )
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        """Dequantize: ``layer.weight`` is what the quantized tensors stand for."""
+        """Dequantize into ``layer.weight``, ``[out, in]``, and delete the quantized tensors."""
         widths = torch.tensor(layer.logical_widths)
         divisors = layer.weight_global_scale.data.repeat_interleave(widths)[:, None]
         codes = unpack_fp4(layer.weight_packed.data)
@@ -128,7 +140,10 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
     def _parts(
         layer: LinearBase, divisors: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(global scale of the inputs, weight) of each fused layer, or of all if they agree."""
+        """(global scale of the inputs, weight) of each fused layer.
+
+        Layers whose global scales are all the same stay one: one entry with the whole weight.
+        """
         if bool((divisors == divisors[0]).all()):
             return [(divisors[0], layer.weight)]
         return list(zip(divisors, layer.weight.split(layer.logical_widths), strict=True))
@@ -136,7 +151,7 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
     def apply_weights(
         self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``[..., in]`` to ``[..., out]``."""
+        """Compute the layer: ``[..., in]`` to ``[..., out]``."""
         outputs = [
             F.linear(x if divisor is None else round_inputs(x, divisor), weight)
             for divisor, weight in layer.parts
@@ -147,7 +162,11 @@ class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):
 
 @torch.library.custom_op("dllm::round_inputs", mutates_args=())
 def round_inputs(inputs: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """NVFP4 and back, as one operation: compiled or not, the same bits, and nothing to compile."""
+    """Round inputs ``[..., n]`` to NVFP4 and back, in their own dtype; ``divisor`` is one value.
+
+    One operation for torch.compile, which does not look inside: the bits are the same with and
+    without compilation, and there is nothing to compile.
+    """
     return round_trip(inputs, "nvfp4", divisor)
 
 

@@ -1,7 +1,8 @@
-"""Quantized experts on a CPU, where vLLM has no kernel for them: emulated, with its own loaders.
+"""Quantized experts of a mixture on a CPU, emulated: vLLM has no CPU kernel for them.
 
-The stock methods create and fill the parameters; then the weights are dequantized once, into the
-dtype of the activations, and every input is quantized and dequantized as the format says.
+vLLM's own methods create the parameters and load the checkpoint into them. Then the weights are
+dequantized once, into the dtype of the activations. Every input is rounded to the format of the
+checkpoint and back, so that results are those of a quantized model.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from quant.formats import NVFP4_GROUP, Numbers, dequantize_weight, round_trip
 from quant.schemes import Scheme
 
+# vLLM's names of the activation of the gate.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
     "gelu": F.gelu,
@@ -38,15 +40,15 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Experts:
-    """Gated experts with dequantized weights and quantized inputs.
+    """Gated experts with dequantized weights, whose inputs are rounded as the format says.
 
     Attributes:
-        gate_up: ``[experts, 2 * intermediate, hidden]``, gate first.
+        gate_up: ``[experts, 2 * intermediate, hidden]``, the rows of gate first.
         down: ``[experts, hidden, intermediate]``.
-        inputs: the numbers of the inputs of all three projections; None: as they are.
-        gate_up_divisors: NVFP4's global scales of the inputs of gate and up, ``[experts, 2]``.
-        down_divisors: that of down, ``[experts]``.
-        activation: of the gate.
+        inputs: number format of the inputs of all three projections; None leaves them as they are.
+        gate_up_divisors: global scales of the inputs of gate and up, ``[experts, 2]``; NVFP4 only.
+        down_divisors: global scales of the inputs of down, ``[experts]``; NVFP4 only.
+        activation: applied to the gate's output.
     """
 
     gate_up: torch.Tensor
@@ -63,7 +65,8 @@ class Experts:
 
         Args:
             tokens: ``[tokens, hidden]``.
-            topk_weights, topk_ids: ``[tokens, k]``; an id of -1 counts for nothing.
+            topk_weights, topk_ids: ``[tokens, k]``, the weights and numbers of each token's
+                experts; an id of -1 (an expert of another rank) adds nothing.
         """
         total = torch.zeros(tokens.shape, dtype=torch.float32)
         for expert in range(len(self.gate_up)):
@@ -74,6 +77,7 @@ class Experts:
         return total.to(tokens.dtype)
 
     def _expert(self, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+        """One expert's output, ``[tokens, hidden]``."""
         gate, up = (
             F.linear(self._round_trip(tokens, self.gate_up_divisors, (expert, half)), weight)
             for half, weight in enumerate(self.gate_up[expert].chunk(2))
@@ -89,23 +93,27 @@ class Experts:
 
 
 class EmulatedExperts(CompressedTensorsMoEMethod):
-    """What the emulated methods have in common; the stock method comes second among the bases.
+    """vLLM's method for experts (how to create, load and apply them), emulated.
 
-    The stock ``__init__`` is left out: it looks for a kernel, and there is none.
+    Subclasses name this class first and vLLM's method of their format second. So parameters are
+    created and loaded by vLLM's method and everything else is done here. vLLM's ``__init__`` is not
+    called: it looks for a kernel and fails on a CPU.
     """
 
     def __init__(self, scheme: Scheme, weights: QuantizationArgs, moe: FusedMoEConfig) -> None:
         CompressedTensorsMoEMethod.__init__(self, moe)
         self.scheme = scheme
-        # What the stock methods read when they create the parameters.
+        # What vLLM's methods read when they create the parameters.
         self.weight_quant = weights
         self.weight_block_size, self.block_quant, self.static_input_scales = None, False, False
         self.group_size = NVFP4_GROUP
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Replace the quantized parameters by ``layer.experts``."""
+        # vLLM's names: w13 holds gate and up, one above the other, and w2 holds down.
         w13, w2 = _take_parameters(layer, "w13_"), _take_parameters(layer, "w2_")
-        # Gate and up have global scales of their own: [experts, 2, rows, columns].
+        # Gate and up have global scales of their own, so they are taken apart: [experts, 2, rows,
+        # columns].
         w13 = {
             suffix: tensor.unflatten(1, (2, -1)) if tensor.ndim == 3 else tensor
             for suffix, tensor in w13.items()
@@ -122,7 +130,7 @@ class EmulatedExperts(CompressedTensorsMoEMethod):
         )
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
-        """No kernel, nothing to configure."""
+        """vLLM's hook to configure a kernel: there is none."""
         return None
 
     def apply(
@@ -134,8 +142,8 @@ class EmulatedExperts(CompressedTensorsMoEMethod):
         shared_experts: SharedExperts | None,
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
-        """``[tokens, hidden]``, the sum over each token's experts that live on this rank."""
-        if layer.expert_map is not None:
+        """The sum over each token's experts that this rank holds, ``[tokens, hidden]``."""
+        if layer.expert_map is not None:  # from the model's numbers of experts to this rank's
             topk_ids = layer.expert_map[topk_ids.long()]
         return run_experts(x, topk_weights, topk_ids, layer.layer_name)
 
@@ -144,9 +152,11 @@ class EmulatedExperts(CompressedTensorsMoEMethod):
 def run_experts(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
 ) -> torch.Tensor:
-    """The experts of a layer, as one operation: which tokens an expert gets is no matter of shapes.
+    """Run the experts of a layer: ``[tokens, hidden]``, summed over each token's experts.
 
-    The layer is found by its name among those of the model that runs, as vLLM's own operations do.
+    One operation for torch.compile, which cannot look inside: how many tokens an expert gets
+    depends on values, not on shapes. The layer is found by its name in the running model, as in
+    vLLM's own operations.
     """
     runner = get_forward_context().no_compile_layers[layer_name]
     experts: Experts = runner.routed_experts.experts
@@ -161,7 +171,7 @@ def _(
 
 
 def _take_parameters(layer: torch.nn.Module, prefix: str) -> dict[str, torch.Tensor]:
-    """The layer's parameters of that prefix, by the rest of their name; it has them no more."""
+    """Remove the parameters with this prefix from the layer; return them by the rest of a name."""
     parameters = dict(layer.named_parameters(recurse=False))
     names = [name for name in parameters if name.startswith(prefix)]
     for name in names:

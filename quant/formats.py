@@ -1,21 +1,26 @@
-"""The number formats of quantized checkpoints, from their definitions: encode, decode, round-trip.
+"""The number formats of quantized checkpoints: encode, decode, and both in turn.
 
     FP8     E4M3: sign, 4 exponent bits, 3 mantissa bits, no infinity; largest value 448
     INT8    two's complement, used from -127 to 127
     FP4     E2M1: sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; two to a byte, the low half first
 
-    FP8, INT8   x = code * scale                         one scale a row: an output channel, a token
-    NVFP4       x = code * group_scale / global_scale    FP4 codes, one E4M3 scale to 16 neighbours
-                                                         of a row, one fp32 divisor to a tensor
+What a code stands for:
+
+    FP8, INT8   x = code * scale                         a scale for each row: for each output
+                                                         channel of a weight, each token of inputs
+    NVFP4       x = code * group_scale / global_scale    FP4 codes; an E4M3 scale for each group of
+                                                         16 neighbours in a row; one fp32 divisor
+                                                         for the whole tensor
 
 Rounding is to nearest, ties to the even code; what is too large becomes the largest value. The
-scale of a row is its largest magnitude over the format's largest value, though never less than what
-the kernels of vLLM allow. The global scale is a divisor, as compressed-tensors stores it: it
-spreads the group scales over the range of E4M3.
+scale of a row is its largest magnitude divided by the format's largest value, but never smaller
+than the smallest scale in vLLM's kernels. The global scale is a divisor, as compressed-tensors
+stores it; it brings the group scales into the range of E4M3.
 
-Pure torch: what checks a checkpoint, emulates its layers on a CPU and is the reference of both.
-Written from the definitions (OCP 8-bit floating point, OCP microscaling FP4, NVIDIA's NVFP4), not
-from compressed-tensors, whose per-token scale of a 2-D tensor is one scale for all of its rows.
+Used to check checkpoints and to emulate their layers on a CPU. Written from the definitions (OCP
+8-bit floating point, OCP microscaling FP4, NVIDIA's NVFP4) and independent of compressed-tensors,
+so that an error there is found here. (Its dynamic per-token scale of a 2-D tensor, for example, is
+one scale for all rows.)
 """
 
 from collections.abc import Mapping
@@ -31,17 +36,22 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_MAX = FP4_VALUES[-1]
 NVFP4_GROUP = 16
 ROW_MAX = {"fp8": FP8_MAX, "int8": INT8_MAX}
-# The smallest scale of a row: of a weight, and of a token in vLLM's kernels.
+# The smallest scale of a weight's row, and of a token in vLLM's kernels.
 TINY = torch.finfo(torch.float32).tiny
 LEAST_TOKEN_SCALE = {"fp8": 1.0 / (FP8_MAX * 512.0), "int8": TINY}
 
-# Where the nearest FP4 value changes; each belongs to its even neighbour.
+# The midpoints between neighbouring FP4 values. A midpoint rounds to the neighbour with the even
+# code. bucketize puts it with the lower one; every second midpoint is moved a little down, so that
+# it goes to the upper one.
 _FP4_TIES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _FP4_TIES[1::2] = torch.nextafter(_FP4_TIES[1::2], torch.zeros(()))
 
 
 def encode_fp4(values: torch.Tensor) -> torch.Tensor:
-    """Codes of the nearest E2M1 values (fp32), sign << 3 | index: uint8, of the same shape."""
+    """Codes of the nearest E2M1 values: uint8, of the shape of ``values`` (fp32).
+
+    A code is sign << 3 | index into ``FP4_VALUES``.
+    """
     index = torch.bucketize(values.abs(), _FP4_TIES.to(values.device))
     return (index | (values.signbit().long() << 3)).to(torch.uint8)
 
@@ -70,7 +80,10 @@ def to_fp8(values: torch.Tensor) -> torch.Tensor:
 def quantize_rows(
     values: torch.Tensor, numbers: Numbers, least_scale: float = TINY
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 or INT8 codes and the scale of each row: [..., n] of the format, and [..., 1] fp32."""
+    """FP8 or INT8 codes, [..., n] in the format's dtype, and the scale of each row, [..., 1] fp32.
+
+    least_scale: no scale is smaller.
+    """
     values = values.float()
     scale = values.abs().amax(dim=-1, keepdim=True) / ROW_MAX[numbers]
     scale = scale.clamp(min=least_scale)
@@ -97,7 +110,7 @@ def quantize_nvfp4(
     groups = values.float().unflatten(-1, (-1, NVFP4_GROUP))
     scale = to_fp8(groups.abs().amax(dim=-1) / FP4_MAX * global_scale)
     step = (scale.float() / global_scale).unsqueeze(-1)
-    # A group too small for E4M3's smallest scale is zero.
+    # Where the group scale itself was rounded to 0, the values become 0.
     scaled = torch.where(step > 0, groups / step.clamp(min=TINY), 0.0)
     return encode_fp4(scaled).flatten(-2), scale
 
@@ -105,7 +118,13 @@ def quantize_nvfp4(
 def dequantize_nvfp4(
     codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
 ) -> torch.Tensor:
-    """What ``quantize_nvfp4`` stands for: [..., n] fp32; divisors broadcast with ``scale``."""
+    """The values that codes of ``quantize_nvfp4`` stand for: [..., n] fp32.
+
+    Args:
+        codes: [..., n] uint8.
+        scale: [..., n / 16] E4M3.
+        global_scale: the divisor, or several that broadcast with ``scale``.
+    """
     groups = decode_fp4(codes).unflatten(-1, (-1, NVFP4_GROUP))
     return (groups * (scale.float() / global_scale).unsqueeze(-1)).flatten(-2)
 
@@ -113,12 +132,12 @@ def dequantize_nvfp4(
 def round_trip(
     values: torch.Tensor, numbers: Numbers | None, global_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``values`` quantized and dequantized as a layer's input is, in their own dtype.
+    """Quantize and dequantize ``values`` as the inputs of a layer are; returns their own dtype.
 
     Args:
         values: [..., n]; every row of n is a token with a scale of its own.
-        numbers: the format; None returns the values.
-        global_scale: the layer's static divisor, for NVFP4.
+        numbers: the format; None returns the values as they are.
+        global_scale: the divisor from calibration; NVFP4 only.
     """
     if numbers is None:
         return values
@@ -133,11 +152,11 @@ def round_trip(
 def quantize_weight(
     weight: torch.Tensor, numbers: Numbers, global_scale: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a quantized weight by the last part of their name in a checkpoint.
+    """The tensors of a quantized weight, by the last part of their name in a checkpoint.
 
     Args:
         weight: [out, in].
-        global_scale: NVFP4's, if layers that are fused share one; else from this weight.
+        global_scale: NVFP4's divisor, if fused layers share one; None takes it from this weight.
     """
     if numbers != "nvfp4":
         codes, scale = quantize_rows(weight, numbers)
@@ -152,11 +171,12 @@ def quantize_weight(
 
 
 def dequantize_weight(parts: Mapping[str, torch.Tensor], numbers: Numbers) -> torch.Tensor:
-    """The weight that a checkpoint's tensors stand for: [out, in] fp32; leading dimensions pass.
+    """The weight that a checkpoint's tensors stand for: [..., out, in] fp32.
 
     Args:
-        parts: as ``quantize_weight`` returns them; other parts (``input_global_scale``) are not
-            read. A global scale has one element, or one to each leading index.
+        parts: as ``quantize_weight`` returns them, all with the same leading dimensions if there
+            are any (experts). Other parts, as ``input_global_scale``, are not read. A global scale
+            has one element in all, or one for each leading index.
     """
     if numbers != "nvfp4":
         return parts["weight"].float() * parts["weight_scale"].float()

@@ -1,4 +1,4 @@
-"""Refusals while a server loads a quantized checkpoint: it never serves what computes NaN."""
+"""Checks while a server loads a quantized checkpoint: one that would compute NaN is refused."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,11 +11,14 @@ from quant.schemes import Plan, Scheme
 def checked(
     weights: Iterable[tuple[str, torch.Tensor]], plan: Plan | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass a checkpoint's tensors on, those of a quantized layer together once they fit.
+    """Pass a checkpoint's tensors on, and stop at the first that is wrong.
+
+    The tensors of a quantized layer are held back until all have come; then they are checked and
+    passed on together.
 
     Args:
         weights: (name in the checkpoint, tensor).
-        plan: None checks the scales alone.
+        plan: which layers are quantized, and how; None checks only the values of scales.
 
     Raises:
         ValueError: naming every tensor of a layer whose scales are not finite and positive, or

@@ -1,4 +1,4 @@
-"""What computes with quantized weights, in words: pure functions of what was chosen."""
+"""The line that a server prints about a quantized checkpoint: what computes with its weights."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,22 @@ from quant.formats import Numbers
 from quant.schemes import Scheme
 
 WORDS: dict[Numbers, str] = {"fp8": "8-bit float", "int8": "8-bit integer", "nvfp4": "4-bit float"}
-# Kernels that read quantized weights and 16-bit inputs, whatever the checkpoint says of its inputs.
+# Parts of the names of kernels that take 16-bit inputs, even if the checkpoint quantizes inputs.
 WEIGHT_ONLY_KERNELS = ("marlin", "a16")
-# Below, a GPU has no 4-bit arithmetic: whatever kernel runs, it runs on 16-bit inputs.
+# GPUs below this compute capability (x 10) have no 4-bit arithmetic: whatever kernel runs with FP4
+# weights, its inputs are 16-bit.
 FIRST_CAPABILITY_WITH_FP4 = 100
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one kind of layer.
+    """What vLLM, or our emulation, chose for one kind of layer.
 
     Attributes:
         layers: "linear layers" or "experts".
         scheme: how the checkpoint quantizes them.
-        kernel: the name of the class that computes; None: emulated by ``quant``.
-        capability: of the GPU, 90 for Hopper; None: a CPU.
+        kernel: the name of vLLM's class that computes; None: emulated (``quant.cpu_config``).
+        capability: compute capability of the GPU, 90 for Hopper's 9.0; None: a CPU.
     """
 
     layers: str
@@ -29,7 +30,7 @@ class Choice:
     capability: int | None
 
     def is_weight_only(self) -> bool:
-        """Whether inputs stay as they are, whatever the checkpoint says."""
+        """Whether inputs stay 16-bit, whatever the checkpoint says about them."""
         if self.scheme.inputs is None:
             return True
         if self.kernel is None:
@@ -41,7 +42,7 @@ class Choice:
         )
 
     def how(self) -> str:
-        """One clause, such as "8-bit float weights and inputs, by TritonExperts"."""
+        """How these layers are computed, as "8-bit float weights and inputs, by TritonExperts"."""
         weights = f"{WORDS[self.scheme.weights]} weights"
         if self.kernel is None:
             inputs = "inputs as they are"
@@ -62,7 +63,7 @@ class Choice:
 
 
 def in_words(choices: list[Choice]) -> str:
-    """One line on a quantized checkpoint."""
+    """One line about a quantized checkpoint; kinds of layers that are computed alike are joined."""
     names = sorted({choice.scheme.name for choice in choices})
     layers: dict[str, list[str]] = {}
     for choice in choices:

@@ -1,7 +1,8 @@
-"""Which layers of a checkpoint are quantized, and how: its ``quantization_config``, parsed once.
+"""Which layers of a checkpoint are quantized, and how: the ``quantization_config``, parsed.
 
-compressed-tensors' config: groups of targets (a class name, a full module name, or ``re:`` and a
-pattern), each with the numbers of its weights and inputs, and a list of modules to leave alone.
+compressed-tensors writes it into config.json. It has groups, and a list of modules to leave alone.
+Each group names the layers it is for (a class name, a full module name, or ``re:`` and a pattern)
+and describes the number formats of their weights and inputs.
 """
 
 import re
@@ -10,10 +11,11 @@ from dataclasses import dataclass
 
 from quant.formats import NVFP4_GROUP, Numbers
 
-# How the names of all linear layers end that are quantized; those of norms and the router do not.
+# The names of all linear layers that may be quantized end so; those of norms and routers do not.
 LINEAR_ENDING = "_proj"
 
-# Where the one copy of a shared weight may stand; longest first.
+# The encoder and the decoder share their weights, and a checkpoint may keep the one copy under any
+# of these names. Longest first, because the last is the start of the others.
 MODEL_PREFIXES = ("model.encoder.language_model.", "model.decoder.", "model.")
 
 
@@ -23,8 +25,8 @@ class Scheme:
 
     Attributes:
         name: as users know it.
-        weights: the numbers of its weight; FP8 and INT8 have a scale to each output channel.
-        inputs: the numbers of its inputs, a scale to each token; None: they stay as they are.
+        weights: number format of its weight; FP8 and INT8 have a scale for each output channel.
+        inputs: number format of its inputs, with a scale for each token; None: not quantized.
     """
 
     name: str
@@ -33,7 +35,7 @@ class Scheme:
 
     @property
     def weight_suffix(self) -> str:
-        """The last part of the name of the tensor that holds the codes."""
+        """The last part of the name of the tensor that holds the weight's codes."""
         return "weight_packed" if self.weights == "nvfp4" else "weight"
 
     @property
@@ -45,7 +47,7 @@ class Scheme:
         return ("weight_packed", "weight_scale", "weight_global_scale", *static_inputs)
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each of those tensors."""
+        """The shape of each tensor of such a layer, by the last part of its name."""
         if self.weights != "nvfp4":
             return {"weight": (out_features, in_features), "weight_scale": (out_features, 1)}
         shapes: dict[str, tuple[int, ...]] = {suffix: (1,) for suffix in self.suffixes}
@@ -54,7 +56,8 @@ class Scheme:
         return shapes
 
 
-# What describes the numbers in a config: (type, bits, strategy, group size, dynamic).
+# How a config describes a number format: (type, bits, strategy, group size, dynamic). The strategy
+# says what has a scale of its own; dynamic scales are computed while the model runs.
 _Description = tuple[object, ...]
 _FP8_WEIGHTS: _Description = ("float", 8, "channel", None, False)
 _FP8_TOKENS: _Description = ("float", 8, "token", None, True)
@@ -76,17 +79,17 @@ class Plan:
     """The scheme of every layer of a checkpoint.
 
     Attributes:
-        groups: (targets, scheme) in the config's order; the first that matches counts.
-        ignore: modules that stay as they are, as targets are written.
+        groups: (targets, scheme) in the config's order; the first that matches a layer counts.
+        ignore: modules that are not quantized, written as targets are.
     """
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignore: tuple[str, ...]
 
     def scheme_of(self, module: str) -> Scheme | None:
-        """The scheme of a linear layer by its name in the checkpoint; None: not quantized.
+        """The scheme of a linear layer, given its name in the checkpoint; None: not quantized.
 
-        One expert's projection counts as a linear layer: ``...experts.3.up_proj``.
+        Each projection of an expert is a linear layer too: ``...experts.3.up_proj``.
         """
         if not module.endswith(LINEAR_ENDING):
             return None
@@ -102,8 +105,8 @@ def parse_plan(quantization_config: Mapping[str, object]) -> Plan:
     """Parse the ``quantization_config`` of a config.json.
 
     Raises:
-        ValueError: it is not compressed-tensors', or a group has a scheme that is not in
-            ``SCHEMES``; says which are.
+        ValueError: compressed-tensors did not write it, or a group has a scheme that is not in
+            ``SCHEMES``; the message lists those.
     """
     method = quantization_config.get("quant_method")
     if method != "compressed-tensors":
@@ -127,7 +130,10 @@ def parse_plan(quantization_config: Mapping[str, object]) -> Plan:
 
 
 def shared_name(module: str) -> str:
-    """A module's name without the half of the model in which a checkpoint keeps it."""
+    """A module's name in the text model, ``layers.3.mlp.up_proj``.
+
+    It is the same for the encoder's name and the decoder's name of a shared module.
+    """
     for prefix in MODEL_PREFIXES:
         if module.startswith(prefix):
             return module.removeprefix(prefix)
@@ -157,6 +163,7 @@ def _scheme_of_group(name: str, group: Mapping[str, object]) -> Scheme:
 
 
 def _describe(numbers: object) -> _Description | None:
+    """A number format of a config; None where there is none, that is, nothing is quantized."""
     if not isinstance(numbers, Mapping):
         return None
     if not numbers.get("symmetric", True):

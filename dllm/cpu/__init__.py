@@ -1,4 +1,5 @@
 """vLLM's Triton kernels in numpy and torch, for a CPU without Triton.
 
-``install`` is the table of what replaces what. Imports neither vLLM nor anything of ours.
+``install`` says which function replaces which kernel; ``batch`` explains how they are written.
+Imports neither vLLM nor any other package of ours.
 """

@@ -1,17 +1,23 @@
 """The Triton kernels that Model Runner V2 launches for every model, in numpy and torch.
 
+This page explains how all modules of this package are written.
+
 vLLM (0.32) lets a platform replace a Triton kernel by a function (`KernelOverride` in
-vllm/triton_utils/dispatcher.py). The function receives the arguments of the launch and nothing of
-the launch grid, so every count is read from the shape of a tensor. Each function here has the
-name and the parameter names of the kernel that it replaces, and the tests compare the two.
+vllm/triton_utils/dispatcher.py). The function gets the arguments of the launch but not the launch
+grid, so it reads every count from the shape of a tensor. Each function has the name and the
+parameter names of the kernel that it replaces; tests run both and compare. Parameters that only
+shape a launch (BLOCK_SIZE and the like) are accepted and ignored. So are strides, because a tensor
+has its own.
 
-    slot           stable index of a request into per-request state
-    row            index of a request in this step's batch
-    idx_mapping    [rows], row -> slot; -1 marks a row that owns no state
+Words in docstrings and parameters:
+
+    row              index of a request in this step's batch
+    slot             index of a request into the state that vLLM keeps; the same in every step
+    idx_mapping      [rows], the slot of each row; -1 marks a row without state (padding)
     query_start_loc  [rows + 1], where each row's query span starts on the flat token axis
+    group            index of a KV cache group: layers that share a block table
 
-Parameters that only shape a launch (BLOCK_SIZE and the like) are accepted and ignored, and so are
-strides: the tensors know their own.
+A docstring calls a parameter by its name without `_ptr`. What is not mentioned stays unwritten.
 """
 
 import ctypes
@@ -26,12 +32,12 @@ _INPUT_BATCH = "vllm.v1.worker.gpu.input_batch."
 _BLOCK_TABLE = "vllm.v1.worker.gpu.block_table."
 
 
-@functools.lru_cache(maxsize=64)  # views of addresses: the same every step
+@functools.lru_cache(maxsize=64)  # the addresses are the same in every step
 def _table_at(address: int, num_rows: int, num_columns: int) -> np.ndarray:
-    """View `num_rows` rows of the int32 table at `address`, while the caller keeps that alive.
+    """View the memory at `address` as an int32 table, [num_rows, num_columns].
 
     vLLM passes the tables of all KV cache groups as one tensor of addresses, because their widths
-    differ.
+    differ. The caller has to keep the memory allocated.
     """
     buffer = (ctypes.c_int32 * (num_rows * num_columns)).from_address(address)
     return np.frombuffer(memoryview(buffer), dtype=np.int32).reshape(num_rows, num_columns)
@@ -51,10 +57,12 @@ def _apply_write_kernel(
     BLOCK_SIZE: int,
     MULTI_GROUP: bool,
 ) -> None:
-    """Copy write i to row `indices[i]` from column `starts[i]` on; later writes win.
+    """Copy write i to row `write_indices[i]`, from column `write_starts[i]` on; later writes win.
 
-    write_contents: the writes end to end, write i ending at `cu_lens[i]`. With MULTI_GROUP each
-    write names its table, and `output_ptr` and `output_stride` are tensors over tables.
+    write_contents: the contents of all writes end to end; write i ends at `write_cu_lens[i]`.
+    Without MULTI_GROUP, `output` is one table and `output_stride` its width. With it, write i goes
+    to table `write_group_ids[i]`, and `output` and `output_stride` are tensors that hold the
+    address and the width of every table.
     """
     contents = write_contents_ptr.numpy()
     rows, starts = write_indices_ptr.tolist(), write_starts_ptr.tolist()
@@ -93,7 +101,8 @@ def _gather_block_tables_kernel(
 ) -> None:
     """Copy the KV block ids of each row's slot to the row, and zero the rows after the last.
 
-    num_blocks: [groups, max_num_reqs] int32; a row's entries after its last block stay as they are.
+    Source tables are indexed by slot, destination tables by row. num_blocks: [groups,
+    max_num_reqs] int32, by slot; a row's entries after its last block stay as they are.
     """
     slots = batch_idx_to_req_idx.tolist()
     num_blocks = num_blocks_ptr.numpy()
@@ -132,8 +141,9 @@ def _compute_slot_mappings_kernel(
 ) -> None:
     """Write where each token's key and value go in the KV cache, and PAD_ID after the last token.
 
-    slot_mappings: [groups, max_num_tokens] int64. Rows without a slot, and groups that are not
-    enabled, get PAD_ID.
+    slot_mappings: [groups, max_num_tokens] int64, block id * block size + offset in the block.
+    (A "slot mapping" is about places in the KV cache, not about slots of requests.) Rows without
+    state, and groups that are not enabled, get PAD_ID.
     """
     assert CP_SIZE == 1, f"context parallelism needs CUDA, but CP_SIZE is {CP_SIZE}"
     slots = idx_mapping.numpy()
@@ -179,10 +189,10 @@ def _prepare_prefill_inputs_kernel(
     BLOCK_SIZE: int,
     LOOKAHEAD_BLOCK: int,
 ) -> None:
-    """Fill the query spans of rows that are prefilling with their prompt's tokens.
+    """Fill the query spans of rows whose prompt is not yet computed with tokens of that prompt.
 
-    next_prefill_tokens: [num_lookahead, max_num_reqs], the prompt tokens after this chunk, 0 after
-    the prompt's end. Rows whose prompt is computed are left alone.
+    next_prefill_tokens: [num_lookahead, max_num_reqs], by slot: the prompt tokens that follow this
+    chunk, 0 after the prompt's end. Rows whose prompt is computed are left alone.
     """
     input_ids, all_token_ids = input_ids_ptr.numpy(), all_token_ids_ptr.numpy()
     next_tokens = next_prefill_tokens_ptr.numpy()
@@ -209,9 +219,10 @@ def _prepare_pos_seq_lens_kernel(
     max_num_reqs: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Number every token of a query span from its row's computed tokens on.
+    """Write the position of every query token and the sequence length of every row.
 
-    seq_lens: [max_num_reqs], computed + query tokens per row, 0 after the last row.
+    pos: counts on from the tokens that the row has computed already. seq_lens: [max_num_reqs],
+    computed tokens + query tokens of each row, 0 after the last row.
     """
     slots = idx_mapping_ptr.numpy()
     spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
@@ -239,9 +250,10 @@ def _combine_sampled_and_draft_tokens_kernel(
 ) -> None:
     """End each generating row's query span with its last sampled token and its draft tokens.
 
-    logits_indices: [num_logits], the flat token index of every row that needs logits: the last
-    `cu_num_logits[i + 1] - cu_num_logits[i]` of row i. While a row's sequence is not longer than
-    its prompt its tokens are left alone, and a prompt's last token is never overwritten.
+    logits_indices: [num_logits], the flat index of every token that needs logits. Row i needs them
+    for its last `cu_num_logits[i + 1] - cu_num_logits[i]` tokens. Input tokens of a row are left
+    alone while its sequence is not longer than its prompt. A prompt's last token is never
+    overwritten.
     """
     slots = idx_mapping_ptr.numpy()
     num_rows = len(slots)
@@ -274,7 +286,7 @@ def _expand_idx_mapping_kernel(
     cu_num_logits_ptr: torch.Tensor,
     BLOCK_SIZE: int,
 ) -> None:
-    """Name the slot of every logits row, and its place among that request's logits rows."""
+    """Write the slot of every logits row, and its place among that request's logits rows."""
     slots = idx_mapping_ptr.numpy()
     spans = cu_num_logits_ptr.numpy()[: len(slots) + 1]
     rows, offsets = spread(spans)
@@ -301,11 +313,11 @@ def _post_update_kernel(
     total_len_ptr: torch.Tensor,
     num_warps: int = 1,
 ) -> None:
-    """Append each row's sampled tokens to its slot and advance what is computed.
+    """Append each row's sampled tokens to its request, and advance its computed tokens.
 
-    num_computed_tokens += query_len - num_rejected; all_token_ids, total_len, last_sampled_tokens
-    and (unless None) output_bin_counts take the first num_sampled of sampled_tokens [rows, width].
-    Rows with a negative slot are skipped.
+    num_computed_tokens grows by query_len - num_rejected. The first num_sampled[row] tokens of
+    sampled_tokens, [rows, width], are added to all_token_ids, total_len, last_sampled_tokens and
+    (unless it is None) output_bin_counts. Rows with a negative slot are skipped.
     """
     rows = np.flatnonzero(idx_mapping_ptr.numpy() >= 0)
     slots = idx_mapping_ptr.numpy()[rows]
@@ -330,7 +342,7 @@ def _post_update_num_computed_tokens_kernel(
     num_computed_tokens_ptr: torch.Tensor,
     query_start_loc_ptr: torch.Tensor,
 ) -> None:
-    """Count every row's query tokens as computed."""
+    """Add the number of each row's query tokens to its computed tokens."""
     slots = idx_mapping_ptr.numpy()
     spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
     num_computed_tokens_ptr.numpy()[slots] += lengths(spans)

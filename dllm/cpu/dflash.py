@@ -1,29 +1,40 @@
-"""The Triton kernel that lays out a DFlash drafter's step, in numpy.
+"""The Triton kernel that prepares the inputs of a DFlash drafter, in numpy.
 
-Conventions as in kernels.py. A drafter reads the target's query tokens as context and proposes with
-Q query tokens per row: the last sampled token, then masks.
+`batch` explains how these functions are written. A DFlash drafter (arXiv 2602.06036) proposes
+tokens for the target, the model that is served. In each step it takes two kinds of tokens per row:
+
+    context tokens   the target's query tokens of this step; the drafter's keys and values for them
+                     come from the target's hidden states
+    query tokens     Q of them: the token that follows the context, then Q - 1 mask tokens, at which
+                     the drafter predicts
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dllm.cpu.ragged import lengths, spread
+from dllm.cpu.ragged import Kernel, lengths, spread
 
 
 @dataclass(frozen=True)
 class _Cache:
-    """Where tokens go in the KV cache. block_table: [rows, blocks], with 0 for the null block."""
+    """The drafter's KV cache. block_table: [rows, blocks], block ids.
+
+    Block 0 is vLLM's null block: it stands for blocks that are not allocated.
+    """
 
     block_table: np.ndarray
     block_size: int
     pad_id: int
 
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return a slot for each position, pad_id in the null block; the last block has no end."""
+        """Return where each position of a row goes in the cache; pad_id in the null block.
+
+        Positions behind the end of the table use its last block, as in the Triton kernel.
+        """
         index, offsets = np.divmod(positions, self.block_size)
         index = np.minimum(index, self.block_table.shape[1] - 1)
         blocks = self.block_table[rows, index].astype(np.int64)
@@ -45,10 +56,10 @@ def _fill_context(
     num_rejected: np.ndarray,
     cache: _Cache,
 ) -> np.ndarray:
-    """Write positions and cache slots of the context tokens; return the last kept position, [rows].
+    """Write positions and cache slots of the context tokens; return each row's last kept position.
 
-    starts: [rows + 1], of the target's query tokens. The rejected ones at a row's end get position
-    0 and no cache slot.
+    out: (positions, cache slots). starts: [rows + 1], where each row's query tokens of the target
+    start. The last num_rejected[row] of them were rejected: they get position 0 and no cache slot.
     """
     rows, offsets = spread(starts)
     is_kept = offsets < (lengths(starts) - num_rejected)[rows]
@@ -74,7 +85,10 @@ def _bonus_tokens(
     last_sampled: torch.Tensor,
     next_prefill_tokens: torch.Tensor,
 ) -> np.ndarray:
-    """Return what each row's drafts follow: the token just sampled, or the next of the prompt."""
+    """Return the token that each row's drafts follow, [rows].
+
+    It is the token that was just sampled, or the next token of a prompt that is not finished.
+    """
     has_sampled = num_sampled.numpy()[: len(slots)] > 0
     prompt = next_prefill_tokens.numpy().reshape(-1)[slots]
     return np.where(has_sampled, last_sampled.numpy().reshape(-1)[slots], prompt)
@@ -88,9 +102,10 @@ def _fill_queries(
     last_position: int,
     cache: _Cache,
 ) -> None:
-    """Write the query tokens at positions [rows, Q]; those past the model's end count as its last.
+    """Write the query tokens of every row: ids, positions, cache slots, starts, sequence lengths.
 
-    bonus: [rows], the first token of each row; masks follow.
+    bonus: [rows], the first token of each row; mask tokens follow. positions: [rows, Q]; what is
+    beyond last_position, the model's last, is written as last_position.
     """
     num_rows, num_queries = positions.shape
     input_ids = np.full(positions.shape, mask_token_id)
@@ -110,9 +125,10 @@ def _fill_samples(
     slots: np.ndarray,
     samples_first: bool,
 ) -> None:
-    """Write index, position and slot of each query token that a draft is sampled at.
+    """Write index, position and request slot of each query token that a draft is sampled at.
 
-    All of them, each for the position after it, or all but the first.
+    samples_first: at all query tokens, each for the position after its own. Otherwise at all but
+    the first, each for its own position.
     """
     indices_out, positions_out, slots_out = (buffer[:num_samples] for buffer in out)
     first = 0 if samples_first else 1
@@ -160,7 +176,7 @@ def _prepare_dflash_inputs_kernel(
     CP_INTERLEAVE: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Fill every buffer of the drafter's step, and pad each to its end."""
+    """Fill every input buffer of the drafter's step, and pad each to its end."""
     assert CP_SIZE == 1, f"context parallelism needs CUDA, but CP_SIZE is {CP_SIZE}"
     slots = idx_mapping_ptr.numpy()
     cache = _Cache(block_table_ptr.numpy(), block_size, PAD_SLOT_ID)
@@ -188,7 +204,7 @@ def _prepare_dflash_inputs_kernel(
     out_seeds_ptr.numpy()[slots] = seeds_ptr.numpy()[slots]
 
 
-DFLASH_KERNELS: dict[str, Callable[..., None]] = {
+DFLASH_KERNELS: dict[str, Kernel] = {
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator._prepare_dflash_inputs_kernel": (
         _prepare_dflash_inputs_kernel
     ),

@@ -1,33 +1,36 @@
 """The Triton kernels that reduce logits for the verification of draft tokens, in numpy.
 
-Conventions as in kernels.py. A request with n drafts has n + 1 logits rows, and `cu_num_logits`
-says where they start:
+`batch` explains how these functions are written. The target is the model that is served; the
+drafter proposes tokens, the drafts, and the target verifies them. A request with n drafts has n + 1
+logits rows, from `start` on (an entry of `cu_num_logits`):
 
-    draft i (from 0)     draft_sampled[start + i + 1]; -1 stands for a draft that is not there
-    its target logits    target_logits[start + i]      [num_logits, V], temperature applied
-    its draft logits     draft_logits[slot, i]         [max_num_reqs, steps, V], before temperature;
-                         None means that the drafter put all its mass on the draft
-    the bonus token      target_logits[start + n]
+    draft i (from 0)     draft_sampled[start + i + 1]; -1 where a draft is missing
+    its target logits    target_logits[start + i]      [num_logits, V], divided by the temperature
+    its draft logits     draft_logits[slot, i]         [max_num_reqs, steps, V], not divided; None
+                         if the drafter gave its draft probability 1
+    the bonus token      target_logits[start + n]      is drawn when all drafts are accepted
 
-The kernels hand over `local_` buffers with one column per vocabulary block: its max, its argmax and
-its sum of exp(logit - max).
+Buffers named `local_` pass statistics from one kernel to the next. They have a column for each
+vocabulary block: its max, its argmax, or its sum of exp(logit - max) ("sumexp").
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dllm.cpu.gumbel import best_per_block, vocab_blocks
-from dllm.cpu.ragged import spread
+from dllm.cpu.ragged import Kernel, spread
 
 _UTILS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils."
 
 
 def _max_and_sumexp(logits: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return max and sum of exp(logit - max) of [rows, V], [rows, blocks]; sum 0 if all -inf."""
+    """Return max and sum of exp(logit - max) of each block, both [rows, blocks].
+
+    logits: [rows, V]. A block in which all logits are -inf has sum 0.
+    """
     blocks = vocab_blocks(logits, block_size)
     maxima = blocks.max(-1)
     finite = np.where(maxima > -np.inf, maxima, np.float32(0))
@@ -35,7 +38,10 @@ def _max_and_sumexp(logits: np.ndarray, block_size: int) -> tuple[np.ndarray, np
 
 
 def _logsumexp(local_max: torch.Tensor, local_sumexp: torch.Tensor) -> np.ndarray:
-    """Join the blocks of every logits row, [num_logits]; rows never written give any value."""
+    """Return logsumexp of every logits row, [num_logits], from the statistics of its blocks.
+
+    Rows that no kernel has written give some value, which nobody reads.
+    """
     maxima, sumexps = local_max.numpy(), local_sumexp.numpy()
     total = maxima.max(1)
     with np.errstate(all="ignore"):
@@ -44,13 +50,13 @@ def _logsumexp(local_max: torch.Tensor, local_sumexp: torch.Tensor) -> np.ndarra
 
 @dataclass(frozen=True)
 class Drafts:
-    """Drafts of any requests, [n] each.
+    """Some drafts, of one or several requests. All attributes are arrays, [n].
 
     Attributes:
-        logits_rows: where the target's logits are that verify each.
-        slots, steps: whose it is, and its place among the drafts of that request.
-        temperatures: of the request, fp32.
-        tokens: the draft; -1 where there is none.
+        logits_rows: the row of target_logits that verifies each draft.
+        slots, steps: the slot of its request, and its place (from 0) among that request's drafts.
+        temperatures: of its request, fp32; 0 is greedy.
+        tokens: the draft's token; -1 where there is none.
     """
 
     logits_rows: np.ndarray
@@ -67,7 +73,7 @@ class Drafts:
         draft_sampled: torch.Tensor,
         temperatures: torch.Tensor,
     ) -> "Drafts":
-        """One for each logits row of a batch; there is none (-1) at the row of a bonus token."""
+        """An entry for each logits row of a batch; the row of a bonus token has token -1."""
         starts = cu_num_logits.numpy()
         rows, steps = spread(starts)
         slots = idx_mapping.numpy()[rows]
@@ -75,14 +81,19 @@ class Drafts:
         tokens[starts[1:] - 1] = -1
         return cls(np.arange(len(rows)), slots, steps, temperatures.float().numpy()[slots], tokens)
 
-    def some(self, chosen: np.ndarray | slice) -> "Drafts":
-        """Those."""
+    def select(self, chosen: np.ndarray | slice) -> "Drafts":
+        """The drafts at these indices."""
         return Drafts(*(field[chosen] for field in vars(self).values()))
 
 
 @dataclass(frozen=True)
 class Distributions:
-    """Log-probabilities of the target and the drafter, from logits and their normalizers."""
+    """The distributions of the target and the drafter, as logits and the logsumexp of each row.
+
+    Attributes:
+        target_logits, draft_logits: as at the top of this file.
+        target_lse, draft_lse: [num_logits], logsumexp of the logits divided by the temperature.
+    """
 
     target_logits: torch.Tensor
     target_lse: np.ndarray
@@ -97,7 +108,7 @@ class Distributions:
         draft_logits: torch.Tensor | None,
         draft_blocks: tuple[torch.Tensor, torch.Tensor],
     ) -> "Distributions":
-        """Join the (max, sumexp) blocks; a drafter without logits has log-probability 0."""
+        """Compute both logsumexps from (max, sumexp) of the vocabulary blocks."""
         target_lse = _logsumexp(*target_blocks)
         draft_lse = np.zeros_like(target_lse)
         if draft_logits is not None:
@@ -105,7 +116,10 @@ class Distributions:
         return cls(target_logits, target_lse, draft_logits, draft_lse)
 
     def of_drafts(self, drafts: Drafts) -> tuple[np.ndarray, np.ndarray]:
-        """Return the target's and the drafter's log-probabilities of drafts, [n] each."""
+        """Return the target's and the drafter's log-probabilities of drafts, [n] each.
+
+        A missing draft (-1) gets those of token 0. A drafter without logits gives 0.
+        """
         logits_rows, tokens = drafts.logits_rows, np.maximum(drafts.tokens, 0)
         target = self.target_logits[logits_rows, tokens].float().numpy()
         target -= self.target_lse[logits_rows]
@@ -139,9 +153,10 @@ def _compute_local_logits_stats_kernel(
     BLOCK_SIZE: int,
     HAS_DRAFT_LOGITS: bool,
 ) -> None:
-    """Reduce the logits of every draft: argmax and max where greedy, else max and sumexp.
+    """Reduce the logits that verify each draft to statistics of vocabulary blocks.
 
-    Rows of bonus tokens, and what a row does not need, stay unwritten.
+    For greedy requests: argmax and max of the target. For the others: max and sumexp, of target and
+    drafter. Rows of bonus tokens stay unwritten.
     """
     slots, steps = expanded_idx_mapping_ptr.numpy(), expanded_local_pos_ptr.numpy()
     temperatures = temp_ptr.float().numpy()[slots]
@@ -171,6 +186,8 @@ def _compute_local_logits_stats_kernel(
 
 
 # --------------------------------------------------------------------------- block verification
+# Sun et al. 2024 (arXiv 2403.10444). p_i, as there, is the product of target / draft probabilities
+# of the first i drafts, cut to 1 after each factor.
 
 
 def _compute_cumulative_log_p_kernel(
@@ -199,7 +216,8 @@ def _compute_cumulative_log_p_kernel(
 ) -> None:
     """Write log p_{i+1} = min(log p_i + log target - log draft, 0) for every draft i, p_0 = 1.
 
-    Greedy rows stay unwritten; drafts that are not there carry the value before them.
+    target and draft are the probabilities of draft i. Greedy requests stay unwritten; a missing
+    draft repeats the value before it.
     """
     distributions = Distributions.of(
         target_logits_ptr,
@@ -210,7 +228,7 @@ def _compute_cumulative_log_p_kernel(
     every = Drafts.of(cu_num_logits_ptr, idx_mapping_ptr, draft_sampled_ptr, temp_ptr)
     cumulative, starts = cumulative_log_p_ptr.numpy(), cu_num_logits_ptr.tolist()
     for start, end in itertools.pairwise(starts):
-        drafts = every.some(slice(start, end - 1))
+        drafts = every.select(slice(start, end - 1))
         if every.temperatures[start] == 0:
             continue
         target, draft = distributions.of_drafts(drafts)
@@ -248,10 +266,10 @@ def _compute_local_residual_mass_kernel(
     BLOCK_SIZE: int,
     PADDED_VOCAB_NUM_BLOCKS: int,
 ) -> None:
-    """Sum max(p_i * target - draft, 0) over each vocabulary block, for every draft i > 0.
+    """Sum max(p_i * target - draft, 0) over the tokens of each vocabulary block, for drafts i > 0.
 
-    Rows of a first draft, of a bonus token, of a missing draft and of greedy requests stay
-    unwritten.
+    target and draft are the probabilities of each token at the place of draft i. The rows of first
+    drafts, bonus tokens, missing drafts and greedy requests stay unwritten.
     """
     slots, steps = expanded_idx_mapping_ptr.tolist(), expanded_local_pos_ptr.numpy()
     drafts, temperatures = draft_sampled_ptr.numpy(), temp_ptr.float().numpy()[slots]
@@ -268,7 +286,7 @@ def _compute_local_residual_mass_kernel(
         local_residual_mass_ptr.numpy()[row] = np.maximum(mass, np.float32(0)).sum(1)
 
 
-STATISTICS_KERNELS: dict[str, Callable[..., None]] = {
+STATISTICS_KERNELS: dict[str, Kernel] = {
     _UTILS + "_compute_local_logits_stats_kernel": _compute_local_logits_stats_kernel,
     _UTILS + "_compute_cumulative_log_p_kernel": _compute_cumulative_log_p_kernel,
     _UTILS + "_compute_local_residual_mass_kernel": _compute_local_residual_mass_kernel,

@@ -1,29 +1,33 @@
-"""The Triton kernels with which a request edits its logits, and asks for those of its prompt.
+"""The Triton kernels with which a request edits its logits, in numpy and torch.
 
-Any model reaches them, a diffusion model too (`dllm/engine/edits.py`). Conventions as in `batch`,
-and here
+They are for logit_bias, allowed_token_ids, min_tokens, penalties and bad_words; one more kernel
+names the tokens of prompt_logprobs. Diffusion models use them too (`dllm/engine/edits.py`). `batch`
+explains how these functions are written. Here
 
-    logits               [N, V], one row per sampled position; changed in place
-    expanded_idx_mapping [N], logits row -> slot
-    expanded_local_pos   [N], place of a logits row among its request's rows, which are adjacent;
-                         row i > 0 of a request is conditioned on its drafts 1..i, which are the
-                         input ids of those rows
+    logits                [N, V], one row for each position that is sampled; changed in place
+    expanded_idx_mapping  [N], the slot of each logits row
+    expanded_local_pos    [N], which of its request's rows (0, 1, ...) a logits row is. The rows of
+                          a request are adjacent. Row 0 is for the position after the last sampled
+                          token; row i comes after i draft tokens, which are the input ids of rows
+                          1 to i
 """
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from dllm.cpu.ragged import Kernel, spread
+
 _SAMPLE = "vllm.v1.worker.gpu.sample."
 
 
-def _own_ids(
+def _listed_ids(
     counts: torch.Tensor, table: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The logits rows whose slots list ids: rows [n, 1], ids [n, longest], and which are real.
+    """Return the ids that requests have listed: rows [n, 1], ids and is_real [n, longest list].
 
-    A short list is filled up by repeating its first id.
+    counts: [max_num_reqs], table: [max_num_reqs, columns], the ids of each slot. slots: [N], of the
+    logits rows. Rows whose slot lists nothing are left out. A short list is filled up with its
+    first id, where is_real is False, so that indexing with all ids is harmless.
     """
     num_ids = counts[slots]
     rows = num_ids.nonzero()
@@ -56,23 +60,24 @@ def _bias_kernel(
     LOGITS_BLOCK_SIZE: int,
     CHECK_ALL_MASKED_ROWS: bool,
 ) -> None:
-    """Keep only a row's allowed tokens, add its biases, and mask its stop tokens until min_len.
+    """Apply allowed_token_ids, logit_bias and min_tokens.
 
-    With CHECK_ALL_MASKED_ROWS, a slot that asks for it gets its stop tokens back when nothing else
-    is left.
+    Tokens that a row does not allow are set to -inf, and so are stop tokens before position
+    min_lens. With CHECK_ALL_MASKED_ROWS, a request may ask to get its stop tokens back when
+    everything else is -inf, too.
     """
     logits, slots = logits_ptr, expanded_idx_mapping_ptr.long()
-    rows, ids, _ = _own_ids(num_allowed_token_ids_ptr, allowed_token_ids_ptr, slots)
+    rows, ids, _ = _listed_ids(num_allowed_token_ids_ptr, allowed_token_ids_ptr, slots)
     kept = logits[rows, ids]
     logits[rows[:, 0]] = -torch.inf
     logits[rows, ids] = kept
 
-    rows, ids, is_real = _own_ids(num_logit_bias_ptr, bias_token_ids_ptr, slots)
+    rows, ids, is_real = _listed_ids(num_logit_bias_ptr, bias_token_ids_ptr, slots)
     bias = bias_ptr[slots[rows[:, 0]], : ids.shape[1]]
-    bias = torch.where(is_real, bias, 0).to(logits.dtype)
+    bias = torch.where(is_real, bias, 0).to(logits.dtype)  # a repeated id must not count twice
     logits.index_put_((rows.expand_as(ids), ids), bias, accumulate=True)
 
-    rows, ids, _ = _own_ids(num_stop_token_ids_ptr, stop_token_ids_ptr, slots)
+    rows, ids, _ = _listed_ids(num_stop_token_ids_ptr, stop_token_ids_ptr, slots)
     is_early = pos_ptr[rows[:, 0]] + 1 < min_lens_ptr[slots[rows[:, 0]]]
     rows, ids = rows[is_early], ids[is_early]
     before = logits[rows, ids]
@@ -100,11 +105,12 @@ def _penalties_kernel(
     vocab_size: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Penalize the tokens of each row's prompt (repetition) and output (all three penalties).
+    """Apply the repetition penalty to tokens of prompt and output, the other two to the output's.
 
-    output_bin_counts: [max_num_reqs, V] int32. prompt_bin_mask: [max_num_reqs, ceil(V / 32)] int32,
-    lowest bit first. A row's output includes the drafts before it. Only the tokens that a request
-    has are read and written.
+    output_bin_counts: [max_num_reqs, V] int32, how often each token is in the output.
+    prompt_bin_mask: [max_num_reqs, ceil(V / 32)] int32, a bit for each token, lowest bit first. A
+    row's output includes the drafts before it. Only the logits of these tokens are read and
+    written, not whole rows.
     """
     repetition, frequency, presence = (
         penalty.numpy()
@@ -120,7 +126,7 @@ def _penalties_kernel(
         if repetition[slot] != 1:
             packed = prompt_bin_mask_ptr[slot].numpy().view(np.uint8)
             prompt = np.flatnonzero(np.unpackbits(packed, count=vocab_size, bitorder="little"))
-        # -1 stands for a draft that is not there
+        # -1 is no token: row 0 has no draft, and a missing draft has -1
         tokens = np.unique(np.concatenate([np.flatnonzero(counts), prompt, drafts[drafts >= 0]]))
         counts = counts[tokens] + np.cumsum(drafts[:, None] == tokens, axis=0)
         is_output = counts > 0
@@ -146,9 +152,10 @@ def _bincount_kernel(
     output_bin_counts_stride: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Add the prompt to each slot's prompt mask and the rest of its prefill to its output counts.
+    """Record which tokens are in each request's prompt, and how often each is in its output.
 
-    What was generated before a preemption is prefilled again but is output, not prompt.
+    A request that was preempted prefills its prompt and what it had generated, prefill_len tokens
+    in all. Those behind prompt_len are counted as output.
     """
     all_token_ids, masks = all_token_ids_ptr.numpy(), prompt_bin_mask_ptr.numpy()
     counts = output_bin_counts_ptr.numpy()
@@ -176,16 +183,16 @@ def _bad_words_kernel(
     input_ids_ptr: torch.Tensor,
     expanded_local_pos_ptr: torch.Tensor,
 ) -> None:
-    """Mask the last token of every bad word whose other tokens end the row's output so far.
+    """Set the token to -inf that would complete a bad word.
 
-    bad_word_token_ids: [max_num_reqs, tokens], the words end to end; word i of a slot is
-    [offsets[i], offsets[i + 1]). A row's output includes the drafts before it, not the prompt.
+    That is the last token of a word, where the row's output ends with the word's other tokens. A
+    row's output includes the drafts before it, but not the prompt. bad_word_token_ids:
+    [max_num_reqs, tokens], the words end to end; word i of a slot is [offsets[i], offsets[i + 1]).
     """
     row_slots = expanded_idx_mapping_ptr.numpy()
     num_words = num_bad_words_ptr.numpy()[row_slots]
-    # One entry per word of every row from here on.
-    rows = np.repeat(np.arange(len(row_slots)), num_words)
-    words = np.arange(len(rows)) - np.repeat(np.cumsum(num_words) - num_words, num_words)
+    # From here on, arrays have an entry for each word of every row.
+    rows, words = spread(np.concatenate(([0], np.cumsum(num_words))))
     slots = row_slots[rows]
     offsets, tokens = bad_word_offsets_ptr.numpy(), bad_word_token_ids_ptr.numpy()
     starts, ends = offsets[slots, words], offsets[slots, words + 1]
@@ -193,8 +200,10 @@ def _bad_words_kernel(
     prompt_len = prompt_len_ptr.numpy()[slots]
     committed_len = total_len_ptr.numpy()[slots] - prompt_len
     local_pos = expanded_local_pos_ptr.numpy()[rows]
-    first = committed_len + local_pos - prefix_len  # of the output tokens compared with the prefix
+    # Where in the output the tokens start that are compared with the word's prefix.
+    first = committed_len + local_pos - prefix_len
     is_completed = first >= 0
+    # Token i of all prefixes at once. It is a sampled token, or a draft among the input ids.
     for i in range(int(prefix_len.max(initial=0))):
         is_compared = is_completed & (i < prefix_len)
         is_draft = is_compared & (first + i >= committed_len)
@@ -217,21 +226,19 @@ def _prompt_logprobs_token_ids_kernel(
     all_token_ids_stride: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Name the token after each query token: what the prompt's logprobs are about."""
+    """Write the token that follows each query token: prompt_logprobs are about these."""
     slots = idx_mapping_ptr.numpy()
     spans = query_start_loc_ptr.numpy()[: len(slots) + 1]
-    query_lens = np.diff(spans)
+    rows, offsets = spread(spans)
     all_token_ids = all_token_ids_ptr.numpy()
-    next_place = np.repeat(num_computed_tokens_ptr.numpy()[slots] + 1 - spans[:-1], query_lens)
-    target = next_place + np.arange(spans[0], spans[-1])
-    # A prompt of max_model_len has nothing after its end; that logprob is dropped later.
-    target = np.minimum(target, all_token_ids.shape[1] - 1)
-    prompt_logprobs_token_ids_ptr.numpy()[spans[0] : spans[-1]] = all_token_ids[
-        np.repeat(slots, query_lens), target
-    ]
+    following = num_computed_tokens_ptr.numpy()[slots[rows]] + offsets + 1
+    # A prompt of max_model_len tokens has nothing after its end. vLLM drops that logprob later.
+    following = np.minimum(following, all_token_ids.shape[1] - 1)
+    out = prompt_logprobs_token_ids_ptr.numpy()
+    out[spans[0] : spans[-1]] = all_token_ids[slots[rows], following]
 
 
-LOGIT_EDIT_KERNELS: dict[str, Callable[..., None]] = {
+LOGIT_EDIT_KERNELS: dict[str, Kernel] = {
     _SAMPLE + "penalties._penalties_kernel": _penalties_kernel,
     _SAMPLE + "penalties._bincount_kernel": _bincount_kernel,
     _SAMPLE + "logit_bias._bias_kernel": _bias_kernel,

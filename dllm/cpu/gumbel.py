@@ -1,25 +1,28 @@
-"""The random numbers of vLLM's sampling kernels, and the argmax that they decide.
+"""The random numbers of vLLM's sampling kernels, and the argmax per block of the vocabulary.
 
-Bit for bit the kernels' own, so that a seed gives the same tokens: Gumbel noise comes from a
-murmur3 hash of (seed, position, token), acceptance of drafts from Triton's Philox.
+The numbers equal the kernels' to the bit, so that a seed gives the same tokens. Gumbel noise comes
+from a murmur3 hash of (seed, position, token). The uniform numbers that decide whether a draft
+token is accepted come from Triton's Philox generator.
 """
 
 import numpy as np
 
 _WORD = 0xFFFFFFFF
 
-# Added to the position of a draft's draw (`_DRAFT_NOISE_SALT` in gumbel.py): a proposal and the
-# residual that replaces it when rejected must not share noise.
+# Added to the position when a drafter draws (`_DRAFT_NOISE_SALT` in vLLM's gumbel.py). If the draft
+# is rejected, another token is drawn at the same position, and the two draws must not share noise.
 DRAFT_NOISE_SALT = 1 << 30
 
-# Logits that are drawn from at once: what is computed from them on the way stays in a CPU's cache.
+# How many logits get their noise at once: so few that temporaries stay in the cache of the CPU.
 DRAWN_AT_ONCE = 1 << 16
 
 
 def philox_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Draw one uniform in (0, 1) per (seed, position), as `tl.rand` raised to its least positive.
+    """Draw one uniform number in (0, 1) for each (seed, position).
 
-    seeds, positions: [n] int64, the key and the counter of Philox4x32-10. Returns [n] fp32.
+    It is `tl.rand` of Triton, but never 0: that becomes the smallest positive number that `tl.rand`
+    gives. seeds, positions: [n] int64, the key and the counter of Philox4x32-10 (Salmon et al.
+    2011). Returns [n] fp32.
     """
     word, high = np.uint64(_WORD), np.uint64(32)
     seeds, positions = seeds.view(np.uint64), positions.view(np.uint64)
@@ -32,6 +35,7 @@ def philox_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
         c2, c3 = (product_a >> high) ^ c3 ^ key_b, product_a & word
         key_a = (key_a + np.uint64(0x9E3779B9)) & word
         key_b = (key_b + np.uint64(0xBB67AE85)) & word
+    # As tl.rand: a negative word is inverted, so that 31 bits are left, and scaled to [0, 1).
     signed = c0.astype(np.uint32).view(np.int32)
     least = np.float32(4.6566127342e-10)
     return np.maximum(np.where(signed < 0, ~signed, signed).astype(np.float32) * least, least)
@@ -51,7 +55,8 @@ def murmur3(
 ) -> np.ndarray:
     """Hash (seed, position, key) to 32 random bits, as `murmur3_hash32` in vLLM's gumbel.py.
 
-    seeds, positions: [rows] int64; keys: [n] uint32. Returns [rows, n] uint32.
+    seeds, positions: [rows] int64; keys: [n] uint32, token ids. Another domain gives other bits.
+    Returns [rows, n] uint32.
     """
     state: np.ndarray = np.full((len(seeds), 1), domain, dtype=np.uint32)
     for words in (seeds, seeds >> 32, positions):
@@ -63,7 +68,7 @@ def murmur3(
 
 
 def _log1p_of_negated(value: np.ndarray) -> np.ndarray:
-    """Return log(1 - value) in fp32, by the kernel's series where value < 1/4."""
+    """Return log(1 - value) in fp32; below 1/4 by the same series as vLLM's kernel."""
     series: np.ndarray = np.array(1 / 8, dtype=np.float32)
     for divisor in range(7, 0, -1):
         series = np.float32(1 / divisor) + value * series
@@ -74,10 +79,11 @@ def _log1p_of_negated(value: np.ndarray) -> np.ndarray:
 def gumbel_noise(
     seeds: np.ndarray, positions: np.ndarray, num_tokens: int, use_fp64: bool
 ) -> np.ndarray:
-    """Draw the Gumbel noise of some positions, [rows, num_tokens] fp32 or fp64.
+    """Draw the Gumbel noise of every token at some positions, [rows, num_tokens] fp32 or fp64.
 
-    The fp32 draw puts its long tail, which decides who wins, at uniforms near 0, where fp32 is
-    fine-grained.
+    seeds, positions: [rows] int64. With a uniform u the noise is -log(-log(u)), and large noise,
+    which decides the winner, needs u close to 1, where fp32 numbers are far apart. The fp32 draw
+    uses -log(-log(1 - u)) instead: large noise comes from u close to 0, where they are dense.
     """
     keys = np.arange(num_tokens, dtype=np.uint32)
     low = murmur3(seeds, positions, keys)
@@ -92,16 +98,17 @@ def gumbel_noise(
 
 
 def drawn_at_once(rows: np.ndarray, vocab_size: int) -> list[np.ndarray]:
-    """Split rows of logits into so many at a time that no temporary is large."""
+    """Split row numbers into arrays so short that temporaries for their logits stay small."""
     at_once = max(1, DRAWN_AT_ONCE // vocab_size)
     return np.split(rows, range(at_once, len(rows), at_once)) if len(rows) else []
 
 
 def vocab_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
-    """Cut `values` [..., V] into the kernels' vocabulary blocks, [..., blocks, size].
+    """Cut `values` [..., V] into the kernels' vocabulary blocks, [..., blocks, block size].
 
-    The kernels reduce block by block into buffers that vLLM allocates and reduces itself. The last
-    of several blocks ends with -inf; a vocabulary that fits into one is that block, as it is.
+    The kernels reduce each block to one value. vLLM allocates the buffers of these values and
+    reduces them itself, so there have to be as many. The last block is filled up with -inf; if
+    there is only one, it has the size of the vocabulary.
     """
     vocab_size = values.shape[-1]
     if vocab_size <= block_size:
@@ -113,7 +120,10 @@ def vocab_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
 
 
 def best_per_block(values: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (token, value), [..., blocks], of the largest of the values, [..., V], in each."""
+    """Return the token of the largest value of each block, and that value: both [..., blocks].
+
+    values: [..., V].
+    """
     blocks = vocab_blocks(values, block_size)
     best = blocks.argmax(-1)
     rows = blocks.reshape(-1, blocks.shape[-1])

@@ -10,9 +10,10 @@ from dllm.cpu.ragged import Kernel
 from dllm.cpu.rejection import REJECTION_KERNELS
 from dllm.cpu.sampling import SAMPLING_KERNELS
 
-# Launched for every model.
+# Kernels that vLLM launches for every model.
 MODEL_KERNELS: dict[str, Kernel] = {**BATCH_KERNELS, **LOGITS_KERNELS, **LOGIT_EDIT_KERNELS}
-# Launched for autoregressive models and drafters: a diffusion model has a sampler of its own.
+# Kernels that it launches for autoregressive models and drafters only: a diffusion model has a
+# sampler of its own.
 TOKEN_KERNELS: dict[str, Kernel] = {**SAMPLING_KERNELS, **REJECTION_KERNELS, **DFLASH_KERNELS}
 
 
@@ -23,7 +24,7 @@ def install(
 
     Args:
         register_kernels: vllm.triton_utils.dispatcher.register_kernels.
-        include_sampling: also those that autoregressive models and drafters need.
+        include_sampling: replace also the kernels that autoregressive models and drafters need.
     """
     register_kernels(MODEL_KERNELS)
     if include_sampling:

@@ -1,13 +1,13 @@
 """The Triton kernels that report log-probabilities and apply grammars, in torch and numpy.
 
-Any model reaches them, a diffusion model too. `logits` is [N, V], one row per sampled position.
-Conventions as in kernels.py.
+vLLM launches them for diffusion models too. `batch` explains how these functions are written.
+`logits` is [N, V] here, one row for each position that is sampled.
 """
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
+
+from dllm.cpu.ragged import Kernel
 
 _LOGPROB = "vllm.v1.worker.gpu.sample.logprob."
 
@@ -38,7 +38,8 @@ def _ranks_kernel(
 ) -> None:
     """Count the tokens that score at least as high as `token_ids[i]` in `logits[i]`: 1 is best.
 
-    For a token at -inf that is V; the Triton kernel counts the padding of its last block too.
+    A token at -inf has rank V here. The Triton kernel gives a larger number: it also counts the
+    padding of its last vocabulary block.
     """
     chosen = logits_ptr.gather(1, token_ids_ptr.long().unsqueeze(1))
     output_ptr.copy_((logits_ptr >= chosen).sum(1))
@@ -59,10 +60,11 @@ def _fill_logprob_token_ids_kernel(
     NUM_TOPK: int,
     PADDED_COLS: int,
 ) -> None:
-    """List the tokens to report per logits row: the sampled one, then its request's own or the top.
+    """List the tokens whose log-probabilities are reported, for each logits row.
 
-    out_token_ids, out_valid_mask: [N, 1 + columns]; cells that nothing claims stay as they are.
-    With NUM_TOPK 0, topk_indices may be any tensor.
+    First the sampled token. Then the tokens that the request has named, or if it has named none,
+    the NUM_TOPK most likely ones. out_token_ids, out_valid_mask: [N, 1 + columns]; cells that no
+    token needs stay as they are. With NUM_TOPK 0, topk_indices is not read.
     """
     out, valid = out_token_ids_ptr.numpy(), out_valid_mask_ptr.numpy()
     out[:, 0], valid[:, 0] = sampled_token_ids_ptr.numpy(), True
@@ -88,11 +90,11 @@ def _apply_grammar_bitmask_kernel(
     MASK_STRIDE: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Set logits whose bit is 0 to -inf.
+    """Set the logits of tokens that a grammar forbids (bit 0) to -inf.
 
     bitmask: [masks, ceil(V / 32)] int32, lowest bit first. Mask i is for logits row
-    `logits_indices[i] % MASK_STRIDE` of batch row `logits_indices[i] // MASK_STRIDE`, and is
-    dropped when that row has fewer logits.
+    `logits_indices[i] % MASK_STRIDE` of batch row `logits_indices[i] // MASK_STRIDE`. It is not
+    used if that batch row has fewer logits rows.
     """
     bits = np.unpackbits(bitmask_ptr.numpy().view(np.uint8), axis=1, bitorder="little")
     is_forbidden = torch.from_numpy(bits[:, :vocab_size] == 0)
@@ -104,7 +106,7 @@ def _apply_grammar_bitmask_kernel(
             logits_ptr[logits_row].masked_fill_(is_forbidden[mask], -torch.inf)
 
 
-LOGITS_KERNELS: dict[str, Callable[..., None]] = {
+LOGITS_KERNELS: dict[str, Kernel] = {
     _LOGPROB + "_topk_log_softmax_kernel": _topk_log_softmax_kernel,
     _LOGPROB + "_ranks_kernel": _ranks_kernel,
     _LOGPROB + "_fill_logprob_token_ids_kernel": _fill_logprob_token_ids_kernel,

@@ -1,22 +1,26 @@
-"""Adjacent spans of different lengths, which every batch is: whose they are and how long."""
+"""Helpers for batches as vLLM stores them: the rows' spans end to end, each of its own length.
+
+``starts`` says where the spans are: row i has elements [starts[i], starts[i + 1]).
+"""
 
 from collections.abc import Callable
 
 import numpy as np
 
-Kernel = Callable[..., None]  # what replaces a Triton kernel: the arguments of the launch, no grid
+# A function that replaces a Triton kernel. It takes the arguments of the launch, without the grid.
+Kernel = Callable[..., None]
 
 
 def spread(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Name the row and the offset in its span of every element of adjacent spans.
+    """Return the row of every element, and its offset in that row's span.
 
-    starts: [rows + 1], span i being [starts[i], starts[i + 1]).
-    Returns (rows, offsets), both [starts[-1] - starts[0]] int64.
+    starts: [rows + 1]. Returns (rows, offsets), both [starts[-1] - starts[0]] int64:
+    [0, 2, 5] gives [0, 0, 1, 1, 1] and [0, 1, 0, 1, 2].
     """
     rows = np.arange(len(starts) - 1).repeat(lengths(starts))
     return rows, np.arange(starts[0], starts[-1]) - starts[rows]
 
 
 def lengths(starts: np.ndarray) -> np.ndarray:
-    """How long each of adjacent spans is; np.diff, which takes a multiple of the time."""
+    """Return how long each span is, [rows]: np.diff(starts), but several times faster."""
     return starts[1:] - starts[:-1]

@@ -1,12 +1,16 @@
 """The Triton kernels that accept, reject and replace draft tokens, in numpy.
 
-Rows, drafts and `local_` buffers are laid out as draft_statistics.py says. Verification keeps a
-request's drafts up to the first that it rejects, and the token after those is drawn anew: from the
-target where all were accepted (the bonus token), else from what the target has more of than the
-drafter. Sources: Leviathan et al. 2023 (arXiv 2211.17192), Sun et al. 2024 (arXiv 2403.10444).
+`draft_statistics` says what target, drafts, logits rows and `local_` buffers are. Verification
+keeps a request's drafts up to the first that it rejects. One more token is drawn after the kept
+ones. If all drafts were accepted it is drawn from the target's distribution (the bonus token).
+Otherwise it replaces the rejected draft, and is drawn from the residual: max(target - draft, 0) of
+the two distributions, normalized. So the output is distributed as the target's own.
+
+Two rules decide which drafts are kept: one draft at a time (Leviathan et al. 2023, arXiv
+2211.17192), or the drafts of a request together, "block verification" (Sun et al. 2024, arXiv
+2403.10444), which keeps more.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +18,7 @@ import torch
 
 from dllm.cpu.draft_statistics import STATISTICS_KERNELS, Distributions, Drafts
 from dllm.cpu.gumbel import best_per_block, drawn_at_once, gumbel_noise, philox_uniform
-from dllm.cpu.ragged import spread
+from dllm.cpu.ragged import Kernel, spread
 
 _SAMPLER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler."
 _UTILS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils."
@@ -28,7 +32,10 @@ def _flatten_sampled_kernel(
     cu_num_logits_ptr: torch.Tensor,
     num_warps: int = 1,
 ) -> None:
-    """Put the first num_sampled tokens of each row of `sampled` at the start of its logits rows."""
+    """Copy sampled tokens [rows, width] to a flat array that is indexed by logits row.
+
+    The first num_sampled tokens of a row go to the first of its logits rows.
+    """
     num_sampled = num_sampled_ptr.numpy()
     rows, offsets = spread(np.concatenate(([0], np.cumsum(num_sampled))))
     target = cu_num_logits_ptr.numpy()[rows] + offsets
@@ -47,9 +54,10 @@ def _gather_draft_sampled_kernel(
     num_logits: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Copy the input token and position of every logits row; a draft inside the prompt becomes -1.
+    """Copy the input token and the position of every logits row.
 
-    Drafts follow a sampled token, so that what starts within the prompt is a placeholder.
+    Real drafts follow a sampled token, which is behind the prompt. What looks like drafts of a row
+    that is still within its prompt are placeholders; they become -1.
     """
     tokens = logits_indices_ptr.numpy()[:num_logits]
     local_pos = expanded_local_pos_ptr.numpy()[:num_logits]
@@ -65,47 +73,53 @@ def _gather_draft_sampled_kernel(
 
 
 def _best_tokens(local_max: torch.Tensor, local_argmax: torch.Tensor, rows: slice) -> np.ndarray:
-    """Return the token with the largest value over all vocabulary blocks, for each of `rows`."""
+    """Return the token with the largest value over all vocabulary blocks, for each of `rows`.
+
+    local_max, local_argmax: [rows, blocks]. NaN counts as -inf.
+    """
     values, tokens = local_max.numpy()[rows], local_argmax.numpy()[rows]
     blocks = np.where(np.isnan(values), -np.inf, values).argmax(1)
     return tokens[np.arange(len(tokens)), blocks]
 
 
-def _next_masses(
+def _residual_masses(
     log_p: np.ndarray, target: np.ndarray, local_residual_mass: np.ndarray | None
 ) -> np.ndarray:
-    """Return the residual mass of every draft but the first, [n - 1].
+    """Return the sum of max(p_i * target - draft, 0) over the vocabulary for drafts 1 .. n - 1.
 
-    log_p, target: [n]. local_residual_mass: [n, blocks], None where the drafter put all its mass on
-    the draft: then it is p_i * (1 - target).
+    log_p: [n], the logarithm of p_1 .. p_n. target: [n], the target's log-probabilities of the
+    drafts. local_residual_mass: [n, blocks], the sums over vocabulary blocks. It is None if the
+    drafter gave its drafts probability 1; the result is then p_i * (1 - target probability).
     """
     if local_residual_mass is not None:
         return local_residual_mass[1:].sum(1)
     return np.exp(log_p[:-1]) * (np.float32(1) - np.exp(target[1:]))
 
 
-def _num_kept_by_block(log_p: np.ndarray, next_masses: np.ndarray, uniform: np.ndarray) -> int:
-    """Return how many drafts block verification keeps: through the last i with u_i <= h_i.
+def _num_kept_by_block(log_p: np.ndarray, masses: np.ndarray, uniform: np.ndarray) -> int:
+    """Return how many drafts block verification keeps: all up to the last i with u_i <= h_i.
 
-    log_p: [n], the joint ratio of the prefix that ends with draft i. next_masses: [n - 1], the
-    residual mass of draft i + 1. h_i = mass / (mass + 1 - p_i), and p_i at the last draft.
+    log_p: [n], the logarithm of p_1 .. p_n. masses: [n - 1], from `_residual_masses`. uniform: [n].
+    h_i = mass_i / (mass_i + 1 - p_i); at the last draft it is p_n.
     """
     h = np.exp(log_p)
-    denominators = next_masses + np.float32(1) - h[:-1]
+    denominators = masses + np.float32(1) - h[:-1]
     with np.errstate(all="ignore"):
-        h[:-1] = np.where(denominators > 0, next_masses / denominators, np.float32(1))
+        h[:-1] = np.where(denominators > 0, masses / denominators, np.float32(1))
     kept = np.flatnonzero(uniform <= h)
     return int(kept[-1]) + 1 if len(kept) else 0
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What becomes of each row's drafts, [rows] each.
+    """What was decided about each row's drafts. All attributes are [rows].
 
     Attributes:
-        num_kept: drafts that are kept.
-        last: the last one that is looked at; -1 where there is none.
-        normalized: the step whose logits are normalized; none where it is not one of a draft.
+        num_kept: how many drafts are kept.
+        last: the last draft that verification looked at; its token is written to the output too.
+            -1 where there is none.
+        normalized: the draft whose logsumexps resampling needs (the rejected one). -1, or the
+            number of drafts, where resampling needs none.
     """
 
     num_kept: np.ndarray
@@ -117,11 +131,13 @@ class _Verdict:
 class _Verifier:
     """Decides how many drafts of every row are kept.
 
+    A row is greedy (temperature 0) or random. Drafts of a random row that follow a missing draft
+    are ignored.
+
     Attributes:
-        starts: [rows + 1], of each row's logits.
-        drafts: one for each logits row; of a random row, what follows one that is not there counts
-            for nothing.
-        uniform: [num_logits], a number in (0, 1) for each draft.
+        starts: [rows + 1], where each row's logits rows start.
+        drafts: one for each logits row.
+        uniform: [num_logits], a random number in (0, 1) for each draft.
         distributions: of target and drafter.
     """
 
@@ -135,46 +151,59 @@ class _Verifier:
         """Whether each row's temperature is not 0."""
         return self.drafts.temperatures[self.starts[:-1]] != 0
 
-    def by_rate(self, rates: torch.Tensor) -> np.ndarray:
-        """Keep drafts, [num_logits], as often as the rates of their steps say."""
+    def accepted_at_rates(self, rates: torch.Tensor) -> np.ndarray:
+        """Whether each draft is accepted, [num_logits], if acceptance is only simulated.
+
+        rates: [steps], the probability for draft 0, 1, ... of a request (vLLM's synthetic mode).
+        """
         chances = np.append(rates.numpy(), np.float32(0))[self.drafts.steps]
         return (self.uniform < chances) & (self.drafts.tokens >= 0)
 
-    def by_target(self, best: np.ndarray) -> np.ndarray:
-        """Keep drafts, [num_logits], while target > u * draft; of greedy rows, the best tokens."""
-        is_kept: np.ndarray = (self.drafts.tokens == best) & (self.drafts.tokens >= 0)
+    def accepted_by_target(self, best: np.ndarray) -> np.ndarray:
+        """Whether the target accepts each draft taken by itself, [num_logits].
+
+        On greedy rows it accepts its own best token, best: [num_logits]. On random rows it accepts
+        a draft if its target probability > u * its draft probability, with a uniform number u.
+        """
+        is_accepted: np.ndarray = (self.drafts.tokens == best) & (self.drafts.tokens >= 0)
         random = np.flatnonzero((self.drafts.temperatures != 0) & (self.drafts.tokens >= 0))
         if len(random):
-            target, draft = self.distributions.of_drafts(self.drafts.some(random))
-            is_kept[random] = target > np.log(self.uniform[random]) + draft
-        return is_kept
+            target, draft = self.distributions.of_drafts(self.drafts.select(random))
+            is_accepted[random] = target > np.log(self.uniform[random]) + draft
+        return is_accepted
 
-    def one_by_one(self, is_kept: np.ndarray) -> _Verdict:
-        """Keep each row's drafts up to the first that is not to be kept."""
-        num_kept = self._num_before(~is_kept)
+    def verify_one_by_one(self, is_accepted: np.ndarray) -> _Verdict:
+        """Keep each row's drafts before the first that is not accepted ([num_logits])."""
+        num_kept = self._num_before(~is_accepted)
         looked_at = np.minimum(num_kept, self._num_before(self.drafts.tokens < 0) - 1)
         last = np.where(self.is_random, looked_at, num_kept)
         return _Verdict(num_kept, last, np.where(self.is_random, last, -1))
 
-    def by_block(
-        self, is_kept: np.ndarray, log_p: torch.Tensor, masses: torch.Tensor | None
+    def verify_by_block(
+        self, is_accepted: np.ndarray, log_p: torch.Tensor, masses: torch.Tensor | None
     ) -> _Verdict:
-        """Keep drafts of random rows by the joint ratios of their prefixes."""
-        verdict = self.one_by_one(is_kept)
+        """Keep drafts of random rows by block verification, of greedy rows one by one.
+
+        log_p: [num_logits]. masses: [num_logits, blocks]. Both as in `_residual_masses`.
+        """
+        verdict = self.verify_one_by_one(is_accepted)
         num_there = self._num_before(self.drafts.tokens < 0)
         for row in np.flatnonzero(self.is_random):
             span = slice(self.starts[row], self.starts[row] + num_there[row])
-            target, _ = self.distributions.of_drafts(self.drafts.some(span))
+            target, _ = self.distributions.of_drafts(self.drafts.select(span))
             ratios = log_p.numpy()[span]
             residual = None if masses is None else masses.numpy()[span]
-            next_masses = _next_masses(ratios, target, residual)
-            kept = _num_kept_by_block(ratios, next_masses, self.uniform[span])
+            sums = _residual_masses(ratios, target, residual)
+            kept = _num_kept_by_block(ratios, sums, self.uniform[span])
             verdict.num_kept[row] = verdict.normalized[row] = kept
             verdict.last[row] = num_there[row] - 1
         return verdict
 
     def _num_before(self, is_end: np.ndarray) -> np.ndarray:
-        """Count each row's drafts before the first of them (or the bonus token) that is the end."""
+        """Count each row's drafts before the first with is_end, [num_logits].
+
+        is_end has to be True at bonus tokens, so that every row has an end.
+        """
         steps = np.where(is_end, self.drafts.steps, len(is_end))
         counts: np.ndarray = np.minimum.reduceat(steps, self.starts[:-1])
         return counts
@@ -218,9 +247,12 @@ def _rejection_kernel(
     USE_BLOCK_VERIFICATION: bool,
     num_warps: int = 1,
 ) -> None:
-    """Write how many drafts each row keeps, the tokens looked at, and the rejected one's logsumexp.
+    """Decide which drafts each row keeps.
 
-    sampled: [rows, steps + 1]; what no draft reaches stays unwritten.
+    Writes three things: the number of kept drafts (rejected_steps); the tokens of the drafts that
+    were looked at (sampled, [rows, steps + 1]; on greedy rows a rejected draft is already replaced
+    by the target's token); and the logsumexps of target and drafter at the rejected draft, which
+    resampling needs.
     """
     distributions = Distributions.of(
         target_logits_ptr,
@@ -230,21 +262,26 @@ def _rejection_kernel(
     )
     starts, rates = cu_num_logits_ptr.numpy(), synthetic_conditional_rates_ptr
     drafts = Drafts.of(cu_num_logits_ptr, idx_mapping_ptr, draft_sampled_ptr, temp_ptr)
-    uniform = np.zeros(len(drafts.steps), dtype=np.float32)  # nobody looks at those of greedy rows
+    uniform = np.zeros(len(drafts.steps), dtype=np.float32)  # greedy rows do not need any
     if SYNTHETIC_MODE or (drafts.temperatures != 0).any():
         uniform = philox_uniform(seed_ptr.numpy()[drafts.slots], pos_ptr.numpy()[: len(uniform)])
     verifier = _Verifier(starts, drafts, uniform, distributions)
     best = _best_tokens(target_local_max_ptr, target_local_argmax_ptr, slice(starts[-1]))
-    is_kept = verifier.by_target(best) if rates is None else verifier.by_rate(rates)
-    if cumulative_log_p_ptr is None:
-        verdict = verifier.one_by_one(is_kept)
+    if rates is None:
+        is_accepted = verifier.accepted_by_target(best)
     else:
-        verdict = verifier.by_block(is_kept, cumulative_log_p_ptr, local_residual_mass_ptr)
+        is_accepted = verifier.accepted_at_rates(rates)
+    if cumulative_log_p_ptr is None:
+        verdict = verifier.verify_one_by_one(is_accepted)
+    else:
+        verdict = verifier.verify_by_block(
+            is_accepted, cumulative_log_p_ptr, local_residual_mass_ptr
+        )
 
     num_drafts = np.diff(starts) - 1
     rows, steps = spread(starts)
     at = np.flatnonzero((steps <= verdict.last[rows]) & (steps < num_drafts[rows]))
-    tokens = np.where(is_kept | (drafts.temperatures != 0), drafts.tokens, best)
+    tokens = np.where(is_accepted | (drafts.temperatures != 0), drafts.tokens, best)
     sampled_ptr.numpy()[rows[at], steps[at]] = tokens[at]
     rejected_steps_ptr.numpy()[: len(num_drafts)] = verdict.num_kept
     is_one = (verdict.normalized >= 0) & (verdict.normalized < num_drafts)
@@ -260,7 +297,7 @@ def _rejection_kernel(
 
 
 def _residual(log_target: np.ndarray, log_draft: np.ndarray) -> np.ndarray:
-    """Return log max(exp(log_target) - exp(log_draft), 0), stable where the two are close."""
+    """Return log max(exp(log_target) - exp(log_draft), 0), accurate where the two are close."""
     with np.errstate(all="ignore"):
         ratio = np.exp(log_draft - log_target)
         return np.where(ratio < 1, log_target + np.log1p(-ratio), np.float32(-np.inf))
@@ -301,9 +338,9 @@ def _resample_kernel(
     WATERMARK: bool,
     DEDUPLICATE_CONTEXTS: bool,
 ) -> None:
-    """Draw the token after each row's kept drafts, per vocabulary block.
+    """Draw the token after each row's kept drafts: the best one of each vocabulary block.
 
-    Greedy rows that rejected a draft already have their token and stay unwritten.
+    Greedy rows that rejected a draft already have the target's token and stay unwritten.
     """
     assert not WATERMARK, "watermarked verification has no CPU kernel"
     starts, num_kept = cu_num_logits_ptr.numpy(), rejected_step_ptr.numpy()
@@ -317,17 +354,19 @@ def _resample_kernel(
         logits = target_logits_ptr[indices[rows], :vocab_size].float().numpy()
         places = np.flatnonzero(rejected[rows] >= 0)
         those = rows[places]
-        if draft_logits_ptr is None:
+        # `places` are those of `rows` that rejected a draft: their logits become the residual's.
+        if draft_logits_ptr is None:  # the drafter gave its draft probability 1
             logits[places, rejected[those]] = -np.inf
         elif len(those):
             log_target = logits[places] - target_rejected_logsumexp_ptr.numpy()[those, None]
-            if cumulative_log_p_ptr is not None:
+            if cumulative_log_p_ptr is not None:  # block verification: max(p_i * target - draft, 0)
                 log_p = cumulative_log_p_ptr.numpy()[indices[those] - 1]
                 log_target += np.where(num_kept[those] > 0, log_p, np.float32(0))[:, None]
             draft = draft_logits_ptr[slots[those], num_kept[those], :vocab_size].float().numpy()
             draft = draft / temperatures[those, None]
             draft -= draft_rejected_logsumexp_ptr.numpy()[those, None]
             logits[places] = _residual(log_target, draft)
+        # A sample is the argmax of logits + Gumbel noise; greedy rows have no noise.
         values: np.ndarray = logits.astype(np.float64 if USE_FP64 else np.float32)
         places = np.flatnonzero(temperatures[rows])
         if len(places):
@@ -353,7 +392,11 @@ def _insert_resampled_kernel(
     temp_ptr: torch.Tensor,
     PADDED_RESAMPLE_NUM_BLOCKS: int,
 ) -> None:
-    """Put the token that was drawn after each row's kept drafts, and count it in num_sampled."""
+    """Write the token that was drawn after each row's kept drafts, and add 1 to num_sampled.
+
+    sampled: [rows, steps + 1]. num_sampled comes with the number of kept drafts. Greedy rows that
+    rejected a draft have their token already, and are only counted.
+    """
     num_rows = len(cu_num_logits_ptr) - 1
     starts = cu_num_logits_ptr.numpy()
     num_sampled = num_sampled_ptr.numpy()
@@ -366,7 +409,7 @@ def _insert_resampled_kernel(
     num_sampled[:num_rows] += 1
 
 
-REJECTION_KERNELS: dict[str, Callable[..., None]] = {
+REJECTION_KERNELS: dict[str, Kernel] = {
     _SAMPLER + "_flatten_sampled_kernel": _flatten_sampled_kernel,
     _SAMPLER + "_gather_draft_sampled_kernel": _gather_draft_sampled_kernel,
     _UTILS + "_rejection_kernel": _rejection_kernel,

@@ -1,11 +1,11 @@
 """The Triton kernels of vLLM's sampler for autoregressive models, in numpy and torch.
 
-A diffusion model has its own sampler and never launches them, so they are opt-in: `install(...,
-include_sampling=True)` for a worker that serves an autoregressive model or a drafter. Conventions
-as in kernels.py, and here
+A diffusion model has its own sampler and never launches them. So they are installed only where an
+autoregressive model or a drafter is served (`install(..., include_sampling=True)`). `batch`
+explains how these functions are written. Here
 
-    logits               [N, V], one row per sampled position; changed in place
-    expanded_idx_mapping [N], logits row -> slot
+    logits                [N, V], one row for each position that is sampled; changed in place
+    expanded_idx_mapping  [N], the slot of each logits row
 """
 
 import numpy as np
@@ -44,11 +44,14 @@ def _gumbel_sample_kernel(
     USE_FP64: bool,
     PER_TOKEN_COL: bool,
 ) -> None:
-    """Sample one token per logits row (the largest one at temperature 0), per vocabulary block.
+    """Find the best token of each vocabulary block, for every logits row.
 
-    local_argmax, local_max: [N, blocks]. logits_cache [max_num_reqs, columns, V], unless None,
-    keeps the logits before temperature. Rows with a negative slot are padding: they are not cached
-    and count as temperature 0.
+    The best is the largest logit, plus Gumbel noise unless the temperature is 0; the largest over
+    all blocks is a sample from the softmax. vLLM reduces the blocks itself. local_argmax,
+    local_max: [N, blocks]. Rows with a negative slot are padding and count as temperature 0.
+
+    logits_cache: [max_num_reqs, columns, V] or None. If given, the rows of logits_cache_source are
+    kept in it, at each row's slot (not those of padding).
     """
     slots = expanded_idx_mapping_ptr.numpy()
     temperatures = np.where(slots >= 0, temp_ptr.float().numpy()[slots], np.float32(0))
@@ -86,7 +89,7 @@ def _temperature_kernel(
     vocab_size: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Divide every logits row by its request's temperature; 0 means greedy and divides nothing."""
+    """Divide every logits row by its request's temperature; rows with temperature 0 stay."""
     temperature = temperature_ptr[expanded_idx_mapping_ptr].float()
     temperature.masked_fill_(temperature == 0, 1)
     logits_ptr.div_(temperature.unsqueeze(1))
@@ -100,7 +103,7 @@ def _min_p_kernel(
     vocab_size: int,
     BLOCK_SIZE: int,
 ) -> None:
-    """Mask the tokens less likely than min_p times the likeliest; min_p 0 masks nothing."""
+    """Set tokens that are less likely than min_p times the most likely one to -inf; 0 sets none."""
     log_min_p = min_p_ptr[expanded_idx_mapping_ptr].float().log()
     threshold = logits_ptr.amax(1).float() + log_min_p
     logits_ptr.masked_fill_(logits_ptr < threshold.unsqueeze(1), -torch.inf)
@@ -117,7 +120,10 @@ def _get_num_sampled_and_rejected_kernel(
     idx_mapping_ptr: torch.Tensor,
     prefill_len_ptr: torch.Tensor,
 ) -> None:
-    """Set num_rejected to logits rows - num_sampled; rows in mid-prompt get 0 for both."""
+    """Set num_rejected to the number of logits rows - num_sampled.
+
+    Rows that have not reached the end of their prompt get 0 for both.
+    """
     slots = idx_mapping_ptr.numpy()
     num_rows = len(slots)
     is_done = seq_lens_ptr.numpy()[:num_rows] >= prefill_len_ptr.numpy()[slots]

@@ -1,4 +1,6 @@
-"""``dllm quantize`` and ``dllm check-quant``: FP8 and NVFP4 checkpoints, with LLM Compressor.
+"""``dllm quantize`` writes FP8 and NVFP4 checkpoints, ``dllm check-quant`` checks them.
 
-Runs in an environment without vLLM. Imports models (names and shapes), tasks, settings, ``quant``.
+LLM Compressor and vLLM cannot be installed together, so the quantizing process (``make``) runs in
+an environment of its own, without vLLM; ``command`` starts it. Nothing here imports vLLM. Imports
+models (names and shapes of tensors), tasks, settings and ``quant``.
 """

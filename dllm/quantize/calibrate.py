@@ -1,12 +1,15 @@
-"""The largest inputs of every linear layer, measured by LLM Compressor's observers.
+"""Calibration: runs the model on prompts to find the largest inputs of every linear layer.
 
-The model answers prompts as it does when served: the encoder reads a prompt and the blocks that it
-wrote, the decoder denoises canvases from noise. The two halves are two sets of modules with tied
-weights in Hugging Face's model; observers on one of them would never see the other's inputs, and
-experts that no token was sent to would have no scale. So the halves are made to share their linear
-layers, and every expert sees every token while the routed ones alone answer.
+NVFP4 needs a static scale for the inputs of each layer. LLM Compressor's observers measure it while
+Hugging Face's model answers prompts: the encoder reads a prompt and the blocks written so far, the
+decoder denoises canvases. Two things are changed in the model before:
 
-Imports LLM Compressor: only in its environment.
+- Encoder and decoder are two sets of modules with the same weights. An observer on one would not
+  see the inputs of the other, so both are made to use the same linear layers.
+- An expert that gets no token would have no scale. So every expert sees every token; the answers
+  still come from those that the router chose.
+
+This module imports LLM Compressor, so it works only in that environment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +33,12 @@ from dllm.settings.command import CommandError
 
 @dataclass(frozen=True)
 class Calibration:
-    """How the model is run.
+    """What the model is run on.
 
     Attributes:
-        prompts: the conversations that it answers, one at a time.
-        blocks: how many canvases it fills for each, if it does not end before.
-        seed: of the canvases' noise.
+        prompts: conversations that it answers, one at a time.
+        blocks: how many canvases it fills for each, unless the answer ends before.
+        seed: of the noise that canvases start from.
     """
 
     prompts: list[list[Message]]
@@ -51,20 +54,20 @@ def measure_inputs(
     calibration: Calibration,
     on_prompt: Callable[[int], None],
 ) -> dict[str, torch.Tensor]:
-    """The static scale of each layer's inputs, ``[1]`` fp32, a divisor.
+    """Measure the static scale of each layer's inputs: ``[1]`` fp32, a divisor, by layer name.
 
-    The whole model is in memory (of ``device``) once, and none of it when this returns; while a
-    layer's experts are split, that layer's are there twice.
+    Takes the memory (of ``device``) for the whole model, plus the experts of one layer while they
+    are split. The memory is free again when this returns.
 
     Args:
-        path: a checkpoint.
-        modules: the linear layers whose inputs are wanted, by their names in a checkpoint.
+        path: a checkpoint that is not quantized.
+        modules: the linear layers to measure, by their names in a checkpoint.
         preset: compressed-tensors' name of the scheme.
-        on_prompt: called with the number of prompts answered.
+        on_prompt: called with the number of prompts answered so far.
 
     Raises:
-        CommandError: a layer has seen nothing, only zeros, or something not finite; LLM Compressor
-            would go on with a scale of 1.
+        CommandError: a layer had no input, only zeros, or one that is not finite. (LLM Compressor
+            would use a scale of 1 then.)
     """
     disable_progress_bar()
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(
@@ -88,13 +91,14 @@ def measure_inputs(
 def share_halves(model: DiffusionGemmaForBlockDiffusion) -> None:
     """Make the encoder use the decoder's linear layers and experts, and split the experts.
 
-    Experts are split layer by layer, and each stack is freed before the next: sharing them only
-    afterwards would keep every stack alive through the other half.
+    The experts of a layer are one tensor; split, each has linear layers of its own that an observer
+    can be put on. This is done layer by layer in both halves at once, so that the tensor is freed
+    before the next layer is split. If the encoder followed later, it would keep all of them alive.
     """
     encoder, decoder = model.model.encoder.language_model, model.model.decoder
     for reading, writing in zip(encoder.layers, decoder.layers, strict=True):
         split = LinearExperts2D.get_linear_experts_cls(type(writing.experts))
-        with torch.device(model.device):  # it makes the new ones on the default device
+        with torch.device(model.device):  # the new modules are made on torch's default device
             writing.experts = split.from_experts_module(writing.experts, model.config.text_config)
         reading.experts = writing.experts
         for name, module in list(writing.named_modules()):
@@ -105,13 +109,14 @@ def share_halves(model: DiffusionGemmaForBlockDiffusion) -> None:
 def observe_inputs(
     model: DiffusionGemmaForBlockDiffusion, modules: Sequence[str], preset: str
 ) -> dict[str, Observer]:
-    """An observer of each layer's inputs, by the layer's name in a checkpoint."""
+    """Put an observer on each layer's inputs; returns them by the layer's name in a checkpoint."""
     scheme = preset_name_to_scheme(preset, ["Linear"]).input_activations
     assert scheme is not None and scheme.observer is not None
     layers = dict(model.model.decoder.named_modules())
     observers = {}
     for module in modules:
         observer = Observer.load_from_registry(scheme.observer, base_name="input", args=scheme)
+        # "and None": what a hook returns would replace the inputs.
         layers[module.removeprefix(DECODER)].register_forward_pre_hook(
             lambda _, inputs, observer=observer: observer(inputs[0]) and None
         )
@@ -120,8 +125,8 @@ def observe_inputs(
 
 
 def input_scales(observers: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
-    """The scales of what was observed; raises as ``measure_inputs``."""
-    bad = [name for name, observer in observers.items() if not _has_seen(observer)]
+    """The scales that follow from the observed inputs; raises as ``measure_inputs``."""
+    bad = [name for name, observer in observers.items() if not _saw_inputs(observer)]
     if bad:
         raise CommandError(
             f"calibration gave no finite, non-zero input to {few(bad)}. Give more or other prompts "
@@ -130,7 +135,8 @@ def input_scales(observers: Mapping[str, Observer]) -> dict[str, torch.Tensor]:
     return {name: _scale(observer) for name, observer in observers.items()}
 
 
-def _has_seen(observer: Observer) -> bool:
+def _saw_inputs(observer: Observer) -> bool:
+    """Whether the largest input was finite and not 0."""
     if not observer.has_statistics:
         return False
     largest = torch.maximum(observer.max_vals.abs().max(), observer.min_vals.abs().max())

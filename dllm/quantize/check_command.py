@@ -1,4 +1,4 @@
-"""``dllm check-quant``: what is wrong with a quantized checkpoint, for people and for scripts."""
+"""``dllm check-quant``: prints, or writes as JSON, what is wrong with a quantized checkpoint."""
 
 import argparse
 import dataclasses
@@ -16,11 +16,11 @@ from dllm.quantize.linears import linears
 from dllm.quantize.verify import Report, verify
 from dllm.settings.command import FAILED, OK, CommandError
 
-LISTED = 20
+LISTED = 20  # outliers and problems that are printed; JSON has all
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check a checkpoint; 0: nothing was found, 1: something was."""
+    """Check a checkpoint; returns 0 if it has no problem, else 1."""
     parser = argparse.ArgumentParser(
         prog="dllm check-quant",
         description="Check a quantized DiffusionGemma checkpoint.",
@@ -50,12 +50,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def as_json(path: Path, report: Report) -> dict[str, object]:
-    """The findings; ``ok`` says what the exit status says."""
+    """The findings as a JSON object; ``ok`` is true when the exit status is 0."""
     return {"path": str(path), "ok": not report.problems} | dataclasses.asdict(report)
 
 
 def in_words(path: Path, report: Report) -> list[str]:
-    """The findings, a line each."""
+    """The findings as lines to print."""
     layers = ", ".join(f"{count} layers {name}" for name, count in report.schemes.items())
     size = in_units(report.num_bytes)
     if report.original_bytes is not None:

@@ -1,7 +1,7 @@
 """A checkpoint directory: its config.json, and its tensors, read one at a time.
 
-Only what was read is in memory, and the pages of the files stay the system's to drop: a model of
-26B parameters is never held whole by what reads it through this.
+Files are mapped into memory, and only tensors that are read take any. So a checkpoint of 26B
+parameters can be read on a machine with far less memory.
 """
 
 import json
@@ -17,7 +17,7 @@ ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# How safetensors writes a dtype.
+# safetensors' names of dtypes.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -37,12 +37,12 @@ class Checkpoint:
     Attributes:
         path: the directory.
         config: its config.json.
-        shapes, dtypes: of every tensor, by its name.
-        files: which file holds a tensor.
+        shapes, dtypes: the shape and dtype of every tensor, by its name.
+        files: the file that holds a tensor, by its name.
 
     Raises:
-        CommandError: no such directory, another kind of model, or files that are missing, cut
-            short or no safetensors; says which.
+        CommandError: the directory does not exist or holds another kind of model, or a file is
+            missing, cut short or not in safetensors; says which.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +101,7 @@ class Checkpoint:
         return weight_map
 
     def _check_index(self) -> None:
-        """Refuse an index that promises tensors no file has."""
+        """Refuse an index with names of tensors that no file has."""
         if not (self.path / INDEX).is_file():
             return
         absent = sorted(self._index().keys() - self.files.keys())
@@ -121,23 +121,23 @@ class Checkpoint:
         return self._handle(self.files[name]).get_tensor(name)
 
     def read_part(self, name: str, index: int, rows: tuple[int, int]) -> torch.Tensor:
-        """Rows ``[first, behind the last)`` of matrix ``index`` of a stack, ``[rows, columns]``."""
+        """Rows ``rows[0]`` to ``rows[1] - 1`` of matrix ``index`` of a 3-D tensor, as stored."""
         return self._handle(self.files[name]).get_slice(name)[index, rows[0] : rows[1]]
 
     def num_bytes(self, name: str) -> int:
-        """What a tensor takes."""
+        """The size of a tensor in bytes."""
         return byte_size(self.shapes[name], self.dtypes[name])
 
     def release(self) -> None:
-        """Close the files, and with them the pages that reading mapped into this process."""
+        """Close the files: memory that reading mapped is given back. They reopen when needed."""
         self._open.clear()
 
 
 def open_file(file: Path) -> safe_open:
-    """An open safetensors file.
+    """Open a safetensors file.
 
     Raises:
-        CommandError: it is none, or not whole.
+        CommandError: it cannot be read: it is incomplete, damaged or another kind of file.
     """
     try:
         return safe_open(file, framework="pt")
@@ -149,7 +149,11 @@ def open_file(file: Path) -> safe_open:
 
 
 def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> shape and dtype of the tensors of a file; raises as ``open_file``."""
+    """The shape and dtype of each tensor in a file, by name.
+
+    Raises:
+        CommandError: as ``open_file``, or a dtype is not in ``DTYPES``.
+    """
     handle = open_file(file)
     header = {}
     for name in handle.keys():  # noqa: SIM118 (a safe_open is no mapping)
@@ -163,12 +167,12 @@ def read_header(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def byte_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """What a tensor of this shape and dtype takes."""
+    """The size in bytes of a tensor of this shape and dtype."""
     return torch.Size(shape).numel() * dtype.itemsize
 
 
 def in_units(num_bytes: float) -> str:
-    """A size as people read it."""
+    """A size as text, in MB or GB (powers of ten)."""
     unit, name = (1e9, "GB") if num_bytes >= 1e9 else (1e6, "MB")
     return f"{num_bytes / unit:.2f} {name}"
 

@@ -1,4 +1,4 @@
-"""``dllm quantize``: checks the request, then does it in LLM Compressor's own environment."""
+"""``dllm quantize``: checks the request, then starts ``make`` in LLM Compressor's environment."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from dllm.quantize.job import prepare
 from dllm.settings.command import OK, CommandError
 
 ROOT = Path(__file__).resolve().parents[2]
-# What `make setup-quant` makes, and writes last.
+# What `make setup-quant` makes; the second is written last, when the environment is complete.
 PYTHON, READY = ROOT / ".venv-quant/bin/python", ROOT / ".venv-quant/.locked"
 
 
@@ -21,10 +21,11 @@ def main(argv: Sequence[str]) -> int:
     job, args = prepare(argv)
     python = find_python(args.python)
     print(f"{args.model} -> {args.out} ({args.scheme}): needs {job.needs}", flush=True)
-    # The process that does the work goes when this one is told to.
+    # sys.exit unwinds through subprocess.run, which ends the process that does the work.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as directory:
-        # That environment has no dllm, and must not see the other packages of this one.
+        # The other environment does not have our packages. They come through links, because this
+        # environment's site-packages on PYTHONPATH would bring everything else along.
         for package in ("dllm", "quant"):
             (Path(directory) / package).symlink_to(ROOT / package)
         environment = os.environ | {"PYTHONPATH": directory, "PYTHONUNBUFFERED": "1"}

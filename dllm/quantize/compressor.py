@@ -1,7 +1,7 @@
-"""LLM Compressor, as a function from weights to what a checkpoint holds of them.
+"""Quantizing weights with LLM Compressor, a few linear layers at a time and without a model.
 
-Its observers find the scales and compressed-tensors' compressors pack the codes, a few linear
-layers at a time and without a model. Imports LLM Compressor: only in its environment.
+LLM Compressor's observers find the scales; compressed-tensors turns weights into codes and packs
+them. This module imports LLM Compressor, so it works only in that environment.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,15 @@ from dllm.quantize.recipes import IGNORED, Recipe
 
 
 def quantizer(recipe: Recipe, device: str) -> QuantizeFused:
-    """Quantizes the weights of one layer, or of several that vLLM makes one of.
+    """A function that quantizes the weights of one layer, or of several that vLLM fuses into one.
 
-    Those share an NVFP4 global scale: vLLM takes the larger of different ones for all, and would
-    read the others' weights wrong.
+    Fused layers get one NVFP4 global scale together. If theirs differed, vLLM would take the larger
+    for all and read the other weights wrong.
     """
     scheme = preset_name_to_scheme(recipe.preset, ["Linear"])
 
     def quantize(weights: Tensors, input_scale: torch.Tensor | None) -> dict[str, Tensors]:
+        # The steps of LLM Compressor's own pipeline, called one by one.
         modules = {}
         for name, weight in weights.items():
             validate_weight_for_quantization(weight, scheme, name)

@@ -1,4 +1,7 @@
-"""A checkpoint, cut into groups of layers that are quantized and written one at a time."""
+"""Cuts a checkpoint into groups, so that only one at a time is in memory, and quantizes a group.
+
+Each decoder layer is a group, and everything outside the layers is one more. Each becomes a file.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -14,19 +17,20 @@ from quant.checks import implausible_scale, is_scale, layer_problems, scale_prob
 from quant.schemes import Scheme
 
 Tensors = dict[str, torch.Tensor]
-# Weights of layers that are fused, by module -> what the files hold of each, by suffix. The second
-# argument is the static scale of their inputs, which they share, if the scheme has one.
+# Quantizes layers that vLLM fuses into one. Arguments: their weights by module, and the static
+# scale of their inputs (the same for all; None if the scheme has none). Result: for each module
+# the tensors that a checkpoint holds, by the last part of their names.
 QuantizeFused = Callable[[Tensors, torch.Tensor | None], dict[str, Tensors]]
 
 
 @dataclass(frozen=True)
 class Group:
-    """What becomes one file.
+    """The tensors that become one file.
 
     Attributes:
-        label: what a progress line calls it.
-        kept: names of the tensors that are copied, as they will be called -> as they are called.
-        layers: the linear layers that are quantized.
+        label: its name in lines of progress.
+        kept: tensors that are copied: new name -> name in the source.
+        layers: linear layers that are quantized.
     """
 
     label: str
@@ -34,7 +38,7 @@ class Group:
     layers: tuple[Linear, ...]
 
     def fused(self) -> list[list[Linear]]:
-        """The layers, those that vLLM makes one of together."""
+        """The layers in lists; each list holds the layers that vLLM fuses into one."""
         sets: dict[str, list[Linear]] = defaultdict(list)
         for layer in self.layers:
             sets[layer.fused].append(layer)
@@ -42,11 +46,11 @@ class Group:
 
 
 def groups_of(source: Checkpoint, recipe: Recipe) -> list[Group]:
-    """What stands outside the layers, then a group for each layer.
+    """The groups of a checkpoint: what is outside the decoder layers, then one for each layer.
 
     Raises:
-        CommandError: the source is quantized already, misses a tensor or has one of a wrong shape,
-            or the recipe does not fit its shapes.
+        CommandError: the source is quantized already, misses a tensor, has one of a wrong shape or
+            dtype, or its shapes do not fit the recipe.
     """
     refuse_unfit(source)
     layers = recipe.quantized(linears(source.config))
@@ -67,10 +71,10 @@ def groups_of(source: Checkpoint, recipe: Recipe) -> list[Group]:
 
 
 def refuse_unfit(source: Checkpoint) -> None:
-    """Refuse a source that is quantized already or not whole.
+    """Refuse a source that is quantized already or incomplete.
 
     Raises:
-        CommandError: it is; names the tensors.
+        CommandError: names the tensors that are missing, or have a wrong shape or dtype.
     """
     if "quantization_config" in source.config:
         raise CommandError(
@@ -106,14 +110,16 @@ def quantize_group(
     quantize: QuantizeFused,
     input_scales: Mapping[str, torch.Tensor],
 ) -> Tensors:
-    """The tensors of a group's file.
+    """Quantize a group; returns the tensors of its file, by name.
 
     Args:
-        input_scales: what ``calibrate`` found, by module; empty without calibration.
+        scheme: of the quantized layers.
+        quantize: turns weights into the tensors of a checkpoint.
+        input_scales: the result of ``calibrate``, by module; empty without calibration.
 
     Raises:
-        CommandError: the two copies of a weight differ, a weight is not finite, or a scale came out
-            wrong; names the tensor.
+        CommandError: the encoder's and the decoder's copy of a weight differ, a weight is not
+            finite, or a scale is wrong; names the tensor.
     """
     copies = by_one_name(source.shapes)
     sources = {layer.source for layer in group.layers}
@@ -135,7 +141,11 @@ def quantize_group(
 
 
 def read_linear(source: Checkpoint, stored: str, layer: Linear) -> torch.Tensor:
-    """The weight of a layer, ``[out, in]``, from the tensor that an unquantized checkpoint has."""
+    """Read the weight of a layer, ``[out, in]``, from an unquantized checkpoint.
+
+    stored: the name of the tensor. The weights of all experts of a layer are in one tensor, of
+    which a part is read.
+    """
     if layer.expert is None:
         return source.read(stored)
     rows = (layer.first_row, layer.first_row + layer.shape[0])
@@ -143,7 +153,7 @@ def read_linear(source: Checkpoint, stored: str, layer: Linear) -> torch.Tensor:
 
 
 def _refuse_differing(source: Checkpoint, stored: list[str]) -> None:
-    """Refuse copies that differ: which of them was trained, nobody knows."""
+    """Refuse two copies of one weight that differ: nothing says which of them is right."""
     first, *others = stored
     for other in others:
         if not torch.equal(source.read(first), source.read(other)):
@@ -169,7 +179,7 @@ def _refuse_problems(module: str, parts: Tensors, scheme: Scheme) -> None:
 
 
 def file_bytes(source: Checkpoint, group: Group, scheme: Scheme) -> int:
-    """What a group's file will take, but for its header (and for scales: at most)."""
+    """The size of a group's file without its header; scales are counted generously."""
     kept = sum(source.num_bytes(stored) for stored in group.kept.values())
     for layer in group.layers:
         for suffix, shape in scheme.shapes(*layer.shape).items():
@@ -179,10 +189,11 @@ def file_bytes(source: Checkpoint, group: Group, scheme: Scheme) -> int:
 
 
 def working_bytes(source: Checkpoint, group: Group, scheme: Scheme) -> int:
-    """What quantizing a group takes at its peak, nearly.
+    """About how much memory quantizing a group takes at its peak.
 
-    Its file, its tensors in the source (mapped: the system may drop them), and what the largest of
-    its layers, up to three of which are fused, takes in fp32 a few times over.
+    That is its file, its tensors in the source (mapped from disk, so the system may drop them), and
+    temporaries: about 12 fp32 copies of its largest layer. Up to three layers are fused and
+    quantized together, with several temporaries each.
     """
     largest = max((layer.shape[0] * layer.shape[1] for layer in group.layers), default=0)
     read = {layer.source for layer in group.layers} | set(group.kept.values())

@@ -1,7 +1,7 @@
-"""A request to quantize, checked: everything that can be refused is refused before work begins.
+"""A request to quantize: its command line, checked before any work begins.
 
-Both sides of ``dllm quantize`` prepare the same job: the command, which refuses at once what cannot
-be done, and the process in LLM Compressor's environment, which does it.
+Both processes of ``dllm quantize`` prepare the same job from the same command line: the command,
+to refuse at once what cannot be done, and ``make`` in LLM Compressor's environment, to do it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from dllm.quantize.recipes import RECIPES, Recipe, recipe_named
 from dllm.quantize.staging import refuse_existing
 from dllm.settings.command import CommandError
 
-# Copied as they are, where the source has them.
+# Files beside the weights that are copied unchanged, if the source has them.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -40,10 +40,10 @@ class Job:
     Attributes:
         source: the checkpoint in bf16 (or fp16, or fp32).
         recipe: how it is quantized.
-        groups: what becomes one file each.
+        groups: the parts of the checkpoint that become one file each.
         out: the directory to make.
-        prompts: what calibration asks; empty if there is none.
-        blocks, seed, device: as the options say.
+        prompts: conversations to calibrate with; empty if the recipe needs no calibration.
+        blocks, seed, device: the options of these names.
     """
 
     source: Checkpoint
@@ -57,12 +57,12 @@ class Job:
 
     @property
     def output_bytes(self) -> int:
-        """What the finished weights take, nearly."""
+        """About the size of the finished weights, in bytes."""
         return sum(file_bytes(self.source, group, self.recipe.scheme) for group in self.groups)
 
     @property
     def needs(self) -> str:
-        """The memory and disk that it takes, in words."""
+        """The memory and disk space that it takes, as text."""
         scheme = self.recipe.scheme
         writing = max(working_bytes(self.source, group, scheme) for group in self.groups)
         text = (
@@ -108,10 +108,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
-    """The job that a command line asks for.
+    """Parse and check a command line; returns the job and the parsed options.
 
     Raises:
-        CommandError: it cannot be done, and why.
+        CommandError: it cannot be done; says why and what to do.
     """
     args = parser().parse_args(argv)
     recipe = recipe_named(args.scheme)
@@ -144,10 +144,12 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
 
 
 def refuse_full_disk(job: Job) -> None:
-    """Refuse what will not fit; files of an earlier, interrupted run count as room.
+    """Refuse a job whose output does not fit on the disk.
+
+    Files that an interrupted run has finished need no more space: they count as free.
 
     Raises:
-        CommandError: it will not fit, or there is no directory to write to.
+        CommandError: it does not fit, or the directory to write in does not exist.
     """
     parent = job.out.absolute().parent
     if not parent.is_dir():

@@ -1,9 +1,9 @@
-"""The linear layers of the text model: where a checkpoint keeps them before and after quantizing.
+"""The linear layers of the text model: their names and places in a checkpoint.
 
-Before, the experts of a layer are two stacks of matrices (``experts.gate_up_proj``,
-``experts.down_proj``); after, each expert has three layers of its own, as vLLM and LLM Compressor
-expect of a quantized mixture (``experts.3.gate_proj.weight``). What vLLM fuses into one layer (q, k
-and v; gate and up) has to share an NVFP4 global scale.
+In an unquantized checkpoint the experts of a layer are two tensors, ``experts.gate_up_proj`` and
+``experts.down_proj``, with a matrix for each expert. In a quantized one every expert has three
+layers of its own (``experts.3.gate_proj.weight``), as vLLM and LLM Compressor expect. vLLM fuses
+some layers into one (q, k and v; gate and up); these have to share an NVFP4 global scale.
 """
 
 import re
@@ -31,8 +31,8 @@ class Linear:
         module: its name in a quantized checkpoint.
         shape: (out, in) of its weight.
         source: the tensor that holds its weight in an unquantized checkpoint.
-        expert: its index in that tensor, if it is a stack of experts.
-        first_row: where its rows begin there.
+        expert: the index of its matrix in that tensor, if it belongs to an expert.
+        first_row: the first of its rows in that matrix (gate and up are one above the other).
     """
 
     module: str
@@ -43,22 +43,22 @@ class Linear:
 
     @property
     def fused(self) -> str:
-        """The layer that vLLM makes of it, alone or with others."""
+        """The name of the layer in vLLM, which may be fused of several: theirs is then the same."""
         parent, _, leaf = self.module.rpartition(".")
         return f"{parent}.{_FUSED.get(leaf, leaf)}"
 
 
 def text_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the text model cannot do without.
+    """Name and shape of every tensor that the text model needs.
 
-    Not the layer scalars: a half without one has 1.
+    Layer scalars are not among them: they may be missing, and count as 1 then.
     """
     shapes = tensor_shapes({**config, "vision_config": None})
     return {name: shape for name, shape in shapes.items() if not name.endswith(".layer_scalar")}
 
 
 def linears(config: Config) -> list[Linear]:
-    """Every linear layer but the head, in the order of the checkpoint's layers."""
+    """Every linear layer except the head, layer by layer."""
     found: list[Linear] = []
     for name, shape in text_shapes(config).items():
         parent, _, leaf = name.rpartition(".")
@@ -91,9 +91,9 @@ def layer_number(name: str) -> int | None:
 
 
 def one_name(name: str) -> str:
-    """The name under which every copy of a shared weight goes: the decoder's.
+    """The decoder's name of a weight that encoder and decoder share, whichever name is given.
 
-    Vision towers and layer scalars are not shared: their names stay.
+    Weights of vision and layer scalars are not shared: their names are returned unchanged.
     """
     shared = shared_name(name)
     if shared == name or shared.startswith("encoder.") or shared.endswith(".layer_scalar"):
@@ -102,7 +102,7 @@ def one_name(name: str) -> str:
 
 
 def by_one_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """One name -> the names of its copies, the decoder's first."""
+    """The names of all copies of each weight, by its ``one_name``; the decoder's copy first."""
     copies: dict[str, list[str]] = {}
     for name in sorted(names):  # "model.decoder" sorts before "model.encoder"
         copies.setdefault(one_name(name), []).append(name)

@@ -1,6 +1,6 @@
-"""Quantize a checkpoint: measure inputs if the scheme needs it, then write one group at a time.
+"""Quantizes a checkpoint: calibrates if the scheme needs it, then writes one group at a time.
 
-Runs in LLM Compressor's environment, started by ``dllm.quantize.command``.
+This is the main program of LLM Compressor's environment; ``dllm.quantize.command`` starts it.
 """
 
 import importlib.metadata
@@ -22,7 +22,7 @@ from dllm.quantize.staging import Staging
 from dllm.settings.command import FAILED, INTERRUPTED, OK, CommandError
 
 INPUT_SCALES = "input_scales.safetensors"
-# Kilobytes on Linux, bytes on macOS.
+# getrusage counts memory in kilobytes on Linux, in bytes on macOS.
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 Say = Callable[[str], None]
@@ -35,16 +35,16 @@ def make(
     measure: Callable[[Job, Say], Tensors],
     say: Say,
 ) -> None:
-    """Write the quantized checkpoint, or go on with what an interrupted run has written.
+    """Write the quantized checkpoint; files that an interrupted run has finished are kept.
 
     Args:
-        config: the ``quantization_config`` of its config.json.
-        quantize: turns weights into what a file holds of them.
-        measure: finds the scales of inputs; called if the recipe needs it.
-        say: takes lines of progress.
+        config: the ``quantization_config`` for its config.json.
+        quantize: turns weights into the tensors of a checkpoint.
+        measure: calibrates: finds the scales of inputs. Called if the recipe needs it.
+        say: called with lines of progress.
 
     Raises:
-        CommandError: it cannot be done, and why; ``job.out`` is then not there.
+        CommandError: says why it cannot be done; ``job.out`` does not exist then.
     """
     staging = Staging(job.out, run_record(job))
     input_scales: Tensors = {}
@@ -86,7 +86,7 @@ def _write_groups(
 
 
 def run_record(job: Job) -> dict[str, object]:
-    """What the files depend on, and why some layers are left alone."""
+    """Everything that the files depend on, and why some layers are not quantized."""
     files = sorted(set(job.source.files.values()))
     record: dict[str, object] = {
         "scheme": job.recipe.scheme.name,
@@ -114,12 +114,12 @@ def _version(package: str) -> str | None:
 
 
 def peak_memory() -> str:
-    """The most that this process had resident, mapped files included."""
+    """The most memory that this process has had so far, mapped files included."""
     return in_units(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
 
 
 def resident() -> str:
-    """What this process has in memory now, and what of it are files that the system may drop."""
+    """The memory of this process, apart from mapped files, which the system may drop."""
     status = Path("/proc/self/status")
     if not status.is_file():
         return f"peak memory {peak_memory()}"
@@ -156,7 +156,7 @@ def _say(line: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Do what ``dllm quantize`` was asked to; returns an exit status."""
-    # Before the imports: it logs every module it touches.
+    # Set before LLM Compressor is imported: it would log a line for every module that it touches.
     os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     torch.set_grad_enabled(False)
     try:

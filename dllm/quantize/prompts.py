@@ -1,4 +1,4 @@
-"""What the model is asked while the scales of its inputs are measured."""
+"""The prompts that the model answers during calibration."""
 
 import json
 from pathlib import Path
@@ -11,21 +11,21 @@ ROLES = ("system", "user", "assistant")
 
 
 def calibration_prompts(file: Path | None, samples: int, seed: int) -> list[list[Message]]:
-    """Conversations that end with something to answer.
+    """Conversations to calibrate with; the model answers the last message of each.
 
     Args:
-        file: one JSON object a line, with ``prompt`` (a text) or ``messages`` (OpenAI's); None asks
-            the task suite's training questions, of every family alike.
-        samples: how many are used; a file may hold fewer, and its first ones are taken.
-        seed: of the task suite.
+        file: a JSON object on each line, with ``prompt`` (a text) or ``messages`` (as in OpenAI's
+            API). None takes training questions of the task suite, equally many of every family.
+        samples: how many to take: the first ones of the file, or all if it has fewer.
+        seed: of the task suite's questions.
 
     Raises:
-        CommandError: the file cannot be read; names the line.
+        CommandError: the file cannot be read, or a line is wrong (its number is in the message).
     """
     if file is None:
         each = -(-samples // len(FAMILIES))
         asked = questions(FAMILIES, "train", each, seed)
-        # Family after family would leave the last ones out.
+        # Families take turns. In the suite's order, `samples` would cut off the last family.
         return [[_user(asked[i].prompt)] for i in _interleaved(len(asked), each)][:samples]
     try:
         lines = file.read_text().splitlines()

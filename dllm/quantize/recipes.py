@@ -1,4 +1,4 @@
-"""What ``dllm quantize`` can make, and which layers it leaves alone, with the reason for each."""
+"""The schemes of ``dllm quantize``, and the layers that it does not quantize, with the reasons."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from dllm.settings.command import CommandError
 from quant.formats import NVFP4_GROUP
 from quant.schemes import SCHEMES, Plan, Scheme
 
-# Patterns as compressed-tensors reads them. Norms and the embedding are no linear layers.
+# Names and patterns as compressed-tensors reads them -> why. Norms and the embedding need no entry:
+# they are not linear layers.
 IGNORED: Mapping[str, str] = {
     "lm_head": "tied to the embedding, which every soft embedding is a mix of",
     "re:.*router.*": "a rounded router logit sends a token to another expert; 0.02% of the weights",
@@ -21,13 +22,13 @@ IGNORED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to quantize.
+    """One way to quantize a model.
 
     Attributes:
-        scheme: what its layers are.
-        preset: compressed-tensors' name of it.
-        file_format: compressed-tensors' name of the tensors' layout.
-        needs_calibration: whether the model has to run to find scales of its inputs.
+        scheme: of the quantized layers.
+        preset: compressed-tensors' name of the scheme.
+        file_format: compressed-tensors' name of the layout of the tensors.
+        needs_calibration: whether the model has to run, to find the scales of its inputs.
     """
 
     scheme: Scheme
@@ -37,14 +38,14 @@ class Recipe:
 
     @property
     def plan(self) -> Plan:
-        """Which layers get the scheme."""
+        """Which layers of a checkpoint get the scheme."""
         return Plan(groups=((("Linear",), self.scheme),), ignore=tuple(IGNORED))
 
     def quantized(self, layers: list[Linear]) -> list[Linear]:
-        """Those of the layers that are not left alone.
+        """Those of the layers that are quantized.
 
         Raises:
-            CommandError: the groups of the format do not fit a layer's input.
+            CommandError: the inputs of a layer cannot be divided into the groups of the format.
         """
         chosen = [layer for layer in layers if self.plan.scheme_of(layer.module) is not None]
         if self.scheme.weights == "nvfp4":

@@ -1,8 +1,9 @@
-"""Files that become a directory only when all of them are there.
+"""Writes the files of an output directory so that the directory appears complete or not at all.
 
-They are written to ``NAME.partial`` beside it, each under another name first, and the directory is
-renamed at the very end. What an interrupted run has finished, the next one with the same inputs
-takes up; the config.json without which nothing loads the weights comes last.
+Files are written to ``NAME.partial`` beside the output, which is renamed to its final name at the
+end. Each file gets its own name only when it is complete, so a run that is started again with the
+same inputs keeps the files of an interrupted one. config.json comes last: without it nothing loads
+the weights.
 """
 
 import errno
@@ -20,19 +21,21 @@ from safetensors.torch import load_file, save_file
 
 from dllm.settings.command import CommandError
 
-# How the files came to be; stays in the finished directory.
+# Records what the files were made from; stays in the finished directory.
 RUN = "quantize_run.json"
 
 
 class Staging:
-    """The unfinished twin of an output directory.
+    """The directory ``NAME.partial`` that becomes the output directory.
 
     Args:
         out: the directory to make; must not exist.
-        run: what the files depend on, as JSON: files of another run are not taken up.
+        run: everything that the files depend on, as JSON. Files of a run with another one are not
+            used.
 
     Raises:
-        CommandError: ``out`` exists, or its twin belongs to another run or to a running process.
+        CommandError: ``out`` exists, or ``NAME.partial`` belongs to a run with other inputs or is
+            being written by another process.
     """
 
     def __init__(self, out: Path, run: Mapping[str, object]) -> None:
@@ -44,7 +47,7 @@ class Staging:
         text = json.dumps(run, indent=2) + "\n"
         with self._writing(RUN):
             self.path.mkdir(exist_ok=True)
-            # Held open for the lock; the system drops both with the process.
+            # Stays open, because closing it gives up the lock. Both end with the process.
             self._run = (self.path / RUN).open("a+")
             self._lock()
             self._run.seek(0)
@@ -67,7 +70,7 @@ class Staging:
             ) from None
 
     def has(self, name: str) -> bool:
-        """Whether a file is there; if it is, it is whole."""
+        """Whether a file is there. If it is, it is complete."""
         return (self.path / name).is_file()
 
     def load(self, name: str) -> dict[str, torch.Tensor]:
@@ -75,10 +78,10 @@ class Staging:
         return load_file(self.path / name)
 
     def save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write tensors to a file, whole or not at all.
+        """Write tensors to a file, completely or not at all.
 
         Raises:
-            CommandError: there is no room for it.
+            CommandError: it cannot be written; says so if the disk is full.
         """
         with self._writing(name) as unfinished:
             contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
@@ -86,18 +89,21 @@ class Staging:
             unfinished.chmod(0o644)  # safetensors writes it readable by its owner only
 
     def write_json(self, name: str, value: Mapping[str, object]) -> None:
-        """Write JSON to a file, whole or not at all; raises as ``save``."""
+        """Write JSON to a file, completely or not at all; raises as ``save``."""
         with self._writing(name) as unfinished:
             unfinished.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
     def copy(self, file: Path) -> None:
-        """Copy a file, whole or not at all; raises as ``save``."""
+        """Copy a file, completely or not at all; raises as ``save``."""
         with self._writing(file.name) as unfinished:
             shutil.copyfile(file, unfinished)
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[Path]:
-        """The path to write a file to, which then gets its name, or is removed."""
+        """Give a temporary path to write a file to.
+
+        Afterwards the file gets its name, or is removed if writing failed.
+        """
         unfinished = self.path / f"{name}.unfinished"
         try:
             yield unfinished
@@ -126,7 +132,7 @@ class Staging:
         """Give the directory its name.
 
         Raises:
-            CommandError: something else has taken the name.
+            CommandError: something with that name has appeared.
         """
         refuse_existing(self.out)
         _flush_to_disk(self.path)
@@ -139,10 +145,10 @@ class Staging:
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuse to write where something is.
+    """Refuse an output path at which something exists.
 
     Raises:
-        CommandError: there is.
+        CommandError: it exists.
     """
     if out.exists() or out.is_symlink():
         raise CommandError(f"--out {out} exists, and nothing is overwritten; name another one.")

@@ -1,7 +1,7 @@
-"""A quantized checkpoint held against its own config.json, and against what it was made from.
+"""Compares a quantized checkpoint with its own config.json, and with the original if there is one.
 
-Tensors are read one layer at a time; the arithmetic is ``quant.formats``', which was written from
-the formats' definitions and shares nothing with what wrote the checkpoint.
+Tensors are read one layer at a time. Weights are dequantized by ``quant.formats``, which shares no
+code with what wrote the checkpoint, so an error of the writer is seen here.
 """
 
 from collections import defaultdict
@@ -22,8 +22,8 @@ from quant.schemes import Plan, Scheme, parse_plan
 
 # Relative L2 error of normally distributed weights, measured: FP8 2.4-2.6%, NVFP4 9.3-9.8%.
 EXPECTED_ERROR: dict[Numbers, float] = {"fp8": 0.026, "int8": 0.01, "nvfp4": 0.098}
-# Times that: beyond the first an error is listed as an outlier; beyond the second it is no rounding
-# error: these are other weights, or scales that do not belong to them.
+# An error above OUTLIER times that is listed. One above WRONG times that cannot come from rounding:
+# these are other weights, or scales that do not belong to them.
 OUTLIER, WRONG = 1.25, 3.0
 LAYER_SCALAR = ".layer_scalar"
 
@@ -33,12 +33,12 @@ class Report:
     """What was found.
 
     Attributes:
-        problems: what makes the checkpoint wrong; one is enough to fail it.
-        notes: what is odd and harmless.
-        schemes: scheme -> number of layers.
+        problems: what makes the checkpoint wrong; with one of these it fails the check.
+        notes: what is unusual but harmless.
+        schemes: name of a scheme -> number of layers that have it.
         errors: module -> relative L2 error of its weight against the original's.
-        outliers: those of them that are larger than the format explains.
-        num_bytes: of all tensors; ``original_bytes``: of the original's.
+        outliers: those of the errors that are larger than the format explains.
+        num_bytes, original_bytes: of all tensors of the checkpoint, and of the original.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A quantized layer: what it is, how, and the names of its tensors by suffix."""
+    """A quantized layer: which one, its scheme, and the names of its tensors by their last part."""
 
     linear: Linear
     scheme: Scheme
@@ -62,15 +62,15 @@ class _Layer:
 def verify(
     checkpoint: Checkpoint, original: Checkpoint | None, on_layer: Callable[[], None]
 ) -> Report:
-    """Everything that can be found out about a checkpoint without running it.
+    """Check everything about a checkpoint that can be checked without running it.
 
     Args:
-        original: what it was made from; None: weights are not compared.
+        original: the checkpoint that it was made from; None: weights are not compared.
         on_layer: called after each quantized layer.
 
     Raises:
-        CommandError: it is not quantized, or in a way that is not known; or the original is
-            quantized, or does not have the shapes that its own config.json makes.
+        CommandError: the checkpoint is not quantized, or with an unknown scheme; or the original
+            is quantized, or its tensors do not have the shapes that follow from its config.json.
     """
     plan = _plan(checkpoint)
     originals = {}
@@ -78,6 +78,7 @@ def verify(
         refuse_unfit(original)
         originals = by_one_name(original.shapes)
     report = Report(num_bytes=_total(checkpoint))
+    # A weight that encoder and decoder share may be stored under two names: name -> names stored.
     copies = by_one_name(checkpoint.shapes)
     for stored in copies.values():
         if len(stored) > 1:
@@ -134,7 +135,7 @@ def _quantized_layers(
 def _check_completeness(
     report: Report, checkpoint: Checkpoint, layers: list[_Layer], copies: dict[str, list[str]]
 ) -> None:
-    """Names and shapes of what is not quantized; names that nothing asks for."""
+    """Check names and shapes of tensors that are not quantized; note those that nothing needs."""
     replaced = {layer.linear.source for layer in layers}
     expected = text_shapes(checkpoint.config)
     known = {
@@ -160,7 +161,7 @@ def _check_completeness(
 
 
 def _check_companions(report: Report, checkpoint: Checkpoint, original: Checkpoint | None) -> None:
-    """The files beside the weights."""
+    """Check that the files beside the weights are there."""
     if not any((checkpoint.path / name).is_file() for name in TOKENIZERS):
         report.problems.append(f"there is no {' or '.join(TOKENIZERS)}")
     if original is None:
@@ -171,7 +172,7 @@ def _check_companions(report: Report, checkpoint: Checkpoint, original: Checkpoi
 
 
 def _check_layer(report: Report, checkpoint: Checkpoint, layer: _Layer) -> bool:
-    """Tensors, shapes and scales of a layer; whether its weight can be compared."""
+    """Check tensors, shapes and scales of a layer; returns whether nothing is wrong with them."""
     shapes = {suffix: checkpoint.shapes[name] for suffix, name in layer.stored.items()}
     found = layer_problems(layer.linear.module, shapes, layer.scheme)
     if not found:
@@ -192,7 +193,7 @@ def _check_layer(report: Report, checkpoint: Checkpoint, layer: _Layer) -> bool:
 
 
 def _check_fused(report: Report, checkpoint: Checkpoint, layers: Iterable[_Layer]) -> None:
-    """Layers that vLLM fuses take one global scale; it would use the largest for all."""
+    """Check that layers which vLLM fuses have one NVFP4 global scale: vLLM uses one for all."""
     scales: dict[str, dict[str, float]] = defaultdict(dict)
     for layer in layers:
         for suffix in ("weight_global_scale", "input_global_scale"):
@@ -209,7 +210,7 @@ def _check_fused(report: Report, checkpoint: Checkpoint, layers: Iterable[_Layer
 def _compare_layer(
     report: Report, checkpoint: Checkpoint, layer: _Layer, weight: torch.Tensor
 ) -> None:
-    """The relative L2 error of a layer's weight against the original, ``[out, in]``."""
+    """Compute the relative L2 error of a layer's weight against the original's, ``[out, in]``."""
     module = layer.linear.module
     weight = weight.float()
     parts = {suffix: checkpoint.read(name) for suffix, name in layer.stored.items()}
@@ -228,7 +229,10 @@ def _compare_layer(
 
 
 def _layer_scalars(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """What the server makes of the layer scalars: one stack for each half, [layers]."""
+    """The layer scalars as the server loads them: [layers] for the encoder and for the decoder.
+
+    Compared in this form, because a checkpoint may store them for one half only.
+    """
     text = checkpoint.config["text_config"]
     scalars = ((n, checkpoint.read(n)) for n in checkpoint.shapes if n.endswith(LAYER_SCALAR))
     return dict(merge_shared_copies(scalars, text["num_hidden_layers"]))  # type: ignore[index]
@@ -237,12 +241,12 @@ def _layer_scalars(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 def _compare_kept(
     report: Report, checkpoint: Checkpoint, original: Checkpoint, quantized: set[str]
 ) -> None:
-    """What was not quantized has to be the original's, bit for bit."""
+    """Check that tensors which were not quantized equal the original's, bit for bit."""
     here, there = by_one_name(checkpoint.shapes), by_one_name(original.shapes)
     for scalars, theirs in _layer_scalars(original).items():
         if not torch.equal(_layer_scalars(checkpoint)[scalars], theirs):
             report.problems.append(f"{scalars} (layers.*.layer_scalar) are not the original's")
-    for names in (here, there):  # compared already, by what they stand for
+    for names in (here, there):  # layer scalars are compared already
         for name in [name for name in names if name.endswith(LAYER_SCALAR)]:
             del names[name]
     missing = [name for name in there if name not in here and name not in quantized]

@@ -1,10 +1,12 @@
 """Eleven families of questions whose answers can be checked exactly.
 
-A family draws the *content* of a problem (two numbers, a list, three people) and then asks it: in
-one of a few phrasings, operand orders and directions. Whether a problem belongs to the training or
-to the held-out split is decided on its content alone (dllm/tasks/suite.py), so a held-out problem
-was never seen in any phrasing. The words are few, short and shared between the families, because
-the vocabulary of the tokenizer is small (dllm/tasks/tokenizer.py).
+A family first draws the *content* of a problem (two numbers, a list, three people). Then it puts it
+into words in one of several ways: other phrases, operands swapped, or the opposite direction. The
+content alone decides whether a problem is for training or held out (dllm/tasks/suite.py). So
+training never shows a held-out problem, in whatever words.
+
+The words are few and short, and the families share them, because the tokenizer has a small
+vocabulary (dllm/tasks/tokenizer.py).
 """
 
 import datetime
@@ -48,7 +50,7 @@ TENS = _words("twenty thirty forty fifty sixty seventy eighty ninety")
 FIRST_DAY, LAST_DAY = datetime.date(1990, 1, 1).toordinal(), datetime.date(2029, 12, 31).toordinal()
 # Large unit, small unit, how many of the small one make the large one.
 UNITS = (("m", "cm", 100), ("kg", "g", 1000), ("km", "m", 1000))
-BULK_FROM = 12
+BULK_FROM = 12  # orders of at least so many pieces are "bulk"
 
 
 def in_words(number: int) -> str:
@@ -69,10 +71,11 @@ Content = TypeVar("Content", bound=Hashable)
 
 
 class Family(ABC, Generic[Content]):
-    """One kind of question; the class docstring says what is asked and what makes it hard."""
+    """One kind of question. The docstring of a subclass says what is asked and why it is hard."""
 
     @property
     def name(self) -> str:
+        """The class name in lower case."""
         return type(self).__name__.lower()
 
     @property
@@ -82,17 +85,21 @@ class Family(ABC, Generic[Content]):
 
     @abstractmethod
     def draw(self, rng: Random) -> Content:
-        """The content of a problem, in a normal form with a stable ``repr``."""
+        """Draw the content of a problem.
+
+        Problems that are the same for a solver have the same content (3 + 5 and 5 + 3, for
+        example), and its ``repr`` does not change between runs: the split is computed from it.
+        """
 
     @abstractmethod
     def ask(self, content: Content, rng: Random) -> tuple[str, list[str]]:
-        """A prompt for this content, and every answer to it that is right (at least one)."""
+        """Put the content into words; returns the prompt and all right answers (at least one)."""
 
 
 class Add(Family[tuple[int, int]]):
     """The sum of two two-digit numbers, asked in digits or in words, answered in digits.
 
-    Hard because of the carry, which the first token of the answer already depends on.
+    Hard because of the carry: the first digit of the answer depends on the last digits.
     """
 
     def draw(self, rng: Random) -> tuple[int, int]:
@@ -139,7 +146,7 @@ class Reverse(Family[tuple[str, ...]]):
 class Compare(Family[tuple[tuple[str, int], tuple[str, int]]]):
     """Two people with two-digit numbers: who has more, or less.
 
-    Hard because one token of answer takes both numbers, digit by digit.
+    Hard because the one token of the answer depends on every digit of both numbers.
     """
 
     def draw(self, rng: Random) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -155,9 +162,10 @@ class Compare(Family[tuple[tuple[str, int], tuple[str, int]]]):
 
 
 class Lookup(Family[tuple[tuple[str, str], ...]]):
-    """What three to five people have, listed in another order than it was given in.
+    """What three to five people have, listed in another order than the question has.
 
-    Takes matching: in every other family it is enough to know where a word stands.
+    Hard because a thing has to be found by its owner's name. In the other families it is enough to
+    know at which place of the question a word is.
     """
 
     def draw(self, rng: Random) -> tuple[tuple[str, str], ...]:
@@ -173,9 +181,9 @@ class Lookup(Family[tuple[tuple[str, str], ...]]):
 
 
 class Convert(Family[tuple[str, int, int]]):
-    """A date, a time of day or a length or mass in another notation, in both directions.
+    """A date, a time of day, a length or a mass in another notation, in both directions.
 
-    Mostly copying, with names of months, the clock's twelve hours, and zeros to count.
+    Mostly copying, but it takes the months, the twelve hours of a clock and the number of zeros.
     """
 
     def draw(self, rng: Random) -> tuple[str, int, int]:
@@ -209,7 +217,7 @@ class Convert(Family[tuple[str, int, int]]):
 class Extract(Family[tuple[str, int, str]]):
     """Name, age and city of a sentence as JSON with the keys in a fixed order.
 
-    Easy copying, but the sentence gives the fields in any of four orders.
+    Easy copying, but the order of the three in the sentence varies.
     """
 
     def draw(self, rng: Random) -> tuple[str, int, str]:
@@ -232,9 +240,9 @@ class Extract(Family[tuple[str, int, str]]):
 
 
 class Schema(Family[tuple[str, int, str]]):
-    """A terse order as JSON with constant keys and a boolean that is true from twelve pieces on.
+    """A short order as JSON with fixed keys, one a boolean that is true from twelve pieces on.
 
-    Nearly all of the answer is known beforehand; the boolean has to be derived.
+    Nearly all of the answer can be copied; the boolean has to be derived.
     """
 
     def draw(self, rng: Random) -> tuple[str, int, str]:
@@ -250,9 +258,9 @@ class Schema(Family[tuple[str, int, str]]):
 
 
 class Edit(Family[tuple[str, str, str, str]]):
-    """A short sentence copied with one word replaced, removed or appended.
+    """A short sentence, copied with one word replaced, removed or appended.
 
-    Easy copying, but what follows the edit moves by a word.
+    Easy copying, but behind the changed word all words may be shifted by one place.
     """
 
     def draw(self, rng: Random) -> tuple[str, str, str, str]:
@@ -284,10 +292,10 @@ def _all_of(*choices: tuple[str, ...]) -> list[str]:
 
 
 class Prose(Family[tuple[str, str, str, str]]):
-    """A thank-you note or a greeting in a few words; any text that the grammar makes is right.
+    """A thank-you note or a greeting in a few words, of which very many are right.
 
-    High entropy: each of the choices is free, but the text has to be consistent, and some choices
-    move what follows by a word.
+    High entropy: several words can be chosen freely. Hard because the choices have to fit each
+    other, and some shift all words behind them by one place.
     """
 
     def draw(self, rng: Random) -> tuple[str, str, str, str]:
@@ -325,7 +333,7 @@ class Prose(Family[tuple[str, str, str, str]]):
 class Report(Family[tuple[tuple[str, str], ...]]):
     """One sentence for each of seven to ten people.
 
-    Copying, but longer than one canvas: the next block has to go on where the last one ended.
+    Copying, but longer than one canvas: the next canvas has to go on where the last one ended.
     """
 
     def draw(self, rng: Random) -> tuple[tuple[str, str], ...]:

@@ -1,8 +1,8 @@
-"""Seeded questions with exactly checkable answers, in splits that share no problem.
+"""Questions with exactly checkable answers, in splits that share no problem.
 
-A question is a pure function of (family, split, index, seed), so training draws them as it goes and
-a score can be repeated anywhere. Which split a problem is in is a property of its content: a hash
-of it puts a tenth into ``heldout``, a tenth into ``validation`` and the rest into ``train``.
+A question follows from (family, split, index, seed) alone. So training can draw questions while it
+runs, and a score can be repeated on any machine. A hash of a problem's content decides its split: a
+tenth of all problems is in ``heldout``, a tenth in ``validation``, and the rest in ``train``.
 """
 
 import difflib
@@ -20,7 +20,7 @@ SPLITS = ("train", "validation", "heldout")
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, one right answer to it (what training shows), and all right answers."""
+    """A prompt and its answers: training shows ``answer``; ``accepted`` has all that are right."""
 
     family: str
     prompt: str
@@ -28,19 +28,19 @@ class Question:
     accepted: frozenset[str]
 
     def is_correct(self, text: str) -> bool:
-        """Whether this text, but for surrounding whitespace, is one of the right answers."""
+        """Whether this text is a right answer; whitespace around it does not matter."""
         return text.strip() in self.accepted
 
 
 def split_of(family: str, content: Hashable) -> str:
-    """The split that a problem belongs to, in every phrasing."""
+    """The split of a problem; the same in whatever words it is asked."""
     digest = hashlib.blake2b(f"{family} {content!r}".encode(), digest_size=4).digest()
     tenth = int.from_bytes(digest) % 10
     return {0: "heldout", 1: "validation"}.get(tenth, "train")
 
 
 def question(family: str, split: str, index: int, seed: int = 0) -> Question:
-    """Question number ``index`` of an endless sequence, in which questions may repeat.
+    """Question number ``index`` of an endless sequence, in which a question may come again.
 
     Raises:
         ValueError: there is no such family or split.
@@ -57,19 +57,20 @@ def question(family: str, split: str, index: int, seed: int = 0) -> Question:
 
 
 def questions(families: Iterable[str], split: str, count: int, seed: int = 0) -> list[Question]:
-    """``count`` questions of each family, family after family, with distinct prompts.
+    """``count`` questions of each family with different prompts, one family after the other.
 
-    A larger count begins with the questions of a smaller one, family by family.
+    With a larger count every family has the same questions first, and then more.
 
     Raises:
-        ValueError: there is no such family or split, or a family has no ``count`` prompts in it.
+        ValueError: there is no such family or split, or a family has fewer different prompts.
     """
     found: list[Question] = []
     for family in families:
         distinct: dict[str, Question] = {}
         draws = last_new = 0
         while len(distinct) < count:
-            if draws - last_new > 100 + 10 * len(distinct):  # all have most likely been drawn
+            # So many draws without a new prompt: most likely all have been drawn.
+            if draws - last_new > 100 + 10 * len(distinct):
                 raise ValueError(
                     f"{count} questions of {family!r} asked for, but {split} holds about "
                     f"{len(distinct)} different ones; ask for fewer"

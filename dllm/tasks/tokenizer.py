@@ -1,8 +1,8 @@
 """The tokenizer of the small models: a byte-level BPE and its chat template.
 
-Every byte has a token, so any text encodes and decodes. Digits stand alone, so numbers are read
-digit by digit. The encoding of a question and of its answer do not depend on each other: a special
-token or a line break always lies between them.
+Every byte has a token, so any text can be encoded and decoded. Every digit is a token of its own,
+so models read numbers digit by digit. A question and its answer can be encoded apart from each
+other, because a special token or a line break is always between them.
 """
 
 import json
@@ -17,11 +17,11 @@ from tokenizers.trainers import BpeTrainer
 
 from dllm.tasks.suite import FAMILIES, question
 
-# Of the trained models: enough for nearly every word of the questions to be one token. With 512 a
-# name was one token inside a sentence and two where an answer begins. A multiple of 64; the
-# questions run out of merges a few before it, and the last ids stand for nothing.
+# Of the trained models: enough to make nearly every word of the questions one token. With 512, a
+# name is one token inside a sentence, but two at the beginning of an answer. It is rounded up to a
+# multiple of 64: the questions have a few merges fewer, and the last ids are never used.
 VOCAB_SIZE = 832
-# Ids are positions in this list; the first five are those of the released tokenizer.
+# A token's id is its position in this list. The first five are as in the released tokenizer.
 SPECIAL_TOKENS = (
     "<pad>",
     "<eos>",
@@ -36,7 +36,8 @@ SPECIAL_TOKENS = (
 )
 TOKEN_ID = {token: index for index, token in enumerate(SPECIAL_TOKENS)}
 
-# Digits stand alone; letters keep their leading space; the rest is split from letters.
+# Texts are cut into these pieces, and no token reaches across them: a digit; letters with the space
+# before them; other characters with the space before them; whitespace.
 SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+"
 
 CHAT_TEMPLATE = """\
@@ -65,7 +66,7 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-# Questions of each family that the merges are learned from.
+# How many questions of each family the merges are learned from.
 CORPUS_QUESTIONS = 1000
 
 
@@ -93,7 +94,7 @@ def make_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def train_tokenizer() -> Tokenizer:
-    """The tokenizer of the trained models; learned from training questions, always the same."""
+    """The tokenizer of the trained models, learned from training questions. Always the same."""
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     counts: Counter[str] = Counter()
     for family in FAMILIES:
@@ -101,7 +102,8 @@ def train_tokenizer() -> Tokenizer:
             drawn = question(family, "train", index)
             for text in ("user", "model", drawn.prompt, drawn.answer):
                 counts.update(piece for piece, _ in split.pre_tokenize_str(text))
-    # By the root of its count: few merges are left for rare words where "lives" is in every report.
+    # A piece counts with the square root of how often it occurs. Otherwise words such as "lives",
+    # which are in every report many times, would leave too few merges for rare words.
     return make_tokenizer(
         (piece for piece, count in sorted(counts.items()) for _ in range(math.isqrt(count))),
         VOCAB_SIZE,
@@ -109,13 +111,13 @@ def train_tokenizer() -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, question_text: str) -> list[int]:
-    """What the chat template makes of one user message, with the generation prompt."""
+    """The ids of one user message as the chat template writes it, up to where the answer starts."""
     text = f"<bos><|turn>user\n{question_text.strip()}<turn|>\n<|turn>model\n"
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def encode_answer(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of an answer and the end-of-sequence token; the prompt makes no difference.
+    """The ids of an answer and the end-of-sequence token; they do not depend on the prompt.
 
     Raises:
         ValueError: the text begins with whitespace, which would merge with the end of the prompt.
