@@ -283,7 +283,7 @@ class Drafter(DFlashSpeculator):
         return widths
 
     def _before_end(self, drafts: torch.Tensor) -> np.ndarray:
-        """``[rows]``: number of drafts before the first one that ends the answer; N if none does."""
+        """``[rows]``: number of drafts before the first that ends the answer; N if none does."""
         ends = np.isin(drafts.cpu().numpy(), self._end_ids)
         before: np.ndarray = np.where(ends.any(axis=1), ends.argmax(axis=1), ends.shape[1])
         return before
