@@ -271,7 +271,7 @@ class ShardRing:
         self.next = int(names[-1].rsplit("-", 1)[1]) + 1 if names else 0
 
     def shards(self) -> list[Path]:
-        """Oldest first."""
+        """This worker's shards in the folder, oldest first."""
         return sorted(self.folder.glob(f"{self.worker}-*{SUFFIX}"))
 
     def write(self, samples: Sequence[ClosedSample]) -> None:

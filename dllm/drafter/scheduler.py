@@ -11,7 +11,7 @@ from dllm.drafter.metrics import CountedDrafts, DraftingCounts
 class DraftingScheduler(Scheduler):
     """Schedules exactly as vLLM's; adds the drafter's counts (``metrics``) to its statistics."""
 
-    _counts: DraftingCounts | None = None  # since the last statistics
+    _counts: DraftingCounts | None = None  # received after the last statistics were made
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the drafts, and add up the counts that come with them."""

@@ -74,7 +74,7 @@ class Drafter(DFlashSpeculator):
         self._end_ids = np.array(sorted(end_ids(vllm_config)), dtype=np.int64)
         self._recorder = make_recorder(vllm_config)
         self._deferred = DeferredContext()
-        self._counts = DraftingCounts.none(num_drafts)  # since the last report
+        self._counts = DraftingCounts.none(num_drafts)  # of the steps after the last report
         # [rows, N]: the drafter's probability of each draft.
         self._confidence = torch.zeros(self.draft_tokens.shape, device=device)
 

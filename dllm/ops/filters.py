@@ -92,6 +92,7 @@ class _Histogram(NamedTuple):
 
     @classmethod
     def of_rows(cls, x: Tensor, peak: Tensor, temperature: Tensor) -> "_Histogram":
+        """Of `x` [F, V] with the largest logits `peak` [F], which are finite."""
         d = (x - peak[:, None]) / temperature[:, None]
         weights = torch.exp(d)
         bins = (d * -BINS_PER_NAT).clamp(max=NUM_BINS - 1).long()
