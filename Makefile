@@ -90,10 +90,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy dllm attention quant bench
 
-# Figures and README sections are made from the CSV files that the first command writes.
+# The figures in our pages are made from the CSV files that the first command writes.
 bench: setup
 	$(BIN)/python -m bench.serve $(ARGS)
-	$(BIN)/python -m bench.plot
 	$(BIN)/python -m bench.readme
 
 bench-compare: setup

@@ -1,1 +1,1 @@
-"""Benchmarks; each module is run from the repository with ``python -m bench.<name>``."""
+"""Benchmarks, run from the repository; docs/benchmarks.md says which command answers what."""

@@ -1,34 +1,26 @@
 """Times the attention kernel on the shapes of the 26B model and of the drafter.
 
     python -m bench.attention                            # all shapes, all peers that are installed
-    python -m bench.attention --only full/denoise --peers sdpa,vllm_unified
-    python -m bench.attention --vllm-source DIR          # vLLM's kernel from its source files
+    python -m bench.attention --only full/denoise --peers sdpa vllm_unified
     python -m bench.attention --smoke                    # tiny shapes, Triton's interpreter, no GPU
 
-It needs torch and Triton. On a machine without vLLM, DIR holds two files of its wheel,
-vllm/v1/attention/ops/triton_unified_attention.py and triton_attention_helpers.py.
-
-For every shape the output is compared with the dense fp32 reference first; a shape that fails
-prints no time, and neither does a peer that computes something else. A call is timed as a CUDA
-graph, as a server runs it, with a cold L2. Ceilings are measured in the same run: a copy and a bf16
-matrix product. `of_ceiling` is the time the slower of the two would need for the least bytes and
-operations of the shape, divided by the time taken. Writes a CSV, one line a shape and
-implementation, and a plot of it (SVG) into $OUT or bench/results, after every shape; starts no
-shape after --stop-after-s. Peers that compile for long (flex) come last, in a second round.
-Exits with 1 when a check failed or ours did not run.
+It needs torch and Triton; ``bench/attention_peers.py`` lists what ours is compared with. For every
+shape the output is compared with the dense fp32 reference first; a shape that fails has no time,
+and neither has a peer that computes something else. A call is timed as a CUDA graph, as a server
+runs it, with a cold L2. Ceilings are measured in the same run: a copy and a bf16 matrix product.
+`of_ceiling` is the time that the slower of the two would need for the least bytes and operations of
+the shape, divided by the time taken. The CSV has a line for each shape and implementation and is
+written after every shape; no shape begins after --stop-after-s. Exits with 1 when a check failed or
+ours did not run.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
-import platform
-import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -37,15 +29,11 @@ from torch import Tensor
 
 from attention.masks import Window
 from attention.reference import dense_attention, gather_pages
-from bench import peers as peers_module
-from bench.attention_plot import write_plot
+from bench.attention_peers import PEERS, CannotExpressError, compared_window
 from bench.attention_shapes import Inputs, Shape, make_inputs, smoke_table, table
-from bench.peers import PEERS, CannotExpressError, compared_window
+from bench.context import RESULTS, provenance, write_csv
 
-ROOT = Path(__file__).resolve().parent.parent
 OURS = "dllm"
-SPEEDUP = "ours_is_faster_by"
-SLOW_TO_PREPARE = ("flex",)
 # Unit roundoff of a dtype.
 ROUNDOFF = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24}
 
@@ -77,7 +65,7 @@ class Ceilings:
 class Result:
     """One line of the CSV; times in ms.
 
-    status: ok, or, without times, wrong, skipped (why) or failed (why).
+    ``status`` is ok, or, without times, wrong, skipped (why) or failed (why).
     """
 
     shape: str
@@ -252,127 +240,66 @@ def timed(
     )
 
 
-def provenance(device: str, commit: str) -> dict[str, str]:
-    """Commit, hardware and versions, on every line of the CSV."""
-    import triton
-
-    def git(*arguments: str) -> str:
-        if shutil.which("git") is None:
-            return ""
-        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-        return result.stdout.strip()
-
-    is_dirty = bool(git("status", "--porcelain", "attention"))
-    return {
-        "commit": commit or git("rev-parse", "--short", "HEAD") + "+" * is_dirty or "unknown",
-        "hardware": (
-            torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
-        ),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def show(result: Result) -> None:
     """One line for a human."""
     line = f"{result.shape:38} {result.implementation:24} "
-    if result.status != "ok":
+    if result.status == "ok":
+        line += (
+            f"{result.p20_ms:9.3f} {result.p50_ms:9.3f} {result.p80_ms:9.3f} ms "
+            f"{result.tflops:7.1f} TFLOPS {100 * (result.of_ceiling or 0):5.1f}% "
+            f"x{result.ours_is_faster_by:.2f}"
+        )
+    else:
         error = result.max_row_error
-        reason = f", row error {error:.3g}" if error is not None else ""
-        print(f"{line}{result.status}{reason}", flush=True)
-        return
-    print(
-        f"{line}{result.p20_ms:9.3f} {result.p50_ms:9.3f} {result.p80_ms:9.3f} ms "
-        f"{result.tflops:7.1f} TFLOPS {100 * (result.of_ceiling or 0):5.1f}% "
-        f"x{result.ours_is_faster_by:.2f}",
-        flush=True,
+        line += result.status + ("" if error is None else f", row error {error:.3g}")
+    print(line, flush=True)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-
-def targets(results: list[Result]) -> list[str]:
-    """What the issue asks for on an H200, and the worst shape of each kind; empty without shapes.
-
-    Only the shapes that were run and were right count.
-    """
-    right = [result for result in results if result.status == "ok"]
-    ours = [r for r in right if r.implementation == OURS]
-    theirs = [r for r in right if r.implementation.startswith("vllm_unified")]
-    lines = []
-    for text, chosen, field, least in (
-        ("of the ceiling at 64k", [r for r in ours if "/c65536" in r.shape], "of_ceiling", 0.6),
-        ("x vLLM on denoise", [r for r in theirs if "/denoise/" in r.shape], SPEEDUP, 1.3),
-        ("x vLLM on prefill", [r for r in theirs if "/prefill/" in r.shape], SPEEDUP, 1.0),
-    ):
-        if chosen:
-            worst = min(chosen, key=lambda r: getattr(r, field))
-            value = getattr(worst, field)
-            verdict = "reached" if value >= least else "NOT reached"
-            lines.append(f"{least} {text}: {verdict}, least {value:.2f} ({worst.shape})")
-    return lines
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="shapes whose name contains this")
-    parser.add_argument("--peers", default="sdpa,vllm_unified,flash_attn,flex")
-    parser.add_argument("--vllm-source", type=Path, help="folder that holds vLLM's package")
+    parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--budget-ms", type=float, default=200.0, help="timing of one line")
     parser.add_argument("--stop-after-s", type=float, default=500.0, help="start no shape after")
-    parser.add_argument("--commit", default="", help="for a copy of the tree without .git")
-    parser.add_argument("--out", type=Path, help="CSV; the plot lies beside it")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, no GPU, no conclusions")
-    return parser.parse_args()
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
+    return parser.parse_args(arguments)
 
 
-def main() -> int:
-    args = parse_arguments()
-    if not args.smoke and not torch.cuda.is_available():
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check and time every shape; the CSV is written after each."""
+    options = parse(arguments)
+    if not options.smoke and not torch.cuda.is_available():
         print("There is no GPU: --smoke tests the plumbing; nothing else runs.", file=sys.stderr)
         return 2
-    if args.smoke:
+    if options.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    peers_module.VLLM_SOURCE = args.vllm_source
-    device = "cpu" if args.smoke else "cuda"
-    shapes = [s for s in (smoke_table() if args.smoke else table()) if args.only in s.name]
-    peers = [name for name in args.peers.split(",") if name]
+    device = "cpu" if options.smoke else "cuda"
+    path = options.results / f"attention_{'smoke' if options.smoke else 'gpu'}.csv"
     ceilings = measure_ceilings(device)
-    shared = provenance(device, args.commit) | asdict(ceilings)
+    shared = asdict(ceilings) | provenance("bench.attention")
     print(
         f"ceilings: copy {ceilings.copy_bytes_per_s / 1e9:.0f} GB/s, "
         f"bf16 product {ceilings.matmul_flops_per_s / 1e12:.1f} TFLOPS"
     )
     print(f"{'shape':38} {'implementation':24} {'p20':>9} {'p50':>9} {'p80':>9}", flush=True)
-    folder = Path(os.environ.get("OUT") or ROOT / "bench" / "results")
-    out = args.out or folder / f"attention_{'smoke' if args.smoke else 'gpu'}.csv"
     results: list[Result] = []
     started = time.monotonic()
-    slow = [name for name in peers if name in SLOW_TO_PREPARE]
-    rounds = [([name for name in peers if name not in slow], 0), (slow, 1)]  # ours only once
-    for names, first, shape in [(*a_round, s) for a_round in rounds for s in shapes]:
-        if not names and first == 1:
+    for shape in smoke_table() if options.smoke else table():
+        if options.only not in shape.name:
+            continue
+        if time.monotonic() - started > options.stop_after_s:
+            print(f"stopped before {shape.name}: --stop-after-s {options.stop_after_s}")
             break
-        if time.monotonic() - started > args.stop_after_s:
-            print(f"stopped before {shape.name} with {names}: --stop-after-s {args.stop_after_s}")
-            break
-        lines = measure_shape(shape, names, device, ceilings, args.budget_ms)[first:]
+        lines = measure_shape(shape, options.peers, device, ceilings, options.budget_ms)
         for line in lines:
             show(line)
         results += lines
-        write_csv(out, results, shared)
-        write_plot(out.with_suffix(".svg"), [asdict(r) for r in results], OURS)
-    print("\n".join(targets(results)))
+        write_csv(path, [asdict(result) | shared for result in results])
     return int(any(result.status.startswith(("wrong", "failed")) for result in results))
-
-
-def write_csv(path: Path, results: list[Result], shared: dict[str, object]) -> None:
-    """Everything so far; called after each shape, so that an interrupted run leaves its numbers."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*asdict(results[0]), *shared])
-        writer.writeheader()
-        for result in results:
-            writer.writerow(asdict(result) | shared)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,14 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench.servers import child_environment, tail
+from dllm.tasks.suite import Question
 
 TIMEOUT_S = 600
 # What `vllm bench serve` imports, lazily, from main().
@@ -45,9 +48,20 @@ class Client:
             RuntimeError: it failed; with the end of its log.
         """
         arguments = command(url, model, flags, self.folder, f"{name}.json")
-        return self.call(name, run_vllm, arguments)
+        return self._call(name, run_vllm, arguments)
 
-    def call(self, name: str, function: Callable[..., None], *arguments: object) -> dict[str, Any]:
+    def generate(
+        self, name: str, model: Path, asked: Sequence[Question], max_tokens: int
+    ) -> dict[str, Any]:
+        """What ``answer_questions`` saved.
+
+        Raises:
+            RuntimeError: it failed; with the end of its log.
+        """
+        result = self.folder / f"{name}.json"
+        return self._call(name, answer_questions, model, asked, max_tokens, result)
+
+    def _call(self, name: str, function: Callable[..., None], *arguments: object) -> dict[str, Any]:
         """Run ``function(*arguments)`` in a fork and read the ``<name>.json`` that it wrote.
 
         Raises:
@@ -75,6 +89,9 @@ def command(url: str, model: str, flags: Sequence[str], folder: Path, filename: 
     return ["bench", "serve", *fixed, *saving, "--result-filename", filename]
 
 
+# --- in the fork ---------------------------------------------------------------------------------
+
+
 def run_vllm(arguments: Sequence[str]) -> None:
     """The ``vllm`` command."""
     sys.argv = ["vllm", *arguments]
@@ -83,8 +100,49 @@ def run_vllm(arguments: Sequence[str]) -> None:
     main()
 
 
+def answer_questions(model: Path, asked: Sequence[Question], max_tokens: int, result: Path) -> None:
+    """Answer with Hugging Face's ``generate``, at batch 1, and write what a run would have saved.
+
+    The form is that of ``vllm bench serve --save-detailed``, with ``denoise_steps``, ``blocks``,
+    ``forward_passes`` (encoder and decoder, counted by hooks) beside it. The first question is
+    asked once more before the clock starts. A block counts as there when the
+    encoder begins to read it, and the last one when the answer is complete.
+    """
+    from dllm.tools.eval_reference import ReferenceModel  # torch and transformers: seconds
+
+    reference = ReferenceModel(model, max_tokens)
+    reference.answer(asked[:1], lambda: None)
+
+    encoded: list[float] = []  # when the encoder began
+    backbone = reference.model.model
+    backbone.encoder.register_forward_pre_hook(lambda *_: encoded.append(time.perf_counter()))
+    ends = [time.perf_counter()]
+    run = reference.answer(asked, lambda: ends.append(time.perf_counter()))
+
+    lengths = [answer.num_tokens or 0 for answer in run.answers]
+    first_blocks = []
+    for start, end in pairwise(ends):
+        _prompt, *blocks = (moment for moment in encoded if start <= moment < end)
+        first_blocks.append((blocks[0] if blocks else end) - start)
+    seconds = ends[-1] - ends[0]
+    saved = {
+        "completed": len(run.answers),
+        "failed": 0,
+        "duration": seconds,
+        "output_throughput": sum(lengths) / seconds,
+        "output_lens": lengths,
+        "generated_texts": [answer.text for answer in run.answers],
+        "ttfts": first_blocks,
+        "latencies": [end - start for start, end in pairwise(ends)],
+        "denoise_steps": run.denoise_steps,
+        "blocks": run.blocks,
+        "forward_passes": len(encoded) + (run.denoise_steps or 0),
+    }
+    result.write_text(json.dumps(saved))
+
+
 def _logged(log: Path, function: Callable[..., None], arguments: Sequence[object]) -> None:
-    """Run in the fork, with everything that it prints in a file."""
+    """Run with everything that is printed in a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)

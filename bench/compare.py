@@ -4,11 +4,13 @@
     python -m bench.compare v1 --head v2    # any two
     make bench-compare BASE=main
 
+(Two settings of one commit: ``bench.serve --contestants``.)
+
 Both are checked out into temporary git worktrees, which are removed at the end, and served by plain
 ``vllm serve`` with the worktree first on Python's path. Benchmark, checkpoint and flags are this
 checkout's for both, so that only the product differs; what is not committed is not measured. The
-short set (questions, adaptive, and random tokens with fixed denoise steps) alternates between the
-two, and the ratios are head / base, pair by pair. Nothing is written.
+two take turns on a short set, questions with adaptive denoise steps and random tokens with fixed
+ones, and the ratios are head / base, pair by pair. Nothing is written.
 """
 
 import argparse
@@ -19,33 +21,18 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench.client import Client
-from bench.command import add_serve_flags, canvas_length, reporting_failures
-from bench.context import ROOT, progress
-from bench.measure import OVERLAPPED, Measurement
-from bench.race import Contestant, Race, admit, start_all
-from bench.report import tables
+from bench.context import ROOT, as_text, reporting_failures
+from bench.measure import OVERLAPPED, csv_rows
+from bench.race import Contestant, Measured, Race, start_all
+from bench.report import printed
+from bench.serve import add_serve_flags, canvas_length
 from bench.servers import Server, ServerOptions
-from bench.workloads import ADAPTIVE, FIXED, QUESTIONS, RANDOM, Shape, Workload, card_accuracy
+from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, card_accuracy
 
 STEPS = 16
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line; ``refs`` are (head, base)."""
-
-    repository: Path
-    refs: tuple[str, str]
-    model: Path
-    shape: Shape
-    rounds: int
-    num_requests: int
-    concurrencies: tuple[int, ...]
-    serve_flags: tuple[str, ...]
 
 
 @reporting_failures
@@ -53,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both and print the tables."""
     options = parse(arguments)
     measured = measure(options)
-    print(f"\n{tables(measured)}")
+    print(f"\n{printed(as_text(csv_rows(measured, {})))}")
     return 1 if any(one.problem for _, one in measured) else 0
 
 
-def measure(options: Options) -> list[tuple[Workload, Measurement]]:
+def measure(options: argparse.Namespace) -> Measured:
     """All rounds.
 
     Raises:
@@ -67,12 +54,15 @@ def measure(options: Options) -> list[tuple[Workload, Measurement]]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-compare-")))
         contestants = []
-        for side, ref in zip(("head", "base"), options.refs, strict=True):
+        for side, ref in (("head", options.head), ("base", options.base)):
             commit = short_hash(options.repository, ref)
             source = folder / side
             stack.enter_context(worktree(options.repository, commit, source))
             served = ServerOptions(
-                f"{side} {commit}", str(options.model), options.serve_flags, environment(source)
+                f"{side} {commit}",
+                str(options.model),
+                tuple(options.serve_flags),
+                environment(source),
             )
             contestants.append(
                 Contestant(
@@ -83,28 +73,20 @@ def measure(options: Options) -> list[tuple[Workload, Measurement]]:
                     expected=card_accuracy(options.model),
                 )
             )
-        progress(f"starting {' and '.join(one.name for one in contestants)}")
-        start_all([one.server for one in contestants if one.server], stack)
-        for contestant in contestants:
-            admit(contestant, options.shape)
+        start_all(contestants, options.shape, max(options.concurrency), stack)
         return Race(contestants, short_set(options), options.rounds, Client(folder)).run()
 
 
-def short_set(options: Options) -> list[Workload]:
+def short_set(options: argparse.Namespace) -> list[Workload]:
     """Questions and random tokens; the fixed steps are arguments of each request."""
     fixed = json.dumps({"vllm_xargs": {"diffusion_max_steps": STEPS, "diffusion_confidence": 0}})
+    sizes = [(n, options.num_requests + 2 * n) for n in options.concurrency]
     return [
-        Workload(
-            FIXED if prompts == RANDOM else ADAPTIVE,
-            prompts,
-            options.num_requests + 2 * concurrency,
-            options.shape,
-            concurrency,
-            steps_per_block=STEPS if prompts == RANDOM else None,
-            sent=fixed if prompts == RANDOM else "",
-        )
-        for prompts in (QUESTIONS, RANDOM)
-        for concurrency in options.concurrencies
+        *(Workload(ADAPTIVE, count, options.shape, n) for n, count in sizes),
+        *(
+            Workload(FIXED, count, options.shape, n, steps_per_block=STEPS, sent=fixed)
+            for n, count in sizes
+        ),
     ]
 
 
@@ -174,7 +156,7 @@ def _inherited_path() -> list[str]:
     return [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
 
 
-def parse(arguments: Sequence[str] | None) -> Options:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with a message when it is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -189,16 +171,9 @@ def parse(arguments: Sequence[str] | None) -> Options:
     add_serve_flags(parser)
     given = parser.parse_args(arguments)
     canvas = canvas_length(parser, given.model)
-    return Options(
-        repository=given.repository,
-        refs=(given.head, given.base),
-        model=given.model.resolve(),
-        shape=Shape(canvas, input_len=2 * canvas, output_len=2 * canvas),
-        rounds=given.rounds,
-        num_requests=given.num_requests,
-        concurrencies=tuple(given.concurrency),
-        serve_flags=tuple(given.serve_flags),
-    )
+    given.shape = Shape(canvas, input_len=2 * canvas, output_len=2 * canvas)
+    given.model = given.model.resolve()
+    return given
 
 
 if __name__ == "__main__":

@@ -1,19 +1,26 @@
-"""What a number means nothing without, CSV files that carry it on every row, and progress."""
+"""What all commands share: where a number comes from, CSV files, progress, how failures end."""
 
 import contextlib
 import csv
+import functools
 import importlib.metadata
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+
+Rows = list[dict[str, str]]  # of a CSV file
+
+
+# --- where a number comes from -------------------------------------------------------------------
 
 
 def provenance(module: str) -> dict[str, str]:
@@ -31,7 +38,12 @@ def provenance(module: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """Short hash of the checked-out commit, with ``-dirty`` if tracked files differ from it."""
+    """Short hash of the checked-out commit, with ``-dirty`` if tracked files differ from it.
+
+    The environment variable ``DLLM_COMMIT`` names it in a copy of the files without ``.git``.
+    """
+    if given := os.environ.get("DLLM_COMMIT"):
+        return given
     description = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"],
         capture_output=True,
@@ -61,29 +73,66 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def progress(text: str) -> None:
-    """Say what is going on; no speeds, which may yet be refused."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+# --- CSV files -----------------------------------------------------------------------------------
+
+
+def as_text(rows: Sequence[Mapping[str, object]]) -> Rows:
+    """Rows as a CSV file holds them: floats with six digits, None as nothing."""
+
+    def cell(value: object) -> str:
+        if value is None:
+            return ""
+        return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+    return [{key: cell(value) for key, value in row.items()} for row in rows]
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """One line a row, replacing the file; columns are those of the first row.
-
-    Numbers keep six digits; None is an empty cell.
-    """
+    """Replace the file by one line a row; the columns are those of the first row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        for row in rows:
-            writer.writerow(
-                {key: f"{v:.6g}" if isinstance(v, float) else v for key, v in row.items()}
-            )
+        writer.writerows(as_text(rows))
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV, or none if there is no such file."""
+def read_csv(path: Path) -> Rows:
+    """The rows of a CSV file, or none if there is no such file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def progress(text: str) -> None:
+    """Print a line with the time to standard error; no speeds, which may yet be refused."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+class GateError(RuntimeError):
+    """A server's answers were wrong before anything was timed; the message says what was wrong."""
+
+
+def reporting_failures(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """A ``main`` that prints why there is no speed: exit code 1 for wrong outputs, 2 otherwise.
+
+    Ended by SIGTERM it exits as by an exception, so that its servers are stopped: some of them
+    stand still while another is measured, and would stay for ever.
+    """
+
+    @functools.wraps(main)
+    def guarded(arguments: Sequence[str] | None = None) -> int:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        try:
+            return main(arguments)
+        except GateError as error:
+            print(f"No speed is reported, because outputs are wrong:\n{error}", file=sys.stderr)
+            return 1
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 2
+
+    return guarded

@@ -12,8 +12,7 @@ every concurrency, while the others stand still; each round begins with another 
 the target's own generation config says, so that all give the same answers: a run with fewer right
 answers than plain decoding has on the same questions, beyond chance, has no speed.
 
-Written to --results: drafter.csv, one row a run. ``bench.readme`` puts its tables into
-docs/drafter.md.
+Written to --results: drafter.csv, one row a run; docs/drafter.md has a table of it.
 """
 
 import argparse
@@ -22,168 +21,81 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from urllib.request import urlopen
 
 from bench.client import Client
-from bench.command import add_serve_flags, reporting_failures
-from bench.context import RESULTS, progress, provenance, read_csv, write_csv
-from bench.drafter_report import FILE, MIXED, PLAIN, tables
-from bench.measure import (
-    NO_CANVAS,
-    Circumstances,
-    Measurement,
-    measurement,
-    without_speed,
+from bench.context import (
+    RESULTS,
+    Rows,
+    as_text,
+    provenance,
+    read_csv,
+    reporting_failures,
+    write_csv,
 )
-from bench.race import Contestant, admit, in_turn, rounds, start_all, undisturbed
-from bench.servers import READY_TIMEOUT_S, Server, ServerOptions
-from bench.workloads import (
-    ADAPTIVE,
-    QUESTIONS,
-    Shape,
-    Workload,
-    accuracy_problem,
-    draw_questions,
-    write_questions,
-)
+from bench.measure import NO_CANVAS, csv_rows, without_speed
+from bench.race import Contestant, Measured, Race, start_all
+from bench.report import names_of, of, problems
+from bench.serve import add_serve_flags
+from bench.servers import Server, ServerOptions
+from bench.tables import Table, aligned, markdown, measured_with, middle, ratios
+from bench.workloads import ADAPTIVE, Shape, Workload, accuracy_problem
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
-from dllm.tasks.suite import FAMILIES, Question, questions
-from dllm.tools.eval_server import counter
+from dllm.tasks.suite import FAMILIES
 
-SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the gate's request
-# Our own counters: what was drafted, and how long it took.
-DRAFTED, SECONDS = "dllm:drafted_tokens_total", "dllm:drafting_seconds_total"
-
-
-# Of a measurement, those that mean something here.
-MEASURED = (
-    "contestant",
-    "pair",
-    "position",
-    "num_requests",
-    "output_tokens",
-    "tokens_per_s",
-    "ttft_ms",
-    "latency_ms",
-    "num_correct",
-    "problem",
-)
-
-
-@dataclass(frozen=True)
-class Load:
-    """Questions of one family, or of all in turn, so many at once."""
-
-    family: str
-    concurrency: int
-    num_requests: int
-
-    def draw(self, seed: int) -> list[Question]:
-        """The questions of a round."""
-        if self.family == MIXED:
-            return draw_questions(self.num_requests, seed)
-        return questions((self.family,), "heldout", self.num_requests, seed)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of one server.
-
-    Attributes:
-        drafted, verified, accepted: tokens; the drafter's, those of them that the target looked
-            at, and those it kept.
-        verifying_steps: of single requests, so that ``acceptance_length`` is tokens per such step.
-        drafting_s: seconds in the speculator.
-    """
-
-    load: Load
-    measured: Measurement
-    drafted: int
-    verified: int
-    accepted: int
-    verifying_steps: int
-    drafting_s: float
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Tokens per step that verified drafts, the target's own included."""
-        if not self.verifying_steps:
-            return None
-        return 1 + self.accepted / self.verifying_steps
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    target: Path
-    drafter: Path
-    pilot: Path | None
-    widths: tuple[int, ...]
-    loads: tuple[Load, ...]
-    rounds: int
-    budget_s: float
-    serve_flags: tuple[str, ...]
-    results: Path
+PLAIN = "plain"
+FILE = "drafter.csv"
+SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the request that admits a server
 
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write CSV and Markdown."""
+    """Measure, print the table, write the CSV."""
     options = parse(arguments)
-    runs = measure(options)
     about = provenance("bench.drafter")
     path = options.results / FILE
-    write_csv(path, [row(run) | about for run in runs])
-    print(f"{tables(read_csv(path))}\n\n{path}")
-    return 1 if any(run.measured.problem for run in runs) else 0
 
+    def rows_of(measured: Measured) -> list[dict[str, object]]:
+        rows = csv_rows(as_right_as_plain(measured), about)
+        return [
+            {"family": load.family} | row for (load, _), row in zip(measured, rows, strict=True)
+        ]
 
-def measure(options: Options) -> list[Run]:
-    """All rounds.
-
-    Raises:
-        GateError: outputs are wrong.
-        RuntimeError: a server or client failed.
-    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
         racing = contestants(options, folder)
-        progress(f"starting {[one.name for one in racing]}")
-        start_all([one.server for one in racing if one.server], stack)
-        for one in racing:
-            admit(one, SHAPE)
-        client, runs = Client(folder), list[Run]()
-        for pair in rounds(options.rounds, options.budget_s):
-            for load in options.loads:
-                progress(f"  round {pair + 1}: {load.family}, {load.concurrency} at once")
-                turn = list[Run]()
-                for position, one in enumerate(in_turn(racing, pair)):
-                    with undisturbed(one.server, racing):
-                        turn.append(once(one, load, client, pair, position))
-                runs += as_right_as_plain(turn)
-        return runs
+        start_all(racing, SHAPE, max(options.concurrency), stack)
+        race = Race(racing, loads(options), options.rounds, Client(folder), 60 * options.minutes)
+        rows = as_text(rows_of(race.run(lambda so_far: write_csv(path, rows_of(so_far)))))
+    print("\n\n".join([aligned(table(rows)), *problems(rows), str(path)]))
+    return 1 if any(row["problem"] for row in rows) else 0
 
 
-def as_right_as_plain(turn: Sequence[Run]) -> list[Run]:
-    """Runs on the same questions, without the speed of those that are right less often."""
-    (plain,) = (run.measured.num_correct for run in turn if run.measured.contestant == PLAIN)
-    asked = turn[0].load.num_requests
-    checked = []
-    for run in turn:
-        correct = run.measured.num_correct
-        if correct is not None and plain is not None and not run.measured.problem:
-            source = "of the same questions plain decoding got right"
-            problem = accuracy_problem(correct, asked, plain / asked, source)
-            if problem:
-                run = replace(run, measured=without_speed(run.measured, problem))
-        checked.append(run)
+def loads(options: argparse.Namespace) -> list[Workload]:
+    """Questions of all families in turn, then of each alone; each at every concurrency."""
+    mixed = [] if options.no_mixed else [tuple(FAMILIES)]
+    return [
+        Workload(ADAPTIVE, max(options.num_requests, 2 * n), SHAPE, n, families=families)
+        for families in (*mixed, *((family,) for family in options.families))
+        for n in options.concurrency
+    ]
+
+
+def as_right_as_plain(measured: Measured) -> Measured:
+    """The same runs, without the speed of those that are right less often than plain decoding."""
+    plain = {(load, one.pair): one.num_correct for load, one in measured if one.contestant == PLAIN}
+    checked: Measured = []
+    for load, one in measured:
+        right, source = plain[load, one.pair], "of the same questions plain decoding got right"
+        if one.num_correct is not None and right is not None and not one.problem:
+            share = right / one.num_requests
+            problem = accuracy_problem(one.num_correct, one.num_requests, share, source)
+            one = without_speed(one, problem) if problem else one
+        checked.append((load, one))
     return checked
 
 
-def contestants(options: Options, folder: Path) -> list[Contestant]:
+def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
     """Plain decoding first: what everybody is compared with."""
     widest = max(options.widths)
     executor = ("--distributed-executor-backend", IN_PROCESS_EXECUTOR)
@@ -193,22 +105,17 @@ def contestants(options: Options, folder: Path) -> list[Contestant]:
     if options.pilot is not None:
         policy = {"policy": "pilot", "pilot": str(options.pilot.resolve())}
         chosen.append(("pilot", speculate(options, widest, policy)))
-    return [
-        Contestant(
-            name,
-            options.target,
-            NO_CANVAS,
-            Server(
-                ServerOptions(name, str(options.target), (*options.serve_flags, *flags)),
-                folder / f"{name}.log",
-            ),
-            takes_seeds=False,
-        )
-        for name, flags in chosen
-    ]
+    found = []
+    for index, (name, flags) in enumerate(chosen):
+        served = ServerOptions(name, str(options.target), (*options.serve_flags, *flags))
+        server = Server(served, folder / f"{index}.log")
+        found.append(Contestant(name, options.target, NO_CANVAS, server, takes_seeds=False))
+    return found
 
 
-def speculate(options: Options, num_drafts: int, policy: dict[str, str]) -> tuple[str, ...]:
+def speculate(
+    options: argparse.Namespace, num_drafts: int, policy: dict[str, str]
+) -> tuple[str, ...]:
     """The flags of a server that drafts."""
     speculative = {
         "method": "dflash",
@@ -221,53 +128,38 @@ def speculate(options: Options, num_drafts: int, policy: dict[str, str]) -> tupl
     return tuple(flags)
 
 
-def once(one: Contestant, load: Load, client: Client, pair: int, position: int) -> Run:
-    """One run of ``vllm bench serve``."""
-    assert one.server is not None
-    asked = load.draw(pair)
-    dataset = client.folder / f"{load.family}-{load.concurrency}-{pair}.json"
-    write_questions(asked, dataset)
-    workload = Workload(ADAPTIVE, QUESTIONS, load.num_requests, SHAPE, load.concurrency)
-    before = counters(one.server)
-    name = f"{one.name}-{load.family}-{load.concurrency}-{pair}".replace(" ", "_")
-    flags = workload.client_flags(pair, dataset)
-    saved = client.bench_serve(name, one.server.url, str(one.model), flags)
-    drafted, seconds = (b - a for a, b in zip(before, counters(one.server), strict=True))
-    about = Circumstances(one.name, pair, position)
-    return Run(
-        load,
-        measurement(about, NO_CANVAS, saved, workload, asked),
-        drafted=int(drafted),
-        verified=saved.get("spec_decode_draft_tokens", 0),
-        accepted=saved.get("spec_decode_accepted_tokens", 0),
-        verifying_steps=saved.get("spec_decode_num_drafts", 0),
-        drafting_s=seconds,
+# --- tables --------------------------------------------------------------------------------------
+
+
+def table(rows: Rows) -> Table:
+    """A line for each load: tokens/s of plain decoding, and of the others their ratio to it."""
+    others = [name for name in names_of(rows) if name != PLAIN]
+    lines = []
+    for load in dict.fromkeys((row["family"], row["concurrency"]) for row in rows):
+        here = [row for row in rows if (row["family"], row["concurrency"]) == load]
+        plain = of(here, PLAIN)
+        cells = [*load, middle(plain, "tokens_per_s", 0)]
+        for name in others:
+            own = of(here, name)
+            length = middle(own, "acceptance_length")
+            cells.append(ratios(own, plain, "tokens_per_s") + (f" · {length}" * (length != "-")))
+        lines.append(cells)
+    return ["questions", "at once", "plain, tokens/s", *(f"{one} / plain" for one in others)], lines
+
+
+def drafting(results: Path) -> str:
+    """Section of docs/drafter.md."""
+    rows = read_csv(results / FILE)
+    if not rows:
+        return "Not measured yet: `python -m bench.drafter`."
+    note = (
+        "Ratios of tokens/s in the same round: median [min .. max]; behind the dot, tokens per "
+        "step that verified drafts."
     )
+    return "\n\n".join([markdown(table(rows)), note, *problems(rows), measured_with(rows, FILE)])
 
 
-def counters(server: Server) -> tuple[float, float]:
-    """Tokens drafted and seconds spent on it, so far."""
-    with urlopen(f"{server.url}/metrics", timeout=READY_TIMEOUT_S) as response:
-        text = response.read().decode()
-    return counter(text, DRAFTED), counter(text, SECONDS)
-
-
-def row(run: Run) -> dict[str, object]:
-    """Of the CSV."""
-    measured = asdict(run.measured)
-    return {
-        "family": run.load.family,
-        "concurrency": run.load.concurrency,
-        **{key: measured[key] for key in MEASURED},
-        "acceptance_length": run.acceptance_length,
-        "drafted": run.drafted,
-        "verified": run.verified,
-        "accepted": run.accepted,
-        "drafting_s": run.drafting_s,
-    }
-
-
-def parse(arguments: Sequence[str] | None) -> Options:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with a message when it is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -288,22 +180,7 @@ def parse(arguments: Sequence[str] | None) -> Options:
     for model in (given.target, given.drafter):
         if not (model / "config.json").exists():
             parser.error(f"{model}: no config.json there; give a checkpoint's folder.")
-    families = [*([] if given.no_mixed else [MIXED]), *given.families]
-    return Options(
-        target=given.target,
-        drafter=given.drafter,
-        pilot=given.pilot,
-        widths=tuple(given.widths),
-        loads=tuple(
-            Load(family, concurrency, max(given.num_requests, 2 * concurrency))
-            for family in families
-            for concurrency in given.concurrency
-        ),
-        rounds=given.rounds,
-        budget_s=60 * given.minutes,
-        serve_flags=tuple(given.serve_flags),
-        results=given.results,
-    )
+    return given
 
 
 if __name__ == "__main__":

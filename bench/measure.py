@@ -14,8 +14,8 @@ Definitions:
     latency          end to end, of one request, from when it is sent
     ms per denoise step  latencies of all requests / their denoise steps: what a step costs the one
                      who waits, with prefill, commits, and waiting for a place in the batch
+    acceptance length  tokens per step of a request that verified drafts, the target's own included
     tokens/s         output tokens / wall time of the run, as ``vllm bench serve`` prints it
-    peak memory      ``Server.peak_memory_mib`` during the run
 
 ``vllm bench serve`` itself takes one commit pass a block off the canvas passes, which for ours
 removes a denoise step; its ``diffusion_steps_per_canvas`` is therefore not used.
@@ -26,21 +26,17 @@ A run with something wrong has no speed: those columns are empty and ``problem``
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.servers import Response
-from bench.workloads import ANSWER_TOKENS, QUESTIONS, Workload, accuracy_problem, num_correct
+from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload, accuracy_problem, num_correct
 from dllm.tasks.suite import Question
 
-OURS, BUILTIN, AUTOREGRESSIVE, REFERENCE = "ours", "built-in", "tiny-ar", "transformers"
-
-# How an implementation's passes are counted.
+# How an implementation commits, which decides how its passes are counted: at the head of the next
+# block's first denoise step; in passes without a canvas; in passes that the server's counter holds;
+# no canvas at all.
 OVERLAPPED, SEPARATE, IN_CANVAS_PASSES, NO_CANVAS = range(4)
-
-
-class GateError(RuntimeError):
-    """A server's answers were wrong before anything was timed; the message says what was wrong."""
 
 
 @dataclass(frozen=True)
@@ -49,39 +45,27 @@ class Measurement:
 
     Attributes:
         pair: the round; contestants with the same pair and workload had the same prompts.
-        position: 0 for the one measured first in its round.
-        idle_cpu_percent: of one core, used by the other servers during this run.
         problem: what was wrong; there are no speeds then.
     """
 
     contestant: str
     pair: int
-    position: int
     num_requests: int
     output_tokens: int
-    tokens_per_s: float | None
-    requests_per_s: float | None
-    ttft_ms: float | None
-    latency_ms: float | None
-    latency_p99_ms: float | None
-    ms_per_denoise_step: float | None
-    steps_per_block: float | None
-    passes_per_block: float | None
-    tokens_per_pass: float | None
-    peak_memory_mib: float | None
-    num_correct: int | None
-    idle_cpu_percent: float | None
+    tokens_per_s: float | None = None
+    ttft_ms: float | None = None
+    latency_ms: float | None = None
+    latency_p99_ms: float | None = None
+    ms_per_denoise_step: float | None = None
+    steps_per_block: float | None = None
+    passes_per_block: float | None = None
+    tokens_per_pass: float | None = None
+    acceptance_length: float | None = None
+    num_correct: int | None = None
     problem: str = ""
 
 
-SPEEDS = (
-    "tokens_per_s",
-    "requests_per_s",
-    "ttft_ms",
-    "latency_ms",
-    "latency_p99_ms",
-    "ms_per_denoise_step",
-)
+SPEEDS = ("tokens_per_s", "ttft_ms", "latency_ms", "latency_p99_ms", "ms_per_denoise_step")
 
 
 def without_speed(one: Measurement, problem: str) -> Measurement:
@@ -112,7 +96,7 @@ def count_passes(commits: int, saved: Mapping[str, Any], workload: Workload) -> 
     lengths = saved["output_lens"]
     if commits == NO_CANVAS:
         return Passes(None, None, sum(lengths))
-    if "forward_passes" in saved:  # the reference counts its own
+    if "forward_passes" in saved:  # Hugging Face's generate counts its own
         return Passes(saved["blocks"], saved["denoise_steps"], saved["forward_passes"])
     blocks = sum(math.ceil(length / workload.shape.canvas_length) for length in lengths)
     canvas_passes = saved["diffusion_canvas_positions"] / workload.shape.canvas_length
@@ -121,7 +105,7 @@ def count_passes(commits: int, saved: Mapping[str, Any], workload: Workload) -> 
     return Passes(blocks, denoise, canvas_passes + apart + len(lengths))
 
 
-# --- the gate ------------------------------------------------------------------------------------
+# --- what is wrong -------------------------------------------------------------------------------
 
 
 def response_problems(server: str, responses: Sequence[Response], num_tokens: int) -> list[str]:
@@ -144,24 +128,20 @@ def seed_problems(server: str, first: Response, second: Response) -> list[str]:
     return [f"{server}: two equal requests with a seed agree in {num_equal} tokens only"]
 
 
-def run_problem(commits: int, saved: Mapping[str, Any], workload: Workload, accuracy: str) -> str:
-    """The first thing that is wrong with a run, or nothing.
-
-    Args:
-        accuracy: what is wrong with its answers, or nothing.
-    """
+def run_problem(commits: int, saved: Mapping[str, Any], workload: Workload) -> str:
+    """The first thing that is wrong with the form of a run, or nothing."""
     wanted = workload.num_requests
     if saved["completed"] != wanted or saved["failed"]:
         errors = sorted({error for error in saved.get("errors", []) if error})
         return f"{saved['completed']} of {wanted} requests succeeded: {errors}"
     lengths = saved["output_lens"]
-    if workload.prompts == QUESTIONS:
+    if workload.schedule == ADAPTIVE:
         if bad := [length for length in lengths if not 0 < length <= ANSWER_TOKENS]:
             return f"answers of {bad} tokens; allowed: 1 to {ANSWER_TOKENS}"
     elif bad := [length for length in lengths if length != workload.shape.output_len]:
         return f"{bad} tokens instead of {workload.shape.output_len}"
     if commits == NO_CANVAS:
-        return accuracy
+        return ""
     if "forward_passes" not in saved and "diffusion_canvas_positions" not in saved:
         return "no diffusion counters: is this a diffusion model?"
     passes = count_passes(commits, saved, workload)
@@ -172,32 +152,22 @@ def run_problem(commits: int, saved: Mapping[str, Any], workload: Workload, accu
             f"{steps:.3f} denoise steps per block instead of {workload.steps_per_block}: "
             "not the same work as the others'"
         )
-    return accuracy
+    return ""
 
 
 # --- numbers -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Circumstances:
-    """Of a run: what ``vllm bench serve`` does not know."""
-
-    contestant: str
-    pair: int
-    position: int
-    peak_memory_mib: float | None = None
-    idle_cpu_percent: float | None = None
-
-
 def measurement(
-    circumstances: Circumstances,
+    contestant: str,
+    pair: int,
     commits: int,
     saved: Mapping[str, Any],
     workload: Workload,
     asked: Sequence[Question] = (),
     expected: float | None = None,
 ) -> Measurement:
-    """Read one saved result; a wrong one comes back without speeds.
+    """The numbers of one saved run; a wrong one comes back without speeds.
 
     Args:
         saved: the JSON that ``vllm bench serve --save-result --save-detailed`` wrote.
@@ -207,33 +177,33 @@ def measurement(
     correct = 0
     if asked and len(saved["generated_texts"]) == len(asked):
         correct = num_correct(asked, saved["generated_texts"])
-    accuracy = accuracy_problem(correct, len(asked), expected) if asked else ""
-    problem = run_problem(commits, saved, workload, accuracy)
-    about: dict[str, Any] = vars(circumstances) | {"num_requests": workload.num_requests}
-    tokens = sum(saved["output_lens"])
-    known: dict[str, Any] = {"num_correct": correct if asked else None, "problem": problem}
+    one = Measurement(
+        contestant,
+        pair,
+        num_requests=workload.num_requests,
+        output_tokens=sum(saved["output_lens"]),
+        num_correct=correct if asked else None,
+    )
+    problem = run_problem(commits, saved, workload)
+    if not problem and asked:
+        problem = accuracy_problem(correct, len(asked), expected)
     if problem:
-        nothing: dict[str, Any] = dict.fromkeys(
-            (*SPEEDS, "steps_per_block", "passes_per_block", "tokens_per_pass")
-        )
-        return Measurement(**about, output_tokens=tokens, **nothing, **known)
+        return replace(one, problem=problem)
     passes = count_passes(commits, saved, workload)
     blocks, denoise = passes.num_blocks, passes.num_denoise
-    return Measurement(
-        **about,
-        output_tokens=tokens,
+    latencies, passes_after_prefill = saved["latencies"], passes.num_forward - len(saved["ttfts"])
+    drafts = saved.get("spec_decode_num_drafts", 0)  # steps that verified some
+    return replace(
+        one,
         tokens_per_s=saved["output_throughput"],
-        requests_per_s=saved["completed"] / saved["duration"],
         ttft_ms=1e3 * statistics.median(saved["ttfts"]),
-        latency_ms=1e3 * statistics.median(saved["latencies"]),
-        latency_p99_ms=1e3 * percentile(saved["latencies"], 99),
-        ms_per_denoise_step=1e3 * sum(saved["latencies"]) / denoise if denoise else None,
+        latency_ms=1e3 * statistics.median(latencies),
+        latency_p99_ms=1e3 * percentile(latencies, 99),
+        ms_per_denoise_step=1e3 * sum(latencies) / denoise if denoise else None,
         steps_per_block=denoise / blocks if blocks and denoise else None,
-        passes_per_block=(passes.num_forward - len(saved["output_lens"])) / blocks
-        if blocks
-        else None,
-        tokens_per_pass=tokens / passes.num_forward,
-        **known,
+        passes_per_block=passes_after_prefill / blocks if blocks else None,
+        tokens_per_pass=one.output_tokens / passes.num_forward,
+        acceptance_length=1 + saved["spec_decode_accepted_tokens"] / drafts if drafts else None,
     )
 
 
@@ -244,3 +214,19 @@ def percentile(values: Sequence[float], percent: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def csv_rows(
+    measured: Sequence[tuple[Workload, Measurement]], provenance: Mapping[str, str]
+) -> list[dict[str, object]]:
+    """One row a run: workload, numbers, provenance."""
+    return [
+        {
+            "schedule": workload.schedule,
+            "concurrency": workload.concurrency,
+            "rate": workload.rate,
+            **asdict(one),
+            **provenance,
+        }
+        for workload, one in measured
+    ]

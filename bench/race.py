@@ -1,31 +1,28 @@
 """Contestants on the same workloads, taking turns, so that machine drift hits all alike."""
 
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.client import Client
-from bench.context import progress
+from bench.context import GateError, progress
 from bench.measure import (
-    AUTOREGRESSIVE,
-    REFERENCE,
-    Circumstances,
-    GateError,
+    NO_CANVAS,
     Measurement,
     measurement,
     response_problems,
     seed_problems,
     without_speed,
 )
-from bench.reference import answer_questions
-from bench.servers import Server
+from bench.servers import Server, tail
 from bench.workloads import (
+    ADAPTIVE,
     ANSWER_TOKENS,
     FIXED,
-    ONE_BLOCK,
-    QUESTIONS,
     Shape,
     Workload,
     accuracy_problem,
@@ -33,6 +30,8 @@ from bench.workloads import (
     write_questions,
 )
 from dllm.tasks.suite import Question
+
+Measured = list[tuple[Workload, Measurement]]
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,8 @@ class Contestant:
         model: the checkpoint's folder.
         commits: how its passes are counted (``measure``).
         server: None for Hugging Face's ``generate``, which is called in a process of its own.
-        generation: folder of its generation_config.json, for that one.
         client_flags: of ``vllm bench serve``, beside those of the workload.
-        takes_seeds: whether the gate may send one.
+        takes_seeds: whether a request may have one.
         expected: share of right answers on the adaptive schedule; None where nobody knows.
     """
 
@@ -54,18 +52,16 @@ class Contestant:
     model: Path
     commits: int
     server: Server | None = None
-    generation: Path | None = None
     client_flags: tuple[str, ...] = ()
     takes_seeds: bool = True
     expected: float | None = None
 
     def takes(self, workload: Workload) -> bool:
         """Whether a workload has a meaning for this contestant."""
-        if self.name == AUTOREGRESSIVE:
-            return workload.schedule != FIXED  # it has no denoise steps to fix
-        if self.name == REFERENCE:
-            return workload.prompts == QUESTIONS and workload.concurrency == 1
-        return True
+        if self.server is None:  # one question after the other
+            return workload.schedule == ADAPTIVE and workload.concurrency == 1
+        # An autoregressive model has no denoise steps to fix.
+        return self.commits != NO_CANVAS or workload.schedule != FIXED
 
 
 def rounds(count: int, budget_s: float) -> Iterator[int]:
@@ -98,32 +94,36 @@ class Race:
     client: Client
     budget_s: float = float("inf")
 
-    def run(self) -> list[tuple[Workload, Measurement]]:
+    def run(self, after_round: Callable[[Measured], None] = lambda measured: None) -> Measured:
         """All rounds; in each, every workload, and in each of those every contestant.
+
+        Args:
+            after_round: is given everything so far, so that an interrupted race is not lost.
 
         Raises:
             RuntimeError: a server or client failed.
         """
-        measured = []
+        expected = {one.name: one.expected for one in self.contestants}
+        measured: Measured = []
         for pair in rounds(self.rounds, self.budget_s):
             for workload in self.workloads:
                 progress(f"  round {pair + 1} of {self.rounds}: {workload.name}")
                 measured += [(workload, one) for one in self._round(workload, pair)]
-        return withhold(measured, {one.name: one.expected for one in self.contestants})
+            after_round(withhold(measured, expected))
+        return withhold(measured, expected)
 
     def _round(self, workload: Workload, pair: int) -> list[Measurement]:
         """Every contestant once, starting with another in each round."""
         ordered = in_turn([one for one in self.contestants if one.takes(workload)], pair)
         asked: list[Question] = []
-        dataset = self.client.folder / f"questions-{pair}.json"
-        if workload.prompts == QUESTIONS:
+        if workload.schedule == ADAPTIVE:
             seed = self._seed(workload, pair)
-            asked = draw_questions(workload.num_requests, seed, ONE_BLOCK)
-            write_questions(asked, dataset)
-        return [
-            self._once(contestant, workload, asked, dataset, pair, position)
-            for position, contestant in enumerate(ordered)
-        ]
+            asked = draw_questions(workload.num_requests, seed, workload.families)
+            write_questions(asked, self._dataset(pair))
+        return [self._once(contestant, workload, asked, pair) for contestant in ordered]
+
+    def _dataset(self, pair: int) -> Path:
+        return self.client.folder / f"questions-{pair}.json"
 
     def _seed(self, workload: Workload, pair: int) -> int:
         """Of a workload's prompts and arrival times in a round.
@@ -134,91 +134,71 @@ class Race:
         return pair * len(self.workloads) + self.workloads.index(workload)
 
     def _once(
-        self,
-        contestant: Contestant,
-        workload: Workload,
-        asked: list[Question],
-        dataset: Path,
-        pair: int,
-        position: int,
+        self, contestant: Contestant, workload: Workload, asked: list[Question], pair: int
     ) -> Measurement:
         """One run."""
-        name = f"{contestant.name}-{workload.name}-{pair}".replace(" ", "_").replace("/", "_")
-        server = contestant.server
-        others = {one.server for one in self.contestants if one.server} - {server}
-        start, idle_before = time.monotonic(), sum(other.cpu_seconds() for other in others)
+        seed = self._seed(workload, pair)
+        name = f"{re.sub(r'[^a-z]+', '_', contestant.name)}-{seed}"
+        server, model = contestant.server, contestant.model
         with undisturbed(server, self.contestants):
             if server is None:
-                saved = self.client.call(
-                    name,
-                    answer_questions,
-                    contestant.model,
-                    contestant.generation,
-                    asked,
-                    ANSWER_TOKENS,
-                    self.client.folder / f"{name}.json",
-                )
-                peak = saved["peak_memory_mib"]
+                saved = self.client.generate(name, model, asked, ANSWER_TOKENS)
             else:
-                server.reset_peak_memory()
-                seed = self._seed(workload, pair)
-                flags = [*workload.client_flags(seed, dataset), *contestant.client_flags]
-                saved = self.client.bench_serve(name, server.url, str(contestant.model), flags)
-                peak = server.peak_memory_mib()
-        idle = sum(other.cpu_seconds() for other in others) - idle_before
-        idle_percent = 100 * idle / (time.monotonic() - start)
-        about = Circumstances(contestant.name, pair, position, peak, idle_percent)
-        expected = None if workload.schedule == FIXED else contestant.expected
-        return measurement(about, contestant.commits, saved, workload, asked, expected)
+                flags = workload.client_flags(seed, self._dataset(pair))
+                flags += contestant.client_flags
+                saved = self.client.bench_serve(name, server.url, str(model), flags)
+        return measurement(
+            contestant.name, pair, contestant.commits, saved, workload, asked, contestant.expected
+        )
 
 
-def withhold(
-    measured: Sequence[tuple[Workload, Measurement]], expected: dict[str, float | None]
-) -> list[tuple[Workload, Measurement]]:
+def withhold(measured: Measured, expected: dict[str, float | None]) -> Measured:
     """The same, without the speeds of contestants whose answers, taken together, are too bad.
 
-    One run has few answers and a wide bound; all runs of a schedule have many.
+    One run has few answers and a wide bound; all runs together have many.
     """
-    tallies: dict[tuple[str, str], tuple[int, int]] = {}
-    for workload, one in measured:
-        if one.num_correct is not None and workload.schedule != FIXED:
-            key = (workload.schedule, one.contestant)
-            correct, asked = tallies.get(key, (0, 0))
-            tallies[key] = correct + one.num_correct, asked + one.num_requests
+    tallies: dict[str, tuple[int, int]] = {}
+    for _, one in measured:
+        if one.num_correct is not None:
+            correct, asked = tallies.get(one.contestant, (0, 0))
+            tallies[one.contestant] = correct + one.num_correct, asked + one.num_requests
     problems = {
-        key: accuracy_problem(correct, asked, expected.get(key[1]))
-        for key, (correct, asked) in tallies.items()
+        name: accuracy_problem(correct, asked, expected.get(name))
+        for name, (correct, asked) in tallies.items()
     }
     result = []
     for workload, one in measured:
-        problem = problems.get((workload.schedule, one.contestant), "")
+        problem = problems.get(one.contestant, "") if workload.schedule == ADAPTIVE else ""
         if problem and not one.problem:
             one = without_speed(one, f"all runs together: {problem}")
         result.append((workload, one))
     return result
 
 
-def admit(contestant: Contestant, shape: Shape) -> float:
-    """Let a server through the gate; returns the seconds its first request took.
+def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> float:
+    """Check a server's answers before anything is timed; the seconds of its first request.
+
+    Then sends ``at_once`` requests together, the largest batch that it will see: a server that
+    compiles for a batch when it first sees one does so here.
 
     Raises:
         GateError: an answer has the wrong length, or two equal seeded requests differ.
     """
     server, name = contestant.server, contestant.name
     assert server is not None
-    body = {
-        "prompt": [20 + position % 100 for position in range(shape.input_len)],
-        "max_tokens": shape.output_len,
-        "ignore_eos": True,
-    }
+    body = {"prompt": shape.prompt, "max_tokens": shape.output_len, "ignore_eos": True}
     responses = [server.complete(**body)]
     if contestant.takes_seeds:
         responses += [server.complete(**body, seed=1), server.complete(**body, seed=1)]
-    problems = response_problems(name, responses, shape.output_len)
+    with ThreadPoolExecutor(at_once) as senders:
+        batch = list(senders.map(lambda _: server.complete(**body), range(at_once)))
+    problems = response_problems(name, [*responses, *batch], shape.output_len)
     if contestant.takes_seeds and not problems:
         problems += seed_problems(name, *responses[1:])
+    if any(response.status in (0, 500) for response in [*responses, *batch]):
+        problems.append(tail(server.log))
     if problems:
-        raise GateError("\n".join(problems))
+        raise GateError("\n".join(dict.fromkeys(problems)))
     return responses[0].seconds
 
 
@@ -235,14 +215,23 @@ def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator
             other.resume()
 
 
-def start_all(servers: Sequence[Server], stack: ExitStack) -> None:
-    """Start servers side by side and wait for all; the stack stops them.
+def start_all(
+    contestants: Sequence[Contestant], shape: Shape, at_once: int, stack: ExitStack
+) -> dict[str, float]:
+    """Start the contestants' servers side by side and admit each; the stack stops them.
+
+    Returns:
+        The seconds that the first request of each server took.
 
     Raises:
         RuntimeError: one is not ready.
+        GateError: one gives wrong answers.
     """
-    for server in servers:
+    progress(f"starting {[one.name for one in contestants]}")
+    served = [(one, one.server) for one in contestants if one.server]
+    for _, server in served:
         stack.enter_context(server)
         server.start()
-    for server in servers:
+    for _, server in served:
         server.wait_until_ready()
+    return {one.name: admit(one, shape, at_once) for one, _ in served}

@@ -5,8 +5,8 @@
 
 A section is what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; NAME is a key of
 ``SECTIONS``, whose value turns the folder of the CSV files into Markdown. To add one, write such a
-function (``bench.markdown`` has the pieces), and put the marks where the text shall stand.
-``tests/bench/test_bench_readme.py`` fails when they disagree.
+function beside the command that makes its CSV file (``bench.tables`` has the pieces), and put the
+marks where the text shall stand. ``tests/bench/test_bench_readme.py`` fails when they disagree.
 """
 
 import argparse
@@ -16,40 +16,59 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.context import RESULTS, ROOT
-from bench.drafter_report import drafting
-from bench.expected_tokens import expectation
-from bench.readme_models import models
-from bench.readme_sampling import sampling_memory, sampling_step
-from bench.readme_serving import (
-    answers,
-    headline,
-    refusals,
-    serving,
-    serving_wide,
-    switches,
-)
-from bench.readme_step import floors, step_growth, step_time
-from bench.recovery_report import recovery
+from bench.drafter import drafting
+from bench.profile_step import step_time
+from bench.recovery import recovery
+from bench.report import answers, headline, refusals, serving
+from bench.roofline import floors
+from bench.sampling_step import sampling_step
+from bench.tables import markdown
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # As sections write it: relative to the top of the repository.
 LINK = "](bench/results/"
 
+MODELS = ("tiny-dllm", "tiny-ar")
+GOOD = 95.0  # per cent
+
+
+def models(_results: Path) -> str:
+    """Size, training and right answers of the bundled models, from their model cards."""
+    header = ["", "parameters", "training, one core", f"families with {GOOD:g} % or more"]
+    return markdown(([*header, "the hardest", "all"], [_model(name) for name in MODELS]))
+
+
+def _model(name: str) -> list[str]:
+    card = ROOT / "checkpoints" / name / "README.md"
+    text = card.read_text()
+    scores = dict(re.findall(r"^\| (\w+) \| ([^|]+?) \|", text.split("## Held-out")[1], re.M))
+    of_all = scores.pop("all")
+    del scores["family"]
+    percents = {family: float(score.split(" %")[0]) for family, score in scores.items()}
+    hardest = min(percents, key=lambda family: percents[family])
+    size = re.search(r"of ([\d.]+M) parameters", text)
+    assert size, f"{card} does not say how many parameters"
+    minutes = sum(map(int, re.findall(r"^- (\d+) minutes on", text, re.M)))
+    return [
+        f"[{name}](checkpoints/{name}/README.md)",
+        size[1],
+        f"{minutes} minutes",
+        f"{sum(percent >= GOOD for percent in percents.values())} of {len(percents)}",
+        f"{hardest}: {scores[hardest]}",
+        of_all,
+    ]
+
+
 SECTIONS: dict[str, Callable[[Path], str]] = {
     "models": models,
     "headline": headline,
     "serving": serving,
-    "serving-wide": serving_wide,
     "refusals": refusals,
     "answers": answers,
-    "switches": switches,
     "recovery": recovery,
     "sampling-step": sampling_step,
-    "sampling-memory": sampling_memory,
     "drafting": drafting,
-    "expectation": expectation,
     "step-time": step_time,
-    "step-growth": step_growth,
     "floors": floors,
 }
 

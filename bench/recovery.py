@@ -4,8 +4,12 @@
     python -m bench.recovery --quantized /tmp/q --num 20       # /tmp/q/fp8-dynamic, /tmp/q/nvfp4
 
 Writes ``bench/results/recovery.csv``, a row for each contestant, seed and family, and prints the
-tables of the README. A seed draws the questions and is the noise of their canvases, the same for
-all contestants. Each score names what computed it.
+table of docs/quantization.md. A seed draws the questions and the noise of their canvases, the same
+for all contestants. Each score names what computed it.
+
+    recovery    right answers / right answers of the bf16 checkpoint to the same questions
+    interval    95%, by resampling questions with both of their answers (paired bootstrap)
+    steps       denoise steps / blocks, and that over the bf16 checkpoint's
 """
 
 import argparse
@@ -14,23 +18,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.command import SERVE_FLAGS
-from bench.context import RESULTS, ROOT, provenance, write_csv
-from bench.recovery_report import BASELINE, recovery, verdicts
-from bench.servers import Server, ServerOptions
+import numpy as np
+
+from bench.context import RESULTS, ROOT, Rows, as_text, provenance, read_csv, write_csv
+from bench.servers import SERVE_FLAGS, Server, ServerOptions
+from bench.tables import Table, markdown, measured_with
 from dllm.tasks.suite import Question, questions
 from dllm.tools.client import connect
-from dllm.tools.eval_report import Run
+from dllm.tools.eval_report import Run, wilson_interval
 from dllm.tools.eval_server import ServedModel
 from dllm.tools.evaluate import ALL, chosen_families
 
 SCHEMES = ("fp8-dynamic", "nvfp4")
 MAX_TOKENS = 128
 CONCURRENCY = 8
+BASELINE = "bf16"
+RESAMPLES = 10_000
 # The line of ``dllm.models.quantized`` in a server's log.
 SAID = re.compile(r"dllm: [\w-]+ checkpoint; (.*)")
 
@@ -41,46 +47,37 @@ Answered = dict[tuple[int, str], Run]
 
 @dataclass(frozen=True)
 class Contestant:
-    """One server.
+    """One server: how weights, keys and values are stored, and flags beside those of all."""
 
-    Attributes:
-        name: in the CSV; ``BASELINE`` is what the others are compared with.
-        weights: how they are stored.
-        kv_cache: how keys and values are.
-        path: of the checkpoint.
-        flags: of ``vllm serve``, beside those of all.
-    """
-
-    name: str
     weights: str
     kv_cache: str
     path: Path
     flags: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """In the CSV."""
+        return self.weights + f", {self.kv_cache} KV" * (self.kv_cache != BASELINE)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all contestants, write the CSV, print the tables."""
+    """Measure all contestants, write the CSV, print the table."""
     given = parse(arguments)
-    families = chosen_families(given.tasks)
     asked = {
         (seed, family): questions([family], "heldout", given.num, seed)
         for seed in given.seeds
-        for family in families
+        for family in chosen_families(given.tasks)
     }
-    folder = tempfile.TemporaryDirectory() if given.quantized is None else None
-    with folder or nullcontext():
-        quantized = Path(folder.name) if folder else given.quantized
-        if folder:
-            quantize(given.model, quantized)
-        rows: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        quantized = given.quantized or quantize(given.model, Path(folder))
         baseline: Answered = {}
         for contestant in contestants(given.model, quantized):
             answered, computed_by = measure(contestant, asked, tuple(given.flags.split()))
             baseline = baseline or answered
             rows += rows_of(contestant, computed_by, asked, answered, baseline)
             write_csv(given.output, [row | provenance("bench.recovery") for row in rows])
-    print(recovery(given.output.parent))
-    print("\n".join(verdicts([{key: str(cell) for key, cell in row.items()} for row in rows])))
+    print(described(as_text(rows)))
     return 0
 
 
@@ -105,21 +102,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def contestants(model: Path, quantized: Path) -> list[Contestant]:
-    """The baseline first."""
-    fp8_cache = ("--kv-cache-dtype", "fp8")
+    """The baseline first: what the others are compared with."""
     return [
-        Contestant(BASELINE, "bf16", "bf16", model),
-        Contestant(f"{BASELINE}, fp8 KV", "bf16", "fp8", model, fp8_cache),
-        *(Contestant(scheme, scheme, "bf16", quantized / scheme) for scheme in SCHEMES),
+        Contestant(BASELINE, BASELINE, model),
+        Contestant(BASELINE, "fp8", model, ("--kv-cache-dtype", "fp8")),
+        *(Contestant(scheme, BASELINE, quantized / scheme) for scheme in SCHEMES),
     ]
 
 
-def quantize(model: Path, target: Path) -> None:
-    """Make every quantized checkpoint with the command that users have."""
+def quantize(model: Path, target: Path) -> Path:
+    """Make every quantized checkpoint with the command that users have; returns ``target``."""
     for scheme in SCHEMES:
         command = [sys.executable, "-m", "dllm.cli", "quantize", str(model)]
         command += ["--scheme", scheme, "--out", str(target / scheme)]
         subprocess.run(command, check=True, cwd=ROOT)
+    return target
 
 
 def measure(contestant: Contestant, asked: Asked, flags: tuple[str, ...]) -> tuple[Answered, str]:
@@ -136,7 +133,7 @@ def measure(contestant: Contestant, asked: Asked, flags: tuple[str, ...]) -> tup
 
 
 def ask(url: str, asked: Asked, name: str) -> Answered:
-    """Every question to the server at ``url``; the seed of question i is the cell's plus i."""
+    """Every question to the server at ``url``; question i is sent with the seed plus i."""
     connection = connect(url, None)
     answered: Answered = {}
     for (seed, family), drawn in asked.items():
@@ -187,6 +184,113 @@ def rows_of(
             }
         )
     return rows
+
+
+# --- arithmetic and tables -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """A contestant over all its questions.
+
+    Attributes:
+        num_both: questions that it and the baseline answered right.
+    """
+
+    num_questions: int
+    num_correct: int
+    num_baseline: int
+    num_both: int
+    denoise_steps: int
+    blocks: int
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Result":
+        """The sum of rows of a CSV."""
+        columns = ("num_questions", "num_correct", "num_baseline", "num_both")
+        sums = (sum(int(row[column]) for row in rows) for column in columns)
+        counts = (sum(int(row[column] or 0) for row in rows) for column in ("steps", "blocks"))
+        return cls(*sums, *counts)
+
+    @property
+    def recovery(self) -> float:
+        """In per cent; NaN where the baseline knows nothing."""
+        return 100 * self.num_correct / self.num_baseline if self.num_baseline else float("nan")
+
+    @property
+    def recovery_interval(self) -> tuple[float, float]:
+        """In per cent. A question is right for both, for one of the two, or for neither."""
+        alone, baseline_alone = (
+            right - self.num_both for right in (self.num_correct, self.num_baseline)
+        )
+        neither = self.num_questions - self.num_both - alone - baseline_alone
+        counts = np.array([self.num_both, alone, baseline_alone, neither])
+        draws = np.random.default_rng(0).multinomial(
+            self.num_questions, counts / self.num_questions, size=RESAMPLES
+        )
+        ours, baseline = draws[:, 0] + draws[:, 1], draws[:, 0] + draws[:, 2]
+        low, high = np.percentile(100 * ours / np.maximum(baseline, 1), [2.5, 97.5])
+        return float(low), float(high)
+
+    @property
+    def steps_per_block(self) -> float:
+        """NaN where the server counts no denoise steps."""
+        return self.denoise_steps / self.blocks if self.blocks else float("nan")
+
+
+def by_contestant(rows: Rows) -> dict[str, Result]:
+    """Each contestant's sum, in the order of the rows."""
+    names = dict.fromkeys(row["contestant"] for row in rows)
+    return {name: Result.of([row for row in rows if row["contestant"] == name]) for name in names}
+
+
+def table(rows: Rows) -> Table:
+    """Heading and one line a contestant."""
+    heading = ["checkpoint", "KV cache", "right", "accuracy", "recovery", "denoise steps per block"]
+    heading += ["weights, MB"]
+    whole = by_contestant(rows)
+    lines = []
+    for name, result in whole.items():
+        first = next(row for row in rows if row["contestant"] == name)
+        low, high = (100 * end for end in wilson_interval(result.num_correct, result.num_questions))
+        accuracy = 100 * result.num_correct / result.num_questions
+        steps = result.steps_per_block / whole[BASELINE].steps_per_block
+        recovered = "100 %"
+        if name != BASELINE:
+            recovered = "{:.1f} % [{:.1f} .. {:.1f}]".format(
+                result.recovery, *result.recovery_interval
+            )
+        lines.append(
+            [
+                first["weights"],
+                first["kv_cache"],
+                f"{result.num_correct} / {result.num_questions}",
+                f"{accuracy:.1f} % [{low:.1f} .. {high:.1f}]",
+                recovered,
+                f"{result.steps_per_block:.2f} ({100 * (steps - 1):+.1f} %)",
+                f"{int(first['weight_bytes']) / 1e6:.2f}",
+            ]
+        )
+    return heading, lines
+
+
+def notes(rows: Rows) -> list[str]:
+    """What produced each score, a list item a contestant."""
+    said = {row["contestant"]: row["computed_by"] for row in rows}
+    return [f"* {name}: {computed_by}." for name, computed_by in said.items()]
+
+
+def described(rows: Rows) -> str:
+    """The table, and what computed each score."""
+    return "\n".join([markdown(table(rows)), "", "What computed each score:", "", *notes(rows)])
+
+
+def recovery(results: Path) -> str:
+    """Section of docs/quantization.md: what quantized checkpoints keep of the answers."""
+    rows = read_csv(results / "recovery.csv")
+    if not rows:
+        return "Not measured yet: `python -m bench.recovery`."
+    return f"{described(rows)}\n\n{measured_with(rows, 'recovery.csv')}"
 
 
 if __name__ == "__main__":

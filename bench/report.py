@@ -1,126 +1,171 @@
-"""Tables of measurements: medians with the spread, ratios pair by pair, what was wrong."""
+"""Tables of servers side by side: speed, answers, what each of them refuses.
 
-import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+The first contestant of the rows is the one that the others are compared with.
+"""
 
-from bench.measure import SPEEDS, Measurement
-from bench.workloads import Workload
+from pathlib import Path
 
-# Rows of a table: attribute, heading, decimals.
-METRICS = (
-    ("tokens_per_s", "output tokens/s", 1),
-    ("requests_per_s", "requests/s", 2),
-    ("ttft_ms", "time to first token p50, ms", 1),
-    ("latency_ms", "end-to-end latency p50, ms", 1),
-    ("latency_p99_ms", "end-to-end latency p99, ms", 1),
-    ("ms_per_denoise_step", "ms per denoise step", 2),
-    ("steps_per_block", "denoise steps per block", 2),
-    ("passes_per_block", "passes per block", 2),
-    ("tokens_per_pass", "tokens per forward pass", 2),
-    ("peak_memory_mib", "peak memory, MiB", 0),
-    ("num_correct", "answers correct", 0),
-    ("idle_cpu_percent", "CPU of the idle others, %", 1),
+from bench.context import Rows, read_csv
+from bench.tables import (
+    Table,
+    aligned,
+    markdown,
+    measured_with,
+    middle,
+    ratios,
+    spread,
+    values,
 )
-# Those that a ratio to another contestant says something about.
-COMPARED = (*SPEEDS, "passes_per_block", "tokens_per_pass", "peak_memory_mib")
+from bench.workloads import ADAPTIVE
+from dllm.tasks.suite import FAMILIES
+from dllm.tools.eval_report import wilson_interval
 
-Measured = Sequence[tuple[Workload, Measurement]]
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Median, smallest and largest of a few values."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """The spread of at least one value."""
-        return cls(statistics.median(values), min(values), max(values))
-
-    def text(self, decimals: int) -> str:
-        """``median [low .. high]``."""
-        middle, low, high = (f"{value:.{decimals}f}" for value in asdict(self).values())
-        return f"{middle} [{low} .. {high}]"
+TITLES = {"adaptive": "adaptive denoise steps, questions", "fixed": "fixed steps, random tokens"}
+COLUMNS = (
+    ("tokens_per_s", "tokens/s", 0, spread),
+    ("ttft_ms", "TTFT, ms", 0, middle),
+    ("latency_ms", "latency p50, ms", 0, spread),
+    ("latency_p99_ms", "p99, ms", 0, middle),
+    ("ms_per_denoise_step", "ms per denoise step", 1, middle),
+    ("steps_per_block", "steps per block", 2, middle),
+    ("passes_per_block", "passes per block", 2, middle),
+    ("tokens_per_pass", "tokens per pass", 1, middle),
+)
 
 
-def values_of(measurements: Sequence[Measurement], contestant: str, metric: str) -> list[float]:
-    """A metric of the runs of a contestant that have it."""
-    found = (getattr(one, metric) for one in measurements if one.contestant == contestant)
-    return [value for value in found if value is not None]
+def of(rows: Rows, contestant: str) -> Rows:
+    """The rows of a contestant."""
+    return [row for row in rows if row["contestant"] == contestant]
 
 
-def pair_ratios(
-    measurements: Sequence[Measurement], metric: str, contestant: str, other: str
-) -> list[float]:
-    """``contestant / other`` of each pair in which both have the metric, in order."""
-    pairs: dict[int, dict[str, float]] = {}
-    for one in measurements:
-        value = getattr(one, metric)
-        if value:
-            pairs.setdefault(one.pair, {})[one.contestant] = value
-    both = (pairs[pair] for pair in sorted(pairs) if {contestant, other} <= set(pairs[pair]))
-    return [pair[contestant] / pair[other] for pair in both]
+def names_of(rows: Rows) -> list[str]:
+    """The contestants, in the order of the first round."""
+    return list(dict.fromkeys(row["contestant"] for row in rows))
 
 
-def tables(measured: Measured) -> str:
-    """One table a workload; the first contestant is compared with each of the others."""
-    workloads = list(dict.fromkeys(workload for workload, _ in measured))
-    blocks = []
-    for workload in workloads:
-        runs = [one for its, one in measured if its == workload]
-        blocks.append(table(workload, runs))
-    return "\n\n".join(blocks)
+def percent(right: int, asked: int) -> str:
+    """Per cent, with the Wilson interval at 95%."""
+    low, high = (100 * bound for bound in wilson_interval(right, asked))
+    return f"{100 * right / asked:.1f} % [{low:.0f} .. {high:.0f}]"
 
 
-def table(workload: Workload, runs: Sequence[Measurement]) -> str:
-    """Medians with the smallest and largest value, and the ratios pair by pair."""
-    names = list(dict.fromkeys(one.contestant for one in runs))  # as in the first round
-    first, others = names[0], names[1:]
-    rows = [["", *names, *(f"{first} / {other}" for other in others)]]
-    for metric, heading, decimals in METRICS:
-        cells = [heading]
+def load_table(rows: Rows) -> Table:
+    """One line a load and contestant, of one schedule; the last columns are ratios pair by pair."""
+    first, *_ = names = names_of(rows)
+    header = ["load", "", *(heading for _, heading, *_ in COLUMNS), "correct"]
+    header += [f"{first} / this: latency p50", f"{first} / this: tokens/s"]
+    lines = []
+    for load in dict.fromkeys((row["concurrency"], row["rate"]) for row in rows):
+        here = [row for row in rows if (row["concurrency"], row["rate"]) == load]
+        title = f"{load[0]} at once" if load[0] else f"{float(load[1]):g} per s"
         for name in names:
-            values = values_of(runs, name, metric)
-            cells.append(Spread.of(values).text(decimals) if values else "-")
-        for other in others:
-            ratios = pair_ratios(runs, metric, first, other) if metric in COMPARED else []
-            cells.append(Spread.of(ratios).text(3) if ratios else "")
-        if any(cell not in ("-", "") for cell in cells[1:]):
-            rows.append(cells)
-    num_rounds = len({one.pair for one in runs})
-    title = f"{workload.name}: {num_rounds} rounds of {workload.num_requests} requests"
-    problems = dict.fromkeys(
-        f"no speed of {one.contestant}, round {one.pair + 1}: {one.problem}"
-        for one in runs
-        if one.problem
-    )
-    return "\n".join([f"{title}; median [min .. max]", *aligned(rows), *problems])
+            if not (own := of(here, name)):
+                continue
+            compared = ["", ""]
+            if name != first:
+                both = of(here, first), own
+                compared = [ratios(*both, column) for column in ("latency_ms", "tokens_per_s")]
+            numbers = [show(own, column, n) for column, _, n, show in COLUMNS]
+            lines.append([title, name, *numbers, _correct(own), *compared])
+    return header, lines
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Cells in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+def _correct(rows: Rows) -> str:
+    """``right / asked``, where questions were asked."""
+    asked = [row for row in rows if row["num_correct"]]
+    right = sum(int(row["num_correct"]) for row in asked)
+    return f"{right} / {sum(int(row['num_requests']) for row in asked)}" if asked else "-"
+
+
+def problems(rows: Rows) -> list[str]:
+    """What was wrong with runs that have no speed, a line each."""
+    wrong = (f"* {row['contestant']}: {row['problem']}" for row in rows if row["problem"])
+    lines = list(dict.fromkeys(wrong))
+    return ["\n".join(["No speed is reported where answers were wrong:", *lines])] if lines else []
+
+
+def _by_schedule(rows: Rows) -> dict[str, Rows]:
+    """Rows by a title that says what was run."""
+    found = {}
+    for schedule in dict.fromkeys(row["schedule"] for row in rows):
+        here = [row for row in rows if row["schedule"] == schedule]
+        rounds = len({row["pair"] for row in here})
+        found[f"{TITLES[schedule]} (rounds: {rounds})"] = here
+    return found
+
+
+def printed(rows: Rows) -> str:
+    """For a terminal: a table for each schedule, then what was wrong."""
+    parts = [f"{title}\n{aligned(load_table(here))}" for title, here in _by_schedule(rows).items()]
+    return "\n\n".join([*parts, *problems(rows)])
+
+
+# --- sections of our pages -----------------------------------------------------------------------
+
+
+def serving(results: Path) -> str:
+    """All contestants at all loads, compiled."""
+    rows = read_csv(results / "serve_compiled.csv")
+    if not rows:
+        return "Not measured yet: `make bench`."
+    source = measured_with(rows, "serve_compiled.csv")
+    parts = [f"Medians, ratios pair by pair, [lowest .. highest] of the rounds. {source}"]
+    for title, here in _by_schedule(rows).items():
+        parts += [f"**{title}**", markdown(load_table(here))]
+    return "\n\n".join([*parts, *problems(rows)])
+
+
+def headline(results: Path) -> str:
+    """Tokens per second on questions: ours, and ours over each of the others."""
+    path = results / "serve_compiled.csv"
+    rows = [row for row in read_csv(path) if row["schedule"] == ADAPTIVE]
+    if not rows:
+        return "Not measured yet: `make bench`."
+    first, *others = names_of(rows)
+    lines = []
+    for load in dict.fromkeys(row["concurrency"] for row in rows if row["concurrency"]):
+        here = [row for row in rows if row["concurrency"] == load]
+        ours = of(here, first)
+        cells = [f"{load} at once", middle(ours, "tokens_per_s", 0), middle(ours, "latency_ms", 0)]
+        lines.append(cells + [ratios(ours, of(here, one), "tokens_per_s") for one in others])
+    header = ["", f"{first}, tokens/s", "latency p50, ms", *(f"{first} / {one}" for one in others)]
+    return f"{markdown((header, lines))}\n\n{measured_with(rows, 'serve_compiled.csv')}"
+
+
+def refusals(results: Path) -> str:
+    """What each server does with a temperature and a seed, and how long its first request takes."""
+    rows = read_csv(results / "serve_facts.csv")
+    if not rows:
+        return "Not measured yet: `make bench`."
+    lines = [
+        [
+            row["contestant"],
+            f"HTTP {row['http_status_with_temperature']}",
+            f"HTTP {row['http_status_with_seed']}",
+            f"{float(row['first_request_s']):.1f} s",
+        ]
         for row in rows
     ]
+    return markdown((["", "`temperature`", "`seed`", "first request"], lines))
 
 
-def csv_rows(measured: Measured, mode: str, provenance: dict[str, str]) -> list[dict[str, object]]:
-    """One row a run: mode, workload, numbers, provenance."""
-    return [
-        {
-            "mode": mode,
-            "schedule": workload.schedule,
-            "prompts": workload.prompts,
-            "concurrency": workload.concurrency,
-            "rate": workload.rate,
-            **asdict(one),
-            **provenance,
-        }
-        for workload, one in measured
-    ]
+def answers(results: Path) -> str:
+    """Right answers and denoise steps per block by family."""
+    rows = read_csv(results / "answers.csv")
+    if not rows:
+        return "Not measured yet: `make bench`."
+    asked = {row["family"] for row in rows}
+    lines = []
+    for family in (*(family for family in FAMILIES if family in asked), "all"):
+        cells = [family]
+        for name in names_of(rows):
+            own = [row for row in of(rows, name) if family in (row["family"], "all")]
+            steps, blocks, num, right = (
+                sum(values(own, column))
+                for column in ("denoise_steps", "blocks", "num_questions", "num_correct")
+            )
+            said = f", {steps / blocks:.1f} steps" if blocks else ""
+            cells.append(percent(int(right), int(num)) + said)
+        lines.append(cells)
+    table = markdown((["", *names_of(rows)], lines))
+    return f"{table}\n\n{measured_with(rows, 'answers.csv')}"

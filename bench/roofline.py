@@ -7,8 +7,8 @@
 A denoise pass over B canvases of C rows, each behind n tokens of context. Every component reads its
 inputs once and writes its outputs once, at the speed of a copy, and computes at the speed of a
 large matrix product; its floor is the larger of the two times, and which one that is says what
-bounds it. Components run one after the other, so the floor of a pass is their sum. What real code
-adds (launch gaps, partly filled tiles, scheduling) is the headroom: measured time over the floor.
+bounds it. Components run one after the other, so the floor of a pass is their sum. Real code adds
+launch gaps, partly filled tiles and scheduling.
 
     weights     bf16: 2 bytes. fp8: 1 byte in attention, MLP and experts, products in FP8. nvfp4:
                 4.5 bits there (a scale for 16 numbers), products in bf16, as Hopper does them.
@@ -28,6 +28,7 @@ FP8 peak is taken as twice the bf16 one, as in the datasheet, and was not measur
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,13 +38,38 @@ from typing import Any
 from attention.masks import Window
 from bench.attention_shapes import Layer, Shape
 from bench.context import RESULTS, provenance, read_csv, write_csv
-from bench.released import FULL, read_config
+from bench.tables import markdown, measured_with
+from dllm.models.gemma.tiny import tiny_config
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+# The shape of google/diffusiongemma-26B-A4B-it: its text_config is its Gemma 4 26B-A4B backbone's.
+# tests/bench/test_bench_roofline.py counts the published numbers of parameters from it.
+RELEASED = {
+    "vocab_size": 262_144,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "layer_types": ([SLIDING] * 5 + [FULL]) * 5,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "num_global_key_value_heads": 2,
+    "global_head_dim": 512,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262_144,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+    "final_logit_softcapping": 30.0,
+}
+CANVAS_LENGTH = 256
 FIXED_STEPS = 16
 BF16, FP32 = 2, 4  # bytes
 WEIGHT_BYTES = {"bf16": BF16, "fp8": 1.0, "nvfp4": 0.5 + 1 / 16}
-# vLLM's post on DiffusionGemma: FP8, one request, 17 passes a block. Not measured by us.
-PUBLISHED = {("fp8", 1): "published, built-in: 1,288 tokens/s, 11.7 ms a pass"}
+
+
+def released_config() -> dict[str, Any]:
+    """config.json of the released model as nested plain data; with the smallest vision tower."""
+    return tiny_config(canvas_length=CANVAS_LENGTH, **RELEASED)
 
 
 @dataclass(frozen=True)
@@ -90,14 +116,14 @@ class Pass:
     Attributes:
         weights: a key of ``WEIGHT_BYTES``.
         batch, context, canvas: canvases, tokens before each, and rows of each.
-        num_heads: causal rows beside each canvas, of the block that is being committed.
+        head_rows: causal rows beside each canvas, of the block that is being committed.
     """
 
     weights: str
     batch: int
     context: int
     canvas: int
-    num_heads: int = 0
+    head_rows: int = 0
 
     @property
     def canvas_rows(self) -> int:
@@ -107,7 +133,7 @@ class Pass:
     @property
     def rows(self) -> int:
         """All rows."""
-        return self.batch * (self.canvas + self.num_heads)
+        return self.batch * (self.canvas + self.head_rows)
 
 
 def linear(name: str, rows: int, inner: int, outer: int, weight_bytes: float) -> Work:
@@ -188,8 +214,8 @@ def _attention(text: dict[str, Any], one: Pass, kind: str, weight: float) -> lis
     )
     query = layer.num_heads * layer.head_size
     keys = layer.num_kv_heads * layer.head_size * (1 if is_full else 2)
-    span = one.canvas + one.num_heads
-    shape = Shape(layer, "denoise", one.batch, one.context, span, (one.num_heads,))
+    span = one.canvas + one.head_rows
+    shape = Shape(layer, "denoise", one.batch, one.context, span, (one.head_rows,))
     projections = [
         linear(name, one.rows, text["hidden_size"], query + keys, weight),
         linear(name, one.rows, query, text["hidden_size"], weight),
@@ -214,33 +240,13 @@ def _experts(text: dict[str, Any], rows: int, weight: float) -> Work:
     )
 
 
-def num_parameters(text: dict[str, Any], *, active: bool = False) -> int:
-    """Parameters of the text model without norms; ``active``: those that one token uses.
-
-    They are the weights that a bf16 pass reads, so counted from what `components` counts.
-    """
-    one = Pass("bf16", 1, 0, 1)
-    experts = 3 * text["hidden_size"] * text["moe_intermediate_size"] * len(text["layer_types"])
-    used = text["top_k_experts"] if active else text["num_experts"]
-    total = used * experts + text["vocab_size"] * text["hidden_size"]
-    for work in components(text, one):
-        # A product of one row does two operations a weight.
-        if work.component in (
-            "self-conditioning",
-            "dense MLP",
-            "router",
-        ) or work.component.endswith("projections"):
-            total += int(work.flops / 2)
-    return total
-
-
 def tokens_per_s(text: dict[str, Any], one: Pass, gpu: Gpu, *, separate_commit: bool) -> float:
     """At `FIXED_STEPS` denoise steps for every block, if every pass took its floor."""
     plain = pass_floor_ms(text, one, gpu)
     if separate_commit:  # the built-in also computes logits then
         block_ms = (FIXED_STEPS + 1) * plain
     else:
-        fused = Pass(one.weights, one.batch, one.context, one.canvas, num_heads=one.canvas)
+        fused = Pass(one.weights, one.batch, one.context, one.canvas, head_rows=one.canvas)
         block_ms = (FIXED_STEPS - 1) * plain + pass_floor_ms(text, fused, gpu)
     return 1e3 * one.canvas_rows / block_ms
 
@@ -253,16 +259,14 @@ def pass_floor_ms(text: dict[str, Any], one: Pass, gpu: Gpu) -> float:
 # --- output --------------------------------------------------------------------------------------
 
 
-def table(text: dict[str, Any], one: Pass, gpu: Gpu, measured: str) -> str:
-    """Floors by component, and what was measured."""
-    works = components(text, one)
-    total = sum(work.floor_ms(gpu) for work in works)
+def printed(text: dict[str, Any], one: Pass, gpu: Gpu) -> str:
+    """Floors by component, and the tokens per second that they allow."""
     lines = [
         f"{gpu.name}, {one.weights}, batch {one.batch}, context {one.context}: "
-        f"floor {total:.2f} ms a pass",
+        f"floor {pass_floor_ms(text, one, gpu):.2f} ms a pass",
         f"  {'':24} {'GB':>9} {'TFLOP':>9} {'floor ms':>9}  bound by",
     ]
-    for work in works:
+    for work in components(text, one):
         lines.append(
             f"  {work.component:24} {work.num_bytes / 1e9:9.3f} {work.flops / 1e12:9.3f} "
             f"{work.floor_ms(gpu):9.3f}  {work.bound(gpu)}"
@@ -270,23 +274,13 @@ def table(text: dict[str, Any], one: Pass, gpu: Gpu, measured: str) -> str:
     for label, separate in (("fused commit", False), ("separate commit", True)):
         speed = tokens_per_s(text, one, gpu, separate_commit=separate)
         lines.append(f"  {FIXED_STEPS} fixed steps, {label}: at most {speed:,.0f} tokens/s")
-    return "\n".join([*lines, f"  measured: {measured}"])
-
-
-def measured_passes(results: Path) -> dict[tuple[str, int], str]:
-    """What bench.h200 measured, by weights and batch."""
-    found: dict[tuple[str, int], str] = {}
-    for row in (row for path in results.glob("h200_engine_*.csv") for row in read_csv(path)):
-        if row["component"] == "pass" and row["model"] == "released":
-            key = (row["weights"], int(row["batch"]))
-            text = f"{row['server']} {float(row['ms_per_step']):.2f} ms ({row['machine']})"
-            found[key] = f"{found[key]}; {text}" if key in found else text
-    return found
+    return "\n".join(lines)
 
 
 def rows_of(text: dict[str, Any], one: Pass, gpu: Gpu) -> list[dict[str, object]]:
     """Of the CSV: the components, and the pass with its tokens/s."""
     shared = {"gpu": gpu.name, "weights": one.weights, "batch": one.batch, "context": one.context}
+    works = components(text, one)
     rows: list[dict[str, object]] = [
         {
             **shared,
@@ -297,17 +291,35 @@ def rows_of(text: dict[str, Any], one: Pass, gpu: Gpu) -> list[dict[str, object]
             "bound": work.bound(gpu),
             "tokens_per_s": None,
         }
-        for work in components(text, one)
+        for work in works
     ]
     total = {
         "component": "pass",
-        "bytes": sum(int(str(row["bytes"])) for row in rows),
-        "flops": sum(int(str(row["flops"])) for row in rows),
+        "bytes": sum(int(work.num_bytes) for work in works),
+        "flops": sum(int(work.flops) for work in works),
         "floor_ms": pass_floor_ms(text, one, gpu),
         "bound": None,
         "tokens_per_s": tokens_per_s(text, one, gpu, separate_commit=False),
     }
     return [*rows, shared | total]
+
+
+def floors(results: Path) -> str:
+    """Section of docs/benchmarks.md: the least time of a pass, and the speed that it allows."""
+    rows = [row for row in read_csv(results / "roofline.csv") if row["component"] == "pass"]
+    if not rows:
+        return "Not computed yet: `python -m bench.roofline`."
+    lines = [
+        [
+            row["weights"],
+            row["batch"],
+            f"{float(row['floor_ms']):.1f}",
+            f"{float(row['tokens_per_s']):,.0f}",
+        ]
+        for row in rows
+    ]
+    table = markdown((["weights", "batch", "floor, ms a pass", "tokens/s at most"], lines))
+    return f"{table}\n\n{measured_with(rows, 'roofline.csv')}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -325,19 +337,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fp8-tflops", type=float, default=H200.fp8 / 1e12)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
     options = parser.parse_args(arguments)
-    config: dict[str, Any] = read_config(options.config)
+    config = released_config()
+    if options.config:
+        config = json.loads((options.config / "config.json").read_text())
     text = config["text_config"]
     peaks = (options.copy_tb_s, options.bf16_tflops, options.fp8_tflops)
     gpu = Gpu(options.gpu, *(1e12 * peak for peak in peaks))
-    measured = measured_passes(options.results)
     rows: list[dict[str, object]] = []
     for weights in options.weights:
         for batch in options.batch:
             one = Pass(weights, batch, options.context, config["canvas_length"])
-            known = measured.get((weights, batch), "not measured by us")
-            if options.config is None and (weights, batch) in PUBLISHED:
-                known += f"; {PUBLISHED[weights, batch]}"
-            print(table(text, one, gpu, known) + "\n")
+            print(printed(text, one, gpu) + "\n")
             rows += rows_of(text, one, gpu)
     shared = provenance("bench.roofline")
     path = options.results / "roofline.csv"

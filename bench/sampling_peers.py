@@ -1,9 +1,9 @@
 """The sampling step of a denoise step, ours and vLLM's built-in one, on the same logits.
 
 Everything between the logits of the canvas rows and the next canvas: row statistics and the draw,
-accept, renoise and stop, the soft embeddings for the next step. Ours are the functions that
-`dllm.engine.sampler` calls, in its order; the built-in's are its own two functions with the state tensors
-that its sampler gives them, compiled as it compiles them.
+accept, renoise and stop, the soft embeddings for the next step. Ours is the denoise step that the
+server calls; the built-in's are its own two functions with the state tensors that its sampler gives
+them, compiled as it compiles them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dllm.engine.canvas_rows import CanvasRows
 from dllm.models.gemma import rule
-from dllm.ops import noise
-from dllm.ops.dispatch import row_stats, sparse_product
-from dllm.ops.row_stats import RowStats
+from dllm.models.gemma.settings import GemmaSettings
+from dllm.models.gemma.step import denoise, first_canvases
+from dllm.ops.dispatch import sparse_product
 from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
 
 T_MIN, T_MAX, MAX_STEPS, ENTROPY_BOUND, CONFIDENCE, WINDOW = 0.4, 0.8, 48, 0.1, 0.005, 2
@@ -54,10 +55,10 @@ class Outcome(NamedTuple):
 def make_logits(shape: Shape, device: str) -> Tensor:
     """Made-up logits, [N, V] fp32.
 
-    `open`: normal with a deviation of 3, as at a first step, where a row believes in thousands of
-    tokens. `settled`: a normal bulk around -8 with a deviation of 2.5, 20 tokens around 8 and one
-    at 22: at the schedule's temperatures a row believes in a few tokens. `half`: of each, half the
-    rows.
+    `open`: normal with a deviation of 3, as at a first step: thousands of tokens of a row have a
+    probability that matters. `settled`: a normal bulk around -8 with a deviation of 2.5, 20 tokens
+    around 8 and one at 22: at the schedule's temperatures few tokens matter. `half`: half of the
+    rows are open, the others settled.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.empty(shape.num_rows, shape.vocab_size)
@@ -82,62 +83,37 @@ def make_embeddings(shape: Shape, device: str) -> Tensor:
 
 def temperatures(shape: Shape, device: str) -> Tensor:
     """Of each canvas in the middle of the schedule: [R] fp32."""
-    return rule.temperature(torch.tensor([MAX_STEPS // 2]), MAX_STEPS, T_MIN, T_MAX).repeat(
-        shape.num_canvases
-    ).to(device)  # fmt: skip
-
-
-def our_decisions(logits: Tensor, steps_done: Tensor, previous: Tensor, is_exact: bool) -> RowStats:
-    """Statistics and decisions, as `sampler.denoise_rows`; returns what soft embeddings need."""
-    (num_canvases, length), vocab_size = previous.shape, logits.shape[-1]
-    starts, width = torch.zeros_like(steps_done), torch.full_like(steps_done, length)
-    drawn = noise.step_noise(starts + SEED, starts, steps_done, width, length, vocab_size)
-    temperature = rule.temperature(steps_done, MAX_STEPS, T_MIN, T_MAX)
-    stats = row_stats(
-        logits,
-        temperature.repeat_interleave(length, output_size=num_canvases * length),
-        drawn.keys.view(-1, 2),
-        torch.bfloat16 if is_exact else None,
-    )
-    argmax = stats.argmax.view(num_canvases, length)
-    rule.denoise_step(
-        rule.DenoiseState(drawn.renoise_tokens, previous, torch.ones_like(previous), steps_done),
-        rule.StepInputs(
-            argmax=argmax,
-            sample=stats.sample.view(num_canvases, length),
-            entropy=stats.entropy.view(num_canvases, length),
-            noise_tokens=drawn.renoise_tokens,
-            is_stop=argmax == 1,
-        ),
-        width,
-        rule.DenoiseRules(T_MIN, T_MAX, MAX_STEPS, ENTROPY_BOUND, CONFIDENCE, WINDOW),
-    )
-    return stats
+    one = rule.temperature(torch.tensor([MAX_STEPS // 2]), MAX_STEPS, T_MIN, T_MAX)
+    return one.repeat(shape.num_canvases).to(device)
 
 
 def prepare_ours(
     shape: Shape, weight: Tensor, is_exact: bool, is_compiled: bool
 ) -> Callable[[Tensor], Outcome]:
-    """Our step on logits [N, V]."""
-    device = weight.device
-    steps_done = torch.full((shape.num_canvases,), MAX_STEPS // 2, device=device)
-    previous = torch.zeros(
-        shape.num_canvases, shape.canvas_length, dtype=torch.int64, device=device
+    """Our step on logits [N, V], in the middle of the schedule."""
+    settings = GemmaSettings(
+        canvas_length=shape.canvas_length,
+        max_denoising_steps=MAX_STEPS,
+        t_min=T_MIN,
+        t_max=T_MAX,
+        entropy_bound=ENTROPY_BOUND,
+        confidence_threshold=CONFIDENCE,
+        stability_threshold=WINDOW - 1,
+        canvas_window="symmetric",
     )
-    temperature = temperatures(shape, str(device)).repeat_interleave(shape.canvas_length)
+    starts = torch.zeros(shape.num_canvases, dtype=torch.int64, device=weight.device)
+    rows = CanvasRows.whole(starts, shape.canvas_length)
+    canvases = first_canvases(starts + SEED, starts, settings, [1], shape.vocab_size)
+    canvases = canvases._replace(steps_done=torch.full_like(starts, MAX_STEPS // 2))
     shard, budget = Shard(weight, 0, shape.vocab_size), skipped_mass(weight.dtype)
-    decide = torch.compile(our_decisions, dynamic=True) if is_compiled else our_decisions
+    probs_dtype = torch.bfloat16 if is_exact else None
+    decide = torch.compile(denoise, dynamic=True) if is_compiled else denoise
 
     def step(logits: Tensor) -> Outcome:
-        rows = len(logits)
-        stats = decide(
-            logits,
-            steps_done[: rows // shape.canvas_length],
-            previous[: rows // shape.canvas_length],
-            is_exact,
-        )
+        denoised = decide(logits, rows, canvases, settings, probs_dtype)
+        stats = denoised.stats
         if stats.probs is None:
-            soft = sparse_product(logits, temperature[:rows], stats, shard, budget)
+            soft = sparse_product(logits, denoised.temperature, stats, shard, budget)
         else:
             soft = exact_product(stats.probs, shard)
         return Outcome(stats.argmax, stats.entropy, soft.float())

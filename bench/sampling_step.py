@@ -2,23 +2,20 @@
 
     python -m bench.sampling_step                      # the shapes of the table, this device
     python -m bench.sampling_step --rows 256 --vocab 262144 --hidden 2816 --profiles settled
-    python -m bench.sampling_step --memory             # peak bytes instead of times
     python -m bench.sampling_step --smoke              # tiny shapes, seconds
 
 The order is A B, B A, A B, ..., so that a machine that gets slower or faster does so to both, and
 a ratio is one of neighbours. Before anything is timed the two must agree: the same argmax, the same
-entropies, and soft embeddings no further apart than the error bound of `dllm.ops.soft_embedding` plus
-bf16 rounding; otherwise there is no number and the exit code is 1. Without vLLM only ours is timed.
+entropies, and soft embeddings no further apart than `dllm.ops.soft_embedding` allows plus bf16
+rounding; otherwise there is no number and the exit code is 1. Without vLLM only ours is timed.
 
 Ours comes twice, with the sparse soft embedding (the default on a CPU) and with the exact product.
-`statistics_share_of_copy`, on a GPU: bytes of the logits / time of the statistics / bytes per
-second of a copy (read and write counted), measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import itertools
 import statistics
 import sys
 import time
@@ -29,8 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.context import RESULTS, provenance, write_csv
-from bench.sampling_memory import Memory, measure_memory
+from bench.context import RESULTS, provenance, read_csv, write_csv
 from bench.sampling_peers import (
     Outcome,
     Shape,
@@ -39,9 +35,8 @@ from bench.sampling_peers import (
     make_logits,
     prepare_builtin,
     prepare_ours,
-    temperatures,
 )
-from dllm.ops.dispatch import row_stats
+from bench.tables import Spread, markdown, measured_with
 from dllm.ops.soft_embedding import skipped_mass
 
 BUILTIN, SPARSE, EXACT = "built-in", "ours, sparse", "ours, exact"
@@ -58,14 +53,10 @@ class Timing:
     profile: str
     implementation: str
     p50_ms: float
-    low_ms: float
-    high_ms: float
     faster_than_builtin: float | None  # median of the ratios of neighbours
     faster_low: float | None
     faster_high: float | None
     largest_soft_error: float | None  # in units of the largest embedding norm
-    statistics_share_of_copy: float | None
-    load_average: float
 
 
 def disagreement(ours: Outcome, builtin: Outcome, weight: Tensor) -> tuple[str, float]:
@@ -130,22 +121,7 @@ def measure(shape: Shape, rounds: int, device: str, is_compiled: bool) -> list[T
     steps = {name: lambda step=step: step(logits) for name, step in prepared.items()}
     alternate(steps, 1, device)  # compiles
     times = alternate(steps, rounds, device)
-    share = share_of_copy(shape, logits) if device == "cuda" else None
-    return [_timing(shape, name, times, errors.get(name), share) for name in steps]
-
-
-def share_of_copy(shape: Shape, logits: Tensor) -> float:
-    """Bytes per second of the statistics kernel, which reads the logits, in those of a copy."""
-    keys = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)
-    temperature = temperatures(shape, "cuda").repeat_interleave(shape.canvas_length)
-    target = torch.empty_like(logits)
-    calls: dict[str, Callable[[], object]] = {
-        "copy": lambda: target.copy_(logits),
-        "statistics": lambda: row_stats(logits, temperature, keys, None),
-    }
-    alternate(calls, 3, "cuda")
-    best = {name: min(times) for name, times in alternate(calls, 21, "cuda").items()}
-    return logits.nbytes / best["statistics"] / (2 * logits.nbytes / best["copy"])
+    return [_timing(shape, name, times, errors.get(name)) for name in steps]
 
 
 def _timing(
@@ -153,9 +129,9 @@ def _timing(
     name: str,
     times: dict[str, list[float]],
     error: float | None,
-    share: float | None,
 ) -> Timing:
     ratios = [b / a for a, b in zip(times[name], times.get(BUILTIN, []), strict=False)]
+    faster = Spread.of(ratios) if ratios else None
     return Timing(
         rows=shape.num_rows,
         vocab_size=shape.vocab_size,
@@ -163,14 +139,10 @@ def _timing(
         profile=shape.profile,
         implementation=name,
         p50_ms=1e3 * statistics.median(times[name]),
-        low_ms=1e3 * min(times[name]),
-        high_ms=1e3 * max(times[name]),
-        faster_than_builtin=statistics.median(ratios) if ratios else None,
-        faster_low=min(ratios) if ratios else None,
-        faster_high=max(ratios) if ratios else None,
+        faster_than_builtin=faster.median if faster else None,
+        faster_low=faster.low if faster else None,
+        faster_high=faster.high if faster else None,
         largest_soft_error=error,
-        statistics_share_of_copy=None if name == BUILTIN else share,
-        load_average=os.getloadavg()[0],
     )
 
 
@@ -189,10 +161,28 @@ def show(timing: Timing) -> None:
     )
 
 
-def save(path: Path, lines: Sequence[Timing] | Sequence[Memory]) -> None:
-    """One line a row, with what it means nothing without."""
-    about = provenance("bench.sampling_step") | {"threads": torch.get_num_threads()}
-    write_csv(path, [asdict(line) | about for line in lines])
+def sampling_step(results: Path) -> str:
+    """Section of docs/sampling.md: milliseconds and ratios, a line for each shape and profile."""
+    rows = read_csv(results / "sampling_step_cpu.csv")
+    if not rows:
+        return "Not measured yet: `python -m bench.sampling_step`."
+    shape_of = ("rows", "vocab_size", "hidden", "profile")
+    lines = []
+    for shape in dict.fromkeys(tuple(row[name] for name in shape_of) for row in rows):
+        here = [row for row in rows if tuple(row[name] for name in shape_of) == shape]
+        times = [f"{float(row['p50_ms']):.1f}" for row in here]
+        faster = [
+            Spread(*(float(row[f"faster_{end}"]) for end in ("than_builtin", "low", "high")))
+            for row in here
+            if row["implementation"].startswith("ours") and row["faster_than_builtin"]
+        ]
+        num_rows, vocab_size, *rest = shape
+        cells = [num_rows, f"{int(vocab_size):,}", *rest, " / ".join(times)]
+        lines.append(cells + [one.text(2) for one in faster])
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    compared = [f"built-in / {name}" for name in names if name.startswith("ours")]
+    header = ["rows", "vocabulary", "hidden", "logits", f"ms: {' / '.join(names)}", *compared]
+    return f"{markdown((header, lines))}\n\n{measured_with(rows, 'sampling_step_cpu.csv')}"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -201,44 +191,42 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=numbers, default=[64, 256])
     parser.add_argument("--vocab", type=numbers, default=[32_768, 262_144])
     parser.add_argument("--hidden", type=numbers, default=[256, 2816])
     parser.add_argument("--profiles", default="open,half,settled")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--eager", action="store_true", help="ours without torch.compile")
-    parser.add_argument("--memory", action="store_true", help="peak bytes instead of times")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    return parser.parse_args(arguments)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
+    options = parser.parse_args(arguments)
+    if options.smoke:
+        options.rows, options.vocab, options.hidden, options.rounds = [8], [9000], [16], 1
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the CSV after every shape."""
     options = parse(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.memory:
-        lines = measure_memory(device, options.smoke)
-        save(options.results / f"sampling_step_memory_{device}.csv", lines)
-        return 0
-    if options.smoke:
-        options.rows, options.vocab, options.hidden, options.rounds = [8], [9000], [16], 1
+    about = provenance("bench.sampling_step")
     timings: list[Timing] = []
-    for vocab_size in options.vocab:
-        for hidden in options.hidden:
-            for rows in options.rows:
-                for profile in options.profiles.split(","):
-                    shape = Shape(2, rows // 2, vocab_size, hidden, profile)
-                    try:
-                        new = measure(shape, options.rounds, device, not options.eager)
-                    except RuntimeError as error:
-                        print(error, file=sys.stderr)
-                        return 1
-                    for timing in new:
-                        show(timing)
-                    timings += new
-                    save(options.results / f"sampling_step_{device}.csv", timings)
+    axes = (options.vocab, options.hidden, options.rows, options.profiles.split(","))
+    for vocab_size, hidden, rows, profile in itertools.product(*axes):
+        shape = Shape(2, rows // 2, vocab_size, hidden, profile)
+        try:
+            new = measure(shape, options.rounds, device, not options.eager)
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 1
+        for timing in new:
+            show(timing)
+        timings += new
+        path = options.results / f"sampling_step_{device}.csv"
+        write_csv(path, [asdict(timing) | about for timing in timings])
     return 0
 
 

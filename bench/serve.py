@@ -1,113 +1,137 @@
 """Ours beside what a user would run instead: the same engine, the same runtime, the same flags.
 
-    python -m bench.serve                       # compiled; the table of the README
+    python -m bench.serve                       # compiled; the tables of our pages
     python -m bench.serve --eager               # with --enforce-eager
     python -m bench.serve --schedule fixed --concurrency 1 --rounds 9
+    python -m bench.serve --contestants ours "built-in --max-num-seqs 32" --concurrency 32
+    python -m bench.serve --contestants ours "ours --additional-config.dllm.commit separate"
 
-Starts unmodified ``vllm serve`` for each contestant (bench.baselines), and drives one at a time
-with the real ``vllm bench serve``, on questions of the task suite and on random tokens, at several
-concurrencies and request rates. Each round begins with another contestant, so that a machine that
-gets slower or faster meanwhile does so to all. The other servers are up and idle; the processor
-time that they use is reported.
+A contestant is one of the names below and more flags for its server, so that a setting is compared
+with another one, too. The first is compared with each of the others.
+
+    ours          plain ``vllm serve``
+    built-in      the same with DLLM_DISABLE=1: vLLM's own DiffusionGemma, on the same CPU runtime
+    tiny-ar       the autoregressive twin of tiny-dllm, of the same size and training questions;
+                  without speculation, and greedy, because sampling makes it answer worse
+    transformers  Hugging Face's ``generate`` at batch 1, eager, which is its default
+
+Contestants are driven one at a time by the real ``vllm bench serve``, while the others stand still.
+Each round begins with another contestant, so that a machine that gets slower or faster meanwhile
+does so to all. ``bench/workloads.py`` says what is asked: questions whose blocks stop when they
+converge (``adaptive``), random tokens with --steps denoise steps for every block (``fixed``).
 
 Before anything is timed, each server must answer with HTTP 200 and exactly the number of tokens
 asked for, and two equal seeded requests equally (the built-in refuses a seed); otherwise there is
 no table. A run that is wrong (incomplete, of another length, of another number of denoise steps on
-the fixed schedule, or with fewer right answers than chance allows, bench.workloads) has no speed.
-
-Schedules:
-
-    adaptive  the checkpoint's generation_config.json, in which blocks stop when they converge
-    fixed     every block takes --steps denoise steps: ``max_denoising_steps`` = --steps and
-              ``confidence_threshold`` = 0. Its answers are counted but hardly judged (one must be
-              right): the model card speaks of the adaptive schedule.
+the fixed schedule, or with fewer right answers than chance allows) has no speed.
 
 Written to --results: serve_MODE.csv (one row a run), and on the adaptive schedule serve_facts.csv
 (what each server refuses) and answers.csv (denoise steps and right answers by family).
 """
 
 import argparse
+import json
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench import families
-from bench.baselines import BUILTIN_WIDE, Baselines, facts
 from bench.client import Client
-from bench.command import add_serve_flags, canvas_length, reporting_failures
-from bench.context import RESULTS, progress, provenance, write_csv
-from bench.measure import AUTOREGRESSIVE, BUILTIN, OURS, REFERENCE, Measurement
-from bench.race import Contestant, Race, admit, start_all
-from bench.report import csv_rows, tables
-from bench.workloads import ADAPTIVE, FIXED, QUESTIONS, RANDOM, Shape, Workload
+from bench.context import (
+    RESULTS,
+    as_text,
+    progress,
+    provenance,
+    reporting_failures,
+    write_csv,
+)
+from bench.measure import (
+    IN_CANVAS_PASSES,
+    NO_CANVAS,
+    OVERLAPPED,
+    SEPARATE,
+    csv_rows,
+)
+from bench.race import Contestant, Measured, Race, start_all
+from bench.report import printed
+from bench.servers import SERVE_FLAGS, Server, ServerOptions
+from bench.workloads import ADAPTIVE, ANSWER_TOKENS, FIXED, Shape, Workload, card_accuracy
+from dllm.cli import CommandError
+from dllm.tasks.suite import FAMILIES, questions
+from dllm.tools.client import connect
+from dllm.tools.eval_server import ServedModel
 
-SCHEDULES = (ADAPTIVE, FIXED)
-CONTESTANTS = (OURS, BUILTIN, BUILTIN_WIDE, AUTOREGRESSIVE, REFERENCE)
-DEFAULT_CONTESTANTS = (OURS, BUILTIN, AUTOREGRESSIVE, REFERENCE)
+OURS, BUILTIN, AUTOREGRESSIVE, REFERENCE = KINDS = ("ours", "built-in", "tiny-ar", "transformers")
+QUESTION_SEED = 10_000  # of answers.csv; not among the seeds of the timed runs
 
 
 @dataclass(frozen=True)
-class Options:
-    """The command line."""
+class Spec:
+    """A contestant as it is named on the command line: ``KIND --flags of its server``."""
 
-    baselines: Baselines
-    shape: Shape
-    schedules: tuple[str, ...]
-    is_eager: bool
-    rounds: int
-    num_requests: int
-    concurrencies: tuple[int, ...]
-    rates: tuple[float, ...]
-    questions_a_family: int
-    budget_s: float
-    results: Path
+    name: str
+    kind: str
+    flags: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "Spec":
+        """Raises argparse.ArgumentTypeError if there is no such kind."""
+        kind, *flags = shlex.split(text)
+        if kind not in KINDS or (flags and not flags[0].startswith("--")):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}; allowed: one of {', '.join(KINDS)}, then flags of `vllm serve`."
+            )
+        return cls(text, kind, tuple(flags))
 
     @property
-    def mode(self) -> str:
-        """``eager`` or ``compiled``, also part of the file name."""
-        return "eager" if self.is_eager else "compiled"
+    def commits(self) -> int:
+        """How its passes are counted."""
+        if self.kind == OURS:  # the option has two values, and the other one is the default
+            return SEPARATE if any("separate" in flag for flag in self.flags) else OVERLAPPED
+        return NO_CANVAS if self.kind == AUTOREGRESSIVE else IN_CANVAS_PASSES
 
-    def workloads(self, schedule: str) -> list[Workload]:
-        """Questions at every load; random tokens, which take longer, without request rates."""
-        steps = self.baselines.steps if schedule == FIXED else None
-        found = []
-        for prompts in (QUESTIONS, RANDOM):
-            at_least = self.num_requests if prompts == QUESTIONS else self.num_requests // 4
-            for concurrency in self.concurrencies:
-                count = max(2 * concurrency, at_least, 1)
-                load = Workload(schedule, prompts, count, self.shape, concurrency)
-                found.append(replace(load, steps_per_block=steps))
-        if schedule == ADAPTIVE:
-            found += [
-                Workload(schedule, QUESTIONS, self.num_requests, self.shape, rate=rate)
-                for rate in self.rates
-            ]
-        return found
+
+def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:
+    """Every load; random tokens, which take longer, fewer times and without request rates."""
+    shape, count = options.shape, options.num_requests
+    if schedule == FIXED:
+        sizes = [(n, max(2 * n, count // 4, 1)) for n in options.concurrency]
+        return [Workload(FIXED, k, shape, n, steps_per_block=options.steps) for n, k in sizes]
+    return [
+        *(Workload(ADAPTIVE, max(2 * n, count), shape, n) for n in options.concurrency),
+        *(Workload(ADAPTIVE, count, shape, rate=rate) for rate in options.rates),
+    ]
 
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print a table per workload, write the CSV files."""
+    """Measure, print the tables, write the CSV files."""
     options = parse(arguments)
-    measured: list[tuple[Workload, Measurement]] = []
-    path = options.results / f"serve_{options.mode}.csv"
-    deadline = time.monotonic() + options.budget_s
-    for index, schedule in enumerate(options.schedules):
-        sizes = [len(options.workloads(other)) for other in options.schedules[index:]]
-        left = (deadline - time.monotonic()) * sizes[0] / sum(sizes)
-        measured += measure(options, schedule, time.monotonic() + left)
-        write_csv(path, csv_rows(measured, options.mode, provenance("bench.serve")))
-    print(f"\n{tables(measured)}\n\n{path}")
-    is_wrong = any(one.problem for _, one in measured if one.contestant == OURS)
-    return 1 if is_wrong else 0
+    measured: Measured = []
+    path = options.results / f"serve_{'eager' if options.eager else 'compiled'}.csv"
+    about = provenance("bench.serve")
+    deadline = time.monotonic() + 60 * options.minutes
+    for index, schedule in enumerate(options.schedule):
+        sizes = [len(workloads(options, other)) for other in options.schedule[index:]]
+        left_s = (deadline - time.monotonic()) * sizes[0] / sum(sizes)
+
+        def save(more: Measured, before: Measured = measured) -> None:
+            write_csv(path, csv_rows([*before, *more], about))
+
+        measured = [*measured, *measure(options, schedule, time.monotonic() + left_s, save)]
+    print(f"\n{printed(as_text(csv_rows(measured, about)))}\n\n{path}")
+    first = options.contestants[0].name
+    return 1 if any(one.problem for _, one in measured if one.contestant == first) else 0
 
 
-def measure(options: Options, schedule: str, deadline: float) -> list[tuple[Workload, Measurement]]:
-    """All rounds of one schedule.
+def measure(
+    options: argparse.Namespace, schedule: str, deadline: float, save: Callable[[Measured], None]
+) -> Measured:
+    """All rounds of one schedule; what was measured is saved after each.
 
     Args:
         deadline: of ``time.monotonic``; no round begins that would end later.
@@ -118,43 +142,131 @@ def measure(options: Options, schedule: str, deadline: float) -> list[tuple[Work
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
-        contestants = options.baselines.contestants(schedule, folder)
-        progress(f"{options.mode}, {schedule}: starting {[one.name for one in contestants]}")
-        start_all([one.server for one in contestants if one.server], stack)
-        served = [one for one in contestants if one.server]
-        first = {one.name: admit(one, options.shape) for one in served}
-        # Also the largest batch that each will see: whoever compiles for it does so now.
-        found = {one.name: facts(one, options.shape) for one in served}
+        racing = contestants(options, schedule, folder)
+        most = max(options.concurrency, default=1)
+        first_request_s = start_all(racing, options.shape, most, stack)
         if schedule == ADAPTIVE:
-            write_facts(options, served, first, found)
-        budget = deadline - time.monotonic()
-        workloads = options.workloads(schedule)
-        return Race(contestants, workloads, options.rounds, Client(folder), budget).run()
+            write_facts(options, [one for one in racing if one.server], first_request_s)
+        budget_s = deadline - time.monotonic()
+        loads = workloads(options, schedule)
+        return Race(racing, loads, options.rounds, Client(folder), budget_s).run(save)
+
+
+# --- who is measured -----------------------------------------------------------------------------
+
+
+def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> list[Contestant]:
+    """Those that a schedule has a meaning for, their servers not started."""
+    generation = folder / "generation"
+    write_generation_config(options.model, generation, options.steps if schedule == FIXED else None)
+    eager = ("--enforce-eager",) if options.eager else ()
+    found = []
+    for index, spec in enumerate(options.contestants):
+        is_twin = spec.kind == AUTOREGRESSIVE
+        if schedule == FIXED and spec.kind in (AUTOREGRESSIVE, REFERENCE):
+            continue
+        model = options.autoregressive if is_twin else options.model
+        flags = () if is_twin else ("--generation-config", str(generation))
+        served = ServerOptions(
+            spec.name,
+            str(model),
+            (*flags, *eager, *options.serve_flags, *spec.flags),
+            (("DLLM_DISABLE", "1"),) if spec.kind == BUILTIN else (),
+        )
+        found.append(
+            Contestant(
+                spec.name,
+                model,
+                spec.commits,
+                None if spec.kind == REFERENCE else Server(served, folder / f"{index}.log"),
+                client_flags=("--temperature", "0") if is_twin else (),
+                takes_seeds=spec.kind != BUILTIN,
+                expected=card_accuracy(model),
+            )
+        )
+    return found
+
+
+def write_generation_config(model: Path, folder: Path, steps: int | None) -> None:
+    """The checkpoint's generation_config.json, with ``steps`` denoise steps a block if given.
+
+    A file, because the built-in does not read ``--override-generation-config``.
+    """
+    generation = json.loads((model / "generation_config.json").read_text())
+    if steps is not None:
+        generation |= {"max_denoising_steps": steps, "confidence_threshold": 0.0}
+    folder.mkdir()
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+# --- what a server refuses and answers -----------------------------------------------------------
 
 
 def write_facts(
-    options: Options,
-    served: Sequence[Contestant],
-    first_request_s: dict[str, float],
-    found: dict[str, dict[str, object]],
+    options: argparse.Namespace, served: Sequence[Contestant], first_request_s: dict[str, float]
 ) -> None:
-    """What each server refuses, and its answers by family."""
+    """serve_facts.csv and answers.csv."""
     about = provenance("bench.serve")
     rows = [
         {"contestant": one.name, "first_request_s": first_request_s[one.name]}
-        | found[one.name]
-        | {"mode": options.mode, **about}
+        | statuses(one, options.shape)
+        | about
         for one in served
     ]
     write_csv(options.results / "serve_facts.csv", rows)
-    progress("  answers by family")
-    canvas, each = options.shape.canvas_length, options.questions_a_family
-    answered = [row | about for one in served for row in families.answers(one, canvas, each)]
-    if answered:
+    if options.questions:
+        progress("  answers by family")
+        answered = [row | about for one in served for row in answers(one, options.questions)]
         write_csv(options.results / "answers.csv", answered)
 
 
-def parse(arguments: Sequence[str] | None) -> Options:
+def statuses(contestant: Contestant, shape: Shape) -> dict[str, object]:
+    """What a server does with a temperature and with a seed."""
+    server = contestant.server
+    assert server is not None
+    tried: dict[str, dict[str, float]] = {"temperature": {"temperature": 0.5}, "seed": {"seed": 1}}
+    return {
+        f"http_status_with_{name}": server.complete(prompt=shape.prompt, max_tokens=1, **one).status
+        for name, one in tried.items()
+    }
+
+
+def answers(contestant: Contestant, each: int) -> list[dict[str, object]]:
+    """One row a family: ``each`` questions, one at a time.
+
+    Raises:
+        RuntimeError: a question was not answered.
+    """
+    assert contestant.server is not None
+    asking = ServedModel(connect(contestant.server.url, None), ANSWER_TOKENS, concurrency=1)
+    rows: list[dict[str, object]] = []
+    for family in FAMILIES:
+        drawn = questions([family], "heldout", each, QUESTION_SEED)
+        try:
+            run = asking.answer(drawn, lambda: None)
+        except CommandError as error:
+            raise RuntimeError(f"{contestant.name}: {error}") from error
+        steps, blocks = run.denoise_steps, run.blocks
+        if steps is not None and blocks and contestant.commits == IN_CANVAS_PASSES:
+            steps -= blocks
+        right = sum(q.is_correct(a.text) for q, a in zip(drawn, run.answers, strict=True))
+        rows.append(
+            {
+                "contestant": contestant.name,
+                "family": family,
+                "num_questions": each,
+                "num_correct": right,
+                "blocks": blocks,
+                "denoise_steps": steps,
+            }
+        )
+    return rows
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with a message when it is wrong."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -162,9 +274,11 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--model", type=Path, default=Path("checkpoints/tiny-dllm"))
     parser.add_argument("--autoregressive", type=Path, default=Path("checkpoints/tiny-ar"))
     parser.add_argument(
-        "--contestants", nargs="+", choices=CONTESTANTS, default=list(DEFAULT_CONTESTANTS)
+        "--contestants", nargs="+", type=Spec.parse, default=[Spec.parse(kind) for kind in KINDS]
     )
-    parser.add_argument("--schedule", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument(
+        "--schedule", nargs="+", choices=(ADAPTIVE, FIXED), default=[ADAPTIVE, FIXED]
+    )
     parser.add_argument("--steps", type=int, default=16, help="per block, fixed schedule")
     parser.add_argument("--eager", action="store_true", help="serve with --enforce-eager")
     parser.add_argument("--rounds", type=int, default=3)
@@ -179,39 +293,39 @@ def parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--questions", type=int, default=12, help="a family, for answers.csv")
     add_serve_flags(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
-    return checked(parser, parser.parse_args(arguments))
-
-
-def checked(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Options:
-    """Options, or an exit with a message."""
-    length = canvas_length(parser, given.model)
+    given = parser.parse_args(arguments)
     for flag, value in (("--rounds", given.rounds), ("--steps", given.steps)):
         if value < 1:
             parser.error(f"{flag} {value}; allowed: at least 1.")
     try:
-        shape = Shape(length, given.input_len, given.output_len)
+        length = canvas_length(parser, given.model)
+        given.shape = Shape(length, given.input_len, given.output_len)
     except ValueError as error:
         parser.error(str(error))
-    autoregressive = given.autoregressive
-    if AUTOREGRESSIVE in given.contestants and not (autoregressive / "config.json").exists():
-        progress(f"{autoregressive} is not there: no column of {AUTOREGRESSIVE}")
-        autoregressive = None
-    flags = (*given.serve_flags, *(("--enforce-eager",) if given.eager else ()))
-    return Options(
-        baselines=Baselines(
-            given.model, autoregressive, given.steps, flags, tuple(given.contestants)
-        ),
-        shape=shape,
-        schedules=tuple(given.schedule),
-        is_eager=given.eager,
-        rounds=given.rounds,
-        num_requests=given.num_requests,
-        concurrencies=tuple(given.concurrency),
-        rates=tuple(given.rates),
-        questions_a_family=given.questions,
-        budget_s=60 * given.minutes,
-        results=given.results,
+    if not (given.autoregressive / "config.json").exists():
+        there = [spec for spec in given.contestants if spec.kind != AUTOREGRESSIVE]
+        if len(there) < len(given.contestants):
+            progress(f"{given.autoregressive} is not there: no column of {AUTOREGRESSIVE}")
+        given.contestants = there
+    return given
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """``--serve-flags``, a list of strings."""
+    parser.add_argument(
+        "--serve-flags",
+        type=shlex.split,
+        default=list(SERVE_FLAGS),
+        help="of all servers, in one string",
     )
+
+
+def canvas_length(parser: argparse.ArgumentParser, model: Path) -> int:
+    """Tokens of the checkpoint's canvas; exits with a message where there is no checkpoint."""
+    config = model / "config.json"
+    if not config.exists():
+        parser.error(f"--model {model}: no config.json there; give a checkpoint's folder.")
+    return int(json.loads(config.read_text())["canvas_length"])
 
 
 if __name__ == "__main__":

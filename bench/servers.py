@@ -12,11 +12,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from dllm.tools.eval_server import POSITIONS, counter
 
 READY_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 30
@@ -25,12 +23,14 @@ STOP_TIMEOUT_S = 30
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Forked processes do not import everything again. As of `make serve`.
+    # Forked processes need not import everything again; `make serve` sets it, too.
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+# A small KV cache: vLLM would take most of the memory for the first of several servers.
+SERVE_FLAGS = ("--kv-cache-memory-bytes", "256M", "--max-model-len", "1024")
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,13 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class Response:
-    """A server's answer: a completion's ``token_ids`` or a chat's ``text`` if the status is 200."""
+    """A server's answer to a completion request; without ``token_ids`` unless the status is 200.
+
+    A status of 0 means that there was no answer.
+    """
 
     status: int
     token_ids: tuple[int, ...] = ()
-    text: str = ""
-    num_tokens: int = 0
     error: str = ""
     seconds: float = 0.0
 
@@ -121,95 +122,43 @@ class Server:
 
     def complete(self, **body: Any) -> Response:
         """POST to /v1/completions and wait; the model's name is filled in."""
-        response, reply = self._post("/v1/completions", {"return_token_ids": True} | body)
-        if not reply:
-            return response
-        return replace(response, token_ids=tuple(reply["choices"][0]["token_ids"]))
-
-    def chat(self, prompt: str, max_tokens: int) -> Response:
-        """POST one user message to /v1/chat/completions and wait."""
-        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens}
-        response, reply = self._post("/v1/chat/completions", body)
-        if not reply:
-            return response
-        text = reply["choices"][0]["message"]["content"] or ""
-        return replace(response, text=text, num_tokens=reply["usage"]["completion_tokens"])
-
-    def _post(self, path: str, body: dict[str, Any]) -> tuple[Response, dict[str, Any]]:
-        """Status, seconds and error, and the reply, which is empty unless the status is 200."""
+        body = {"model": self.options.model, "return_token_ids": True} | body
         request = urllib.request.Request(
-            self.url + path,
-            data=json.dumps({"model": self.options.model} | body).encode(),
+            f"{self.url}/v1/completions",
+            data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
         start = time.monotonic()
         try:
             with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as answer:
                 reply = json.load(answer)
-            return Response(200, seconds=time.monotonic() - start), reply
         except urllib.error.HTTPError as error:
-            return Response(error.code, error=error.read().decode(errors="replace")[:500]), {}
+            return Response(error.code, error=error.read().decode(errors="replace")[:500])
         except OSError as error:
-            return Response(0, error=str(error)), {}
-
-    def canvas_positions(self) -> float:
-        """Canvas positions evaluated so far, by vLLM's counter; 0 for a model without canvases."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=READY_TIMEOUT_S) as response:
-            return counter(response.read().decode(), POSITIONS)
-
-    def cpu_seconds(self) -> float:
-        """Processor time used so far by the server and the processes it started."""
-        ticks = 0
-        for process in self._processes():
-            fields = _read(process / "stat").rpartition(")")[2].split()
-            if fields:  # else it ended meanwhile
-                ticks += int(fields[11]) + int(fields[12])  # utime, stime
-        return ticks / os.sysconf("SC_CLK_TCK")
-
-    def reset_peak_memory(self) -> None:
-        """Let ``peak_memory_mib`` start from what is resident now (Linux, clear_refs 5)."""
-        for process in self._processes():
-            with contextlib.suppress(OSError):
-                (process / "clear_refs").write_text("5")
-
-    def peak_memory_mib(self) -> float:
-        """Largest resident set since the last reset, summed over the server's processes, MiB.
-
-        Pages that forked processes share are counted in each of them.
-        """
-        sizes = (re.search(r"VmHWM:\s+(\d+) kB", _read(p / "status")) for p in self._processes())
-        return sum(int(size[1]) for size in sizes if size) / 1024
-
-    def _processes(self) -> list[Path]:
-        """``/proc/PID`` of the server and of the processes it started: its session."""
-        assert self._process is not None, "start() first"
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            fields = _read(process / "stat").rpartition(")")[2].split()
-            if fields and int(fields[3]) == self._process.pid:
-                found.append(process)
-        return found
+            return Response(0, error=str(error))
+        token_ids = tuple(reply["choices"][0]["token_ids"])
+        return Response(200, token_ids, seconds=time.monotonic() - start)
 
     def pause(self) -> None:
-        """Let all of its processes stand still: one that waits for work polls, and takes a core."""
+        """Stop all of its processes: a server that waits for work polls, and takes a core."""
         assert self._process is not None, "start() first"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Let its processes go on."""
         assert self._process is not None, "start() first"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGCONT)
 
-    def stop(self) -> None:
-        """Stop the process and what is left of its group."""
+    def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
+        """Stop the process, kindly first, and what is left of its group."""
         if self._process is None:
             return
         self.resume()
         self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_TIMEOUT_S)
+            self._process.wait(patience_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -218,8 +167,8 @@ class Server:
     def __enter__(self) -> "Server":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        self.stop(STOP_TIMEOUT_S if failure is None else 1)
 
 
 def vllm_command() -> str:
@@ -235,14 +184,6 @@ def child_environment() -> dict[str, str]:
     """The environment of servers and clients alike, without a ``DLLM_DISABLE`` of the caller's."""
     inherited = {key: value for key, value in os.environ.items() if key != "DLLM_DISABLE"}
     return ENVIRONMENT | inherited
-
-
-def _read(path: Path) -> str:
-    """A file of ``/proc``, or nothing if its process ended."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def free_port() -> int:

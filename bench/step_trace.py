@@ -1,16 +1,15 @@
-"""From a trace to where the wall time of each engine step went; every instant is counted once.
+"""Where the wall time of each engine step went; every instant is counted once.
 
 A step lasts from the start of one ``schedule()`` to the start of the next, so that nothing between
 two steps is lost. An instant of it belongs to
 
     the part of the GPU kernel that runs, which is that of the host code that launched it;
-    else, the innermost part that the worker's host code is in (where a GPU is at work in this
-        trace, host code of forward, head and sampler only launches kernels, and does not count);
-    else, the innermost part that the engine core is in, if it is another process;
+    else, the innermost part that the host code is in (where a GPU is at work in this trace, host
+        code of forward, head and sampler only launches kernels, and does not count);
     else, a gap;
 
-so the parts of a step and its gaps add up to its wall time. Reads what `bench.step_ranges` writes
-and what torch.profiler exports, gzipped or not.
+so the parts of a step and its gaps add up to its wall time. The ranges are those that
+`bench.step_parts` noted, or those in a trace that torch.profiler exported, gzipped or not.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.step_ranges import BATCH, GROUPS, IDLE, PREFIX, SAMPLER, STEP, Range
+from bench.step_parts import BATCH, GROUPS, IDLE, PREFIX, SAMPLER, STEP, Range
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -63,7 +62,7 @@ class Step:
 
 @dataclass
 class Trace:
-    """The ranges and kernels of a trace file."""
+    """Ranges of host code, and kernels of a GPU."""
 
     ranges: list[Range] = field(default_factory=list)
     kernels: list[tuple[Range, object]] = field(default_factory=list)  # with correlation
@@ -71,7 +70,11 @@ class Trace:
 
     @classmethod
     def read(cls, path: Path) -> Trace:
-        """Raises ValueError if the file has no named part: nobody named them, or another tool's."""
+        """What torch.profiler exported while parts were named.
+
+        Raises:
+            ValueError: there is no engine step in it.
+        """
         opener = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt") as file:
             events = json.load(file)["traceEvents"]
@@ -82,7 +85,7 @@ class Trace:
         if not any(one.name == STEP for one in trace.ranges):
             raise ValueError(
                 f"{path}: no engine step in it; name the parts before the trace is taken "
-                "(bench.step_ranges says how)."
+                "(bench.step_parts.name_parts)."
             )
         return trace
 
@@ -91,9 +94,9 @@ class Trace:
         category, arguments = event.get("cat"), event.get("args", {})
         end = start + float(event.get("dur", 0))
         if category == "user_annotation" and name.startswith(PREFIX):
-            self.ranges.append(Range(name.removeprefix(PREFIX), start, end, event["pid"]))
+            self.ranges.append(Range(name.removeprefix(PREFIX), start, end))
         elif category in GPU_CATEGORIES:
-            self.kernels.append((Range(name, start, end, 0), arguments.get("correlation")))
+            self.kernels.append((Range(name, start, end), arguments.get("correlation")))
         elif category in LAUNCH_CATEGORIES and "correlation" in arguments:
             self.launches[arguments["correlation"]] = start
 
@@ -101,14 +104,9 @@ class Trace:
         """Every step but the last, which has no successor to end it."""
         batches = [one for one in _by_start(self.ranges) if one.name.startswith(BATCH)]
         starts = sorted(one.start_us for one in self.ranges if one.name == STEP)
-        engine = {one.process for one in self.ranges if one.name == STEP}
-        parts = [one for one in self.ranges if one.name in GROUPS]
-        host = overlay(
-            innermost(one for one in parts if one.process not in engine),
-            innermost(one for one in parts if one.process in engine),
-        )
+        host = innermost(one for one in self.ranges if one.name in GROUPS)
         pieces = self._on_device(host) if self.kernels else host
-        return _cut(pieces, starts, batches)
+        return _per_step(pieces, starts, batches)
 
     def num_canvas_rows(self) -> int:
         """Canvas rows of all steps."""
@@ -187,8 +185,10 @@ def overlay(upper: Sequence[Piece], lower: Sequence[Piece]) -> list[Piece]:
     return sorted([*upper, *free], key=lambda piece: piece.start_us)
 
 
-def _cut(pieces: Sequence[Piece], starts: Sequence[float], batches: Sequence[Range]) -> list[Step]:
-    """The pieces of each step, and the gaps between them."""
+def _per_step(
+    pieces: Sequence[Piece], starts: Sequence[float], batches: Sequence[Range]
+) -> list[Step]:
+    """Divide the pieces among the steps that they fall into; what is left of a step is a gap."""
     parts: list[dict[str, float]] = [defaultdict(float) for _ in starts]
     for part, start, end in pieces:
         index = bisect_right(starts, start) - 1

@@ -1,9 +1,14 @@
 """What a run asks for, and whether it was answered rightly.
 
-Questions are held-out ones of the task suite (``dllm/tasks/suite.py``), as many of each family,
-sent as chat messages, so that the server's chat template applies; answers end where the model ends
-them. Random tokens are sent as they are and must be answered with exactly as many tokens as asked
-for. A workload's prompts are new in every round, those of another workload are others, and all
+Two schedules, each with the prompts that it makes sense for:
+
+    adaptive  held-out questions of the task suite (``dllm/tasks/suite.py``), as many of each
+              family, as chat messages. Answers end where the model ends them, and blocks stop when
+              they converge.
+    fixed     random tokens, answered with exactly as many tokens as asked for. Every block takes
+              the same number of denoise steps, so this measures what a pass costs.
+
+A workload's prompts are new in every round, those of another workload are others, and all
 contestants of a round get the same.
 """
 
@@ -16,10 +21,14 @@ from pathlib import Path
 
 from dllm.tasks.suite import FAMILIES, Question, questions
 
-QUESTIONS, RANDOM = "questions", "random"
 ADAPTIVE, FIXED = "adaptive", "fixed"
-ANSWER_TOKENS = 128  # of an answer; right ones are shorter
+ANSWER_TOKENS = 128  # at most, of an answer to a question; right ones are shorter
 NUM_WARMUPS = 2
+
+# Answers to `report` take two canvases of the bundled model. The built-in reads generated blocks in
+# another way than the reference, gets a third of them wrong, and would have no speed at all.
+ONE_BLOCK = tuple(family for family in FAMILIES if family != "report")
+MIXED = "mixed"
 
 # So few right answers must be at least this probable, if the model answers as its card says.
 WRONG_BELOW = 1e-4
@@ -27,7 +36,11 @@ WRONG_BELOW = 1e-4
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that all workloads of a command share, tokens."""
+    """Sizes that all workloads of a command share, in tokens; the last two are of random prompts.
+
+    Raises:
+        ValueError: ``output_len`` is not a multiple of ``canvas_length``.
+    """
 
     canvas_length: int
     input_len: int
@@ -40,28 +53,38 @@ class Shape:
                 f"{self.canvas_length}: a block that is cut costs as much as a whole one."
             )
 
+    @property
+    def prompt(self) -> list[int]:
+        """Token ids of a prompt of ``input_len``."""
+        return [20 + position % 100 for position in range(self.input_len)]
+
 
 @dataclass(frozen=True)
 class Workload:
     """One run.
 
     Attributes:
-        schedule: ADAPTIVE (blocks stop when they converge) or FIXED.
-        prompts: QUESTIONS or RANDOM.
+        schedule: ADAPTIVE or FIXED.
         concurrency: requests in flight; each answer is followed by the next request.
         rate: instead, requests per second, arriving at random (Poisson) whatever is in flight.
         steps_per_block: what every block must take; None leaves it to the model.
         sent: JSON merged into every request (``--extra-body``), for arguments of ours.
+        families: of the questions.
     """
 
     schedule: str
-    prompts: str
     num_requests: int
     shape: Shape
     concurrency: int | None = None
     rate: float | None = None
     steps_per_block: int | None = None
     sent: str = ""
+    families: tuple[str, ...] = ONE_BLOCK
+
+    @property
+    def family(self) -> str:
+        """The only one, or ``mixed``."""
+        return self.families[0] if len(self.families) == 1 else MIXED
 
     @property
     def load(self) -> str:
@@ -70,8 +93,9 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """As it appears in tables."""
-        return f"{self.schedule}, {self.prompts}, {self.load}"
+        """For messages."""
+        asked = f", {self.family}" if self.schedule == ADAPTIVE else ""
+        return f"{self.schedule}{asked}, {self.load}"
 
     def client_flags(self, seed: int, dataset: Path) -> list[str]:
         """Of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.
@@ -89,7 +113,7 @@ class Workload:
             flags |= {"--max-concurrency": self.concurrency}
         if self.sent:
             flags |= {"--extra-body": self.sent}
-        if self.prompts == QUESTIONS:
+        if self.schedule == ADAPTIVE:
             flags |= {"--backend": "openai-chat", "--endpoint": "/v1/chat/completions"}
             flags |= {"--dataset-name": "sharegpt", "--dataset-path": dataset}
             flags |= {"--sharegpt-output-len": ANSWER_TOKENS}
@@ -100,11 +124,6 @@ class Workload:
             flags |= {"--random-output-len": shape.output_len}
             switches = ["--ignore-eos"]
         return [*(str(part) for flag in flags.items() for part in flag), *switches]
-
-
-# Those whose answers fit one canvas of the bundled model. The built-in reads generated blocks in
-# another way than the reference, gets a third of `report` wrong, and would have no speed at all.
-ONE_BLOCK = tuple(family for family in FAMILIES if family != "report")
 
 
 def draw_questions(

@@ -1,11 +1,15 @@
 """Where the canvases of a step are, among its batch rows and its rows of logits."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional as F
-from vllm.v1.worker.gpu.input_batch import InputBatch
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
 class CanvasRows(NamedTuple):
@@ -29,7 +33,7 @@ class CanvasRows(NamedTuple):
     padded: torch.Tensor
 
     @classmethod
-    def of_batch(cls, input_batch: InputBatch, canvas_length: int) -> "CanvasRows":
+    def of_batch(cls, input_batch: InputBatch, canvas_length: int) -> CanvasRows:
         """Read the rows off the batch; host arithmetic only, no device sync."""
         num_reqs = input_batch.num_reqs
         starts = input_batch.cu_num_logits_np[: num_reqs + 1]
@@ -51,10 +55,24 @@ class CanvasRows(NamedTuple):
             padded=to_device(padded),
         )
 
-    def at_least_two(self, spare_slot: int) -> "CanvasRows":
-        """Give a lone row an empty one for company, in a slot of its own.
+    @classmethod
+    def whole(cls, starts: torch.Tensor, canvas_length: int) -> CanvasRows:
+        """Canvases of full width, one a slot, at ``starts`` ``[R]``: those outside an engine."""
+        num_rows = len(starts)
+        places = torch.arange(num_rows * canvas_length, device=starts.device)
+        return cls(
+            slots=torch.arange(num_rows, device=starts.device),
+            widths=torch.full_like(starts, canvas_length),
+            seq_lens=starts + canvas_length,
+            row_of=places // canvas_length,
+            place=places % canvas_length,
+            padded=places.view(num_rows, canvas_length),
+        )
 
-        ``torch.compile`` treats a size of 1 as a special case, which would be compiled apart.
+    def at_least_two(self, spare_slot: int) -> CanvasRows:
+        """Pad a batch of one row with an empty one, in a slot that no request has.
+
+        ``torch.compile`` specializes a size of 1, and would compile a second graph for it.
         """
         if len(self.slots) > 1:
             return self

@@ -66,7 +66,7 @@ class LogitEdits:
             processor.apply_staged_writes()
 
     def context(
-        self, rows: CanvasRows, canvases: CanvasState, input_batch: InputBatch
+        self, rows: CanvasRows, state: CanvasState, input_batch: InputBatch
     ) -> LogitsContext | None:
         """This step as vLLM's processors see it, None if no request of the batch edits anything.
 
@@ -76,8 +76,8 @@ class LogitEdits:
         if not self._is_edited[_slots_np(input_batch)].any():
             return None
         slots = rows.slots[rows.row_of]
-        in_front = canvases.argmax_canvas[slots, (rows.place - 1).clamp(min=0)]
-        in_front = torch.where(canvases.steps_done[slots] > 0, in_front, NO_TOKEN)
+        in_front = state.argmax_canvas[slots, (rows.place - 1).clamp(min=0)]
+        in_front = torch.where(state.steps_done[slots] > 0, in_front, NO_TOKEN)
         return LogitsContext(
             expanded_idx_mapping=input_batch.expanded_idx_mapping,
             idx_mapping=input_batch.idx_mapping,

@@ -2,7 +2,7 @@
 
     add_request     CanvasState.reset(slot)
     prepare_attn    spans of the rows -> virtual sequences -> attention backend
-    prepare_inputs  embed(ids) + self-conditioning of the canvas rows
+    prepare_inputs  embed(ids), then condition the canvas rows
     custom_sampler  DiffusionSampler
 
 Each hook delegates to one part; vLLM calls them in this order.
@@ -25,11 +25,11 @@ from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
 from dllm.engine.compilation import maybe_compile
+from dllm.engine.family import Family
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.spans import Spans, VirtualSequences
 from dllm.engine.state import CanvasState, request_seed
 from dllm.settings.request import RequestOptions
-from dllm.settings.server import DenoiseConfig
 
 
 class DiffusionModelState(ModelState):
@@ -46,16 +46,10 @@ class DiffusionModelState(ModelState):
         device: torch.device,
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
-        self.denoise_config = DenoiseConfig.from_vllm(vllm_config)
+        self.family: Family = model.make_family(vllm_config)  # type: ignore[operator]
+        vocab_size = self.model_config.get_vocab_size()
+        self.canvases = CanvasState(self.family, self.max_num_reqs, vocab_size, self.dtype, device)
         hidden_size = self.model_config.hf_text_config.hidden_size
-        self.canvases = CanvasState(
-            self.max_num_reqs,
-            self.denoise_config.canvas_length,
-            self.model_config.get_vocab_size(),
-            hidden_size,
-            self.dtype,
-            device,
-        )
         # Persistent model inputs: a captured CUDA graph reads these addresses.
         self._inputs_embeds = torch.zeros(
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
@@ -64,7 +58,7 @@ class DiffusionModelState(ModelState):
         backend = vllm_config.attention_config.backend
         self._takes_split_points = backend == AttentionBackendEnum.CUSTOM
         self._split_points = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        self._condition_canvas = maybe_compile(condition_canvas, vllm_config)
+        self._condition = maybe_compile(self.family.condition, vllm_config)
         self._is_canvas_row = torch.zeros(self.max_num_tokens, dtype=torch.bool, device=device)
 
     def get_supported_generation_tasks(self) -> tuple[Any, ...]:
@@ -73,22 +67,12 @@ class DiffusionModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Replace vLLM's sampler; there is nothing to reject, so no rejection sampler."""
-        return (
-            DiffusionSampler(
-                self.vllm_config,
-                self.denoise_config,
-                self.canvases,
-                sampler,
-                self.model.model.embed_tokens,
-                self.model.model.normalizer,
-            ),
-            None,
-        )
+        return DiffusionSampler(self.vllm_config, self.family, self.canvases, sampler), None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Reset the slot of a new or resumed request."""
         assert new_req_data.sampling_params is not None, "a generation request has parameters"
-        options = RequestOptions.read(new_req_data.sampling_params, self.denoise_config)
+        options = RequestOptions.read(new_req_data.sampling_params, self.family.settings)
         seed = request_seed(options, new_req_data.req_id, self.model_config.seed)
         self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
 
@@ -112,13 +96,13 @@ class DiffusionModelState(ModelState):
         if input_batch.num_draft_tokens > 0:
             rows = input_batch.logits_indices
             is_canvas_row[rows] = True
-            slots, places = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos
-            embeds[rows] = self._condition_canvas(
-                self.model.self_conditioning,
-                embeds[rows],
-                self.canvases.soft_embeds[slots, places],
-                self.canvases.steps_done[slots],
-            )
+            if self.family.soft_size is not None:
+                slots, places = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos
+                embeds[rows] = self._condition(
+                    embeds[rows],
+                    self.canvases.soft_embeds[slots, places],
+                    self.canvases.steps_done[slots],
+                )
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
@@ -173,6 +157,8 @@ class DiffusionModelState(ModelState):
             "seq_lens": input_batch.seq_lens,
             "max_seq_len": int(input_batch.seq_lens_cpu_upper_bound.max()),
             "block_tables": block_tables,
+            # vLLM hands this tensor through to our backend, which reads split points from it: where
+            # in its query span a row stops being causal (0: nowhere, query_len: everywhere).
             "causal": split_points,
         }
 
@@ -227,19 +213,3 @@ class DiffusionModelState(ModelState):
 
 def _spans(input_batch: InputBatch) -> Spans:
     return Spans.of_schedule(input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req)
-
-
-def condition_canvas(
-    self_conditioning: nn.Module,
-    embeds: torch.Tensor,
-    soft_embeds: torch.Tensor,
-    steps_done: torch.Tensor,
-) -> torch.Tensor:
-    """Self-conditioned input of canvas rows; the first denoise step has nothing to look back at.
-
-    Args:
-        embeds, soft_embeds: ``[rows, hidden]``.
-        steps_done: ``[rows]``, denoise steps that the row's canvas has taken.
-    """
-    has_past = (steps_done > 0)[:, None]
-    return self_conditioning(embeds, torch.where(has_past, soft_embeds, 0))

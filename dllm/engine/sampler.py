@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -22,48 +21,39 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.edits import LogitEdits, clean_lengths
+from dllm.engine.family import Denoised, Family
 from dllm.engine.logit_rows import LogitRows, rows_at_once, tiles_of_batch
 from dllm.engine.logprobs import BlockLogprobs
 from dllm.engine.state import CanvasState
-from dllm.models.gemma import rule
-from dllm.models.gemma.self_conditioning import soft_embeddings
-from dllm.ops import noise
-from dllm.ops.dispatch import row_stats, uses_sparse_product
 from dllm.ops.filters import RowFilters
-from dllm.ops.row_stats import RowStats
 from dllm.settings.request import constrained
-from dllm.settings.server import DenoiseConfig, PluginOptions
 
 
 class StepResult(NamedTuple):
-    """What a denoise step leaves behind.
+    """What a denoise step leaves behind, R rows.
 
     Attributes:
-        next_canvas, argmax_canvas: ``[R, C]`` int64.
-        converged: ``[R]`` bool, rows whose ``argmax_canvas`` is emitted.
-        stable_count: ``[R, C]`` and steps_done ``[R]``, of the next canvas.
-        temperature: ``[N]`` fp32, of each logit row.
-        stats: of each logit row.
+        step: what the family decided; its ``steps_done`` and ``carried`` are those of the next
+            canvas: 0 where another one starts.
+        next_canvas: ``[R, C]`` int64, the input of the next step.
         is_pinned: ``[R, C]`` bool, positions whose input the request holds.
     """
 
+    step: Denoised
     next_canvas: torch.Tensor
-    argmax_canvas: torch.Tensor
-    converged: torch.Tensor
-    stable_count: torch.Tensor
-    steps_done: torch.Tensor
-    temperature: torch.Tensor
-    stats: RowStats
     is_pinned: torch.Tensor
 
     def first_rows(self, num_rows: int) -> "StepResult":
-        """Without the company of a lone row."""
-        return self._replace(
+        """Without the row that a batch of one was padded with."""
+        step = self.step
+        return StepResult(
+            step=step._replace(
+                argmax_canvas=step.argmax_canvas[:num_rows],
+                converged=step.converged[:num_rows],
+                steps_done=step.steps_done[:num_rows],
+                carried={name: column[:num_rows] for name, column in step.carried.items()},
+            ),
             next_canvas=self.next_canvas[:num_rows],
-            argmax_canvas=self.argmax_canvas[:num_rows],
-            converged=self.converged[:num_rows],
-            stable_count=self.stable_count[:num_rows],
-            steps_done=self.steps_done[:num_rows],
             is_pinned=self.is_pinned[:num_rows],
         )
 
@@ -73,23 +63,21 @@ class DiffusionSampler:
 
     Args:
         vllm_config: for the vocabulary size and the choice to compile.
-        config: server-level denoising.
-        canvases: per-slot state, updated in place.
+        family: of the model that is served.
+        state: of the canvases by slot, updated in place.
         sampler: vLLM's own, for its request states and the bookkeeping of sampling parameters.
-        embedding, normalizer: of the tokens, for self-conditioning.
     """
 
     def __init__(
         self,
         vllm_config: VllmConfig,
-        config: DenoiseConfig,
-        canvases: CanvasState,
+        family: Family,
+        state: CanvasState,
         sampler: Sampler,
-        embedding: VocabParallelEmbedding,
-        normalizer: torch.Tensor,
     ) -> None:
-        self.config = config
-        self.canvases = canvases
+        assert family.block_size == 1, f"heads of blocks of {family.block_size} are not served"
+        self.family = family
+        self.state = state
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state  # the runner counts emitted tokens there
@@ -98,13 +86,7 @@ class DiffusionSampler:
             logit_bias, penalties, bad_words, num_slots=self.req_states.max_num_reqs
         )
         self.logprobs = BlockLogprobs(sampler)
-        self.embedding = embedding
-        self.normalizer = normalizer
         self.vocab_size = vllm_config.model_config.get_vocab_size()
-        # The exact product reads the probabilities; the sparse one computes the few it needs.
-        option = PluginOptions.from_vllm(vllm_config).soft_embedding
-        is_sparse = uses_sparse_product(option, self.vocab_size, embedding.weight.device)
-        self._probs_dtype = None if is_sparse else embedding.weight.dtype
         self._rows_at_once = rows_at_once(vllm_config)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
 
@@ -129,8 +111,9 @@ class DiffusionSampler:
             logits: ``[N, vocab]`` fp32, of the canvas rows alone, in batch order; edited in place.
             input_batch: vLLM's; canvases are its draft tokens.
         """
+        length = self.family.settings.canvas_length
         if input_batch.num_draft_tokens == 0:
-            return self._start_canvases(CanvasRows.of_batch(input_batch, self.config.canvas_length))
+            return self._start_canvases(CanvasRows.of_batch(input_batch, length))
         if isinstance(logits, torch.Tensor):
             return self._denoise(logits, input_batch)
         tiles = tiles_of_batch(input_batch, self._rows_at_once)
@@ -138,31 +121,31 @@ class DiffusionSampler:
 
     def _denoise(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         """A denoise step of the canvases whose logits these are."""
-        rows = CanvasRows.of_batch(input_batch, self.config.canvas_length)
-        context = self.edits.context(rows, self.canvases, input_batch)
+        rows = CanvasRows.of_batch(input_batch, self.family.settings.canvas_length)
+        context = self.edits.context(rows, self.state, input_batch)
         if context is not None:
             logits = self.edits.apply(logits, context)
         result = self._denoise_rows(
             logits,
-            rows.at_least_two(self.canvases.spare_slot),
-            self.canvases,
-            self.config,
-            self._probs_dtype,
+            input_batch.input_ids[input_batch.logits_indices],
+            rows.at_least_two(self.state.spare_slot),
+            self.state,
+            self.family,
             self._filters(input_batch),
         ).first_rows(input_batch.num_reqs)
-        self._believe(logits, rows, result)
-        num_emitted = torch.where(result.converged, rows.widths, 0)
+        self._store_soft_embeddings(logits, rows, result)
+        num_emitted = torch.where(result.step.converged, rows.widths, 0)
         if context is not None and self.edits.may_forbid_words(input_batch):
-            is_bad = self.edits.completes_bad_word(logits, result.stats.argmax, context)
+            is_bad = self.edits.completes_bad_word(logits, result.step.stats.argmax, context)
             num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
-            result = self._cut(rows, result, num_emitted)
-        self._remember(rows, result)
-        return self._emit(logits, rows, result, num_emitted, input_batch)
+            result = self._trim_at_bad_word(rows, result, num_emitted)
+        self._store_state(rows, result)
+        return self._emit(logits, rows, result.step, num_emitted, input_batch)
 
     def _start_canvases(self, rows: CanvasRows) -> SamplerOutput:
         """A step of prompt chunks and emitted blocks: every row is ready for a fresh canvas."""
-        drawn = self._draw_canvas(rows.slots, rows.seq_lens)
-        self.req_states.draft_tokens[rows.slots] = self.canvases.with_seeds(
+        drawn = self.family.fresh_canvas(self.state.seeds[rows.slots], rows.seq_lens)
+        self.req_states.draft_tokens[rows.slots] = self.state.with_seeds(
             rows.slots, rows.seq_lens, drawn
         )
         nothing = torch.zeros_like(rows.widths, dtype=torch.int32)
@@ -173,11 +156,6 @@ class DiffusionSampler:
             num_sampled=nothing,
             num_rejected=nothing,
         )
-
-    def _draw_canvas(self, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """The random tokens that the canvases at ``starts`` begin as: ``[R, C]`` int64."""
-        seeds = self.canvases.seeds[slots]
-        return noise.initial_canvas(seeds, starts, self.config.canvas_length, self.vocab_size)
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
         """Top-k, top-p and min-p of each logit row, or None where no request filters.
@@ -200,37 +178,42 @@ class DiffusionSampler:
             min_p=states.min_p.gpu[row_slots],
         )
 
-    def _cut(self, rows: CanvasRows, result: StepResult, num_emitted: torch.Tensor) -> StepResult:
+    def _trim_at_bad_word(
+        self, rows: CanvasRows, result: StepResult, num_emitted: torch.Tensor
+    ) -> StepResult:
         """Start the next canvas of a converged row behind what is emitted of this one."""
         canvas_start = rows.seq_lens - rows.widths
-        is_cut = result.converged & (num_emitted < rows.widths)
-        redrawn = self._draw_canvas(rows.slots, canvas_start + num_emitted)
-        next_canvas = torch.where(is_cut[:, None], redrawn, result.next_canvas)
+        is_trimmed = result.step.converged & (num_emitted < rows.widths)
+        redrawn = self.family.fresh_canvas(self.state.seeds[rows.slots], canvas_start + num_emitted)
+        next_canvas = torch.where(is_trimmed[:, None], redrawn, result.next_canvas)
         return result._replace(next_canvas=next_canvas)
 
-    def _remember(self, rows: CanvasRows, result: StepResult) -> None:
-        """Write the state of the next step."""
-        state, slots = self.canvases, rows.slots
+    def _store_state(self, rows: CanvasRows, result: StepResult) -> None:
+        """Write what the next step of each canvas starts from."""
+        state, step, slots = self.state, result.step, rows.slots
         self.req_states.draft_tokens[slots] = result.next_canvas
-        state.argmax_canvas[slots] = result.argmax_canvas
-        state.stable_count[slots] = result.stable_count.to(state.stable_count.dtype)
-        state.steps_done[slots] = result.steps_done.to(state.steps_done.dtype)
+        state.argmax_canvas[slots] = step.argmax_canvas
+        state.steps_done[slots] = step.steps_done.to(state.steps_done.dtype)
+        for name, column in state.carried.items():
+            column[slots] = step.carried[name].to(column.dtype)
 
-    def _believe(self, logits: torch.Tensor, rows: CanvasRows, result: StepResult) -> None:
-        """Keep the soft embeddings for the next step, before anything else edits the logits."""
-        state, slots = self.canvases, rows.slots
-        soft = soft_embeddings(
-            logits, result.temperature, result.stats, self.embedding, self.normalizer
-        )
+    def _store_soft_embeddings(
+        self, logits: torch.Tensor, rows: CanvasRows, result: StepResult
+    ) -> None:
+        """Write what the next step is conditioned on, before the logits are edited once more."""
+        if self.family.soft_size is None:
+            return
+        soft = self.family.look_back(logits, result.step)
         # What the model would put at a pinned position is not to reach the next step.
         soft = torch.where(result.is_pinned[rows.row_of, rows.place][:, None], 0, soft)
-        state.soft_embeds[slots[rows.row_of], rows.place] = soft.to(state.soft_embeds.dtype)
+        soft_embeds = self.state.soft_embeds
+        soft_embeds[rows.slots[rows.row_of], rows.place] = soft.to(soft_embeds.dtype)
 
     def _emit(
         self,
         logits: torch.Tensor,
         rows: CanvasRows,
-        result: StepResult,
+        step: Denoised,
         num_emitted: torch.Tensor,
         input_batch: InputBatch,
     ) -> SamplerOutput:
@@ -238,14 +221,12 @@ class DiffusionSampler:
         logprobs = None
         if self.logprobs.are_wanted(input_batch):
             row_slots = rows.slots[rows.row_of]
-            temperature = torch.where(
-                self.canvases.is_read_only[row_slots], 1.0, result.temperature
-            )
+            temperature = torch.where(self.state.is_read_only[row_slots], 1.0, step.temperature)
             logprobs = self.logprobs.of_blocks(
-                logits, temperature, result.argmax_canvas, num_emitted, rows, input_batch
+                logits, temperature, step.argmax_canvas, num_emitted, rows, input_batch
             )
         return SamplerOutput(
-            sampled_token_ids=result.argmax_canvas.to(torch.int32),
+            sampled_token_ids=step.argmax_canvas.to(torch.int32),
             logprobs_tensors=logprobs,
             num_nans=None,
             num_sampled=num_emitted.to(torch.int32),
@@ -268,55 +249,31 @@ def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
 
 def denoise_rows(
     logits: torch.Tensor,
+    ids: torch.Tensor,
     rows: CanvasRows,
-    canvases: CanvasState,
-    config: DenoiseConfig,
-    probs_dtype: torch.dtype | None,
+    state: CanvasState,
+    family: Family,
     filters: RowFilters | None,
 ) -> StepResult:
-    """The tensor part of a denoise step: statistics of N logit rows, decisions for R canvases."""
-    slots, length = rows.slots, config.canvas_length
-    starts = rows.seq_lens - rows.widths
-    steps_done = canvases.steps_done[slots].long()
-    drawn = noise.step_noise(
-        canvases.seeds[slots], starts, steps_done, rows.seq_lens, length, logits.shape[-1]
-    )
-    temperature = rule.temperature(
-        steps_done, config.max_denoising_steps, canvases.t_min[slots], canvases.t_max[slots]
-    )[rows.row_of]
-    stats = row_stats(
-        logits, temperature, drawn.keys[rows.row_of, rows.place], probs_dtype, filters
-    )
-    sample = torch.where(canvases.is_greedy[slots][rows.row_of], stats.argmax, stats.sample)
-    argmax = stats.argmax[rows.padded]
-    outcome = rule.denoise_step(
-        rule.DenoiseState(
-            canvas=drawn.renoise_tokens,
-            argmax_canvas=canvases.argmax_canvas[slots],
-            stable_count=canvases.stable_count[slots],
-            steps_done=steps_done,
-        ),
-        rule.StepInputs(
-            argmax=argmax,
-            sample=sample[rows.padded],
-            entropy=stats.entropy[rows.padded],
-            noise_tokens=drawn.renoise_tokens,
-            is_stop=canvases.is_stop[slots[:, None], argmax],
-        ),
-        rows.widths,
-        canvases.rules(slots, stability_window=config.stability_threshold + 1),
-    )
-    goes_on = (rows.widths > 0) & ~outcome.converged
-    pins = canvases.pins(slots, starts)
-    canvas = torch.where(pins, canvases.seed_canvas[slots], outcome.canvas)
-    fresh = canvases.with_seeds(slots, rows.seq_lens, drawn.next_canvas)
+    """The part of a step that is compiled: the family's decision, and which canvas comes next.
+
+    Args:
+        logits: ``[N, V]`` fp32, edited.
+        ids: ``[N]``, the canvas tokens that entered the model.
+    """
+    step = family.denoise(logits, rows, state.canvases(rows.slots, ids), filters)
+    goes_on = (rows.widths > 0) & ~step.converged  # [R]
+    pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
+    canvas = torch.where(pins, state.seed_canvas[rows.slots], step.canvas)
+    fresh = state.with_seeds(rows.slots, rows.seq_lens, step.fresh)
     return StepResult(
+        step=step._replace(
+            steps_done=torch.where(goes_on, step.steps_done, 0),
+            carried={
+                name: torch.where(goes_on.view(-1, *[1] * (column.dim() - 1)), column, 0)
+                for name, column in step.carried.items()
+            },
+        ),
         next_canvas=torch.where(goes_on[:, None], canvas, fresh),
-        argmax_canvas=outcome.argmax_canvas,
-        converged=outcome.converged,
-        stable_count=torch.where(goes_on[:, None], outcome.stable_count, 0),
-        steps_done=torch.where(goes_on, outcome.steps_done, 0),
-        temperature=temperature,
-        stats=stats,
         is_pinned=pins,
     )

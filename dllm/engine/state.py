@@ -4,56 +4,56 @@ A slot is a stable index into these tensors for as long as a request runs. The c
 noisy input of the next denoise step) lives in vLLM's ``RequestState.draft_tokens``, from where the
 model runner puts it into the next batch; everything else about it lives here.
 
-| tensor         | shape            | written by              | read by                        |
-|----------------|------------------|-------------------------|--------------------------------|
-| seeds, options | [slots]          | reset                   | sampler                        |
-| is_stop        | [slots, V] bool  | reset                   | sampler: stop rule             |
-| seed_canvas    | [slots, C] int64 | reset                   | sampler: the first canvas      |
-| is_pinned      | [slots, C] bool  | reset                   | sampler: the first canvas      |
-| argmax_canvas  | [slots, C] int64 | sampler, each step      | sampler: stability, emission   |
-| stable_count   | [slots, C] int32 | sampler, each step      | sampler: stop rule             |
-| steps_done     | [slots] int32    | sampler, each step      | sampler; prepare_inputs        |
-| soft_embeds    | [slots, C, H]    | sampler, each step      | prepare_inputs, if steps_done  |
+| tensor           | shape            | written by              | read by                        |
+|------------------|------------------|-------------------------|--------------------------------|
+| seeds, is_greedy | [slots]          | reset                   | denoise                        |
+| numbers          | [slots] each     | reset                   | denoise                        |
+| is_stop          | [slots, V] bool  | reset                   | denoise                        |
+| seed_canvas      | [slots, C] int64 | reset                   | sampler: the first canvas      |
+| is_pinned        | [slots, C] bool  | reset                   | sampler: the first canvas      |
+| argmax_canvas    | [slots, C] int64 | sampler, each step      | denoise; edits                 |
+| steps_done       | [slots] int32    | sampler, each step      | denoise; prepare_inputs        |
+| carried          | [slots, ...]     | sampler, each step      | denoise                        |
+| soft_embeds      | [slots, C, H]    | sampler, each step      | prepare_inputs, if steps_done  |
+
+``numbers``, ``carried`` and ``soft_embeds`` are what the family says it keeps (``family``).
 """
 
 import hashlib
 
 import torch
 
-from dllm.models.gemma.rule import DenoiseRules
+from dllm.engine.family import Canvases, Family
 from dllm.settings.request import RequestOptions
 
 
 class CanvasState:
-    """State of up to ``num_slots`` canvases of ``canvas_length`` tokens."""
+    """State of up to ``num_slots`` canvases of a family."""
 
     def __init__(
         self,
+        family: Family,
         num_slots: int,
-        canvas_length: int,
         vocab_size: int,
-        hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        # One slot more than requests: it keeps a lone row company (CanvasRows).
-        self.spare_slot = num_slots
+        canvas_length = family.settings.canvas_length
+        self.spare_slot = num_slots  # one more than requests: CanvasRows.at_least_two pads with it
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device)
 
         self.argmax_canvas = zeros(canvas_length, dtype=torch.int64)
-        self.stable_count = zeros(canvas_length, dtype=torch.int32)
         self.steps_done = zeros(dtype=torch.int32)
-        self.soft_embeds = zeros(canvas_length, hidden_size, dtype=dtype)
+        self.carried = {name: zeros(*shape, dtype=dtype) for name, shape, dtype in family.carried}
+        self.soft_embeds = zeros(canvas_length, family.soft_size or 0, dtype=dtype)
 
         self.seeds = zeros(dtype=torch.int64)
-        self.max_steps = zeros(dtype=torch.int32)
-        # The reference subtracts in float64; its temperatures are matched to the last bit.
-        self.t_min = zeros(dtype=torch.float64)
-        self.t_max = zeros(dtype=torch.float64)
-        self.entropy_bound = zeros(dtype=torch.float32)
-        self.confidence = zeros(dtype=torch.float32)
+        self.numbers = {
+            parameter.name: zeros(dtype=getattr(torch, parameter.dtype))
+            for parameter in family.settings.parameters
+        }
         self.is_greedy = zeros(dtype=torch.bool)
         self.is_read_only = zeros(dtype=torch.bool)
         self.is_stop = zeros(vocab_size, dtype=torch.bool)
@@ -69,13 +69,11 @@ class CanvasState:
         A soft embedding is only read once ``steps_done`` is above zero, so it need not be cleared.
         """
         self.steps_done[slot] = 0
-        self.stable_count[slot] = 0
+        for column in self.carried.values():
+            column[slot] = 0
         self.seeds[slot] = seed
-        self.max_steps[slot] = options.max_steps
-        self.t_min[slot] = options.t_min
-        self.t_max[slot] = options.t_max
-        self.entropy_bound[slot] = options.entropy_bound
-        self.confidence[slot] = options.confidence
+        for name, number in options.numbers.items():
+            self.numbers[name][slot] = number
         self.is_greedy[slot] = options.is_greedy
         self.is_read_only[slot] = options.is_read_only
         self.is_stop[slot] = False
@@ -87,15 +85,17 @@ class CanvasState:
             self.is_pinned[slot] = False
             self.is_pinned[slot, list(options.pinned)] = True
 
-    def rules(self, slots: torch.Tensor, stability_window: int) -> DenoiseRules:
-        """How the canvases of ``slots`` are denoised, one number per row."""
-        return DenoiseRules(
-            t_min=self.t_min[slots],
-            t_max=self.t_max[slots],
-            max_steps=self.max_steps[slots],
-            entropy_bound=self.entropy_bound[slots],
-            confidence=self.confidence[slots],
-            stability_window=stability_window,
+    def canvases(self, slots: torch.Tensor, ids: torch.Tensor) -> Canvases:
+        """What is known of the canvases in ``slots`` ``[R]``, of tokens ``ids`` ``[N]``."""
+        return Canvases(
+            ids=ids,
+            seeds=self.seeds[slots],
+            steps_done=self.steps_done[slots].long(),
+            argmax_canvas=self.argmax_canvas[slots],
+            is_greedy=self.is_greedy[slots],
+            is_stop=self.is_stop,
+            numbers={name: column[slots] for name, column in self.numbers.items()},
+            carried={name: column[slots] for name, column in self.carried.items()},
         )
 
     def with_seeds(

@@ -4,7 +4,8 @@ import importlib.util
 import weakref
 from typing import Any
 
-from dllm.patches.contract import ARCHITECTURE
+from dllm.models import FAMILIES, settings_of
+from dllm.settings.denoising import DenoiseSettings
 
 
 def check_requests_at_admission() -> None:
@@ -21,17 +22,16 @@ def _parse_requests() -> None:
 
     from dllm.settings.edit_limits import refuse_impossible_edits
     from dllm.settings.request import RequestOptions
-    from dllm.settings.server import DenoiseConfig
 
-    configs: weakref.WeakKeyDictionary[Any, DenoiseConfig] = weakref.WeakKeyDictionary()
+    configs: weakref.WeakKeyDictionary[Any, DenoiseSettings] = weakref.WeakKeyDictionary()
     validate_params = InputProcessor._validate_params
     validate_diffusion = SamplingParams._validate_diffusion
 
     def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
-        if not isinstance(params, SamplingParams) or self.model_config.architecture != ARCHITECTURE:
+        if not isinstance(params, SamplingParams) or self.model_config.architecture not in FAMILIES:
             return validate_params(self, params, supported_tasks)
         if self not in configs:
-            configs[self] = DenoiseConfig.from_vllm(self.vllm_config)
+            configs[self] = settings_of(self.vllm_config)
         vocab_size = self.model_config.get_vocab_size()
         RequestOptions.parse(params, configs[self], vocab_size)
         is_watermarked = validate_params(self, params, supported_tasks)
@@ -49,7 +49,7 @@ def _parse_requests() -> None:
         return params
 
     def _validate_diffusion(self: Any, model_config: Any) -> None:
-        if model_config.architecture != ARCHITECTURE:
+        if model_config.architecture not in FAMILIES:
             validate_diffusion(self, model_config)
 
     InputProcessor._validate_params = _validate_params  # type: ignore[method-assign]
@@ -60,12 +60,12 @@ def _explain_missing_images() -> None:
     from vllm.exceptions import VLLMValidationError
     from vllm.multimodal.registry import MultiModalRegistry
 
-    from dllm.settings.server import takes_images
+    from dllm.models.gemma.settings import takes_images
 
     create = MultiModalRegistry.create_processor
 
     def create_processor(self: Any, model_config: Any, **kwargs: Any) -> Any:
-        if model_config.architecture == ARCHITECTURE and (
+        if model_config.architecture in FAMILIES and (
             not model_config.is_multimodal_model or not takes_images(model_config.hf_config)
         ):
             raise VLLMValidationError(_text_only_message(), parameter="messages")
@@ -89,7 +89,7 @@ def _refuse_before_the_stream_starts() -> None:
     generate = AsyncLLM.generate
 
     def checked_generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
-        if self.model_config.architecture == ARCHITECTURE:
+        if self.model_config.architecture in FAMILIES:
             if isinstance(sampling_params, SamplingParams):
                 self.input_processor._validate_params(sampling_params, ("generate",))
             if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
@@ -109,7 +109,7 @@ def _say_why() -> None:
     beam_search = BeamSearchOnlineMixin.beam_search
 
     def checked_token_ids(self: Any, token_ids: Any, *, parameter: str | None = None) -> None:
-        if self.model_config.architecture == ARCHITECTURE and token_ids:
+        if self.model_config.architecture in FAMILIES and token_ids:
             vocab_size = self.model_config.get_vocab_size()
             for token in (min(token_ids), max(token_ids)):
                 if not 0 <= token < vocab_size:
@@ -121,7 +121,7 @@ def _say_why() -> None:
         validate_token_ids(self, token_ids, parameter=parameter)
 
     async def checked_beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.model_config.architecture == ARCHITECTURE:
+        if self.model_config.architecture in FAMILIES:
             raise VLLMValidationError(
                 "use_beam_search = True; allowed: False, because a canvas has no next token to "
                 "branch on. Leave it out; n = 2 asks for two samples.",

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from dllm import LOGGER
+from dllm.models import settings_of
 from dllm.models.quantized import emulate_on_cpu
 from dllm.patches.contract import GPU_WORKER, SCHEDULER
 from dllm.patches.cpu import set_cpu_worker
@@ -26,15 +27,15 @@ def configure_dllm(vllm_config: Any) -> None:
     from vllm.config.diffusion import DiffusionConfig
     from vllm.platforms import current_platform
 
-    from dllm.settings.server import DenoiseConfig, PluginOptions
+    from dllm.settings.server import PluginOptions
 
-    denoise = DenoiseConfig.from_vllm(vllm_config)
+    settings = settings_of(vllm_config)
     PluginOptions.from_vllm(vllm_config)
     if vllm_config.diffusion_config is None:
-        vllm_config.diffusion_config = DiffusionConfig(canvas_length=denoise.canvas_length)
-    _set_scheduler(vllm_config, denoise.canvas_length)
+        vllm_config.diffusion_config = DiffusionConfig(canvas_length=settings.canvas_length)
+    _set_scheduler(vllm_config, settings.canvas_length)
     _refuse_unsupported(vllm_config)
-    _choose_attention(vllm_config, denoise.canvas_window)
+    _choose_attention(vllm_config, settings.canvas_window)
     if vllm_config.model_config.is_multimodal_model and vllm_config.model_config.is_mm_prefix_lm:
         # The rows of an image see each other: they have to come in one chunk.
         vllm_config.scheduler_config.disable_chunked_mm_input = True

@@ -6,7 +6,6 @@ signatures, and takes what else our code imports, overrides and reads from our c
 
 from dataclasses import dataclass
 
-ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
 SCHEDULER = "dllm.engine.scheduler.CanvasScheduler"
 CPU_WORKER = "dllm.patches.cpu_worker.CanvasCPUWorker"
 GPU_WORKER = "dllm.patches.gpu_worker.CanvasGPUWorker"
@@ -24,11 +23,15 @@ class Patch:
 
 
 PATCHES = (
-    Patch("vllm.ModelRegistry.register_model", "call", "our class serves the architecture"),
+    Patch(
+        "vllm.ModelRegistry.register_model",
+        "call",
+        "our classes serve the architectures",
+    ),
     Patch(
         "vllm.model_executor.models.config.MODELS_CONFIG_MAP",
         "replace our entry",
-        "scheduler, worker, canvas length and limits are set for this architecture only",
+        "scheduler, worker, canvas length and limits are set for these architectures only",
     ),
     Patch(
         "vllm.v1.attention.backends.registry.register_backend",
@@ -88,7 +91,7 @@ PATCHES = (
     Patch(
         "vllm.v1.engine.core.EngineCore.post_step",
         "wrap, in the engine's process",
-        "nobody drafts behind a step in which all requests ended",
+        "drafting is skipped after a step that finished every request",
     ),
     Patch(
         "vllm.v1.metrics.loggers.StatLoggerManager.record",
@@ -118,7 +121,7 @@ PATCHES = (
     Patch(
         "vllm.triton_utils.triton.next_power_of_2",
         "add to the placeholder",
-        "Model Runner V2 calls it to size kernels that dllm.cpu.batch replaces",
+        "Model Runner V2 calls it to size kernels that dllm.cpu replaces",
     ),
     Patch(
         "vllm.triton_utils.dispatcher.register_kernels",

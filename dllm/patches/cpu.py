@@ -4,7 +4,8 @@ import functools
 import os
 from typing import Any
 
-from dllm.patches.contract import ARCHITECTURE, CPU_WORKER, IN_PROCESS_EXECUTOR
+from dllm.models import FAMILIES
+from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
 
 
 def is_cpu_without_triton() -> bool:
@@ -57,8 +58,7 @@ def enable_cpu_runtime() -> None:
 
 def _is_on_cpu_runtime(vllm_config: Any) -> bool:
     return vllm_config.parallel_config.worker_cls == CPU_WORKER or (
-        vllm_config.model_config is not None
-        and vllm_config.model_config.architecture == ARCHITECTURE
+        vllm_config.model_config is not None and vllm_config.model_config.architecture in FAMILIES
     )
 
 
@@ -114,7 +114,7 @@ def reload_compiled_backbone() -> None:
         return loaded
 
     def _try_load_aot_compiled_fn(model: Any, aot_compilation_path: str) -> Any:
-        if model.vllm_config.model_config.architecture != ARCHITECTURE:
+        if model.vllm_config.model_config.architecture not in FAMILIES:
             return try_load(model, aot_compilation_path)
         torch.compiler.load_compiled_function = load
         try:

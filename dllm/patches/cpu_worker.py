@@ -13,7 +13,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.engine.warm_up import warm_up
-from dllm.patches.contract import ARCHITECTURE, SCHEDULER
+from dllm.models import FAMILIES
+from dllm.patches.contract import SCHEDULER
 from dllm.patches.cpu import multiply_no_rows, register_cpu_kernels, reload_compiled_backbone
 from dllm.patches.drafting import draft_in_this_worker, measure_costs_in_this_worker
 from dllm.patches.worker import prepare_runner
@@ -23,7 +24,7 @@ class CanvasCPUWorker(CPUWorker):
     """A CPU worker whose start replaces the kernels and warms the sampler up."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        is_diffusion = vllm_config.model_config.architecture == ARCHITECTURE
+        is_diffusion = vllm_config.model_config.architecture in FAMILIES
         register_cpu_kernels(include_sampling=not is_diffusion)
         reload_compiled_backbone()
         multiply_no_rows()

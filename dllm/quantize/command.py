@@ -11,7 +11,7 @@ from pathlib import Path
 from dllm.quantize.job import prepare
 from dllm.settings.command import OK, CommandError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # What `make setup-quant` makes, and writes last.
 PYTHON, READY = ROOT / ".venv-quant/bin/python", ROOT / ".venv-quant/.locked"
 

@@ -36,6 +36,22 @@ class FloatRange:
         return f"a number {low} and at most {self.high:.10g}"
 
 
+@dataclass(frozen=True)
+class IntRange:
+    """The integers from ``low`` to ``high``; its text completes "allowed: "."""
+
+    low: int
+    high: int
+
+    def __contains__(self, value: object) -> bool:
+        """Whether ``value`` is an integer (a bool is none) in the range."""
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        return is_int and self.low <= value <= self.high  # type: ignore[operator]
+
+    def __str__(self) -> str:
+        return f"an integer of at least {self.low} and at most {self.high}"
+
+
 def refuse(name: str, value: object, allowed: str) -> NoReturn:
     """Raise a ValueError that names the field, its value and what is allowed."""
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")

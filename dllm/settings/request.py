@@ -10,15 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from vllm.exceptions import VLLMValidationError
-
-from dllm.settings.checks import FloatRange, did_you_mean
-from dllm.settings.server import (
-    CONFIDENCES,
-    ENTROPY_BOUNDS,
-    TEMPERATURES,
-    DenoiseConfig,
-)
+from dllm.settings.checks import FloatRange, IntRange, did_you_mean
+from dllm.settings.denoising import DenoiseSettings, Parameter
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -29,6 +22,15 @@ ENGINE_EXTRA_ARGS = {
     "ec_transfer_params": dict,
     "kv_cache_report_mode": str,
 }
+
+# Extra arguments that every family takes, beside the numbers of its rule.
+CANVAS_ARGS = (
+    "diffusion_seed_canvas",
+    "diffusion_pinned",
+    "diffusion_read_only",
+    "diffusion_constrained",
+    "diffusion_eos_stop",
+)
 
 # Sampling parameters that the canvas sampler does not honour yet.
 UNSUPPORTED_PARAMETERS = ("thinking_token_budget", "trace_decode_token_ids")
@@ -41,13 +43,11 @@ LOGIT_BIASES = FloatRange(-1e6, 1e6)
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """How one request's canvases are denoised. Temperatures are those of the schedule.
+    """How one request's canvases are denoised.
 
     Attributes:
         canvas_width: tokens per canvas, at most the served canvas_length.
-        max_steps: denoise steps after which a canvas counts as converged.
-        t_min, t_max: the model's schedule times the request's ``temperature``.
-        entropy_bound, confidence: nats.
+        numbers: of the family's rule, by the name of their ``Parameter``.
         is_greedy: ``temperature`` 0; candidates are the argmax, no Gumbel noise is drawn, and
             entropies and stopping stay those of the model's schedule.
         seed: of the request's noise, or None for one of its own.
@@ -59,11 +59,7 @@ class RequestOptions:
     """
 
     canvas_width: int
-    max_steps: int
-    t_min: float
-    t_max: float
-    entropy_bound: float
-    confidence: float
+    numbers: Mapping[str, float]
     is_greedy: bool
     seed: int | None
     stops: frozenset[int]
@@ -73,7 +69,7 @@ class RequestOptions:
 
     @classmethod
     def parse(
-        cls, params: "SamplingParams", config: DenoiseConfig, vocab_size: int
+        cls, params: "SamplingParams", settings: DenoiseSettings, vocab_size: int
     ) -> "RequestOptions":
         """Admit one request: refuse what cannot be served, then ``read``.
 
@@ -83,7 +79,7 @@ class RequestOptions:
         for name in UNSUPPORTED_PARAMETERS:
             value = getattr(params, name)
             if value is not None and value != []:
-                _refuse(
+                refuse(
                     name,
                     f"{name} = {_shown(value)} is not served for diffusion models yet. "
                     "Leave it out.",
@@ -95,62 +91,44 @@ class RequestOptions:
         _check_float("repetition_penalty", params.repetition_penalty, REPETITION_PENALTIES)
         for bias in (params.logit_bias or {}).values():
             _check_float("logit_bias", bias, LOGIT_BIASES)
-        options = cls.read(params, config)
+        options = cls.read(params, settings)
         for token in options.seed_canvas or ():
             _check_int_range("diffusion_seed_canvas", token, 0, vocab_size - 1)
         return options
 
     @classmethod
-    def read(cls, params: "SamplingParams", config: DenoiseConfig) -> "RequestOptions":
+    def read(cls, params: "SamplingParams", settings: DenoiseSettings) -> "RequestOptions":
         """The options of an admitted request, or of vLLM's own warm-up requests.
 
         Raises:
             VLLMValidationError: as ``parse``, for ``extra_args`` alone.
         """
         extra = dict(params.extra_args or {})
-        width = _take_int(
-            extra, "diffusion_canvas_length", config.canvas_length, config.canvas_length
-        )
-        # The released built-in clamps a larger cap to the server's; so do we.
-        max_steps = _take_int(extra, "diffusion_max_steps", config.max_denoising_steps, MAX_INT32)
-        t_min = _take_float(extra, "diffusion_t_min", config.t_min, TEMPERATURES)
-        t_max = _take_float(extra, "diffusion_t_max", config.t_max, TEMPERATURES)
-        if t_min > t_max:
-            _refuse(
-                "diffusion_t_min",
-                f"diffusion_t_min = {t_min} exceeds diffusion_t_max = {t_max}; allowed: "
-                "t_min <= t_max. Send both, or omit both.",
-            )
-        entropy_bound = _take_float(
-            extra, "diffusion_entropy_bound", config.entropy_bound, ENTROPY_BOUNDS
-        )
-        confidence = _take_float(
-            extra, "diffusion_confidence", config.confidence_threshold, CONFIDENCES
-        )
+        width = _take_number(extra, _canvas_width(settings), settings.canvas_length)
+        asked = {
+            parameter.name: _take_number(extra, parameter, getattr(settings, parameter.setting))
+            for parameter in settings.parameters
+        }
+        is_greedy = params.temperature < 1e-5
+        numbers = settings.of_request(asked, 1.0 if is_greedy else params.temperature)
         seed_canvas = _take_ids(extra, "diffusion_seed_canvas")
         if seed_canvas is not None and len(seed_canvas) != width:
-            _refuse(
+            refuse(
                 "diffusion_seed_canvas",
                 f"diffusion_seed_canvas holds {len(seed_canvas)} ids; allowed: exactly {width}, "
                 "one for each position of the canvas. Send that many, or set "
                 "diffusion_canvas_length.",
             )
-        pinned = _take_pins(extra, width, seed_canvas is not None)
+        pinned = _take_pins(extra, int(width), seed_canvas is not None)
         is_read_only = _take_flag(extra, "diffusion_read_only", default=False)
         if _take_flag(extra, "diffusion_constrained", default=False):
             _check_constrained(params)
         eos_stop = _take_flag(extra, "diffusion_eos_stop", default=True)
         stops = {params.eos_token_id, *(params.stop_token_ids or ())} - {None} if eos_stop else ()
-        _refuse_unknown(extra)
-        is_greedy = params.temperature < 1e-5
-        scale = 1.0 if is_greedy else params.temperature
+        _refuse_unknown(extra, settings)
         return cls(
-            canvas_width=width,
-            max_steps=min(max_steps, config.max_denoising_steps),
-            t_min=t_min * scale,
-            t_max=t_max * scale,
-            entropy_bound=entropy_bound,
-            confidence=confidence,
+            canvas_width=int(width),
+            numbers=numbers,
             is_greedy=is_greedy,
             seed=params.seed,
             stops=frozenset(stops),
@@ -160,19 +138,15 @@ class RequestOptions:
         )
 
 
-EXTRA_ARGS = (
-    "diffusion_canvas_length",
-    "diffusion_max_steps",
-    "diffusion_t_min",
-    "diffusion_t_max",
-    "diffusion_entropy_bound",
-    "diffusion_confidence",
-    "diffusion_seed_canvas",
-    "diffusion_pinned",
-    "diffusion_read_only",
-    "diffusion_constrained",
-    "diffusion_eos_stop",
-)
+def _canvas_width(settings: DenoiseSettings) -> Parameter:
+    """The one number that every family has: how wide a canvas is."""
+    return Parameter("canvas_length", "canvas_length", IntRange(1, settings.canvas_length), "int32")
+
+
+def extra_args(settings: DenoiseSettings) -> list[str]:
+    """Every extra argument that a request may send to a model with these settings."""
+    numbers = [parameter.key for parameter in settings.parameters]
+    return [_canvas_width(settings).key, *numbers, *CANVAS_ARGS]
 
 
 def requested_canvas_width(params: "SamplingParams | None", canvas_length: int) -> int:
@@ -193,7 +167,10 @@ def constrained(params: "SamplingParams") -> "SamplingParams":
     return params
 
 
-def _refuse(parameter: str, message: str) -> NoReturn:
+def refuse(parameter: str, message: str) -> NoReturn:
+    """Refuse a request with HTTP 400; raises VLLMValidationError."""
+    from vllm.exceptions import VLLMValidationError  # training and benchmarks need no vLLM
+
     raise VLLMValidationError(message, parameter=parameter)
 
 
@@ -203,19 +180,20 @@ def _shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _refuse_unknown(extra: Mapping[str, object]) -> None:
+def _refuse_unknown(extra: Mapping[str, object], settings: DenoiseSettings) -> None:
     """Refuse what no ``_take_*`` consumed and vLLM did not put there."""
+    known = extra_args(settings)
     for key, value in extra.items():
         expected = ENGINE_EXTRA_ARGS.get(key)
         if expected is None:
-            _refuse(
+            refuse(
                 "extra_args",
                 f"unknown extra argument {_shown(key)}"
-                f"{did_you_mean(str(key)[:100], list(EXTRA_ARGS))}. "
-                f"Known: {', '.join(EXTRA_ARGS)}. Remove it or correct its name.",
+                f"{did_you_mean(str(key)[:100], known)}. "
+                f"Known: {', '.join(known)}. Remove it or correct its name.",
             )
         if value is not None and not isinstance(value, expected):
-            _refuse(
+            refuse(
                 key,
                 f"{key} = {_shown(value)}; allowed: a {expected.__name__}. Leave it out: it is "
                 "vLLM's own, for servers that exchange caches.",
@@ -225,35 +203,26 @@ def _refuse_unknown(extra: Mapping[str, object]) -> None:
 def _check_int_range(name: str, value: int | None, at_least: int, at_most: int) -> None:
     """Refuse what the engine's 32- and 64-bit fields cannot hold."""
     if value is not None and not at_least <= value <= at_most:
-        _refuse(
+        refuse(
             name,
             f"{name} = {_shown(value)}; allowed: an integer from {at_least} to {at_most}. "
             "Send one of these, or omit it.",
         )
 
 
-def _take_int(extra: dict[str, object], key: str, default: int, at_most: int) -> int:
-    """Pop an integer in [1, at_most]."""
-    value = extra.pop(key, None)
+def _take_number(extra: dict[str, object], parameter: Parameter, default: float) -> float:
+    """Pop the number of a parameter: an int where integers are allowed, else a float."""
+    value = extra.pop(parameter.key, None)
     if value is None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= at_most:
-        _refuse(
-            key,
-            f"{key} = {_shown(value)}; allowed: an integer of at least 1 and at most {at_most}. "
+    if value not in parameter.allowed:
+        refuse(
+            parameter.key,
+            f"{parameter.key} = {_shown(value)}; allowed: {parameter.allowed}. "
             f"Omit it for {default}.",
         )
-    return value
-
-
-def _take_float(extra: dict[str, object], key: str, default: float, allowed: FloatRange) -> float:
-    """Pop a number of that range."""
-    value = extra.pop(key, None)
-    if value is None:
-        return default
-    if value not in allowed:
-        _refuse(key, f"{key} = {_shown(value)}; allowed: {allowed}. Omit it for {default}.")
-    return float(value)  # type: ignore[arg-type]
+    is_int = isinstance(parameter.allowed, IntRange)
+    return value if is_int else float(value)  # type: ignore[return-value, arg-type]
 
 
 def _take_flag(extra: dict[str, object], key: str, default: bool) -> bool:
@@ -262,7 +231,7 @@ def _take_flag(extra: dict[str, object], key: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, int) or value not in (0, 1):
-        _refuse(
+        refuse(
             key,
             f"{key} = {_shown(value)}; allowed: true or false (or 1 or 0). "
             f"Omit it for {str(default).lower()}.",
@@ -276,7 +245,7 @@ def _take_ids(extra: dict[str, object], key: str) -> tuple[int, ...] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
-        _refuse(key, f"{key} = {_shown(value)}; allowed: a list of integers. Omit it for none.")
+        refuse(key, f"{key} = {_shown(value)}; allowed: a list of integers. Omit it for none.")
     return tuple(value)
 
 
@@ -287,7 +256,7 @@ def _take_pins(extra: dict[str, object], width: int, has_seed_canvas: bool) -> t
     if pinned is None:
         return ()
     if not has_seed_canvas:
-        _refuse(
+        refuse(
             key,
             f"{key} = {_shown(list(pinned))} without diffusion_seed_canvas; allowed: positions of "
             "a canvas that is sent with it. Send both, or omit both.",
@@ -300,13 +269,13 @@ def _take_pins(extra: dict[str, object], width: int, has_seed_canvas: bool) -> t
 def _check_constrained(params: "SamplingParams") -> None:
     """Refuse ``diffusion_constrained`` without its set, or with another one."""
     if not params.logprob_token_ids:
-        _refuse(
+        refuse(
             "diffusion_constrained",
             "diffusion_constrained = true without logprob_token_ids; allowed: with them, they are "
             "the tokens it is constrained to. Send both, or omit both.",
         )
     if params.allowed_token_ids:
-        _refuse(
+        refuse(
             "diffusion_constrained",
             "diffusion_constrained = true beside allowed_token_ids; allowed: one of them, both say "
             "which tokens may be emitted. Leave one out.",
@@ -315,4 +284,4 @@ def _check_constrained(params: "SamplingParams") -> None:
 
 def _check_float(name: str, value: object, allowed: FloatRange) -> None:
     if value not in allowed:
-        _refuse(name, f"{name} = {_shown(value)}; allowed: {allowed}. Send one of these.")
+        refuse(name, f"{name} = {_shown(value)}; allowed: {allowed}. Send one of these.")

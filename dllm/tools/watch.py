@@ -1,7 +1,7 @@
 """``dllm watch``: a question answered in process, every denoise step drawn.
 
-The forward pass is Hugging Face's, in fp32; temperature, sampling, acceptance, renoising, stopping
-and noise are ours (`denoise`, `row_stats`, `noise`). With the same seed our server goes through the
+The forward pass is Hugging Face's, in fp32; everything behind it is the
+server's own denoise step (`models.gemma.step`). With the same seed our server goes through the
 same canvases, up to the rounding of its dtype.
 """
 
@@ -18,11 +18,11 @@ from rich.live import Live
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
+from dllm.engine.canvas_rows import CanvasRows
 from dllm.models.gemma import rule
-from dllm.ops import noise
-from dllm.ops.dispatch import row_stats
+from dllm.models.gemma.settings import GemmaSettings
+from dllm.models.gemma.step import denoise, first_canvases, next_step
 from dllm.settings.command import OK, CommandError
-from dllm.settings.server import DenoiseConfig
 from dllm.tools.watch_drawing import Frame, Labels, legend, picture
 from dllm.tools.watch_svg import animation
 
@@ -34,7 +34,7 @@ class Watched:
     """A diffusion model in process, and what its checkpoint says about denoising."""
 
     model: DiffusionGemmaForBlockDiffusion
-    config: DenoiseConfig
+    settings: GemmaSettings
     eos_ids: frozenset[int]
     vocab_size: int
 
@@ -57,7 +57,7 @@ class Watched:
                 f"{DiffusionGemmaForBlockDiffusion.__name__}, whose canvases can be watched."
             )
         try:
-            settings = DenoiseConfig.from_mappings(config, generation)
+            settings = GemmaSettings.from_mappings(config, generation)
         except ValueError as error:
             raise CommandError(f"--model {path}: {error}") from None
         disable_progress_bar()
@@ -102,66 +102,36 @@ def block_frames(
     watched: Watched, prompt_ids: Sequence[int], emitted: tuple[int, ...], block: int, seed: int
 ) -> Iterator[Frame]:
     """The denoise steps of one block, behind what has been emitted."""
-    config, vocab_size = watched.config, watched.vocab_size
+    settings = watched.settings
     context = [*prompt_ids, *emitted]
-    seeds, start = torch.tensor([seed]), torch.tensor([len(context)])
-    width = torch.tensor([config.canvas_length])
-    canvas = noise.initial_canvas(seeds, start, config.canvas_length, vocab_size)
-    stops = torch.tensor(sorted(watched.eos_ids))
-    state = rule.DenoiseState(
-        canvas,
-        argmax_canvas=torch.zeros_like(canvas),
-        stable_count=torch.zeros_like(canvas),
-        steps_done=torch.zeros_like(start),
+    starts = torch.tensor([len(context)])
+    rows = CanvasRows.whole(starts, settings.canvas_length)
+    canvases = first_canvases(
+        torch.tensor([seed]), starts, settings, watched.eos_ids, watched.vocab_size
     )
     believed = None
     converged = False
     while not converged:
-        drawn = noise.step_noise(
-            seeds, start, state.steps_done, start + width, config.canvas_length, vocab_size
-        )
-        logits = watched.logits(context, state.canvas, believed)
-        temperature = rule.temperature(
-            state.steps_done, config.max_denoising_steps, config.t_min, config.t_max
-        )
-        rows = temperature.expand(config.canvas_length)
-        stats = row_stats(logits, rows, drawn.keys[0], probs_dtype=None)
-        inputs = rule.StepInputs(
-            stats.argmax[None],
-            stats.sample[None],
-            stats.entropy[None],
-            drawn.renoise_tokens,
-            is_stop=torch.isin(stats.argmax[None], stops),
-        )
-        outcome = rule.denoise_step(state, inputs, width, rules(config))
-        accept = rule.accept_mask(stats.entropy[None], width, config.entropy_bound)
-        converged = bool(outcome.converged)
+        canvas = canvases.ids[None]  # [1, C]
+        logits = watched.logits(context, canvas, believed)
+        step = denoise(logits, rows, canvases, settings)
+        entropy = step.stats.entropy[None]
+        accept = rule.accept_mask(entropy, rows.widths, settings.entropy_bound)
+        converged = bool(step.converged)
         yield Frame(
             block=block,
-            step=int(outcome.steps_done),
-            temperature=float(temperature),
+            step=int(step.steps_done),
+            temperature=float(step.temperature[0]),
             emitted=emitted,
-            canvas=tuple(state.canvas[0].tolist()),
-            argmax=tuple(stats.argmax.tolist()),
-            entropy=tuple(stats.entropy.tolist()),
+            canvas=tuple(canvas[0].tolist()),
+            argmax=tuple(step.stats.argmax.tolist()),
+            entropy=tuple(entropy[0].tolist()),
             accepted=tuple(accept[0].tolist()),
-            next_canvas=tuple(outcome.canvas[0].tolist()),
+            next_canvas=tuple(step.canvas[0].tolist()),
             is_final=converged,
         )
-        state = rule.DenoiseState(*outcome[:4])
-        believed = logits[None] / temperature
-
-
-def rules(config: DenoiseConfig) -> rule.DenoiseRules:
-    """The parameters of every denoise step of a request that asks for nothing special."""
-    return rule.DenoiseRules(
-        config.t_min,
-        config.t_max,
-        config.max_denoising_steps,
-        config.entropy_bound,
-        config.confidence_threshold,
-        config.stability_threshold + 1,
-    )
+        canvases = next_step(canvases, step)
+        believed = logits[None] / step.temperature[:, None]
 
 
 def main(argv: Sequence[str]) -> int:

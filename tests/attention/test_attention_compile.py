@@ -1,8 +1,9 @@
 """The kernels through the real compiler for sm_90, without a GPU.
 
 The interpreter accepts programs that the compiler refuses (types of loop variables, shapes,
-branches), so every branch of the kernels is compiled here. bench/attention_compile.py reports what
-they take.
+branches), so every branch of the kernels is compiled here. Then the shapes of the
+released model and of a drafter are compiled with the committed tiles, as a launch specializes them,
+and ptxas (Triton's wheel brings it) says whether they fit into registers and shared memory.
 """
 
 from __future__ import annotations
@@ -110,3 +111,93 @@ def test_every_branch_compiles() -> None:
     shared = dict(line.rsplit(": ", 1) for line in result.stdout.splitlines())
     assert list(shared) == list(CASES)
     assert max(map(int, shared.values())) <= 232448
+
+
+# --- registers and shared memory -----------------------------------------------------------------
+
+# In a process of its own, as above.
+RESOURCES = """
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from attention.canvas_attention import canvas_attention_kernel as kernel
+from attention.tuning import HOPPER, TARGET_PROGRAMS, next_power_of_2
+
+for label, case in json.loads(sys.argv[1]).items():
+    size, dtype, cache = case["head_size"], case["dtype"], case["cache"]
+    config = HOPPER[next_power_of_2(size), 4 if dtype == "fp32" else 2]
+    is_fp8 = cache.startswith("fp8")
+    constants = {
+        "GROUP": case["group"], "NUM_KV_HEADS": case["num_kv_heads"], "HEAD_SIZE": size,
+        "PADDED_SIZE": next_power_of_2(size), "PAGE_SIZE": 16, "WINDOW": case["window"],
+        "ANCHORED": True, "SOFTCAP": False, "HAS_K_SCALE": is_fp8, "HAS_V_SCALE": is_fp8,
+        "IS_BOOL": False, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+        "BLOCK_V": config.columns(size), "SPLIT": case["split"], "PARTIAL_ROWS_PER_SEQ": 0,
+        "SPLIT_ROWS": config.block_m, "MIN_KEYS": config.min_keys_per_split,
+        "MAX_SPLITS": config.max_splits, "PROGRAMS": TARGET_PROGRAMS, "UPCAST": False,
+        "k_stride_dim": 1, "v_stride_dim": 1,
+    }
+    constants |= {} if is_fp8 else {"k_scale": None, "v_scale": None}
+    pointers = {"out": dtype, "query": dtype, "key_cache": cache, "value_cache": cache}
+    tables = ("query_start_loc", "seq_lens", "block_tables", "bidirectional_from")
+    pointers |= dict.fromkeys(tables, "i32") | {"k_scale": "fp32", "v_scale": "fp32"}
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in pointers or name.startswith("partial_"):
+            signature[name] = "*" + pointers.get(name, "fp32")
+        else:
+            signature[name] = "fp32" if name in ("scale", "softcap") else "i32"
+        if signature[name].startswith("*") or ("stride" in name and name not in constants):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(compiled.asm["ptx"])
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source)]
+        command += ["-o", str(Path(folder) / "kernel.cubin")]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = {
+        "spilled": int(re.search(r"(\\d+) bytes spill stores", log)[1]),
+        "shared": compiled.metadata.shared,
+        "tensor_cores": "wgmma.mma_async" in compiled.asm["ptx"],
+    }
+    print(json.dumps([label, found]))
+"""
+
+SLIDING = {"head_size": 256, "group": 2, "num_kv_heads": 8, "dtype": "bf16"}
+FULL = {"head_size": 512, "group": 8, "num_kv_heads": 2, "dtype": "bf16"}
+RESIDENT = {
+    "sliding layers": SLIDING | {"cache": "bf16", "window": 1024, "split": False},
+    "full layers": FULL | {"cache": "bf16", "window": 0, "split": True},
+    "a drafter": {
+        "head_size": 128, "group": 4, "num_kv_heads": 8, "dtype": "bf16", "cache": "bf16",
+        "window": 0, "split": True,
+    },
+}  # fmt: skip
+SHARED_LIMIT = 232448  # bytes a program, on Hopper
+
+
+def test_the_committed_tiles_fit_into_registers_and_shared_memory() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    result = subprocess.run(
+        [sys.executable, "-c", RESOURCES, json.dumps(RESIDENT)],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    found = dict(json.loads(line) for line in result.stdout.splitlines())
+    assert list(found) == list(RESIDENT)
+    for label, used in found.items():
+        assert used["shared"] <= SHARED_LIMIT and used["tensor_cores"], (label, used)
+        assert used["spilled"] == 0, (label, used)

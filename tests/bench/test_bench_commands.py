@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench import baselines, compare, serve, switches
+from bench import compare, race, serve
 from bench.context import ROOT, read_csv
-from bench.measure import OURS, REFERENCE
+from bench.serve import OURS, REFERENCE
 from bench.servers import Server, ServerOptions
 from dllm.tasks.suite import FAMILIES
 
@@ -41,61 +41,39 @@ def shared(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[ServerOption
         asked.append(options)
         return server
 
-    for module in (baselines, switches, compare):
+    def admit_all(racing: list[race.Contestant], *about: Any) -> dict[str, float]:
+        shape, at_once, _ = about
+        return {one.name: race.admit(one, shape, at_once) for one in racing if one.server}
+
+    for module in (serve, compare):
         monkeypatch.setattr(module, "Server", take)
-    for module in (serve, switches, compare):
-        monkeypatch.setattr(module, "start_all", lambda servers, stack: None)
-    monkeypatch.setattr(baselines, "PROBED_AT_ONCE", 2)
+        monkeypatch.setattr(module, "start_all", admit_all)
     return asked
 
 
-def test_serve(shared: list[ServerOptions], tmp_path: Path) -> None:
+def test_serve(
+    shared: list[ServerOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [*SMALL, "--rates", "50", "--questions", "1", "--schedule", "adaptive"]
     options += ["--contestants", OURS, REFERENCE, "--output-len", "32"]
     assert serve.main([*options, "--results", str(tmp_path)]) == 0
     rows = read_csv(tmp_path / "serve_compiled.csv")
-    assert [(r["prompts"], r["concurrency"], r["rate"], r["contestant"]) for r in rows] == [
-        ("questions", "1", "", OURS),
-        ("questions", "1", "", REFERENCE),
-        ("random", "1", "", OURS),
-        ("questions", "", "50", OURS),
+    assert [(r["concurrency"], r["rate"], r["contestant"]) for r in rows] == [
+        ("1", "", OURS),
+        ("1", "", REFERENCE),
+        ("", "50", OURS),
     ]
     for row in rows:
         assert not row["problem"]
         assert all(float(row[name]) > 0 for name in ("tokens_per_s", "ttft_ms", "latency_p99_ms"))
         assert float(row["passes_per_block"]) == float(row["steps_per_block"]) >= 1  # one block
-        assert float(row["peak_memory_mib"]) > 100
-    assert [row["output_tokens"] for row in rows if row["prompts"] == "random"] == ["64"]
+    assert "ours / this: tokens/s" in capsys.readouterr().out
     (facts,) = read_csv(tmp_path / "serve_facts.csv")
     assert facts["http_status_with_temperature"] == facts["http_status_with_seed"] == "200"
-    assert facts["running_of_2_requests"] in ("1", "2")  # the other may have ended before
     answers = read_csv(tmp_path / "answers.csv")
     assert [row["family"] for row in answers] == list(FAMILIES)
-    assert all(float(row["denoise_steps"]) >= int(row["blocks"]) >= 1 for row in answers)
-    assert sum(int(row["correct"]) for row in answers) >= 5  # it is a trained model
-
-
-def test_switches(
-    shared: list[ServerOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [*SMALL, "--switch", "eos_stop", "commit", "--results", str(tmp_path)]
-    assert switches.main(options) == 0
-    rows = read_csv(tmp_path / "switches.csv")
-    assert [(row["switch"], row["contestant"]) for row in rows] == [
-        ("eos_stop", "eos_stop on"),
-        ("eos_stop", "eos_stop off"),
-        ("commit", "commit overlapped"),
-        ("commit", "commit separate"),
-    ]
-    assert "denoise steps per block, on / off" in capsys.readouterr().out
-    flags = [" ".join(one.flags) for one in shared]
-    assert sum('{"dllm": {"commit": "separate"}}' in one for one in flags) == 1
-
-
-def test_both_sides_of_every_switch_differ() -> None:
-    for name, (on, off) in switches.SWITCHES.items():
-        assert (on.server_flags, on.extra_body) != (off.server_flags, off.extra_body), name
-        assert on.label != off.label
+    assert all(int(row["denoise_steps"]) >= int(row["blocks"]) >= 1 for row in answers)
+    assert sum(int(row["num_correct"]) for row in answers) >= 5  # it is a trained model
 
 
 # --- two commits ---------------------------------------------------------------------------------
@@ -132,8 +110,8 @@ def test_compare(
     listed = compare.git(repository, "worktree", "list")
     assert len(listed.splitlines()) == 1  # the repository itself
     out = capsys.readouterr().out
-    assert f"{head.name} / {base.name}" in out
-    assert "fixed, random, 1 at once" in out and "adaptive, questions, 1 at once" in out
+    assert f"{head.name} / this: tokens/s" in out and base.name in out
+    assert "fixed steps, random tokens" in out and "adaptive denoise steps, questions" in out
 
 
 def test_worktrees_are_removed_when_something_fails(
@@ -158,15 +136,3 @@ def test_the_plugin_of_a_worktree_is_the_one_imported(repository: Path) -> None:
 def test_an_unknown_commit_is_said(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["no-such", "--repository", str(repository), *SMALL]) == 2
     assert "no-such" in capsys.readouterr().err
-
-
-# --- servers -------------------------------------------------------------------------------------
-
-
-def test_the_server_is_measured(server: Server) -> None:
-    server.reset_peak_memory()
-    assert server.peak_memory_mib() > 100 and server.cpu_seconds() > 0
-    before = server.canvas_positions()
-    answer = server.chat("Sort these numbers: 3, 1, 2.", 16)
-    assert answer.status == 200 and 0 < answer.num_tokens <= 16
-    assert server.canvas_positions() - before >= 32

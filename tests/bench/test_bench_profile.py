@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import profile_step, step_ranges
+from bench import profile_step, step_parts
 from bench.context import read_csv
-from bench.profile_engine import BUILTIN, OURS, Job, Taken
-from bench.profile_step import Breakdown, report, trace_problems
-from bench.step_ranges import (
+from bench.profile_step import BUILTIN, OURS, Breakdown, Taken, report, trace_problems
+from bench.step_parts import (
     BATCH,
     DECISIONS,
     FORWARD,
@@ -21,7 +20,7 @@ from bench.step_ranges import (
     HEAD,
     IDLE,
     INPUTS,
-    IPC,
+    LOOP,
     PREFIX,
     SAMPLER,
     SCHEDULING,
@@ -32,30 +31,28 @@ from bench.step_ranges import (
     Range,
     name_parts,
     unname_parts,
-    write_trace,
 )
 from bench.step_trace import Piece, Step, Trace, innermost, overlay
 
-ENGINE, WORKER = 1, 2
 STEP_US = 10_000.0
 
 
 def ranges_of_a_step(start: float, rows: str = "1 32 32") -> list[Range]:
-    """Ten milliseconds: 1 scheduling, 2 inputs, 4 forward, 1.5 sampling, the rest messages."""
+    """Ten milliseconds: 1 scheduling, 2 inputs, 4 forward, 1.5 sampling, the rest in the engine."""
 
-    def one(name: str, begin: float, end: float, process: int) -> Range:
-        return Range(name, start + begin, start + end, process)
+    def one(name: str, begin: float, end: float) -> Range:
+        return Range(name, start + begin, start + end)
 
     return [
-        one(STEP, 0, 0, ENGINE),
-        one(IPC, 0, 9_900, ENGINE),
-        one(SCHEDULING, 0, 1_000, ENGINE),
-        one(INPUTS, 1_200, 7_200, WORKER),
-        one(f"{BATCH} {rows}", 1_500, 1_500, WORKER),
-        one(FORWARD, 3_200, 7_200, WORKER),
-        one(SAMPLER, 7_300, 8_800, WORKER),
-        one(HEAD, 7_400, 7_900, WORKER),
-        one(DECISIONS, 7_900, 8_700, WORKER),
+        one(STEP, 0, 0),
+        one(LOOP, 0, 9_900),
+        one(SCHEDULING, 0, 1_000),
+        one(INPUTS, 1_200, 7_200),
+        one(f"{BATCH} {rows}", 1_500, 1_500),
+        one(FORWARD, 3_200, 7_200),
+        one(SAMPLER, 7_300, 8_800),
+        one(HEAD, 7_400, 7_900),
+        one(DECISIONS, 7_900, 8_700),
     ]
 
 
@@ -74,7 +71,7 @@ def test_the_parts_of_a_step_add_up_to_its_wall_time() -> None:
     for part, milliseconds in expected.items():
         assert steps[0].parts_ms[part] == pytest.approx(milliseconds), part
     # 0.2 before the worker, 0.1 in it between two calls, 1.1 after it; 0.1 belongs to nobody.
-    assert steps[0].parts_ms[IPC] == pytest.approx(1.4)
+    assert steps[0].parts_ms[LOOP] == pytest.approx(1.4)
     assert steps[0].parts_ms[IDLE] == pytest.approx(0.1)
 
 
@@ -85,13 +82,13 @@ def test_heads_and_prompts_are_no_denoise_steps() -> None:
 
 
 def test_a_range_that_spans_two_steps_is_divided() -> None:
-    long = Range(FORWARD, 5_000, 12_000, WORKER)
-    steps = Trace([Range(STEP, i * STEP_US, i * STEP_US, ENGINE) for i in range(3)] + [long])
+    long = Range(FORWARD, 5_000, 12_000)
+    steps = Trace([Range(STEP, i * STEP_US, i * STEP_US) for i in range(3)] + [long])
     assert [step.parts_ms[FORWARD] for step in steps.steps()] == [5, 2]
 
 
 def test_innermost_gives_every_instant_to_the_call_that_started_last() -> None:
-    ranges = [Range("outer", 0, 10, 0), Range("inner", 2, 4, 0), Range("later", 12, 13, 0)]
+    ranges = [Range("outer", 0, 10), Range("inner", 2, 4), Range("later", 12, 13)]
     assert innermost(ranges) == [
         Piece("outer", 0, 2),
         Piece("inner", 2, 4),
@@ -99,7 +96,7 @@ def test_innermost_gives_every_instant_to_the_call_that_started_last() -> None:
         Piece("later", 12, 13),
     ]
     # Kernels of two streams overlap without nesting.
-    crossing = innermost([Range("a", 0, 4, 0), Range("b", 2, 6, 0)])
+    crossing = innermost([Range("a", 0, 4), Range("b", 2, 6)])
     assert crossing == [Piece("a", 0, 2), Piece("b", 2, 6)]
 
 
@@ -191,19 +188,18 @@ def test_naming_is_noted_and_can_be_undone() -> None:
             Named(model, "inherited", HEAD),
             Named(model, "schedule", SCHEDULING),
             Named(Model, "prepare_inputs", INPUTS),
-            Named(Model, "prepare_inputs", INPUTS),  # engines share classes: named once
         ]
     )
     try:
         assert model.schedule() == 1 and model.prepare_inputs().num_reqs == 2
-        names = [one.name for one in step_ranges.LOG]
+        names = [one.name for one in step_parts.LOG]
         assert names == [STEP, HEAD, SCHEDULING, INPUTS, f"{BATCH} 2 64 96"]
-        assert all(one.end_us >= one.start_us for one in step_ranges.LOG)
+        assert all(one.end_us >= one.start_us for one in step_parts.LOG)
     finally:
         unname_parts()
-    step_ranges.LOG.clear()
+    step_parts.LOG.clear()
     assert model.schedule() == 1 and model.prepare_inputs().num_reqs == 2
-    assert step_ranges.LOG == [] and vars(model) == {}
+    assert step_parts.LOG == [] and vars(model) == {}
 
 
 def test_torch_sees_the_same_parts(tmp_path: Path) -> None:
@@ -215,7 +211,7 @@ def test_torch_sees_the_same_parts(tmp_path: Path) -> None:
                 model.schedule()
     finally:
         unname_parts()
-        step_ranges.LOG.clear()
+        step_parts.LOG.clear()
     path = tmp_path / "torch.json"
     profiler.export_chrome_trace(str(path))
     (step,) = Trace.read(path).steps()
@@ -223,22 +219,13 @@ def test_torch_sees_the_same_parts(tmp_path: Path) -> None:
     assert sum(step.parts_ms.values()) == pytest.approx(step.wall_ms)
 
 
-NUM_STEPS = 16
-JOB = Job("a model", "a folder", OURS, max_num_seqs=1)
+def taken(**changes: object) -> Taken:
+    """Sixteen steps of a request with a canvas of 32."""
+    return replace(Taken(trace_of(16), 150.0, wall_ms=160.0, canvas_rows=32 * 16), **changes)
 
 
-def taken(folder: Path, **changes: object) -> Taken:
-    path = folder / "trace.json"
-    ranges = [r for i in range(NUM_STEPS) for r in ranges_of_a_step(i * STEP_US)]
-    write_trace(path, ranges)
-    one = Taken(1, 150.0, canvas_rows=32 * 16, tokens=128, wall_ms=160.0, path=str(path))
-    return replace(one, **changes)
-
-
-def test_report_has_a_row_for_every_component(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = report(JOB, [taken(tmp_path)], coverage=0.9)
+def test_report_has_a_row_for_every_component(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = report("ours", [taken()], 1, coverage=0.9)
     assert [row["component"] for row in rows] == list(GROUPS)
     assert sum(float(str(row["share"])) for row in rows) == pytest.approx(1)
     assert sum(float(str(row["ms_per_step"])) for row in rows) == pytest.approx(10)
@@ -255,21 +242,17 @@ def test_report_has_a_row_for_every_component(
     ],
 )
 def test_a_trace_that_the_client_contradicts_gives_no_table(
-    tmp_path: Path, changes: dict[str, object], message: str
+    changes: dict[str, object], message: str
 ) -> None:
-    one = taken(tmp_path, **changes)
-    assert message in trace_problems(Trace.read(Path(one.path)), one, 0.9)[0]
+    assert message in trace_problems(taken(**changes), 0.9)[0]
     with pytest.raises(ValueError, match=message.replace("%", ".")):
-        report(JOB, [one], coverage=0.9)
+        report("ours", [taken(**changes)], 1, coverage=0.9)
 
 
-def test_unnamed_time_gives_no_table(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    ranges = [r for i in range(NUM_STEPS) for r in ranges_of_a_step(i * STEP_US)]
-    one = taken(tmp_path)
-    write_trace(path, [one for one in ranges if one.name not in (FORWARD, INPUTS, IPC)])
+def test_unnamed_time_gives_no_table() -> None:
+    named = [one for one in trace_of(16).ranges if one.name not in (FORWARD, INPUTS, LOOP)]
     with pytest.raises(ValueError, match=r"the named parts cover 2.% of a step"):
-        report(JOB, [one], coverage=0.9)
+        report("ours", [taken(trace=Trace(named))], 1, coverage=0.9)
 
 
 def test_a_breakdown_leaves_out_the_extremes() -> None:
@@ -283,32 +266,27 @@ def test_a_breakdown_leaves_out_the_extremes() -> None:
         Breakdown.of([step(1.0)] * 9)
 
 
-def test_servers_are_compared_in_one_mode_at_a_time(tmp_path: Path) -> None:
-    options = profile_step.parse(["--server", OURS, BUILTIN, "--concurrency", "1", "4"])
-    some = profile_step.jobs(options, "eager", str(tmp_path))
-    assert [job.name for job in some] == ["ours-eager", "built-in-eager"]
-    assert {job.max_num_seqs for job in some} == {4}
+def test_the_environment_chooses_the_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLLM_DISABLE", "1")  # of the caller's shell
+    ours, builtin = (profile_step.environment(name) for name in (OURS, BUILTIN))
+    assert "DLLM_DISABLE" not in ours and builtin["DLLM_DISABLE"] == "1"
+    assert ours["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and ours["OMP_NUM_THREADS"]
 
 
-def test_a_kept_trace_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert profile_step.main(["--read", taken(tmp_path).path]) == 0
-    assert "40.0%" in capsys.readouterr().out  # the forward pass
-
-
-def test_a_real_engine_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two processes, two clocks: every part is heard of, and the parts are the whole.
+def test_a_real_engine_is_accounted_for(tmp_path: Path) -> None:
+    """Every part is heard of, and the parts are the whole.
 
     How much of the client's waiting they cover depends on who else uses the machine.
     """
     model = Path(__file__).parents[2] / "checkpoints" / "tiny-random"
     arguments = ["--model", str(model), "--mode", "eager", "--concurrency", "2", "--rounds", "1"]
     arguments += ["--blocks", "2", "--coverage", "0", "--results", str(tmp_path)]
-    assert profile_step.main(arguments) == 0, capsys.readouterr().err
+    assert profile_step.main(arguments) == 0
     rows = read_csv(tmp_path / "profile_cpu.csv")
     assert list(rows[0])[:4] == ["mode", "server", "concurrency", "component"]
     assert {"commit", "machine", "versions", "command"} <= set(rows[0])
     milliseconds = {row["component"]: float(row["ms_per_step"]) for row in rows}
     assert set(milliseconds) == set(GROUPS) and min(milliseconds.values()) >= 0
     assert sum(milliseconds.values()) == pytest.approx(float(rows[0]["step_ms"]), abs=0.01)
-    for part in (SCHEDULING, INPUTS, FORWARD, HEAD, STATISTICS, DECISIONS, SOFT_EMBEDDING, IPC):
-        assert milliseconds[part] > 0, part  # both processes were heard
+    for part in (SCHEDULING, INPUTS, FORWARD, HEAD, STATISTICS, DECISIONS, SOFT_EMBEDDING, LOOP):
+        assert milliseconds[part] > 0, part

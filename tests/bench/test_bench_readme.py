@@ -1,17 +1,19 @@
-"""Figures and README sections come from CSV files, and the README in the repository agrees."""
+"""Sections of our pages come from CSV files, and the pages in the repository agree."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from bench import plot, readme, readme_serving
+from bench import readme, report, roofline
 from bench.context import ROOT, provenance, read_csv, write_csv
-from bench.measure import BUILTIN, OURS, Measurement
-from bench.report import csv_rows
-from bench.workloads import ADAPTIVE, QUESTIONS, Shape, Workload
+from bench.measure import Measurement, csv_rows
+from bench.profile_step import Breakdown, step_time
+from bench.serve import BUILTIN, OURS
+from bench.step_parts import FORWARD, GROUPS, LOOP
+from bench.step_trace import Step
+from bench.workloads import ADAPTIVE, Shape, Workload
 
 ABOUT = {
     "commit": "abc1234",
@@ -19,15 +21,13 @@ ABOUT = {
     "versions": "vllm 0",
     "command": "python -m bench.serve",
 }
-WORKLOAD = Workload(ADAPTIVE, QUESTIONS, 40, Shape(32, 32, 32), concurrency=8)
+WORKLOAD = Workload(ADAPTIVE, 40, Shape(32, 32, 32), concurrency=8)
 RUN = Measurement(
     contestant=OURS,
     pair=0,
-    position=0,
     num_requests=40,
     output_tokens=800,
     tokens_per_s=300.0,
-    requests_per_s=15.0,
     ttft_ms=50.0,
     latency_ms=60.0,
     latency_p99_ms=90.0,
@@ -35,11 +35,9 @@ RUN = Measurement(
     steps_per_block=3.0,
     passes_per_block=3.0,
     tokens_per_pass=5.0,
-    peak_memory_mib=2000.0,
     num_correct=36,
-    idle_cpu_percent=1.0,
 )
-THEIRS = replace(RUN, contestant=BUILTIN, position=1, tokens_per_s=100.0)
+THEIRS = replace(RUN, contestant=BUILTIN, tokens_per_s=100.0)
 
 
 @pytest.fixture
@@ -47,19 +45,7 @@ def results(tmp_path: Path) -> Path:
     """One CSV of every kind."""
     runs = [(WORKLOAD, RUN), (WORKLOAD, THEIRS)]
     runs += [(replace(WORKLOAD, concurrency=None, rate=4.0), one) for one in (RUN, THEIRS)]
-    write_csv(tmp_path / "serve_compiled.csv", csv_rows(runs, "compiled", ABOUT))
-    switched = [
-        {"switch": "commit"} | row
-        for row in csv_rows(
-            [
-                (WORKLOAD, replace(RUN, contestant="commit overlapped")),
-                (WORKLOAD, replace(RUN, contestant="commit separate", tokens_per_s=250.0)),
-            ],
-            "",
-            ABOUT,
-        )
-    ]
-    write_csv(tmp_path / "switches.csv", switched)
+    write_csv(tmp_path / "serve_compiled.csv", csv_rows(runs, ABOUT))
     write_csv(
         tmp_path / "serve_facts.csv",
         [
@@ -68,40 +54,17 @@ def results(tmp_path: Path) -> Path:
                 "first_request_s": 9.0,
                 "http_status_with_temperature": 400,
                 "http_status_with_seed": 400,
-                "running_of_33_requests": 8,
             }
             | ABOUT
         ],
     )
-    answer = {"correct": 1, "output_tokens": 8, "blocks": 1}
+    answer = {"num_questions": 1, "num_correct": 1, "blocks": 1}
     write_csv(
         tmp_path / "answers.csv",
         [
-            {"contestant": name, "family": family, "denoise_steps": steps, "steps_per_block": steps}
-            | answer
-            | ABOUT
-            for name, steps in ((OURS, 2.0), (BUILTIN, 3.0), ("tiny-ar", None))
+            {"contestant": name, "family": family, "denoise_steps": steps} | answer | ABOUT
+            for name, steps in ((OURS, 2), (BUILTIN, 3), ("tiny-ar", None))
             for family in ("add", "sort", "report")
-        ],
-    )
-    part = {"mode": "eager", "concurrency": 1, "low_ms": 1, "high_ms": 3, "share": 0.5}
-    write_csv(
-        tmp_path / "profile_cpu.csv",
-        [
-            part | {"server": name, "component": what, "group": group, "ms_per_step": 2.0} | ABOUT
-            for name in (OURS, BUILTIN)
-            for what, group in (("scheduling", "engine"), ("forward", "forward"), ("gaps", "idle"))
-        ],
-    )
-    write_csv(
-        tmp_path / "scaling.csv",
-        [
-            {"axis": axis, "value": value, "component": "step", "kind": kind, "ms_per_step": value}
-            | {"low_ms": value, "high_ms": value, "exponent": 1.0 if kind == "fit" else None}
-            | ABOUT
-            for axis in ("concurrency", "canvas")
-            for kind in ("measured", "fit")
-            for value in (1.0, 8.0)
         ],
     )
     return tmp_path
@@ -139,32 +102,32 @@ def test_a_typed_figure_is_found_and_rewritten(results: Path, tmp_path: Path) ->
     assert page.read_text().endswith("<!-- /bench -->\nbelow\n")
 
 
-@pytest.mark.parametrize("name", ["headline", "serving", "refusals", "answers", "switches"])
+@pytest.mark.parametrize("name", ["headline", "serving", "refusals", "answers"])
 def test_a_section_is_made_from_its_csv(name: str, results: Path) -> None:
     assert "|---|" in readme.SECTIONS[name](results)
 
 
-@pytest.mark.parametrize("name", sorted(set(readme.SECTIONS) - {"models", "expectation"}))
+@pytest.mark.parametrize("name", sorted(set(readme.SECTIONS) - {"models"}))
 def test_a_section_without_a_csv_says_what_to_run(name: str, tmp_path: Path) -> None:
     text = readme.SECTIONS[name](tmp_path)
     assert re.fullmatch(r"Not (measured|computed) yet: `[^`]+`\.", text)
 
 
 def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
-    section = readme_serving.serving(results)
+    section = report.serving(results)
     assert re.search(r"\| 8 at once \| ours \| 300 \[300 .. 300\] \| .*\| 36 / 40 \|  \|", section)
     assert re.search(
         r"\| 4 per s \| built-in \| 100 \[100 .. 100\] \| .*\| 3.00 \[3.00 .. 3.00\] \|", section
     )
     assert "commit abc1234, a machine" in section
-    assert "**adaptive denoise steps, questions** (rounds: 1)" in section
+    assert "**adaptive denoise steps, questions (rounds: 1)**" in section
 
 
 def test_a_run_without_speed_is_named(results: Path) -> None:
     wrong = replace(THEIRS, tokens_per_s=None, problem="5 of 40 answers are right")
     runs = [(WORKLOAD, RUN), (WORKLOAD, wrong)]
-    write_csv(results / "serve_compiled.csv", csv_rows(runs, "compiled", ABOUT))
-    section = readme_serving.serving(results)
+    write_csv(results / "serve_compiled.csv", csv_rows(runs, ABOUT))
+    section = report.serving(results)
     assert "* built-in: 5 of 40 answers are right" in section
     assert re.search(r"\| built-in \| - \| .*\| - \|$", section, re.MULTILINE)
 
@@ -182,28 +145,23 @@ def test_csv_files_say_where_they_come_from(tmp_path: Path) -> None:
     assert read_csv(tmp_path / "none.csv") == []
 
 
-# --- figures -------------------------------------------------------------------------------------
+# --- sections of one step ------------------------------------------------------------------------
 
 
-def test_every_figure_is_drawn_and_labelled(results: Path) -> None:
-    drawn = plot.draw_all(results)
-    assert [path.name for path in drawn] == [
-        "latency_compiled.svg",
-        "steps.svg",
-        "time_cpu.svg",
-        "scaling.svg",
+def test_step_time_sums_the_components_of_a_group(tmp_path: Path) -> None:
+    parts = dict.fromkeys(GROUPS, 0.0) | {FORWARD: 6.0, LOOP: 4.0}
+    rows = [
+        {"mode": "eager", "server": server, "concurrency": 2} | row | ABOUT
+        for server in (OURS, BUILTIN)
+        for row in Breakdown.of([Step(10.0, parts)] * 10).rows()
     ]
-    for path in drawn:
-        ElementTree.parse(path)
-        # Text is drawn as shapes, with the text itself in a comment.
-        assert "a machine; vllm 0; commit abc1234" in path.read_text()
+    write_csv(tmp_path / "profile_cpu.csv", rows)
+    text = step_time(tmp_path)
+    for server in (OURS, BUILTIN):
+        assert f"| {server}, eager | 2 | 10.00 | 40% | 60% | 0% | 0% | 0% |" in text
 
 
-def test_the_same_csv_gives_the_same_file(results: Path) -> None:
-    first = {path: path.read_bytes() for path in plot.draw_all(results)}
-    assert first == {path: path.read_bytes() for path in plot.draw_all(results)}
-
-
-def test_nothing_to_draw_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot.main(["--results", str(tmp_path)]) == 1
-    assert "run `make bench` first" in capsys.readouterr().err
+def test_floors_are_those_of_the_roofline(tmp_path: Path) -> None:
+    roofline.main(["--weights", "fp8", "--batch", "1", "--results", str(tmp_path)])
+    *_, whole = read_csv(tmp_path / "roofline.csv")
+    assert f"| fp8 | 1 | {float(whole['floor_ms']):.1f} | " in roofline.floors(tmp_path)

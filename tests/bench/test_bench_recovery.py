@@ -1,7 +1,6 @@
 """The recovery benchmark, with stub servers in the place of vLLM's, and its arithmetic."""
 
 import csv
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import recovery
-from bench.recovery_report import Result, by_contestant, table, verdicts
+from bench.recovery import Result, by_contestant, table
 from dllm.tasks.suite import questions
 from tests.support.chat_stub import Stub, serve
 
@@ -70,8 +69,6 @@ def test_one_command_writes_the_csv_and_prints_the_tables(tmp_path, monkeypatch,
     assert "| nvfp4 | bf16 | 20 / 40 | 50.0 %" in out and "6.00 (+20.0 %)" in out
     assert "| bf16 | fp8 | 40 / 40 |" in out
     assert "* nvfp4: linear layers: by Such." in out
-    assert re.search(r"fp8-dynamic: recovers 100\.0 %.*: reached; .* reached", out)
-    assert re.search(r"nvfp4: recovers 50\.0 %.*: missed; .* missed", out)
 
 
 def result(num_correct: int, num_both: int) -> Result:
@@ -98,6 +95,5 @@ def test_the_same_answers_recover_all_of_them():
     assert result(900, 900).recovery_interval == (100.0, 100.0)
 
 
-def test_nothing_is_said_of_a_scheme_that_was_not_measured():
-    assert verdicts([]) == []
+def test_without_rows_there_is_nothing_in_the_table():
     assert table([])[1] == []

@@ -5,38 +5,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
-    DiffusionGemmaGenerationConfig,
-)
 
-from bench import baselines, serve
-from bench.baselines import write_generation_config
+from bench import serve
 from bench.client import command
+from bench.context import GateError, Rows, as_text
 from bench.measure import (
-    BUILTIN,
     IN_CANVAS_PASSES,
     NO_CANVAS,
-    OURS,
     OVERLAPPED,
     SEPARATE,
     SPEEDS,
-    Circumstances,
-    GateError,
     Measurement,
+    csv_rows,
     measurement,
     percentile,
     response_problems,
     seed_problems,
 )
 from bench.race import Contestant, Race, admit, undisturbed, withhold
-from bench.reference import never_stop
-from bench.report import METRICS, Spread, csv_rows, pair_ratios, table
+from bench.report import COLUMNS, printed
+from bench.serve import BUILTIN, OURS
 from bench.servers import Response, Server, ServerOptions, tail
+from bench.tables import Spread, ratios
 from bench.workloads import (
     ADAPTIVE,
     FIXED,
-    QUESTIONS,
-    RANDOM,
     Shape,
     Workload,
     accuracy_problem,
@@ -50,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "checkpoints/tiny-random"
 SHAPE = Shape(canvas_length=32, input_len=16, output_len=64)
 # Two requests of two blocks of 32, eight denoise steps each.
-WORKLOAD = Workload(FIXED, RANDOM, 2, SHAPE, concurrency=1, steps_per_block=8)
+WORKLOAD = Workload(FIXED, 2, SHAPE, concurrency=1, steps_per_block=8)
 COMMITS = {OURS: OVERLAPPED, BUILTIN: IN_CANVAS_PASSES}
 
 
@@ -70,10 +63,13 @@ def saved(passes_per_block: int = 8, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def measured(name: str, pair: int = 0, position: int = 0, **changes: Any) -> Measurement:
-    about = Circumstances(name, pair, position, peak_memory_mib=100.0, idle_cpu_percent=0.5)
+def measured(name: str, pair: int = 0, **changes: Any) -> Measurement:
     passes = 9 if name == BUILTIN else 8
-    return measurement(about, COMMITS[name], saved(passes, **changes), WORKLOAD)
+    return measurement(name, pair, COMMITS[name], saved(passes, **changes), WORKLOAD)
+
+
+def rows_of(runs: list[Measurement]) -> Rows:
+    return as_text(csv_rows([(WORKLOAD, one) for one in runs], {}))
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -81,7 +77,7 @@ def measured(name: str, pair: int = 0, position: int = 0, **changes: Any) -> Mea
 
 def test_numbers_of_a_run() -> None:
     ours, builtin = measured(OURS), measured(BUILTIN)
-    assert (ours.tokens_per_s, ours.requests_per_s, ours.output_tokens) == (256.0, 4.0, 128)
+    assert (ours.tokens_per_s, ours.output_tokens) == (256.0, 128)
     assert ours.ttft_ms == pytest.approx(150.0)
     assert ours.latency_ms == pytest.approx(250.0)
     assert ours.latency_p99_ms == pytest.approx(259.8)
@@ -94,7 +90,7 @@ def test_numbers_of_a_run() -> None:
 
 
 def test_a_separate_commit_is_a_pass_and_the_last_block_has_none() -> None:
-    one = measurement(Circumstances("x", 0, 0), SEPARATE, saved(8), WORKLOAD)
+    one = measurement("x", 0, SEPARATE, saved(8), WORKLOAD)
     assert (one.steps_per_block, one.passes_per_block) == (8, 8.5)  # 2 commits for 4 blocks
 
 
@@ -102,7 +98,7 @@ def test_an_autoregressive_model_has_one_pass_a_token() -> None:
     result = saved()
     del result["diffusion_canvas_positions"]
     workload = replace(WORKLOAD, schedule=ADAPTIVE, steps_per_block=None)
-    one = measurement(Circumstances("tiny-ar", 0, 0), NO_CANVAS, result, workload)
+    one = measurement("tiny-ar", 0, NO_CANVAS, result, workload)
     assert one.tokens_per_pass == 1.0 and one.tokens_per_s == 256.0
     assert one.steps_per_block is None and one.passes_per_block is None
 
@@ -111,7 +107,7 @@ def test_the_reference_counts_its_own_passes() -> None:
     result = saved(denoise_steps=30, blocks=4, forward_passes=34)
     del result["diffusion_canvas_positions"]
     workload = replace(WORKLOAD, steps_per_block=None)
-    one = measurement(Circumstances("transformers", 0, 0), IN_CANVAS_PASSES, result, workload)
+    one = measurement("transformers", 0, IN_CANVAS_PASSES, result, workload)
     assert (one.steps_per_block, one.passes_per_block) == (7.5, 8.0)  # without two prefills
 
 
@@ -141,13 +137,13 @@ def test_a_wrong_run_has_no_speed(changes: dict[str, Any], message: str) -> None
 def test_a_model_without_diffusion_counters_is_refused() -> None:
     result = saved()
     del result["diffusion_canvas_positions"]
-    one = measurement(Circumstances(OURS, 0, 0), OVERLAPPED, result, WORKLOAD)
+    one = measurement(OURS, 0, OVERLAPPED, result, WORKLOAD)
     assert "no diffusion counters" in one.problem and one.tokens_per_s is None
 
 
 def test_wrong_answers_have_no_speed() -> None:
     asked = [Question("add", str(i), "yes", frozenset({"yes"})) for i in range(20)]
-    workload = Workload(ADAPTIVE, QUESTIONS, 20, SHAPE, concurrency=1)
+    workload = Workload(ADAPTIVE, 20, SHAPE, concurrency=1)
 
     def answered(right: int) -> Measurement:
         result = saved(
@@ -158,8 +154,7 @@ def test_wrong_answers_have_no_speed() -> None:
             generated_texts=[" yes\n"] * right + ["no"] * (20 - right),
             diffusion_canvas_positions=40 * 32,
         )
-        about = Circumstances(OURS, 0, 0)
-        return measurement(about, OVERLAPPED, result, workload, asked, expected=0.9)
+        return measurement(OURS, 0, OVERLAPPED, result, workload, asked, expected=0.9)
 
     assert answered(17).num_correct == 17 and answered(17).tokens_per_s
     wrong = answered(8)
@@ -168,7 +163,7 @@ def test_wrong_answers_have_no_speed() -> None:
 
 
 def test_many_runs_are_judged_together() -> None:
-    workload = Workload(ADAPTIVE, QUESTIONS, 60, SHAPE, concurrency=8)
+    workload = Workload(ADAPTIVE, 60, SHAPE, concurrency=8)
     runs = [
         (workload, replace(measured(name, pair), num_requests=60, num_correct=right))
         for pair in range(6)
@@ -256,6 +251,12 @@ def test_the_builtin_is_not_sent_a_seed() -> None:
     assert all("seed" not in body and "temperature" not in body for body in builtin.bodies)
 
 
+def test_the_gate_sends_the_largest_batch_too() -> None:
+    server = FakeServer(OURS)
+    admit(contestant(OURS, server), SHAPE, at_once=5)
+    assert len(server.bodies) == 3 + 5
+
+
 def test_no_table_and_no_file_when_the_gate_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,19 +289,10 @@ class FakeClient:
 
 
 class IdleServer(FakeServer):
-    """Uses nothing."""
+    """Can stand still."""
 
     port = 1
     is_paused = False
-
-    def cpu_seconds(self) -> float:
-        return 0.0
-
-    def peak_memory_mib(self) -> float:
-        return 1.0
-
-    def reset_peak_memory(self) -> None:
-        pass
 
     def pause(self) -> None:
         assert not self.is_paused
@@ -334,7 +326,6 @@ def test_each_round_begins_with_another_contestant(tmp_path: Path) -> None:
     three = [contestant(name, IdleServer(name)) for name in ("a", "b", "c")]
     results = Race(three, [WORKLOAD], 3, client).run()  # type: ignore[arg-type]
     assert client.driven == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
-    assert [one.position for _, one in results] == [0, 1, 2] * 3
     assert [one.pair for _, one in results] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
@@ -353,8 +344,18 @@ def test_rounds_end_with_the_budget_but_one_is_always_run(tmp_path: Path) -> Non
     assert client.driven == ["a"]
 
 
-def test_who_takes_which_workload() -> None:
-    questions = Workload(ADAPTIVE, QUESTIONS, 2, SHAPE, concurrency=1)
+def test_a_race_that_is_interrupted_is_not_lost(tmp_path: Path) -> None:
+    seen: list[int] = []
+    client = FakeClient(tmp_path)
+    race = Race([contestant("a", IdleServer("a"))], [WORKLOAD], 3, client)  # type: ignore[arg-type]
+    race.run(lambda so_far: seen.append(len(so_far)))
+    assert seen == [1, 2, 3]
+
+
+def test_who_takes_which_workload(tmp_path: Path) -> None:
+    questions = Workload(ADAPTIVE, 2, SHAPE, concurrency=1)
+    options = serve.parse(["--model", str(MODEL)])
+    by_name = {one.name: one for one in serve.contestants(options, ADAPTIVE, tmp_path)}
     for name, workload, takes in (
         (OURS, WORKLOAD, True),
         ("tiny-ar", WORKLOAD, False),  # no denoise steps to fix
@@ -363,12 +364,12 @@ def test_who_takes_which_workload() -> None:
         ("transformers", replace(questions, concurrency=8), False),
         ("transformers", WORKLOAD, False),
     ):
-        assert contestant(name).takes(workload) == takes, (name, workload)
+        assert by_name[name].takes(workload) == takes, (name, workload)
 
 
 def test_the_servers_differ_in_one_environment_variable(tmp_path: Path) -> None:
     options = serve.parse(["--model", str(MODEL), "--eager", "--contestants", OURS, BUILTIN])
-    ours, builtin = options.baselines.contestants(FIXED, tmp_path)
+    ours, builtin = serve.contestants(options, FIXED, tmp_path)
     assert ours.server and builtin.server
     assert ours.server.options.flags == builtin.server.options.flags
     assert "--enforce-eager" in ours.server.options.flags
@@ -376,24 +377,43 @@ def test_the_servers_differ_in_one_environment_variable(tmp_path: Path) -> None:
     assert builtin.server.options.environment == (("DLLM_DISABLE", "1"),)
 
 
+def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:
+    wide, separate = "built-in --max-num-seqs 32", "ours --additional-config.dllm.commit separate"
+    options = serve.parse(["--model", str(MODEL), "--contestants", OURS, wide, separate])
+    ours, builtin, other = serve.contestants(options, ADAPTIVE, tmp_path)
+    assert (builtin.name, builtin.commits) == (wide, IN_CANVAS_PASSES)
+    assert builtin.server and builtin.server.options.flags[-2:] == ("--max-num-seqs", "32")
+    assert dict(builtin.server.options.environment) == {"DLLM_DISABLE": "1"}
+    assert (ours.commits, other.commits) == (OVERLAPPED, SEPARATE)
+
+
+@pytest.mark.parametrize("text", ["theirs", "ours flag"])
+def test_an_unknown_contestant_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.parse(["--model", str(MODEL), "--contestants", text])
+    assert "allowed: one of ours, built-in, tiny-ar, transformers" in capsys.readouterr().err
+
+
 def test_a_missing_twin_is_said_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     options = serve.parse(["--model", str(MODEL), "--autoregressive", "/nowhere/tiny-ar"])
-    assert options.baselines.autoregressive is None
+    assert "tiny-ar" not in [one.kind for one in options.contestants]
     assert "/nowhere/tiny-ar is not there: no column of tiny-ar" in capsys.readouterr().err
 
 
 def test_the_twin_is_served_like_the_others(tmp_path: Path) -> None:
-    given = baselines.Baselines(MODEL, MODEL, 16, ("--x",), ("tiny-ar",))
+    given = ["--model", str(MODEL), "--autoregressive", str(MODEL), "--contestants", "tiny-ar"]
+    options = serve.parse([*given, "--serve-flags=--x"])
     for name in "ab":
         (tmp_path / name).mkdir()
-    (twin,) = given.contestants(ADAPTIVE, tmp_path / "a")
+    (twin,) = serve.contestants(options, ADAPTIVE, tmp_path / "a")
     assert twin.commits == NO_CANVAS and twin.client_flags == ("--temperature", "0")
     assert twin.server and twin.server.options.environment == ()
-    assert given.contestants(FIXED, tmp_path / "b") == []
+    assert twin.server.options.flags == ("--x",)
+    assert serve.contestants(options, FIXED, tmp_path / "b") == []
 
 
 def test_the_client_sends_no_sampling_parameter(tmp_path: Path) -> None:
-    for workload in (WORKLOAD, Workload(ADAPTIVE, QUESTIONS, 2, SHAPE, rate=4.0)):
+    for workload in (WORKLOAD, Workload(ADAPTIVE, 2, SHAPE, rate=4.0)):
         flags = workload.client_flags(3, tmp_path / "questions.json")
         line = command("http://x", "model", flags, tmp_path, "r.json")
         assert line[:2] == ["bench", "serve"] and "--save-detailed" in line
@@ -419,31 +439,35 @@ def test_ratios_are_of_pairs_that_both_ran() -> None:
         measured(OURS, pair=2),
         measured(BUILTIN, pair=2, output_lens=[1, 1]),
     ]
-    assert pair_ratios(runs, "tokens_per_s", OURS, BUILTIN) == [2.0, 1.5]
+    ours, builtin = (
+        rows_of([one for one in runs if one.contestant == name]) for name in (OURS, BUILTIN)
+    )
+    assert ratios(ours, builtin, "tokens_per_s") == "1.75 [1.50 .. 2.00]"
+    assert ratios(ours, [], "tokens_per_s") == "-"
     assert Spread.of([2.0, 1.5, 1.0]).text(1) == "1.5 [1.0 .. 2.0]"
 
 
 def test_the_table_shows_both_sides_the_ratio_and_what_was_wrong() -> None:
-    runs = [measured(OURS), measured(BUILTIN, position=1, output_throughput=128.0)]
-    text = table(WORKLOAD, runs)
-    (line,) = [line for line in text.splitlines() if line.startswith("output tokens/s")]
-    assert "256.0 [256.0 .. 256.0]" in line and line.endswith("2.000 [2.000 .. 2.000]")
-    assert "no speed" not in text
-    wrong = table(WORKLOAD, [measured(OURS), measured(BUILTIN, position=1, output_lens=[1, 1])])
-    (line,) = [line for line in wrong.splitlines() if line.startswith("output tokens/s")]
+    text = printed(rows_of([measured(OURS), measured(BUILTIN, output_throughput=128.0)]))
+    ours, builtin = (line for line in text.splitlines() if line.startswith("1 at once"))
+    assert "256 [256 .. 256]" in ours and "128 [128 .. 128]" in builtin
+    assert builtin.endswith("2.00 [2.00 .. 2.00]")
+    assert "No speed" not in text
+    wrong = printed(rows_of([measured(OURS), measured(BUILTIN, output_lens=[1, 1])]))
+    (line,) = (line for line in wrong.splitlines() if "built-in  -" in line)
     assert line.endswith(" -")
-    assert "no speed of built-in, round 1: [1, 1] tokens instead of 64" in wrong
+    assert "* built-in: [1, 1] tokens instead of 64" in wrong
 
 
-def test_every_metric_of_the_table_is_measured() -> None:
+def test_every_column_of_the_table_is_measured() -> None:
     one = measured(OURS)
-    assert all(hasattr(one, name) for name, _, _ in METRICS)
+    assert all(hasattr(one, name) for name, *_ in COLUMNS)
 
 
 def test_rows_of_the_csv() -> None:
     about = {"commit": "abc1234", "machine": "a cpu", "versions": "vllm 0", "command": "x"}
-    runs = [(WORKLOAD, measured(OURS)), (WORKLOAD, measured(BUILTIN, position=1))]
-    rows = csv_rows(runs, "eager", about)
+    runs = [(WORKLOAD, measured(OURS)), (WORKLOAD, measured(BUILTIN))]
+    rows = csv_rows(runs, about)
     assert [row["contestant"] for row in rows] == [OURS, BUILTIN]
     assert rows[0]["ms_per_denoise_step"] == 15.625
     assert rows[1]["concurrency"] == 1 and rows[1]["commit"] == "abc1234"
@@ -460,15 +484,3 @@ def test_a_failure_is_shown_with_its_cause(tmp_path: Path) -> None:
         "at exit",
         "RuntimeError: initialization",
     ]
-
-
-def test_the_reference_runs_a_fixed_number_of_steps_too(tmp_path: Path) -> None:
-    """Hugging Face refuses the confidence of 0 that says so to a server."""
-    write_generation_config(MODEL, tmp_path / "fixed", 16)
-    settings = DiffusionGemmaGenerationConfig.from_pretrained(
-        tmp_path / "fixed", **never_stop(tmp_path / "fixed")
-    )
-    assert settings.stability_threshold == settings.max_denoising_steps == 16
-    assert settings.confidence_threshold > 0
-    write_generation_config(MODEL, tmp_path / "adaptive", None)
-    assert never_stop(tmp_path / "adaptive") == {}

@@ -4,11 +4,12 @@ import torch
 from vllm import SamplingParams
 
 from dllm.engine.state import CanvasState, request_seed
+from dllm.models.gemma.settings import GemmaSettings
 from dllm.settings.request import RequestOptions
-from dllm.settings.server import DenoiseConfig
+from tests.support.denoise_cases import family
 
 VOCAB, CANVAS, SLOTS = 30, 6, 3
-CONFIG = DenoiseConfig(CANVAS, 10, 0.4, 0.8, 0.1, 0.2, 1, "symmetric")
+CONFIG = GemmaSettings(CANVAS, 10, 0.4, 0.8, 0.1, 0.2, 1, "symmetric")
 
 
 def options(**params) -> RequestOptions:
@@ -16,7 +17,7 @@ def options(**params) -> RequestOptions:
 
 
 def state() -> CanvasState:
-    return CanvasState(SLOTS, CANVAS, VOCAB, 4, torch.float32, torch.device("cpu"))
+    return CanvasState(family(CONFIG, VOCAB), SLOTS, VOCAB, torch.float32, torch.device("cpu"))
 
 
 def test_a_reset_forgets_the_last_request():
@@ -24,14 +25,14 @@ def test_a_reset_forgets_the_last_request():
     seeded = {"diffusion_seed_canvas": [1, 2, 3, 4, 5, 6], "diffusion_pinned": [0, 4]}
     seeded |= {"diffusion_read_only": True}
     canvases.reset(1, options(stop_token_ids=[3, 9], temperature=0, extra_args=seeded), 7, 12)
-    canvases.steps_done[1], canvases.stable_count[1] = 4, 3
+    canvases.steps_done[1], canvases.carried["stable_count"][1] = 4, 3
     assert canvases.is_stop[1].nonzero().flatten().tolist() == [3, 9]
     assert canvases.is_greedy[1] and canvases.is_read_only[1] and canvases.seeded_at[1] == 12
     canvases.reset(1, options(), 8, 12)
     assert not canvases.is_stop[1].any()
     assert not canvases.is_greedy[1] and not canvases.is_read_only[1]
     assert canvases.seeded_at[1] == -1 and canvases.seeds[1] == 8
-    assert canvases.steps_done[1] == 0 and not canvases.stable_count[1].any()
+    assert canvases.steps_done[1] == 0 and not canvases.carried["stable_count"][1].any()
 
 
 def test_the_canvas_that_a_request_brings_is_its_first():

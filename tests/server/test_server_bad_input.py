@@ -17,8 +17,8 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from dllm.models.gemma.settings import GemmaSettings
 from dllm.settings.request import RequestOptions
-from dllm.settings.server import DenoiseConfig
 from tests.support.server_harness import CANVAS, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Reply, Server
 
 pytest_plugins = ["tests.support.server_harness"]
@@ -226,7 +226,7 @@ def test_what_is_not_called_json_is_refused(server, content_type):
 @pytest.mark.parametrize("name", ["diffusion_canvas_length", "diffusion_t_max"])
 def test_offline_values_that_json_cannot_hold_are_refused_too(name, value):
     """Over HTTP vLLM's schema turns `true` into 1 before anybody can object."""
-    config = DenoiseConfig(32, 16, 0.4, 0.8, 1.0, 0.2, 1, "anchored")
+    config = GemmaSettings(32, 16, 0.4, 0.8, 1.0, 0.2, 1, "anchored")
     params = SamplingParams()
     params.extra_args = {name: value}
     with pytest.raises(VLLMValidationError, match=rf"{name} = .*; allowed: .* Omit it for"):

@@ -11,13 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm.settings.server import (
-    CONFIDENCES,
-    ENTROPY_BOUNDS,
-    TEMPERATURES,
-    DenoiseConfig,
-    PluginOptions,
-)
+from dllm.models.gemma.settings import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES, GemmaSettings
+from dllm.settings.server import PluginOptions
 from tests.support.denoise_cases import CONFIG, GENERATION, HF_CONFIG
 
 INTEGERS = {"canvas_length": 1, "max_denoising_steps": 1, "stability_threshold": 0}
@@ -46,8 +41,8 @@ def mappings(**changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return hf_config, generation
 
 
-def config(**changes: Any) -> DenoiseConfig:
-    return DenoiseConfig.from_mappings(*mappings(**changes))
+def config(**changes: Any) -> GemmaSettings:
+    return GemmaSettings.from_mappings(*mappings(**changes))
 
 
 def refusal(**changes: Any) -> str:

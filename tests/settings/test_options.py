@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from dllm.models.gemma.settings import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES
 from dllm.settings.edit_limits import refuse_impossible_edits
 from dllm.settings.request import (
-    EXTRA_ARGS,
     LOGIT_BIASES,
     REPETITION_PENALTIES,
     UNSUPPORTED_PARAMETERS,
     RequestOptions,
     constrained,
+    extra_args,
     requested_canvas_width,
 )
-from dllm.settings.server import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES
 from tests.support.denoise_cases import CONFIG
 
 FLOATS = {
@@ -47,11 +47,13 @@ def refusal(extra: dict[str, Any] | None = None, **params: Any) -> VLLMValidatio
 def test_a_request_without_wishes_gets_the_servers_values():
     assert parse() == RequestOptions(
         canvas_width=32,
-        max_steps=16,
-        t_min=0.4,
-        t_max=0.8,
-        entropy_bound=1.0,
-        confidence=0.2,
+        numbers={
+            "max_steps": 16,
+            "t_min": 0.4,
+            "t_max": 0.8,
+            "entropy_bound": 1.0,
+            "confidence": 0.2,
+        },
         is_greedy=False,
         seed=None,
         stops=frozenset(),
@@ -81,13 +83,12 @@ def test_every_extra_argument_is_read():
         stop_token_ids=[9],
     )
     seed_canvas = (7, 0, 49, 3, 3, 3, 3, 3)
-    assert options == RequestOptions(
-        8, 3, 0.1, 2.0, 0.5, 0.0, False, -5, frozenset(), seed_canvas, (0, 7), True
-    )
+    numbers = {"max_steps": 3, "t_min": 0.1, "t_max": 2.0, "entropy_bound": 0.5, "confidence": 0.0}
+    assert options == RequestOptions(8, numbers, False, -5, frozenset(), seed_canvas, (0, 7), True)
 
 
 def test_null_means_the_servers_value():
-    assert parse(dict.fromkeys(EXTRA_ARGS)) == parse()
+    assert parse(dict.fromkeys(extra_args(CONFIG))) == parse()
 
 
 def test_reading_leaves_the_parameters_as_they_were():
@@ -100,13 +101,17 @@ def test_reading_leaves_the_parameters_as_they_were():
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature_scales_the_models_schedule(temperature):
     options = parse(temperature=temperature)
-    assert (options.t_min, options.t_max) == (0.4 * temperature, 0.8 * temperature)
+    assert (options.numbers["t_min"], options.numbers["t_max"]) == (
+        0.4 * temperature,
+        0.8 * temperature,
+    )
     assert not options.is_greedy
 
 
 def test_temperature_zero_is_greedy_on_the_models_schedule():
     options = parse(temperature=0)
-    assert options.is_greedy and (options.t_min, options.t_max) == (0.4, 0.8)
+    assert options.is_greedy
+    assert (options.numbers["t_min"], options.numbers["t_max"]) == (0.4, 0.8)
 
 
 def test_the_stop_tokens_are_those_that_end_the_request():
@@ -128,7 +133,7 @@ def test_a_constrained_request_is_allowed_its_logprob_token_ids():
 
 
 def test_more_steps_than_served_are_clamped():
-    assert parse({"diffusion_max_steps": 1000}).max_steps == 16
+    assert parse({"diffusion_max_steps": 1000}).numbers["max_steps"] == 16
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -171,7 +176,7 @@ def test_zero_is_too_little(key):
 
 
 def test_zero_confidence_never_stops_early():
-    assert parse({"diffusion_confidence": 0}).confidence == 0
+    assert parse({"diffusion_confidence": 0}).numbers["confidence"] == 0
 
 
 # SamplingParams itself refuses integers beyond 64 bits.
@@ -188,7 +193,7 @@ def test_a_number_is_accepted_exactly_when_in_range(key, value):
     )
     if in_range:
         field = key.removeprefix("diffusion_")
-        assert getattr(parse(extra), field) == pytest.approx(float(value))
+        assert parse(extra).numbers[field] == pytest.approx(float(value))
     else:
         assert refusal(extra).parameter == key
 
@@ -218,7 +223,9 @@ def test_a_schedule_that_runs_upwards(extra):
 )
 def test_an_unknown_argument_is_refused_with_the_nearest_known_one(key, hint):
     error = refusal({key: 1})
-    assert f"unknown extra argument {key!r}{hint}. Known: {', '.join(EXTRA_ARGS)}" in str(error)
+    assert f"unknown extra argument {key!r}{hint}. Known: {', '.join(extra_args(CONFIG))}" in str(
+        error
+    )
 
 
 @pytest.mark.parametrize(

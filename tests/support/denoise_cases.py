@@ -1,6 +1,12 @@
 """One checkpoint's denoising, as its two files say it and as a server holds it."""
 
-from dllm.settings.server import DenoiseConfig
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from dllm.models.gemma.family import Gemma
+from dllm.models.gemma.settings import GemmaSettings
 
 HF_CONFIG = {"canvas_length": 32}
 GENERATION = {
@@ -11,7 +17,7 @@ GENERATION = {
     "confidence_threshold": 0.2,
     "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 1.0},
 }
-CONFIG = DenoiseConfig(
+CONFIG = GemmaSettings(
     canvas_length=32,
     max_denoising_steps=16,
     t_min=0.4,
@@ -21,3 +27,9 @@ CONFIG = DenoiseConfig(
     stability_threshold=1,
     canvas_window="symmetric",
 )
+
+
+def family(settings: GemmaSettings, vocab_size: int, hidden_size: int = 4) -> Gemma:
+    """The family without a model: everything of a step but self-conditioning."""
+    embedding = SimpleNamespace(embedding_dim=hidden_size)
+    return Gemma(settings, vocab_size, torch.float32, nn.Identity(), embedding, torch.ones(()))

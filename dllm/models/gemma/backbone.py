@@ -22,9 +22,12 @@ from attention.cpu_fp8_cache import write_rounded
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized
+from dllm.models.gemma.family import Gemma
 from dllm.models.gemma.self_conditioning import SelfConditioning
+from dllm.models.gemma.settings import GemmaSettings
 from dllm.models.gemma.weights import merge_shared_copies, refuse_missing
-from dllm.settings.server import DenoiseConfig
+from dllm.ops.dispatch import uses_sparse_product
+from dllm.settings.server import PluginOptions
 from quant.loading import checked
 
 if TYPE_CHECKING:
@@ -120,10 +123,26 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         self.self_conditioning = SelfConditioning(
             config.hidden_size, config.intermediate_size, config.rms_norm_eps
         )
-        if DenoiseConfig.from_vllm(vllm_config).canvas_window == "anchored":
+        if GemmaSettings.from_vllm(vllm_config).canvas_window == "anchored":
             self._anchor_sliding_layers()
         for layer in self.model.layers:
             write_rounded(layer.self_attn.attn)
+
+    def make_family(self, vllm_config: VllmConfig) -> Gemma:
+        """What the engine asks of this model."""
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        embedding = self.model.embed_tokens
+        # The exact product reads the probabilities; the sparse one computes the few it needs.
+        option = PluginOptions.from_vllm(vllm_config).soft_embedding
+        is_sparse = uses_sparse_product(option, vocab_size, embedding.weight.device)
+        return Gemma(
+            GemmaSettings.from_vllm(vllm_config),
+            vocab_size,
+            None if is_sparse else embedding.weight.dtype,
+            self.self_conditioning,
+            embedding,
+            self.model.normalizer,
+        )
 
     def _anchor_sliding_layers(self) -> None:
         """Give the sliding layers the anchored window, which no backend of vLLM's own has."""

@@ -9,6 +9,7 @@ self-conditioning, and some canvases have gone through a real sampler step.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,10 @@ from transformers.models.diffusion_gemma import (
     DiffusionGemmaForBlockDiffusion,
 )
 
-from dllm.models.gemma import rule
+from dllm.engine.canvas_rows import CanvasRows
+from dllm.models.gemma.settings import GemmaSettings
+from dllm.models.gemma.step import denoise, first_canvases, next_step
 from dllm.models.gemma.tiny import generation_config, tiny_config
-from dllm.ops import noise
-from dllm.ops.dispatch import row_stats
 from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import VOCAB_SIZE
 from dllm.train.lm.objective import (
@@ -83,6 +84,16 @@ class Diffusion:
         self.settings = settings
         self.tokenizer = tokenizer
         self.canvas_length = settings.model.canvas_length
+        self.sampling = GemmaSettings(
+            canvas_length=self.canvas_length,
+            max_denoising_steps=int(GENERATION["max_denoising_steps"]),
+            t_min=GENERATION["t_min"],
+            t_max=GENERATION["t_max"],
+            entropy_bound=ENTROPY_BOUND,
+            confidence_threshold=GENERATION["confidence_threshold"],
+            stability_threshold=1,
+            canvas_window="anchored",
+        )
 
     def config(self) -> dict[str, object]:
         """config.json: two sliding layers, then a full one, and so on; the last one is full."""
@@ -191,7 +202,7 @@ class Diffusion:
         prev_logits[chosen] = logits
         canvas = canvases.noised.clone()
         resampled = chosen[: round(len(chosen) * RESAMPLED)]
-        canvas[resampled] = _sampler_step(logits[: len(resampled)], random)
+        canvas[resampled] = _sampler_step(logits[: len(resampled)], self.sampling, random)
         return canvas, prev_logits, is_conditioned
 
     def _decode(
@@ -256,45 +267,19 @@ class Diffusion:
         model.model.encoder(input_ids=pad_right(context), past_key_values=cache)
         start = torch.tensor([len(ids) for ids in context])
         seeds = torch.full((num_rows,), seed) + torch.arange(num_rows)
-        width = torch.full((num_rows,), length)
-        state = rule.DenoiseState(
-            noise.initial_canvas(seeds, start, length, VOCAB_SIZE),
-            torch.zeros(num_rows, length, dtype=torch.int64),
-            torch.zeros(num_rows, length, dtype=torch.int64),
-            torch.zeros(num_rows, dtype=torch.int64),
-        )
-        rules = rule.DenoiseRules(
-            t_min=GENERATION["t_min"],
-            t_max=GENERATION["t_max"],
-            max_steps=GENERATION["max_denoising_steps"],
-            entropy_bound=ENTROPY_BOUND,
-            confidence=GENERATION["confidence_threshold"],
-            stability_window=2,
-        )
+        rows = CanvasRows.whole(start, length)
+        canvases = first_canvases(seeds, start, self.sampling, [EOS], VOCAB_SIZE)
         prev_logits = None
-        while bool((width > 0).any()):
-            logits = self._decode(model, cache, start, state.canvas, prev_logits)
-            temperature = rule.temperature(
-                state.steps_done, rules.max_steps, rules.t_min, rules.t_max
-            )
-            drawn = noise.step_noise(
-                seeds, start, state.steps_done, start + length, length, VOCAB_SIZE
-            )
-            stats = row_stats(
-                logits.flatten(0, 1),
-                temperature.repeat_interleave(length),
-                drawn.keys.flatten(0, 1),
-                None,
-            )
-            argmax, sample, entropy = (s.view(num_rows, length) for s in stats[:3])
-            inputs = rule.StepInputs(
-                argmax, sample, entropy, drawn.renoise_tokens, is_stop=argmax == EOS
-            )
-            outcome = rule.denoise_step(state, inputs, width, rules)
-            width = torch.where(outcome.converged, 0, width)
-            state = rule.DenoiseState(*outcome[:4])
-            prev_logits = logits / temperature[:, None, None]
-        return state.argmax_canvas, state.steps_done
+        while bool((rows.widths > 0).any()):
+            canvas = canvases.ids.view(num_rows, length)
+            logits = self._decode(model, cache, start, canvas, prev_logits)
+            step = denoise(logits.flatten(0, 1), rows, canvases, self.sampling)
+            widths = torch.where(step.converged, 0, rows.widths)
+            # A row keeps its start when it has no canvas any more.
+            rows = rows._replace(widths=widths, seq_lens=start + widths)
+            canvases = next_step(canvases, step)
+            prev_logits = logits / step.temperature.view(num_rows, length, 1)
+        return canvases.argmax_canvas, canvases.steps_done
 
 
 def canvas_loss(logits: Tensor, clean: Tensor) -> Tensor:
@@ -335,16 +320,15 @@ def soft_capped(model: DiffusionGemmaForBlockDiffusion, hidden: Tensor) -> Tenso
     return torch.tanh(model.lm_head(hidden).float() / cap) * cap
 
 
-def _sampler_step(logits: Tensor, random: torch.Generator) -> Tensor:
-    """A canvas after one step of the entropy-bound sampler: ``[N, C, V]`` logits to ``[N, C]``."""
-    shape = logits.shape[:2]
-    log_probs = F.log_softmax(logits, dim=-1)
-    probs = log_probs.exp()
-    entropy = -(probs * log_probs).sum(dim=-1)
-    sample = torch.multinomial(probs.flatten(0, 1), 1, generator=random).view(shape)
-    width = torch.full((shape[0],), shape[1])
-    accept = rule.accept_mask(entropy, width, ENTROPY_BOUND)
-    return rule.renoise(sample, accept, _random_tokens(shape, random))
+def _sampler_step(logits: Tensor, settings: GemmaSettings, random: torch.Generator) -> Tensor:
+    """A canvas after a denoise step at temperature 1: ``[N, C, V]`` logits to ``[N, C]``."""
+    num_rows = len(logits)
+    starts = torch.zeros(num_rows, dtype=torch.int64)
+    seeds = torch.randint(2**62, (num_rows,), generator=random)
+    unscaled = replace(settings, t_min=1.0, t_max=1.0)
+    canvases = first_canvases(seeds, starts, unscaled, (), VOCAB_SIZE)
+    rows = CanvasRows.whole(starts, settings.canvas_length)
+    return denoise(logits.flatten(0, 1), rows, canvases, unscaled).canvas
 
 
 def _random_tokens(shape: torch.Size, random: torch.Generator) -> Tensor:

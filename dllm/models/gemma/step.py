@@ -1,0 +1,135 @@
+"""One denoise step of DiffusionGemma, from logits to the next canvas.
+
+    noise -> temperature -> row statistics -> accept, renoise, stop (``rule``) -> next canvas
+
+The server's sampler, ``dllm watch``, training and the benchmarks all call ``denoise``.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.family import Canvases, Column, Denoised
+from dllm.models.gemma import rule
+from dllm.models.gemma.settings import GemmaSettings
+from dllm.ops import noise
+from dllm.ops.dispatch import row_stats
+from dllm.ops.filters import RowFilters
+
+
+def carried(canvas_length: int) -> tuple[Column, ...]:
+    """The columns of state that ``denoise`` carries: how long each argmax token has stood still."""
+    return (Column("stable_count", (canvas_length,), torch.int32),)
+
+
+def denoise(
+    logits: torch.Tensor,
+    rows: CanvasRows,
+    canvases: Canvases,
+    settings: GemmaSettings,
+    probs_dtype: torch.dtype | None = None,
+    filters: RowFilters | None = None,
+) -> Denoised:
+    """Decide for R canvases from their N rows of logits; writes nothing in place.
+
+    Args:
+        logits: ``[N, V]`` fp32, soft-capped and edited.
+        probs_dtype: of ``stats.probs``; None leaves the probabilities out.
+    """
+    length, vocab_size = settings.canvas_length, logits.shape[-1]
+    numbers, starts = canvases.numbers, rows.seq_lens - rows.widths
+    drawn = noise.step_noise(
+        canvases.seeds, starts, canvases.steps_done, rows.seq_lens, length, vocab_size
+    )
+    temperature = rule.temperature(
+        canvases.steps_done, settings.max_denoising_steps, numbers["t_min"], numbers["t_max"]
+    )[rows.row_of]  # [N]
+    keys = drawn.keys[rows.row_of, rows.place]
+    stats = row_stats(logits, temperature, keys, probs_dtype, filters)
+    sample = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)
+    argmax = stats.argmax[rows.padded]  # [R, C], as everything below
+    outcome = rule.denoise_step(
+        rule.DenoiseState(
+            canvas=drawn.renoise_tokens,
+            argmax_canvas=canvases.argmax_canvas,
+            stable_count=canvases.carried["stable_count"],
+            steps_done=canvases.steps_done,
+        ),
+        rule.StepInputs(
+            argmax=argmax,
+            sample=sample[rows.padded],
+            entropy=stats.entropy[rows.padded],
+            noise_tokens=drawn.renoise_tokens,
+            is_stop=canvases.is_stop[rows.slots[:, None], argmax],
+        ),
+        rows.widths,
+        rule.DenoiseRules(
+            t_min=numbers["t_min"],
+            t_max=numbers["t_max"],
+            max_steps=numbers["max_steps"],
+            entropy_bound=numbers["entropy_bound"],
+            confidence=numbers["confidence"],
+            stability_window=settings.stability_threshold + 1,
+        ),
+    )
+    return Denoised(
+        canvas=outcome.canvas,
+        fresh=drawn.next_canvas,
+        argmax_canvas=outcome.argmax_canvas,
+        converged=outcome.converged,
+        steps_done=outcome.steps_done,
+        carried={"stable_count": outcome.stable_count},
+        temperature=temperature,
+        stats=stats,
+    )
+
+
+def first_canvases(
+    seeds: torch.Tensor,
+    starts: torch.Tensor,
+    settings: GemmaSettings,
+    stops: Iterable[int],
+    vocab_size: int,
+) -> Canvases:
+    """R canvases before their first step, as the settings say, outside an engine.
+
+    Args:
+        seeds, starts: ``[R]`` int64.
+        stops: tokens that end an answer.
+    """
+    num_rows, length = len(seeds), settings.canvas_length
+    device = seeds.device
+    is_stop = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+    is_stop[sorted(stops)] = True
+    return Canvases(
+        ids=noise.initial_canvas(seeds, starts, length, vocab_size).flatten(),
+        seeds=seeds,
+        steps_done=torch.zeros_like(seeds),
+        argmax_canvas=torch.zeros(num_rows, length, dtype=torch.int64, device=device),
+        is_greedy=torch.zeros(num_rows, dtype=torch.bool, device=device),
+        is_stop=is_stop.expand(num_rows, -1),
+        numbers={
+            parameter.name: torch.full(
+                (num_rows,),
+                getattr(settings, parameter.setting),
+                dtype=getattr(torch, parameter.dtype),
+                device=device,
+            )
+            for parameter in settings.parameters
+        },
+        carried={
+            name: torch.zeros(num_rows, *shape, dtype=dtype, device=device)
+            for name, shape, dtype in carried(length)
+        },
+    )
+
+
+def next_step(canvases: Canvases, step: Denoised) -> Canvases:
+    """The canvases that go on after ``step``, outside an engine."""
+    return canvases._replace(
+        ids=step.canvas.flatten(),
+        steps_done=step.steps_done,
+        argmax_canvas=step.argmax_canvas,
+        carried=step.carried,
+    )
