@@ -1,4 +1,5 @@
-"""A DFlash drafter for autoregressive models: network, drafting step, widths of verification.
+"""A DFlash drafter (arXiv 2602.06036) for autoregressive models: speculative decoding by blocks.
 
-Imports engine, settings and ``attention``.
+``speculator`` runs one drafting step, ``network`` is the model, ``widths`` decides how many drafts
+of each request the target verifies. Imports engine, settings and ``attention``.
 """

@@ -1,8 +1,9 @@
-"""Attention of the drafter's layers, and their context: the target's hidden states.
+"""Attention of the drafter's layers, and the keys and values of their context.
 
-Nothing is run over context tokens but one projection, and nothing of them is kept but its result,
-keys and values in the drafter's pages of the KV cache. The pages are written by the layer's
-attention backend: on CUDA ``attention.cache_write``, as for every other model on our kernels.
+The drafter's context is the target's hidden states. One projection turns them into keys and values
+of every drafter layer, stored in the drafter's pages of the KV cache. No layer is run over context
+tokens. Each layer's attention backend writes its pages: on CUDA ``attention.cache_write``,
+as for every other model on our kernels.
 """
 
 from collections.abc import Sequence
@@ -23,11 +24,11 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from dllm.drafter.checkpoint import DrafterConfig, LayerAttention
 
-NO_SLOT = -1  # of a token that is not to be written: a rejected draft, or padding
+NO_SLOT = -1  # cache slot of a token that is not stored: a rejected draft, or padding
 
 
 class DrafterAttention(nn.Module):
-    """Attention of the queries; the context's keys and values are in the cache before it runs."""
+    """Attention of the draft block. The context's keys and values must be in the cache before."""
 
     def __init__(
         self,
@@ -77,11 +78,11 @@ class DrafterAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         if layer.is_anchored:
-            _anchor(self.attn)
+            _use_anchored_window(self.attn)
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """``[tokens, hidden]``; writes the queries' own keys and values, too."""
-        qkv, _ = self.qkv_proj(hidden)
+        """``[tokens, hidden]`` to the same shape; also stores the tokens' own keys and values."""
+        qkv, _ = self.qkv_proj(hidden)  # [tokens, (heads + 2 * kv_heads) * head_dim]
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         q, k, v = qkv.split([q_size, kv_size, kv_size], dim=-1)
         q = self.q_norm(q.reshape(-1, self.num_heads, self.head_dim)).flatten(1)
@@ -91,8 +92,8 @@ class DrafterAttention(nn.Module):
         return output
 
 
-def _anchor(attention: Attention) -> None:
-    """Count the window from the start of the draft block, for all of its rows."""
+def _use_anchored_window(attention: Attention) -> None:
+    """Count the window from the start of the draft block, not from each of its rows."""
     if attention.attn_backend.get_name() == "CPU_ATTN":
         from attention.cpu_backend import use_anchored_window
 
@@ -102,10 +103,10 @@ def _anchor(attention: Attention) -> None:
 
 
 class ContextProjection:
-    """Keys and values of every layer from the target's hidden states, in one product.
+    """Computes every layer's keys and values from the target's hidden states in one product.
 
-    To be made when the weights are loaded and not packed yet: on a CPU vLLM packs them for its own
-    product and drops the originals.
+    Make it after the weights are loaded and before vLLM packs them: on a CPU vLLM replaces the
+    weights by a packed form for its own matrix product.
     """
 
     def __init__(self, hidden_norm: RMSNorm, attentions: Sequence[DrafterAttention]) -> None:
@@ -117,7 +118,7 @@ class ContextProjection:
         self.shape = (len(self.attentions), 2, first.num_kv_heads, first.head_dim)
         self.k_norm = torch.stack([attention.k_norm.weight.data for attention in self.attentions])
         projections = [attention.qkv_proj for attention in self.attentions]
-        skipped = first.num_heads * first.head_dim  # the queries' rows come first
+        skipped = first.num_heads * first.head_dim  # rows of the query projection, which come first
         self.weight = self.bias = None
         is_plain = [
             isinstance(proj.quant_method, UnquantizedLinearMethod) and proj.weight.numel() > 0
@@ -134,24 +135,25 @@ class ContextProjection:
         """Keys and values of context tokens.
 
         Args:
-            hidden: ``[tokens, hidden]``, behind fc.
+            hidden: ``[tokens, hidden]``, the output of fc.
             positions: ``[tokens]``.
 
         Returns:
-            Two ``[layers, tokens, kv_heads, head_dim]``, keys normalized and rotated.
+            Keys (normalized and rotated) and values, ``[layers, tokens, kv_heads, head_dim]`` each.
         """
         layers, _, heads, head_dim = self.shape
         normed = self.hidden_norm(hidden)
         flat = F.linear(normed, self.weight, self.bias) if self.weight is not None else None
-        if flat is None:  # packed weights: each layer through its own quantized product
+        if flat is None:  # quantized or packed weights: one product for each layer
             parts = [attention.qkv_proj(normed)[0] for attention in self.attentions]
             flat = torch.cat([part[:, -2 * heads * head_dim :] for part in parts], dim=1)
-        pairs = flat.view(-1, *self.shape)
+        pairs = flat.view(-1, *self.shape)  # [tokens, layers, 2, kv_heads, head_dim]
         keys, values = pairs[:, :, 0], pairs[:, :, 1]
+        # RMSNorm in fp32, with the weight of each layer's own k_norm.
         precise = keys.float()
         scale = torch.rsqrt(precise.square().mean(-1, keepdim=True) + self.eps)
         keys = (precise * scale).to(keys.dtype) * self.k_norm[:, None]
-        # To RoPE, the heads of all layers are heads.
+        # One call of RoPE for all layers: it takes their heads for the heads of one layer.
         keys, _ = self.rotary_emb(positions, keys.reshape(-1, layers * heads * head_dim), None)
         keys = keys.view(-1, layers, heads, head_dim)
         return keys.transpose(0, 1).contiguous(), values.transpose(0, 1).contiguous()
@@ -159,7 +161,12 @@ class ContextProjection:
     def store(
         self, keys: torch.Tensor, values: torch.Tensor, slots: Sequence[torch.Tensor]
     ) -> None:
-        """Write them into each layer's pages, but for tokens at ``NO_SLOT``."""
+        """Write them into each layer's cache pages, except for tokens at ``NO_SLOT``.
+
+        Args:
+            keys, values: as returned by ``project``.
+            slots: for each layer ``[tokens]``, the cache slots.
+        """
         for attention, key, value, layer_slots in zip(
             self.attentions, keys, values, slots, strict=True
         ):

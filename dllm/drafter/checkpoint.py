@@ -1,17 +1,18 @@
-"""What a DFlash checkpoint says, read once: both formats, their conventions, and every refusal.
+"""Reads the config.json of a DFlash checkpoint, in either format, and refuses what does not fit.
 
-Two formats differ where a wrong reading shows as nothing but low acceptance:
+The two formats differ in conventions. Reading one by the other's rules raises no error: the drafter
+only guesses worse.
 
-    z-lab's         ``dflash_config.target_layer_ids`` are 0-based: id i is the output of layer i.
-                    Layers are bidirectional; of mixed ``layer_types`` the sliding ones are causal;
-                    ``is_causal`` or ``dflash_config.causal`` overrides it for all of them.
-    speculators'    ``aux_hidden_state_layer_ids`` count layers done: i is the output of layer
-                    i - 1. Full layers are always bidirectional, sliding ones are causal unless
+    z-lab's         ``dflash_config.target_layer_ids`` are 0-based: i is the output of layer i.
+                    Full layers are bidirectional, layers of type ``sliding_attention`` causal;
+                    ``is_causal`` or ``dflash_config.causal`` overrides both.
+    speculators'    ``aux_hidden_state_layer_ids`` are 1-based: i is the output of layer i - 1.
+                    Full layers are always bidirectional, sliding ones are causal unless
                     ``sliding_window_non_causal`` (vLLM 0.32 makes all of them causal).
 
-vLLM translates the second into the first before we see it, apart from causality. Sources: vLLM
-0.32, ``model_executor/models/qwen3_dflash.py`` and ``transformers_utils/configs/speculators``;
-vllm-project/speculators, ``models/dflash/config.py``.
+vLLM translates the second format into the first before this module reads it, except for causality.
+Sources: vLLM 0.32, ``model_executor/models/qwen3_dflash.py`` and
+``transformers_utils/configs/speculators``; vllm-project/speculators, ``models/dflash/config.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,13 +31,13 @@ LEAVE_TO_VLLM = "DLLM_DISABLE=1 leaves the pair to vLLM's own drafter."
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What the queries of one drafter layer see.
+    """Which keys the draft positions of one drafter layer see.
 
     Attributes:
-        window: keys a row sees, itself included; None for all of them.
-        is_causal: whether draft positions see those behind them only.
-        is_anchored: the window is counted from the first position of the draft block, for all of
-            it (``attention.masks``), and not from each row.
+        window: number of keys that a row sees, its own included; None for all keys.
+        is_causal: a draft position sees no later one.
+        is_anchored: all rows have the same window, counted from the first position of the draft
+            block (``attention.masks``); otherwise each row's window ends at the row.
     """
 
     window: int | None = None
@@ -49,11 +50,17 @@ class DrafterConfig:
     """A drafter, as its checkpoint describes it.
 
     Attributes:
-        vocab_size: of its input, the target's. ``draft_vocab_size``: tokens that it can draft.
+        max_positions: max_position_embeddings, tokens.
+        is_neox_style: RoPE rotates halves of a head (true) or neighbouring pairs (false); None if
+            the checkpoint does not say, which means true where ``check_pair`` allows it.
+        vocab_size: of its input, the same as the target's.
+        draft_vocab_size: number of different tokens that it can draft.
+        logit_scale: its logits are multiplied by this.
         target_layer_ids: 0-based layers of the target whose outputs it reads, ascending.
-        target_hidden_size: of the target; ``num_target_layers``: of the target, if it says so.
-        mask_token_id: stands at undecided positions.
-        is_neox_style: of RoPE; None where the checkpoint says nothing (NeoX, unless refused).
+        target_hidden_size: size of each of these outputs.
+        num_target_layers: layers of the target that it was trained for; None if it does not say.
+        mask_token_id: the token at positions that are not decided yet.
+        layers: one entry for each drafter layer.
     """
 
     hidden_size: int
@@ -119,7 +126,7 @@ class DrafterConfig:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a drafter has to agree with."""
+    """Properties of the target that a drafter must agree with."""
 
     hidden_size: int
     num_layers: int
@@ -128,10 +135,10 @@ class TargetFacts:
 
 
 def check_pair(drafter: DrafterConfig, target: TargetFacts) -> None:
-    """Refuse a drafter made for another target.
+    """Refuse a drafter that was made for another target.
 
     Raises:
-        ValueError: the first thing in which they differ, with both values.
+        ValueError: names the first property in which they differ, with both values.
     """
     checks: tuple[tuple[str, object, str, object], ...] = (
         (
@@ -181,7 +188,7 @@ def check_pair(drafter: DrafterConfig, target: TargetFacts) -> None:
 
 
 def check_tokenizers(drafter: Mapping[str, int], target: Mapping[str, int]) -> None:
-    """Refuse a drafter whose tokenizer gives a token another id.
+    """Refuse a drafter whose tokenizer numbers a token differently from the target's.
 
     Raises:
         ValueError: the first such token, with both ids.
@@ -245,7 +252,7 @@ def _refuse_unsupported(config: Config, dflash: Config) -> None:
 
 
 def _target_layer_ids(config: Config, dflash: Config) -> tuple[int, ...]:
-    """0-based ids; they have to ascend, because vLLM hands out hidden states in that order."""
+    """The 0-based ids. They must ascend: vLLM always gives hidden states in ascending order."""
     given = dflash.get("target_layer_ids", config.get("target_layer_ids"))
     if not isinstance(given, Sequence) or not given or not all(type(i) is int for i in given):
         raise ValueError(
@@ -269,7 +276,7 @@ def _rope_parameters(config: Config) -> dict[str, object]:
             "The drafter's config.json has mrope_section, RoPE over several dimensions; draft "
             "positions have one. " + LEAVE_TO_VLLM
         )
-    # As in vLLM: the theta of Qwen3 where the checkpoint has none.
+    # The default is Qwen3's theta, as in vLLM.
     theta = _get(config, "rope_theta", float) or 1_000_000.0
     return {"rope_type": "default", "rope_theta": theta} | dict(given)
 
@@ -303,16 +310,17 @@ def _is_causal(config: Config, dflash: Config, is_sliding: bool) -> bool:
     if _get(config, "is_causal", bool) is not None:
         return bool(config["is_causal"])
     if config.get("model_type") == SPECULATORS:
-        # vLLM translates `sliding_window_non_causal` into its opposite, meant for sliding layers.
+        # vLLM's translation sets dflash_config.causal = not sliding_window_non_causal. The format
+        # means it for sliding layers only.
         return is_sliding and override is not False
     return is_sliding if override is None else override
 
 
 def _windowed(layers: Sequence[LayerAttention], window: int | None) -> tuple[LayerAttention, ...]:
-    """Let every layer see no more than ``window`` tokens before the draft block."""
+    """The layers, none of which sees more than ``window`` tokens before the draft block."""
     if window is None:
         return tuple(layers)
-    size = window + 1  # a window counts the row itself
+    size = window + 1  # a window includes the row itself
     return tuple(
         layer
         if layer.window is not None and layer.window <= size
@@ -327,7 +335,7 @@ def _mask_token_id(
     options: DrafterOptions,
     token_id: Callable[[str], int | None],
 ) -> int:
-    """The one id that every source agrees on."""
+    """The mask token's id, which all places that name it must agree on."""
     given: dict[str, int | None] = {
         "dflash_config.mask_token_id": _get(dflash, "mask_token_id", int),
         "mask_token_id of config.json": _get(config, "mask_token_id", int),

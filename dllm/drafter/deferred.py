@@ -1,8 +1,9 @@
-"""Context that waits: target hidden states of steps that nobody drafted behind.
+"""The target's hidden states of steps without drafting, kept until the drafter needs them.
 
-While nothing is drafted, nobody reads the drafter's pages of these tokens. Their hidden states are
-kept and written in one product when somebody drafts again, or when there are many: a step that is
-not drafted behind, be it of a prompt or not, then costs next to nothing more.
+The drafter attends to keys and values that are projected from the target's hidden states. While
+nothing is drafted, nobody reads them. So the hidden states of such steps are only copied here. They
+are projected in one matrix product when drafting starts again, or when many tokens have collected.
+A step without drafting then costs almost nothing more than plain decoding.
 """
 
 from collections.abc import Sequence
@@ -13,21 +14,21 @@ import torch
 from dllm.drafter.attention import NO_SLOT
 from dllm.drafter.step import TargetStep
 
-# Tokens that wait: enough that writing them is a small part of the steps that left them, few enough
-# to write at once.
+# Tokens that are kept at most. One product over so many tokens costs little beside the steps that
+# computed them, and is small enough to run at once.
 MAX_DEFERRED = 1024
 
 
 class Context(NamedTuple):
-    """Of some tokens: target features, positions, and cache slots ``[groups, tokens]``."""
+    """What the drafter's context of some tokens is computed from, and where it is stored."""
 
-    features: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
+    features: torch.Tensor  # [tokens, layers * hidden], the target's hidden states
+    positions: torch.Tensor  # [tokens]
+    slots: torch.Tensor  # [groups, tokens], cache slots; NO_SLOT for tokens that are not stored
 
 
 class DeferredContext:
-    """The context of steps, oldest first; ``len`` counts their tokens."""
+    """The kept steps, oldest first; ``len`` counts their tokens."""
 
     def __init__(self) -> None:
         self._steps: list[Context] = []
@@ -37,18 +38,18 @@ class DeferredContext:
         return self._num_tokens
 
     def admits(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens may leave its context for later."""
+        """Whether there is room for a step of ``num_tokens`` more tokens."""
         return self._num_tokens + num_tokens <= MAX_DEFERRED
 
     def append(self, step: TargetStep, slots: torch.Tensor, groups: Sequence[int]) -> None:
-        """Keep copies: the next step overwrites what these are views of.
+        """Keep a step. Everything is copied, because the next step reuses the same buffers.
 
         Args:
-            slots: ``[groups, tokens or more]``, of every group of the KV cache.
-            groups: those of the drafter.
+            slots: ``[groups, tokens or more]``, cache slots in every group of the KV cache.
+            groups: indices of the drafter's groups.
         """
         num_tokens = step.batch.num_tokens
-        kept = slots[groups, :num_tokens]  # a list of indices: a copy
+        kept = slots[groups, :num_tokens]  # indexing with a list makes a copy
         if step.batch.num_draft_tokens:
             kept.masked_fill_(step.is_rejected(), NO_SLOT)
         positions = step.batch.positions[:num_tokens].clone()
@@ -56,7 +57,7 @@ class DeferredContext:
         self._num_tokens += num_tokens
 
     def take(self) -> Context:
-        """Everything that waits, in order, which then waits no more."""
+        """Return everything that was kept, oldest first, and forget it."""
         features, positions, slots = zip(*self._steps, strict=True)
         self._steps, self._num_tokens = [], 0
         joined = last_of_each_slot(torch.cat(slots, dim=1))
@@ -64,10 +65,13 @@ class DeferredContext:
 
 
 def last_of_each_slot(slots: torch.Tensor) -> torch.Tensor:
-    """``[groups, tokens]`` with no slot twice: of the tokens with one slot, the last one has it.
+    """Each cache slot kept for the last of its tokens only; ``NO_SLOT`` for the others.
 
-    When a request ends, the next step may hand its page to another: then two tokens wait for the
-    same place, and a product that writes both leaves it to the kernel whose keys are there.
+    When a request ends, its page may be given to another request in the next step. Then two kept
+    tokens have the same slot, and a kernel that writes both in one call may leave either there.
+
+    Args:
+        slots: ``[groups, tokens]``, oldest token first.
     """
     places = torch.arange(slots.shape[1], device=slots.device)
     kept = []

@@ -1,11 +1,11 @@
-"""Prometheus metrics of drafting, beside vLLM's own of what was accepted.
+"""Prometheus metrics of drafting that vLLM's own (``vllm:spec_decode_*``) do not have.
 
-vLLM counts the drafts that were verified and those kept (``vllm:spec_decode_*``). What it cannot
-know is ours: how much was drafted, how long that took, and the widths that the policy chose.
+vLLM counts the drafts that were verified and accepted. These metrics add how much was drafted, how
+long that took, and which widths the policy chose. How a count travels:
 
-    worker        DraftingCounts of a step ride with its drafts, which go to the scheduler
-    engine core   added up until the scheduler makes its statistics, then ride with those
-    front end     Prometheus, under /metrics
+    worker        DraftingCounts of a step are sent to the scheduler together with its drafts
+    engine core   adds them up until the scheduler makes its statistics, and puts them into those
+    front end     adds them to the Prometheus counters under /metrics
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,20 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
 
 LABELS = ("model_name", "engine")
-# `ec_connector_stats` is the field of vLLM's statistics that holds anything; vLLM fills it where
-# multimodal encoders run elsewhere. Ours ride in it under this key and are taken out on arrival.
+# vLLM's statistics have no field for plugins. `ec_connector_stats` is a dictionary that vLLM itself
+# uses only where multimodal encoders run on another server. Our counts are put into it under this
+# key, and taken out again in the front end.
 KEY = "dllm_drafting"
 
 
 @dataclass
 class DraftingCounts:
-    """What a worker did since the last report.
+    """What a worker drafted since it last reported.
 
     Attributes:
-        passes: times that the drafter ran.
-        seconds: in the speculator, context included, by the host's clock.
-        widths: ``[N + 1]``, rows of which 0, 1, .. N drafts are to be verified.
+        passes: how often the drafter ran.
+        seconds: time in the speculator, context projection included, by the host's clock.
+        widths: ``[N + 1]``, how many rows got width 0, 1, .. N (drafts to be verified).
         drafted: tokens drafted, N for each row of a pass, whether verified or not.
     """
 
@@ -39,30 +40,30 @@ class DraftingCounts:
 
     @classmethod
     def none(cls, num_drafts: int) -> "DraftingCounts":
-        """Nothing yet."""
+        """All counts at zero."""
         return cls(0, 0.0, [0] * (num_drafts + 1), 0)
 
     def add(self, other: "DraftingCounts") -> None:
-        """Count the other's, too."""
+        """Add the other counts to these, in place."""
         self.passes += other.passes
         self.seconds += other.seconds
         self.widths = [a + b for a, b in zip(self.widths, other.widths, strict=True)]
         self.drafted += other.drafted
 
     def ride_with(self, stats: SchedulerStats) -> None:
-        """Put them where they cross to the front end."""
+        """Put the counts into vLLM's statistics, which go to the front end."""
         stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: asdict(self)}
 
 
 @dataclass
 class CountedDrafts(DraftTokenIds):
-    """Drafts on their way to the scheduler, with what they cost."""
+    """vLLM's message from the worker to the scheduler (drafts of each request), with our counts."""
 
     counts: DraftingCounts
 
 
 class DraftingMetrics:
-    """The counters; made once in a front-end process."""
+    """The Prometheus counters. Made once in a process: Prometheus registers a name only once."""
 
     def __init__(self, num_drafts: int) -> None:
         def counter(name: str, text: str, *labels: str) -> prometheus_client.Counter:
@@ -85,7 +86,7 @@ class DraftingMetrics:
         )
 
     def observe(self, labels: Sequence[str], counts: DraftingCounts) -> None:
-        """Add what workers did."""
+        """Add a worker's counts; ``labels`` are values of LABELS."""
         self._passes.labels(*labels).inc(counts.passes)
         self._seconds.labels(*labels).inc(counts.seconds)
         self._drafted.labels(*labels).inc(counts.drafted)
@@ -95,16 +96,16 @@ class DraftingMetrics:
                 widths.observe(width)
 
     def observe_verified(self, labels: Sequence[str], verified: Sequence[int]) -> None:
-        """Add verified drafts, by position."""
+        """Add how many drafts were verified at each position of the draft block."""
         for position, count in enumerate(verified):
             self._verified.labels(*labels, str(position)).inc(count)
 
 
-_metrics: DraftingMetrics | None = None  # of this process: names are registered once
+_metrics: DraftingMetrics | None = None  # of this process
 
 
 def record_drafting(stats: SchedulerStats, labels: Sequence[str]) -> None:
-    """Take our counts out of a step's statistics and add them to the metrics. In the front end.
+    """Move our counts from a step's statistics to the metrics. Runs in the front end.
 
     Args:
         labels: values of LABELS.

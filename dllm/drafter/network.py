@@ -1,12 +1,13 @@
 """The drafter network for vLLM: a few Qwen3 layers whose context is the target's hidden states.
 
     context   cat(hidden states of the chosen target layers) -> fc -> hidden_norm
-              -> keys and values of every layer in one product -> k_norm, RoPE -> pages
+              -> keys and values of every layer in one product -> k_norm, RoPE -> KV cache pages
     queries   [last token, MASK x N] -> embedding -> layers -> norm -> the target's head
 
-Queries see the context's keys and each other. Of context tokens only keys and values exist: no
-layer is run over them. Embedding and head are the target's unless the checkpoint brings its own.
-Source: z-lab's DFlash (arXiv 2602.06036); vLLM 0.32, ``qwen3_dflash.py``, for the weight names.
+The queries attend to the context's keys and to each other. No layer is run over context tokens,
+which have keys and values only. Embedding and head are the target's unless the checkpoint has its
+own.
+Source: DFlash (arXiv 2602.06036); vLLM 0.32, ``qwen3_dflash.py``, for the weight names.
 """
 
 import io
@@ -38,11 +39,11 @@ from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 from dllm.drafter.attention import ContextProjection, DrafterAttention
 from dllm.drafter.checkpoint import DrafterConfig
 
-MASK_EMBEDDING_FILE = "mask_embedding.pt"
+MASK_EMBEDDING_FILE = "mask_embedding.pt"  # optional: an embedding for the mask token alone
 
 
 class DrafterLayer(nn.Module):
-    """One Qwen3 layer."""
+    """One Qwen3 layer: attention and MLP, each after an RMSNorm and with a residual."""
 
     def __init__(self, self_attn: DrafterAttention, mlp: Qwen2MLP, config: DrafterConfig) -> None:
         super().__init__()
@@ -54,7 +55,10 @@ class DrafterLayer(nn.Module):
     def forward(
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (output, residual), both ``[tokens, hidden]``; their sum is the layer's output."""
+        """Return two ``[tokens, hidden]`` whose sum is the layer's output.
+
+        The next layer's norm adds them (vLLM's fused form). The first layer has no ``residual``.
+        """
         if residual is None:
             residual, hidden = hidden, self.input_layernorm(hidden)
         else:
@@ -66,7 +70,7 @@ class DrafterLayer(nn.Module):
 
 @support_torch_compile
 class DrafterNetwork(nn.Module):
-    """fc, norms and layers: everything but the head."""
+    """Everything except the head: embedding, fc, norms and layers."""
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_stacked={
@@ -81,9 +85,9 @@ class DrafterNetwork(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, config: DrafterConfig, prefix: str = "") -> None:
         super().__init__()
         quant_config = get_draft_quant_config(vllm_config)
-        # Layers are known to vLLM by number: ours continue the target's.
+        # vLLM keys its KV cache by the layer number in the name: ours follow the target's.
         first = vllm_config.model_config.get_total_num_hidden_layers()
-        # Positions run to the served length, whatever length the drafter was trained at.
+        # RoPE must cover the served length, also where the drafter was trained on shorter texts.
         max_positions = max(config.max_positions, vllm_config.model_config.max_model_len)
         self.mask_token_id = config.mask_token_id
         self.embed_tokens = VocabParallelEmbedding(
@@ -101,7 +105,7 @@ class DrafterNetwork(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList()
-        self.attentions: list[DrafterAttention] = []  # of the layers
+        self.attentions: list[DrafterAttention] = []  # one for each layer
         for index, layer in enumerate(config.layers):
             name = maybe_prefix(prefix, f"layers.{first + index}")
             attention = DrafterAttention(
@@ -123,7 +127,7 @@ class DrafterNetwork(nn.Module):
             self.attentions.append(attention)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Run the queries, ``[tokens]`` each; returns ``[tokens, hidden]``, normalized."""
+        """Run the queries (``[tokens]`` ids and positions): normalized ``[tokens, hidden]``."""
         hidden = self.embed_tokens(input_ids)
         if self.mask_embedding is not None:
             is_mask = (input_ids == self.mask_token_id)[:, None]
@@ -136,7 +140,7 @@ class DrafterNetwork(nn.Module):
 
 
 class DFlashDrafter(nn.Module, SupportsEagle3):
-    """A DFlash checkpoint as vLLM's loader and the speculator see it."""
+    """The model class of DFlash checkpoints: vLLM's loader and speculator call its methods."""
 
     hf_to_vllm_mapper = DrafterNetwork.hf_to_vllm_mapper
     packed_modules_mapping = {
@@ -164,11 +168,11 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         self._context: ContextProjection | None = None
 
     def get_draft_kv_cache_layer_names(self) -> list[str]:
-        """vLLM's hook: the cache layers, in order."""
+        """vLLM's hook: the names of the layers in the KV cache, in order."""
         return [attention.attn.layer_name for attention in self.model.attentions]
 
     def get_draft_attn_causal(self) -> list[bool]:
-        """vLLM's hook: of the same layers, whether queries see those behind them only."""
+        """vLLM's hook: whether each of these layers is causal (a row sees no later row)."""
         return [layer.is_causal for layer in self.drafter_config.layers]
 
     def forward(
@@ -181,7 +185,7 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         return self.model(input_ids, positions)
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[tokens, layers * target_hidden]`` -> ``[tokens, hidden]``."""
+        """fc: ``[tokens, layers * target_hidden]`` to ``[tokens, hidden]``."""
         return self.model.fc(hidden_states)
 
     def precompute_and_store_context_kv(
@@ -190,8 +194,15 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         context_positions: torch.Tensor,
         context_slot_mapping: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Keys and values of context tokens into the pages; None only computes (profiling)."""
-        if self._context is None:  # dummy weights, which are not loaded
+        """Compute the keys and values of context tokens and store them in the drafter's pages.
+
+        Args:
+            context_states: ``[tokens, hidden]`` from ``combine_hidden_states``.
+            context_positions: ``[tokens]``.
+            context_slot_mapping: for each layer ``[tokens]`` cache slots; None computes without
+                storing, for vLLM's memory profiling.
+        """
+        if self._context is None:  # load_weights is not called for dummy weights
             self._context = self._make_context()
         keys, values = self._context.project(context_states, context_positions)
         if context_slot_mapping is not None:
@@ -201,7 +212,7 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         return ContextProjection(self.model.hidden_norm, self.model.attentions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[rows, vocab]`` of the target's tokens; -inf for those outside a reduced vocabulary."""
+        """``[rows, target's vocab]``; -inf for tokens outside a reduced draft vocabulary."""
         logits = self.logits_processor(self.lm_head, hidden_states)
         if self.draft_to_target is None:
             return logits
@@ -209,11 +220,12 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         return full.index_copy_(1, self.draft_to_target, logits)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load the drafter's own weights; embedding and head may be absent: the target's serve.
+        """Load the drafter's weights. Embedding and head may be absent: the target's are used then.
 
         Raises:
             ValueError: a tensor is missing or has a shape that contradicts config.json.
         """
+        # t2d (target id -> draft id) is the inverse of d2t and is not needed.
         own = {_own_name(name): tensor for name, tensor in weights if "t2d" not in name}
         self._set_vocabulary(own)
         self._set_mask_embedding()
@@ -229,7 +241,10 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         return loaded | shared | {"draft_to_target"}
 
     def _set_vocabulary(self, own: dict[str, torch.Tensor]) -> None:
-        """Which target token each draft token is: ``d2t`` holds the differences of their ids."""
+        """Set ``draft_to_target``, the target's id of each token of a reduced vocabulary.
+
+        The checkpoint's ``d2t`` holds differences: target id = draft id + d2t[draft id].
+        """
         config = self.drafter_config
         offsets = own.pop("model.d2t", None)
         if config.draft_vocab_size == config.vocab_size and offsets is None:
@@ -251,7 +266,7 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         self.draft_to_target = nn.Parameter(ids.to(device), requires_grad=False)
 
     def _set_mask_embedding(self) -> None:
-        """Some checkpoints bring a row of its own for the mask token, in a file of its own."""
+        """Load the mask token's own embedding, which some checkpoints have in a separate file."""
         data = get_hf_file_bytes(
             MASK_EMBEDDING_FILE, self.draft_model_config.model, self.draft_model_config.revision
         )
@@ -294,6 +309,6 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
 
 
 def _own_name(name: str) -> str:
-    """The name of a checkpoint's tensor in this module: the head on top, the rest in ``model``."""
+    """A checkpoint's tensor name as ``DFlashDrafter`` has it: ``lm_head...`` or ``model....``."""
     name = name.removeprefix("model.")
     return name if name.startswith("lm_head") else f"model.{name}"

@@ -1,4 +1,4 @@
-"""A drafter and its target on one server: found to fit, or refused, before anything is loaded."""
+"""Checks before anything is loaded that a server's drafter fits its target and the options."""
 
 import json
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from dllm.settings.server import PluginOptions
 
 
 def drafter_options(vllm_config: VllmConfig) -> DrafterOptions:
-    """Our options of a server."""
+    """The ``drafter`` object of a server's options."""
     return PluginOptions.from_vllm(vllm_config).drafter
 
 
 def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
-    """The drafter of a server.
+    """What the config.json of a server's drafter says.
 
     Raises:
         ValueError: as ``DrafterConfig.from_config``.
@@ -43,7 +43,7 @@ def drafter_config(vllm_config: VllmConfig) -> DrafterConfig:
 
 
 def end_ids(vllm_config: VllmConfig) -> set[int]:
-    """The tokens that end an answer, as the target says; a request may ask for others."""
+    """The end-of-sequence tokens of the target's configuration; a request may name others."""
     target = vllm_config.model_config
     found: set[int] = set()
     for config in (target.hf_text_config.to_dict(), target.try_get_generation_config()):
@@ -53,10 +53,10 @@ def end_ids(vllm_config: VllmConfig) -> set[int]:
 
 
 def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
-    """Check a pair and what was asked of it; returns the drafter.
+    """The drafter's configuration, checked against the target and the server's options.
 
     Raises:
-        ValueError: they do not fit, with both values.
+        ValueError: two values do not fit; the message names both.
     """
     speculative = vllm_config.speculative_config
     assert speculative is not None, "no drafter"
@@ -97,7 +97,11 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
 
 
 def _refuse_narrow_blocks(drafter: DrafterConfig) -> None:
-    """A block is narrowed by hiding its last keys from everybody: no row may count from its end."""
+    """Refuse ``block = chosen`` for causal layers and windows.
+
+    A block is narrowed by shortening the sequence, which hides its last keys from every row. Causal
+    masks and windows are placed relative to the sequence's end, so they would shift.
+    """
     for index, layer in enumerate(drafter.layers):
         if layer != LayerAttention():
             raise ValueError(
@@ -108,7 +112,11 @@ def _refuse_narrow_blocks(drafter: DrafterConfig) -> None:
 
 
 def _refuse_clocks_that_differ(vllm_config: VllmConfig) -> None:
-    """``adaptive`` decides by time: ranks that disagree would wait for each other for ever."""
+    """Refuse ``adaptive`` with tensor parallelism.
+
+    It decides by measured time. Ranks that decide differently whether to draft would run different
+    collective operations, and wait for each other for ever.
+    """
     num_ranks = vllm_config.parallel_config.tensor_parallel_size
     if drafter_options(vllm_config).policy == "adaptive" and num_ranks > 1:
         raise ValueError(
@@ -118,7 +126,7 @@ def _refuse_clocks_that_differ(vllm_config: VllmConfig) -> None:
 
 
 def _vocabulary(model: str, revision: str | None) -> Mapping[str, int]:
-    """Token -> id of a model's tokenizer.json; empty where there is none (drafters often)."""
+    """Token -> id from a model's tokenizer.json; empty if it has none, as many drafters."""
     data = get_hf_file_bytes("tokenizer.json", model, revision)
     if data is None:
         return {}

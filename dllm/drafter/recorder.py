@@ -1,16 +1,15 @@
-"""Recording live traffic for calibration: hidden states, tokens, and what was accepted of drafts.
+"""Records live traffic for calibration: tokens, hidden states, and how many drafts were accepted.
 
-Off unless a server is told to (``record`` of ``dllm.settings.drafting``). What is written reveals
-what users wrote: tokens are their text, and hidden states can be turned back into it. See
-docs/calibration.md.
+Off by default (``record`` of ``dllm.settings.drafting``). The files reveal what users wrote: tokens
+are their text, and hidden states can be turned back into it. See docs/calibration.md.
 
-    step of the target -> samples that grow, one for each request -> closed samples -> shard
-                                              (host memory)          (a thread)       (ring on disk)
+    target step -> open samples, one for each request -> closed samples -> shards in a folder
+                              (host memory)               (a thread)       (oldest deleted first)
 
-Serving waits for one copy of a step's hidden states to the host and for nothing else: shards are
-written by a thread, and a sample is dropped when the thread falls behind or the disk fails. Shards
-are those of ``dllm.drafter.samples``, with two more tensors, ``[N]`` int16: at a token behind
-which drafts were verified, ``verified`` and ``accepted`` say how many; -1 at all others.
+Serving waits only for the copy of a step's hidden states to the host. A thread writes the shards;
+if it falls behind, or the disk fails, samples are dropped. Shards have the format of
+``dllm.drafter.samples`` and two more tensors, ``verified`` and ``accepted`` (``[N]`` int16): how
+many drafts were verified, and accepted, directly after a token; -1 where none were.
 """
 
 import atexit
@@ -32,32 +31,36 @@ from dllm.drafter.samples import SUFFIX, Sample, write_shard
 logger = logging.getLogger(LOGGER)
 
 GROUP = "traffic"
-# Of a request, the first so many tokens behind what was cached; of a longer prompt, its end.
+# Tokens of a sample at most, counted from the first one that is not in the prefix cache. When a
+# prompt is longer than this, a new sample begins with one of its later chunks.
 MAX_SAMPLE_TOKENS = 2048
-# Steps that a prompt may wait for its next chunk before its request is taken to be over.
+# Steps that a prompt may wait for its next chunk before its request counts as finished.
 MAX_GAP = 64
-# The ring is a number of shards, so that dropping the oldest drops a small part of what is known.
+# The bytes allowed on disk are divided into so many shards: deleting the oldest one to make room
+# loses a small part of the samples.
 SHARDS = 16
 MAX_SHARD_BYTES = 64 << 20
-# A shard is written when it is full, or when its first sample has waited for so long.
+# A shard is written when it is full, or when its first sample has waited for this time.
 MAX_WAIT_S = 60.0
-# Of the file's header and of numbers beside the hidden states, per sample and per token.
+# Bytes on disk besides the hidden states: for each sample (header), and for each token (its id, and
+# the two int16 counts).
 SAMPLE_OVERHEAD, TOKEN_OVERHEAD = 64, 8
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step of the target, row by row, on the host but for ``features``.
+    """One step of the target, row by row. All on the host except ``features``.
 
     Attributes:
-        requests: a name for each row; a row of another request under the same slot is another one.
+        requests: the request id of each row.
         starts: ``[rows]`` position of each row's first token.
-        lengths: ``[rows]`` tokens of each row, rejected drafts included.
-        kept: ``[rows]`` those that remain: all but rejected drafts.
+        lengths: ``[rows]`` number of tokens of each row, rejected drafts included.
+        kept: ``[rows]`` the same without rejected drafts.
         prompts: ``[rows]`` length of each request's prompt.
-        verified: ``[rows]`` drafts among the tokens; all but the first token of a decoding row.
-        last_sampled: ``[rows]`` the token behind the kept ones; -1 in the middle of a prompt.
-        tokens: ``[tokens]``; features: ``[tokens, features]``, where the target computed them.
+        verified: ``[rows]`` how many of the tokens are drafts: all but the first of a decoding row.
+        last_sampled: ``[rows]`` the token that follows the kept ones; -1 in the middle of a prompt.
+        tokens: ``[tokens]`` token ids of all rows, one row after the other.
+        features: ``[tokens, features]`` their hidden states, on the target's device.
     """
 
     requests: Sequence[str]
@@ -73,11 +76,11 @@ class RecordedStep:
 
 @dataclass
 class OpenSample:
-    """A request's tokens from position ``start`` on, as far as the target has computed them."""
+    """A running request's tokens from position ``start`` on, as far as the target computed them."""
 
     start: int
     prompt: int  # length of the request's prompt
-    seen: int = 0  # step of the recorder that added to it last
+    seen: int = 0  # number of the recorder's step that last added to it
     tokens: list[int] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -86,21 +89,22 @@ class OpenSample:
 
     @property
     def end(self) -> int:
-        """Position behind its tokens."""
+        """The position after its last token."""
         return self.start + len(self.tokens)
 
     @property
     def num_bytes(self) -> int:
-        """In host memory."""
+        """Bytes of host memory that its hidden states take."""
         return sum(part.nbytes for part in self.hidden)
 
     def close(self) -> "ClosedSample | None":
-        """With the last sampled token, which nothing has been computed for; None: nothing to learn.
+        """The sample as it is written; None if no draft block can be trained on it.
 
-        Its hidden state is left at zero: no draft block sees what stands at its end.
+        The last sampled token is added. The target has not computed its hidden state, which is zero
+        here: no draft block reads it, because nothing follows it.
         """
         tokens = [*self.tokens, *([self.last_sampled] if self.last_sampled >= 0 else [])]
-        # A draft block needs context before it.
+        # At least 1: a draft block needs at least one token of context before it.
         response_start = max(1, self.prompt - self.start)
         sample = Sample(tuple(tokens), response_start, GROUP)
         if sample.num_anchors == 0:
@@ -114,7 +118,7 @@ class OpenSample:
 
 @dataclass(frozen=True)
 class ClosedSample:
-    """A sample as it is written."""
+    """A sample as it is written to disk; the lists have one entry for each token."""
 
     sample: Sample
     hidden: Tensor
@@ -123,18 +127,18 @@ class ClosedSample:
 
     @property
     def num_bytes(self) -> int:
-        """At most, on disk."""
+        """Bytes on disk, an upper bound."""
         return self.hidden.nbytes + SAMPLE_OVERHEAD + TOKEN_OVERHEAD * len(self.verified)
 
 
 class Recorder:
-    """Samples of one worker's traffic, at most ``max_bytes`` of them on disk.
+    """Records one worker's traffic; its shards never take more than ``max_bytes`` on disk.
 
     Args:
-        folder: of the ring; made if it is not there.
-        max_bytes: of this worker's shards; requests that are not over yet hold no more host memory
-            than a quarter of it: what would hold more ends the sample, or does not begin one.
-        worker: begins the names of its shards; no two workers may share it.
+        folder: where shards are written; made if it is not there.
+        max_bytes: limit on disk. Open samples hold at most a quarter of it in host memory: a row
+            that would exceed this closes its sample, or does not begin one.
+        worker: first part of the shards' file names; every worker needs another one.
     """
 
     def __init__(self, folder: Path, max_bytes: int, worker: str) -> None:
@@ -147,14 +151,14 @@ class Recorder:
         self._closed: list[ClosedSample] = []
         self._closed_bytes = 0
         self._waiting_since = 0.0
-        # One shard being written and one waiting: more would only be more memory.
+        # One shard is being written and one may wait. A longer queue would only take more memory.
         self._queue: queue.Queue[list[ClosedSample] | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._write, name="dllm-recorder", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def observe(self, step: RecordedStep) -> None:
-        """Take in one step; closes the samples of requests that are over."""
+        """Add one step to the samples of its requests; close those of finished requests."""
         self._num_steps += 1
         self._close_finished(set(step.requests))
         firsts = np.cumsum(step.lengths) - step.lengths
@@ -165,7 +169,7 @@ class Recorder:
             self._hand_over()
 
     def close(self) -> None:
-        """Write what is there, and stop."""
+        """Write all samples, open ones included, and end the thread."""
         atexit.unregister(self.close)
         if not self._thread.is_alive():
             return
@@ -177,14 +181,17 @@ class Recorder:
         self._thread.join()
 
     def _close_finished(self, now: set[str]) -> None:
-        """Requests that are in a step no more; prompts may wait for their next chunk."""
+        """Close samples of requests that are not in this step.
+
+        A prompt is an exception: between two of its chunks it may miss up to MAX_GAP steps.
+        """
         for name, sample in list(self._open.items()):
             waits = sample.last_sampled < 0 and self._num_steps - sample.seen <= MAX_GAP
             if name not in now and not waits:
                 self._close(self._open.pop(name))
 
     def _rows(self, step: RecordedStep) -> list[int]:
-        """The rows that are recorded; what does not follow its sample closes it."""
+        """The rows to record. Closes a sample that its row does not continue or has no room for."""
         rows = []
         room = self.max_bytes // 4 - sum(sample.num_bytes for sample in self._open.values())
         for row, name in enumerate(step.requests):
@@ -198,7 +205,7 @@ class Recorder:
                 self._close(self._open.pop(name))
                 room += sample.num_bytes
                 sample = None
-            # A sample begins in the prompt: without it a response says little.
+            # A sample must begin in the prompt: a response alone is not enough context.
             begins = sample is None and step.starts[row] < step.prompts[row]
             if (sample is not None or begins) and num_bytes <= room:
                 rows.append(row)
@@ -206,12 +213,12 @@ class Recorder:
         return rows
 
     def _extend(self, step: RecordedStep, row: int, tokens: np.ndarray, hidden: Tensor) -> None:
-        """Add a row to its request's sample."""
+        """Add a row's tokens and hidden states to its request's sample."""
         begun = OpenSample(int(step.starts[row]), int(step.prompts[row]))
         sample = self._open.setdefault(step.requests[row], begun)
         verified = int(step.verified[row])
         rejected = int(step.lengths[row]) - len(tokens)
-        unmarked = [-1] * (len(tokens) - 1)
+        unmarked = [-1] * (len(tokens) - 1)  # the counts belong to the row's first token
         sample.tokens += tokens.tolist()
         sample.verified += [verified or -1, *unmarked]
         sample.accepted += [verified - rejected if verified else -1, *unmarked]
@@ -231,7 +238,7 @@ class Recorder:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Give a shard to the thread; drop it if the thread is behind."""
+        """Give the closed samples to the thread as one shard; drop them if it is behind."""
         try:
             self._queue.put_nowait(self._closed)
         except queue.Full:
@@ -244,19 +251,19 @@ class Recorder:
         self.num_dropped += len(samples)
 
     def _write(self) -> None:
-        """The thread: shard after shard, whatever becomes of each."""
+        """Body of the thread: write shards until None arrives. An error drops that shard only."""
         while (samples := self._queue.get()) is not None:
             try:
                 self.ring.write(samples)
-            except Exception as error:  # a full disk, say; serving goes on
+            except Exception as error:  # for example a full disk; serving must go on
                 self._drop(samples, str(error))
 
 
 class ShardRing:
-    """One worker's shards in a folder, the oldest replaced by the newest."""
+    """One worker's shards in a folder; a new one replaces the oldest ones where room is short."""
 
     def __init__(self, folder: Path, max_bytes: int, worker: str) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what users wrote is nobody else's
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: it holds what users wrote
         self.folder, self.max_bytes, self.worker = folder, max_bytes, worker
         for leftover in folder.glob(f"{worker}-*.part"):
             leftover.unlink()
@@ -264,14 +271,14 @@ class ShardRing:
         self.next = int(names[-1].rsplit("-", 1)[1]) + 1 if names else 0
 
     def shards(self) -> list[Path]:
-        """Oldest first."""
+        """This worker's shards in the folder, oldest first."""
         return sorted(self.folder.glob(f"{self.worker}-*{SUFFIX}"))
 
     def write(self, samples: Sequence[ClosedSample]) -> None:
-        """Write one shard whole; what it replaces goes first, so that the bound always holds.
+        """Write one shard whole. Old shards are deleted before it, so the limit always holds.
 
         Raises:
-            OSError: the disk is full or gone; nothing is left of the shard.
+            OSError: the disk is full or gone; no part of the shard remains.
         """
         if not samples:
             return

@@ -1,4 +1,4 @@
-"""From a step of vLLM to the recorder: which worker records where, and what it is given."""
+"""Connects vLLM's workers with the recorder: which worker records, and what it is given."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from dllm.drafter.step import TargetStep
 
 
 def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
-    """The recorder of this worker, if the server records and this is the worker that does.
+    """The recorder of this worker; None if the server does not record, or another worker does.
 
-    Workers of one tensor-parallel group have the same hidden states: the first one records. Groups
-    share the bytes.
+    All workers of a tensor-parallel group have the same hidden states, so only the first one
+    records. The data-parallel groups divide ``record_mb`` among them.
     """
     options, parallel = drafter_options(vllm_config), vllm_config.parallel_config
     if options.record is None or parallel.rank % parallel.tensor_parallel_size:
@@ -25,7 +25,10 @@ def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
 
 
 def recorded_step(step: TargetStep) -> RecordedStep:
-    """One step of the target, on the host but for the hidden states; waits for the device."""
+    """A target step for the recorder: all on the host except the hidden states.
+
+    Waits for the device.
+    """
     batch = step.batch
     firsts = torch.from_numpy(batch.query_start_loc_np[: batch.num_reqs]).to(batch.positions.device)
     sampled = step.last_sampled.view(-1)[batch.idx_mapping].cpu().numpy()

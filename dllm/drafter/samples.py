@@ -1,14 +1,14 @@
-"""Samples on disk: token sequences with the hidden states that the target computed for them.
+"""Training samples for a drafter on disk: token sequences with the target's hidden states.
 
 A shard is one safetensors file, written whole or not at all:
 
     tokens            [N] int32                    all samples, one after the other
-    starts            [samples + 1] int64          where each begins; the last entry is N
-    response_starts   [samples] int64              tokens before it the target did not write
+    starts            [samples + 1] int64          where each sample begins; the last entry is N
+    response_starts   [samples] int64              index of its first token that the target wrote
     hidden            [N, features] (optional)     outputs of the chosen layers, side by side
 
-Metadata: ``groups``, a JSON list with a name for each sample (a task family, say). The recorder of
-live traffic (``dllm.drafter.recorder``) writes the same, with tensors of its own beside them.
+Metadata: ``groups``, a JSON list with a name for each sample (for example a task family). The
+recorder of live traffic (``dllm.drafter.recorder``) writes this format with two more tensors.
 """
 
 import itertools
@@ -32,8 +32,9 @@ class Sample:
     Attributes:
         tokens: prompt and response.
         response_start: index of the first token that the target wrote.
-        group: what it counts for in reports.
-        shard, start: where its hidden states are; None if they are not stored.
+        group: the name under which reports count it.
+        shard: the file with its hidden states; None if they are not stored.
+        start: index of its first token in that file.
     """
 
     tokens: tuple[int, ...]
@@ -44,11 +45,11 @@ class Sample:
 
     @property
     def num_anchors(self) -> int:
-        """Tokens of the response that another one follows: a draft block may begin at each."""
+        """How many draft blocks may begin in it: one after each response token but the last."""
         return max(0, len(self.tokens) - 1 - self.response_start)
 
     def hidden(self) -> Tensor:
-        """``[tokens, features]``, from disk."""
+        """The hidden states of all its tokens, ``[tokens, features]``, read from disk."""
         assert self.shard is not None, "its hidden states are not stored"
         with safe_open(self.shard, "pt") as file:
             return file.get_slice("hidden")[self.start : self.start + len(self.tokens)]
@@ -60,7 +61,12 @@ def write_shard(
     hidden: Sequence[Tensor] | None,
     more: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write samples and, one tensor for each, their hidden states; ``more`` is written as it is."""
+    """Write a shard whole or not at all: a temporary file is renamed when it is complete.
+
+    Args:
+        hidden: for each sample ``[tokens, features]``; None stores no hidden states.
+        more: further tensors of the file, by name.
+    """
     lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])
     tensors = {
         "tokens": torch.tensor([t for s in samples for t in s.tokens], dtype=torch.int32),
@@ -80,12 +86,12 @@ def write_shard(
 
 
 def read_shard(path: Path) -> list[Sample]:
-    """The samples of a shard; hidden states stay on disk."""
+    """The samples of a shard, without their hidden states (``Sample.hidden`` reads those)."""
     with safe_open(path, "pt") as file:
         tokens, starts = file.get_tensor("tokens").tolist(), file.get_tensor("starts").tolist()
         response_starts = file.get_tensor("response_starts").tolist()
         groups = json.loads(file.metadata()["groups"])
-        shard = path if "hidden" in file.keys() else None  # noqa: SIM118  no dict
+        shard = path if "hidden" in file.keys() else None  # noqa: SIM118  (not a dict)
     bounds = itertools.pairwise(starts)
     return [
         Sample(tuple(tokens[start:stop]), response_start, group, shard, start)
@@ -96,16 +102,20 @@ def read_shard(path: Path) -> list[Sample]:
 
 
 def read_shards(folder: Path) -> list[Sample]:
-    """All samples of a folder, shard by shard in the order of their names."""
+    """All samples of a folder, its shards in the order of their names."""
     return [sample for path in sorted(folder.glob(f"*{SUFFIX}")) for sample in read_shard(path)]
 
 
 def recorded_acceptance(folder: Path) -> tuple[int, int]:
-    """Drafts verified and accepted in recorded traffic; zeros for shards that say nothing of it."""
+    """(verified, accepted): counts of drafts in recorded traffic, over all shards of a folder.
+
+    Shards without these tensors count as zero.
+    """
     verified = accepted = 0
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         with safe_open(path, "pt") as file:
-            if "verified" in file.keys():  # noqa: SIM118  no dict
+            if "verified" in file.keys():  # noqa: SIM118  (not a dict)
+                # -1 marks tokens after which nothing was verified.
                 verified += int(file.get_tensor("verified").clamp(min=0).sum())
                 accepted += int(file.get_tensor("accepted").clamp(min=0).sum())
     return verified, accepted

@@ -1,15 +1,15 @@
-"""How many draft tokens each denoise pass reveals.
+"""How many draft tokens each denoise pass reveals, when a block is drafted in several passes.
 
 A schedule is the fraction of the block that is still masked at time t, from 1 at t = 0 to 0 at
 t = 1. Pass s of S reveals what the fraction loses between (s - 1) / S and s / S, rounded down; the
 last pass reveals the rest.
 
     cosine   1 - sin(pi t / 2)   many at first, few at the end: [6, 5, 3, 2] for 16 tokens in 4
-    linear   1 - t               as many in every pass
+    linear   1 - t               the same number in every pass
     sqrt     sqrt(1 - t)         few at first, many at the end
 
-The names and what they are for come from the first seed document. Its text gives [6, 5, 3, 2] for
-cosine; its formula, cos(pi t / 2), would give the reverse order. This is its text.
+"Cosine" follows the description in AitherOS's article on block diffusion drafting (April 2026),
+which reveals [6, 5, 3, 2]. The formula printed there, cos(pi t / 2), gives the reverse order.
 """
 
 import itertools
@@ -48,16 +48,18 @@ def reveal_surest(
     logits: torch.Tensor,
     count: int,
 ) -> None:
-    """Fix, in each row, the ``count`` masked positions whose most likely token is likeliest.
+    """Decide, in each row, the ``count`` masked positions of which the model is surest.
+
+    Surest are the positions whose most likely token has the highest probability.
 
     Args:
-        drafts: ``[rows, N]`` int64; the tokens are written to it.
-        confidence: ``[rows, N]`` fp32; their probabilities are.
-        is_masked: ``[rows, N]`` bool, at least ``count`` in each row; cleared where fixed.
+        drafts: ``[rows, N]`` int64; the chosen tokens are written to it.
+        confidence: ``[rows, N]`` fp32; their probabilities are written to it.
+        is_masked: ``[rows, N]`` bool, at least ``count`` in each row; cleared where decided.
         logits: ``[rows, N, vocab]``.
     """
-    likeliest, tokens = logits.float().softmax(-1).max(-1)
-    chosen = likeliest.masked_fill(~is_masked, -1.0).topk(count, dim=-1).indices
+    likeliest, tokens = logits.float().softmax(-1).max(-1)  # [rows, N] each
+    chosen = likeliest.masked_fill(~is_masked, -1.0).topk(count, dim=-1).indices  # [rows, count]
     drafts.scatter_(1, chosen, tokens.gather(1, chosen))
     confidence.scatter_(1, chosen, likeliest.gather(1, chosen))
     is_masked.scatter_(1, chosen, False)

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, which also passes on what drafting cost."""
+"""vLLM's scheduler, which also passes the drafter's counts on to the metrics."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from dllm.drafter.metrics import CountedDrafts, DraftingCounts
 
 
 class DraftingScheduler(Scheduler):
-    """Schedules as vLLM's does; its statistics carry those of the drafter (``metrics``)."""
+    """Schedules exactly as vLLM's; adds the drafter's counts (``metrics``) to its statistics."""
 
-    _counts: DraftingCounts | None = None  # since the last statistics
+    _counts: DraftingCounts | None = None  # received after the last statistics were made
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take the drafts, and the counts that ride with them."""
+        """Take the drafts, and add up the counts that come with them."""
         super().update_draft_token_ids(draft_token_ids)
         if isinstance(draft_token_ids, CountedDrafts):
             if self._counts is None:
@@ -30,7 +30,7 @@ class DraftingScheduler(Scheduler):
         perf_stats: Any = None,
         ec_connector_stats: Any = None,
     ) -> Any:
-        """Let the counts ride with the step's statistics, unless those are turned off."""
+        """vLLM's statistics of the step with our counts in them; None if statistics are off."""
         stats = super().make_stats(
             spec_decoding_stats, kv_connector_stats, cudagraph_stats, perf_stats, ec_connector_stats
         )

@@ -1,8 +1,10 @@
-"""One drafting step: context keys and values, a pass over [last token, MASK x N], and widths.
+"""One drafting step: store the context, draft with a pass over [last token, MASK x N], set widths.
 
-vLLM's DFlash speculator lays out the step (positions, cache slots, CUDA graphs); what is ours is
+vLLM's DFlash speculator prepares the step (positions, cache slots, CUDA graphs). This subclass adds
 the network, several passes over the draft block, and the decision how many drafts are verified.
-Drafts are argmax tokens, a point mass: any of them is verified exactly, however it came about.
+
+A draft is the most likely token and is treated as certain (a proposal distribution with all of its
+mass on one token). Rejection sampling is then exact for any draft, however it was made.
 """
 
 import time
@@ -54,11 +56,12 @@ class Drafter(DFlashSpeculator):
         self._reveal_counts = reveal_counts(
             options.noise_schedule, num_drafts, options.denoise_steps
         )
-        # Of the rows of the step that was drafted last.
+        # [rows] of the step that was drafted last: drafts to be verified. Used if `_trims`.
         self._widths = np.zeros(0, dtype=np.int64)
-        self._is_skipped = False
+        self._is_skipped = False  # no draft pass in this step
         self._narrows = options.block == CHOSEN
-        # Elsewhere somebody reads drafts or pages as soon as the step is over.
+        # On a CPU the draft pass runs after the tokens were sent (`draft_late`). Not where other
+        # ranks take part in the pass, or another server reads the pages, right after the step.
         self._drafts_late = (
             device.type == "cpu"
             and self.dp_size == vllm_config.parallel_config.pipeline_parallel_size == 1
@@ -66,13 +69,13 @@ class Drafter(DFlashSpeculator):
         )
         # [rows], of the step that is drafted now; None where blocks are full.
         self._block_widths: np.ndarray | None = None
-        # The last step, and what drafts behind it, until somebody takes the drafts.
+        # The last step and vLLM's function that drafts for it, until `draft_late` calls it.
         self._undrafted: tuple[TargetStep, Callable[[], torch.Tensor]] | None = None
         self._end_ids = np.array(sorted(end_ids(vllm_config)), dtype=np.int64)
         self._recorder = make_recorder(vllm_config)
         self._deferred = DeferredContext()
-        self._counts = DraftingCounts.none(num_drafts)  # since the last report
-        # Probability of the likeliest token, by row and position.
+        self._counts = DraftingCounts.none(num_drafts)  # of the steps after the last report
+        # [rows, N]: the drafter's probability of each draft.
         self._confidence = torch.zeros(self.draft_tokens.shape, device=device)
 
     def propose(
@@ -89,16 +92,17 @@ class Drafter(DFlashSpeculator):
         dummy_run: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """vLLM's hook behind every step of the target: draft for each row, now or ``draft_late``.
+        """vLLM's hook after every step of the target: draft for each row, now or in ``draft_late``.
 
         Args:
-            input_batch: the target's step; ``num_sampled`` and ``num_rejected`` ``[rows]`` say what
-                came of it.
-            last_hidden_states, aux_hidden_states: of its tokens, behind its last layer and behind
-                the layers that the drafter reads, ``[tokens, hidden]`` each.
+            input_batch: the target's step.
+            last_hidden_states: ``[tokens, hidden]``, output of the target's last layer.
+            aux_hidden_states: the same for each layer that the drafter reads.
+            num_sampled, num_rejected: ``[rows]``, tokens emitted, and drafts rejected in the step.
+            last_sampled: ``[slots, 1]``, the last token of each request.
 
         Returns:
-            ``[rows, N]`` int64 token ids; unspecified where nothing was drafted.
+            ``[rows, N]`` int64 token ids; any values where nothing has been drafted (yet).
         """
         outcome = (num_sampled, num_rejected, last_sampled)
         step = TargetStep(input_batch, last_hidden_states, aux_hidden_states, *outcome)
@@ -108,19 +112,21 @@ class Drafter(DFlashSpeculator):
         if dummy_run:
             self._is_skipped, self._block_widths = False, None
             return draft()
-        num_drafts = options.get("num_speculative_tokens")  # vLLM's, by batch size
+        # vLLM may ask for fewer drafts at large batches; those have to be made at once.
+        num_drafts = options.get("num_speculative_tokens")
         if self._drafts_late and num_drafts in (None, self.num_speculative_steps):
             self._undrafted = step, draft
             return self.draft_tokens[: input_batch.num_reqs]
         return self._draft(step, draft)
 
     def draft_late(self, req_states: RequestState, handler: DraftTokensHandler) -> None:
-        """On a CPU: draft behind the last step, whose tokens are on their way to the clients.
+        """On a CPU: draft for the last step, after its tokens have been sent to the clients.
 
-        A CPU does one thing at a time; who drafted at once would let the clients wait for it.
+        A CPU does one thing at a time: drafting inside ``propose`` would delay the tokens.
 
         Args:
-            req_states, handler: the runner's, in which it put what ``propose`` returned.
+            req_states, handler: the runner's, which hold what ``propose`` returned; the drafts are
+                written over it.
         """
         if self._undrafted is None:
             return
@@ -130,30 +136,35 @@ class Drafter(DFlashSpeculator):
         handler.set_draft_tokens(step.batch, drafts)
 
     def put_away(self) -> None:
-        """Instead of ``draft_late``, if all requests ended: the context is kept, for others."""
+        """Called instead of ``draft_late`` after a step that finished every request.
+
+        Nothing is drafted. The step's context is still stored (or kept), because other requests may
+        reuse its pages through the prefix cache.
+        """
         if self._undrafted is None:
             return
         (step, draft), self._undrafted = self._undrafted, None
-        self._look_at(step)
+        self._observe(step)
         self._is_skipped = True
-        self._propose(step, draft)
+        self._store_and_draft(step, draft)
 
     def _draft(self, step: TargetStep, draft: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Decide, draft, and choose widths."""
+        """Decide whether to draft, draft, and choose widths: ``[rows, N]`` token ids."""
         slots = step.batch.idx_mapping_np
-        self._look_at(step)
-        only_reads = bool(self._reads_on(step.batch).all())  # parts of prompts
-        self._is_skipped = only_reads or self.policy.limit(slots) == 0
-        start = time.perf_counter()  # looking waits for the target, which is not ours to count
-        drafts = self._propose(step, draft)
+        self._observe(step)
+        only_prompts = bool(self._is_prompt_unfinished(step.batch).all())
+        self._is_skipped = only_prompts or self.policy.limit(slots) == 0
+        # Timed from here: `_observe` waits for the target's step, which is not drafting time.
+        start = time.perf_counter()
+        drafts = self._store_and_draft(step, draft)
         if self._trims:
             self._widths = self._choose_widths(slots, drafts)
         self._count(step.batch, time.perf_counter() - start)
         return drafts
 
-    def _propose(self, step: TargetStep, draft: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The drafter's context and, unless skipped, its pass; or the context is left for later."""
-        if self._leaves_context(step.batch):
+    def _store_and_draft(self, step: TargetStep, draft: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Store the step's context and, unless skipped, draft; or keep the context for later."""
+        if self._defers_context(step.batch):
             cache_slots = self.block_tables.slot_mappings
             self._deferred.append(step, cache_slots, self.draft_kv_cache_group_ids)
             return self.draft_tokens[: step.batch.num_reqs]
@@ -162,19 +173,19 @@ class Drafter(DFlashSpeculator):
         self._block_widths = self.policy.block_widths(slots) if self._narrows else None
         return draft()
 
-    def _look_at(self, step: TargetStep) -> None:
-        """Let the policy and the recorder learn what the target's step did."""
+    def _observe(self, step: TargetStep) -> None:
+        """Tell the policy and the recorder what the target's step did."""
         if self.policy.reads_outcomes:
             self.policy.observe(self._verified(step))
         if self._recorder is not None and not isinstance(self.policy, Rehearsal):
             self._recorder.observe(recorded_step(step))
 
-    def _leaves_context(self, batch: InputBatch) -> bool:
-        """Whether this step's context is kept for later.
+    def _defers_context(self, batch: InputBatch) -> bool:
+        """Whether this step's context is kept for later (``deferred``) instead of stored now.
 
-        Ranks that draft together write it now, and so does a server that copies pages elsewhere.
-        Also one with several groups of KV cache (a draft window, sliding layers): a page that is
-        freed while its context waits may become one of the target's, and be written over.
+        Stored now where several ranks draft together, or where KV transfer may copy the pages. Also
+        with several KV cache groups (a draft window, sliding layers): a page that is freed while
+        its context is kept may become a page of the target, and the late write would destroy it.
         """
         return (
             self._is_skipped
@@ -186,7 +197,7 @@ class Drafter(DFlashSpeculator):
         )
 
     def _store_deferred(self) -> None:
-        """Write the context that was left, in one product."""
+        """Compute and store all of the kept context, in one product."""
         if not len(self._deferred):
             return
         context = self._deferred.take()
@@ -198,7 +209,12 @@ class Drafter(DFlashSpeculator):
         )
 
     def measure_costs(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-        """Tell a policy that reads costs what steps cost here; before the first request."""
+        """Measure what steps cost here, if the policy uses costs. Before the first request.
+
+        Args:
+            runner: the worker's Model Runner V2.
+            execute_model: the worker's method of that name.
+        """
         policy = self.policy
         if not isinstance(policy, AdaptiveWidth):
             return
@@ -220,30 +236,31 @@ class Drafter(DFlashSpeculator):
             logger.info("Cost of a step, %s", costs)
 
     def report(self, drafts: DraftTokenIds) -> CountedDrafts:
-        """What goes to the scheduler: each row's drafts as its width allows, and the counts."""
+        """The message to the scheduler: each row's first ``width`` drafts, and the counts."""
         drafts = self._trim(drafts)
         counts, self._counts = self._counts, DraftingCounts.none(self.num_speculative_steps)
         return CountedDrafts(drafts.req_ids, drafts.draft_token_ids, counts)
 
     def _count(self, batch: InputBatch, seconds: float) -> None:
-        """Note a step; drafts of a prompt that is not over are thrown away, and not counted."""
+        """Add a step to the counts. vLLM discards drafts of unfinished prompts: not counted."""
         num_drafts = self.num_speculative_steps
         self._counts.seconds += seconds
         if not self._is_skipped:
             self._counts.passes += 1
             self._counts.drafted += batch.num_reqs * num_drafts
         widths = self._widths if self._trims else np.full(batch.num_reqs, num_drafts)
-        for width in widths[~self._reads_on(batch)].tolist():
+        for width in widths[~self._is_prompt_unfinished(batch)].tolist():
             self._counts.widths[width] += 1
 
     @staticmethod
-    def _reads_on(batch: InputBatch) -> np.ndarray:
-        """``[rows]`` bool: there is more of the prompt behind what this step computed."""
+    def _is_prompt_unfinished(batch: InputBatch) -> np.ndarray:
+        """``[rows]`` bool: part of the row's prompt is not computed yet after this step."""
         computed = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
-        reads_on: np.ndarray = computed < batch.prefill_len_np
-        return reads_on
+        is_unfinished: np.ndarray = computed < batch.prefill_len_np
+        return is_unfinished
 
     def _trim(self, drafts: DraftTokenIds) -> DraftTokenIds:
+        """Each row's first ``width`` drafts."""
         if not self._trims:
             return drafts
         assert len(drafts.req_ids) == len(self._widths), (len(drafts.req_ids), len(self._widths))
@@ -254,6 +271,7 @@ class Drafter(DFlashSpeculator):
         return DraftTokenIds(drafts.req_ids, kept)
 
     def _choose_widths(self, slots: np.ndarray, drafts: torch.Tensor) -> np.ndarray:
+        """``[rows]``: how many drafts of each row the policy lets the next step verify."""
         if self._is_skipped:
             return np.zeros(len(slots), dtype=np.int64)
         confidence = None
@@ -265,13 +283,13 @@ class Drafter(DFlashSpeculator):
         return widths
 
     def _before_end(self, drafts: torch.Tensor) -> np.ndarray:
-        """``[rows]``: the drafts before the first one that ends an answer."""
+        """``[rows]``: number of drafts before the first that ends the answer; N if none does."""
         ends = np.isin(drafts.cpu().numpy(), self._end_ids)
         before: np.ndarray = np.where(ends.any(axis=1), ends.argmax(axis=1), ends.shape[1])
         return before
 
     def _verified(self, step: TargetStep) -> VerifiedStep:
-        """What the target's step did, on the host."""
+        """What the target's step did, for the policy; waits for the device."""
         batch = step.batch
         in_prompt = np.asarray(batch.is_prefilling_np)
         samples = step.num_sampled.cpu().numpy() > 0
@@ -281,6 +299,7 @@ class Drafter(DFlashSpeculator):
         accepted = np.where(verified > 0, verified - step.num_rejected.cpu().numpy(), 0)
         logits = None
         if self.policy.reads_prompt:
+            # Index of the one logit row of each prompt that ended in this step.
             ends = torch.from_numpy(batch.cu_num_logits_np[:-1][in_prompt & samples])
             rows = batch.logits_indices[ends.to(batch.logits_indices.device)]
             logits = self._target_logits(step.last_hidden_states[rows])
@@ -289,7 +308,7 @@ class Drafter(DFlashSpeculator):
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
     ) -> torch.nn.Module:
-        """Load the network; embedding and head become the target's unless it brings its own."""
+        """Load the network. It shares the target's embedding and head unless it has its own."""
         self._target_logits = cast(Logits, target_model.compute_logits)
         return super().load_draft_model(target_model, target_attn_layer_names)
 
@@ -302,13 +321,17 @@ class Drafter(DFlashSpeculator):
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        """One pass over the draft block or several, into ``draft_tokens``."""
+        """vLLM's hook: fill ``draft_tokens`` by one pass over the draft block, or by several.
+
+        Of several passes each one decides some positions; the others are masked in the next pass.
+        """
         if self._is_skipped:
             return
         arguments = (attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
         if len(self._reveal_counts) == 1:
             super()._generate_draft(num_reqs, num_tokens_padded, *arguments)
             return
+        # Indices of the block's masked positions on the flat token axis, [rows * N].
         places = self.sample_indices[: num_reqs * self.num_speculative_steps]
         drafts, confidence = self.draft_tokens[:num_reqs], self._confidence[:num_reqs]
         is_masked = torch.ones_like(drafts, dtype=torch.bool)
@@ -322,13 +345,14 @@ class Drafter(DFlashSpeculator):
     def _build_attn_metadata(
         self, num_reqs: int, *others: Any, **options: Any
     ) -> dict[str, Any] | None:
-        """vLLM's hook before the pass; hides the end of blocks that need not be full.
+        """vLLM's hook before the pass; shortens ``seq_lens`` of rows with a narrower block.
 
-        A row's first w drafts are then those of a block of w masks: nobody sees the others.
+        No position sees the masks after the shortened end. So a row's first w drafts are the same
+        as those of a block with only w masks.
         """
         if self._block_widths is not None:
             firsts = self.input_buffers.positions[: num_reqs * self.num_query_per_req]
-            firsts = firsts[:: self.num_query_per_req]
+            firsts = firsts[:: self.num_query_per_req]  # [rows], position of the last token
             ends = firsts + 1 + torch.from_numpy(self._block_widths).to(firsts.device)
             self.input_buffers.seq_lens[:num_reqs] = ends.clamp_(max=self.max_model_len)
         return super()._build_attn_metadata(num_reqs, *others, **options)
@@ -336,7 +360,7 @@ class Drafter(DFlashSpeculator):
     def _maybe_predict_acceptance(
         self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
     ) -> None:
-        """vLLM's hook behind a single pass: note how sure the drafter is of each position."""
+        """vLLM's hook after a single pass: store the drafter's probability of each draft."""
         super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         if self.policy.reads_confidence:
             likeliest = logits.float().softmax(-1).amax(-1).view(-1, self.num_speculative_steps)

@@ -1,7 +1,7 @@
-"""Which twin runs: the definition, the CPU version or the Triton kernels.
+"""Chooses which version of an operation runs: the definition, the CPU one or the Triton kernels.
 
-The operations that `torch.compile` cannot look into are registered here, so that it takes each for
-one node of its graph.
+`torch.compile` cannot trace loops and searches that depend on the data. Operations with such loops
+are registered here as custom operators, each of which is one node of the compiled graph.
 """
 
 from typing import Literal
@@ -14,7 +14,7 @@ from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats, reference_row_stats
 from dllm.ops.row_stats_cpu import TILE_TOKENS, row_stats_cpu, tile_width
 from dllm.ops.soft_embedding import Shard, sparse_product_cpu
 
-# Below this many tokens the exact product costs less than choosing what to leave out of it.
+# Below this vocabulary size the exact product is faster than selecting tokens to leave out.
 SMALLEST_VOCABULARY = 2**13
 
 
@@ -25,24 +25,26 @@ def row_stats(
     probs_dtype: torch.dtype | None,
     filters: RowFilters | None = None,
 ) -> RowStats:
-    """Statistics of each row in fp32, finite for every temperature > 0.
+    """Statistics of each row in fp32, finite for every temperature > 0; defined in `row_stats`.
 
-    With `filters`, sample, entropy and probabilities are those of the filtered, renormalized
-    distribution (`row_filters`); the argmax survives every filter.
-
-    logits: [N, V] fp32 or bf16, soft-capped; every entry finite or -inf (an excluded token, which
-    is never sampled, has probability 0 and contributes 0 to the entropy). temperature: [N] fp32,
-    > 0. keys: [N, 2] int64 from `noise.row_keys`. probs_dtype: None leaves out the probabilities.
+    No row depends on the other rows. With `filters`, sample, entropy and probabilities are those of
+    the filtered, renormalized distribution (`filters`); no filter removes the argmax.
 
     A row that is -inf throughout, or holds a NaN, has no distribution. It gets entropy +inf and
-    probabilities 0, so that its position is never accepted, its canvas never confident (a NaN
-    entropy has the same effect in the Hugging Face sampler), and no NaN reaches another position
-    through self-conditioning. Its argmax and sample are valid ids that mean nothing.
+    probabilities 0. So its position is never accepted and its canvas never confident (a NaN entropy
+    has the same effect in the Hugging Face sampler), and no NaN reaches other positions through
+    self-conditioning. Its argmax and sample are valid ids without meaning.
 
-    No row depends on the rows beside it. On a CPU the passes are compiled where the caller is.
+    Args:
+        logits: [N, V] fp32 or bf16, soft-capped; every entry finite or -inf. -inf excludes a token:
+            it is never sampled, has probability 0 and adds 0 to the entropy.
+        temperature: [N] fp32, > 0.
+        keys: [N, 2] int64 from `noise.row_keys`.
+        probs_dtype: of the probabilities; None leaves them out.
     """
     if not logits.is_cuda and logits.shape[-1] <= TILE_TOKENS:
-        # A single tile, where nothing can be skipped: the caller's compiler fuses the definition.
+        # The vocabulary is a single tile, so the CPU version could skip nothing. The definition is
+        # plain torch: if the caller is compiled, it is fused into the caller's graph.
         cutoff = None
         if filters is not None:
             cutoff = torch.ops.dllm.cutoffs(logits, temperature, *filters)
@@ -50,13 +52,18 @@ def row_stats(
     result = torch.ops.dllm.row_stats(
         logits, temperature, keys, probs_dtype, *(filters or _OFF), torch.compiler.is_compiling()
     )
+    # A custom operator cannot return None: without `probs_dtype` its last tensor is empty.
     return RowStats._make([*result[:-1], None if probs_dtype is None else result[-1]])
 
 
 def uses_sparse_product(
     option: Literal["auto", "sparse", "exact"], vocab_size: int, device: torch.device
 ) -> bool:
-    """Whether a server with this option leaves tokens out: not if the vocabulary is small."""
+    """Whether soft embeddings leave out unlikely tokens: by option, and not for a small vocabulary.
+
+    Args:
+        option: "auto" leaves them out on a CPU only.
+    """
     is_sparse = option == "sparse" or (option == "auto" and device.type == "cpu")
     return is_sparse and vocab_size >= SMALLEST_VOCABULARY
 
@@ -64,17 +71,17 @@ def uses_sparse_product(
 def sparse_product(
     logits: Tensor, temperature: Tensor, stats: RowStats, shard: Shard, budget: float
 ) -> Tensor:
-    """The soft embedding of each row, less at most `budget` of its probability.
+    """The soft embedding of each row, without tokens of at most `budget` probability in total.
 
-    Waits for the device on a CPU alone, where it reads from the data how many tokens are left.
+    Does not wait for a GPU: how many tokens remain is not read by the host there.
 
     Args:
-        logits: [N, V], those that `stats` are of, unchanged since.
+        logits: [N, V], the ones that `stats` were computed from.
         temperature: [N], likewise.
         budget: in [0, 1).
 
     Returns:
-        [N, hidden] in the shard's dtype: what the shard's tokens contribute.
+        [N, hidden] in the shard's dtype: the sum over the shard's tokens.
     """
     if logits.is_cuda:
         from dllm.ops.soft_embedding_gpu import ProductTiles, sparse_product_kernels  # needs Triton
@@ -87,11 +94,14 @@ def sparse_product(
 
 
 def mass_tile(logits: Tensor) -> int:
-    """How many tokens share a `tile_mass`: on a GPU few, because whole tiles are skipped there."""
+    """Tokens of one tile of `RowStats.tile_mass`.
+
+    Few on a GPU, where the soft embedding skips whole tiles: small ones can be skipped more often.
+    """
     return KERNEL_MASS_TILE if logits.is_cuda else tile_width(logits.shape[-1])
 
 
-_OFF = (None, None, None)
+_OFF = (None, None, None)  # top_k, top_p, min_p
 
 
 @torch.library.custom_op("dllm::row_stats", mutates_args=())
@@ -105,7 +115,10 @@ def _row_stats(
     min_p: Tensor | None,
     is_compiled: bool,
 ) -> list[Tensor]:
-    """One operation for `torch.compile`, which cannot look into the searches and the skipping."""
+    """`row_stats` as a custom operator, which takes and returns plain tensors.
+
+    Returns the fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None.
+    """
     filters = None
     if top_k is not None and top_p is not None and min_p is not None:
         filters = RowFilters(top_k, top_p, min_p)
@@ -120,7 +133,7 @@ def _row_stats(
 def _cutoffs(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """The filters on a CPU, likewise."""
+    """`filters.cutoffs` on a CPU as a custom operator: [N] fp32."""
     filters = RowFilters(top_k, top_p, min_p)
     return cutoffs(logits.float(), temperature, filters, logits.shape[-1])
 
@@ -133,7 +146,7 @@ def _cutoff_shape(
 
 
 @_row_stats.register_fake
-def _shapes(
+def _row_stats_shapes(
     logits: Tensor,
     temperature: Tensor,
     keys: Tensor,

@@ -1,17 +1,21 @@
-"""Which tokens of a row may be drawn: top-k, top-p and min-p, as one smallest kept logit per row.
+"""Top-k, top-p and min-p: which tokens of a row may be sampled, as one cutoff logit per row.
 
-The order is vLLM's (Model Runner V2: temperature, min-p, top-k, top-p). min-p keeps the tokens with
-at least `min_p` times the largest probability, top-k the k largest logits, and top-p, over what the
-two have left and renormalized to 1, the smallest set of largest tokens whose probability reaches
-`top_p`. Each keeps all tokens above some logit, so together they are one number, `cutoff`:
+The order is vLLM's (Model Runner V2: temperature, min-p, top-k, top-p):
+
+    min-p   keeps the tokens with at least `min_p` times the largest probability
+    top-k   keeps the k largest logits
+    top-p   renormalizes what the two have kept, and keeps the smallest set of most likely tokens
+            whose probability reaches `top_p`
+
+Each filter keeps all tokens above some logit, so the three together are one number, `cutoff`:
 
     kept = logits >= cutoff
 
-Tokens that tie with the cutoff are all kept, and so is the largest logit, whatever is asked for.
+Tokens equal to the cutoff are all kept. The largest logit is kept with any settings.
 
-No row is sorted. "At least k tokens are >= t" and "the tokens >= t have at least this mass" hold up
-to some t and nowhere above it. A histogram of the row says in which narrow range of logits that is,
-and a bisection over the floats of that range, in order, finds it exactly.
+No row is sorted. "At least k tokens are >= t" is true for every t up to some value and false above
+it; so is "the tokens >= t have at least this mass". A histogram of the row finds a narrow range of
+logits that holds this value, and a bisection over all floats of the range finds it exactly.
 """
 
 from collections.abc import Callable
@@ -20,34 +24,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The histogram's: a token of the last bin, and of all below it, has less than e^-32 of the mass of
-# the most probable one. A bin is 1/32 nat wide.
+# A bin of the histogram is 1/32 nat wide, so 1024 bins reach 32 nats below the largest logit. The
+# last bin also holds all tokens below it, each of which has less than e^-32 of the largest mass.
 NUM_BINS = 1024
 BINS_PER_NAT = 32.0
 
 
 class RowFilters(NamedTuple):
-    """The filters of `N` rows; each has a value that turns it off."""
+    """The filters of `N` rows; every filter has a value that turns it off."""
 
     top_k: Tensor  # [N] int32, >= 1; the vocabulary size (or more) = off
     top_p: Tensor  # [N] fp32, in (0, 1]; 1.0 = off
     min_p: Tensor  # [N] fp32, in [0, 1]; 0.0 = off
 
     def rows(self, index: Tensor | slice) -> "RowFilters":
-        """The filters of some rows."""
+        """The filters of the rows that `index` selects."""
         return RowFilters(self.top_k[index], self.top_p[index], self.min_p[index])
 
 
 def cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int) -> Tensor:
     """The smallest kept logit of each row: [N] fp32, -inf for a row without filters.
 
-    x: [N, V or more] fp32, finite or -inf, with -inf behind the vocabulary; temperature: [N], > 0.
-    A row without a finite logit, or with a NaN, counts as one without filters. Reads from the data
-    which rows and tokens to look at, so this is for a CPU; on a GPU the kernel searches.
+    A row without a finite logit, or with a NaN, is treated as one without filters. For a CPU: the
+    host reads from the data which rows and tokens to search (`row_stats_gpu` has a kernel).
+
+    Args:
+        x: [N, V or more] fp32, finite or -inf; -inf after the vocabulary.
+        temperature: [N], > 0.
     """
     is_on = (filters.top_k < vocab_size) | (filters.top_p < 1) | (filters.min_p > 0)
     cutoff = torch.full_like(temperature, -torch.inf)
-    on = is_on.nonzero()[:, 0]
+    on = is_on.nonzero()[:, 0]  # indices of the rows with a filter
     if len(on) > 0:
         on = on[x[on].amax(dim=-1).isfinite()]
     if len(on) > 0:
@@ -56,11 +63,12 @@ def cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int
 
 
 def _cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: int) -> Tensor:
-    """The cutoffs of rows that have a distribution and a filter each."""
+    """The cutoffs of rows all of which have a distribution and a filter: [F] fp32."""
     peak = x.amax(dim=-1)
     has_top_k, has_top_p = filters.top_k < vocab_size, filters.top_p < 1
     histogram = _Histogram.of_rows(x, peak, temperature)
     by_count = histogram.largest_with(torch.where(has_top_k, filters.top_k, 1), is_count=True)
+    # The cutoff of min-p and top-k together; log(0) = -inf where min-p is off.
     floor = torch.maximum(
         peak + temperature * torch.log(filters.min_p),
         torch.where(has_top_k, by_count, -torch.inf),
@@ -74,16 +82,17 @@ def _cutoffs(x: Tensor, temperature: Tensor, filters: RowFilters, vocab_size: in
 
 
 class _Histogram(NamedTuple):
-    """How many tokens, and how much mass, lie how far below the peak, `F` rows of them."""
+    """Token counts and masses of `F` rows, by distance from the row's largest logit."""
 
     x: Tensor  # [F, V]
     weights: Tensor  # [F, V], exp((x - peak) / temperature)
-    bins: Tensor  # [F, V] int64, falling with x
-    counts: Tensor  # [F, bins] fp32, of the tokens of a bin and of those before it
-    masses: Tensor  # [F, bins] fp32, likewise
+    bins: Tensor  # [F, V] int64, the bin of each token; bin 0 holds the largest logits
+    counts: Tensor  # [F, bins] fp32, number of tokens in a bin and in all bins before it
+    masses: Tensor  # [F, bins] fp32, sum of their weights
 
     @classmethod
     def of_rows(cls, x: Tensor, peak: Tensor, temperature: Tensor) -> "_Histogram":
+        """Of `x` [F, V] with the largest logits `peak` [F], which are finite."""
         d = (x - peak[:, None]) / temperature[:, None]
         weights = torch.exp(d)
         bins = (d * -BINS_PER_NAT).clamp(max=NUM_BINS - 1).long()
@@ -92,16 +101,20 @@ class _Histogram(NamedTuple):
         return cls(x, weights, bins, count, empty.scatter_add(1, bins, weights).cumsum(dim=-1))
 
     def largest_with(self, target: Tensor, is_count: bool) -> Tensor:
-        """The largest t such that the tokens >= t are that many, or have that mass: [F].
+        """The largest t such that the tokens >= t reach the target: [F].
 
-        target: [F] fp32. Where rounding, or a target out of reach, leaves none, the smallest
-        logit of the last bin that was searched.
+        If no t does (through rounding, or because the target is too large), the smallest logit of
+        the last bin that was searched.
+
+        Args:
+            target: [F] fp32, a number of tokens if `is_count`, else a mass.
         """
         total = self.counts if is_count else self.masses
+        # [F, 1]: the first bin in which the running total reaches the target, and the total before.
         bin_of = (total < target[:, None]).sum(dim=-1, keepdim=True).clamp(max=NUM_BINS - 1)
         above = torch.where(bin_of > 0, total.gather(1, (bin_of - 1).clamp(min=0)), 0.0)
         row, token = (self.bins == bin_of).nonzero(as_tuple=True)
-        tokens = _packed(row, self.x[row, token], len(self.x), -torch.inf)
+        tokens = _packed(row, self.x[row, token], len(self.x), -torch.inf)  # [F, largest bin]
         measure = (
             torch.ones_like(row, dtype=torch.float32) if is_count else self.weights[row, token]
         )
@@ -117,7 +130,11 @@ class _Histogram(NamedTuple):
 
 
 def _packed(row: Tensor, values: Tensor, num_rows: int, padding: float) -> Tensor:
-    """Values [K], in the order of their rows, as a tensor [rows, values of the longest row]."""
+    """`values` [K], sorted by row, as a matrix [rows, most values of a row] with padding.
+
+    Args:
+        row: [K] int64, ascending: the row of each value.
+    """
     lengths = torch.bincount(row, minlength=num_rows)
     starts = lengths.cumsum(0) - lengths
     packed = values.new_full((num_rows, int(lengths.max().clamp(min=1))), padding)
@@ -126,9 +143,10 @@ def _packed(row: Tensor, values: Tensor, num_rows: int, padding: float) -> Tenso
 
 
 def _largest(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """The largest float in [low, high] of which `holds` is true, or `low` if there is none: [F].
+    """The largest float in [low, high] for which `holds` is true, or `low` if there is none: [F].
 
-    `holds` is true up to some float and false above it.
+    Args:
+        holds: takes [F] floats, returns [F] bool; true up to some float and false above it.
     """
     low, high = _ordinal(low), _ordinal(high)
     while bool((low < high).any()):
@@ -139,11 +157,14 @@ def _largest(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Te
 
 
 def _ordinal(x: Tensor) -> Tensor:
-    """Floats to integers in the same order: fp32 to int64 in [-2^31, 2^31)."""
+    """Maps fp32 to integers in the same order: int64 in [-2^31, 2^31)."""
+    # The bits of floats >= 0 are in order as they are. Those of negative floats are in reverse
+    # order, so all bits but the sign are flipped.
     bits = x.view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
 def _from_ordinal(ordinal: Tensor) -> Tensor:
+    """The inverse of `_ordinal`."""
     bits = ordinal.to(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)

@@ -1,18 +1,19 @@
-"""Counter-based noise: every random number of a request is a pure function of where it is used.
+"""Counter-based noise: every random number is a pure function of where it is used.
 
-A draw is named by (request seed, canvas start position, denoise step, position in the canvas) and,
-for the sampling noise, the token id. Nothing is consumed from a stream, so a request's tokens do
-not depend on who shares its batch, on preemption, or on how often a step is recomputed.
+The arguments are (request seed, canvas start position, denoise step, position in the canvas) and,
+for the sampling noise, the token id. No generator has a state. So a request's tokens do not depend
+on the other requests of its batch, on preemption, or on how often a step is recomputed.
 
-Two levels, because a vocabulary row is 10^5 numbers and a canvas position is one:
+There are two levels, because a canvas position needs one random number for its canvas token but
+10^5 for its row of logits:
 
 * Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), one block
-  per canvas position: counter = (position, denoise step, canvas start, stream), key = the seed's
-  low and high word. It yields random tokens directly, and the two-word key of a vocabulary row.
-* `token_bits`, a keyed 32-bit mixer of the token id under that row key: three multiplications a
-  token, cheap enough to be recomputed inside a pass over the logits.
+  for each canvas position: counter = (position, denoise step, canvas start, stream), key = the
+  seed's low and high word. Its words give the random tokens, and a two-word key for the row.
+* `token_bits` mixes the token id with that row key into a 32-bit word. It takes three
+  multiplications a token, cheap enough to be recomputed inside a pass over the logits.
 
-All words are 32-bit values in int64 tensors and no intermediate overflows, so that CPU, CUDA,
+All words are 32-bit values in int64 tensors, and no intermediate result overflows. So CPU, CUDA,
 `torch.compile` and a Triton uint32 kernel produce identical bits. Pure tensor code: no host
 synchronisation, no Python loop over requests, no tensor copied from the host.
 """
@@ -22,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Streams keep the three uses of one (seed, canvas start, denoise step, position) independent.
+# The fourth word of the counter. It makes the three uses of one (seed, canvas start, denoise step,
+# position) independent.
 STREAM_INITIAL_CANVAS = 0
 STREAM_GUMBEL = 1
 STREAM_RENOISE = 2
@@ -38,15 +40,15 @@ MIX_MULTIPLIERS = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
 
 
 class StepNoise(NamedTuple):
-    """What one denoise step draws, for `R` rows of `C` canvas positions."""
+    """All random numbers of one denoise step, for `R` rows of `C` canvas positions."""
 
     keys: Tensor  # [R, C, 2] int64: row keys for `gumbel`
-    renoise_tokens: Tensor  # [R, C] int64: a uniform token for every position that is not accepted
-    next_canvas: Tensor  # [R, C] int64: where the block after this one starts from
+    renoise_tokens: Tensor  # [R, C] int64: uniform tokens, for positions that are not accepted
+    next_canvas: Tensor  # [R, C] int64: the initial canvas of the next block
 
 
 def initial_canvas(seeds: Tensor, canvas_start: Tensor, width: int, vocab_size: int) -> Tensor:
-    """Uniform token ids that a block starts from: [R, width] int64 in [0, vocab_size).
+    """The uniform token ids that a block starts from: [R, width] int64 in [0, vocab_size).
 
     seeds, canvas_start: [R] int64.
     """
@@ -62,12 +64,16 @@ def step_noise(
     width: int,
     vocab_size: int,
 ) -> StepNoise:
-    """Everything random in one denoise step, from one batched Philox call.
+    """All random numbers of one denoise step, from one batched Philox call.
 
     Equal to `row_keys(..., STREAM_GUMBEL)`, `random_tokens(..., STREAM_RENOISE)` and
-    `initial_canvas(seeds, next_start, ...)`, at a third of the number of operations. All but the
-    last two arguments: [R] int64; `denoise_step` counts the steps that the canvas has already
-    taken (0 for its first), `next_start` is the position behind the canvas.
+    `initial_canvas(seeds, next_start, ...)`, with a third of the operations.
+
+    Args:
+        seeds: [R] int64, one for each request.
+        canvas_start: [R] int64, position of the canvas' first token in the sequence.
+        denoise_step: [R] int64, steps that the canvas has already taken (0 at its first).
+        next_start: [R] int64, the position after the canvas.
     """
     starts = torch.stack((canvas_start, canvas_start, next_start))
     steps = torch.stack((denoise_step, denoise_step, torch.zeros_like(denoise_step)))
@@ -84,10 +90,13 @@ def step_noise(
 def row_keys(
     seeds: Tensor, canvas_start: Tensor, denoise_step: Tensor, width: int, stream: int
 ) -> Tensor:
-    """Two 32-bit words per canvas position: [R, width, 2] int64 in [0, 2^32).
+    """Two 32-bit words for each canvas position: [R, width, 2] int64 in [0, 2^32).
 
-    seeds: [R] int64, any value, its two's-complement bits are the key; canvas_start, denoise_step:
-    [R] int64 in [0, 2^32). A position's key does not depend on `width`.
+    A position's key does not depend on `width`.
+
+    Args:
+        seeds: [R] int64, any value; its two's-complement bits are the key.
+        canvas_start, denoise_step: [R] int64 in [0, 2^32).
     """
     words = _position_words(seeds, canvas_start, denoise_step, width, stream)
     return torch.stack((words[0], words[1]), dim=-1)
@@ -101,9 +110,10 @@ def random_tokens(
     vocab_size: int,
     stream: int,
 ) -> Tensor:
-    """Uniform token ids: [R, width] int64 in [0, vocab_size), arguments as in `row_keys`.
+    """Uniform token ids: [R, width] int64 in [0, vocab_size); arguments as in `row_keys`.
 
-    A 32-bit word is scaled by multiply-high; a token's probability is off by at most 2^-32.
+    floor(word * vocab_size / 2^32) of a 32-bit word: no token's probability is wrong by more than
+    2^-32.
     """
     words = _position_words(seeds, canvas_start, denoise_step, width, stream)
     return _scale_to_vocab(words[0], vocab_size)
@@ -112,48 +122,61 @@ def random_tokens(
 def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise for every token of every row: [..., vocab_size] fp32, always finite.
 
-    keys: [..., 2] int64 from `row_keys`. With v uniform on (0, 1), E = -log1p(-v) is a standard
-    exponential and -log(E) a standard Gumbel. This way round the large values, which decide an
-    argmax, come from small v, where fp32 is dense: the noise reaches 22.9 (= -log 2^-33) with no
-    visible steps, where -log(-log(u)) of a 24-bit uniform ends at 16.6 in steps of up to 0.7.
-    The low end is cut at -2.8 (v = 1 - 2^-24), where a token has lost already.
+    With v uniform on (0, 1), E = -log1p(-v) is a standard exponential and -log(E) a standard
+    Gumbel. Large values, which decide an argmax, come from small v, where fp32 numbers are dense:
+    the noise reaches 22.9 (= -log 2^-33) in fine steps. The usual form -log(-log(u)) with a 24-bit
+    uniform u ends at 16.6, in steps of up to 0.7. The smallest value is -2.8 (v = 1 - 2^-24);
+    tokens with less noise than that would hardly ever be sampled.
+
+    Args:
+        keys: [..., 2] int64 from `row_keys`.
     """
     tokens = torch.arange(vocab_size, device=keys.device)
     return gumbel_from_bits(token_bits(keys, tokens))
 
 
 def gumbel_from_bits(bits: Tensor) -> Tensor:
-    """The Gumbel value of uniform 32-bit words: int64 in [0, 2^32) to fp32 of the same shape."""
+    """The Gumbel values of uniform 32-bit words: int64 in [0, 2^32) to fp32 of the same shape."""
     v = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))
 
 
 def token_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """A keyed random word per token: [..., V] int64 in [0, 2^32).
+    """A random word for each token under a row key: [..., V] int64 in [0, 2^32).
 
-    keys: [..., 2] int64 in [0, 2^32); token_ids: [..., V] int in [0, 2^31). For one key this is a
-    permutation of the 32-bit words: triple32 with the key's words xor-ed in before the first and
-    after the first multiplication. With two multiplications (lowbias32) tokens whose ids differ
-    by powers of two were drawn up to 2% too often or too rarely; with three, no bias shows in 4
-    million draws per pattern (`tests/ops/test_noise.py` has a shorter form of that measurement).
+    For one key this is a permutation of the 32-bit words: triple32, with the key's two words
+    xor-ed in before and after the first multiplication. A mixer with two multiplications
+    (lowbias32) is not enough: tokens whose ids differ by powers of two are sampled up to 2% too
+    often or too rarely. With three, 4 million draws for each pattern show no bias
+    (`tests/ops/test_noise.py` has a shorter form of that measurement).
+
+    Args:
+        keys: [..., 2] int64 in [0, 2^32).
+        token_ids: [..., V] int in [0, 2^31).
     """
     return _token_words(keys, token_ids).long() & _MASK32
 
 
 def smallest_words(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """The smallest `token_bits` of each tile of tokens: [..., tiles] int64.
+    """The smallest `token_bits` of each tile of tokens, which has the largest noise.
 
-    keys: [..., 2] int64; token_ids: [..., tiles, width] int32. The word with the largest noise.
+    Args:
+        keys: [..., 2] int64.
+        token_ids: [..., tiles, width] int32.
+
+    Returns:
+        [..., tiles] int64 in [0, 2^32).
     """
     flipped = _token_words(keys[..., None, :], token_ids) ^ _SIGN32  # signed order = unsigned order
     return (flipped.amin(dim=-1) ^ _SIGN32).long() & _MASK32
 
 
 def _token_words(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """`token_bits` as int32: a word's two's complement, where products wrap around.
+    """`token_bits` as int32 words (the same bits, read as signed numbers): [..., V].
 
-    Half as wide as int64 and with a vector instruction for the product: on AVX-512 ten times as
-    fast. The masks make the shifts logical.
+    int32 products wrap around modulo 2^32, as needed. On AVX-512 this is ten times as fast as with
+    int64: the words are half as wide, and their product is a vector instruction. Shifts of signed
+    numbers copy the sign bit; the masks remove these copies.
     """
     key = keys.to(torch.int32)
     first, second, third = MIX_MULTIPLIERS
@@ -168,9 +191,12 @@ def _token_words(keys: Tensor, token_ids: Tensor) -> Tensor:
 def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     """Philox4x32-10, bit-exact to Random123: [4, ...] int64 in [0, 2^32).
 
-    counter: [4, ...], key: [2, ...] int64 in [0, 2^32), broadcast against each other. The two
-    halves of a round are the same arithmetic with other constants, so they run as one tensor:
-    `even` holds words 0 and 2, `odd` words 1 and 3.
+    The two halves of a round do the same arithmetic with different constants, so they run as one
+    tensor: `even` holds words 0 and 2, `odd` words 1 and 3.
+
+    Args:
+        counter: [4, ...] int64 in [0, 2^32).
+        key: [2, ...] int64 in [0, 2^32); broadcast against the counter.
     """
     multiplier = _pair(_PHILOX_MULTIPLIERS, counter)
     weyl = _pair(_PHILOX_WEYL, counter)
@@ -185,9 +211,11 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
 def _position_words(
     seeds: Tensor, canvas_start: Tensor, denoise_step: Tensor, width: int, stream: int | Tensor
 ) -> Tensor:
-    """The Philox block of every canvas position: [4, ..., R, width].
+    """The Philox block (four words) of every canvas position: [4, ..., R, width].
 
-    canvas_start, denoise_step: [..., R]; stream: broadcast against [..., R, width].
+    Args:
+        canvas_start, denoise_step: [..., R].
+        stream: a number, or a tensor that broadcasts against [..., R, width].
     """
     position = torch.arange(width, device=seeds.device)
     stream = torch.zeros_like(position) + stream
@@ -212,6 +240,9 @@ def _multiply_high_low(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pair(values: tuple[int, int], like: Tensor) -> Tensor:
-    """Two constants on a leading axis, made on the device (a copy would break graph capture)."""
+    """Two constants on a leading axis of size 2, with as many axes as `like`.
+
+    Computed on the device: copying them from the host is not allowed during CUDA graph capture.
+    """
     index = torch.arange(2, device=like.device).view(2, *([1] * (like.ndim - 1)))
     return values[0] + index * (values[1] - values[0])

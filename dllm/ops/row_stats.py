@@ -8,14 +8,14 @@ For a row of logits x at temperature T, with d = (x - max x) / T, z = sum exp(d)
     probs    = exp(d) / z                 what self-conditioning embeds
 
 The temperature divides differences from the maximum, never the logits themselves: as T -> 0, x / T
-overflows (or rounds the maximum away from itself), while d is exactly 0 at the maximum and goes to
--inf elsewhere. The entropy is never negative: log z >= 0 >= s. Filters (`row_filters`) exclude
-tokens first: x is -inf there.
+overflows (or loses the maximum by rounding), while d is exactly 0 at the maximum and goes to -inf
+elsewhere. The entropy is never negative: log z >= 0 >= s. Filters (`filters`) exclude tokens before
+all this: x is -inf there.
 
-`reference_row_stats` is this definition in plain torch operations, and what runs on a CPU for a
-small vocabulary. Otherwise that is `row_stats_cpu`, and on a GPU the Triton kernel of
-`row_stats_gpu`; `dispatch` chooses. Both read a row once from memory and write nothing of its size
-unless the probabilities are asked for: those are a second pass over the row, and one write. vLLM's
+`reference_row_stats` is this definition in plain torch operations; it also runs on a CPU if the
+vocabulary is small. Otherwise `row_stats_cpu` runs, or on a GPU the kernels of `row_stats_gpu`;
+`dispatch` chooses. Both read a row once from memory and write nothing of its size, unless the
+probabilities are asked for, which take a second pass and one write. vLLM's
 `diffusion_gemma_sampler.py` (0.32) computes the same numbers in one pass on a GPU; it differs in
 the noise (one seed for a whole batch), in the filters (applied to a copy of all the logits) and in
 a row without a finite logit, where its entropy is NaN.
@@ -28,13 +28,13 @@ from torch import Tensor
 
 from dllm.ops.noise import gumbel
 
-KERNEL_MASS_TILE = 64  # tokens of a `tile_mass` on a GPU, where whole tiles are skipped
+KERNEL_MASS_TILE = 64  # tokens of one tile of `tile_mass` on a GPU
 
 
 class RowStats(NamedTuple):
-    """Statistics of `N` rows over a vocabulary of `V`, cut into tiles of tokens.
+    """Statistics of `N` rows over a vocabulary of `V` tokens, which is cut into tiles.
 
-    The distribution is p = exp((x - peak) / temperature - log_z) where x >= cutoff, 0 elsewhere.
+    The probability of a token is exp((x - peak) / temperature - log_z) where x >= cutoff, else 0.
     """
 
     argmax: Tensor  # [N] int64, ties go to the lowest id
@@ -54,19 +54,19 @@ def reference_row_stats(
     probs_dtype: torch.dtype | None,
     cutoff: Tensor | None = None,
 ) -> RowStats:
-    """The definition of `row_stats`, with cutoffs in the place of filters.
+    """The definition of `dispatch.row_stats`, with cutoffs [N] in the place of filters.
 
-    It holds several tensors of `[N, V]`; its one tile is the row.
+    Needs memory for several tensors of [N, V]. `tile_mass` has one tile, the whole row.
     """
-    x = logits.to(torch.float32)
+    x = logits.to(torch.float32)  # [N, V]
     cutoff = torch.full_like(temperature, -torch.inf) if cutoff is None else cutoff
     x = torch.where(x < cutoff[:, None], -torch.inf, x)
     peak = x.amax(dim=-1)
     d = (x - peak[:, None]) / temperature[:, None]
     e = torch.exp(d)
     z = e.sum(dim=-1)
-    s = torch.where(e > 0, d * e, 0.0).sum(dim=-1)  # -inf * 0 is NaN
-    has_distribution = z > 0  # not if d is NaN: -inf - -inf, or a NaN logit
+    s = torch.where(e > 0, d * e, 0.0).sum(dim=-1)  # where e = 0, d may be -inf: -inf * 0 is NaN
+    has_distribution = z > 0  # false if d is NaN: all logits -inf (-inf - -inf), or one is NaN
     log_z = torch.where(has_distribution, torch.log(z), torch.inf)
     probs = torch.where(has_distribution[:, None], e / z[:, None], 0.0)
     return RowStats(

@@ -1,23 +1,26 @@
-"""Row statistics on a GPU: one read of each row of logits, in Triton.
+"""Row statistics on a GPU: one read of each row of logits, in Triton (defined in `row_stats`).
 
-A program takes one block of tokens of one row, so that any number of rows fills the device, and
-leaves what the block knows relative to its own maximum b:
+Block kernel: a program reads one block of tokens of one row, so that a single row already gives the
+GPU many programs. With b = the block's largest logit it writes
 
-    b, the first id with it,  z_b = sum exp((x - b) / T),  s_b = sum ((x - b) / T) exp((x - b) / T),
-    z_b of each tile of tokens, and the id that wins the block's draw
+    b, the lowest id with it, and the id that wins the block's draw
+    z_b = sum exp((x - b) / T)           also for each tile of tokens
+    s_b = sum ((x - b) / T) exp((x - b) / T)
 
-A second, small kernel puts the blocks of a row together, with m = max b and w_b = exp((b - m) / T):
+Merge kernel: a program combines the blocks of one row, with m = max b and w_b = exp((b - m) / T):
 
     z = sum w_b z_b          s = sum w_b (s_b + z_b (b - m) / T)
 
-The draw. argmax(d + gumbel) with gumbel = -log(E), E = -log1p(-v) standard exponential, is
-argmin(E / exp(d)), a race of exponential clocks: no logarithm but that in E. As v <= E <= v / (1-v)
-and exp(d) is there already, the smallest v / exp(d) is nearly always the winner; only if another
-token comes within E of it are the E computed. Winners of blocks meet in the definition's own
-arithmetic, d + gumbel relative to m. In a block, tokens within rounding (1e-6 nats) may swap.
+The draw needs argmax(d + gumbel), where gumbel = -log(E) and E = -log1p(-v) is a standard
+exponential of the uniform v. That is argmin(E / exp(d)), which saves one of the two logarithms.
+exp(d) is known already, and v <= E <= v / (1 - v), so the token with the smallest v / exp(d) is
+nearly always the winner. E is computed for all tokens only if another token comes so close that it
+could win. Each block reports its winning token; the merge kernel recomputes d + gumbel for those
+few with the formula of the definition and takes the largest. Only within a block may two tokens
+whose values differ by no more than rounding (1e-6 nats) swap.
 
-With filters, a search for the cutoff of each row (`row_filters`) lies between two such passes, of
-which the second leaves rows without filters alone.
+With filters these two kernels run twice. Between the runs the cutoff kernel finds each row's cutoff
+(`filters`); the second run skips rows without filters.
 """
 
 from __future__ import annotations
@@ -40,10 +43,11 @@ THIRD = tl.constexpr(MIX_MULTIPLIERS[2] & 0xFFFFFFFF)
 
 @dataclass(frozen=True)
 class KernelTiles:
-    """How the kernels cut a row; powers of two. No result depends on it but the tile masses."""
+    """How the kernels cut a row; powers of two. Of the results only `tile_mass` depends on it."""
 
-    block: int = 2048  # tokens of a program: 8 a thread, which leaves registers for two programs
-    tile: int = KERNEL_MASS_TILE  # tokens whose mass is known together
+    # Tokens of a program. 8 tokens a thread leave enough registers for two programs at a time.
+    block: int = 2048
+    tile: int = KERNEL_MASS_TILE  # tokens of one entry of `tile_mass`
     num_warps: int = 8
 
 
@@ -55,7 +59,7 @@ def row_stats_kernels(
     filters: RowFilters | None,
     cut: KernelTiles,
 ) -> list[Tensor]:
-    """What `row_stats.row_stats` returns, in the order of its fields."""
+    """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and keys.is_contiguous(), (logits.stride(), keys.stride())
     num_blocks, num_tiles = triton.cdiv(vocab_size, cut.block), triton.cdiv(vocab_size, cut.tile)
@@ -110,7 +114,7 @@ def row_stats_kernels(
 
 @triton.jit
 def _token_bits(ids, first_key, second_key):
-    """`noise.token_bits` in uint32 arithmetic."""
+    """`noise.token_bits` in uint32 arithmetic, with the same bits."""
     x = ids.to(tl.uint32) ^ first_key
     x = (x ^ (x >> 17)) * FIRST
     x = x ^ second_key
@@ -121,14 +125,18 @@ def _token_bits(ids, first_key, second_key):
 
 @triton.jit
 def _uniform(bits):
-    """`noise.gumbel_from_bits`'s v, in (0, 1)."""
+    """The v of `noise.gumbel_from_bits`: a uniform number in (0, 1)."""
     v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
     return tl.minimum(v, 1.0 - 5.9604644775390625e-08)  # 1 - 2^-24
 
 
 @triton.jit
 def _exponential(v):
-    """-log1p(-v): a series where log(1 - v) would lose digits; its rest is below 2^-28 v."""
+    """-log1p(-v) for v in (0, 1).
+
+    Below 1/16, where log(1 - v) would lose digits, the sum of v^k / k for k up to 7. The omitted
+    terms are less than 2^-28 v there, below fp32 rounding.
+    """
     series = 1.0 / 7
     series = series * v + 1.0 / 6
     series = series * v + 1.0 / 5
@@ -146,46 +154,50 @@ def _block_kernel(
     vocab_size, num_blocks, num_tiles,
     BLOCK: tl.constexpr, TILE: tl.constexpr, IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """What one block of one row knows; see the top of the file. `tile_mass` gets z_b of its tiles.
+    """The statistics of one block of one row (top of the file); `tile_mass` gets z_b of its tiles.
 
-    IS_FILTERED: tokens below the row's cutoff are left out; a row without one is left as it is.
+    IS_FILTERED: tokens below the row's cutoff are left out; rows without a cutoff are skipped.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     least = tl.load(cutoff + row)
-    if IS_FILTERED:  # noqa: SIM102 (decided when compiled)
+    if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
         if least == float("-inf"):
             return
-    ids = block * BLOCK + tl.arange(0, BLOCK)
+    ids = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK], as everything below but the sums
     x = tl.load(logits + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf"))
     x = x.to(tl.float32)
     if IS_FILTERED:
         x = tl.where(x < least, float("-inf"), x)
     largest = tl.max(x, 0)
-    base = tl.where(largest > float("-inf"), largest, 0.0)  # -inf - -inf is NaN
+    # A block of -inf only: 0 instead, because -inf - -inf is NaN.
+    base = tl.where(largest > float("-inf"), largest, 0.0)
+    # 1 / T may overflow to inf, and inf * 0 is NaN at the maximum: limited to a finite float.
     d = (x - base) * tl.minimum(1.0 / tl.load(temperature + row), 3e38)
     e = tl.exp(d)
     z = tl.sum(e, 0)
-    # -inf * 0 is NaN; a NaN logit stays NaN in z alone, which is enough
+    # Where e = 0, d may be -inf: -inf * 0 is NaN. A NaN logit is lost here but not in z, where the
+    # merge kernel finds it.
     s = tl.sum(tl.where(e > 0, d * e, 0.0), 0)
 
     v = _uniform(_token_bits(ids, tl.load(keys + 2 * row).to(tl.uint32),
                              tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
-    race = tl.where(e > 0, v / e, float("inf"))
-    soonest = tl.min(race, 0)
+    lower = tl.where(e > 0, v / e, float("inf"))  # at most E / e, the value to minimize
+    smallest = tl.min(lower, 0)
     inside = tl.arange(0, BLOCK)
-    winner = tl.min(tl.where(race == soonest, inside, BLOCK), 0)
+    winner = tl.min(tl.where(lower == smallest, inside, BLOCK), 0)  # place in the block
     its_v = tl.sum(tl.where(inside == winner, v, 0.0), 0)
-    # Its own time is soonest * E / v; whoever comes before it has a smaller v / exp(d) than that.
-    limit = soonest * (_exponential(its_v) / its_v) * 1.0001
-    rivals = tl.sum((race <= limit).to(tl.int32), 0)
+    # E / e of this token, with a margin for rounding. A token that beats it has a smaller E / e, so
+    # its v / e, which is no larger, is below this limit too. `rivals` counts the token itself.
+    limit = smallest * (_exponential(its_v) / its_v) * 1.0001
+    rivals = tl.sum((lower <= limit).to(tl.int32), 0)
     if rivals > 1:
-        time = tl.where(race <= limit, _exponential(v) / e, float("inf"))
-        winner = tl.min(tl.where(time == tl.min(time, 0), inside, BLOCK), 0)
+        value = tl.where(lower <= limit, _exponential(v) / e, float("inf"))
+        winner = tl.min(tl.where(value == tl.min(value, 0), inside, BLOCK), 0)
 
     place = row * num_blocks + block
     tl.store(block_max + place, largest)
-    # Not tl.argmax, which the interpreter refuses for a block of NaN.
+    # Not tl.argmax: Triton's interpreter fails on a block of NaN.
     tl.store(block_argmax + place, tl.min(tl.where(x == largest, ids, vocab_size), 0))
     tl.store(block_z + place, z)
     tl.store(block_s + place, s)
@@ -204,25 +216,25 @@ def _merge_kernel(
     TILES_OF_BLOCK: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
     IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one row from those of its blocks; `tile_mass` becomes probabilities."""
+    """The statistics of one row from those of its blocks; turns `tile_mass` into probabilities."""
     row = tl.program_id(0).to(tl.int64)
-    if IS_FILTERED:  # noqa: SIM102 (decided when compiled)
+    if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
         if tl.load(cutoff + row) == float("-inf"):
             return
-    block = tl.arange(0, BLOCKS)
+    block = tl.arange(0, BLOCKS)  # [BLOCKS]
     is_block = block < num_blocks
     place = row * num_blocks + block
-    maxima = tl.load(block_max + place, mask=is_block, other=float("-inf"))
+    maxima = tl.load(block_max + place, mask=is_block, other=float("-inf"))  # b of the formulas
     m = tl.max(maxima, 0)
     base = tl.where(m > float("-inf"), m, 0.0)
     t = tl.load(temperature + row)
     d = (maxima - base) / t
-    weight = tl.exp(d)
+    weight = tl.exp(d)  # w_b
     z_of = tl.load(block_z + place, mask=is_block, other=0.0) * weight
     s_of = tl.load(block_s + place, mask=is_block, other=0.0) * weight
     z = tl.sum(z_of, 0)
     s = tl.sum(s_of + tl.where(z_of > 0, z_of * d, 0.0), 0)
-    has_distribution = z > 0  # not if it is NaN
+    has_distribution = z > 0  # false if z is NaN
     tl.store(peak + row, m)
     tl.store(log_z + row, tl.where(has_distribution, tl.log(z), float("inf")))
     tl.store(entropy + row, tl.where(has_distribution, tl.maximum(tl.log(z) - s / z, 0.0),
@@ -234,11 +246,12 @@ def _merge_kernel(
     x = tl.load(logits + row * row_stride + ids, mask=is_block, other=float("-inf")).to(tl.float32)
     v = _uniform(_token_bits(ids, tl.load(keys + 2 * row).to(tl.uint32),
                              tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
-    noisy = (x - base) / t - tl.log(_exponential(v))
+    noisy = (x - base) / t - tl.log(_exponential(v))  # [BLOCKS], d + gumbel of the winners
     noisy = tl.where(is_block & (maxima > float("-inf")), noisy, float("-inf"))
     chosen = tl.argmax(noisy, 0)
     tl.store(sample + row, tl.sum(tl.where(block == chosen, ids, 0), 0))
 
+    # From sums relative to each block's own maximum to probabilities.
     for first_tile in range(0, num_tiles, TILES):
         tile = first_tile + tl.arange(0, TILES)
         is_tile = tile < num_tiles
@@ -251,7 +264,7 @@ def _merge_kernel(
 
 @triton.jit
 def _valid(ids, vocab_size):
-    """Ids of rows with a NaN may lie behind the vocabulary."""
+    """`ids` limited to the vocabulary: in a row with a NaN they may lie outside."""
     return tl.minimum(tl.maximum(ids, 0), vocab_size - 1)
 
 
@@ -260,9 +273,9 @@ def _cutoff_kernel(
     logits, row_stride, temperature, peak, log_z, block_max, top_ks, top_ps, min_ps, cutoff,
     vocab_size, num_blocks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The smallest kept logit of one row: bisections over the floats, in order, without a sort.
+    """The smallest kept logit of one row, by bisection over all floats (see `filters`).
 
-    A bisection takes up to 32 looks at the row, but only at blocks that reach up to its middle.
+    A bisection passes over the row up to 32 times, but reads only blocks with a token that large.
     """
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
@@ -274,22 +287,23 @@ def _cutoff_kernel(
         maxima = block_max + row * num_blocks
         floor = tl.where(min_p > 0.0, m + t * tl.log(min_p), float("-inf"))
         if has_top_k:
+            # From the smallest finite float to the largest logit. m - m is 0 in the type of m.
             low, high = _ordinal(m - m - 3.4028234663852886e38), _ordinal(m)
             while low < high:
                 middle = low + (high - low + 1) // 2
-                count, _mass = _from(x, maxima, _from_ordinal(middle), m, t,
-                                     vocab_size, num_blocks, BLOCK)  # fmt: skip
+                count, _mass = _count_and_mass(x, maxima, _from_ordinal(middle), m, t,
+                                               vocab_size, num_blocks, BLOCK)  # fmt: skip
                 low = tl.where(count >= top_k, middle, low)
                 high = tl.where(count >= top_k, high, middle - 1)
             floor = tl.maximum(floor, _from_ordinal(low))
         if top_p < 1.0:
-            _count, kept = _from(x, maxima, floor, m, t, vocab_size, num_blocks, BLOCK)
-            # Nothing below m - 104 t has a probability in fp32.
+            _count, kept = _count_and_mass(x, maxima, floor, m, t, vocab_size, num_blocks, BLOCK)
+            # Below m - 104 t the probability is 0 in fp32.
             low, high = _ordinal(tl.maximum(floor, m - 104.0 * t)), _ordinal(m)
             while low < high:
                 middle = low + (high - low + 1) // 2
-                _count, mass = _from(x, maxima, _from_ordinal(middle), m, t,
-                                     vocab_size, num_blocks, BLOCK)  # fmt: skip
+                _count, mass = _count_and_mass(x, maxima, _from_ordinal(middle), m, t,
+                                               vocab_size, num_blocks, BLOCK)  # fmt: skip
                 low = tl.where(mass >= top_p * kept, middle, low)
                 high = tl.where(mass >= top_p * kept, high, middle - 1)
             floor = tl.maximum(floor, _from_ordinal(low))
@@ -297,8 +311,8 @@ def _cutoff_kernel(
 
 
 @triton.jit
-def _from(x, maxima, threshold, m, t, vocab_size, num_blocks, BLOCK: tl.constexpr):
-    """How many tokens of a row are >= threshold, and the sum of their exp((x - m) / t)."""
+def _count_and_mass(x, maxima, threshold, m, t, vocab_size, num_blocks, BLOCK: tl.constexpr):
+    """Count of the tokens of a row that are >= threshold, and the sum of their exp((x - m) / t)."""
     count = 0
     mass = 0.0
     for block in range(num_blocks):
@@ -313,13 +327,14 @@ def _from(x, maxima, threshold, m, t, vocab_size, num_blocks, BLOCK: tl.constexp
 
 @triton.jit
 def _ordinal(x):
-    """Floats to integers in the same order."""
+    """Maps floats to integers in the same order (see `filters._ordinal`)."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _from_ordinal(ordinal):
+    """The inverse of `_ordinal`."""
     bits = ordinal.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 

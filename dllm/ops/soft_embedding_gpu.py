@@ -1,14 +1,14 @@
-"""The sparse soft embedding on a GPU: a product over the vocabulary that skips whole tiles.
+"""The soft embedding on a GPU: a matrix product over the vocabulary that skips whole tiles.
 
-`soft_embedding` says what a row may leave out. Here
+`soft_embedding` explains what a row may leave out. Here:
 
-1. a program per row finds the lightest tiles that half the mass pays for (a bisection over their
-   masses, which the row statistics left), and the least logit that counts in the others;
-2. a product runs, for each block of rows, over the list of the tiles that any of its rows needs.
-   Probabilities are computed from the logits where they are used and written nowhere; a row that
-   does not need a tile takes part with zeros.
+1. One program for each row drops the lightest tiles, up to half of the budget, by a bisection over
+   their masses (`RowStats.tile_mass`). For the other tiles it computes the smallest logit to keep.
+2. For each block of rows, a product runs over the tiles that any of its rows needs. Probabilities
+   are computed from the logits inside the kernel and never written to memory. A row that does not
+   need a tile contributes zeros.
 
-The lists stay on the device: their lengths are read by the kernel, never by the host.
+The lists of tiles stay on the device. The kernel reads their lengths, so the host never waits.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """How the product is cut; powers of two. The tile of tokens is that of the statistics."""
+    """How the product is cut; powers of two. The tile of tokens is that of the row statistics."""
 
     rows: int = 128
     hidden: int = 128
-    splits: int = 4  # of the list of tiles: programs for a step of a single canvas
+    splits: int = 4  # parts of a list of tiles: more programs when a step has a single canvas
     num_warps: int = 8
     num_stages: int = 3
 
@@ -46,7 +46,12 @@ def sparse_product_kernels(
     tile: int,
     cut: ProductTiles,
 ) -> Tensor:
-    """What `soft_embedding.sparse_product` returns; `tile` is that of `stats.tile_mass`."""
+    """`dispatch.sparse_product` on a GPU: [N, hidden] in the shard's dtype.
+
+    Args:
+        tile: tokens of one tile of `stats.tile_mass`.
+        cut: how the product is cut.
+    """
     num_rows, vocab_size = logits.shape
     hidden = shard.weight.shape[1]
     num_tiles = stats.tile_mass.shape[1]
@@ -61,7 +66,8 @@ def sparse_product_kernels(
         stats.tile_mass, stats.peak, temperature, stats.log_z, stats.cutoff, is_kept, least,
         budget / 2, num_tiles, TILE=tile, TILES=triton.next_power_of_2(num_tiles), num_warps=4,
     )  # fmt: skip
-    is_needed = is_kept.view(num_blocks, cut.rows, num_tiles).amax(dim=1)
+    is_needed = is_kept.view(num_blocks, cut.rows, num_tiles).amax(dim=1)  # [blocks, tiles]
+    # The needed tiles of each block of rows come first, in ascending order.
     needed = is_needed.argsort(dim=1, descending=True, stable=True).to(torch.int32)
     num_needed = is_needed.sum(dim=1, dtype=torch.int32)
     parts = torch.empty(cut.splits, num_rows, hidden, dtype=torch.float32, device=device)
@@ -80,14 +86,16 @@ def _kept_tiles_kernel(
     tile_mass, peak, temperature, log_z, cutoff, is_kept, least,
     budget, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Which tiles a row keeps, and the least logit that counts in them.
+    """Which tiles a row keeps, and the smallest logit to keep in them.
 
-    The others are those lighter than the largest float that leaves out at most `budget`.
+    Dropped are the tiles with less mass than a threshold: the largest float for which the dropped
+    tiles have at most `budget` in total.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     mass = tl.load(tile_mass + row * num_tiles + tile, mask=tile < num_tiles, other=0.0)
-    # The bits of 0.0 and of 2.0: those of floats that are not negative are in the floats' order.
+    # A bisection over the bits of the threshold, from 0.0 to 2.0. The bits of floats >= 0, read as
+    # integers, are in the same order as the floats.
     low, high = tl.full((), 0, tl.int32), tl.full((), 0x40000000, tl.int32)
     while low < high:
         middle = low + (high - low + 1) // 2
@@ -96,11 +104,13 @@ def _kept_tiles_kernel(
         high = tl.where(left_out <= budget, high, middle - 1)
     keeps = (mass >= low.to(tl.float32, bitcast=True)) & (tile < num_tiles)
     tl.store(is_kept + row * num_tiles + tile, keeps.to(tl.int8), mask=tile < num_tiles)
+    # With this floor the tokens left out of the kept tiles have at most `budget` in total.
     num_tokens = tl.maximum(tl.sum(keeps.to(tl.int32), 0), 1) * TILE
     log_p = tl.log(budget / num_tokens)
     lowest = tl.load(peak + row) + tl.load(temperature + row) * (tl.load(log_z + row) + log_p)
     lowest = tl.maximum(lowest, tl.load(cutoff + row))
-    tl.store(least + row, tl.maximum(lowest, -3.4028234663852886e38))  # -inf has no probability
+    # At least the smallest finite float, so that tokens at -inf are never kept.
+    tl.store(least + row, tl.maximum(lowest, -3.4028234663852886e38))
 
 
 @triton.jit
@@ -111,9 +121,9 @@ def _product_kernel(
     ROWS: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """One part of the sum over tokens, for a block of rows and a block of the hidden size.
+    """One part of the sum over tokens, for a block of rows and a block of hidden columns.
 
-    UPCAST is for Triton's interpreter, which cannot multiply bf16.
+    UPCAST: multiply in fp32, for Triton's interpreter, which cannot multiply bf16.
     """
     block, split = tl.program_id(0), tl.program_id(2)
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -124,21 +134,21 @@ def _product_kernel(
     log_of_z = tl.load(log_z + row, mask=is_row, other=0.0)
     lowest = tl.load(least + row, mask=is_row, other=float("inf"))
     count = tl.load(num_needed + block)
-    share = tl.cdiv(count, SPLITS)
+    share = tl.cdiv(count, SPLITS)  # tiles of this program
     acc = tl.zeros((ROWS, HIDDEN), dtype=tl.float32)
     for index in range(split * share, tl.minimum((split + 1) * share, count)):
         tile = tl.load(needed + block * num_tiles + index)
-        token = tile * TILE + tl.arange(0, TILE)
+        token = tile * TILE + tl.arange(0, TILE)  # [TILE]
         counts = tl.load(is_kept + row * num_tiles + tile, mask=is_row, other=0)
         x = tl.load(
             logits + row[:, None] * row_stride + token[None, :],
             mask=is_row[:, None] & (token < vocab_size)[None, :],
             other=float("-inf"),
         ).to(tl.float32)
-        p = tl.exp((x - x_max[:, None]) / t[:, None] - log_of_z[:, None])
+        p = tl.exp((x - x_max[:, None]) / t[:, None] - log_of_z[:, None])  # [ROWS, TILE]
         p = tl.where((x >= lowest[:, None]) & (counts > 0)[:, None], p, 0.0)
         is_ours = (token >= start) & (token < end)
-        embedding = tl.load(
+        embedding = tl.load(  # [TILE, HIDDEN]
             weight + (token - start).to(tl.int64)[:, None] * weight_stride + column[None, :],
             mask=is_ours[:, None] & is_column[None, :],
             other=0.0,

@@ -1,4 +1,4 @@
-"""Checks of options and settings: what was given, what is allowed, what may have been meant."""
+"""Checks of options and settings; errors say what was given, what is allowed, and guess typos."""
 
 import difflib
 import tomllib
@@ -9,21 +9,21 @@ from typing import Any, NoReturn
 
 
 def did_you_mean(given: str, known: list[str]) -> str:
-    """`` (did you mean 'x'?)`` for the nearest known word, or nothing."""
+    """`` (did you mean 'x'?)`` for the most similar known word; empty if none is similar."""
     nearest = difflib.get_close_matches(given, known, n=1)
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
 @dataclass(frozen=True)
 class FloatRange:
-    """The numbers from ``low`` (unless excluded) to ``high``; its text completes "allowed: "."""
+    """The numbers from ``low`` to ``high``; ``str`` gives the text for "allowed: ..."."""
 
     low: float
     high: float
     excludes_low: bool = False
 
     def __contains__(self, value: object) -> bool:
-        """Whether ``value`` is a number (a bool is none, and neither is NaN) in the range."""
+        """Whether ``value`` is a number in the range; False for a bool and for NaN."""
         return (
             isinstance(value, int | float)
             and not isinstance(value, bool)
@@ -53,14 +53,22 @@ class IntRange:
 
 
 def refuse(name: str, value: object, allowed: str) -> NoReturn:
-    """Raise the ValueError of a field whose value is not among the allowed ones."""
+    """Raise a ValueError that names the field, its value and what is allowed."""
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
 
 
 def check_fields(
     holder: object, at_least: Mapping[str, int], ranges: Mapping[str, FloatRange]
 ) -> None:
-    """Refuse attributes that are no integer of at least so much, or not in their range."""
+    """Refuse an object with an attribute outside its limits.
+
+    Args:
+        at_least: attributes that must be integers, with their smallest values.
+        ranges: attributes that must be numbers, with their ranges.
+
+    Raises:
+        ValueError: names the first such attribute, its value and what is allowed.
+    """
     for name, least in at_least.items():
         check_int(name, getattr(holder, name), least)
     for name, allowed in ranges.items():
@@ -69,19 +77,23 @@ def check_fields(
 
 
 def check_int(name: str, value: object, at_least: int) -> None:
-    """Refuse what is no integer (a bool is none) or less than ``at_least``, with a ValueError."""
+    """Refuse a value that is not an integer (a bool is refused) or is less than ``at_least``.
+
+    Raises:
+        ValueError: names the value and what is allowed.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         refuse(name, value, f"an integer of at least {at_least}")
 
 
 def known_fields(kind: type, given: object, where: str) -> Mapping[str, Any]:
-    """``given``, if it is an object all of whose keys are fields of the dataclass ``kind``.
+    """``given``, checked to be a mapping whose keys are all fields of the dataclass ``kind``.
 
     Args:
-        where: what messages call the object.
+        where: the name of the object in error messages.
 
     Raises:
-        ValueError: it is no object, or a key is unknown; with the nearest known one.
+        ValueError: it is not a mapping, or a key is unknown; names the most similar known key.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"{where} must be an object, got {given!r}.")
@@ -97,7 +109,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Raises:
-        ValueError: there is no such file, or no TOML in it.
+        ValueError: the file cannot be read, or is not TOML.
     """
     try:
         return tomllib.loads(path.read_text())

@@ -1,24 +1,25 @@
-"""What a server may say about drafting: ``--additional-config '{"dllm": {"drafter": {...}}}'``.
+"""A server's options for drafting: ``--additional-config '{"dllm": {"drafter": {...}}}'``.
 
-Checked once, when the server starts. How many tokens are drafted at all is vLLM's own
-``num_speculative_tokens``.
+They are checked once, when the server starts. The number of tokens in a draft block (N) is vLLM's
+own option ``num_speculative_tokens``.
 """
 
 from dataclasses import dataclass, fields
 
 from dllm.settings.checks import FloatRange, check_int, known_fields
 
-DRAFTER_ARCHITECTURE = "DFlashDraftModel"  # of config.json; both formats arrive under this name
+# "architectures" in a drafter's config.json. vLLM uses this name for both checkpoint formats.
+DRAFTER_ARCHITECTURE = "DFlashDraftModel"
 WHERE = '--additional-config: "dllm": "drafter"'
 POLICIES = ("fixed", "adaptive", "pilot")
-# Options that mean something to one policy only.
+# Options that only one policy has; any other policy refuses them.
 POLICY_OPTIONS = {
     "width": "fixed",
     "confidence": "adaptive",
     "hysteresis": "adaptive",
     "pilot": "pilot",
 }
-HYSTERESES = FloatRange(0.0, 1.0)
+HYSTERESES = FloatRange(0.0, 1.0)  # allowed values of `hysteresis`
 NOISE_SCHEDULES = ("cosine", "linear", "sqrt")
 FULL, CHOSEN = "full", "chosen"
 BLOCKS = (FULL, CHOSEN)
@@ -26,28 +27,30 @@ BLOCKS = (FULL, CHOSEN)
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """The ``drafter`` object of our options.
+    """The ``drafter`` object of the options.
 
     Attributes:
-        policy: who decides how many drafts of a request the target verifies (``policy``).
-        width: of the policy ``fixed``: drafts verified per step, 0 to num_speculative_tokens (the
-            default). At 0 nothing is drafted.
-        confidence: of the policy ``adaptive``: whether it looks at how sure the drafter is of each
-            token before it decides what to verify.
-        hysteresis: of the policy ``adaptive``: share by which drafting must beat plain decoding to
-            be taken up again, or fall behind it to be stopped.
-        pilot: of the policy ``pilot``: folder of what ``dllm train pilot`` wrote.
-        window: tokens of context before the draft block that the drafter attends to; those before
-            them leave its KV cache. None keeps what the checkpoint says.
-        denoise_steps: passes over the draft block; more than one reveals the surest tokens first.
-        noise_schedule: how many tokens each of these passes reveals (``schedule``).
-        block: how wide the draft block is: always ``full``, or as wide as the policy has ``chosen``
-            before it is drafted (``fixed`` and ``pilot``), so that its masks see no further.
-        mask_token_id, mask_token: the token that stands at undecided positions, where the
-            checkpoint does not say.
-        record: folder that hidden states and tokens of live traffic are recorded in, for
+        policy: decides how many drafts of a request the target verifies (its width); one of
+            ``POLICIES`` (``dllm.drafter.widths``).
+        width: of the policy ``fixed``: drafts verified in each step, 0 to num_speculative_tokens
+            (the default). At 0 nothing is drafted.
+        confidence: of the policy ``adaptive``: use the drafter's probability of each draft in the
+            decision what to verify.
+        hysteresis: of the policy ``adaptive``: drafting starts again when it is faster than plain
+            decoding by this share, and stops when it is slower by this share.
+        pilot: of the policy ``pilot``: folder that ``dllm train pilot`` wrote.
+        window: number of context tokens before the draft block that the drafter attends to; earlier
+            ones leave its KV cache. None keeps what the checkpoint says.
+        denoise_steps: passes over the draft block; with several, each decides the positions of
+            which the drafter is surest.
+        noise_schedule: how many tokens each of these passes decides (``dllm.drafter.schedule``).
+        block: width of the draft block: ``full`` is always num_speculative_tokens; ``chosen`` is
+            the policy's width (``fixed`` and ``pilot``), so that no position sees masks after it.
+        mask_token_id, mask_token: the token at undecided positions, if the checkpoint does not name
+            one.
+        record: folder in which tokens and hidden states of live traffic are recorded, for
             ``dllm calibrate --from-buffer``; None records nothing. They reveal what users wrote.
-        record_mb: how much of it is kept at most, MB (10^6 bytes); the oldest goes first.
+        record_mb: limit of that folder, MB (10^6 bytes); the oldest recordings are deleted first.
     """
 
     policy: str = "fixed"
@@ -85,7 +88,7 @@ class DrafterOptions:
         self._check_policy()
 
     def _check_policy(self) -> None:
-        """Each policy's own options, and nobody else's."""
+        """Refuse wrong values of the policies' options, and options of another policy."""
         if not isinstance(self.confidence, bool):
             raise ValueError(f"{WHERE}: confidence = {self.confidence!r}; allowed: true or false.")
         if self.hysteresis not in HYSTERESES:
@@ -113,20 +116,25 @@ class DrafterOptions:
 
     @classmethod
     def from_given(cls, given: object) -> "DrafterOptions":
-        """Parse the object.
+        """The options from the parsed JSON object.
 
         Raises:
-            ValueError: an unknown key (with the nearest known one) or a value out of range.
+            ValueError: an unknown key (names the most similar known one) or a value out of range.
         """
         if isinstance(given, cls):
             return given
         return cls(**known_fields(cls, given, WHERE))
 
     def check_against(self, num_drafts: int, samples_drafts: bool) -> None:
-        """Refuse what does not fit ``num_speculative_tokens`` or vLLM's way to draw drafts.
+        """Refuse options that do not fit the server's speculative config.
+
+        Args:
+            num_drafts: num_speculative_tokens.
+            samples_drafts: drafts are sampled (draft_sample_method "probabilistic"), not the most
+                likely tokens.
 
         Raises:
-            ValueError: with both values.
+            ValueError: names both values.
         """
         if self.width is not None and self.width > num_drafts:
             raise ValueError(
@@ -148,5 +156,8 @@ class DrafterOptions:
 
 
 def always_verifies_all(options: DrafterOptions, num_drafts: int) -> bool:
-    """Whether every row is verified at full width, so that a schedule can be made ahead of time."""
+    """Whether all drafts of every row are verified in each step.
+
+    Then the scheduler knows every step's size in advance, which asynchronous scheduling needs.
+    """
     return options.policy == "fixed" and options.width in (None, num_drafts)

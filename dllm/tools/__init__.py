@@ -1,4 +1,4 @@
-"""Commands around a server: chat, eval, watch, and the HTTP client that they share.
+"""The commands ``dllm chat``, ``dllm eval`` and ``dllm watch``, and their HTTP client.
 
 Imports models, ops, tasks and settings.
 """

@@ -1,6 +1,6 @@
 """``dllm chat``: a conversation with a running server, in the terminal.
 
-Ctrl-C stops an answer, not the program; what was said until then stays in the history.
+Ctrl-C stops an answer, not the program; the part that had arrived stays in the history.
 """
 
 import argparse
@@ -19,7 +19,12 @@ HELP = "/reset forgets the conversation, /quit ends it; Ctrl-C stops an answer."
 
 @dataclass
 class Conversation:
-    """What has been said, and who continues it."""
+    """The messages so far, and the server and options that answer the next one.
+
+    Attributes:
+        system: the system prompt; None sends none.
+        max_tokens, temperature: of each answer; None leaves them to the server.
+    """
 
     connection: client.Connection
     system: str | None = None
@@ -37,10 +42,10 @@ class Conversation:
             self.messages.append({"role": "system", "content": self.system})
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """The pieces of the answer as they arrive.
+        """Yield the pieces of the answer as they arrive.
 
-        Both sides enter the history when the iteration ends, also if it is closed early: then with
-        what had arrived; nothing is kept of a question without any answer.
+        Question and answer are added to the history when the iteration ends. If it is closed early,
+        the answer is what had arrived; if nothing had arrived, neither is added.
 
         Raises:
             CommandError: the server failed or refused.
@@ -68,7 +73,7 @@ class Conversation:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Talk until /quit or the end of the input."""
+    """Run the command until /quit or the end of the input; returns its exit status."""
     parser = argparse.ArgumentParser(prog="dllm chat", description=__doc__, epilog=HELP)
     client.add_arguments(parser)
     parser.add_argument("--system", help="a system prompt")
@@ -86,9 +91,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def talk(conversation: Conversation, console: Console, read: Callable[[str], str]) -> None:
-    """The loop: read a line, obey or answer it.
+    """Read lines and answer them, or do what a command (/reset, /quit) says, until the end.
 
-    read: shows its argument and returns a line; raises EOFError at the end.
+    Args:
+        read: shows its argument as a prompt and returns a line; raises EOFError at the end.
     """
     while True:
         try:
@@ -111,6 +117,7 @@ def talk(conversation: Conversation, console: Console, read: Callable[[str], str
 
 
 def _answer(conversation: Conversation, console: Console, line: str) -> None:
+    """Print the answer as it arrives; Ctrl-C stops it, an error is printed."""
     pieces = conversation.ask(line)
     try:
         for piece in pieces:

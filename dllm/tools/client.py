@@ -1,4 +1,4 @@
-"""A connection to an OpenAI-compatible server, with errors that say what to do."""
+"""Connects to an OpenAI-compatible server; errors say what the user can do."""
 
 import argparse
 import urllib.error
@@ -21,14 +21,18 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Connection:
-    """A server that answered, and the model to ask it for."""
+    """A server that has answered, and the name of the model to request from it."""
 
     url: str  # without /v1
     model: str
     client: openai.OpenAI
 
     def metrics(self) -> str | None:
-        """The text of the server's Prometheus metrics, or None where it has none."""
+        """The text of the server's Prometheus metrics; None if it has none.
+
+        Raises:
+            CommandError: the server does not answer any more.
+        """
         try:
             with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT_S) as response:
                 return str(response.read().decode())
@@ -39,7 +43,7 @@ class Connection:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--base-url`` and ``--model``."""
+    """Add the options ``--base-url`` and ``--model``."""
     parser.add_argument(
         "--base-url", default=DEFAULT_URL, help="of the server, with or without /v1 (%(default)s)"
     )
@@ -47,10 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def connect(base_url: str, model: str | None) -> Connection:
-    """Find the server and its model.
+    """Connect to a server that serves the model.
+
+    Args:
+        base_url: with or without /v1.
+        model: None takes the server's only model.
 
     Raises:
-        CommandError: nothing answers, or it does not serve that model.
+        CommandError: no server answers, it does not serve this model, or it serves several and none
+            was named.
     """
     url = base_url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
@@ -70,13 +79,13 @@ def connect(base_url: str, model: str | None) -> Connection:
 
 
 def if_given(value: Number | None) -> Number | openai.Omit:
-    """A request's option that is left out, not sent as null, when it is None."""
+    """The value of a request's option; None leaves the option out instead of sending null."""
     return openai.omit if value is None else value
 
 
 @contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turn the client's failures into CommandErrors."""
+    """Turn the OpenAI client's exceptions into CommandErrors that name the server at ``url``."""
     try:
         yield
     except openai.APITimeoutError:

@@ -1,7 +1,8 @@
-"""Answers of a checkpoint through Hugging Face transformers, in this process.
+"""Answers questions with a checkpoint in Hugging Face transformers, in this process.
 
-The reference of what a server answers. One question at a time; a diffusion model's denoise steps
-are counted by the streamer that its ``generate`` reports every draft and every block to.
+This is the reference for a server's answers. It asks one question at a time. The denoise steps of a
+diffusion model are counted by a streamer, an object that ``generate`` calls after every step and
+every block.
 """
 
 import json
@@ -26,36 +27,36 @@ DIFFUSION = "DiffusionGemmaForBlockDiffusion"
 
 
 class StepCounter:
-    """The streamer of a generation: counts what goes by."""
+    """A streamer for ``generate`` that counts denoise steps and blocks."""
 
     def __init__(self) -> None:
         self.denoise_steps = 0
-        self.blocks = -1  # the prompt comes first
+        self.blocks = -1  # the first call of `put` is for the prompt
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt, then every finished block."""
+        """Called with the prompt, then with every finished block."""
         self.blocks += 1
 
     def put_draft(self, value: torch.Tensor) -> None:
-        """The argmax canvas after every denoise step."""
+        """Called with the argmax canvas after every denoise step."""
         self.denoise_steps += 1
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Called at the end; does nothing."""
 
 
 class ReferenceModel:
-    """A checkpoint, diffusion or autoregressive by its config.json.
+    """A checkpoint in transformers; its config.json says whether diffusion or autoregressive.
 
     Args:
-        path: a checkpoint's directory.
-        max_tokens: of an answer; rounded up to whole blocks.
-        temperature: of a diffusion model, multiplies its schedule; of an autoregressive one, 0
-            means greedy; None leaves both to generation_config.json.
-        seed: of question i is ``seed + i``.
+        path: the checkpoint's folder.
+        max_tokens: of an answer; a diffusion model rounds it up to whole blocks.
+        temperature: multiplies a diffusion model's schedule of temperatures; 0 makes an
+            autoregressive model greedy; None uses generation_config.json.
+        seed: question i is answered with ``seed + i``.
 
     Raises:
-        CommandError: no checkpoint, or a temperature that the reference cannot take.
+        CommandError: there is no checkpoint, or the reference does not allow this temperature.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class ReferenceModel:
         self.eos_ids = _as_list(self.model.generation_config.eos_token_id)
 
     def _temperature(self, temperature: float) -> dict[str, object]:
-        """What ``generate`` takes for a request's temperature."""
+        """The arguments of ``generate`` for a request's temperature."""
         if not self.is_diffusion:
             return {"do_sample": temperature > 0, "temperature": temperature or None}
         if temperature == 0:

@@ -1,8 +1,8 @@
-"""Scores of answered questions: accuracy with an interval, tokens, denoise steps; table and JSON.
+"""Scores of answered questions, as a table and as JSON.
 
 accuracy      right answers / questions, with the Wilson score interval at 95%
-tokens        output tokens a question, the end-of-sequence token included
-steps/block   denoise steps / blocks, where the model is a diffusion model and says so
+tokens        output tokens for each question, the end-of-sequence token included
+steps/block   denoise steps / blocks; "-" where the model has none or does not report them
 tokens/s      output tokens of all questions / wall time of all questions
 """
 
@@ -19,19 +19,20 @@ Z_95 = 1.959963984540054  # of the standard normal distribution: 2.5% lie above 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said. num_tokens: None where the server reports no usage."""
+    """A model's answer to one question."""
 
     text: str
-    num_tokens: int | None
+    num_tokens: int | None  # None if the server does not report it
 
 
 @dataclass(frozen=True)
 class Run:
-    """A list of questions, answered one after the other or at once.
+    """The answers to a list of questions, which were asked one after the other or concurrently.
 
     Attributes:
+        answers: in the order of the questions.
         seconds: wall time of all of them.
-        denoise_steps, blocks: of all of them; None where the model has none or does not tell.
+        denoise_steps, blocks: sums over all; None if the model has none or does not report them.
     """
 
     answers: Sequence[Answer]
@@ -42,7 +43,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Score:
-    """What is said about one family, or about all (the sum)."""
+    """The scores of one family of questions, or of all families together."""
 
     name: str
     num_questions: int
@@ -73,7 +74,7 @@ class Score:
         return _ratio(self.num_tokens, self.seconds)
 
     def to_mapping(self) -> dict[str, object]:
-        """Plain data with every number of the table."""
+        """All numbers of the table as plain data, for JSON."""
         return {
             "num_questions": self.num_questions,
             "num_correct": self.num_correct,
@@ -89,7 +90,13 @@ class Score:
 
 
 def wilson_interval(num_correct: int, num_questions: int, z: float = Z_95) -> tuple[float, float]:
-    """The score interval of a share, within [0, 1] (Wilson, JASA 22, 1927)."""
+    """The score interval (low, high) of num_correct / num_questions, within [0, 1].
+
+    Source: Wilson, JASA 22, 1927.
+
+    Args:
+        z: quantile of the standard normal distribution; the default gives 95%.
+    """
     share, n = num_correct / num_questions, num_questions
     center = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -97,7 +104,7 @@ def wilson_interval(num_correct: int, num_questions: int, z: float = Z_95) -> tu
 
 
 def score(name: str, questions: Sequence[Question], run: Run) -> Score:
-    """Judge the answers to the questions of one family."""
+    """Check the answers to the questions of one family; returns their score."""
     pairs = list(zip(questions, run.answers, strict=True))
     return Score(
         name,
@@ -111,7 +118,7 @@ def score(name: str, questions: Sequence[Question], run: Run) -> Score:
 
 
 def total(scores: Sequence[Score]) -> Score:
-    """All families together; each question counts once."""
+    """The score of all families together: counts and times are added up."""
     return Score(
         "all",
         num_questions=sum(one.num_questions for one in scores),
@@ -124,7 +131,7 @@ def total(scores: Sequence[Score]) -> Score:
 
 
 def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, str]]:
-    """The questions that were answered wrongly, with one right answer and the given one."""
+    """For each wrongly answered question: family, prompt, a right answer and the given one."""
     return [
         {
             "family": question.family,
@@ -138,7 +145,7 @@ def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, str
 
 
 def table(scores: Sequence[Score], title: str) -> Table:
-    """One row a family, and their sum."""
+    """One row for each family, and one for all if there are several."""
     view = Table(title=title, title_justify="left", show_footer=False)
     view.add_column("family", no_wrap=True)
     for heading in ("right", "accuracy", "95%", "tokens", "steps/block", "s", "tokens/s"):
@@ -170,9 +177,11 @@ def _shown(value: float | None, decimals: int = 1) -> str:
 
 
 def _sum(values: Sequence[int | None]) -> int | None:
+    """The sum; None if any value is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 def _ratio(value: int | None, by: float | None) -> float | None:
+    """value / by; None if either is unknown, or ``by`` is 0."""
     return None if value is None or not by else value / by

@@ -1,9 +1,9 @@
-"""Answers through the chat endpoint of any OpenAI-compatible server.
+"""Answers questions through the chat endpoint of any OpenAI-compatible server.
 
-Denoise steps come from vLLM's counters for diffusion models, read before and after: canvas passes
-(of vLLM's built-in implementation, its commit passes are among them) and canvas positions. Their
-ratio is the canvas width, and a request's blocks are its output tokens in canvas widths, rounded
-up. Somebody else's requests at the same time would be counted, too.
+The number of denoise steps comes from two of vLLM's counters for diffusion models, read before and
+after the questions: canvas passes (vLLM's built-in implementation counts its commit passes too) and
+canvas positions. Positions / passes is the canvas width; the blocks of a request are its output
+tokens / canvas width, rounded up. Requests of other clients at the same time are counted as well.
 """
 
 import math
@@ -24,10 +24,12 @@ POSITIONS = "vllm:diffusion_num_canvas_positions_total"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model behind a server.
+    """A model on a server.
 
     Attributes:
-        temperature, seed: as sent with each request; None leaves them to the server. The seed of
+        max_tokens: of each answer.
+        concurrency: number of requests at a time.
+        temperature, seed: sent with each request; None leaves them to the server. The seed of
             question i is ``seed + i``.
     """
 
@@ -81,9 +83,9 @@ class ServedModel:
 def denoise_counts(
     before: str | None, after: str | None, answers: Sequence[Answer]
 ) -> tuple[int | None, int | None]:
-    """Canvas passes between two readings of the metrics, and the blocks of these answers.
+    """(canvas passes between two readings of the metrics, blocks of these answers).
 
-    (None, None) where the server does not count canvases, or does not report its tokens.
+    (None, None) if the server has no such counters, or does not report the answers' tokens.
     """
     if before is None or after is None:
         return None, None
@@ -97,6 +99,6 @@ def denoise_counts(
 
 
 def counter(metrics: str, name: str) -> float:
-    """A Prometheus counter summed over its labels; 0 where there is none of that name."""
+    """A Prometheus counter, summed over its labels; 0 if there is none of that name."""
     lines = (line.split() for line in metrics.splitlines() if line.startswith(name))
     return sum(float(value) for label, value in lines if label.partition("{")[0] == name)

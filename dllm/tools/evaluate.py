@@ -1,4 +1,4 @@
-"""``dllm eval``: exact answers to held-out questions, of a server or of a checkpoint in process."""
+"""``dllm eval``: how many questions a server, or a checkpoint in this process, answers exactly."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ ALL = "all"
 
 
 class Model(Protocol):
-    """Whatever answers questions."""
+    """Something that answers questions: a served model, or a checkpoint in this process."""
 
     @property
     def name(self) -> str: ...
@@ -30,7 +30,7 @@ class Model(Protocol):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Score, print a table, write JSON if asked to."""
+    """Run the command: score, print a table, write JSON if asked to; returns the exit status."""
     given = parse(argv)
     families = chosen_families(given.tasks)
     asked = {
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; exits with status 2 when it is wrong."""
+    """Parse the command line; exits with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm eval", description=__doc__)
     client.add_arguments(parser)
     parser.add_argument(
@@ -85,10 +85,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def chosen_families(tasks: str) -> list[str]:
-    """The families of ``--tasks``, in their own order.
+    """The families that ``--tasks`` names, in the order of ``FAMILIES``.
 
     Raises:
-        CommandError: one does not exist.
+        CommandError: a name does not exist, or none is given.
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if names == [ALL]:
@@ -108,14 +108,14 @@ def open_model(given: argparse.Namespace) -> Model:
     """The server or the checkpoint that the command line names.
 
     Raises:
-        CommandError: it is not there.
+        CommandError: the server does not answer, or there is no such checkpoint.
     """
     if given.reference is None:
         connection = client.connect(given.base_url, given.model)
         return ServedModel(
             connection, given.max_tokens, given.concurrency, given.temperature, given.seed
         )
-    from dllm.tools.eval_reference import ReferenceModel  # torch and transformers: seconds
+    from dllm.tools.eval_reference import ReferenceModel  # imports torch: seconds
 
     return ReferenceModel(given.reference, given.max_tokens, given.temperature, given.seed or 0)
 
@@ -123,10 +123,10 @@ def open_model(given: argparse.Namespace) -> Model:
 def evaluate(
     model: Model, asked: dict[str, list[Question]]
 ) -> tuple[list[Score], list[dict[str, str]]]:
-    """Ask family after family, so that a server's counters can be told apart.
+    """Ask one family after the other, because a server counts its steps for all requests together.
 
     Returns:
-        A score for each family, and the wrong answers of all.
+        A score for each family, and the wrong answers of all families (``wrong_answers``).
     """
     scores, wrong = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

@@ -1,12 +1,12 @@
-"""A denoise step as cells, and the cells in a terminal.
+"""Draws denoise steps: the canvas as cells, and the cells in a terminal.
 
-Every canvas position is a cell with the token that it holds after the step. Its colour is the
-entropy of the model's belief there; its status is what the step did:
+Every canvas position is a cell with the token that it holds after the step. Its colour shows the
+entropy of the model's distribution there; its status is what the step did:
 
     accepted  the model's sampled token stays              filled
     renoised  a random token was put in its place          outlined (in the terminal: dim)
     final     the block has converged and is emitted       filled, framed (in the terminal: bold)
-    unused    behind the end of a converged answer         empty
+    unused    after the end of a converged answer          empty
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from rich.text import Text
 Status = Literal["accepted", "renoised", "final", "unused"]
 LEGEND: tuple[Status, ...] = ("accepted", "renoised", "final")
 
-# Nats up to which a colour is used; a vocabulary of 832 has at most 6.7.
+# (Largest entropy in nats, colour). The bundled model's vocabulary of 832 tokens has at most 6.7.
 ENTROPY_COLORS = (
     (0.01, "#78c679"),
     (0.1, "#c2e699"),
@@ -33,15 +33,18 @@ CELL_CHARACTERS = 9
 
 @dataclass(frozen=True)
 class Frame:
-    """One denoise step of one block; positions are those of the canvas.
+    """One denoise step of one block. Tuples have one entry for each canvas position.
 
     Attributes:
-        block, step: from 0, and from 1 in each block.
-        emitted: the tokens of the blocks before.
-        canvas: what the model saw.
-        argmax, entropy: its belief: the likeliest tokens, nats.
-        accepted: where the sampled token stays.
-        next_canvas: what the next step sees: sampled tokens where accepted, else random ones.
+        block: counted from 0.
+        step: counted from 1 in each block.
+        temperature: of the step.
+        emitted: the tokens of all blocks before (of any length).
+        canvas: the tokens that the model saw.
+        argmax: the most likely tokens.
+        entropy: of the model's distributions, nats.
+        accepted: whether the sampled token stays.
+        next_canvas: what the next step sees: the sampled token where accepted, else a random one.
         is_final: the block has converged; its argmax is emitted.
     """
 
@@ -58,6 +61,7 @@ class Frame:
 
     @property
     def title(self) -> str:
+        """One line that says which step it is, and what it did."""
         mean = sum(self.entropy) / len(self.entropy)
         return (
             f"block {self.block + 1}, step {self.step}: temperature {self.temperature:.2f}, "
@@ -68,11 +72,11 @@ class Frame:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is drawn at a position: the token's text, and how."""
+    """What is drawn at one canvas position."""
 
-    text: str
+    text: str  # of the token
     status: Status
-    level: int  # of ENTROPY_COLORS
+    level: int  # index into ENTROPY_COLORS
 
     @property
     def color(self) -> str:
@@ -80,14 +84,14 @@ class Cell:
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is used here."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
 
 @dataclass(frozen=True)
 class Labels:
-    """Tokens as text."""
+    """Turns token ids into text."""
 
     tokenizer: Decoder
     eos_ids: frozenset[int]
@@ -101,29 +105,29 @@ class Labels:
         return text if len(text) <= CELL_CHARACTERS else text[: CELL_CHARACTERS - 1] + "…"
 
     def answer(self, frame: Frame) -> str:
-        """What would be answered if the canvas were final now."""
+        """The text of the answer if the block's argmax were emitted now."""
         ids = [*frame.emitted, *frame.argmax]
         return self.tokenizer.decode(ids[: self.length(ids)], skip_special_tokens=True)
 
     def length(self, ids: Sequence[int]) -> int:
-        """How many tokens there are up to the end of the sequence, that token included."""
+        """Number of tokens up to and including the first end-of-sequence token; all if none."""
         ends = (i + 1 for i, token_id in enumerate(ids) if token_id in self.eos_ids)
         return next(ends, len(ids))
 
 
 def entropy_level(nats: float) -> int:
-    """The index of its colour."""
+    """The index in ENTROPY_COLORS of an entropy's colour."""
     return next(i for i, (limit, _) in enumerate(ENTROPY_COLORS) if nats <= limit)
 
 
 def entropy_ranges() -> list[str]:
-    """What each colour stands for."""
+    """The entropies that each colour stands for, as text for the legend."""
     limits = [limit for limit, _ in ENTROPY_COLORS[:-1]]
     return [*(f"≤ {limit:g}" for limit in limits), f"> {limits[-1]:g}"]
 
 
 def cells(frame: Frame, labels: Labels) -> list[Cell]:
-    """The canvas after a step, one cell a position."""
+    """The canvas after a step, one cell for each position."""
     statuses: list[Status]
     if frame.is_final:
         length = labels.length(frame.argmax)
@@ -138,7 +142,7 @@ def cells(frame: Frame, labels: Labels) -> list[Cell]:
 
 
 def picture(frame: Frame, labels: Labels, width: int) -> RenderableType:
-    """A step for a terminal of so many columns: the canvas, and the answer it amounts to."""
+    """A step for a terminal of ``width`` characters: title, canvas and the answer so far."""
     columns = max(1, min(16, width // (CELL_CHARACTERS + 1)))
     grid = Table.grid(padding=(0, 1))
     for _ in range(columns):
@@ -151,7 +155,7 @@ def picture(frame: Frame, labels: Labels, width: int) -> RenderableType:
 
 
 def legend() -> Text:
-    """What colours and styles mean in a terminal."""
+    """Explains the colours and styles, for a terminal."""
     parts = [Text("entropy (nats): ", style="dim")]
     for level, shown in enumerate(entropy_ranges()):
         parts += [_styled(Cell(shown, "accepted", level)), Text(" ")]

@@ -1,7 +1,7 @@
-"""Denoise steps as one animated SVG file: no script, no font, nothing outside it.
+"""Draws denoise steps as one animated SVG file, without scripts, fonts or other files.
 
-One group a frame, shown in its turn by CSS. Without animation (a viewer that has none, or a reader
-who prefers none) the last frame stays.
+Each frame is a group of the SVG; CSS shows one after the other. Where CSS animation does not run,
+or the reader prefers reduced motion, the last frame is shown.
 """
 
 import textwrap
@@ -20,10 +20,11 @@ from dllm.tools.watch_drawing import (
 )
 
 STEP_S, LAST_S = 0.8, 3.0  # how long a frame is shown, and the last one of a block
-COLUMNS, CELL_W, CELL_H, GAP, MARGIN = 8, 96, 28, 4, 16  # pixels
+COLUMNS = 8  # cells in a row
+CELL_W, CELL_H, GAP, MARGIN = 96, 28, 4, 16  # pixels
 LINE_H = 22
 WIDTH = 2 * MARGIN + COLUMNS * (CELL_W + GAP) - GAP
-LINE_CHARACTERS = 95  # of the answer, in WIDTH
+LINE_CHARACTERS = 95  # of the answer that fit WIDTH
 
 STYLE = """
 text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#1f2328}
@@ -41,7 +42,7 @@ text{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",mon
 
 
 def animation(frames: Sequence[Frame], labels: Labels, question: str) -> str:
-    """The whole file; the cycle begins again behind the last frame.
+    """The text of the SVG file. The animation starts again after the last frame.
 
     Raises:
         ValueError: there is no frame.
@@ -82,7 +83,7 @@ def animation(frames: Sequence[Frame], labels: Labels, question: str) -> str:
 
 
 def _timing(frames: Sequence[Frame]) -> str:
-    """When each frame is seen: one keyframe rule a frame, in percent of the cycle."""
+    """CSS that shows the frames in turn: one keyframe rule each, in percent of the cycle."""
     lengths = [LAST_S if frame.is_final else STEP_S for frame in frames]
     cycle = sum(lengths)
     rules, start = [], 0.0
@@ -98,6 +99,7 @@ def _timing(frames: Sequence[Frame]) -> str:
 
 
 def _colors() -> str:
+    """CSS that fills the cells of each entropy level."""
     return "".join(
         f".e{level} rect{{fill:{color};stroke:{color}}}\n"
         for level, (_, color) in enumerate(ENTROPY_COLORS)
@@ -105,7 +107,7 @@ def _colors() -> str:
 
 
 def _legend(top: int) -> str:
-    """Entropy colours, then what a step does to a position."""
+    """A line that shows the entropy colours, then the statuses of cells."""
     y = top + LINE_H - 6
     parts = [_text(MARGIN, y, "entropy, nats:", "t")]
     x = MARGIN + 120
@@ -140,5 +142,5 @@ def _lines(answer: str) -> list[str]:
 
 
 def _visible(text: str) -> str:
-    """Without the control characters that XML cannot hold."""
+    """``text`` without control characters, which XML does not allow."""
     return "".join(char if char.isprintable() else "�" for char in text)

@@ -366,10 +366,10 @@ def test_what_a_step_costs_beside_the_table_is_learned_and_idleness_is_not():
     traffic.arrive()
     for _ in range(200):
         traffic.step(GOOD)
-    assert policy._unseen_ms == [0.0, pytest.approx(4.0, rel=0.05)]
+    assert policy._extra_ms == [0.0, pytest.approx(4.0, rel=0.05)]
     clock.now += 60.0
     traffic.step(GOOD)
-    assert policy._unseen_ms[True] == pytest.approx(4.0, rel=0.05)
+    assert policy._extra_ms[True] == pytest.approx(4.0, rel=0.05)
 
 
 @pytest.mark.parametrize(

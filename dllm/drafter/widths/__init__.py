@@ -1,1 +1,1 @@
-"""How many drafts of each request the target verifies; ``policy`` is the interface."""
+"""How many drafts of each request the target verifies (its width); ``policy`` is the interface."""

@@ -1,4 +1,4 @@
-"""Which width policy a server's options name."""
+"""Makes the width policy that a server's options name."""
 
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.pilot import Pilot, PilotWidth
@@ -10,6 +10,7 @@ def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> Wid
     """The policy that the options name.
 
     Args:
+        num_drafts: N, the tokens of a draft block.
         num_slots: requests that the server runs at once.
     """
     if options.policy == "adaptive":

@@ -1,33 +1,42 @@
-"""How often a draft block goes on past each place before a draft ends the answer.
+"""Estimates how much of a draft block lies before the end of the answer.
 
-A draft that ends the answer gains nothing: if all before it are kept, the target's own next token
-ends it in the same step. Where answers are short that is most of the block, which is known of a
-block when it has been drafted, and here of those to come. An answer that nobody drafted for says it
-too, when it is over: of the block that would have stood behind its prompt.
+It gains nothing to verify a draft that ends the answer, or those after it: if all drafts before it
+are kept, the target's own next token ends the answer in the same step. Where answers are short,
+little of a block is left. Once a block has been drafted this is known; the estimate here is for
+deciding whether to draft the next one. It also learns from answers that were decoded without
+drafting: when such an answer is over, its length says where the first block would have ended.
 """
 
 import numpy as np
 
-# Of earlier counts, for each block: what is asked changes, and short answers are soon over.
+# Each new block multiplies earlier counts by this, because the questions of a server change. The
+# memory is short (about 8 blocks): short answers are over soon, so they have to be noticed soon.
 KEPT = 1 - 1 / 8
-FIRST_GUESS, STRENGTH = 1 / 32, 1.0  # of the share that ends at a place; its weight in blocks
+# Guess of the share of blocks that end at a place, before any is counted, and its weight in blocks.
+FIRST_GUESS, STRENGTH = 1 / 32, 1.0
 
 
 class Endings:
-    """Counts over the blocks of all requests.
+    """Fading counts over the blocks of all requests, by place in the block.
 
     Attributes:
-        goes_on: ``[N]``, not increasing: the share of blocks with no ending draft up to each place.
+        goes_on: ``[N]``, not increasing: the share of blocks in which the answer does not end up to
+            and including each place.
     """
 
     def __init__(self, num_drafts: int) -> None:
         self._places = np.arange(num_drafts)
-        self._ended = np.zeros(num_drafts)
-        self._reached = np.zeros(num_drafts)
+        self._ended = np.zeros(num_drafts)  # blocks whose ending draft stands at this place
+        self._reached = np.zeros(num_drafts)  # blocks without an ending draft before this place
         self._update()
 
     def observe(self, before_end: np.ndarray) -> None:
-        """Count blocks: ``[blocks]``, the drafts of each before its first that ends the answer."""
+        """Count some blocks.
+
+        Args:
+            before_end: ``[blocks]``, number of drafts before the one that ends the answer; N if
+                none does.
+        """
         fading = KEPT ** len(before_end)
         ended = (self._places == before_end[:, None]).sum(axis=0)
         reached = (self._places <= before_end[:, None]).sum(axis=0)

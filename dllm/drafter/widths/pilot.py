@@ -1,10 +1,11 @@
-"""A width for each request, chosen once: a small network reads the target's first distribution.
+"""The policy ``pilot``: a small network chooses each request's width once, after its prompt.
 
-After the prompt the target's distribution over the next token says much about how predictable the
-answer will be. A multi-layer perceptron maps it to one of a few candidate widths, and the request
-keeps that width. Made by ``dllm train pilot`` (``dllm/train/pilot/network.py``).
+The target's distribution over the first answer token tells how predictable the answer will be. A
+multi-layer perceptron maps it to one of a few candidate widths, and the request keeps that width.
+``dllm train pilot`` (``dllm/train/pilot/network.py``) makes such a network.
 
-Source: BlockPilot (the third seed document): two layers, hidden size 2048, the raw distribution.
+Source: "BlockPilot: Instance-Adaptive Policy Learning for Diffusion-based Speculative Decoding",
+whose network has two layers of hidden size 2048 and reads the raw distribution.
 """
 
 import itertools
@@ -24,25 +25,27 @@ from dllm.settings.checks import check_int, known_fields
 WEIGHTS, CONFIG = "pilot.safetensors", "pilot.json"
 TOP_K = 32
 
-# What of the logits ``[rows, vocab]`` fp32 the network gets.
+# What the network reads, computed from the target's logits ``[rows, vocab]`` fp32.
 PREPROCESSING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "raw": lambda logits: logits,
     "softmax": lambda logits: logits.softmax(-1),
     "normalized": lambda logits: nn.functional.layer_norm(logits, logits.shape[-1:]),
-    # Of any vocabulary: how the probability is spread, not over which tokens.
+    # The largest log-probabilities only: how the probability is spread, not over which tokens. The
+    # input's size does not depend on the vocabulary.
     "top_k": lambda logits: logits.log_softmax(-1).topk(TOP_K).values,
 }
 
 
 @dataclass(frozen=True)
 class PilotConfig:
-    """What a pilot reads, its shape, and what it chooses among.
+    """A pilot's input, shape and candidate widths.
 
     Attributes:
-        widths: candidates, ascending.
-        vocab_size: of the target.
+        widths: the widths to choose from, ascending.
+        vocab_size: the target's.
         preprocessing: a key of PREPROCESSING.
-        num_layers: linear ones, with ``hidden_size`` between them.
+        hidden_size: size between two linear layers.
+        num_layers: number of linear layers.
     """
 
     widths: tuple[int, ...]
@@ -66,10 +69,10 @@ class PilotConfig:
 
     @classmethod
     def load(cls, folder: str | Path) -> "PilotConfig":
-        """Read it from a pilot's folder.
+        """Read the configuration from a pilot's folder.
 
         Raises:
-            ValueError: there is none, or it is wrong.
+            ValueError: the folder holds no pilot, or a value is not allowed.
         """
         path = Path(folder) / CONFIG
         if not path.exists() or not (Path(folder) / WEIGHTS).exists():
@@ -80,10 +83,10 @@ class PilotConfig:
         return cls(**values | {"widths": tuple(values["widths"])})
 
     def check_against(self, num_drafts: int, vocab_size: int) -> None:
-        """Refuse a pilot of another server.
+        """Refuse a pilot that was made for another target or a wider draft block.
 
         Raises:
-            ValueError: with both values.
+            ValueError: names the server's value and the pilot's.
         """
         if self.widths[-1] > num_drafts:
             raise ValueError(
@@ -98,7 +101,7 @@ class PilotConfig:
 
 
 class Pilot(nn.Module):
-    """The network."""
+    """The multi-layer perceptron: the target's logits in, a score for each candidate width out."""
 
     def __init__(self, config: PilotConfig) -> None:
         super().__init__()
@@ -117,12 +120,16 @@ class Pilot(nn.Module):
 
     @torch.inference_mode()
     def choose(self, logits: torch.Tensor) -> np.ndarray:
-        """The width of each row."""
+        """``[rows]``: the width with the highest score, from logits ``[rows, vocab]``."""
         return np.array(self.config.widths)[self(logits).argmax(-1).cpu().numpy()]
 
     @classmethod
     def load(cls, folder: str | Path) -> "Pilot":
-        """Read one from its folder; raises ValueError as ``PilotConfig.load``."""
+        """Read a pilot from its folder.
+
+        Raises:
+            ValueError: as ``PilotConfig.load``.
+        """
         pilot = cls(PilotConfig.load(folder))
         pilot.load_state_dict(load_file(Path(folder) / WEIGHTS))
         return pilot
@@ -135,7 +142,7 @@ class Pilot(nn.Module):
 
 
 class PilotWidth(WidthPolicy):
-    """What the pilot chose when a request's prompt ended.
+    """Every request keeps the width that the pilot chose when its prompt ended.
 
     Args:
         num_slots: requests that the server runs at once.
@@ -150,7 +157,8 @@ class PilotWidth(WidthPolicy):
         self._chosen = np.zeros(num_slots, dtype=np.int64)
 
     def observe(self, step: VerifiedStep) -> None:
-        """Choose for prompts that end here; while one is read, its drafts would be thrown away."""
+        """Choose the widths of requests whose prompts ended in this step."""
+        # vLLM discards drafts of a prompt that is not finished: width 0 until its last chunk.
         self._chosen[step.slots[step.in_prompt]] = 0
         ends = step.in_prompt & step.samples
         if ends.any():
@@ -159,15 +167,15 @@ class PilotWidth(WidthPolicy):
             self._chosen[step.slots[ends]] = self.pilot.choose(step.prompt_logits)
 
     def limit(self, slots: np.ndarray) -> int:
-        """The widest of the batch."""
+        """The largest chosen width of the batch."""
         return int(self._chosen[slots].max())
 
     def block_widths(self, slots: np.ndarray) -> np.ndarray:
-        """What was chosen."""
+        """The chosen width of each row."""
         return self._chosen[slots]
 
     def widths(
         self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
     ) -> np.ndarray:
-        """What was chosen, up to the end of the answer."""
+        """The chosen width of each row, cut where a draft ends the answer."""
         return np.minimum(self._chosen[slots], before_end)

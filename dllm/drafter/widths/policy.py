@@ -1,9 +1,9 @@
-"""Who decides how many drafts of a request the target verifies: one interface for every policy.
+"""The interface of width policies, which decide how many drafts of a request the target verifies.
 
-The drafter always drafts N tokens (its one pass costs what it costs); what shrinks is verification.
-A policy answers per request and per step with a width from 0 (verify nothing: an ordinary decode
-step) to N. Whatever it answers, the output stays that of the target: a draft that is not verified
-is merely not used.
+The drafter drafts N tokens for every request in one pass. What a policy can make smaller is
+verification: for each request and step it answers with a width from 0 (verify nothing, an ordinary
+decode step) to N. The output is that of the target for any answer: drafts that are not verified are
+not used.
 """
 
 from abc import ABC, abstractmethod
@@ -20,12 +20,12 @@ class VerifiedStep:
 
     Attributes:
         slots: ``[rows]`` the request slot of each row; a slot is reused when its request ends.
-        in_prompt: ``[rows]`` bool: the row computed prompt tokens. What a policy knows of its slot
-            is then about an earlier request.
-        samples: ``[rows]`` bool: the row emitted tokens (the last prompt chunk does).
-        verified, accepted: ``[rows]`` drafts that the target looked at, and those it kept.
-        prompt_logits: ``[rows that are in_prompt and samples, vocab]``, the target's after the last
-            prompt token; None unless ``WidthPolicy.reads_prompt``.
+        in_prompt: ``[rows]`` bool: the row computed prompt tokens. What a policy stored about this
+            slot is then about an earlier request.
+        samples: ``[rows]`` bool: the row emitted tokens. In a prompt only its last chunk does.
+        verified, accepted: ``[rows]`` number of drafts that the target verified, and that it kept.
+        prompt_logits: ``[rows with in_prompt and samples, vocab]``, the target's logits after the
+            last prompt token; None unless ``WidthPolicy.reads_prompt``.
     """
 
     slots: np.ndarray
@@ -37,15 +37,15 @@ class VerifiedStep:
 
 
 class WidthPolicy(ABC):
-    """Widths of every row, step by step.
+    """Chooses the width of every row, step by step.
 
-    The speculator calls ``observe`` (if ``reads_outcomes``), then ``limit``, then - unless the
-    limit is 0, when nothing is drafted - drafts and calls ``widths``.
+    After each step of the target the speculator calls ``observe`` (if ``reads_outcomes``), then
+    ``limit``. If the limit is 0 it drafts nothing; otherwise it drafts and calls ``widths``.
 
     Attributes:
         reads_outcomes: ``observe`` is called; it costs one wait for the device per step.
-        reads_prompt: ``VerifiedStep.prompt_logits`` is there.
-        reads_confidence: ``widths`` gets how sure the drafter is of each position.
+        reads_prompt: ``VerifiedStep.prompt_logits`` is given.
+        reads_confidence: ``widths`` is given the drafter's probabilities.
     """
 
     reads_outcomes: ClassVar[bool] = False
@@ -59,11 +59,11 @@ class WidthPolicy(ABC):
         """Learn from a step of the target."""
 
     def limit(self, slots: np.ndarray) -> int:
-        """An upper bound of what ``widths`` will answer for this batch; 0 saves the drafting."""
+        """An upper bound of what ``widths`` will answer for this batch; at 0 nothing is drafted."""
         return self.num_drafts
 
     def block_widths(self, slots: np.ndarray) -> np.ndarray:
-        """``[rows]``, 0 to N: how wide each row's draft block has to be, before it is drafted."""
+        """``[rows]``, 0 to N: the width of each row's draft block, asked before it is drafted."""
         return np.full(len(slots), self.num_drafts)
 
     @abstractmethod
@@ -76,13 +76,14 @@ class WidthPolicy(ABC):
             slots: ``[rows]``.
             confidence: ``[rows, N]`` fp32, the drafter's probability of the likeliest token at each
                 position; None unless ``reads_confidence``.
-            before_end: ``[rows]``, the drafts before the first one that ends the answer. To verify
-                more gains nothing: if these are kept, the target's own next token ends it as well.
+            before_end: ``[rows]``, number of drafts before the first one that ends the answer.
+                Verifying more than these gains nothing: if all of them are kept, the target's own
+                next token, which every step samples, ends the answer too.
         """
 
 
 class FixedWidth(WidthPolicy):
-    """The same width for everyone; 0 turns drafting off."""
+    """The same width for every request, N if not given; 0 turns drafting off."""
 
     def __init__(self, num_drafts: int, width: int | None = None) -> None:
         super().__init__(num_drafts)
@@ -93,11 +94,11 @@ class FixedWidth(WidthPolicy):
         return self.width
 
     def block_widths(self, slots: np.ndarray) -> np.ndarray:
-        """The width, for every row."""
+        """The same width for every row."""
         return np.full(len(slots), self.width)
 
     def widths(
         self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
     ) -> np.ndarray:
-        """The same, wherever the answer ends."""
+        """The same width for every row, also where a draft ends the answer."""
         return self.block_widths(slots)

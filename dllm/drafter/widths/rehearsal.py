@@ -1,8 +1,8 @@
-"""Steps of every kind, timed when the server starts, for a policy that weighs them (``costs``).
+"""Measures at server start what steps cost, for the policy that decides by cost (``adaptive``).
 
 Imaginary requests go through the worker: prompts of one token, then steps that verify drafts of
-several widths, each followed by drafting or not. What the scheduler adds to a step is not seen
-here; the policy that reads the table adds it (``adaptive``).
+several widths, with and without drafting afterwards. The scheduler's share of a step is not in the
+measured times; ``adaptive`` learns it while serving.
 """
 
 import time
@@ -17,12 +17,16 @@ from dllm.drafter.widths.costs import CostTable
 from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
 from dllm.engine.warm_up import ImaginaryRequests
 
-REPEATS = 4  # the fastest counts: anything else was somebody else's doing
-GROWTH = 4  # from one batch size measured to the next
+REPEATS = 4  # the fastest one counts: other processes on the machine can only make a step slower
+GROWTH = 4  # ratio of one measured batch size to the one before
 
 
 class Rehearsal(WidthPolicy):
-    """Drafts or not, as it is told, while another policy does all of its own work for nothing."""
+    """Stand-in for the server's policy while costs are measured.
+
+    It calls the real policy, so that its computing time is measured too, but ignores what ``limit``
+    answers: it drafts only if ``drafts`` is set.
+    """
 
     reads_outcomes = True
 
@@ -33,18 +37,18 @@ class Rehearsal(WidthPolicy):
         self.drafts = True
 
     def observe(self, step: VerifiedStep) -> None:
-        """Pass it on."""
+        """Let the real policy learn from the step."""
         self.policy.observe(step)
 
     def limit(self, slots: np.ndarray) -> int:
-        """Everything or nothing."""
+        """N if ``drafts`` is set, else 0."""
         self.policy.limit(slots)
         return self.num_drafts if self.drafts else 0
 
     def widths(
         self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
     ) -> np.ndarray:
-        """Whatever: the steps that follow are made up."""
+        """The real policy's answer; ``measure_costs`` schedules widths of its own."""
         return self.policy.widths(slots, confidence, before_end)
 
 
@@ -54,17 +58,18 @@ def measure_costs(
     rehearsal: Rehearsal,
     wait: Callable[[], None],
 ) -> CostTable | None:
-    """Run the steps and read the clock; None if the server has no room for a single request.
+    """The table of measured costs; None if the server has no room for a single request.
 
     Args:
         runner: the worker's Model Runner V2, with its KV cache allocated.
         execute_model: the worker's method of that name.
-        rehearsal: the policy that the speculator has meanwhile.
-        wait: for the device.
+        rehearsal: the policy that the speculator uses during the measurement.
+        wait: returns when the device has finished its work.
     """
     num_drafts = runner.num_speculative_steps
     widths = sorted({0, (num_drafts + 1) // 2, num_drafts})
     cells = [(width, True) for width in widths] + [(0, False)]
+    # Tokens of a request: its prompt of one token, and as if every draft were kept.
     length = 1 + sum((width + 1) * (REPEATS + 1) for width, _ in cells)
     largest = min(runner.max_num_reqs, runner.max_num_tokens // (num_drafts + 1))
     measured: list[tuple[int, list[float]]] = []
@@ -74,7 +79,7 @@ def measure_costs(
             break
         costs = []
         for width, rehearsal.drafts in cells:
-            # The first step of a kind also pays for what the one before it left behind.
+            # The first step of a kind is dropped: it also does work left by the kind before it.
             costs.append(min([steps.take(width) for _ in range(REPEATS + 1)][1:]))
         steps.leave()
         measured.append((num_rows, costs))
@@ -86,7 +91,7 @@ def measure_costs(
 
 
 class _Steps:
-    """Steps of imaginary requests, timed."""
+    """Runs steps of imaginary requests on a worker and times them."""
 
     def __init__(
         self,
@@ -97,10 +102,10 @@ class _Steps:
     ) -> None:
         self.runner, self.execute_model, self.wait = runner, execute_model, wait
         self.requests = ImaginaryRequests(num_rows, SamplingParams(temperature=0))
-        self.num_computed = 0  # an upper bound: the worker knows how many drafts were kept
+        self.num_computed = 0  # tokens of each request, as if every draft had been kept
 
     def arrive(self, length: int) -> bool:
-        """Admit the requests with room for so many tokens and run their prompts, if there is."""
+        """Admit the requests, run their prompts; False without room for ``length`` tokens each."""
         pages = self.requests.pages(self.runner, length)
         if pages is None:
             return False
@@ -110,7 +115,7 @@ class _Steps:
         return True
 
     def take(self, width: int) -> float:
-        """One step that verifies ``width`` drafts of each; milliseconds."""
+        """Run one step that verifies ``width`` drafts of each request; returns milliseconds."""
         output = SchedulerOutput.make_empty()
         output.scheduled_cached_reqs = self.requests.running(self.num_computed)
         if width:
@@ -118,7 +123,7 @@ class _Steps:
         return self._run(output, width)
 
     def leave(self) -> None:
-        """Free the slots."""
+        """End the requests, which frees their slots."""
         self.execute_model(self.requests.leaving())
 
     def _run(self, output: SchedulerOutput, width: int) -> float:
@@ -135,7 +140,7 @@ class _Steps:
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """1, 4, 16, ... and the largest."""
+    """The batch sizes to measure: 1, 4, 16, ... below ``largest``, and ``largest``."""
     sizes = [1]
     while sizes[-1] * GROWTH < largest:
         sizes.append(sizes[-1] * GROWTH)

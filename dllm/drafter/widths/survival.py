@@ -1,42 +1,44 @@
-"""How likely a draft survives verification, learned from what the target did with earlier ones.
+"""Estimates how likely a draft survives verification, from what happened to earlier drafts.
 
-A draft is kept only if all before it are, so its survival is a product of conditional acceptances;
-minus their logarithms are hazards, which add up. A hazard is a product of three rates:
+A draft is kept only if all drafts before it are kept. So its survival is a product of acceptance
+probabilities, one for each place up to it. Minus the logarithm of such a probability is called a
+hazard; hazards add up. Each hazard is a product of three rates:
 
     survival(request, j) = exp(-sum over i <= j of position[i] * request * confidence[bin(i)])
 
-    position    of all requests, by place in the draft block
-    request     how this one deviates from the others
-    confidence  how drafts deviate about which the drafter is as sure as about this one
+    position    rejections at this place of the draft block, over all requests
+    request     how this request differs from the average (1 = average)
+    confidence  how drafts with a similar probability by the drafter differ from the average
 
-Each rate is (rejections + k) / (exposure + k / expected), the mean of a Gamma distribution;
-exposure is what the other two rates led one to expect, and counts fade with time. This is Cox's
-model of proportional hazards: what a request gets wrong at one place says something about all of
-them, so that few steps tell an easy request from a hard one, and a new one starts as an average
-one.
+A rate is (rejections + k) / (exposure + k / expected), the mean of a Gamma distribution. Exposure
+is the number of rejections that the other two rates predict; k is the weight of the expected rate.
+All counts fade with time.
+
+This is Cox's model of proportional hazards. A rejection at one place changes the request's estimate
+at all places, so a few steps tell an easy request from a hard one. A new request starts as average.
 """
 
 import numpy as np
 
-FIRST_GUESS = -np.log(0.8)  # hazard of a position before anything is known
-# k: how many rejections the expected rate weighs as much as.
+FIRST_GUESS = -np.log(0.8)  # hazard of a position before any draft was verified
+# k of the formula: the expected rate counts as much as so many rejections.
 POSITION_STRENGTH, REQUEST_STRENGTH, BIN_STRENGTH = 1.0, 1.0, 4.0
-# What is kept of earlier counts: of all requests for each row verified, of a request for each step
-# in which others or it were verified.
+# Fading: counts shared by all requests are multiplied by the first number for each verified row, a
+# request's own counts by the second for each step in which any row of the batch was verified.
 SHARED_KEPT, REQUEST_KEPT = 1 - 1 / 256, 0.95
-HAZARDS = -np.log([0.998, 0.002])  # no position is surer than this to be kept, or to be rejected
-HOPELESS = 50.0  # a hazard beyond which nothing changes
-# Edges of the bins by the drafter's probability; the sure ones differ most.
+HAZARD_RANGE = -np.log([0.998, 0.002])  # of a position: acceptance of at most 0.998, at least 0.002
+MAX_HAZARD = 50.0  # exp(-50) is 0 for this purpose; keeps expm1 below finite
+# Edges of the bins of the drafter's probability; narrow near 1, where hazards differ most.
 BIN_EDGES = np.array([0.3, 0.5, 0.7, 0.85, 0.93, 0.97, 0.99, 0.997])
 NUM_BINS = len(BIN_EDGES) + 1
 
 
 class Survival:
-    """Estimates for every request slot; ``reset`` a slot when another request takes it."""
+    """Survival estimates for every request slot; ``reset`` a slot when another request takes it."""
 
     def __init__(self, num_slots: int, num_drafts: int) -> None:
         self.num_drafts = num_drafts
-        # Rejections and exposure of each.
+        # Each holds two rows: rejections, exposure.
         self._by_position = np.zeros((2, num_drafts))
         self._by_request = np.zeros((2, num_slots))
         self._by_bin = np.zeros((2, NUM_BINS))
@@ -47,16 +49,20 @@ class Survival:
         self._by_request[:, slots] = 0.0
 
     def exposure(self, slots: np.ndarray) -> np.ndarray:
-        """``[rows]``: how much these requests have been tried, in rejections of an average one."""
+        """``[rows]``: how much was verified of each request.
+
+        In rejections that an average request would have had; earlier steps count less.
+        """
         return self._by_request[1, slots]
 
     def of(self, slots: np.ndarray, bins: np.ndarray | None = None) -> np.ndarray:
-        """``[rows, N]``, not increasing along a row: that drafts up to each position are all kept.
+        """``[rows, N]``: the probability that all drafts up to each place are kept.
 
         Args:
-            bins: ``[rows, N]``, of the drafter's confidence (``bins_of``); None where unknown.
+            bins: ``[rows, N]``, bins of the drafter's probabilities (``bins_of``); None before
+                drafting, when they are unknown.
         """
-        hazards = self._position * self._requests(slots) * self._bins(bins)
+        hazards = self._position * self._request_rates(slots) * self._bin_rates(bins)  # [rows, N]
         survival: np.ndarray = np.exp(-hazards.cumsum(axis=1))
         return survival
 
@@ -67,58 +73,59 @@ class Survival:
         accepted: np.ndarray,
         bins: np.ndarray | None = None,
     ) -> None:
-        """Learn what became of the drafts of some rows.
+        """Learn from the verification of some rows.
 
         Args:
-            verified, accepted: ``[rows]``, drafts looked at and kept. The first that is not kept
-                was rejected; those behind it say nothing.
-            bins: of the same drafts, as given to ``of``.
+            verified, accepted: ``[rows]``, number of drafts verified and kept. If fewer are kept,
+                the next one was rejected; the drafts after a rejected one tell nothing.
+            bins: ``[rows, N]`` of the same drafts, as given to ``of``.
         """
         tried = verified > 0
         if not tried.any():
             return
-        # Of those not tried, too: who was found hopeless long ago deserves to be tried again.
+        # Also for rows of width 0: otherwise a bad estimate would last for ever, because a request
+        # that is never verified gives no new counts.
         self._by_request[:, slots] *= REQUEST_KEPT
         slots, verified, accepted = slots[tried], verified[tried], accepted[tried]
         bins = None if bins is None else bins[tried]
         places = np.arange(self.num_drafts)
-        is_kept = places < accepted[:, None]
+        is_kept = places < accepted[:, None]  # [rows, N]
         is_rejected = (places == accepted[:, None]) & (accepted < verified)[:, None]
-        request, by_bin = self._requests(slots), self._bins(bins)
-        hazards = np.minimum(self._position * request * by_bin, HOPELESS)
-        # A kept draft lived through all of its interval, a rejected one through as much as an
-        # exponential clock with this hazard does on average before it rings.
-        lived = np.where(is_rejected, 1 / hazards - 1 / np.expm1(hazards), is_kept)
+        request, by_bin = self._request_rates(slots), self._bin_rates(bins)
+        hazards = np.minimum(self._position * request * by_bin, MAX_HAZARD)
+        # Fraction of its place that a draft survived. A kept one: 1. A rejected one: the mean of an
+        # exponential time with this hazard, given that it is below 1. Others: 0.
+        survived = np.where(is_rejected, 1 / hazards - 1 / np.expm1(hazards), is_kept)
         fading = SHARED_KEPT ** len(slots)
         self._by_request[:, slots] += np.stack(
-            [is_rejected.sum(axis=1), (lived * self._position * by_bin).sum(axis=1)]
+            [is_rejected.sum(axis=1), (survived * self._position * by_bin).sum(axis=1)]
         )
         self._by_position = self._by_position * fading + np.stack(
-            [is_rejected.sum(axis=0), (lived * request * by_bin).sum(axis=0)]
+            [is_rejected.sum(axis=0), (survived * request * by_bin).sum(axis=0)]
         )
         if bins is not None:
-            weights = (is_rejected, lived * self._position * request)
+            weights = (is_rejected, survived * self._position * request)
             self._by_bin = self._by_bin * fading + np.stack(
                 [np.bincount(bins.ravel(), each.ravel(), minlength=NUM_BINS) for each in weights]
             )
         self._position = self._position_rates()
 
     def _position_rates(self) -> np.ndarray:
-        """``[N]``; of one rarely tried, nearly that of the position before it."""
+        """``[N]``. A place that was rarely verified gets nearly the rate of the place before it."""
         expected, rates = float(FIRST_GUESS), []
         for rejections, exposure in self._by_position.T.tolist():
             expected = (rejections + POSITION_STRENGTH) / (exposure + POSITION_STRENGTH / expected)
             rates.append(expected)
-        return np.clip(rates, *HAZARDS)
+        return np.clip(rates, *HAZARD_RANGE)
 
-    def _requests(self, slots: np.ndarray) -> np.ndarray:
-        """``[rows, 1]``."""
+    def _request_rates(self, slots: np.ndarray) -> np.ndarray:
+        """``[rows, 1]``; the expected rate is 1."""
         rejections, exposure = self._by_request[:, slots] + REQUEST_STRENGTH
         rates: np.ndarray = (rejections / exposure)[:, None]
         return rates
 
-    def _bins(self, bins: np.ndarray | None) -> np.ndarray:
-        """``[rows, N]``, or that of all drafts so far where nothing is known of these."""
+    def _bin_rates(self, bins: np.ndarray | None) -> np.ndarray:
+        """``[rows, N]``, expected 1; without bins ``[1, 1]``, the rate of all drafts together."""
         if bins is None:
             rejections, exposure = self._by_bin.sum(axis=1) + BIN_STRENGTH
             return np.full((1, 1), rejections / exposure)
@@ -128,6 +135,6 @@ class Survival:
 
 
 def bins_of(confidence: np.ndarray) -> np.ndarray:
-    """The bin of each of the drafter's probabilities; the same shape, int."""
+    """The index of the bin of each of the drafter's probabilities; int, of the same shape."""
     bins: np.ndarray = np.searchsorted(BIN_EDGES, confidence, side="right")
     return bins
