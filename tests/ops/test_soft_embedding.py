@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dllm.ops import noise, row_stats_cpu, soft_embedding
-from dllm.ops.dispatch import row_stats, sparse_product
+from dllm.ops.dispatch import row_stats, sparse_product, uses_sparse_product
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
 from dllm.ops.soft_embedding import Shard, exact_product, heaviest_tiles, tokens_that_count
@@ -180,4 +180,4 @@ def test_what_is_sparse(
     option: SoftEmbedding, vocab_size: int, device: str, is_sparse: bool
 ) -> None:
     where = torch.device(device)
-    assert soft_embedding.uses_sparse_product(option, vocab_size, where) == is_sparse
+    assert uses_sparse_product(option, vocab_size, where) == is_sparse
