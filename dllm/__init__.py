@@ -1,24 +1,25 @@
-"""dllm: diffusion language models on vLLM, as a plugin that needs no flag.
+"""dllm: a vLLM plugin that serves diffusion language models without any flag.
 
-``register`` is the ``vllm.general_plugins`` entry point. vLLM calls it in every process (API
-server, engine core, workers, model inspection), before any model is loaded.
+pyproject.toml names ``register`` as a ``vllm.general_plugins`` entry point. vLLM calls it in every
+process (API server, engine core, workers, model inspection), before any model is loaded.
 """
 
 import os
 
 __version__ = "0.1.0"
-LOGGER = "vllm.dllm"  # below vLLM's own, whose handlers then show it
+LOGGER = "vllm.dllm"  # a child of vLLM's logger: vLLM's handlers print what we log
 
 
 def register() -> None:
     """Install the plugin in this process; calling it again changes nothing.
 
-    Imports no model, no Model Runner V2 module and no device. With ``DLLM_DISABLE=1`` vLLM's own
-    DiffusionGemma stays in place and only the CPU runtime is installed, so that the two
-    implementations can be compared on one engine.
+    It imports no model and no module of Model Runner V2, and touches no device. With
+    ``DLLM_DISABLE=1`` vLLM's own DiffusionGemma is served, and only the CPU runtime is installed.
+    So the two implementations can be compared on one engine.
 
     Raises:
-        RuntimeError: this vLLM was never tested with the plugin (see ``patches.install``).
+        RuntimeError: the plugin was not tested with this version of vLLM, or another installed
+            package is also called ``dllm`` (``patches.install``).
     """
     from dllm.patches.install import install
 

@@ -1,8 +1,8 @@
-"""The ``dllm`` command: finds the module of a subcommand and hands it the rest of the line.
+"""The ``dllm`` command: finds the module of a subcommand and passes it the other arguments.
 
-Every subcommand is a module with ``main(argv) -> int`` (an exit status) and is imported only when
-it is asked for: ``dllm --help`` needs no torch. A mistake that a user can correct is raised as
-CommandError and printed as one line.
+Every subcommand is a module with ``main(argv) -> int``, which returns the exit status. A module is
+imported only when its subcommand is asked for, so ``dllm --help`` needs no torch. A subcommand
+raises CommandError for a mistake that the user can correct; it is printed as one line.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from dllm import __version__
 from dllm.settings.checks import did_you_mean
 from dllm.settings.command import FAILED, INTERRUPTED, MISUSED, OK, CommandError
 
-# Name: (module, what it does).
+# Name: (module, help text).
 COMMANDS = {
     "train": ("dllm.train.lm.command", "train a small model: diffusion or autoregressive"),
     "calibrate": ("dllm.train.drafter.command", "train a drafter on what a target says"),
@@ -33,7 +33,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns its exit status (1: it failed, 2: the command line is wrong)."""
+    """Run a subcommand and return its exit status.
+
+    0: it succeeded. 1: it failed. 2: the command line is wrong. 130: the user interrupted it.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The commands, one a line."""
+    """The help text of ``dllm``: one line for each subcommand."""
     lines = [f"  {name:<14}{help_text}" for name, (_, help_text) in COMMANDS.items()]
     return "\n".join(
         ["usage: dllm COMMAND ...", "", *lines, "", "dllm COMMAND --help says what it takes."]
@@ -66,5 +69,6 @@ def usage() -> str:
 
 
 if __name__ == "__main__":
-    # Through the package: what the subcommands raise is `dllm.cli.CommandError`, not __main__'s.
+    # Python has loaded this file as the module __main__. Import it again as dllm.cli, so that every
+    # part of the program uses the same module object.
     sys.exit(importlib.import_module("dllm.cli").main())

@@ -1,4 +1,5 @@
-"""One denoise step of any canvas model, inside vLLM's engine: scheduler, state, sampler.
+"""Runs canvas models inside vLLM's engine: scheduler, state of each request, sampler.
 
-``family`` is the interface behind which a model hides. Imports settings and ops; names no model.
+``family`` is the interface that a model implements. This room imports settings and ops, and knows
+no particular model.
 """

@@ -1,4 +1,4 @@
-"""Where the canvases of a step are, among its batch rows and its rows of logits."""
+"""CanvasRows: which canvas each row of logits belongs to, and where in the canvas it is."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 class CanvasRows(NamedTuple):
     """Where the canvases of a step are: R batch rows, N logit rows, C the served canvas length.
 
-    A row without a canvas has width 0 and no logit rows.
+    A batch row is one request; it has one logit row for each token of its canvas. A batch row
+    without a canvas has width 0 and no logit rows.
 
     Attributes:
-        slots: ``[R]`` int64, into per-slot state.
-        widths: ``[R]`` int64, canvas tokens of the row.
-        seq_lens: ``[R]`` int64, tokens up to the end of the row: where its next canvas starts.
-        row_of, place: ``[N]`` int64, batch row and canvas position of a logit row.
-        padded: ``[R, C]`` int64, the logit row of a canvas position (any row beyond the width).
+        slots: ``[R]`` int64, each request's index into tensors of state.
+        widths: ``[R]`` int64, how many canvas tokens the row has.
+        seq_lens: ``[R]`` int64, the length of the request's sequence, canvas included. The next
+            canvas starts there if this one is emitted.
+        row_of: ``[N]`` int64, the batch row of a logit row.
+        place: ``[N]`` int64, the position of a logit row in its canvas.
+        padded: ``[R, C]`` int64, the logit row of a canvas position. Positions beyond the width
+            hold the index of some other logit row, and what is read there must not be used.
     """
 
     slots: torch.Tensor
@@ -34,12 +38,13 @@ class CanvasRows(NamedTuple):
 
     @classmethod
     def of_batch(cls, input_batch: InputBatch, canvas_length: int) -> CanvasRows:
-        """Read the rows off the batch; host arithmetic only, no device sync."""
+        """The rows of a batch of vLLM's. Computed on the host; does not wait for the device."""
         num_reqs = input_batch.num_reqs
         starts = input_batch.cu_num_logits_np[: num_reqs + 1]
         widths = np.diff(starts)
+        # [R, C]: positions beyond the width become the last position of the canvas.
         places = np.minimum(np.arange(canvas_length), np.maximum(widths - 1, 0)[:, None])
-        last_row = max(int(starts[-1]) - 1, 0)
+        last_row = max(int(starts[-1]) - 1, 0)  # the limit for a last row without a canvas
         padded = np.minimum(starts[:-1, None] + places, last_row)
         device = input_batch.seq_lens.device
 
@@ -57,7 +62,11 @@ class CanvasRows(NamedTuple):
 
     @classmethod
     def whole(cls, starts: torch.Tensor, canvas_length: int) -> CanvasRows:
-        """Canvases of full width, one a slot, at ``starts`` ``[R]``: those outside an engine."""
+        """Canvases of full width without a batch of vLLM's: canvas i is in slot i.
+
+        Args:
+            starts: ``[R]`` int64, the position of each canvas's first token in its sequence.
+        """
         num_rows = len(starts)
         places = torch.arange(num_rows * canvas_length, device=starts.device)
         return cls(
@@ -70,9 +79,9 @@ class CanvasRows(NamedTuple):
         )
 
     def at_least_two(self, spare_slot: int) -> CanvasRows:
-        """Pad a batch of one row with an empty one, in a slot that no request has.
+        """Add an empty row to a batch of one row, in a slot that no request has.
 
-        ``torch.compile`` specializes a size of 1, and would compile a second graph for it.
+        ``torch.compile`` treats a size of 1 as a special case, and would compile a second graph.
         """
         if len(self.slots) > 1:
             return self

@@ -1,4 +1,4 @@
-"""One decision, made once: compile small tensor functions unless the server runs eagerly."""
+"""Compiles small tensor functions, unless the server was started with ``--enforce-eager``."""
 
 import functools
 from collections.abc import Callable
@@ -16,8 +16,9 @@ def maybe_compile(
 ) -> Callable[Arguments, Result]:
     """``torch.compile(function)`` for any batch size, or ``function`` under ``--enforce-eager``.
 
-    A first tensor of one row goes to ``function`` as it is: the compiler takes a size of 1 for a
-    case of its own, and would compile everything once more for a canvas of one token.
+    The size of the batch is the first dimension of the first tensor argument. If it is 1 (a canvas
+    of one token), ``function`` runs without the compiler. ``torch.compile`` treats a size of 1 as a
+    special case, and would compile everything once more for it while a request waits.
     """
     if vllm_config.compilation_config.mode == CompilationMode.NONE:
         return function

@@ -1,21 +1,26 @@
-"""What a request does to its logits before anything is drawn from them; vLLM's own states do it.
+"""Edits the logits of canvases as requests ask, with vLLM's own logits processors.
 
-`logit_bias`, `allowed_token_ids`, `min_tokens`, the three penalties and `bad_words` are vLLM's
-processors (Model Runner V2), launched on canvas rows. They were written for speculative decoding,
-where row p of a request is conditioned on its drafts 1..p. On a canvas the "drafts" in front of
-position p are the tokens that the previous denoise step would have emitted there:
+An edit changes logits before anything is sampled from them: `logit_bias`, `allowed_token_ids`,
+`min_tokens`, the three penalties and `bad_words`. vLLM's processors (Model Runner V2) were written
+for speculative decoding. There, the logits of a request's row p depend on the draft tokens in front
+of row p. Here the "draft tokens" in front of canvas position p are the most likely tokens of the
+previous denoise step:
 
-    row p of a canvas sees    prompt, committed tokens, argmax_canvas[0..p - 1] of the step before
+    position p is edited for    prompt, emitted tokens, argmax_canvas[0..p - 1] of the step before
 
-so that penalties count, and bad words are completed, from left to right as in an autoregressive
-model; positions behind p do not count. At a fixed point of the canvas (two equal argmax canvases)
-every row was edited for exactly the tokens in front of it. Before that, a prefix that has settled
-is exact, and each step settles at least one position more, if the logits do not move (this is
-Jacobi decoding). What depends on the position alone is exact at once.
+So penalties count, and bad words are recognized, from left to right, as in an autoregressive model.
+Positions behind p do not count.
 
-A step that ends without a fixed point (out of steps, or a `stability_threshold` of 0) may hold a
-bad word in its argmax canvas. `completes_bad_word` finds them, and only what is in front of the
-first is emitted. That is one token at least: in front of position 0 are committed tokens alone.
+When is the result exact? An edit that depends on the position alone is exact in every step. The
+others are exact once the argmax canvas equals that of the step before: then every position was
+edited for exactly the tokens in front of it. Until then, a prefix that does not change any more is
+exact, and grows by at least one position in each step if the model's logits stay the same (this is
+Jacobi decoding).
+
+A canvas may have to be emitted while it still changes: it ran out of steps, or the checkpoint has a
+`stability_threshold` of 0. Its argmax canvas may then hold a bad word. `completes_bad_word` finds
+it, and only the tokens in front of the bad word's last token are emitted. At least one token is
+left, because position 0 was edited for emitted tokens only, which do not change.
 """
 
 from collections.abc import Sequence
@@ -30,16 +35,16 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.state import CanvasState
 
-NO_TOKEN = -1  # equals no id: nothing was decided there
+NO_TOKEN = -1  # in place of a token id where no step has chosen one; equals no real id
 
 
 class LogitEdits:
-    """The edits of every slot.
+    """The edits of the requests in all slots.
 
     Args:
-        logit_bias, penalties, bad_words: vLLM's states, in the order in which vLLM applies them
-            (biases add and penalties scale, so it matters).
-        num_slots: of the states.
+        logit_bias, penalties, bad_words: vLLM's processors, in the order in which vLLM applies
+            them. The order matters: a bias is added, and a penalty multiplies.
+        num_slots: how many requests the processors have room for.
     """
 
     def __init__(
@@ -55,23 +60,24 @@ class LogitEdits:
         self._has_bad_words = np.zeros(num_slots, dtype=bool)
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Note what a new (or resumed) request asks for; the slot's last one is forgotten."""
+        """Store what a new (or resumed) request asks for, in place of the slot's last request."""
         asked = [processor.add_request(slot, params) for processor in self._processors]
         self._is_edited[slot] = any(asked)
         self._has_bad_words[slot] = asked[-1]
 
     def apply_staged_writes(self) -> None:
-        """Send what ``add_request`` noted to the device."""
+        """Send what ``add_request`` stored to the device."""
         for processor in self._processors:
             processor.apply_staged_writes()
 
     def context(
         self, rows: CanvasRows, state: CanvasState, input_batch: InputBatch
     ) -> LogitsContext | None:
-        """This step as vLLM's processors see it, None if no request of the batch edits anything.
+        """This step as vLLM's processors expect it; None if no request of the batch has an edit.
 
-        They read the draft in front of row i > 0 as the input id of row i, and take a row's
-        position for that of its input, one in front of the token that is decided.
+        They expect two things. The input id of row i > 0 is the draft token in front of the token
+        that row i decides. The position of a row is that of its input, which is one less than the
+        position of the token that it decides.
         """
         if not self._is_edited[_slots_np(input_batch)].any():
             return None
@@ -95,22 +101,25 @@ class LogitEdits:
         return logits
 
     def may_forbid_words(self, input_batch: InputBatch) -> bool:
-        """Whether ``completes_bad_word`` has to be asked (host arithmetic)."""
+        """Whether ``completes_bad_word`` has to be called. Does not wait for the device."""
         return bool(self._has_bad_words[_slots_np(input_batch)].any())
 
     def completes_bad_word(
         self, logits: torch.Tensor, argmax: torch.Tensor, context: LogitsContext
     ) -> torch.Tensor:
-        """Which argmax tokens complete a bad word, if all in front of them are emitted: [N] bool.
+        """Which argmax tokens would complete a bad word if the canvas were emitted: ``[N]`` bool.
 
-        The words are masked once more in ``logits``, now behind the tokens of this step: a token
-        that is masked by that completes one.
+        ``logits`` were edited for the tokens of the step before. Here bad words are masked once
+        more, for the tokens of this step. An argmax token whose logit is -inf after that is the
+        last token of a bad word.
 
         Args:
-            logits: ``[N, vocab]`` that the argmax was taken from, edited; changed in place.
-            argmax: ``[N]`` int64.
+            logits: ``[N, vocab]`` fp32, the edited logits of this step; changed in place.
+            argmax: ``[N]`` int64, the most likely token of each row.
+            context: what ``context`` returned for this step.
         """
-        in_front = argmax.roll(1).to(torch.int32)  # not read at position 0
+        # [N], the token in front of each row. Wrong at position 0, where it is not read.
+        in_front = argmax.roll(1).to(torch.int32)
         self._bad_words.apply(logits, replace(context, input_ids=in_front))
         return logits.gather(1, argmax[:, None]).squeeze(1) == -torch.inf
 
@@ -118,8 +127,11 @@ class LogitEdits:
 def clean_lengths(rows: CanvasRows, is_bad: torch.Tensor) -> torch.Tensor:
     """How many tokens of each canvas come before its first bad one: ``[R]`` int64.
 
-    is_bad: ``[N]`` bool. From 1 to the width, 0 where there is no canvas: a position 0 that is bad
-    has no token left, which admission rules out, and must not stop the request.
+    The result is at least 1 for a row with a canvas, and 0 for a row without. Position 0 can be bad
+    only if the request forbids every token, which is refused when a request arrives
+    (``settings.edit_limits``). If it happened, the token would be emitted: the request must go on.
+
+    is_bad: ``[N]`` bool.
     """
     first_bad = torch.where(is_bad, rows.place, rows.widths[rows.row_of])
     clean = rows.widths.scatter_reduce(0, rows.row_of, first_bad, "amin")

@@ -1,15 +1,18 @@
-"""THE INTERFACE of a family of diffusion language models: all that the engine asks of one.
+"""THE INTERFACE of a family of diffusion language models: everything that the engine asks of one.
 
-A family says what its state holds and implements four methods. The engine does the rest: it
-schedules canvases, keeps their state by slot, edits logits, emits what has converged. A step is
+A family declares which tensors it keeps for each canvas, and implements up to four methods. The
+engine does the rest: it schedules canvases, stores their state, edits logits as a request asks, and
+emits canvases that have converged. In one denoise step the engine calls, in this order:
 
-    condition     what canvas rows enter the model as
-    (the model's forward pass, the edits of a request)
-    denoise       logits -> the next canvas, and who has converged
-    look_back     what the next step of a canvas is conditioned on
-    fresh_canvas  where a canvas starts that follows a prompt or an emitted block
+    condition     makes the model's input of canvas rows: token embeddings + the last step's result
+    (the model's forward pass; then the logit edits of each request)
+    denoise       logits -> the next canvas, and whether it has converged
+    look_back     computes what `condition` gets in the next step
 
-Shapes: R canvases of a step, N rows of logits, C the served canvas length, V the vocabulary.
+``fresh_canvas`` makes the first canvas behind a prompt or behind an emitted block.
+
+Shapes: R canvases in a step, N rows of logits (one for each token of these canvases), C the served
+canvas length, V the vocabulary size, hidden the model's hidden size.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +29,7 @@ from dllm.settings.denoising import DenoiseSettings
 
 
 class Column(NamedTuple):
-    """A tensor of state that a family carries between steps: ``[slots, *shape]``, 0 at first."""
+    """A tensor that a family keeps between steps: ``[slots, *shape]``, 0 when a canvas starts."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,18 +37,20 @@ class Column(NamedTuple):
 
 
 class Canvases(NamedTuple):
-    """What is known of R canvases before a denoise step.
+    """The state of R canvases before a denoise step.
 
     Attributes:
         ids: ``[N]`` integers, the canvas tokens that entered the model.
-        seeds: ``[R]`` int64, of each request's noise.
-        steps_done: ``[R]`` int64, denoise steps that the canvas has taken.
-        argmax_canvas: ``[R, C]`` int64, what the step before would have emitted.
-        is_greedy: ``[R]`` bool, candidates are the argmax.
-        is_stop: ``[slots, V]`` bool, tokens behind the first of which nothing need converge. By
-            slot (``CanvasRows.slots``), because a row of it is as long as the vocabulary.
+        seeds: ``[R]`` int64, the seed of each request's noise.
+        steps_done: ``[R]`` int64, how many denoise steps the canvas has taken.
+        argmax_canvas: ``[R, C]`` int64, the most likely tokens of the step before. They would have
+            been emitted if the canvas had converged then.
+        is_greedy: ``[R]`` bool, the most likely token is taken instead of a sample.
+        is_stop: ``[slots, V]`` bool, tokens that end the request. What follows the first of them is
+            never emitted and need not converge. Indexed by slot (``CanvasRows.slots``) instead of
+            by canvas: copying a row for each canvas would copy the length of the vocabulary.
         numbers: ``[R]`` each, ``RequestOptions.numbers`` by name.
-        carried: ``[R, ...]`` each, the columns of the family by name.
+        carried: ``[R, ...]`` each, the family's columns by name.
     """
 
     ids: Tensor
@@ -59,17 +64,17 @@ class Canvases(NamedTuple):
 
 
 class Denoised(NamedTuple):
-    """What a denoise step decided. Rows of width 0 mean nothing but in ``fresh``.
+    """The result of a denoise step. Of a row without a canvas (width 0) only ``fresh`` is valid.
 
     Attributes:
-        canvas: ``[R, C]`` int64, the input of the next step, if the canvas goes on.
-        fresh: ``[R, C]`` int64, the canvas behind the row's last token.
-        argmax_canvas: ``[R, C]`` int64, what is emitted where the canvas has converged.
+        canvas: ``[R, C]`` int64, the input of the next step, if the canvas has not converged.
+        fresh: ``[R, C]`` int64, a new canvas that starts behind the row's last token.
+        argmax_canvas: ``[R, C]`` int64, the tokens to emit if the canvas has converged.
         converged: ``[R]`` bool.
-        steps_done: ``[R]`` int64, this step included.
-        carried: ``[R, ...]`` each, the columns of the family.
+        steps_done: ``[R]`` int64, including this step.
+        carried: ``[R, ...]`` each, the family's columns by name.
         temperature: ``[N]`` fp32, of each row of logits.
-        stats: of each row of logits at that temperature.
+        stats: the statistics of each row of logits at that temperature.
     """
 
     canvas: Tensor
@@ -83,14 +88,15 @@ class Denoised(NamedTuple):
 
 
 class Family(ABC):
-    """What the engine asks of a family; a model class makes one with ``make_family``.
+    """What the engine asks of a family. A model class returns one from ``make_family``.
 
     Attributes:
-        block_size: a head row sees the keys of its own block of so many positions; 1: it is causal.
-            The engine serves 1 only.
-        settings: how it denoises unless a request says otherwise.
-        carried: its columns of state. They are 0 when a canvas starts.
-        soft_size: how wide ``look_back`` is; None: a step is conditioned on its canvas alone.
+        block_size: a row of a prompt or of an emitted block sees all keys in its own group of this
+            many positions. 1 means that it is causal; the engine serves nothing else.
+        settings: how the family denoises unless a request says otherwise.
+        carried: the tensors that the family keeps between steps.
+        soft_size: last dimension of what ``look_back`` returns. None: a step depends on its canvas
+            alone, and ``look_back`` and ``condition`` are never called.
     """
 
     block_size: ClassVar[int] = 1
@@ -100,35 +106,46 @@ class Family(ABC):
 
     @abstractmethod
     def fresh_canvas(self, seeds: Tensor, starts: Tensor) -> Tensor:
-        """What canvases at ``starts`` begin as: ``[R, C]`` int64.
+        """The first contents of canvases: ``[R, C]`` int64.
 
-        A function of its arguments alone: drawing a canvas twice draws the same one.
+        The result depends on the arguments alone: the same call gives the same canvas.
 
         Args:
-            seeds, starts: ``[R]`` int64.
+            seeds: ``[R]`` int64, the seed of each request's noise.
+            starts: ``[R]`` int64, the position of each canvas's first token in its sequence.
         """
 
     @abstractmethod
     def denoise(
         self, logits: Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
     ) -> Denoised:
-        """One denoise step behind the forward pass. Compiled: tensor operations only.
+        """The denoise step after the forward pass. It is compiled: tensor operations only.
 
         Args:
-            logits: ``[N, V]`` fp32, edited.
-            filters: top-k, top-p and min-p of each row of logits; None where nobody filters.
+            logits: ``[N, V]`` fp32, after the edits that requests ask for.
+            rows: which rows of logits belong to which canvas.
+            canvases: the state before this step.
+            filters: top-k, top-p and min-p of each row of logits; None if no request filters.
         """
 
     def look_back(self, logits: Tensor, denoised: Denoised) -> Tensor:
-        """What the next step is conditioned on: ``[N, soft_size]``. Not called without a size."""
+        """What ``condition`` gets as ``soft_embeds`` in the next step: ``[N, soft_size]``.
+
+        Called only if ``soft_size`` is set.
+
+        Args:
+            logits: ``[N, V]`` fp32, those that ``denoise`` got.
+            denoised: what ``denoise`` returned.
+        """
         raise NotImplementedError(f"{type(self).__name__} has a soft_size, but no look_back")
 
     def condition(self, embeds: Tensor, soft_embeds: Tensor, steps_done: Tensor) -> Tensor:
-        """What canvas rows enter the model as: ``[N, hidden]``. Not called without a ``soft_size``.
+        """The model's input of canvas rows: ``[N, hidden]``. Called only if ``soft_size`` is set.
 
         Args:
-            embeds: ``[N, hidden]``, of the canvas tokens.
-            soft_embeds: ``[N, soft_size]``, what ``look_back`` left; anything at the first step.
-            steps_done: ``[N]``, denoise steps that the row's canvas has taken.
+            embeds: ``[N, hidden]``, the embeddings of the canvas tokens.
+            soft_embeds: ``[N, soft_size]``, what ``look_back`` returned in the step before. In the
+                first step of a canvas (``steps_done`` 0) its values have no meaning.
+            steps_done: ``[N]``, how many denoise steps the row's canvas has taken.
         """
         raise NotImplementedError(f"{type(self).__name__} has a soft_size, but no condition")

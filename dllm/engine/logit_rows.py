@@ -1,8 +1,8 @@
-"""Logits that do not all exist at once: 64 canvases of 256 tokens would be 17 GB of them.
+"""Computes the logits of a large batch in tiles: 64 canvases of 256 tokens would need 17 GB.
 
-The head runs on as many whole canvases at a time as `rows_at_once` allows, and the sampler finishes
-with them before the next ones; a canvas's step depends on no other canvas, so the tiles change
-nothing but how much memory a step takes. A batch that fits is passed on as a plain tensor.
+A tile is some whole canvases. The sampler finishes the denoise step of one tile before the logits
+of the next are computed. A canvas's step does not depend on other canvases, so tiles change nothing
+except how much memory a step needs. The logits of a batch that fits are a plain tensor.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from dllm.settings.server import PluginOptions
 
 @dataclass(frozen=True)
 class LogitRows:
-    """The logits of ``[N, hidden]`` hidden states, computed when asked for.
+    """The logits of N rows, computed when they are indexed with a slice.
 
     Attributes:
-        hidden: ``[N, hidden]``.
-        head: ``[rows, hidden]`` to ``[rows, vocab]`` fp32.
+        hidden: ``[N, hidden]``, output of the model's last layer.
+        head: computes logits: ``[rows, hidden]`` to ``[rows, vocab]`` fp32.
     """
 
     hidden: torch.Tensor
@@ -34,9 +34,10 @@ class LogitRows:
 
 
 def rows_at_once(vllm_config: VllmConfig) -> int:
-    """How many rows of fp32 logits fit the workspace.
+    """How many rows of fp32 logits fit into ``logits_workspace_mib`` (``settings.server``).
 
-    At least as many as vLLM asks for at once for prompt logprobs: those have to be a tensor.
+    At least ``CHUNK_SIZE``: vLLM asks for the logits of so many prompt tokens at once when it
+    computes prompt logprobs, and needs them as a tensor.
     """
     workspace_mib = PluginOptions.from_vllm(vllm_config).logits_workspace_mib
     row_bytes = 4 * vllm_config.model_config.get_vocab_size()
@@ -46,17 +47,20 @@ def rows_at_once(vllm_config: VllmConfig) -> int:
 def tiles_of_batch(
     input_batch: InputBatch, rows_at_once: int
 ) -> Iterator[tuple[slice, InputBatch]]:
-    """Some requests after the other, as rows of logits and as a batch of their own."""
+    """Split a batch into tiles: for each, its rows of logits and a batch of its requests alone."""
     starts = input_batch.cu_num_logits_np[: input_batch.num_reqs + 1]
     for first, end in tile_bounds(starts, rows_at_once):
         yield slice(int(starts[first]), int(starts[end])), part_of_batch(input_batch, first, end)
 
 
 def tile_bounds(starts: np.ndarray, rows_at_once: int) -> list[tuple[int, int]]:
-    """Which requests share a tile: [first, end) each, none cut, as many as fit and at least one.
+    """The tiles of a batch as ranges of requests [first, end).
+
+    Each tile holds as many requests as fit, and at least one. No request is cut.
 
     Args:
         starts: ``[requests + 1]``, the first row of logits of each request, and the number of rows.
+        rows_at_once: how many rows of logits fit.
     """
     bounds, first = [], 0
     while first < len(starts) - 1:
@@ -68,9 +72,10 @@ def tile_bounds(starts: np.ndarray, rows_at_once: int) -> list[tuple[int, int]]:
 
 
 def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
-    """The requests [first, end) of a batch, in what the sampler reads of it.
+    """The requests [first, end) of a batch. Only the fields that the sampler reads are cut.
 
-    The tokens of the batch stay: ``logits_indices`` points into them.
+    ``input_ids`` and ``positions`` stay those of the whole batch: ``logits_indices`` points into
+    them.
     """
     requests = slice(first, end)
     starts = input_batch.cu_num_logits_np[first : end + 1]

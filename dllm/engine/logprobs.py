@@ -1,10 +1,8 @@
-"""Logprobs of emitted blocks, taken in the step that emits them; vLLM's own functions report them.
+"""Logprobs of emitted blocks, computed with vLLM's own functions in the step that emits a block.
 
-A block is emitted in the very step in which it converged, so its logprobs are computed then and
-never kept. They are those of the distribution that this step would sample from without its filters:
-the logits, as the request edited them, over the temperature of the step. (top-k, top-p and min-p
-would only renormalize what they leave, and put everything else at -inf.) A read-only request
-(``diffusion_read_only``) gets temperature 1.
+They are the log-probabilities of softmax(edited logits / temperature of the step), before top-k,
+top-p and min-p. (These filters would put the tokens that they leave out at -inf and raise the
+others.) For a read-only request (``diffusion_read_only``) the temperature is 1.
 """
 
 from collections.abc import Sequence
@@ -19,15 +17,15 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dllm.engine.canvas_rows import CanvasRows
 
-# Logits that are copied and scaled at a time, 64 MiB of fp32. No result depends on it.
+# How many logits are copied and scaled at a time: 64 MiB of fp32. No result depends on it.
 WORKSPACE_LOGITS = 2**24
 
 
 class BlockLogprobs:
-    """Top logprobs, or those of a request's own ``logprob_token_ids``, and the emitted token's.
+    """Computes the logprobs of emitted tokens, and of the top or the given token ids beside them.
 
     Args:
-        sampler: vLLM's, which knows who asked for what.
+        sampler: vLLM's, which stores which request asked for which logprobs.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -35,15 +33,18 @@ class BlockLogprobs:
         self._reports_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Note which tokens a request asks about; the number of top ones is in SamplingStates."""
+        """Store a new request's ``logprob_token_ids``.
+
+        vLLM's SamplingStates stores how many top logprobs it asks for.
+        """
         self._sampler.logprob_token_ids_state.add_request(slot, params)
 
     def apply_staged_writes(self) -> None:
-        """Send what ``add_request`` noted to the device."""
+        """Send what ``add_request`` stored to the device."""
         self._sampler.logprob_token_ids_state.apply_staged_writes()
 
     def are_wanted(self, input_batch: InputBatch) -> bool:
-        """Whether any request of the batch asks for them (host arithmetic)."""
+        """Whether a request of the batch asks for logprobs. Does not wait for the device."""
         return self._dims(input_batch) is not None
 
     def of_blocks(
@@ -55,16 +56,18 @@ class BlockLogprobs:
         rows: CanvasRows,
         input_batch: InputBatch,
     ) -> LogprobsTensors | None:
-        """The logprobs of what is emitted, None if that is nothing. Waits for the device.
+        """The logprobs of emitted tokens; None if nothing is emitted. Waits for the device.
 
         Args:
-            logits: ``[N, vocab]``.
-            temperature: ``[N]``.
-            argmax_canvas: ``[R, C]`` int64, of which the first ``num_emitted`` ``[R]`` leave.
+            logits: ``[N, vocab]``, edited.
+            temperature: ``[N]``, of each row of logits.
+            argmax_canvas: ``[R, C]`` int64, the tokens of each canvas.
+            num_emitted: ``[R]``, how many tokens of each canvas are emitted, from its start.
 
         Returns:
-            Column 0 is the emitted token, the others what was asked for. A rank is 1-based and
-            counts ties. Or, with ``--logprobs-mode`` of logits: logits over temperature.
+            One row for each emitted token. Column 0 is the token itself, the others are the top or
+            the given token ids. Its rank is 1 for the most likely token, and counts ties. With a
+            ``--logprobs-mode`` of logits the values are logits / temperature.
         """
         dims = self._dims(input_batch)
         emitted = (rows.place < num_emitted[rows.row_of]).nonzero().squeeze(1)
@@ -95,7 +98,10 @@ class BlockLogprobs:
         slots: torch.Tensor,
         dims: tuple[int, int],
     ) -> LogprobsTensors:
-        """Of some emitted tokens, one to each row of ``logits``, which are changed in place."""
+        """The logprobs of the emitted ``tokens`` ``[n]``.
+
+        logits: ``[n, vocab]``, changed in place. temperature, slots: ``[n]``. dims: from ``_dims``.
+        """
         if not self._reports_logits:
             logits -= logits.amax(dim=1, keepdim=True)
         logits /= temperature[:, None]
@@ -113,9 +119,13 @@ class BlockLogprobs:
     def joined(
         parts: Sequence[LogprobsTensors | None], num_requests: Sequence[int]
     ) -> LogprobsTensors | None:
-        """The logprobs of a batch from those of its parts, of so many requests each.
+        """The logprobs of a batch, joined from those of its parts.
 
-        A part whose requests ask for less than others gets columns that none of them reads.
+        A part with fewer columns than the widest is padded with columns that nobody reads.
+
+        Args:
+            parts: what ``of_blocks`` returned for each part.
+            num_requests: how many requests each part holds.
         """
         known = [part for part in parts if part is not None]
         if not known:
@@ -136,7 +146,10 @@ class BlockLogprobs:
         )
 
     def _dims(self, input_batch: InputBatch) -> tuple[int, int] | None:
-        """(top logprobs, own ids) that the widest request of the batch asks for."""
+        """How many top logprobs, and how many given token ids, a request asks for at most.
+
+        None if no request of the batch asks for any.
+        """
         return self._sampler.get_logprobs_dims(input_batch.idx_mapping_np[: input_batch.num_reqs])
 
 

@@ -1,11 +1,12 @@
-"""DiffusionModelState: vLLM's hooks for one diffusion model.
+"""DiffusionModelState: the methods through which vLLM's model runner asks about a diffusion model.
 
-    add_request     CanvasState.reset(slot)
-    prepare_attn    spans of the rows -> virtual sequences -> attention backend
-    prepare_inputs  embed(ids), then condition the canvas rows
-    custom_sampler  DiffusionSampler
+    custom_sampler  once, at start: vLLM's sampler is replaced by DiffusionSampler
+    add_request     for each new request: CanvasState.reset(slot)
+    prepare_attn    for each step: which rows are causal -> metadata for the attention backend
+    prepare_inputs  for each step: embeddings of the tokens; canvas rows are then conditioned
 
-Each hook delegates to one part; vLLM calls them in this order.
+``DiffusionModelState`` subclasses vLLM's ``ModelState``; the model class names it in
+``get_model_state_cls``.
 """
 
 from typing import Any
@@ -35,7 +36,7 @@ from dllm.settings.request import RequestOptions
 class DiffusionModelState(ModelState):
     """Per-request state and input preparation of a diffusion model in Model Runner V2."""
 
-    # A canvas is all there is to a step: no bonus token is sampled after it.
+    # vLLM adds this to the number of draft tokens. A canvas has no extra token behind it.
     num_new_sampled_tokens_per_step = 0
 
     def __init__(
@@ -50,11 +51,12 @@ class DiffusionModelState(ModelState):
         vocab_size = self.model_config.get_vocab_size()
         self.canvases = CanvasState(self.family, self.max_num_reqs, vocab_size, self.dtype, device)
         hidden_size = self.model_config.hf_text_config.hidden_size
-        # Persistent model inputs: a captured CUDA graph reads these addresses.
+        # The model's inputs stay in the same memory: a captured CUDA graph reads these addresses.
         self._inputs_embeds = torch.zeros(
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
         )
-        # Our own backend takes a split point per row; vLLM's take a flag per sequence.
+        # Our own backend takes, for each row, where it stops being causal. vLLM's backends take one
+        # causal flag for each sequence.
         backend = vllm_config.attention_config.backend
         self._takes_split_points = backend == AttentionBackendEnum.CUSTOM
         self._split_points = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
@@ -66,7 +68,7 @@ class DiffusionModelState(ModelState):
         return ("generate",)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
-        """Replace vLLM's sampler; there is nothing to reject, so no rejection sampler."""
+        """Our sampler in place of vLLM's, and no rejection sampler: no draft is ever rejected."""
         return DiffusionSampler(self.vllm_config, self.family, self.canvases, sampler), None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
@@ -82,11 +84,16 @@ class DiffusionModelState(ModelState):
         input_batch: InputBatch,
         req_states: RequestState,
     ) -> torch.Tensor | None:
-        """No multimodal inputs: ``prepare_inputs`` embeds everything."""
+        """Nothing: ``prepare_inputs`` makes the embeddings of the whole batch."""
         return None
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """Embed the batch, condition its canvas rows, and mark them for the layer scalars."""
+        """The model's inputs for this step: embeddings, and which rows are canvas rows.
+
+        Returns:
+            inputs_embeds: ``[padded tokens, hidden]``; canvas rows are conditioned by the family.
+            is_canvas_row: ``[padded tokens]`` bool.
+        """
         num_tokens = input_batch.num_tokens
         num_padded = input_batch.num_tokens_after_padding
         self._write_emitted_ids(input_batch, req_states)
@@ -106,7 +113,7 @@ class DiffusionModelState(ModelState):
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
-        """The same persistent inputs, for profiling and capture."""
+        """The same tensors with whatever they hold, for memory profiling and graph capture."""
         return {
             "inputs_embeds": self._inputs_embeds[:num_tokens],
             "is_canvas_row": self._is_canvas_row[:num_tokens],
@@ -123,7 +130,7 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Attention metadata in which heads are causal and canvases bidirectional."""
+        """Metadata for the attention backend: heads are causal and canvases bidirectional."""
         assert ubatch_idx == 0, "batches of heads and canvases are not split"
         describe = self._rows if self._takes_split_points else self._virtual_sequences
         return build_attn_metadata(
@@ -140,7 +147,7 @@ class DiffusionModelState(ModelState):
         cudagraph_mode: CUDAGraphMode,
         block_tables: tuple[torch.Tensor, ...],
     ) -> dict[str, Any]:
-        """One sequence per row and its split point, in tensors that a CUDA graph can replay."""
+        """One sequence for each row, with its split point, in tensors that a CUDA graph can use."""
         is_padded = cudagraph_mode == CUDAGraphMode.FULL
         num_rows = input_batch.num_reqs_after_padding if is_padded else input_batch.num_reqs
         head_lens = torch.from_numpy(_spans(input_batch).head_lens)
@@ -157,8 +164,9 @@ class DiffusionModelState(ModelState):
             "seq_lens": input_batch.seq_lens,
             "max_seq_len": int(input_batch.seq_lens_cpu_upper_bound.max()),
             "block_tables": block_tables,
-            # vLLM hands this tensor through to our backend, which reads split points from it: where
-            # in its query span a row stops being causal (0: nowhere, query_len: everywhere).
+            # [rows] int32. Backends of vLLM expect a flag for each sequence here; vLLM only passes
+            # the tensor on. Our backend reads split points from it: how many tokens at the start of
+            # the row's query span are causal (0: none, query_len: all).
             "causal": split_points,
         }
 
@@ -168,7 +176,7 @@ class DiffusionModelState(ModelState):
         cudagraph_mode: CUDAGraphMode,
         block_tables: tuple[torch.Tensor, ...],
     ) -> dict[str, Any]:
-        """Heads and canvases as sequences of their own, for backends with one flag for each."""
+        """Heads and canvases as separate sequences, for backends with one flag per sequence."""
         assert cudagraph_mode != CUDAGraphMode.FULL, "virtual sequences change in number"
         sequences = self._sequences(input_batch)
         row_of = torch.from_numpy(sequences.row_of).to(self.device)
@@ -191,16 +199,19 @@ class DiffusionModelState(ModelState):
         return _spans(input_batch).virtual_sequences(seq_lens)
 
     def _write_emitted_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
-        """Put the ids of emitted blocks into the heads of their rows.
+        """Write the token ids of emitted blocks into the heads of their rows.
 
-        The runner writes prompt chunks and canvases; what was generated is in ``all_token_ids``.
+        vLLM's runner fills in prompt chunks and canvases only. Emitted tokens are in
+        ``all_token_ids``.
         """
         computed = input_batch.num_computed_tokens_np
         prefill_len = input_batch.prefill_len_np
-        is_generated = (computed >= prefill_len) & (prefill_len > 0)  # 0: a dummy run
+        # [R]: the row is behind its prompt. A prompt length of 0 means one of vLLM's dummy runs.
+        is_generated = (computed >= prefill_len) & (prefill_len > 0)
         head_lens = np.where(is_generated, _spans(input_batch).head_lens, 0)
         if not head_lens.any():
             return
+        # One entry for each head token: its row, its place in the head, its index in the batch.
         rows = np.repeat(np.arange(len(head_lens)), head_lens)
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(head_lens) - head_lens, head_lens)
         tokens = input_batch.query_start_loc_np[rows] + offsets

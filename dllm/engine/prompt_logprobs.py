@@ -1,9 +1,8 @@
-"""Prompt logprobs wait in the scheduler for the first block.
+"""Keeps prompt logprobs in the scheduler until the request emits its first block.
 
-vLLM's worker computes them with the prompt's last chunk, where an autoregressive model also emits
-its first token, and vLLM's scheduler insists that both come together. Here the first block is only
-begun by then. The rows of prompt chunks get no logits otherwise: vLLM's `PromptLogprobsWorker`
-asks the model for them, in chunks, in the steps in which a request of the batch wants them.
+vLLM's worker returns prompt logprobs in the step that reads the last chunk of the prompt. An
+autoregressive model emits its first token in that step, and vLLM's scheduler asserts that both come
+together. A diffusion model emits nothing in that step: its first canvas only starts there.
 """
 
 from collections.abc import Collection
@@ -13,18 +12,21 @@ from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 
 
 class PendingPromptLogprobs:
-    """What is known about the prompts of requests that have not emitted yet, by request id."""
+    """Prompt logprobs of requests that have not emitted anything yet, by request id."""
 
     def __init__(self) -> None:
         self._top: dict[str, LogprobsTensors | None] = {}
         self._of_ids: dict[str, torch.Tensor] = {}
 
     def postpone(self, output: ModelRunnerOutput, live: Collection[str]) -> None:
-        """Take the prompt logprobs out of a step's output, and put in those that are now due.
+        """Replace a step's prompt logprobs by those of the requests that emit in this step.
+
+        The step's own prompt logprobs are kept until their request emits. What is kept of requests
+        that are not in ``live`` is dropped.
 
         Args:
-            output: changed in place.
-            live: ids of the requests that somebody still waits for.
+            output: of the step; changed in place.
+            live: ids of the requests that have not been finished or aborted.
         """
         self._top |= output.prompt_logprobs_dict
         self._of_ids |= output.prompt_token_id_logprobs_dict

@@ -1,7 +1,7 @@
-"""Which tokens of a step belong to prompts that somebody wants the logprobs of.
+"""Finds the tokens of a step that belong to prompts whose logprobs a request asks for.
 
-vLLM runs the head over every token of a step in which any request wants them. Here that would be
-the canvases and the emitted blocks of everybody else, too.
+If one request asks for prompt logprobs, vLLM computes logits for all tokens of the step. Here that
+would include the canvases and emitted blocks of all other requests.
 """
 
 from dataclasses import replace
@@ -14,9 +14,14 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 def asking_requests(
     uses_prompt_logprobs: np.ndarray, input_batch: InputBatch, prompt_lens: np.ndarray
 ) -> np.ndarray:
-    """The batch rows that hold prompt tokens of a request that wants them scored.
+    """The batch rows that hold prompt tokens of a request that asks for prompt logprobs.
 
-    uses_prompt_logprobs: ``[slots]`` bool; prompt_lens: ``[slots]``.
+    Args:
+        uses_prompt_logprobs: ``[slots]`` bool, whether the slot's request asks.
+        prompt_lens: ``[slots]``.
+
+    Returns:
+        Indices of batch rows, in order.
     """
     slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
     holds_prompt = input_batch.num_computed_prefill_tokens_np < prompt_lens[slots]
@@ -26,9 +31,12 @@ def asking_requests(
 def batch_of_requests(
     input_batch: InputBatch, requests: np.ndarray
 ) -> tuple[torch.Tensor, InputBatch]:
-    """The flat token indices of some requests, and a batch of these requests alone.
+    """The tokens of some requests, as indices into the batch, and a batch of these requests alone.
 
-    The batch is complete in what vLLM's `PromptLogprobsWorker` reads of it.
+    Only the fields that vLLM's `PromptLogprobsWorker` reads are those of the smaller batch.
+
+    Args:
+        requests: indices of batch rows, in order.
     """
     device = input_batch.idx_mapping.device
     lens = input_batch.num_scheduled_tokens[requests]

@@ -1,11 +1,12 @@
-"""DiffusionSampler: one denoise step for every canvas of the batch, as a few named calls.
+"""DiffusionSampler: one denoise step for every canvas of the batch.
 
-    logits of the canvas rows -> edits -> row statistics -> accept, renoise, stop
-                              -> next canvas, emission
+    logits of the canvas rows -> logit edits -> the family's denoise step -> state of the next step
+                                                                          -> tokens to emit
 
-There is no phase: a row that keeps denoising goes on with its canvas; every other row (a prompt
-chunk, an emitted block, a canvas that has just converged) gets a fresh canvas behind its last
-token. Noise is a function of the canvas start, so drawing that canvas twice draws the same one.
+A row (a request of the batch) whose canvas has not converged goes on with it. Every other row (a
+prompt chunk, an emitted block, a canvas that has just converged) gets a fresh canvas behind its
+last token. A fresh canvas may be made twice, for example when a block is emitted and again when the
+block gets a pass of its own. It is the same one both times: noise depends on where a canvas starts.
 """
 
 from collections.abc import Sequence
@@ -30,13 +31,14 @@ from dllm.settings.request import constrained
 
 
 class StepResult(NamedTuple):
-    """What a denoise step leaves behind, R rows.
+    """The result of a denoise step of R rows.
 
     Attributes:
-        step: what the family decided; its ``steps_done`` and ``carried`` are those of the next
-            canvas: 0 where another one starts.
+        step: what the family decided. ``steps_done`` and ``carried`` are set to 0 where a fresh
+            canvas starts.
         next_canvas: ``[R, C]`` int64, the input of the next step.
-        is_pinned: ``[R, C]`` bool, positions whose input the request holds.
+        is_pinned: ``[R, C]`` bool, positions whose input token the request fixed
+            (``diffusion_pinned``).
     """
 
     step: Denoised
@@ -44,7 +46,7 @@ class StepResult(NamedTuple):
     is_pinned: torch.Tensor
 
     def first_rows(self, num_rows: int) -> "StepResult":
-        """Without the row that a batch of one was padded with."""
+        """The first rows alone, without the row that ``CanvasRows.at_least_two`` added."""
         step = self.step
         return StepResult(
             step=step._replace(
@@ -62,10 +64,10 @@ class DiffusionSampler:
     """Takes the place of vLLM's sampler for a diffusion model.
 
     Args:
-        vllm_config: for the vocabulary size and the choice to compile.
+        vllm_config: for the vocabulary size, the logits workspace and whether to compile.
         family: of the model that is served.
-        state: of the canvases by slot, updated in place.
-        sampler: vLLM's own, for its request states and the bookkeeping of sampling parameters.
+        state: of all canvases; updated in place.
+        sampler: vLLM's own, whose tables of requests and sampling parameters are used.
     """
 
     def __init__(
@@ -91,13 +93,16 @@ class DiffusionSampler:
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        """Note the sampling parameters; the model state has reset the slot already."""
+        """Store the sampling parameters of a new request.
+
+        ``DiffusionModelState.add_request`` has reset the slot's canvas already.
+        """
         self.sampling_states.add_request(req_idx, sampling_params)
         self.edits.add_request(req_idx, constrained(sampling_params))
         self.logprobs.add_request(req_idx, sampling_params)
 
     def apply_staged_writes(self) -> None:
-        """Send what ``add_request`` noted to the device."""
+        """Send what ``add_request`` stored to the device."""
         self.sampling_states.apply_staged_writes()
         self.edits.apply_staged_writes()
         self.logprobs.apply_staged_writes()
@@ -109,7 +114,9 @@ class DiffusionSampler:
 
         Args:
             logits: ``[N, vocab]`` fp32, of the canvas rows alone, in batch order; edited in place.
-            input_batch: vLLM's; canvases are its draft tokens.
+                ``LogitRows`` where they do not fit the workspace: then one tile after the other.
+            input_batch: vLLM's; its draft tokens are the canvases.
+            draft_logits: an argument that vLLM passes to samplers; not used.
         """
         length = self.family.settings.canvas_length
         if input_batch.num_draft_tokens == 0:
@@ -120,7 +127,7 @@ class DiffusionSampler:
         return _joined([self._denoise(logits[rows], tile) for rows, tile in tiles])
 
     def _denoise(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        """A denoise step of the canvases whose logits these are."""
+        """A denoise step of the canvases in ``input_batch``, whose logits are given."""
         rows = CanvasRows.of_batch(input_batch, self.family.settings.canvas_length)
         context = self.edits.context(rows, self.state, input_batch)
         if context is not None:
@@ -143,7 +150,7 @@ class DiffusionSampler:
         return self._emit(logits, rows, result.step, num_emitted, input_batch)
 
     def _start_canvases(self, rows: CanvasRows) -> SamplerOutput:
-        """A step of prompt chunks and emitted blocks: every row is ready for a fresh canvas."""
+        """A step without canvases (prompt chunks, emitted blocks): every row gets a fresh one."""
         drawn = self.family.fresh_canvas(self.state.seeds[rows.slots], rows.seq_lens)
         self.req_states.draft_tokens[rows.slots] = self.state.with_seeds(
             rows.slots, rows.seq_lens, drawn
@@ -158,10 +165,10 @@ class DiffusionSampler:
         )
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
-        """Top-k, top-p and min-p of each logit row, or None where no request filters.
+        """Top-k, top-p and min-p of each logit row; None if no request of the batch uses them.
 
-        A CPU always gets them: it passes over rows that are not filtered, and without them the
-        step would be another function to the compiler.
+        On a CPU never None. There, rows that are not filtered are skipped anyway, and a None would
+        make ``torch.compile`` compile the step a second time.
         """
         states, slots = self.sampling_states, input_batch.idx_mapping_np[: input_batch.num_reqs]
         is_filtered = (
@@ -181,7 +188,7 @@ class DiffusionSampler:
     def _trim_at_bad_word(
         self, rows: CanvasRows, result: StepResult, num_emitted: torch.Tensor
     ) -> StepResult:
-        """Start the next canvas of a converged row behind what is emitted of this one."""
+        """Start the next canvas of a trimmed row directly behind the tokens that are emitted."""
         canvas_start = rows.seq_lens - rows.widths
         is_trimmed = result.step.converged & (num_emitted < rows.widths)
         redrawn = self.family.fresh_canvas(self.state.seeds[rows.slots], canvas_start + num_emitted)
@@ -189,7 +196,7 @@ class DiffusionSampler:
         return result._replace(next_canvas=next_canvas)
 
     def _store_state(self, rows: CanvasRows, result: StepResult) -> None:
-        """Write what the next step of each canvas starts from."""
+        """Write the state that the next step of each canvas reads."""
         state, step, slots = self.state, result.step, rows.slots
         self.req_states.draft_tokens[slots] = result.next_canvas
         state.argmax_canvas[slots] = step.argmax_canvas
@@ -200,11 +207,14 @@ class DiffusionSampler:
     def _store_soft_embeddings(
         self, logits: torch.Tensor, rows: CanvasRows, result: StepResult
     ) -> None:
-        """Write what the next step is conditioned on, before the logits are edited once more."""
+        """Write what the next step is conditioned on.
+
+        Called before ``completes_bad_word``, which changes the logits.
+        """
         if self.family.soft_size is None:
             return
         soft = self.family.look_back(logits, result.step)
-        # What the model would put at a pinned position is not to reach the next step.
+        # [N, soft_size]. The model's own choice at a pinned position must not reach the next step.
         soft = torch.where(result.is_pinned[rows.row_of, rows.place][:, None], 0, soft)
         soft_embeds = self.state.soft_embeds
         soft_embeds[rows.slots[rows.row_of], rows.place] = soft.to(soft_embeds.dtype)
@@ -217,7 +227,12 @@ class DiffusionSampler:
         num_emitted: torch.Tensor,
         input_batch: InputBatch,
     ) -> SamplerOutput:
-        """Emit converged blocks; the KV position of no canvas moves (its KV is bidirectional)."""
+        """The output for vLLM: the tokens of converged canvases.
+
+        Every canvas token counts as rejected, also of a converged canvas. So vLLM does not advance
+        the KV position. That is right because this step wrote bidirectional KV; an emitted block
+        gets its causal KV in the next step.
+        """
         logprobs = None
         if self.logprobs.are_wanted(input_batch):
             row_slots = rows.slots[rows.row_of]
@@ -235,7 +250,7 @@ class DiffusionSampler:
 
 
 def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
-    """The output of a batch from those of its tiles."""
+    """The output of a batch, joined from the outputs of its tiles."""
     return SamplerOutput(
         sampled_token_ids=torch.cat([part.sampled_token_ids for part in parts]),
         logprobs_tensors=BlockLogprobs.joined(
@@ -255,11 +270,13 @@ def denoise_rows(
     family: Family,
     filters: RowFilters | None,
 ) -> StepResult:
-    """The part of a step that is compiled: the family's decision, and which canvas comes next.
+    """The compiled part of a step: the family's denoise step, and the canvas of the next step.
 
     Args:
         logits: ``[N, V]`` fp32, edited.
         ids: ``[N]``, the canvas tokens that entered the model.
+        rows: at least two of them (``CanvasRows.at_least_two``).
+        state: read only.
     """
     step = family.denoise(logits, rows, state.canvases(rows.slots, ids), filters)
     goes_on = (rows.widths > 0) & ~step.converged  # [R]
@@ -269,7 +286,7 @@ def denoise_rows(
     return StepResult(
         step=step._replace(
             steps_done=torch.where(goes_on, step.steps_done, 0),
-            carried={
+            carried={  # [R, ...], so that goes_on has to be [R, 1, ...]
                 name: torch.where(goes_on.view(-1, *[1] * (column.dim() - 1)), column, 0)
                 for name, column in step.carried.items()
             },

@@ -1,10 +1,12 @@
-"""What each row of a step's batch is: a causal head and a bidirectional canvas.
+"""Splits each row of a step's batch into a causal head and a bidirectional canvas.
 
-There is no phase flag anywhere. The schedule says it all (the core rule of ARCHITECTURE.md):
+A row of the batch is one request; its query span is the tokens that are scheduled for it. No flag
+says whether a request is in its prompt or denoises: it follows from the schedule, in which the
+canvas counts as draft tokens (the core rule of ARCHITECTURE.md):
 
     head_len = query_len - num_draft_tokens
-    rows [0, head_len)          causal, KV kept, no logits  (a prompt chunk, or an emitted block)
-    rows [head_len, query_len)  the canvas: bidirectional, with logits
+    tokens [0, head_len)          causal, KV kept, no logits  (a prompt chunk, or an emitted block)
+    tokens [head_len, query_len)  the canvas: bidirectional, with logits
 """
 
 from collections.abc import Sequence
@@ -15,17 +17,18 @@ import numpy as np
 
 
 class VirtualSequences(NamedTuple):
-    """Causal-or-not sequences for attention backends that know one flag per sequence.
+    """The batch for attention backends that take one causal flag for each sequence.
 
-    A row with a head and a canvas becomes two sequences over the same pages, (head rows, causal)
-    and (canvas rows, bidirectional); positions, slot mappings and logits do not notice.
+    A row with a head and a canvas becomes two sequences over the same KV pages: its head, causal,
+    and its canvas, bidirectional. Positions, slot mappings and logits belong to tokens, not to
+    sequences, and stay as they are.
 
     Attributes:
-        row_of: [S] int64, the batch row a sequence belongs to.
-        query_start_loc: [S + 1] int32.
+        row_of: [S] int64, the batch row that a sequence belongs to.
+        query_start_loc: [S + 1] int32, where each sequence's tokens start.
         seq_lens: [S] int32, tokens of context and query together.
         is_causal: [S] int32, 1 or 0.
-        images: sequence -> positions (first, last) of the image that it is, if any are.
+        images: for each sequence that is an image, its first and last position. None: no images.
     """
 
     row_of: np.ndarray
@@ -35,12 +38,15 @@ class VirtualSequences(NamedTuple):
     images: dict[int, list[tuple[int, int]]] | None = None
 
     def with_images(self, images: Sequence[Sequence[tuple[int, int]]]) -> "VirtualSequences":
-        """Cut the images out of the causal sequences: bidirectional sequences that end with them.
+        """Make every image of the causal sequences a bidirectional sequence of its own.
+
+        Such a sequence ends with the image's last token, so the image sees what is in front of it
+        and itself.
 
         Args:
-            images: per batch row, (first, last) position of each of its images, in order.
+            images: for each batch row, (first, last) position of each of its images, in order.
         """
-        parts: list[tuple[int, int, int, int]] = []  # row, length, sequence length, causal
+        parts: list[tuple[int, int, int, int]] = []  # row, query length, sequence length, causal
         found: dict[int, list[tuple[int, int]]] = {}
         lens = np.diff(self.query_start_loc)
         for row, length, stop, is_causal in zip(
@@ -50,7 +56,7 @@ class VirtualSequences(NamedTuple):
             start = stop - length
             for first, last in images[row] if is_causal else ():
                 begin, end = max(first, start), min(last + 1, stop)
-                if begin >= end:  # computed before, or in a later chunk
+                if begin >= end:  # the image is in an earlier or a later chunk of the prompt
                     continue
                 if start < begin:
                     parts.append((row, begin - start, begin, 1))
@@ -71,18 +77,18 @@ class VirtualSequences(NamedTuple):
 
 @dataclass(frozen=True)
 class Spans:
-    """The head and the canvas of every row of one batch (host arrays, [R] int32)."""
+    """How long the head and the canvas of every row of a batch are: host arrays, [R] int32."""
 
     head_lens: np.ndarray
     canvas_widths: np.ndarray
 
     @classmethod
     def of_schedule(cls, query_lens: np.ndarray, num_draft_tokens: np.ndarray | None) -> "Spans":
-        """Read the spans off the schedule.
+        """The spans of a scheduled batch.
 
         Args:
-            query_lens: [R] tokens scheduled per row.
-            num_draft_tokens: [R] canvas tokens among them, or None when there are none.
+            query_lens: [R], tokens that are scheduled for each row.
+            num_draft_tokens: [R], how many of them are canvas tokens. None: no row has a canvas.
         """
         if num_draft_tokens is None:
             num_draft_tokens = np.zeros_like(query_lens)
@@ -91,13 +97,13 @@ class Spans:
         return cls(head_lens.astype(np.int32), num_draft_tokens.astype(np.int32))
 
     def virtual_sequences(self, seq_lens: np.ndarray) -> VirtualSequences:
-        """Split each row where its canvas starts.
+        """The same batch as sequences that are causal or bidirectional as a whole.
 
         Args:
-            seq_lens: [R] tokens of context and query together, per row.
+            seq_lens: [R], tokens of context and query together, of each row.
         """
         num_rows = len(self.head_lens)
-        # Interleaved as head, canvas, head, canvas, ...; empty halves are dropped.
+        # [2 * R]: head, canvas, head, canvas, ... Empty heads and canvases are dropped below.
         lens = np.stack([self.head_lens, self.canvas_widths], axis=1).reshape(-1)
         ends = np.stack([seq_lens - self.canvas_widths, seq_lens], axis=1).reshape(-1)
         row_of = np.repeat(np.arange(num_rows, dtype=np.int64), 2)

@@ -1,22 +1,25 @@
-"""Per-slot state of the canvases: preallocated device tensors, one reset.
+"""What the sampler remembers of each request's canvas: device tensors, allocated once.
 
-A slot is a stable index into these tensors for as long as a request runs. The canvas itself (the
-noisy input of the next denoise step) lives in vLLM's ``RequestState.draft_tokens``, from where the
-model runner puts it into the next batch; everything else about it lives here.
+A request has a slot, which is its index into these tensors for as long as it runs. The canvas
+itself (the noisy input of the next denoise step) is in vLLM's ``RequestState.draft_tokens``, from
+where the model runner puts it into the next batch. Everything else is here:
 
 | tensor           | shape            | written by              | read by                        |
 |------------------|------------------|-------------------------|--------------------------------|
 | seeds, is_greedy | [slots]          | reset                   | denoise                        |
+| is_read_only     | [slots]          | reset                   | sampler: logprobs              |
 | numbers          | [slots] each     | reset                   | denoise                        |
 | is_stop          | [slots, V] bool  | reset                   | denoise                        |
 | seed_canvas      | [slots, C] int64 | reset                   | sampler: the first canvas      |
+| seeded_at        | [slots]          | reset                   | sampler: the first canvas      |
 | is_pinned        | [slots, C] bool  | reset                   | sampler: the first canvas      |
 | argmax_canvas    | [slots, C] int64 | sampler, each step      | denoise; edits                 |
 | steps_done       | [slots] int32    | sampler, each step      | denoise; prepare_inputs        |
 | carried          | [slots, ...]     | sampler, each step      | denoise                        |
-| soft_embeds      | [slots, C, H]    | sampler, each step      | prepare_inputs, if steps_done  |
+| soft_embeds      | [slots, C, S]    | sampler, each step      | prepare_inputs, if steps_done  |
 
-``numbers``, ``carried`` and ``soft_embeds`` are what the family says it keeps (``family``).
+The family says which ``numbers`` and ``carried`` tensors there are, and S, the last dimension of
+``soft_embeds`` (``family``). C is the served canvas length, V the vocabulary size.
 """
 
 import hashlib
@@ -28,7 +31,7 @@ from dllm.settings.request import RequestOptions
 
 
 class CanvasState:
-    """State of up to ``num_slots`` canvases of a family."""
+    """The state of up to ``num_slots`` requests, in tensors of ``num_slots + 1`` slots."""
 
     def __init__(
         self,
@@ -39,7 +42,8 @@ class CanvasState:
         device: torch.device,
     ) -> None:
         canvas_length = family.settings.canvas_length
-        self.spare_slot = num_slots  # one more than requests: CanvasRows.at_least_two pads with it
+        # A slot that no request ever has, for the empty row that CanvasRows.at_least_two adds.
+        self.spare_slot = num_slots
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device)
@@ -60,13 +64,18 @@ class CanvasState:
 
         self.seed_canvas = zeros(canvas_length, dtype=torch.int64)
         self.is_pinned = zeros(canvas_length, dtype=torch.bool)
-        # Where the canvas that the request brings starts, -1 if it brings none.
+        # The position of the seed canvas's first token in the sequence; -1: no seed canvas.
         self.seeded_at = zeros(dtype=torch.int64).fill_(-1)
 
     def reset(self, slot: int, options: RequestOptions, seed: int, prompt_len: int) -> None:
-        """Prepare ``slot`` for a new (or resumed) request; whatever was there is forgotten.
+        """Prepare ``slot`` for a new (or resumed) request; what was there is overwritten.
 
-        A soft embedding is only read once ``steps_done`` is above zero, so it need not be cleared.
+        ``soft_embeds`` and ``argmax_canvas`` need not be cleared. They are not used while
+        ``steps_done`` is 0, and the first step writes them.
+
+        Args:
+            seed: of the request's noise, from ``request_seed``.
+            prompt_len: in tokens; the first canvas starts there.
         """
         self.steps_done[slot] = 0
         for column in self.carried.values():
@@ -86,7 +95,7 @@ class CanvasState:
             self.is_pinned[slot, list(options.pinned)] = True
 
     def canvases(self, slots: torch.Tensor, ids: torch.Tensor) -> Canvases:
-        """What is known of the canvases in ``slots`` ``[R]``, of tokens ``ids`` ``[N]``."""
+        """The state of the canvases in ``slots`` ``[R]``, whose tokens are ``ids`` ``[N]``."""
         return Canvases(
             ids=ids,
             seeds=self.seeds[slots],
@@ -101,23 +110,32 @@ class CanvasState:
     def with_seeds(
         self, slots: torch.Tensor, starts: torch.Tensor, drawn: torch.Tensor
     ) -> torch.Tensor:
-        """What the canvases of ``slots`` that start at ``starts`` begin as: ``[R, C]`` int64.
+        """The first contents of canvases: the request's seed canvas, or ``drawn``. ``[R, C]``.
 
-        ``drawn`` (random tokens, ``[R, C]``), unless it is the one that the request brought.
+        Only the first canvas behind the prompt can be a seed canvas (``diffusion_seed_canvas``).
+
+        Args:
+            slots: ``[R]``.
+            starts: ``[R]`` int64, where each canvas starts in its sequence.
+            drawn: ``[R, C]`` int64, from ``Family.fresh_canvas``.
         """
         is_seeded = starts == self.seeded_at[slots]
         return torch.where(is_seeded[:, None], self.seed_canvas[slots], drawn)
 
     def pins(self, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """The positions whose input stays what the request brought: ``[R, C]`` bool."""
+        """The positions whose input token stays that of the seed canvas: ``[R, C]`` bool.
+
+        Arguments as of ``with_seeds``.
+        """
         return self.is_pinned[slots] & (starts == self.seeded_at[slots])[:, None]
 
 
 def request_seed(options: RequestOptions, request_id: str, server_seed: int) -> int:
-    """The 64-bit seed of a request's noise.
+    """The 64-bit seed of a request's noise: the request's own, else one computed from its id.
 
-    The request's own, else one derived from its (random) id: every tensor-parallel rank finds the
-    same one, and so does the worker when a preempted request comes back.
+    vLLM makes request ids random, so requests get different noise. Because the seed follows from
+    the id, all tensor-parallel ranks compute the same seed, and a request that was preempted gets
+    the same seed when it resumes.
     """
     if options.seed is not None:
         return options.seed

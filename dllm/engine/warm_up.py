@@ -1,7 +1,7 @@
-"""Warm-up: imaginary requests through the real worker, so that no real one waits for a compiler.
+"""Runs made-up requests through the worker at start, so that no real request waits for a compiler.
 
-Every shape that is compiled apart is visited: prompt chunks (no logit rows at all), canvases on
-their own, heads with canvases, one request and several, with and without filters.
+They visit every kind of batch that is compiled separately: prompt chunks (without logits), canvases
+alone, heads with canvases, one request and several, with and without top-k, top-p and min-p.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-# With one denoise step per block every pass emits: prompt, canvas, head + canvas.
+# With one denoise step per block each canvas is emitted at once. So three passes see everything: a
+# prompt, a canvas, and an emitted block (head) with the next canvas.
 PLAIN = SamplingParams(max_tokens=1, seed=0, extra_args={"diffusion_max_steps": 1})
 FILTERED = SamplingParams(
     max_tokens=1, seed=0, top_k=2, top_p=0.5, min_p=0.1, extra_args={"diffusion_max_steps": 1}
@@ -22,10 +23,10 @@ FILTERED = SamplingParams(
 
 
 def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-    """Serve two imaginary requests, then one, then one with a narrow canvas; then with filters.
+    """Serve two made-up requests, then one, then one with a narrow canvas; then with filters.
 
-    Two come first: with one, the logit rows are as many as the canvas is long, and the compiler
-    would take the two sizes for the same.
+    Two requests come first. With one request, the number of logit rows equals the canvas length,
+    and ``torch.compile`` would assume that the two sizes are always equal.
 
     Args:
         runner: the worker's Model Runner V2, with its KV cache allocated.
@@ -34,15 +35,15 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
     longest = min(runner.num_speculative_steps, runner.max_model_len - 1)
     for params in (PLAIN, FILTERED):
         for num_reqs, width in ((2, longest), (1, longest), (1, longest // 2 or 1)):
-            _Canvases(num_reqs, params, width).serve(runner, execute_model)
+            _CanvasRequests(num_reqs, params, width).serve(runner, execute_model)
 
 
 def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> InputBatch:
-    """As many canvases as a step may hold, and nothing else: what a step's memory peaks at.
+    """A batch of as many canvases as a step may hold: the step that needs the most memory.
 
     Args:
         buffers: the runner's; written to, as by vLLM's own dummy batches.
-        num_reqs: of the server.
+        num_reqs: how many requests the server runs at a time.
     """
     num_reqs = min(num_reqs, buffers.max_num_tokens // canvas_length)
     num_rows = num_reqs * canvas_length
@@ -62,19 +63,22 @@ def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> In
 
 
 @dataclass(frozen=True)
-class ImaginaryRequests:
-    """Requests of one prompt token each, as the scheduler would announce them to a worker."""
+class MadeUpRequests:
+    """Requests with a prompt of one token, in the messages that a scheduler sends to a worker."""
 
     num_reqs: int
     params: SamplingParams
 
     @property
     def req_ids(self) -> list[str]:
-        """Like no real request's."""
+        """Ids that no real request has."""
         return [f"_warmup_{i}_" for i in range(self.num_reqs)]
 
     def pages(self, runner: Any, length: int) -> list[int] | None:
-        """Pages of a request of ``length`` tokens, by cache group; None if there are too few."""
+        """How many KV pages a request of ``length`` tokens needs in each KV cache group.
+
+        None if the server has too few pages or slots for all of these requests.
+        """
         groups = runner.kv_cache_config.kv_cache_groups
         pages = [-(-length // group.kv_cache_spec.block_size) for group in groups]
         has_slots = self.num_reqs <= runner.max_num_reqs
@@ -83,7 +87,11 @@ class ImaginaryRequests:
         return pages
 
     def arriving(self, pages: Sequence[int]) -> list[NewRequestData]:
-        """All of them, with pages of their own."""
+        """The message that all requests are new.
+
+        Args:
+            pages: what ``pages`` returned. No two requests share a page.
+        """
         requests, next_page = [], 1  # page 0 is vLLM's null page
         for req_id in self.req_ids:
             block_ids = []
@@ -106,7 +114,7 @@ class ImaginaryRequests:
         return requests
 
     def running(self, num_computed: int) -> CachedRequestData:
-        """All of them, some tokens later."""
+        """The message that all requests go on, with ``num_computed`` tokens computed so far."""
         cached = CachedRequestData.make_empty()
         cached.req_ids = self.req_ids
         cached.num_computed_tokens = [num_computed] * self.num_reqs
@@ -115,26 +123,27 @@ class ImaginaryRequests:
         return cached
 
     def leaving(self) -> SchedulerOutput:
-        """What frees their slots."""
+        """The message that all requests have finished, which frees their slots."""
         finish = SchedulerOutput.make_empty()
         finish.finished_req_ids = set(self.req_ids)
         return finish
 
 
 @dataclass(frozen=True)
-class _Canvases(ImaginaryRequests):
-    """With canvases of one width."""
+class _CanvasRequests(MadeUpRequests):
+    """Made-up requests of a diffusion model, whose canvases are ``width`` tokens wide."""
 
     width: int
 
     def serve(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-        """Run the passes that the server has room for."""
+        """Run a prompt, a canvas, and a head with a canvas, as far as the server has room."""
         pages = self.pages(runner, 1 + 2 * self.width)
         if pages is None:
             return
         output = SchedulerOutput.make_empty()
         output.scheduled_new_reqs = self.arriving(pages)
-        # Tokens computed before, scheduled, and of the canvas among these.
+        # For each pass: tokens computed before it, tokens scheduled, and how many of the scheduled
+        # tokens are canvas tokens.
         for before, scheduled, canvas in (
             (0, 1, 0),
             (1, self.width, self.width),

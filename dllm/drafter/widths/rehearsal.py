@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from dllm.drafter.widths.costs import CostTable
 from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
-from dllm.engine.warm_up import ImaginaryRequests
+from dllm.engine.warm_up import MadeUpRequests
 
 REPEATS = 4  # the fastest one counts: other processes on the machine can only make a step slower
 GROWTH = 4  # ratio of one measured batch size to the one before
@@ -91,7 +91,7 @@ def measure_costs(
 
 
 class _Steps:
-    """Runs steps of imaginary requests on a worker and times them."""
+    """Runs steps of made-up requests on a worker and times them."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class _Steps:
         wait: Callable[[], None],
     ) -> None:
         self.runner, self.execute_model, self.wait = runner, execute_model, wait
-        self.requests = ImaginaryRequests(num_rows, SamplingParams(temperature=0))
+        self.requests = MadeUpRequests(num_rows, SamplingParams(temperature=0))
         self.num_computed = 0  # tokens of each request, as if every draft had been kept
 
     def arrive(self, length: int) -> bool:
