@@ -1,6 +1,7 @@
-"""The families of diffusion language models that are served; one folder each.
+"""The families of diffusion language models that are served, one folder each.
 
-Imports engine, ops, settings, tasks, ``attention`` and ``quant``.
+``FAMILIES`` maps the architecture in a checkpoint's config.json to its family. This room imports
+engine, ops, settings, tasks, ``attention`` and ``quant``.
 """
 
 import importlib
@@ -13,12 +14,13 @@ from dllm.settings.denoising import DenoiseSettings
 
 @dataclass(frozen=True)
 class Served:
-    """Where a family's parts are, as "module:Class"; imported when they are asked for.
+    """The classes of a family as strings "module:Class", so that nothing is imported too early.
 
     Attributes:
-        model: what vLLM loads; its ``make_family`` gives the ``engine.family.Family``.
-        settings: a ``DenoiseSettings`` with a ``from_vllm``; imports no model.
-        model_with_images: what vLLM loads where torchvision can be imported.
+        model: the class that vLLM loads. Its ``make_family`` returns an ``engine.family.Family``.
+        settings: a ``settings.denoising.DenoiseSettings`` with a method ``from_vllm``. Its module
+            imports no model.
+        model_with_images: the class that vLLM loads if torchvision is installed. None: the same.
     """
 
     model: str
@@ -26,13 +28,13 @@ class Served:
     model_with_images: str | None = None
 
     def model_class(self) -> str:
-        """The class that vLLM loads in this environment."""
+        """The class that vLLM loads in this environment, as "module:Class"."""
         if self.model_with_images and importlib.util.find_spec("torchvision") is not None:
             return self.model_with_images
         return self.model
 
 
-# The architecture that config.json names, and what serves it.
+# By the architecture that config.json names.
 FAMILIES = {
     "DiffusionGemmaForBlockDiffusion": Served(
         model="dllm.models.gemma.backbone:DiffusionGemmaForBlockDiffusion",
@@ -43,10 +45,10 @@ FAMILIES = {
 
 
 def settings_of(vllm_config: Any) -> DenoiseSettings:
-    """How the model of a server denoises, unless a request says otherwise.
+    """How a server's model denoises unless a request says otherwise.
 
     Raises:
-        ValueError: the checkpoint or a flag says something that is not allowed.
+        ValueError: a value of the checkpoint or of a flag is not allowed.
     """
     module, name = FAMILIES[vllm_config.model_config.architecture].settings.split(":")
     settings: DenoiseSettings = getattr(importlib.import_module(module), name).from_vllm(

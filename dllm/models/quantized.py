@@ -1,4 +1,4 @@
-"""Quantized checkpoints: what a CPU lacks, names that vLLM asks for, what computes."""
+"""Helps vLLM load a quantized checkpoint of a diffusion model, and logs which kernels run it."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,10 +13,11 @@ METHOD = "compressed-tensors"
 
 
 def emulate_on_cpu(vllm_config: Any) -> None:
-    """On a CPU, serve compressed-tensors checkpoints of our model with ``quant.cpu_config``.
+    """On a CPU, serve a compressed-tensors checkpoint with ``quant.cpu_config``.
 
-    Called by the config hook, before vLLM makes its own configuration. Other models of this
-    process keep that.
+    That configuration emulates the layers for which vLLM has no CPU kernel. It is set in
+    ``vllm_config`` before vLLM makes a configuration of its own; other models of this process keep
+    vLLM's.
 
     Raises:
         ValueError: the checkpoint has a scheme that is not served on a CPU.
@@ -33,9 +34,10 @@ def emulate_on_cpu(vllm_config: Any) -> None:
 
 
 def plan_of(quant_config: Any) -> Any:
-    """The ``quant.schemes.Plan`` of a checkpoint; None where it has none that we know.
+    """The ``quant.schemes.Plan`` of a checkpoint: which layer has which scheme.
 
-    On CUDA vLLM serves more schemes than ``quant.schemes`` knows.
+    None if the checkpoint is not quantized, or has a scheme that ``quant.schemes`` does not know
+    (vLLM on CUDA serves more schemes). Its tensors are then not checked.
     """
     from quant.schemes import parse_plan
 
@@ -48,29 +50,38 @@ def plan_of(quant_config: Any) -> Any:
         return None
 
 
-def name_values_like_keys(quant_config: Any, layer_types: Sequence[str]) -> None:
-    """Let what names ``k_proj`` of a full layer name ``v_proj``, which it does not have.
+def copy_k_proj_entries_to_v_proj(quant_config: Any, layer_types: Sequence[str]) -> None:
+    """Give the ``v_proj`` of full-attention layers the same quantization entries as ``k_proj``.
 
-    Its keys are its values, so a checkpoint that spells out its layers names no ``v_proj`` there;
-    vLLM fuses the three and refuses if not all of them are named.
+    In a full-attention layer the keys are also the values, so the checkpoint has no ``v_proj``
+    there. A checkpoint that lists its layers one by one then lists ``q_proj`` and ``k_proj`` only.
+    But vLLM makes one fused layer of q, k and v, and refuses it if not all three are listed.
+
+    Args:
+        quant_config: vLLM's; changed in place. None, or of another method: nothing happens.
+        layer_types: of each layer, as in config.json.
     """
     if quant_config is None or quant_config.get_name() != METHOD:
         return
     full = {index for index, kind in enumerate(layer_types) if kind == "full_attention"}
-    quant_config.ignore = quant_config.ignore + _values_of(quant_config.ignore, full)
+    quant_config.ignore = quant_config.ignore + _missing_v_proj(quant_config.ignore, full)
     targets = quant_config.target_scheme_map
-    for name in _values_of(targets, full):
+    for name in _missing_v_proj(targets, full):
         targets[name] = targets[name.replace(".v_proj", ".k_proj")]
 
 
-def _values_of(names: Iterable[str], layers: Iterable[int]) -> list[str]:
+def _missing_v_proj(names: Iterable[str], layers: Iterable[int]) -> list[str]:
+    """Names of ``v_proj`` in those ``layers`` whose ``k_proj`` is among ``names``."""
     names = set(names)
     keys = (f"model.layers.{layer}.self_attn.k_proj" for layer in layers)
     return [key.replace(".k_proj", ".v_proj") for key in keys if key in names]
 
 
-def say_what_computes(model: Any, plan: Any) -> None:
-    """Log which kernels the quantized layers of ``model`` have, once, for its users."""
+def log_kernels(model: Any, plan: Any) -> None:
+    """Log, in one line for the user, which kernels compute the quantized layers of ``model``.
+
+    plan: from ``plan_of``. None: nothing is logged.
+    """
     from vllm.platforms import current_platform
 
     from quant.report import Choice, in_words
@@ -93,7 +104,7 @@ def say_what_computes(model: Any, plan: Any) -> None:
 
 
 def _kernel_of(layer: Any) -> tuple[str, str | None] | None:
-    """(kind of layer, what computes or None if that is ours); None: not quantized."""
+    """(kind of layer, name of the kernel, or None if it is ours); None if it is not quantized."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
     if isinstance(layer, RoutedExperts):

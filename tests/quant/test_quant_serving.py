@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from dllm.models.gemma.weights import refuse_missing
-from dllm.models.quantized import _kernel_of, name_values_like_keys
+from dllm.models.quantized import _kernel_of, copy_k_proj_entries_to_v_proj
 from dllm.patches.install import install
 from quant.cpu_config import EmulatedNvfp4Linear, EmulatingConfig
 from quant.loading import checked
@@ -176,7 +176,7 @@ def test_full_layers_name_no_values_and_vllm_asks_for_them():
         ignore=["lm_head", "model.layers.0.self_attn.k_proj", keys],
         target_scheme_map={"Linear": 1, "model.layers.3.self_attn.k_proj": 2},
     )
-    name_values_like_keys(config, ["sliding_attention", "full_attention"] * 2)
+    copy_k_proj_entries_to_v_proj(config, ["sliding_attention", "full_attention"] * 2)
     assert config.ignore[3:] == ["model.layers.1.self_attn.v_proj"]
     assert config.target_scheme_map["model.layers.3.self_attn.v_proj"] == 2
     assert len(config.target_scheme_map) == 3

@@ -1,1 +1,1 @@
-"""DiffusionGemma: a Gemma4 backbone, entropy-bound denoising, self-conditioning, images."""
+"""DiffusionGemma: settings, denoise step, model, images, loading of checkpoints."""

@@ -1,8 +1,9 @@
-"""DiffusionGemma for vLLM: one Gemma4 backbone, a self-conditioning MLP and a tied head.
+"""DiffusionGemma for vLLM: a Gemma4 backbone, a self-conditioning MLP, and the LM head.
 
-The reference has an encoder (causal) and a decoder (bidirectional) that share every weight except
-one buffer per layer, ``layer_scalar``. Here both are one pass over one batch, in which a boolean
-per row says which of the two a row belongs to. No request state lives on the model.
+The reference has an encoder (causal) and a decoder (bidirectional). They share all weights except
+one number per layer, ``layer_scalar``. Here one pass over one batch does the work of both: for each
+token a boolean says whether it is a canvas token (decoder) or not (encoder). The model holds no
+state of requests.
 """
 
 from collections.abc import Iterable
@@ -36,10 +37,11 @@ if TYPE_CHECKING:
 
 @support_torch_compile
 class CanvasBackbone(Gemma4Model):
-    """vLLM's Gemma4 backbone with the layer scalar chosen per row.
+    """vLLM's Gemma4 backbone with a layer scalar chosen for each token.
 
-    ``head_scalars`` (the reference's encoder) apply to causal rows and ``canvas_scalars`` (its
-    decoder) to canvas rows; the layers' own ``layer_scalar`` stays 1.
+    The output of a layer is multiplied by its entry of ``head_scalars`` (the reference's encoder)
+    for causal rows, and of ``canvas_scalars`` (its decoder) for canvas rows. The ``layer_scalar``
+    of vLLM's layers stays 1.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -55,20 +57,20 @@ class CanvasBackbone(Gemma4Model):
         inputs_embeds: torch.Tensor | None,
         is_canvas_row: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the layers.
+        """Run all layers and the final norm.
 
         Args:
-            input_ids, positions: ``[tokens]``; ids are only read when no embeddings are given.
+            input_ids, positions: ``[tokens]``. The ids are used only without ``inputs_embeds``.
             inputs_embeds: ``[tokens, hidden]``.
             is_canvas_row: ``[tokens]`` bool.
 
         Returns:
-            ``[tokens, hidden]``, normalized.
+            ``[tokens, hidden]``.
         """
         hidden = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
         scalars = torch.where(
             is_canvas_row[:, None], self.canvas_scalars.to(hidden), self.head_scalars.to(hidden)
-        )
+        )  # [tokens, layers]
         for index, layer in enumerate(self.layers):
             hidden, _ = layer(positions, hidden, None)
             hidden = hidden * scalars[:, index : index + 1]
@@ -76,15 +78,16 @@ class CanvasBackbone(Gemma4Model):
 
 
 class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
-    """The released checkpoint's text model, as vLLM's loader and model runner see it."""
+    """DiffusionGemma without its vision tower: the class that vLLM loads for text."""
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix={
             "model.decoder.self_conditioning.": "self_conditioning.",
             "model.decoder.": "model.",
             "model.encoder.language_model.": "model.",
-            "model.self_conditioning.": "self_conditioning.",  # of a checkpoint without halves
-            # Text only: without torchvision there is no image processor to feed a tower.
+            # A checkpoint without the prefixes of encoder and decoder.
+            "model.self_conditioning.": "self_conditioning.",
+            # The vision tower's weights are skipped (None).
             "model.encoder.vision_tower.": None,
             "model.encoder.embed_vision.": None,
         },
@@ -104,9 +107,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
-        # Full-attention layers have no v_proj: values are the keys before their norm and RoPE.
+        # Full-attention layers have no v_proj: their values are the keys before norm and RoPE.
         config.attention_k_eq_v = True
-        quantized.name_values_like_keys(vllm_config.quant_config, config.layer_types)
+        quantized.copy_k_proj_entries_to_v_proj(vllm_config.quant_config, config.layer_types)
         self.model = CanvasBackbone(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = ParallelLMHead(
             config.vocab_size,
@@ -129,10 +132,10 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             write_rounded(layer.self_attn.attn)
 
     def make_family(self, vllm_config: VllmConfig) -> Gemma:
-        """What the engine asks of this model."""
+        """This model's implementation of the engine's interface."""
         vocab_size = vllm_config.model_config.get_vocab_size()
         embedding = self.model.embed_tokens
-        # The exact product reads the probabilities; the sparse one computes the few it needs.
+        # The exact product needs all probabilities; the sparse one computes the few that it needs.
         option = PluginOptions.from_vllm(vllm_config).soft_embedding
         is_sparse = uses_sparse_product(option, vocab_size, embedding.weight.device)
         return Gemma(
@@ -145,7 +148,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         )
 
     def _anchor_sliding_layers(self) -> None:
-        """Give the sliding layers the anchored window, which no backend of vLLM's own has."""
+        """Use the ``anchored`` window on sliding layers; vLLM's own backends do not have it."""
         for layer in self.model.layers:
             if not layer.self_attn.is_sliding:
                 continue
@@ -172,21 +175,26 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         """One pass over heads and canvases; see ``CanvasBackbone.forward``.
 
         Args:
-            intermediate_tensors: of pipeline stages, which are refused at start: always None.
+            intermediate_tensors: always None; pipeline parallelism is refused at start.
+            is_canvas_row: None: there are no canvas rows.
         """
         if is_canvas_row is None:
             is_canvas_row = torch.zeros_like(positions, dtype=torch.bool)
         return self.model(input_ids, positions, inputs_embeds, is_canvas_row)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | LogitRows:
-        """Logits of canvas rows, ``[rows, vocab]``: now, or in the sampler if they are too many."""
+        """Logits of canvas rows, ``[rows, vocab]`` fp32.
+
+        If there are too many rows for the workspace, the result is a ``LogitRows``, with which the
+        sampler computes them in tiles.
+        """
         if hidden_states.shape[0] > self._rows_at_once:
             return LogitRows(hidden_states, self._logits)
         return self._logits(hidden_states)
 
     def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits in fp32, soft-capped in fp32 as the reference."""
-        if hidden_states.shape[0] == 0:  # no canvas: vLLM's CPU all-gather divides by the row count
+        """Logits in fp32; soft-capping is computed in fp32, as in the reference."""
+        if hidden_states.shape[0] == 0:  # vLLM's all-gather on a CPU divides by the number of rows
             return hidden_states.new_empty(0, self.logits_processor.vocab_size, dtype=torch.float32)
         logits = self.logits_processor(self.lm_head, hidden_states)
         assert logits is not None, "every rank samples, so every rank gathers the logits"
@@ -195,11 +203,14 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         return self._softcap(logits, self.final_logit_softcapping)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint whose encoder and decoder halves are one, or agree.
+        """Load a checkpoint with one copy of the shared weights, or with two equal copies.
+
+        Returns:
+            The names of the parameters that were filled.
 
         Raises:
-            ValueError: the halves disagree, a tensor is missing, or one of a quantized layer would
-                make it compute NaN; the message names the tensors.
+            ValueError: the two copies differ, a tensor is missing, or a scale of a quantized layer
+                would make it compute NaN. The message names the tensors.
         """
         plan = quantized.plan_of(self.quant_config)
         if self.quant_config is not None:
@@ -223,10 +234,10 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             self.model.hf_to_vllm_mapper.orig_to_new_stacked,
             self.model.config.num_experts,
         )
-        quantized.say_what_computes(self, plan)
+        quantized.log_kernels(self, plan)
         return loaded
 
 
 def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """``cap * tanh(logits / cap)`` in fp32, as the reference."""
+    """``cap * tanh(logits / cap)``, computed in fp32 as in the reference."""
     return torch.tanh(logits.float() / cap) * cap

@@ -1,4 +1,4 @@
-"""DiffusionGemma behind the engine's interface: random canvases, self-conditioning."""
+"""DiffusionGemma's implementation of the engine's interface, ``engine.family.Family``."""
 
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -13,13 +13,14 @@ from dllm.ops.filters import RowFilters
 
 
 class Gemma(Family):
-    """The family of one loaded model.
+    """What the engine asks of one loaded DiffusionGemma.
 
     Args:
-        probs_dtype: of the probabilities that ``look_back`` multiplies by the embeddings; None: it
-            computes the few that it needs.
-        embedding: of the tokens, this rank's shard.
-        normalizer: what token embeddings are scaled by.
+        probs_dtype: of the probabilities that ``denoise`` computes for ``look_back``. None: it
+            computes none, and ``look_back`` computes the few that it needs.
+        self_conditioning: the model's MLP.
+        embedding: the token embedding; with tensor parallelism, this rank's part.
+        normalizer: what token embeddings are multiplied by.
     """
 
     def __init__(
@@ -41,17 +42,17 @@ class Gemma(Family):
         self.normalizer = normalizer
 
     def fresh_canvas(self, seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """Random tokens."""
+        """Canvases of random tokens."""
         return noise.initial_canvas(seeds, starts, self.settings.canvas_length, self.vocab_size)
 
     def denoise(
         self, logits: torch.Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
     ) -> Denoised:
-        """The one denoise step."""
+        """The denoise step: ``step.denoise``."""
         return step.denoise(logits, rows, canvases, self.settings, self.probs_dtype, filters)
 
     def look_back(self, logits: torch.Tensor, denoised: Denoised) -> torch.Tensor:
-        """The soft embeddings of this step's distributions."""
+        """The soft embeddings: the mean token embedding under this step's probabilities."""
         return soft_embeddings(
             logits, denoised.temperature, denoised.stats, self.embedding, self.normalizer
         )
@@ -59,6 +60,6 @@ class Gemma(Family):
     def condition(
         self, embeds: torch.Tensor, soft_embeds: torch.Tensor, steps_done: torch.Tensor
     ) -> torch.Tensor:
-        """Self-conditioned embeddings; the first denoise step has nothing to look back at."""
+        """Token embeddings with self-conditioning; ``soft_embeds`` count as 0 in the first step."""
         has_past = (steps_done > 0)[:, None]
         return self.self_conditioning(embeds, torch.where(has_past, soft_embeds, 0))

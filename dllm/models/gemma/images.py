@@ -1,9 +1,12 @@
-"""DiffusionGemma with its vision tower: image prompts, where torchvision can be imported.
+"""DiffusionGemma with its vision tower, for prompts with images.
 
-vLLM's own Gemma4 processor turns an image into patches and its placeholder into as many soft
-tokens; the tower and its projection turn the patches into embeddings, which replace those of the
-placeholder in the prompt. Everything else is the text model. Imported only where torchvision is
-(``patches.install``): vLLM's processor does not import without it.
+vLLM's Gemma4 processor cuts an image into patches, and replaces the image's placeholder in the
+prompt by a number of soft tokens. The vision tower and a projection compute one embedding for each
+soft token from the patches. These embeddings enter the model in place of token embeddings.
+Everything else is the text model.
+
+This module can only be imported where torchvision is installed, because vLLM's processor needs it
+(``models.Served.model_class``).
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,24 +35,24 @@ from dllm.models.gemma.settings import takes_images
 
 
 class ImageProcessingInfo(Gemma4ProcessingInfo):
-    """What a prompt may hold: images, if the checkpoint has a tower to look at them with."""
+    """Tells vLLM what a prompt may hold: images, if the checkpoint has a vision tower."""
 
     def get_hf_config(self) -> DiffusionGemmaConfig:
         """The checkpoint's config.json."""
         return self.ctx.get_hf_config(DiffusionGemmaConfig)
 
     def has_audio(self) -> bool:
-        """No DiffusionGemma has an audio tower."""
+        """False: no DiffusionGemma has an audio tower."""
         return False
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        """Any number of images, or nothing: vLLM then serves text only."""
+        """Any number of images; or an empty mapping, with which vLLM serves text only."""
         return {"image": None} if takes_images(self.get_hf_config()) else {}
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """Soft tokens of the largest image."""
+        """The number of soft tokens of the largest image."""
         if not self.get_supported_mm_limits():
             return {}
         return {"image": super().get_mm_max_tokens_per_item(seq_len, mm_counts)["image"]}
@@ -59,7 +62,7 @@ class ImageProcessingInfo(Gemma4ProcessingInfo):
     Gemma4MultiModalProcessor, info=ImageProcessingInfo, dummy_inputs=Gemma4DummyInputsBuilder
 )
 class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiModal):
-    """The text model, the vision tower and the projection between them."""
+    """The text model with a vision tower and a projection, if the checkpoint has them."""
 
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_prefix=DiffusionGemmaForBlockDiffusion.hf_to_vllm_mapper.orig_to_new_prefix
@@ -76,7 +79,7 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        """What stands for an image in a prompt whose chat template does not say."""
+        """The text that stands for an image if the chat template has none for it."""
         return "<|image|>"
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -96,11 +99,11 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
     def embed_multimodal(
         self, *, pixel_values: Iterable[torch.Tensor], pixel_position_ids: Iterable[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Embeddings of each image's soft tokens, ``[soft tokens, hidden]``.
+        """The embeddings of each image's soft tokens: ``[soft tokens, hidden]`` each.
 
         Args:
-            pixel_values: per image, ``[patches, 3 * patch_size**2]``.
-            pixel_position_ids: per image, ``[patches, 2]``, (-1, -1) where a patch is padding.
+            pixel_values: for each image, ``[patches, 3 * patch_size**2]``.
+            pixel_position_ids: for each image, ``[patches, 2]``; (-1, -1) for a padding patch.
         """
         return [
             self.embed_vision(
@@ -113,9 +116,10 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
 
 
 class ImageModelState(DiffusionModelState):
-    """Puts images' embeddings in the place of their placeholders'.
+    """Puts the embeddings of images into the prompt.
 
-    Their rows see each other if the checkpoint says ``use_bidirectional_attention: vision``.
+    The tokens of one image see each other if the checkpoint says
+    ``use_bidirectional_attention: vision``; otherwise they are causal.
     """
 
     def prepare_inputs_embeds(
@@ -124,12 +128,12 @@ class ImageModelState(DiffusionModelState):
         input_batch: InputBatch,
         req_states: RequestState,
     ) -> None:
-        """Encode the images whose prompt chunk comes next; ``prepare_inputs`` embeds them."""
+        """Run the vision tower on the images of this step; ``prepare_inputs`` uses its output."""
         if self.supports_mm_inputs:
             self.execute_mm_encoder(scheduled_encoder_inputs)
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
-        """The text's inputs, then the images'. No canvas row holds an image."""
+        """The inputs of the text model, with the embeddings of images in their rows."""
         inputs = super().prepare_inputs(input_batch, req_states)
         if self.supports_mm_inputs:
             embeds, is_image = self.gather_mm_embeddings(input_batch)
@@ -139,12 +143,16 @@ class ImageModelState(DiffusionModelState):
         return inputs
 
     def _sequences(self, input_batch: InputBatch) -> VirtualSequences:
+        """Heads, canvases and bidirectional images as separate sequences."""
         sequences = super()._sequences(input_batch)
         images = self._images(input_batch)
         return sequences.with_images(images) if any(images) else sequences
 
     def _images(self, input_batch: InputBatch) -> list[list[tuple[int, int]]]:
-        """Per row, (first, last) position of each bidirectional image, if it is a prompt chunk."""
+        """(first, last) position of each bidirectional image, for each row of the batch.
+
+        Empty for rows that are behind their prompt.
+        """
         images: list[list[tuple[int, int]]] = [[] for _ in range(input_batch.num_reqs)]
         if self.supports_mm_inputs and self.model_config.is_mm_prefix_lm:
             is_prompt = input_batch.num_computed_tokens_np < input_batch.prefill_len_np
@@ -160,13 +168,14 @@ class ImageModelState(DiffusionModelState):
         cudagraph_mode: CUDAGraphMode,
         block_tables: tuple[torch.Tensor, ...],
     ) -> dict[str, Any]:
-        """Rows that hold an image come apart into sequences with none or all of their rows causal.
+        """As the base class; a row with images becomes several sequences, each causal or not.
 
-        A full graph has no room for them: there, images are causal.
+        A full CUDA graph cannot replay a number of sequences that changes. There images are causal.
         """
         is_full = cudagraph_mode == CUDAGraphMode.FULL
         if is_full or self._sequences(input_batch).images is None:
             return super()._rows(input_batch, cudagraph_mode, block_tables)
         sequences = self._virtual_sequences(input_batch, cudagraph_mode, block_tables)
+        # [sequences]: the whole length of a causal sequence, 0 of a bidirectional one.
         split_points = sequences["query_start_loc_gpu"].diff() * sequences["causal"]
         return sequences | {"causal": split_points}

@@ -1,15 +1,17 @@
-"""One denoise step after the forward pass: temperature, accept, renoise, stop.
+"""The decisions of a denoise step: temperature, which tokens are kept, noise, whether to stop.
 
-Pure functions on tensors padded to `[R, C]`: R rows, C = the served canvas length. Row r uses its
-first `width[r]` positions; the positions from there on do not exist: they are never accepted and
-count in no mean and no comparison. A row of width 0 takes no step.
+These are functions of tensors and nothing else. Tensors are padded to `[R, C]`: R canvases, C the
+served canvas length. Canvas r uses its first `width[r]` positions. The positions behind them are
+padding: they are never accepted, and count in no mean and no comparison. A row of width 0 has no
+canvas and takes no step.
 
-Defined by Hugging Face transformers 5.19, `models/diffusion_gemma/generation_diffusion_gemma.py`;
-`tests/models/test_denoise.py` holds every function to the class that it names. Parameters are plain
-numbers or one number per row (`[R]` tensors).
+The reference is Hugging Face transformers 5.19,
+`models/diffusion_gemma/generation_diffusion_gemma.py`. `tests/models/test_denoise.py` compares
+every function with the class that its docstring names. Parameters are plain numbers, or tensors
+`[R]` with one number for each canvas.
 
-One rule is ours: what stands behind the first token that ends the request is never emitted, so it
-need not converge (`is_stop` of `StepInputs`; all False is exactly the reference's rule).
+One rule is not in the reference: what follows the first token that ends the request is never
+emitted, so it need not converge (`is_stop` of `StepInputs`; all False is the reference's rule).
 """
 
 from typing import NamedTuple
@@ -25,33 +27,35 @@ class DenoiseRules(NamedTuple):
 
     t_min: PerRow
     t_max: PerRow
-    max_steps: PerRow  # at most this many denoise steps a block
-    entropy_bound: PerRow  # nats
-    confidence: PerRow  # nats: a canvas is confident below this mean entropy
-    stability_window: PerRow  # identical argmax canvases needed, Hugging Face's threshold + 1
+    max_steps: PerRow  # a canvas converges after this many denoise steps at the latest
+    entropy_bound: PerRow  # nats, see `accept_mask`
+    confidence: PerRow  # nats: a canvas is confident if its mean entropy is below this
+    stability_window: PerRow  # equal argmax canvases in a row; Hugging Face's threshold + 1
 
 
 class DenoiseState(NamedTuple):
-    """What a canvas carries from step to step, `R` rows of `C` positions."""
+    """What is kept of R canvases from step to step."""
 
     canvas: Tensor  # [R, C] int64: the noisy input of the next step
-    argmax_canvas: Tensor  # [R, C] int64: what would be emitted
-    stable_count: Tensor  # [R, C] int: consecutive equal argmax tokens, the last one included
-    steps_done: Tensor  # [R] int
+    argmax_canvas: Tensor  # [R, C] int64: the most likely tokens, which would be emitted
+    stable_count: Tensor  # [R, C] int: for how many steps the argmax token has been the same
+    steps_done: Tensor  # [R] int: denoise steps that the canvas has taken
 
 
 class StepInputs(NamedTuple):
-    """What a step decides from. Entries beyond a row's width may hold anything."""
+    """What a step decides from. Values beyond a row's width are not used."""
 
-    argmax: Tensor  # [R, C] int64, from `row_stats` at `temperature(state.steps_done, ...)`
-    sample: Tensor  # [R, C] int64, the same
-    entropy: Tensor  # [R, C] fp32, the same
-    noise_tokens: Tensor  # [R, C] int64: a random token for every position that is not accepted
-    is_stop: Tensor  # [R, C] bool: an argmax token behind which nothing would be emitted
+    # argmax, sample and entropy are of the distribution at `temperature(state.steps_done, ...)`, as
+    # `ops.row_stats` computes them.
+    argmax: Tensor  # [R, C] int64: the most likely token
+    sample: Tensor  # [R, C] int64: a sampled token
+    entropy: Tensor  # [R, C] fp32, nats
+    noise_tokens: Tensor  # [R, C] int64: a random token, used where the sample is not accepted
+    is_stop: Tensor  # [R, C] bool: the argmax token ends the request
 
 
 class DenoiseOutcome(NamedTuple):
-    """The state after a step, and which rows have converged by it."""
+    """The state after a step, and which canvases have converged."""
 
     canvas: Tensor
     argmax_canvas: Tensor
@@ -63,10 +67,10 @@ class DenoiseOutcome(NamedTuple):
 def denoise_step(
     state: DenoiseState, inputs: StepInputs, width: Tensor, rules: DenoiseRules
 ) -> DenoiseOutcome:
-    """The whole step: the next state of every row, and who has converged.
+    """The whole step: the next state of every canvas, and which have converged.
 
-    width: [R] int. Positions beyond it keep what they hold in the state. Writes nothing in place.
-    A converged row comes back like any other: starting its next canvas is the caller's business.
+    width: [R] int. Positions beyond it keep the values of `state`. Nothing is written in place. A
+    converged canvas is returned like any other; the caller starts the next one.
     """
     valid = valid_positions(width, inputs.entropy.shape[-1])
     accept = accept_mask(inputs.entropy, width, rules.entropy_bound)
@@ -91,57 +95,63 @@ def denoise_step(
 def temperature(steps_done: Tensor, max_steps: PerRow, t_min: PerRow, t_max: PerRow) -> Tensor:
     """T = t_min + (t_max - t_min) * steps_left / max_steps: [R] fp32.
 
-    steps_done: [R] int, the steps taken before this one; steps_left counts this one, so that the
-    first step runs at t_max and the last at t_min + (t_max - t_min) / max_steps.
+    steps_done: [R] int, the steps before this one. steps_left = max_steps - steps_done includes
+    this step: the first step has t_max, and the last t_min + (t_max - t_min) / max_steps.
+
     Source: LinearTemperatureScheduleLogitsProcessor, whose `cur_step` is steps_left. It subtracts
-    in float64 and does the rest in fp32: plain numbers and float64 tensors give its bits, fp32
-    tensors of t_min and t_max may be one unit in the last place off.
+    in float64 and does the rest in fp32. With t_min and t_max as plain numbers or float64 tensors
+    the result is equal to its result, bit by bit. With fp32 tensors the last bit may differ.
     """
     fraction = ((max_steps - steps_done) / max_steps).to(torch.float32)
     return _fp32(t_max - t_min) * fraction + _fp32(t_min)
 
 
 def valid_positions(width: Tensor, canvas_length: int) -> Tensor:
-    """Which positions exist: [R, canvas_length] bool. width: [R] int."""
+    """Which positions are not padding: [R, canvas_length] bool. width: [R] int."""
     return torch.arange(canvas_length, device=width.device) < width[:, None]
 
 
 def accept_mask(entropy: Tensor, width: Tensor, entropy_bound: PerRow) -> Tensor:
     """The positions whose sampled token is kept: [R, C] bool.
 
-    Positions are taken from the lowest entropy up while sum(h) - max(h) <= bound, an upper bound
-    in nats on the mutual information of the tokens kept (arXiv 2505.24857); the lowest is always
-    kept. Positions of equal entropy are taken from left to right. entropy: [R, C] fp32, where a
-    NaN or +inf is never accepted; width: [R] int.
+    Positions are accepted in order of their entropy h, lowest first, while sum(h) - max(h) over the
+    accepted ones is at most `entropy_bound`. That difference is an upper bound, in nats, on the
+    mutual information of the accepted tokens (arXiv 2505.24857). The position with the lowest
+    entropy is always accepted. Positions of equal entropy are taken from left to right.
+
+    entropy: [R, C] fp32; a position with NaN or +inf is never accepted. width: [R] int.
     Source: EntropyBoundSampler.accept_canvas, operation for operation.
     """
     valid = valid_positions(width, entropy.shape[-1])
     ordered, position = torch.sort(torch.where(valid, entropy, torch.inf), dim=-1, stable=True)
     bound = _column(entropy_bound)
-    keep = torch.cumsum(ordered, dim=-1) - ordered <= bound  # never at +inf: inf - inf is NaN
+    # [R, C], in order of entropy. The maximum of the first k values is the k-th. False where the
+    # entropy is +inf, because inf - inf is NaN.
+    keep = torch.cumsum(ordered, dim=-1) - ordered <= bound
     return torch.zeros_like(keep).scatter(-1, position, keep)
 
 
 def renoise(sample: Tensor, accept: Tensor, noise_tokens: Tensor) -> Tensor:
-    """The next canvas: sampled tokens where accepted, fresh random tokens elsewhere. All [R, C]."""
+    """The next canvas: sampled tokens where accepted, random tokens elsewhere. All are [R, C]."""
     return torch.where(accept, sample, noise_tokens)
 
 
 def count_stable(argmax: Tensor, previous_argmax: Tensor, stable_count: Tensor) -> Tensor:
-    """How many consecutive argmax tokens, this one included, are the same: [R, C], >= 1.
+    """For how many steps, including this one, the argmax token has been the same: [R, C], >= 1.
 
-    argmax, previous_argmax: [R, C] int64; stable_count: [R, C] int, 0 before the first step: then
-    the count is 1 whatever `previous_argmax` holds. That every count of a canvas is at least w says
-    the same as a history of w - 1 canvases that all equal this one, which is what Hugging Face
-    keeps.
+    argmax, previous_argmax: [R, C] int64. stable_count: [R, C] int, the count of the step before; 0
+    before the first step, and then the result is 1 whatever `previous_argmax` holds.
+
+    Hugging Face keeps the last w - 1 argmax canvases instead, and compares them with this one. All
+    of them equal this one if and only if every count of the canvas is at least w.
     """
     return torch.where(argmax == previous_argmax, stable_count, 0) + 1
 
 
 def width_to_stop(is_stop: Tensor, width: Tensor) -> Tensor:
-    """How many positions are emitted at most: those up to the first stop, itself included: [R] int.
+    """The number of positions up to and including the first stop token: [R] int.
 
-    is_stop: [R, C] bool; width: [R] int, which it is for a row without a stop.
+    is_stop: [R, C] bool. width: [R] int; it is the result for a row without a stop token.
     """
     place = torch.arange(is_stop.shape[-1], device=width.device)
     length = torch.where(is_stop, place + 1, is_stop.shape[-1]).amin(dim=-1)
@@ -149,7 +159,7 @@ def width_to_stop(is_stop: Tensor, width: Tensor) -> Tensor:
 
 
 def mean_entropy(entropy: Tensor, width: Tensor) -> Tensor:
-    """Mean over the first `width` positions: [R] fp32, nats; 0 where width is 0."""
+    """The mean entropy of the first `width` positions: [R] fp32, nats; 0 where width is 0."""
     valid = valid_positions(width, entropy.shape[-1])
     return torch.where(valid, entropy, 0.0).sum(dim=-1) / width.clamp(min=1)
 
@@ -168,10 +178,10 @@ def has_settled(
 
 
 def _column(value: PerRow) -> PerRow:
-    """[R] to [R, 1], for comparison with [R, C]; a plain number stays one."""
+    """`[R]` as `[R, 1]`, for comparison with `[R, C]`; a plain number as it is."""
     return value[:, None] if isinstance(value, Tensor) else value
 
 
 def _fp32(value: PerRow) -> PerRow:
-    """fp32 rounding of a tensor; torch rounds a plain number itself."""
+    """A tensor in fp32. A plain number as it is: torch rounds it when it meets an fp32 tensor."""
     return value.to(torch.float32) if isinstance(value, Tensor) else value

@@ -1,11 +1,11 @@
-"""Self-conditioning: each denoise step sees what the model believed one step earlier.
+"""Self-conditioning: each denoise step gets the token probabilities of the step before as an input.
 
     soft_embeds = softmax(logits / T) @ embedding * sqrt(hidden_size)        [rows, hidden]
-    input       = post_norm(embed(canvas) + mlp(pre_norm(soft_embeds)))
+    input       = post_norm(embed(canvas) + mlp(pre_norm(soft_embeds)))      [rows, hidden]
 
-The first step of a canvas has no belief yet; its soft embedding is zero, which the MLP maps to
-zero, but ``post_norm`` still applies. Causal rows are never conditioned: they enter as the raw
-scaled embedding (Hugging Face ``DiffusionGemmaDecoderModel.forward``, transformers 5.19).
+In the first step of a canvas the soft embedding is zero. The MLP maps zero to zero, but
+``post_norm`` still applies. Causal rows are not conditioned: their input is the scaled token
+embedding itself. Source: Hugging Face ``DiffusionGemmaDecoderModel.forward``, transformers 5.19.
 """
 
 import torch
@@ -23,7 +23,8 @@ from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
 class SelfConditioning(nn.Module):
     """The gated MLP that adds a soft embedding to the embedding of a canvas.
 
-    Replicated, not sharded, under tensor parallelism: it runs on canvas rows only.
+    With tensor parallelism every rank has the whole MLP: it runs on canvas rows only, so splitting
+    it would save little.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, eps: float) -> None:
@@ -35,7 +36,7 @@ class SelfConditioning(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, embeds: torch.Tensor, soft_embeds: torch.Tensor) -> torch.Tensor:
-        """Condition canvas rows; both arguments and the result are ``[rows, hidden]``."""
+        """The model's input of canvas rows. The arguments and the result are ``[rows, hidden]``."""
         x = self.pre_norm(soft_embeds)
         gated = F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x)
         return self.post_norm(embeds + self.down_proj(gated))
@@ -48,15 +49,17 @@ def soft_embeddings(
     embedding: VocabParallelEmbedding,
     normalizer: torch.Tensor,
 ) -> torch.Tensor:
-    """Probability-weighted mean of the scaled token embeddings.
+    """The mean of the scaled token embeddings, weighted by the tokens' probabilities.
 
-    The exact product if ``stats`` kept the probabilities; otherwise each row leaves out tokens of
-    ``skipped_mass`` together, with the error that ``soft_embedding`` states.
+    If ``stats`` holds probabilities, the product with the embedding is exact. Otherwise each row
+    leaves out unlikely tokens, which together have at most the probability ``skipped_mass``.
+    ``ops.soft_embedding`` says how large the error is.
 
     Args:
-        logits: ``[rows, vocab]`` over the whole vocabulary, those that ``stats`` are of.
-        temperature: ``[rows]``, likewise.
-        embedding: this rank's shard of the table; partial products are summed over the ranks.
+        logits: ``[rows, vocab]`` over the whole vocabulary, from which ``stats`` were computed.
+        temperature: ``[rows]``, at which ``stats`` were computed.
+        embedding: the token embedding; with tensor parallelism, this rank's part of the vocabulary.
+            The ranks' results are summed.
         normalizer: the embedding scale, sqrt(hidden_size).
 
     Returns:

@@ -1,7 +1,7 @@
-"""How DiffusionGemma denoises, as its checkpoint and the command line say.
+"""How DiffusionGemma denoises: the values of the checkpoint and of the command line, checked.
 
-``generation_config.json`` holds the defaults; ``--override-generation-config`` and
-``--diffusion-config`` change them. Wrong values are refused when the server starts, with the key,
+``generation_config.json`` holds the defaults. ``--override-generation-config`` and
+``--diffusion-config`` change them. A wrong value stops the server at start; the error says the key,
 the value and what is allowed.
 """
 
@@ -13,8 +13,8 @@ from dllm.settings.checks import FloatRange, IntRange, check_int
 from dllm.settings.denoising import CANVAS_WINDOWS, CanvasWindow, Parameter
 from dllm.settings.request import MAX_INT32, refuse
 
-# Of the model and of a request alike. Wide enough for every use, and narrow enough that fp32 holds
-# them and a logit over a temperature, also after a request's `temperature` has been multiplied in.
+# What is allowed in a checkpoint and in a request. Narrow enough that no fp32 value overflows: not
+# the numbers, and not logit / temperature after a request's `temperature` was multiplied in.
 TEMPERATURES = FloatRange(1e-4, 1e4)
 ENTROPY_BOUNDS = FloatRange(0.0, 1e6, excludes_low=True)
 CONFIDENCES = FloatRange(0.0, 1e6)
@@ -22,7 +22,8 @@ CONFIDENCES = FloatRange(0.0, 1e6)
 
 PARAMETERS = (
     Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32"),
-    # The reference subtracts in float64; its temperatures are matched to the last bit.
+    # float64, because the reference subtracts t_min from t_max in float64, and our temperatures have
+    # to be equal to its, bit by bit.
     Parameter("t_min", "t_min", TEMPERATURES, "float64"),
     Parameter("t_max", "t_max", TEMPERATURES, "float64"),
     Parameter("entropy_bound", "entropy_bound", ENTROPY_BOUNDS, "float32"),
@@ -35,13 +36,14 @@ class GemmaSettings:
     """How a canvas is denoised unless a request says otherwise.
 
     Attributes:
-        canvas_length: tokens of the served canvas; a request may ask for fewer.
-        max_denoising_steps: denoise steps after which a canvas counts as converged.
-        t_min, t_max: temperature at the last and at the first denoise step.
+        canvas_length: tokens of a canvas; a request may ask for fewer.
+        max_denoising_steps: after this many denoise steps a canvas is emitted as it is.
+        t_min, t_max: the temperature falls from t_max towards t_min (``rule.temperature``).
         entropy_bound: nats; see ``rule.accept_mask``.
-        confidence_threshold: nats; a canvas may converge below this mean entropy.
-        stability_threshold: as in Hugging Face: how often the argmax canvas must repeat.
-        canvas_window: what canvas rows see on sliding layers (``attention.masks``).
+        confidence_threshold: nats; a canvas may converge if its mean entropy is below this.
+        stability_threshold: a canvas may converge if its most likely tokens have been the same in
+            one step and this many steps before it. The name is Hugging Face's.
+        canvas_window: which context canvas rows see on sliding layers (``attention.masks``).
     """
 
     parameters: ClassVar[tuple[Parameter, ...]] = PARAMETERS
@@ -75,7 +77,10 @@ class GemmaSettings:
             )
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
-        """As ``DenoiseSettings.of_request``: the schedule times the request's temperature."""
+        """The numbers of a request; its temperature multiplies t_min and t_max.
+
+        Arguments and errors as ``settings.denoising.DenoiseSettings.of_request`` says.
+        """
         t_min, t_max = asked["t_min"], asked["t_max"]
         if t_min > t_max:
             refuse(
@@ -85,7 +90,7 @@ class GemmaSettings:
             )
         return {
             **asked,
-            # The built-in clamps a larger cap to the server's; so do we.
+            # As in vLLM's built-in class, a request cannot raise the server's limit.
             "max_steps": min(asked["max_steps"], self.max_denoising_steps),
             "t_min": t_min * temperature,
             "t_max": t_max * temperature,
@@ -93,7 +98,7 @@ class GemmaSettings:
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "GemmaSettings":
-        """Resolve a server's configuration: the checkpoint's files, then the command line.
+        """The settings of a server: the checkpoint's values, changed by the command line.
 
         Raises:
             ValueError: as ``from_mappings``.
@@ -123,12 +128,12 @@ class GemmaSettings:
     def from_mappings(
         cls, hf_config: Mapping[str, object], generation: Mapping[str, object]
     ) -> "GemmaSettings":
-        """Build from config.json and the (already overridden) generation config.
+        """The settings that config.json and the generation config (with overrides) give.
 
         Args:
             hf_config: ``canvas_length`` and, optionally, ``canvas_window`` (default: symmetric).
             generation: t_min, t_max, stability_threshold, confidence_threshold,
-                max_denoising_steps, and sampler_config with entropy_bound.
+                max_denoising_steps, and sampler_config, which holds entropy_bound.
 
         Raises:
             ValueError: a key is missing or its value is out of range.
@@ -158,16 +163,18 @@ class GemmaSettings:
 
 
 def takes_images(hf_config: Any) -> bool:
-    """Whether a checkpoint has a vision tower and says how many soft tokens make an image.
+    """Whether a checkpoint can be served with images.
 
-    One that does not say (ours are written for text) has no image processor and is served without.
+    It needs a vision tower, and the number of soft tokens of an image in ``default_output_length``.
+    A checkpoint without that number has no image processor and is served for text only; the bundled
+    checkpoints are such.
     """
     vision = getattr(hf_config, "vision_config", None)
     return getattr(vision, "default_output_length", None) is not None
 
 
 def _require(mapping: Mapping[str, object], key: str, where: str):  # type: ignore[no-untyped-def]
-    """``mapping[key]``; its type and range are checked by ``DenoiseConfig``."""
+    """``mapping[key]``, which must be there; ``GemmaSettings`` checks its type and range."""
     value = mapping.get(key)
     if value is None:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Name and shape of every tensor of a DiffusionGemma checkpoint, from its config.json.
 
-The names are those that ``save_pretrained`` of transformers 5.19 writes: encoder and decoder share
-their weights, which are stored once, under ``model.decoder``; the encoder keeps only its own
-``layer_scalar`` of every layer and the vision tower.
+The names are those that ``save_pretrained`` of transformers 5.19 writes. The weights that encoder
+and decoder share are stored once, under ``model.decoder``. Under ``model.encoder`` are only the
+encoder's own ``layer_scalar`` of every layer, and the vision tower.
 """
 
 from dllm.models.gemma.weights import DECODER, ENCODER
@@ -11,7 +11,11 @@ Config = dict[str, object]
 
 
 def tensor_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint with this config."""
+    """Name and shape of every tensor of a checkpoint.
+
+    config: the contents of config.json. Without experts (``num_experts``) or without a vision tower
+    (``vision_config``) their tensors are left out.
+    """
     text: dict = config["text_config"]  # type: ignore[assignment]
     hidden, inner = text["hidden_size"], text["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {
@@ -54,7 +58,7 @@ def _attention(prefix: str, text: dict, *, is_full: bool) -> dict:
         f"{prefix}q_norm.weight": (head,),
         f"{prefix}k_norm.weight": (head,),
     }
-    if not is_full:  # full layers: k = v
+    if not is_full:  # in full-attention layers the keys are also the values
         shapes[f"{prefix}v_proj.weight"] = (num_kv * head, hidden)
     return shapes
 

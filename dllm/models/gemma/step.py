@@ -1,8 +1,9 @@
 """One denoise step of DiffusionGemma, from logits to the next canvas.
 
-    noise -> temperature -> row statistics -> accept, renoise, stop (``rule``) -> next canvas
+    noise -> temperature -> row statistics -> which tokens are kept, and whether to stop (``rule``)
 
 The server's sampler, ``dllm watch``, training and the benchmarks all call ``denoise``.
+``first_canvases`` and ``next_step`` are for callers that have no engine.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from dllm.ops.filters import RowFilters
 
 
 def carried(canvas_length: int) -> tuple[Column, ...]:
-    """The columns of state that ``denoise`` carries: how long each argmax token has stood still."""
+    """What ``denoise`` keeps between steps: for how many steps each argmax token is the same."""
     return (Column("stable_count", (canvas_length,), torch.int32),)
 
 
@@ -31,27 +32,32 @@ def denoise(
     probs_dtype: torch.dtype | None = None,
     filters: RowFilters | None = None,
 ) -> Denoised:
-    """Decide for R canvases from their N rows of logits; writes nothing in place.
+    """One denoise step of R canvases, from their N rows of logits. Writes nothing in place.
 
     Args:
         logits: ``[N, V]`` fp32, soft-capped and edited.
-        probs_dtype: of ``stats.probs``; None leaves the probabilities out.
+        rows: which rows of logits belong to which canvas.
+        canvases: the state before this step.
+        settings: of the model; what a request can change is in ``canvases.numbers``.
+        probs_dtype: of ``stats.probs`` in the result; None: no probabilities are returned.
+        filters: top-k, top-p and min-p of each row of logits; None: no filters.
     """
     length, vocab_size = settings.canvas_length, logits.shape[-1]
     numbers, starts = canvases.numbers, rows.seq_lens - rows.widths
     drawn = noise.step_noise(
         canvases.seeds, starts, canvases.steps_done, rows.seq_lens, length, vocab_size
     )
+    # A request may change its number of steps, but not the model's temperature schedule.
     temperature = rule.temperature(
         canvases.steps_done, settings.max_denoising_steps, numbers["t_min"], numbers["t_max"]
-    )[rows.row_of]  # [N]
-    keys = drawn.keys[rows.row_of, rows.place]
+    )[rows.row_of]  # [R] -> [N]
+    keys = drawn.keys[rows.row_of, rows.place]  # [N]
     stats = row_stats(logits, temperature, keys, probs_dtype, filters)
     sample = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)
-    argmax = stats.argmax[rows.padded]  # [R, C], as everything below
+    argmax = stats.argmax[rows.padded]  # [R, C], the shape of everything below
     outcome = rule.denoise_step(
         rule.DenoiseState(
-            canvas=drawn.renoise_tokens,
+            canvas=drawn.renoise_tokens,  # only padding keeps these values
             argmax_canvas=canvases.argmax_canvas,
             stable_count=canvases.carried["stable_count"],
             steps_done=canvases.steps_done,
@@ -92,11 +98,13 @@ def first_canvases(
     stops: Iterable[int],
     vocab_size: int,
 ) -> Canvases:
-    """R canvases before their first step, as the settings say, outside an engine.
+    """The state of R canvases before their first step, for callers that have no engine.
 
     Args:
-        seeds, starts: ``[R]`` int64.
-        stops: tokens that end an answer.
+        seeds: ``[R]`` int64, the seed of each canvas's noise.
+        starts: ``[R]`` int64, the position of each canvas's first token in its sequence.
+        settings: the values of all parameters.
+        stops: ids of tokens that end an answer.
     """
     num_rows, length = len(seeds), settings.canvas_length
     device = seeds.device
@@ -126,7 +134,7 @@ def first_canvases(
 
 
 def next_step(canvases: Canvases, step: Denoised) -> Canvases:
-    """The canvases that go on after ``step``, outside an engine."""
+    """The state of the same canvases after ``step``, for callers that have no engine."""
     return canvases._replace(
         ids=step.canvas.flatten(),
         steps_done=step.steps_done,

@@ -1,14 +1,14 @@
 """A DiffusionGemma checkpoint with random weights, in the format of the released one.
 
-It writes ``checkpoints/tiny-random`` (what ``make serve`` serves until a trained one exists) and,
-for tests, variants of it::
+``python -m dllm.models.gemma.tiny PATH`` writes one; ``checkpoints/tiny-random`` is the result of
+that. Tests write variants::
 
     config = tiny_config(canvas_length=16, sliding_window=40)
     write_checkpoint(tmp_path, config, seed=3)
 
-Every tensor is drawn from its own generator, keyed by the seed and the tensor's name, so two
-checkpoints with one seed agree on every tensor they share, and the same call writes the same bytes.
-The names and shapes are those of ``dllm.models.gemma.shapes``.
+Every tensor comes from a random generator of its own, which is seeded with the seed and the
+tensor's name. So the same call writes the same bytes, and two checkpoints with the same seed are
+equal in every tensor that has the same name and shape in both. ``shapes`` gives names and shapes.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def _text_config() -> Config:
 
 
 def _vision_config() -> Config:
-    """The smallest tower that the reference constructs (it cannot do without one)."""
+    """A very small vision tower; the reference's model cannot be constructed without one."""
     return {
         "model_type": "gemma4_vision",
         "hidden_size": 32,
@@ -96,9 +96,9 @@ def tiny_config(**overrides: object) -> Config:
 
     Args:
         overrides: fields of config.json or of its text_config, by name. ``layer_types`` sets
-            ``num_hidden_layers``. ``num_experts=None`` describes a dense model (vLLM only: the
-            reference has no dense layer, see ``write_checkpoint(mute_experts=True)``), and
-            ``vision_config=None`` a text-only one (vLLM only as well).
+            ``num_hidden_layers``. ``num_experts=None`` describes a model without experts, and
+            ``vision_config=None`` one without a vision tower. The reference constructs neither;
+            for the first there is ``write_checkpoint(mute_experts=True)``.
 
     Raises:
         KeyError: a field has that name neither in config.json nor in text_config.
@@ -132,7 +132,7 @@ def tiny_config(**overrides: object) -> Config:
 
 
 def generation_config() -> Config:
-    """generation_config.json: how the reference's DiffusionGemmaGenerationConfig saves itself."""
+    """generation_config.json, as the reference's DiffusionGemmaGenerationConfig saves it."""
     return {
         "bos_token_id": TOKEN_ID["<bos>"],
         "pad_token_id": TOKEN_ID["<pad>"],
@@ -151,16 +151,17 @@ def generation_config() -> Config:
 # Weights
 
 
-# What makes the random model behave: with layers that add this much to the residual stream, and
-# logits of this scale, entropies run from 0 to 0.7 nats inside a canvas, and a canvas converges
-# after 3 to 16 denoise steps. With 1.0 and 1.0 every position has the entropy of noise and no
-# canvas ever converges; with a smaller RESIDUAL the first canvas is copied and converges in 2.
+# How much each layer adds to the residual stream, and the scale of the logits. With these values a
+# random model behaves like a trained one: entropies are between 0 and 0.7 nats in a canvas, and a
+# canvas converges after 3 to 16 denoise steps. With 1.0 and 1.0 every position has the entropy of
+# noise and no canvas converges. With a smaller RESIDUAL the model copies its first canvas, which
+# converges in 2 steps.
 RESIDUAL = 0.475
 FINAL_NORM = 5.0
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """The fp32 value of one tensor; nothing but its name, shape and the seed decides it."""
+    """The fp32 value of one tensor, a function of its name, its shape and the seed."""
     normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
     if name.endswith("layer_scalar"):
         value = 0.8 + 0.1 * np.tanh(normal)  # 0.7 to 0.9; the encoder's differ from the decoder's
@@ -173,7 +174,9 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     elif name == f"{DECODER}embed_tokens.weight":
         value = normal * shape[1] ** -0.5  # the reference scales embeddings by sqrt(hidden)
     elif name.endswith("router.proj.weight"):
-        value = 2.0 * normal  # its input is scaled by hidden ** -0.5: distinct experts are chosen
+        # The router's input is scaled by hidden ** -0.5. With small weights all tokens would choose
+        # the same experts.
+        value = 2.0 * normal
     else:
         value = normal * shape[-1] ** -0.5
     return torch.from_numpy(value).float()
@@ -188,7 +191,10 @@ def make_tensors(
     encoder_copies: bool = False,
     mute_experts: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of ``write_checkpoint``, in the config's dtype."""
+    """The tensors that ``write_checkpoint`` writes, by name, in the config's dtype.
+
+    Arguments as of ``write_checkpoint``.
+    """
     dtype = getattr(torch, str(config["dtype"]))
     tensors = {name: _draw(name, shape, seed) for name, shape in tensor_shapes(config).items()}
     for prefix, scalars in ((ENCODER, encoder_scalars), (DECODER, decoder_scalars)):
@@ -211,7 +217,7 @@ def make_tensors(
 # --------------------------------------------------------------------------------------------------
 # Tokenizer
 
-# What the merges are learned from: enough English and JSON for words, spaces and braces.
+# The text that the tokenizer is trained on: enough English and JSON for words, spaces and braces.
 CORPUS = """
 You are a helpful assistant. Answer the question of the user. What is the answer to this question?
 The quick brown fox jumps over the lazy dog, and then the dog sleeps in the sun for an hour.
@@ -250,14 +256,16 @@ def write_checkpoint(
         path: the directory, created if missing.
         config: what ``tiny_config`` returned.
         seed: of the weights.
-        generation: replaces or adds fields of generation_config.json.
-        encoder_scalars, decoder_scalars: ``layer_scalar`` of each layer; the default draws them
-            from 0.7 to 0.9, different for the encoder (causal rows) and the decoder (canvas rows).
+        generation: fields of generation_config.json to replace or to add.
+        encoder_scalars, decoder_scalars: ``layer_scalar`` of each layer. By default they are random
+            numbers from 0.7 to 0.9, different for the encoder (causal rows) and the decoder
+            (canvas rows).
         encoder_copies: also write the encoder's copies of the shared weights.
-        mute_experts: zero the experts and neutralise the norm behind the MLP. The model then
-            computes what the dense one (``num_experts=None``) with this seed computes, up to the
-            epsilon of one more norm, which gives the reference a dense twin.
-        image_processor: also write what an image request needs, for the vision tower of the config.
+        mute_experts: write experts that return 0, and make the extra norm behind the MLP neutral.
+            The model then computes the same as the model without experts (``num_experts=None``)
+            and the same seed, except for the epsilon of that norm. So the reference, which cannot
+            construct a model without experts, can be compared with one.
+        image_processor: also write the files that image requests need.
 
     Returns:
         The directory.
@@ -298,14 +306,15 @@ def _write_image_processor(path: Path, vision: dict) -> None:
             "max_soft_tokens": vision["default_output_length"],
             **patches,
         },
-        # Never used, and the processor cannot do without them.
+        # Never used, but the processor cannot be constructed without them.
         "feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"},
         "video_processor": {"video_processor_type": "Gemma4VideoProcessor", **patches},
     }
     _write_json(path / "processor_config.json", processor)
     tokenizer_config = path / "tokenizer_config.json"
     names = {"boi_token": "<|image>", "image_token": "<|image|>", "eoi_token": "<image|>"}
-    names |= dict.fromkeys(("boa_token", "audio_token", "eoa_token"), "<unk>")  # never used either
+    # Never used, but required as well.
+    names |= dict.fromkeys(("boa_token", "audio_token", "eoa_token"), "<unk>")
     _write_json(tokenizer_config, json.loads(tokenizer_config.read_text()) | names)
 
 

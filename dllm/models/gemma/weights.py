@@ -1,8 +1,8 @@
-"""Checkpoint names: the reference's encoder and decoder halves become one set of weights.
+"""Loading of checkpoints: the reference's encoder and decoder become one set of weights.
 
-Hugging Face ties every weight of the two halves except the per-layer buffer ``layer_scalar``. A
-checkpoint may carry one copy or both. Two copies are accepted only if they agree: averaging or
-picking one silently would serve a model that nobody trained.
+In Hugging Face's model the encoder and the decoder share all weights except ``layer_scalar``, one
+number per layer. A checkpoint holds the shared weights once or twice. Two copies must be equal: if
+they differ, nobody can know which one is meant, so the checkpoint is refused.
 """
 
 import re
@@ -13,19 +13,20 @@ import torch
 
 ENCODER = "model.encoder.language_model."
 DECODER = "model.decoder."
-# What load_weights sees of the two layer scalars, stacked over the layers: [layers].
+# Names under which the layer scalars of all layers are passed on, as one tensor [layers] each.
 HEAD_SCALARS = "model.decoder.head_scalars"
 CANVAS_SCALARS = "model.decoder.canvas_scalars"
 
-# vLLM's parameters of a layer's experts, and what a checkpoint calls the same for all experts or
-# for each of them.
+# vLLM's names for the parameters of a layer's experts, and a checkpoint's names for the same: first
+# for one tensor that holds all experts, then for the tensors of a single expert.
 EXPERT_PARAMETER = re.compile(r"(.*\.experts\.)routed_experts\.(w13|w2)_(\w+)")
 EXPERT_PROJECTIONS = {
     "w13": ("gate_up_proj", ("gate_proj", "up_proj")),
     "w2": ("down_proj", ("down_proj",)),
 }
-# Of a quantized KV cache: 1 unless the checkpoint says otherwise. Of experts' inputs: vLLM has the
-# parameter also where inputs are not quantized; where they are, ``quant.loading`` asks for it.
+# Parameters that a checkpoint may leave out. Scales of a quantized KV cache are 1 by default. vLLM
+# has input scales of experts also where inputs are not quantized; where inputs are quantized,
+# ``quant.loading`` requires these scales.
 OPTIONAL_SCALES = re.compile(
     r"\.attn\.([qkv]_(scale|zero_point)|prob_scale)$|\.routed_experts\.w\d+_input_global_scale$"
 )
@@ -34,16 +35,18 @@ OPTIONAL_SCALES = re.compile(
 def merge_shared_copies(
     weights: Iterable[tuple[str, torch.Tensor]], num_layers: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each shared weight once, under its decoder name, then the two stacks of layer scalars.
+    """Yield each shared weight once, under its decoder name, and last the layer scalars.
 
-    A layer scalar that only one half carries counts for both.
+    The layer scalars come as two tensors ``[num_layers]``. If a layer has a scalar only for the
+    encoder, or only for the decoder, it counts for both.
 
     Args:
-        weights: (checkpoint name, tensor) pairs; names outside the two halves pass unchanged.
-        num_layers: length of the layer-scalar stacks.
+        weights: (checkpoint name, tensor) pairs. Pairs that belong to neither encoder nor decoder
+            are passed on unchanged.
+        num_layers: of the model.
 
     Raises:
-        ValueError: at the end of the stream, when the copies of a weight differ.
+        ValueError: after the last weight, if two copies of a weight differ.
     """
     scalars: dict[str, torch.Tensor] = {}
     digests: dict[str, tuple[object, ...]] = {}
@@ -79,19 +82,20 @@ def refuse_missing(
     stacked: Mapping[str, tuple[str, object]],
     num_experts: int | None,
 ) -> None:
-    """Refuse a checkpoint that leaves a parameter, or a part of a stacked one, uninitialized.
+    """Refuse a checkpoint that does not fill every parameter, and every part of a stacked one.
 
-    vLLM's own check exempts every linear layer, embedding and expert, and takes a stacked
-    parameter for loaded when one of its parts was.
+    vLLM stacks several weights into one parameter, for example q, k and v, or all experts. vLLM's
+    own check skips linear layers, embeddings and experts, and counts a stacked parameter as loaded
+    if one of its parts was.
 
     Args:
         parameters: names of the model's parameters.
-        filled: names that the checkpoint filled: of parameters or of parts of stacked ones.
+        filled: names that the checkpoint filled: of parameters, or of parts of stacked ones.
         stacked: part -> (stacked name, shard), as in ``WeightsMapper.orig_to_new_stacked``.
-        num_experts: of a layer, whose parameters stack theirs; None: there are none.
+        num_experts: experts of a layer; None: the layers have none.
 
     Raises:
-        ValueError: naming the missing tensors as the checkpoint would.
+        ValueError: it lists the missing tensors by their names in a checkpoint.
     """
     missing = []
     for name in parameters:
@@ -109,9 +113,10 @@ def refuse_missing(
 
 
 def _parts_of_experts(name: str, filled: Set[str], num_experts: int) -> list[str]:
-    """What a checkpoint calls the parts of a parameter that stacks all experts of a layer.
+    """A checkpoint's names for the parts of a parameter that holds all experts of a layer.
 
-    One tensor for all experts (bf16), or one for each of them (quantized).
+    One name if the checkpoint has one tensor for all experts (bf16), else the names for each expert
+    (quantized). Empty if the parameter is not one of experts.
     """
     match = EXPERT_PARAMETER.fullmatch(name)
     if match is None:
@@ -124,6 +129,7 @@ def _parts_of_experts(name: str, filled: Set[str], num_experts: int) -> list[str
 
 
 def _checkpoint_name(name: str) -> str:
+    """A checkpoint's name for a parameter of vLLM's model."""
     if name.startswith("lm_head."):
         return name
     if name.startswith(("vision_tower.", "embed_vision.")):
@@ -134,7 +140,7 @@ def _checkpoint_name(name: str) -> str:
 def _stack_scalars(
     scalars: dict[str, torch.Tensor], prefixes: tuple[str, ...], num_layers: int
 ) -> torch.Tensor:
-    """``layer_scalar`` of every layer, from the first prefix that carries it, else 1: [layers]."""
+    """``layer_scalar`` of every layer: [layers]. Of the first prefix that has it, else 1."""
     one = torch.ones(())
     rows = []
     for layer in range(num_layers):
@@ -144,9 +150,10 @@ def _stack_scalars(
 
 
 def _digest(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Shape, dtype and the CRC-32 of the bytes, in one pass at 3.7 GB/s.
+    """A value that is equal for equal tensors: shape, dtype and the CRC-32 of the bytes.
 
-    Equal for equal tensors. Changes within 32 adjacent bits always tell; others with 1 - 2**-32.
+    It differs for tensors that differ within 32 adjacent bits, and for others with probability
+    1 - 2**-32. One core computes it at 3.7 GB/s.
     """
     data = tensor.detach().cpu().reshape(-1).view(torch.uint8)
     return tensor.shape, tensor.dtype, zlib.crc32(data.numpy().data)
