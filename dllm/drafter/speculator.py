@@ -135,11 +135,11 @@ class Drafter(DFlashSpeculator):
         req_states.draft_tokens[step.batch.idx_mapping] = drafts
         handler.set_draft_tokens(step.batch, drafts)
 
-    def put_away(self) -> None:
+    def save_context_only(self) -> None:
         """Called instead of ``draft_late`` after a step that finished every request.
 
-        Nothing is drafted. The step's context is still stored (or kept), because other requests may
-        reuse its pages through the prefix cache.
+        Nothing is drafted. The step's context is still stored, or kept to be stored later, because
+        other requests may reuse its pages through the prefix cache.
         """
         if self._undrafted is None:
             return

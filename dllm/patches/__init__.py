@@ -1,4 +1,5 @@
-"""IF vLLM MOVED, LOOK HERE: everything that replaces or names a private part of vLLM.
+"""IF vLLM CHANGED, LOOK HERE: everything that replaces an attribute of vLLM, or registers with it.
 
-``contract`` lists each name and why; the other files install. Imports models, drafter and below.
+``contract`` lists each name and why; the other modules do it. This room imports models, drafter and
+the rooms below them.
 """

@@ -1,4 +1,4 @@
-"""Patches of the API server: every request is parsed there, and refused in words."""
+"""Patches of the API server: what cannot be served is refused there, with HTTP 400 and a reason."""
 
 import importlib.util
 import weakref
@@ -9,14 +9,22 @@ from dllm.settings.denoising import DenoiseSettings
 
 
 def check_requests_at_admission() -> None:
-    """Let what cannot be served be refused with HTTP 400, with what is allowed and what to do."""
+    """Refuse requests that cannot be served, with HTTP 400.
+
+    The message says what was given, what is allowed and what to do.
+    """
     _parse_requests()
     _refuse_before_the_stream_starts()
-    _say_why()
+    _explain_refusals()
     _explain_missing_images()
 
 
 def _parse_requests() -> None:
+    """Check every request with ``RequestOptions.parse`` and ``refuse_impossible_edits``.
+
+    vLLM's own check of diffusion requests is left out for our architectures: it refuses parameters
+    that our sampler applies.
+    """
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -39,7 +47,7 @@ def _parse_requests() -> None:
         return is_watermarked
 
     def _with_resolved_ids(self: Any, params: Any) -> Any:
-        """A copy with stop tokens and bad words as ids, which vLLM makes only after admission."""
+        """A copy with stop tokens and bad words as ids; vLLM makes these ids only later."""
         params = params.clone()
         params.update_from_generation_config(
             self.generation_config_fields, self.renderer.get_eos_token_id()
@@ -57,6 +65,7 @@ def _parse_requests() -> None:
 
 
 def _explain_missing_images() -> None:
+    """Say why an image cannot be served; vLLM only says that the model is not multimodal."""
     from vllm.exceptions import VLLMValidationError
     from vllm.multimodal.registry import MultiModalRegistry
 
@@ -82,7 +91,11 @@ def _text_only_message() -> str:
 
 
 def _refuse_before_the_stream_starts() -> None:
-    """HTTP 400 for streams too: `generate` is a generator, and by its first item 200 is sent."""
+    """Refuse a bad streaming request with HTTP 400 as well.
+
+    ``AsyncLLM.generate`` is a generator. vLLM's checks run when the first item is taken from it, and
+    the server has sent HTTP 200 by then. Here the checks run when ``generate`` is called.
+    """
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -99,8 +112,8 @@ def _refuse_before_the_stream_starts() -> None:
     AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
 
 
-def _say_why() -> None:
-    """Refusals of vLLM's own that leave out what is allowed and what to do."""
+def _explain_refusals() -> None:
+    """Say what is allowed and what to do where vLLM's own refusals do not."""
     from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
     from vllm.exceptions import VLLMValidationError
     from vllm.renderers.base import BaseRenderer

@@ -1,19 +1,19 @@
-"""vLLM's built-in DiffusionGemma, text only, on a CPU where its image processor does not import.
+"""vLLM's built-in DiffusionGemma, made to run on a CPU without torchvision and Triton.
 
-This is what ``DLLM_DISABLE=1`` serves there: the thing to compare ours with.
+``DLLM_DISABLE=1`` serves it on such a CPU, so that our model can be compared with it.
 
-The built-in's own code, unchanged: the model's constructor, forward pass, logits and weight names;
-its ``DiffusionGemmaModelState`` (so the input preparation, self-conditioning and attention
-metadata of each denoise step), its ``DiffusionSampler`` and compiled functions, its scheduler and
-its config hook. Everything a request's time is spent in.
+All code in which a request spends its time is the built-in's, unchanged: the model's constructor,
+forward pass, logits and weight names; its ``DiffusionGemmaModelState`` (input preparation,
+self-conditioning and attention metadata of each denoise step); its ``DiffusionSampler`` with its
+compiled functions; its scheduler and its config hook.
 
-Not the built-in's, because without torchvision or Triton it could not run at all:
+Three things differ, because without torchvision or Triton it could not run at all:
 
-- The vision tower is left out, as for a checkpoint without ``vision_config``, and its weights are
-  skipped. The model counts as text-only, so an image request gets a 400.
-- ``vllm.model_executor.models.gemma4_mm`` (Gemma4's image processing), of which the built-in
-  module takes five names, is replaced by five empty classes while that module is imported.
-- The kernels of Model Runner V2 are those of ``dllm.cpu.batch``, which ours runs on as well.
+- There is no vision tower, as for a checkpoint without ``vision_config``, and its weights are
+  skipped. vLLM takes the model for text-only, so an image request gets HTTP 400.
+- The built-in's module imports five classes from ``vllm.model_executor.models.gemma4_mm`` (Gemma4's
+  image processing). During that import they are replaced by five empty classes.
+- The kernels of Model Runner V2 are those of ``dllm.cpu.batch``, on which our model runs as well.
 """
 
 import copy
@@ -31,10 +31,10 @@ _VISION_WEIGHTS = ("model.encoder.vision_tower.", "model.encoder.embed_vision.")
 
 
 def import_builtin() -> ModuleType:
-    """vLLM's ``diffusion_gemma`` module.
+    """Import and return vLLM's ``diffusion_gemma`` module.
 
-    Where ``gemma4_mm`` cannot be imported, a stand-in takes its place during this import and no
-    longer: whoever imports ``gemma4_mm`` later gets the same ImportError as without us.
+    If ``gemma4_mm`` cannot be imported, a stand-in takes its place during this import only. A later
+    import of ``gemma4_mm`` raises the same ImportError as without the plugin.
     """
     try:
         importlib.import_module(_IMAGE_PROCESSING)
@@ -50,7 +50,10 @@ def import_builtin() -> ModuleType:
 
 
 def _image_processing_stand_in() -> ModuleType:
-    """The five names that ``diffusion_gemma`` imports from ``gemma4_mm``, with nothing behind."""
+    """A module with the five classes that ``diffusion_gemma`` imports, all of them empty.
+
+    ``diffusion_gemma`` also takes some methods from one of them; these raise NotImplementedError.
+    """
     image_methods = (
         "_parse_and_validate_image_input",
         "_parse_and_validate_video_input",
@@ -80,7 +83,7 @@ builtin = import_builtin()
 
 
 class TextOnlyDiffusionGemma(builtin.DiffusionGemmaForConditionalGeneration):  # type: ignore[name-defined, misc]
-    """The built-in model without its vision tower; see the module's docstring."""
+    """The built-in model without its vision tower (see the top of this file)."""
 
     supports_multimodal = False
     supports_multimodal_embeddings = False
@@ -97,9 +100,9 @@ class TextOnlyDiffusionGemma(builtin.DiffusionGemmaForConditionalGeneration):  #
 
 
 def _without_vision(vllm_config: VllmConfig) -> Any:
-    """A shallow copy whose model config names no vision tower.
+    """A shallow copy of the configuration, whose model has no vision tower.
 
-    Shallow, because layers enter themselves into what the original config refers to
+    Shallow, because the layers register themselves in an object of the original configuration
     (``compilation_config.static_forward_context``).
     """
     config = copy.copy(vllm_config)

@@ -1,7 +1,7 @@
-"""What a server of our models is configured with, before anything is loaded.
+"""Configures a server of a diffusion model: scheduler, worker, attention backend, limits.
 
-vLLM calls ``configure_dllm`` through the config hook of our architecture. It chooses our scheduler,
-worker and attention backend, and refuses flags that cannot work, with what to do about them.
+vLLM calls ``configure_dllm`` before anything is loaded, through the entry of our architecture in
+its ``MODELS_CONFIG_MAP``. Flags that cannot work are refused with what to do.
 """
 
 from typing import Any
@@ -16,14 +16,19 @@ from dllm.patches.cpu import set_cpu_worker
 
 logger = init_logger(LOGGER)
 
-# vLLM's backends that take one causal flag per sequence.
+# vLLM's attention backends that take one causal flag per sequence.
 FLAG_BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
-# Requests at a time unless the user chooses: what is larger than a step's workspace is tiled.
+# How many requests run at a time unless the user chooses. Logits that do not fit the workspace are
+# computed in tiles (``engine.logit_rows``), so that memory does not limit this.
 DEFAULT_CONCURRENCY = 64
 
 
 def configure_dllm(vllm_config: Any) -> None:
-    """The config hook: choose our parts, refuse what cannot work, before anything is loaded."""
+    """Choose our scheduler, worker and attention backend in ``vllm_config``, in place.
+
+    Raises:
+        ValueError: a value of the checkpoint or of a flag is not allowed.
+    """
     from vllm.config.diffusion import DiffusionConfig
     from vllm.platforms import current_platform
 
@@ -37,17 +42,19 @@ def configure_dllm(vllm_config: Any) -> None:
     _refuse_unsupported(vllm_config)
     _choose_attention(vllm_config, settings.canvas_window)
     if vllm_config.model_config.is_multimodal_model and vllm_config.model_config.is_mm_prefix_lm:
-        # The rows of an image see each other: they have to come in one chunk.
+        # The tokens of an image see each other, so they have to come in one chunk of the prompt.
         vllm_config.scheduler_config.disable_chunked_mm_input = True
     set_cpu_worker(vllm_config)
     if not current_platform.is_cpu() and vllm_config.parallel_config.worker_cls == "auto":
         vllm_config.parallel_config.worker_cls = GPU_WORKER
     emulate_on_cpu(vllm_config)
-    # vLLM's default keeps only the end of a prompt in sliding-window groups: a conversation could
-    # never continue from the blocks it generated. None keeps every block until it is evicted.
+    # With vLLM's default (0) the prefix cache keeps only the end of a prompt for sliding-window
+    # layers. The next turn of a conversation could then not reuse what was generated. With None it
+    # keeps every page until the space is needed.
     if vllm_config.cache_config.prefix_cache_retention_interval == 0:
         vllm_config.cache_config.prefix_cache_retention_interval = None
-    # As the built-in does: max_tokens is the request's business, not the checkpoint's.
+    # As in vLLM's built-in class: a checkpoint's max_new_tokens is not the default of a request's
+    # max_tokens.
     vllm_config.model_config.override_generation_config.setdefault("max_new_tokens", None)
 
 
@@ -74,7 +81,8 @@ def _set_scheduler(vllm_config: Any, canvas_length: int) -> None:
                 f"{flag} {limit} is less than the canvas of {canvas_length} tokens, which is "
                 f"scheduled whole or not at all. Allowed: at least {canvas_length}."
             )
-    if scheduler.max_num_seqs >= scheduler.DEFAULT_MAX_NUM_SEQS:  # not chosen by the user
+    # vLLM does not say whether the user gave the flag. Its default, or more, counts as not given.
+    if scheduler.max_num_seqs >= scheduler.DEFAULT_MAX_NUM_SEQS:
         scheduler.max_num_seqs = DEFAULT_CONCURRENCY
         logger.info("dllm: --max-num-seqs is %d", scheduler.max_num_seqs)
 
@@ -110,7 +118,11 @@ def _refuse_unsupported(vllm_config: Any) -> None:
 
 
 def _choose_attention(vllm_config: Any, canvas_window: str) -> None:
-    """On CUDA, our own backend unless another is asked for; a CPU has only one."""
+    """On CUDA, use our attention backend unless the user asks for another; a CPU has only one.
+
+    Raises:
+        ValueError: the backend that the user asks for cannot serve this model.
+    """
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
@@ -143,6 +155,7 @@ def _choose_attention(vllm_config: Any, canvas_window: str) -> None:
                 "out, or use --attention-backend TRITON_ATTN."
             )
         attention.flash_attn_version = 4
-    # Heads and canvases become sequences of their own, whose number no full graph can know.
+    # These backends get heads and canvases as separate sequences. Their number differs from step to
+    # step, which a full CUDA graph does not allow.
     if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE

@@ -1,7 +1,8 @@
-"""Every name of vLLM that the plugin replaces, wraps or registers with, and why. Data only.
+"""Every name of vLLM that the plugin replaces, wraps or calls to register something, and why.
 
-Read from vLLM 0.32.0. ``tests/patches/test_contract.py`` holds vLLM to these names and to their
-signatures, and takes what else our code imports, overrides and reads from our code itself.
+This module holds data only. It is true of vLLM 0.32.0. ``tests/patches/test_contract.py`` checks
+that vLLM has these names, with the signatures that we expect. The same test finds in our source
+which other names of vLLM we import, override and read, and checks those, too.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ DRAFTING_SCHEDULER = "dllm.patches.engine_core.PatchingScheduler"
 
 @dataclass(frozen=True)
 class Patch:
-    """One private name: where it is, what is done to it, and what it is for."""
+    """One name of vLLM: where it is, what is done to it, and why."""
 
     target: str
     action: str

@@ -1,4 +1,4 @@
-"""Patches for a CPU: Model Runner V2 where there is no Triton, and a start that is not slow."""
+"""Patches for a CPU: Model Runner V2 without Triton, and a faster start."""
 
 import functools
 import os
@@ -9,7 +9,7 @@ from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
 
 
 def is_cpu_without_triton() -> bool:
-    """Whether this process would run our CPU worker."""
+    """Whether this process is on a CPU without Triton, where our worker and kernels are needed."""
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
@@ -17,23 +17,28 @@ def is_cpu_without_triton() -> bool:
 
 
 def set_cpu_worker(vllm_config: Any) -> None:
-    """Choose our worker on a CPU without Triton, unless the user chose one.
+    """On a CPU without Triton use our worker, unless the user chose another.
 
-    It runs in the engine's process where it can. vLLM gives it one of its own, in which OpenMP's
-    variables can differ; with one thread and no binding nothing differs, and two processes that
-    poll for each other's messages several times a step only take each other's core.
+    It runs in the engine's process if OpenMP has one thread and no binding. vLLM always gives a CPU
+    worker a process of its own, because each worker may need other settings of OpenMP. With one
+    thread and no binding there is nothing to set, and two processes only cost time: they poll for
+    each other's messages several times a step, and take each other's core.
     """
     parallel = vllm_config.parallel_config
     if is_cpu_without_triton() and parallel.worker_cls == "auto":
         parallel.worker_cls = CPU_WORKER
-    # "uni" is vLLM's choice for one rank, which its CPU platform overwrites afterwards.
+    # "uni" (in process) is vLLM's own choice for one rank. Its CPU platform overwrites "uni" later,
+    # but not a class path.
     is_alone = parallel.distributed_executor_backend == "uni"
     if is_alone and parallel.worker_cls == CPU_WORKER and _needs_no_openmp_setup():
         parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
 
 
 def enable_cpu_runtime() -> None:
-    """Let our architecture, and models started with ``--worker-cls`` of ours, run on V2."""
+    """On a CPU without Triton, run Model Runner V2 for the models that our worker serves.
+
+    These are our architectures, and any model that is started with our ``--worker-cls``.
+    """
     if not is_cpu_without_triton():
         return
     from vllm.config import VllmConfig
@@ -53,22 +58,23 @@ def enable_cpu_runtime() -> None:
     VllmConfig.use_v2_model_runner = property(use_v2_model_runner)  # type: ignore[assignment]
     VllmConfig._validate_v2_model_runner = _validate_v2_model_runner  # type: ignore[method-assign]
     triton.next_power_of_2 = next_power_of_2
-    _let_fork_stand()
+    _honour_fork()
 
 
 def _is_on_cpu_runtime(vllm_config: Any) -> bool:
+    """Whether our CPU worker runs this server."""
     return vllm_config.parallel_config.worker_cls == CPU_WORKER or (
         vllm_config.model_config is not None and vllm_config.model_config.architecture in FAMILIES
     )
 
 
-def _let_fork_stand() -> None:
-    """Honour ``VLLM_WORKER_MULTIPROC_METHOD=fork``, which vLLM overwrites on a CPU.
+def _honour_fork() -> None:
+    """Honour ``VLLM_WORKER_MULTIPROC_METHOD=fork``, which vLLM overwrites with spawn on a CPU.
 
-    A forked process is there at once; a spawned one imports everything again, 10 s of CPU time, for
-    the engine core and then for the worker. vLLM spawns because OpenMP reads its variables, which
-    differ by worker, when it is loaded, and because its threads do not survive a fork. With one
-    thread and no binding there are neither.
+    A forked process starts at once. A spawned one imports everything again, which takes 10 s of CPU
+    time for the engine core and again for the worker. vLLM has two reasons to spawn: OpenMP reads
+    its environment variables when it is loaded, and workers may have different ones; and OpenMP's
+    threads do not survive a fork. With one thread and no binding neither applies.
     """
     import torch._inductor.config
     from vllm.platforms.cpu import CpuPlatform
@@ -80,25 +86,28 @@ def _let_fork_stand() -> None:
         check_and_update(cls, vllm_config)
         if asked == "fork" and _needs_no_openmp_setup() and _is_on_cpu_runtime(vllm_config):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked
-            # vLLM has just said so by a variable, which Inductor reads when it is imported.
+            # vLLM sets TORCHINDUCTOR_COMPILE_THREADS=1. Inductor reads that variable at import, and
+            # here it is imported already.
             torch._inductor.config.compile_threads = 1
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]
 
 
 def _needs_no_openmp_setup() -> bool:
-    # Not from vllm.envs, which caches what it read for an engine before.
+    """Whether OpenMP has one thread and no binding to cores, as `make serve` sets it."""
+    # Not from vllm.envs, which may hold cached values of an engine that ran earlier.
     given = os.environ.get("OMP_NUM_THREADS"), os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
     return given == ("1", "nobind")
 
 
 @functools.cache  # several workers in one process
 def reload_compiled_backbone() -> None:
-    """Make a restart load what ``torch.compile`` saved of our backbone; vLLM traces it again.
+    """Let a restarted server load the compiled backbone that an earlier start saved.
 
-    On a CPU vLLM compiles with stock Inductor, whose functions are complete once they are loaded.
-    It then calls their ``finalize_loading``, which only those of its own backend have, and takes
-    the AttributeError for a broken file. Called in the worker; for our architecture only.
+    On a CPU vLLM compiles with PyTorch's own Inductor backend. After loading a saved function vLLM
+    calls its ``finalize_loading``, but only functions of vLLM's own backend have that. vLLM takes
+    the AttributeError for a broken file, and traces the model again. Here loaded functions get a
+    ``finalize_loading`` that does nothing. Called in the worker; for our architectures only.
     """
     import torch
     from vllm.compilation import decorators
@@ -126,11 +135,12 @@ def reload_compiled_backbone() -> None:
 
 
 @functools.cache
-def multiply_no_rows() -> None:
-    """Let vLLM's product for small weights take zero rows, which kill the process otherwise.
+def allow_product_of_no_rows() -> None:
+    """Let vLLM's matrix product with packed weights return an empty result for zero rows.
 
-    It divides by the number of rows. vLLM's built-in DiffusionGemma asks for the logits of no row
-    in each step that reads prompts only; processors with AMX have this product.
+    vLLM's C++ code divides by the number of rows, and zero rows kill the process. vLLM's built-in
+    DiffusionGemma computes logits of zero rows in each step that reads prompts only. vLLM uses this
+    product on processors with AMX.
     """
     from vllm import _custom_ops
 
@@ -145,7 +155,10 @@ def multiply_no_rows() -> None:
 
 
 def register_cpu_kernels(include_sampling: bool) -> None:
-    """Replace Model Runner V2's Triton kernels in this worker process."""
+    """Replace Model Runner V2's Triton kernels in this worker's process by ``dllm.cpu``.
+
+    include_sampling: also the kernels of vLLM's sampler, which a diffusion model does not use.
+    """
     from vllm.triton_utils.dispatcher import register_kernels
 
     from dllm.cpu.install import install

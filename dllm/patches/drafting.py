@@ -1,6 +1,6 @@
-"""Patches for the drafter: vLLM's ``method: dflash`` runs our network and speculator.
+"""Patches for drafting: with ``method: dflash`` vLLM runs our drafter network and speculator.
 
-Scoped to servers with a DFlash drafter; any other model or method in this process is left alone.
+Servers with another method, or without a drafter, behave as without these patches.
 """
 
 import functools
@@ -16,12 +16,13 @@ logger = init_logger(LOGGER)
 
 DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
 
+# Whether `serve_drafters` was called. With DLLM_DISABLE=1 vLLM's own drafter stays in place.
 _is_ours = False
 _drafter: Any = None  # the last one made in this process
 
 
 def serve_drafters() -> None:
-    """Take over DFlash drafters in this process."""
+    """Let this process serve DFlash drafters with our classes instead of vLLM's."""
     from vllm import ModelRegistry
     from vllm.config import VllmConfig
 
@@ -43,7 +44,7 @@ def serve_drafters() -> None:
 
 
 def drafts_with_ours(speculative_config: Any) -> bool:
-    """Whether a server's drafter is one that we serve."""
+    """Whether a server has a drafter that our classes serve."""
     from dllm.settings.drafting import DRAFTER_ARCHITECTURE
 
     if not _is_ours or speculative_config is None or speculative_config.method != "dflash":
@@ -52,7 +53,11 @@ def drafts_with_ours(speculative_config: Any) -> bool:
 
 
 def _configure_drafting(vllm_config: Any) -> None:
-    """Refuse a pair that does not fit; choose worker, attention and scheduling."""
+    """Choose worker, attention backend and scheduler of a server with a drafter.
+
+    Raises:
+        ValueError: target and drafter do not fit each other, or a flag does not work with drafting.
+    """
     from vllm.platforms import current_platform
 
     from dllm.drafter.pair import drafter_options, refuse_mismatch
@@ -60,7 +65,7 @@ def _configure_drafting(vllm_config: Any) -> None:
 
     drafter = refuse_mismatch(vllm_config)
     speculative = vllm_config.speculative_config
-    _state_conventions(speculative.draft_model_config.hf_config, drafter.mask_token_id)
+    _write_resolved_fields(speculative.draft_model_config.hf_config, drafter.mask_token_id)
     worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
     parallel = vllm_config.parallel_config
     if parallel.worker_cls not in ("auto", worker):
@@ -89,20 +94,20 @@ def _configure_drafting(vllm_config: Any) -> None:
         scheduler.async_scheduling = False
 
 
-def _state_conventions(hf_config: Any, mask_token_id: int) -> None:
-    """Write what we resolved where vLLM's own code, around our network, reads it."""
+def _write_resolved_fields(hf_config: Any, mask_token_id: int) -> None:
+    """Put the mask token and what is causal into the fields that vLLM's own code reads."""
     from dllm.drafter.checkpoint import SPECULATORS
 
     dflash = dict(getattr(hf_config, "dflash_config", None) or {})
     dflash["mask_token_id"] = mask_token_id
     if hf_config.model_type == SPECULATORS and dflash.get("causal"):
-        # vLLM would make full layers causal, too; without the key only sliding ones are.
+        # With this key vLLM would make full layers causal, too. Without it only sliding ones are.
         del dflash["causal"]
     hf_config.dflash_config = dflash
 
 
 def _choose_draft_attention(speculative: Any, is_anchored: bool) -> None:
-    """Our kernel, unless another backend is asked for."""
+    """Let the drafter use our attention backend, unless the user asks for another."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if speculative.attention_backend is None:
@@ -115,9 +120,10 @@ def _choose_draft_attention(speculative: Any, is_anchored: bool) -> None:
 
 
 def _admit_all_sampling_parameters() -> None:
-    """Model Runner V2 honours min_p and logit_bias under speculation; vLLM still refuses them.
+    """Admit the sampling parameters that work with drafts, and refuse the one that does not.
 
-    What it silently leaves out instead is refused here.
+    vLLM refuses min_p and logit_bias with speculative decoding, but its Model Runner V2 applies
+    them correctly. It admits logprob_token_ids, but returns no such logprobs: refused here.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
@@ -139,6 +145,7 @@ def _admit_all_sampling_parameters() -> None:
 
 @functools.cache
 def _patch_runner() -> None:
+    """Let Model Runner V2 make our ``Drafter``, and take each request's drafts from it."""
     import torch
     from vllm.v1.worker.gpu import model_runner
 
@@ -168,7 +175,10 @@ def _patch_runner() -> None:
 
 @functools.cache
 def _read_drafting_statistics() -> None:
-    """Prometheus metrics of drafting, in the front end: taken out of the statistics on arrival."""
+    """In the API server's process: record drafting metrics for Prometheus.
+
+    The counts arrive inside the scheduler's statistics (``drafter.metrics``).
+    """
     from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
     from dllm.drafter.metrics import record_drafting
@@ -192,12 +202,22 @@ def _read_drafting_statistics() -> None:
 
 
 def drafter_of_this_process() -> Any:
-    """The ``Drafter`` of the engine that was started in this process, if it was."""
+    """The last ``Drafter`` that was made in this process, None if there is none.
+
+    A worker makes it, so with a worker in another process there is none here.
+    """
     return _drafter
 
 
 def measure_costs_in_this_worker(runner: Any, execute_model: Any) -> None:
-    """Tell the width policy what steps cost on this machine, if it asks. Ends a worker's start."""
+    """Measure how long steps take on this machine, if the width policy uses that.
+
+    Called by a worker at the end of its start, when everything is compiled.
+
+    Args:
+        runner: the worker's Model Runner V2.
+        execute_model: the worker's method of that name.
+    """
     from dllm.drafter.speculator import Drafter
 
     if isinstance(runner.speculator, Drafter):
@@ -205,6 +225,6 @@ def measure_costs_in_this_worker(runner: Any, execute_model: Any) -> None:
 
 
 def draft_in_this_worker(vllm_config: Any) -> None:
-    """Let Model Runner V2 make our speculator, if this server has a drafter. In the worker."""
+    """Called by a worker: patch its model runner if this server has a drafter of ours."""
     if drafts_with_ours(vllm_config.speculative_config):
         _patch_runner()

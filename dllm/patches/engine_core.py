@@ -1,4 +1,4 @@
-"""Patches of the engine core's process, installed by the scheduler that vLLM makes there."""
+"""A patch of the engine core, installed by the scheduler that vLLM makes in the core's process."""
 
 import functools
 from typing import Any
@@ -9,16 +9,24 @@ from dllm.patches.drafting import drafts_with_ours
 
 
 class PatchingScheduler(DraftingScheduler):
-    """The scheduler of a server with a drafter; nothing else of ours is made in its process."""
+    """The scheduler of a server with a drafter. Its constructor installs the patch.
+
+    It does so because vLLM makes no other object of ours in the engine core's process.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _draft_for_those_who_go_on()
+        _skip_drafting_when_all_finished()
 
 
 @functools.cache
-def _draft_for_those_who_go_on() -> None:
-    """On a CPU, skip drafting after a step that finished every request; its context is kept."""
+def _skip_drafting_when_all_finished() -> None:
+    """On a CPU, skip drafting after a step that finished every request; only save its context.
+
+    On a CPU the drafter runs in ``post_step``, after the step's tokens were sent
+    (``Drafter.draft_late``). If every request has finished, nobody uses the drafts, and the next
+    request would have to wait for them.
+    """
     from vllm.v1.engine.core import EngineCore
 
     post_step = EngineCore.post_step
@@ -27,7 +35,7 @@ def _draft_for_those_who_go_on() -> None:
         drafts = drafts_with_ours(self.vllm_config.speculative_config)
         on_cpu = self.vllm_config.parallel_config.worker_cls == CPU_WORKER
         if drafts and on_cpu and model_executed and not self.scheduler.running:
-            self.model_executor.collective_rpc("put_away_step")
+            self.model_executor.collective_rpc("save_context_only")
         else:
             post_step(self, model_executed)
 

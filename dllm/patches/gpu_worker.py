@@ -1,4 +1,7 @@
-"""vLLM's GPU worker for what we serve; ``cpu_worker`` has another base, which imports apart."""
+"""vLLM's GPU worker, patched for diffusion models and for our drafter.
+
+``cpu_worker`` is a module of its own because importing its base class patches torch for a CPU.
+"""
 
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
@@ -10,7 +13,7 @@ from dllm.patches.worker import prepare_runner
 
 
 class CanvasGPUWorker(Worker):
-    """A GPU worker whose Model Runner V2 knows canvases, or drafts with our drafter."""
+    """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         if vllm_config.scheduler_config.scheduler_cls == SCHEDULER:
@@ -19,7 +22,7 @@ class CanvasGPUWorker(Worker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """vLLM's warm-up; then a drafter's width policy learns what steps cost."""
+        """vLLM's warm-up; then the cost of steps is measured if the width policy needs it."""
         times = super().compile_or_warm_up_model()
         measure_costs_in_this_worker(self.model_runner, self.execute_model)
         return times

@@ -1,7 +1,7 @@
-"""Install the plugin in a process of vLLM: register what we serve, patch what has to be patched.
+"""Installs the plugin in a process of vLLM: registers our classes and patches vLLM.
 
-Everything is scoped to what we serve: another model of this process behaves as without the plugin.
-``contract`` lists every name that is touched, and why.
+Every patch checks what is served: a model or drafter that is not ours behaves as without the
+plugin. ``contract`` lists every name that is touched, and why.
 """
 
 import importlib.metadata
@@ -31,10 +31,15 @@ _installed = False
 
 
 def install(serve_with_dllm: bool) -> None:
-    """Install the CPU runtime and, if asked, the dLLM itself. Idempotent.
+    """Install the plugin in this process; calling it again changes nothing.
+
+    Args:
+        serve_with_dllm: False installs only the CPU runtime, and leaves vLLM's own DiffusionGemma
+            and DFlash drafter in place.
 
     Raises:
-        RuntimeError: untested vLLM version, or another package that calls itself dllm.
+        RuntimeError: the plugin was not tested with this version of vLLM, or another installed
+            package is also called dllm.
     """
     global _installed
     if _installed:
@@ -51,10 +56,13 @@ def install(serve_with_dllm: bool) -> None:
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM whose private names were never checked against this plugin.
+    """Refuse a version of vLLM that the plugin was not tested with.
+
+    The plugin replaces private functions of vLLM, which any version may change. With
+    ``DLLM_ALLOW_UNTESTED_VLLM=1`` in the environment the refusal is a warning.
 
     Raises:
-        RuntimeError: unless ``DLLM_ALLOW_UNTESTED_VLLM=1`` is set.
+        RuntimeError: the version is not among the tested ones.
     """
     if version.startswith(tuple(f"{tested}." for tested in TESTED_VLLM)):
         return
@@ -70,11 +78,11 @@ def check_version(version: str) -> None:
 def refuse_namesakes() -> None:
     """Refuse to run beside another distribution with a plugin or a package called ``dllm``.
 
-    vLLM keeps one plugin of a name, and Python one package; which one it is depends on the order
+    vLLM loads one plugin of each name, and Python one package. Which one it is depends on the order
     in which they were installed.
 
     Raises:
-        RuntimeError: it names the distributions.
+        RuntimeError: there is one; the message names it.
     """
     plugins = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=NAME)
     owners = {entry.dist.name for entry in plugins if entry.dist is not None}
@@ -89,11 +97,12 @@ def refuse_namesakes() -> None:
 
 
 def _brings_package(distribution: importlib.metadata.Distribution) -> bool:
-    """Whether a distribution installs a package of our name."""
+    """Whether a distribution installs a package called ``dllm``."""
     top_level = distribution.read_text("top_level.txt")
     if top_level is not None:
         return NAME in top_level.split()
-    # Not every builder writes that file, and reading all lists of files would take seconds.
+    # Not every build tool writes top_level.txt. Reading the file lists of all distributions takes
+    # seconds, so only those with a similar name are read.
     is_likely = NAME in distribution.name.lower()
     return is_likely and any(path.parts[0] == NAME for path in distribution.files or ())
 
@@ -122,7 +131,7 @@ def _serve_families() -> None:
 
 
 def _keep_builtin() -> None:
-    """vLLM's own DiffusionGemma, on our CPU runtime where vLLM has none."""
+    """Leave vLLM's own DiffusionGemma in place, and let it run on a CPU without Triton."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     builtin_hook = MODELS_CONFIG_MAP[BUILTIN_ARCHITECTURE]
@@ -139,7 +148,7 @@ def _keep_builtin() -> None:
 
 
 def _config_hook(configure: Any) -> Any:
-    """A class of the kind that MODELS_CONFIG_MAP holds."""
+    """A class as MODELS_CONFIG_MAP holds it, whose method calls ``configure``."""
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
     class ConfigHook(VerifyAndUpdateConfig):

@@ -1,4 +1,4 @@
-"""Patches of Model Runner V2, installed by the worker that serves a diffusion model."""
+"""Patches of vLLM's Model Runner V2, installed in a worker that serves a diffusion model."""
 
 import functools
 from typing import Any
@@ -7,14 +7,18 @@ from dllm.models import FAMILIES
 
 
 def prepare_runner() -> None:
-    """Patch the model runner of this worker process; calling it again changes nothing."""
+    """Patch Model Runner V2 in this worker's process; calling it again changes nothing."""
     _profile_whole_canvases()
     _score_only_prompts_that_ask()
 
 
 @functools.cache
 def _profile_whole_canvases() -> None:
-    """Let memory profiling run the largest denoise step; vLLM's dummy batch holds no canvas."""
+    """Let memory profiling at start run the largest denoise step.
+
+    vLLM profiles its sampler with a dummy batch that holds no canvas, so a denoise step would need
+    more memory than vLLM has set aside.
+    """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     from dllm.engine.warm_up import canvas_batch
@@ -33,9 +37,10 @@ def _profile_whole_canvases() -> None:
 
 @functools.cache
 def _score_only_prompts_that_ask() -> None:
-    """Let vLLM score the prompts whose logprobs are wanted, and no other token of their steps.
+    """Compute prompt logprobs only for the prompts of requests that ask for them.
 
-    The scores are the same, whatever is served.
+    vLLM computes logits for all tokens of a step in which any request asks. This applies to every
+    model of the process; the logprobs are the same.
     """
     from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
 

@@ -22,8 +22,8 @@ CONFIDENCES = FloatRange(0.0, 1e6)
 
 PARAMETERS = (
     Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32"),
-    # float64, because the reference subtracts t_min from t_max in float64, and our temperatures have
-    # to be equal to its, bit by bit.
+    # float64, because the reference subtracts t_min from t_max in float64, and our temperatures are
+    # equal to its, bit by bit.
     Parameter("t_min", "t_min", TEMPERATURES, "float64"),
     Parameter("t_max", "t_max", TEMPERATURES, "float64"),
     Parameter("entropy_bound", "entropy_bound", ENTROPY_BOUNDS, "float32"),

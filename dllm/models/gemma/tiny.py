@@ -174,8 +174,8 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     elif name == f"{DECODER}embed_tokens.weight":
         value = normal * shape[1] ** -0.5  # the reference scales embeddings by sqrt(hidden)
     elif name.endswith("router.proj.weight"):
-        # The router's input is scaled by hidden ** -0.5. With small weights all tokens would choose
-        # the same experts.
+        # The router's input is scaled by hidden ** -0.5, so its logits have a standard deviation of
+        # about 2: some experts are clearly preferred to others.
         value = 2.0 * normal
     else:
         value = normal * shape[-1] ** -0.5
