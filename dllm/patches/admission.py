@@ -93,8 +93,8 @@ def _text_only_message() -> str:
 def _refuse_before_the_stream_starts() -> None:
     """Refuse a bad streaming request with HTTP 400 as well.
 
-    ``AsyncLLM.generate`` is a generator. vLLM's checks run when the first item is taken from it, and
-    the server has sent HTTP 200 by then. Here the checks run when ``generate`` is called.
+    ``AsyncLLM.generate`` is a generator. vLLM's checks run when the first item is taken from it; by
+    then the server has sent HTTP 200. Here the checks run when ``generate`` is called.
     """
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM

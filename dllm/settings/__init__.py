@@ -1,4 +1,4 @@
-"""What may be asked of a server and of a request, and every refusal in words.
+"""The options of a server, of a family and of a request, with the checks that refuse bad values.
 
-Option objects and the checks that they share. Imports nothing of ours.
+An error says what was given, what is allowed and what to do. This room imports no other room.
 """

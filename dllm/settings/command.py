@@ -1,7 +1,7 @@
-"""What every ``dllm`` subcommand shares: its exit status, and the error that a user can correct."""
+"""What all ``dllm`` subcommands share: exit statuses, and the error for mistakes of the user."""
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 
 class CommandError(Exception):
-    """Something that the user can put right; the message says what was given and what to do."""
+    """A mistake that the user can correct; the message says what was given and what to do."""

@@ -1,4 +1,4 @@
-"""What the settings of every family have in common: the numbers that a request may set."""
+"""What the settings of every family have in common, for example what a request may change."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ CANVAS_WINDOWS: tuple[CanvasWindow, ...] = ("symmetric", "anchored")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One number of a denoising rule: the server's default, and what a request may send instead.
+    """A number of the denoise step that a request may set; the settings hold its default.
 
     Attributes:
-        name: of the number in ``RequestOptions.numbers``, and of its column of state.
+        name: its key in ``RequestOptions.numbers`` and ``CanvasState.numbers``.
         setting: the attribute of the settings that holds the default.
         allowed: what a request may send.
-        dtype: of the column, as torch names it.
+        dtype: of the tensor that holds it for all requests, as torch names it.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Parameter:
 
     @property
     def key(self) -> str:
-        """What a request calls it, in ``vllm_xargs``."""
+        """Its name in a request's ``vllm_xargs``."""
         return f"diffusion_{self.name}"
 
 
@@ -36,9 +36,9 @@ class DenoiseSettings(Protocol):
     """How a family denoises unless a request says otherwise.
 
     Attributes:
-        parameters: what a request may set; each becomes one number by slot (``engine.state``).
-        canvas_length: tokens of the served canvas; a request may ask for fewer.
-        canvas_window: what canvas rows see on sliding layers (``attention.masks``).
+        parameters: what a request may set; ``engine.state`` keeps one number for each request.
+        canvas_length: tokens of a canvas; a request may ask for fewer.
+        canvas_window: which context canvas rows see on sliding layers (``attention.masks``).
     """
 
     parameters: ClassVar[tuple[Parameter, ...]]
@@ -50,13 +50,14 @@ class DenoiseSettings(Protocol):
     def canvas_window(self) -> CanvasWindow: ...
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
-        """The numbers of a request, by name.
+        """The numbers with which a request is denoised, by the names of the parameters.
 
         Args:
-            asked: a value for every parameter: the request's, else the default; each is allowed.
-            temperature: of the request; 1 where it is greedy.
+            asked: a value for every parameter, the request's or the default. Each one is in its
+                allowed range.
+            temperature: of the request; 1 for a greedy request.
 
         Raises:
-            VLLMValidationError: the numbers do not fit each other (``settings.request.refuse``).
+            VLLMValidationError: the values do not fit each other (``settings.request.refuse``).
         """
         ...

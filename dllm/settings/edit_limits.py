@@ -1,7 +1,7 @@
-"""Requests whose logit edits the worker could not hold, or that would leave it no token to emit.
+"""Refuses requests with too many logit edits, or with edits that forbid every token.
 
-vLLM's states raise in the worker when a list is too long, which ends the server, and nobody checks
-that something may still be emitted. Both are refused at admission.
+If a list is too long for vLLM's tables, vLLM raises in the worker, which ends the server. And vLLM
+does not check that a request leaves at least one token to emit. Both are refused in the API server.
 """
 
 from typing import TYPE_CHECKING
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def refuse_impossible_edits(params: "SamplingParams", vocab_size: int) -> None:
-    """Refuse what cannot be honoured to the letter.
+    """Refuse a request whose logit edits cannot be applied exactly.
 
     Args:
-        params: with its stop tokens and bad words resolved to ids, as the worker will get them.
+        params: with stop tokens and bad words as ids, as the worker will get them.
         vocab_size: of the model.
 
     Raises:
-        VLLMValidationError: HTTP 400 to the client.
+        VLLMValidationError: the client gets HTTP 400.
     """
     from vllm.v1.worker.gpu.sample.logit_bias import (
         MAX_NUM_ALLOWED_TOKEN_IDS,
@@ -36,7 +36,8 @@ def refuse_impossible_edits(params: "SamplingParams", vocab_size: int) -> None:
     _check_size("logit_bias", len(params.logit_bias or {}), MAX_NUM_LOGIT_BIAS_TOKENS)
     _check_size("stop_token_ids", len(stops), MAX_NUM_STOP_TOKEN_IDS, " beside min_tokens")
     _check_size("bad_words", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS)
-    # A token that ends no bad word may follow everything: one such token is enough.
+    # Some token must be possible at every position. A token that ends no bad word is possible behind
+    # all others, unless it is a stop token that `min_tokens` forbids. One such token is enough.
     forbidden = {word[-1] for word in words} | stops
     num_left = len(set(allowed) - forbidden) if allowed else vocab_size - len(forbidden)
     if num_left < 1:

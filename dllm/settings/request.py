@@ -1,9 +1,9 @@
-"""Request-level options: what one request asks of its canvases.
+"""The options of one request: how its canvases are denoised.
 
-``RequestOptions.parse`` reads a request's ``SamplingParams`` (and, over HTTP, its ``vllm_xargs``,
-which arrive as ``extra_args``) once. The API server calls it to refuse bad input with HTTP 400;
-the worker reads again what was admitted. Every message says what was
-given, what is allowed and what to do.
+They come from the request's ``SamplingParams``. Arguments that vLLM does not know are in its
+``extra_args``; over HTTP a client sends them as ``vllm_xargs``. ``RequestOptions.parse`` runs in
+the API server and refuses bad input with HTTP 400. ``RequestOptions.read`` runs in the worker, on
+requests that were admitted.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from dllm.settings.denoising import DenoiseSettings, Parameter
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-# Keys that vLLM itself puts into extra_args, and the type that it relies on there.
+# Keys that vLLM itself puts into extra_args, and the type of value that it expects there.
 ENGINE_EXTRA_ARGS = {
     "kv_transfer_params": dict,
     "ec_transfer_params": dict,
     "kv_cache_report_mode": str,
 }
 
-# Extra arguments that every family takes, beside the numbers of its rule.
+# Extra arguments of every family, beside the family's own parameters.
 CANVAS_ARGS = (
     "diffusion_seed_canvas",
     "diffusion_pinned",
@@ -32,11 +32,11 @@ CANVAS_ARGS = (
     "diffusion_eos_stop",
 )
 
-# Sampling parameters that the canvas sampler does not honour yet.
+# Sampling parameters that our sampler does not apply; they are refused.
 UNSUPPORTED_PARAMETERS = ("thinking_token_budget", "trace_decode_token_ids")
 
 MAX_INT32 = 2**31 - 1
-# What the worker's fp32 logits can take, far beyond any use.
+# Far beyond any use, and narrow enough that no fp32 logit overflows in the worker.
 REPETITION_PENALTIES = FloatRange(1e-4, 1e4)
 LOGIT_BIASES = FloatRange(-1e6, 1e6)
 
@@ -47,15 +47,15 @@ class RequestOptions:
 
     Attributes:
         canvas_width: tokens per canvas, at most the served canvas_length.
-        numbers: of the family's rule, by the name of their ``Parameter``.
-        is_greedy: ``temperature`` 0; candidates are the argmax, no Gumbel noise is drawn, and
-            entropies and stopping stay those of the model's schedule.
-        seed: of the request's noise, or None for one of its own.
-        stops: tokens behind the first of which a canvas need not converge, because they end the
-            request; empty for the reference's rule.
-        seed_canvas: what the first canvas starts as, instead of noise; None for noise.
+        numbers: the values of the family's parameters, by the name of the ``Parameter``.
+        is_greedy: ``temperature`` is 0: the most likely token is taken instead of a sample.
+            Entropies and stopping are those of the model's own temperature schedule.
+        seed: of the request's noise; None: the server chooses one (``engine.state.request_seed``).
+        stops: tokens that end the request. What follows the first of them in a canvas need not
+            converge. Empty with ``diffusion_eos_stop: false``, the reference's rule.
+        seed_canvas: the first contents of the first canvas; None: noise.
         pinned: positions of the first canvas whose input stays that of ``seed_canvas``.
-        is_read_only: one canvas is the whole output, and logprobs are those at temperature 1.
+        is_read_only: the whole output is one canvas, and its logprobs are those at temperature 1.
     """
 
     canvas_width: int
@@ -71,10 +71,15 @@ class RequestOptions:
     def parse(
         cls, params: "SamplingParams", settings: DenoiseSettings, vocab_size: int
     ) -> "RequestOptions":
-        """Admit one request: refuse what cannot be served, then ``read``.
+        """The options of a new request, after a check that it can be served.
+
+        Args:
+            params: of the request.
+            settings: of the served model.
+            vocab_size: of the served model.
 
         Raises:
-            VLLMValidationError: HTTP 400 to the client.
+            VLLMValidationError: it cannot be served; the client gets HTTP 400.
         """
         for name in UNSUPPORTED_PARAMETERS:
             value = getattr(params, name)
@@ -84,7 +89,7 @@ class RequestOptions:
                     f"{name} = {_shown(value)} is not served for diffusion models yet. "
                     "Leave it out.",
                 )
-        # Of n samples, sample i gets seed + i after admission.
+        # Of n samples, vLLM later gives sample i the seed seed + i, which has to fit 64 bits, too.
         _check_int_range("seed", params.seed, -(2**63), 2**63 - params.n)
         _check_int_range("top_k", params.top_k, -1, MAX_INT32)
         _check_int_range("min_tokens", params.min_tokens, 0, MAX_INT32 // 2)
@@ -98,10 +103,10 @@ class RequestOptions:
 
     @classmethod
     def read(cls, params: "SamplingParams", settings: DenoiseSettings) -> "RequestOptions":
-        """The options of an admitted request, or of vLLM's own warm-up requests.
+        """The options of a request that ``parse`` admitted, or that vLLM made up to warm up.
 
         Raises:
-            VLLMValidationError: as ``parse``, for ``extra_args`` alone.
+            VLLMValidationError: a value in ``extra_args`` is not allowed.
         """
         extra = dict(params.extra_args or {})
         width = _take_number(extra, _canvas_width(settings), settings.canvas_length)
@@ -139,26 +144,27 @@ class RequestOptions:
 
 
 def _canvas_width(settings: DenoiseSettings) -> Parameter:
-    """The one number that every family has: how wide a canvas is."""
+    """The parameter that every family has: the width of the request's canvases."""
     return Parameter("canvas_length", "canvas_length", IntRange(1, settings.canvas_length), "int32")
 
 
 def extra_args(settings: DenoiseSettings) -> list[str]:
-    """Every extra argument that a request may send to a model with these settings."""
+    """The names of all extra arguments that a request may send to a model with these settings."""
     numbers = [parameter.key for parameter in settings.parameters]
     return [_canvas_width(settings).key, *numbers, *CANVAS_ARGS]
 
 
 def requested_canvas_width(params: "SamplingParams | None", canvas_length: int) -> int:
-    """The canvas width of an admitted request: its own, else the served one."""
+    """The canvas width that an admitted request asks for, else ``canvas_length``."""
     extra = params.extra_args if params is not None else None
     return (extra or {}).get("diffusion_canvas_length") or canvas_length
 
 
 def constrained(params: "SamplingParams") -> "SamplingParams":
-    """The parameters with what ``diffusion_constrained`` means: nothing but ``logprob_token_ids``.
+    """The parameters of a request with ``diffusion_constrained`` written as ``allowed_token_ids``.
 
-    Returns a copy where that changes anything.
+    The allowed tokens are then its ``logprob_token_ids``. The result is a copy. Without
+    ``diffusion_constrained`` it is ``params`` itself.
     """
     if not (params.extra_args or {}).get("diffusion_constrained"):
         return params
@@ -168,20 +174,20 @@ def constrained(params: "SamplingParams") -> "SamplingParams":
 
 
 def refuse(parameter: str, message: str) -> NoReturn:
-    """Refuse a request with HTTP 400; raises VLLMValidationError."""
-    from vllm.exceptions import VLLMValidationError  # training and benchmarks need no vLLM
+    """Refuse a request with HTTP 400: always raises VLLMValidationError."""
+    from vllm.exceptions import VLLMValidationError  # here: training uses this module without vLLM
 
     raise VLLMValidationError(message, parameter=parameter)
 
 
 def _shown(value: object) -> str:
-    """What was given, for a message; a client's megabytes are not sent back."""
+    """A value as it appears in a message; a long one is cut."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _refuse_unknown(extra: Mapping[str, object], settings: DenoiseSettings) -> None:
-    """Refuse what no ``_take_*`` consumed and vLLM did not put there."""
+    """Refuse what is left in ``extra`` after all ``_take_*`` calls, except vLLM's own keys."""
     known = extra_args(settings)
     for key, value in extra.items():
         expected = ENGINE_EXTRA_ARGS.get(key)
@@ -201,7 +207,7 @@ def _refuse_unknown(extra: Mapping[str, object], settings: DenoiseSettings) -> N
 
 
 def _check_int_range(name: str, value: int | None, at_least: int, at_most: int) -> None:
-    """Refuse what the engine's 32- and 64-bit fields cannot hold."""
+    """Refuse an integer out of range; None passes. The engine has 32- and 64-bit fields."""
     if value is not None and not at_least <= value <= at_most:
         refuse(
             name,
@@ -211,7 +217,7 @@ def _check_int_range(name: str, value: int | None, at_least: int, at_most: int) 
 
 
 def _take_number(extra: dict[str, object], parameter: Parameter, default: float) -> float:
-    """Pop the number of a parameter: an int where integers are allowed, else a float."""
+    """Pop a parameter's value from ``extra``: an int if only integers are allowed, else a float."""
     value = extra.pop(parameter.key, None)
     if value is None:
         return default
@@ -226,7 +232,7 @@ def _take_number(extra: dict[str, object], parameter: Parameter, default: float)
 
 
 def _take_flag(extra: dict[str, object], key: str, default: bool) -> bool:
-    """Pop a boolean; JSON's arrive as 0 and 1 over HTTP."""
+    """Pop a boolean from ``extra``; over HTTP, JSON's booleans arrive as 0 and 1."""
     value = extra.pop(key, None)
     if value is None:
         return default
@@ -240,7 +246,7 @@ def _take_flag(extra: dict[str, object], key: str, default: bool) -> bool:
 
 
 def _take_ids(extra: dict[str, object], key: str) -> tuple[int, ...] | None:
-    """Pop a list of integers."""
+    """Pop a list of integers from ``extra``; None if it is not there."""
     value = extra.pop(key, None)
     if value is None:
         return None
@@ -250,7 +256,7 @@ def _take_ids(extra: dict[str, object], key: str) -> tuple[int, ...] | None:
 
 
 def _take_pins(extra: dict[str, object], width: int, has_seed_canvas: bool) -> tuple[int, ...]:
-    """Pop the pinned positions of a seed canvas of ``width``."""
+    """Pop the pinned positions of a seed canvas of ``width`` tokens from ``extra``."""
     key = "diffusion_pinned"
     pinned = _take_ids(extra, key)
     if pinned is None:
@@ -267,7 +273,7 @@ def _take_pins(extra: dict[str, object], width: int, has_seed_canvas: bool) -> t
 
 
 def _check_constrained(params: "SamplingParams") -> None:
-    """Refuse ``diffusion_constrained`` without its set, or with another one."""
+    """Refuse ``diffusion_constrained`` without tokens, or with two different lists of tokens."""
     if not params.logprob_token_ids:
         refuse(
             "diffusion_constrained",

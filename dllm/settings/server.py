@@ -1,7 +1,8 @@
-"""The plugin's own server options: the ``dllm`` object of ``--additional-config``.
+"""The plugin's own options of a server: the ``dllm`` object of ``--additional-config``.
 
-Wrong values are refused when the server starts, with the key, the value and what is allowed. How a
-canvas is denoised is said by the checkpoint and by vLLM's flags: see the settings of each family.
+A wrong value stops the server at start; the error says the key, the value and what is allowed. How
+canvases are denoised is not set here, but by the checkpoint and by vLLM's flags: see the settings
+of each family, for example ``models.gemma.settings``.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from dllm.settings.checks import check_int, known_fields
 from dllm.settings.drafting import DrafterOptions
 
-WHERE = '--additional-config: "dllm"'  # of PluginOptions, in messages
+WHERE = '--additional-config: "dllm"'  # how messages name the place of these options
 
 CommitMode = Literal["overlapped", "separate"]
 SoftEmbedding = Literal["auto", "sparse", "exact"]
@@ -25,15 +26,16 @@ class PluginOptions:
     """The ``dllm`` object of ``--additional-config``.
 
     Attributes:
-        commit: ``overlapped`` fixes the KV of an emitted block at the head of the next forward
-            pass; ``separate`` gives it a pass of its own (the plain twin, for comparison).
-        soft_embedding: ``sparse`` leaves out tokens that move a soft embedding by no more than
-            rounding its probabilities does, if the vocabulary is large (``soft_embedding``);
-            ``exact`` multiplies by all of it; ``auto`` is sparse on a CPU and exact on a GPU, where
-            the sparse kernel has not been measured yet.
-        logits_workspace_mib: MiB of fp32 logits that exist at once; more rows than fit are taken
-            in tiles of whole canvases (``logit_rows``). Bounds the memory of a step.
-        drafter: of a server with a DFlash drafter; it reads nothing else here.
+        commit: when an emitted block gets its causal KV. ``overlapped``: in the same forward pass
+            as the first denoise step of the next canvas. ``separate``: in a pass of its own, for
+            comparison.
+        soft_embedding: ``exact`` multiplies the probabilities of all tokens by their embeddings.
+            ``sparse`` leaves out unlikely tokens if the vocabulary is large; the error is no larger
+            than that of rounding the probabilities (``ops.soft_embedding``). ``auto`` is sparse on
+            a CPU and exact on a GPU, where the sparse kernel has not been measured yet.
+        logits_workspace_mib: MiB of fp32 logits that may exist at once. If a step has more, it is
+            computed in tiles of whole canvases (``engine.logit_rows``).
+        drafter: options of drafting. A server with a DFlash drafter uses none of the others.
     """
 
     commit: CommitMode = "overlapped"
@@ -52,12 +54,16 @@ class PluginOptions:
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "PluginOptions":
-        """The options of a server; raises ValueError as ``from_additional_config``."""
+        """The options of a server.
+
+        Raises:
+            ValueError: as ``from_additional_config``.
+        """
         return cls.from_additional_config(vllm_config.additional_config)
 
     @classmethod
     def from_additional_config(cls, additional_config: object) -> "PluginOptions":
-        """Parse ``vllm_config.additional_config``.
+        """The options in ``vllm_config.additional_config``; what is not given has its default.
 
         Raises:
             ValueError: an unknown key (with the nearest known one) or a value out of range.

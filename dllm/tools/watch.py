@@ -1,8 +1,8 @@
-"""``dllm watch``: a question answered in process, every denoise step drawn.
+"""``dllm watch``: answer a question without a server, and draw every denoise step.
 
-The forward pass is Hugging Face's, in fp32; everything behind it is the
-server's own denoise step (`models.gemma.step`). With the same seed our server goes through the
-same canvases, up to the rounding of its dtype.
+The forward pass is Hugging Face's, in fp32; the denoise step after it is the server's
+(`models.gemma.step`). With the same seed our server goes through the same canvases, apart from
+effects of rounding in its dtype.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from dllm.settings.command import OK, CommandError
 from dllm.tools.watch_drawing import Frame, Labels, legend, picture
 from dllm.tools.watch_svg import animation
 
-BUNDLED = Path("checkpoints/tiny-dllm")  # where `make serve` finds it, too
+BUNDLED = Path("checkpoints/tiny-dllm")  # the checkpoint of `make serve`
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A diffusion model in process, and what its checkpoint says about denoising."""
+    """A Hugging Face model in this process, and what its checkpoint says about denoising."""
 
     model: DiffusionGemmaForBlockDiffusion
     settings: GemmaSettings
@@ -40,7 +40,7 @@ class Watched:
 
     @classmethod
     def load(cls, path: Path) -> "Watched":
-        """Read a checkpoint's directory.
+        """Load the checkpoint in the folder ``path``.
 
         Raises:
             CommandError: it holds no diffusion model, or its configuration is wrong.
@@ -68,17 +68,20 @@ class Watched:
 
     @torch.inference_mode()
     def logits(
-        self, context: Sequence[int], canvas: torch.Tensor, believed: torch.Tensor | None
+        self, context: Sequence[int], canvas: torch.Tensor, previous: torch.Tensor | None
     ) -> torch.Tensor:
-        """Of one denoise step: [C, V] fp32.
+        """The logits of one denoise step: [C, V] fp32.
 
-        canvas: [1, C]; believed: [1, C, V], the logits of the previous step over its temperature.
+        Args:
+            context: token ids of the prompt and of the blocks that were emitted.
+            canvas: [1, C] token ids.
+            previous: [1, C, V], logits / temperature of the step before; None in the first step.
         """
         output = self.model(
             input_ids=torch.tensor([list(context)]),
             past_key_values=DynamicCache(config=self.model.config.get_text_config(decoder=True)),
             decoder_input_ids=canvas,
-            self_conditioning_logits=believed,
+            self_conditioning_logits=previous,
         )
         return output.logits[0]
 
@@ -86,7 +89,10 @@ class Watched:
 def frames(
     watched: Watched, prompt_ids: Sequence[int], max_blocks: int, seed: int
 ) -> Iterator[Frame]:
-    """Every denoise step of an answer, until a block holds an end-of-sequence token."""
+    """Every denoise step of an answer, up to the block with an end-of-sequence token.
+
+    Ends after ``max_blocks`` blocks if there is no such token.
+    """
     emitted: list[int] = []
     for block in range(max_blocks):
         frame = None
@@ -101,7 +107,7 @@ def frames(
 def block_frames(
     watched: Watched, prompt_ids: Sequence[int], emitted: tuple[int, ...], block: int, seed: int
 ) -> Iterator[Frame]:
-    """The denoise steps of one block, behind what has been emitted."""
+    """The denoise steps of block number ``block``, which follows the tokens in ``emitted``."""
     settings = watched.settings
     context = [*prompt_ids, *emitted]
     starts = torch.tensor([len(context)])
@@ -109,11 +115,11 @@ def block_frames(
     canvases = first_canvases(
         torch.tensor([seed]), starts, settings, watched.eos_ids, watched.vocab_size
     )
-    believed = None
+    previous = None
     converged = False
     while not converged:
         canvas = canvases.ids[None]  # [1, C]
-        logits = watched.logits(context, canvas, believed)
+        logits = watched.logits(context, canvas, previous)
         step = denoise(logits, rows, canvases, settings)
         entropy = step.stats.entropy[None]
         accept = rule.accept_mask(entropy, rows.widths, settings.entropy_bound)
@@ -131,11 +137,11 @@ def block_frames(
             is_final=converged,
         )
         canvases = next_step(canvases, step)
-        believed = logits[None] / step.temperature[:, None]
+        previous = logits[None] / step.temperature[:, None]  # [1, C, V]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw in the terminal and, if asked to, into an SVG file."""
+    """Run ``dllm watch``: draw in the terminal and, with ``--svg``, into a file."""
     given = parse(argv)
     watched = Watched.load(given.model)
     tokenizer = AutoTokenizer.from_pretrained(given.model)
@@ -154,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the command line; exits with status 2 when it is wrong."""
+    """Read the command line; exits with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm watch", description=__doc__)
     parser.add_argument("question")
     parser.add_argument(
@@ -175,7 +181,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(drawn: Iterator[Frame], labels: Labels, question: str, delay: float) -> list[Frame]:
-    """Draw frames as they come, in place on a terminal and below each other elsewhere."""
+    """Draw each frame as it comes, and return them all.
+
+    A terminal shows one frame in the place of the other, ``delay`` seconds each. Anything else, for
+    example a file, gets them one below the other.
+    """
     console = Console()
     console.print(f"> {question}", style="bold", markup=False, highlight=False)
     console.print(legend())
