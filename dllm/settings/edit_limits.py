@@ -36,8 +36,8 @@ def refuse_impossible_edits(params: "SamplingParams", vocab_size: int) -> None:
     _check_size("logit_bias", len(params.logit_bias or {}), MAX_NUM_LOGIT_BIAS_TOKENS)
     _check_size("stop_token_ids", len(stops), MAX_NUM_STOP_TOKEN_IDS, " beside min_tokens")
     _check_size("bad_words", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS)
-    # Some token must be possible at every position. A token that ends no bad word is possible behind
-    # all others, unless it is a stop token that `min_tokens` forbids. One such token is enough.
+    # Some token must be possible at every position. A token that ends no bad word always is, unless
+    # it is a stop token that `min_tokens` forbids. One such token is enough.
     forbidden = {word[-1] for word in words} | stops
     num_left = len(set(allowed) - forbidden) if allowed else vocab_size - len(forbidden)
     if num_left < 1:
