@@ -8,44 +8,15 @@ shape are orthogonalised in one batch.
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dllm.settings.checks import FloatRange
+from dllm.train.settings import RunSettings
 
 # Of the quintic iteration; they maximise its slope at 0 (same source).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 MOMENTUM = 0.95
-
-
-class LearningRates(Protocol):
-    """What decides the learning rates of a run; ``TrainSettings`` says what each of them is."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def matrix_lr(self) -> float: ...
-    @property
-    def vector_lr(self) -> float: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def decay_from(self) -> float: ...
-    @property
-    def final_lr(self) -> float: ...
-
-
-# Of settings that are learning rates, and of those that go with them.
-ALLOWED = {
-    "matrix_lr": FloatRange(0, 1, excludes_low=True),
-    "vector_lr": FloatRange(0, 1, excludes_low=True),
-    "decay_from": FloatRange(0, 1),
-    "final_lr": FloatRange(0, 1),
-    "ema": FloatRange(0, 0.99999),
-    "clip": FloatRange(0, 1e6, excludes_low=True),
-}
 
 
 class Muon(torch.optim.Optimizer):
@@ -97,7 +68,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return (x.mT if is_tall else x).float()
 
 
-def make_optimizers(model: nn.Module, settings: LearningRates) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, settings: RunSettings) -> list[torch.optim.Optimizer]:
     """Muon over the layers' matrices, AdamW over embeddings, norms, scalars and routers.
 
     Parameters that need no gradient (a vision tower, say) are in neither.
@@ -114,7 +85,7 @@ def make_optimizers(model: nn.Module, settings: LearningRates) -> list[torch.opt
     ]
 
 
-def lr_factor(step: int, settings: LearningRates) -> float:
+def lr_factor(step: int, settings: RunSettings) -> float:
     """The fraction of the peak learning rate at a step: warm-up, constant, cosine."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
@@ -127,14 +98,13 @@ def lr_factor(step: int, settings: LearningRates) -> float:
 
 
 def set_learning_rates(
-    optimizers: Iterable[torch.optim.Optimizer], step: int, settings: LearningRates
+    optimizers: Iterable[torch.optim.Optimizer], step: int, settings: RunSettings
 ) -> None:
-    """What Muon and AdamW, in this order, take at a step."""
+    """Give every optimizer its learning rate of a step; the one it was made with is the peak."""
     factor = lr_factor(step, settings)
-    peaks = (settings.matrix_lr, settings.vector_lr)
-    for optimizer, peak in zip(optimizers, peaks, strict=True):
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = peak * factor
+            group["lr"] = optimizer.defaults["lr"] * factor
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import shlex
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from dllm.drafter.checkpoint import DrafterConfig, check_pair
@@ -18,8 +16,9 @@ from dllm.drafter.samples import Sample, read_shards, recorded_acceptance
 from dllm.settings.command import OK, CommandError
 from dllm.settings.drafting import DrafterOptions
 from dllm.tools import client
+from dllm.train.curve import Panel, draw, require_matplotlib
 from dllm.train.drafter import export
-from dllm.train.drafter.loop import LOG, Calibration
+from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.network import DraftNetwork
 from dllm.train.drafter.presets import CONTINUED, PRESETS, drafter_config, settings_for
 from dllm.train.drafter.prompts import Prompt, file_prompts, suite_prompts
@@ -36,13 +35,24 @@ from dllm.train.drafter.responses import (
 )
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import Target, read_config, target_facts
-from dllm.train.lm.export import copy_run_files
+from dllm.train.progress import progress_bar, train_with_bar
+from dllm.train.run import Run
+from dllm.train.run_files import MODEL, check_run, copy_log, write_start
 
 CONFIGS = Path(__file__).parent / "configs"
-RUN = "run.json"
 RESPONSES = "responses"
-MODEL = "model"
 HELDOUT_EVERY = 20  # of a buffer, every so many-th sample is held out
+
+
+def is_position(column: str) -> bool:
+    """Whether a column of the log is the acceptance of one draft position."""
+    return column.startswith("position_")
+
+
+PANELS = (
+    Panel("held-out acceptance length, tokens a step", lambda name: not is_position(name)),
+    Panel("held-out drafts kept, %", is_position, is_share=True, legend="draft"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,7 @@ def main(argv: Sequence[str]) -> int:
         CommandError: before any work, when something is missing or wrong.
     """
     given = parse(argv)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("the learning curve needs matplotlib: pip install 'dllm[train]'.")
+    require_matplotlib()
     settings = load_settings(given)
     network = load_network(given, settings)
     prompts = load_prompts(given, settings)
@@ -71,7 +80,9 @@ def main(argv: Sequence[str]) -> int:
     if given.from_buffer is not None:
         samples, heldout = split_buffer(given.from_buffer, network.read)
     report_disk(given, settings, network.read, prompts)
-    open_run(given, settings, network, prompts)
+    started = inputs_of(given, settings, network, prompts)
+    check_run(given.out, started, given.resume)
+    write_start(given.out, started)
     target = Target(given.target, given.device)
     if given.from_buffer is None:
         respond = from_target(target, settings.max_tokens)
@@ -80,18 +91,13 @@ def main(argv: Sequence[str]) -> int:
         collect(given.out / RESPONSES, target, network, settings, respond, prompts)
         samples = usable(given.out / RESPONSES / TRAIN)
         heldout = usable(given.out / RESPONSES / HELDOUT)
-    run = Calibration(
-        settings,
-        network.read,
-        network.block,
-        target,
-        samples,
-        heldout,
-        given.out,
-        network.start_from,
+    learner = DraftLearner(
+        settings, network.read, network.block, target, samples, heldout, network.start_from
     )
-    run.resume()
-    train(run)
+    run = Run(learner, given.out)
+    if given.resume:
+        run.resume()
+    train_with_bar(run, "calibrate")
     finish(run, network, given, argv)
     return OK
 
@@ -131,7 +137,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def load_settings(given: argparse.Namespace) -> CalibrateSettings:
     """Those of the config, the preset, or a run that goes on from a drafter."""
     if given.config is not None:
-        return export.load_settings(given.config)
+        return CalibrateSettings.load(given.config)
     return CONTINUED if given.drafter is not None else settings_for(given.preset)
 
 
@@ -191,44 +197,22 @@ def load_prompts(given: argparse.Namespace, settings: CalibrateSettings) -> list
     return suite_prompts(given.target, settings)
 
 
-def open_run(
+def inputs_of(
     given: argparse.Namespace,
     settings: CalibrateSettings,
     network: Network,
     prompts: Sequence[Prompt],
-) -> None:
-    """Make the directory of a run, or find it to be the same run's.
-
-    Raises:
-        CommandError: it holds a run and ``--resume`` was not given, or the reverse, or the run
-            was another one.
-    """
-    path = given.out / RUN
-    asked = hashlib.sha256(repr([prompt.tokens for prompt in prompts]).encode()).hexdigest()
-    drafter = given.drafter and hashlib.sha256((given.drafter / export.WEIGHTS).read_bytes())
-    this = {
-        "settings": settings.to_mapping(),
+) -> dict[str, object]:
+    """What decides the weights of the run, by name; prompts and weights by their digest."""
+    asked = repr([prompt.tokens for prompt in prompts]).encode()
+    weights = given.drafter and (given.drafter / export.WEIGHTS).read_bytes()
+    return settings.to_mapping() | {
         "drafter config": network.config,
-        "drafter": drafter.hexdigest() if drafter else None,
+        "drafter weights": hashlib.sha256(weights).hexdigest() if weights else None,
         "target": str(given.target.resolve()),
-        "prompts": asked,
+        "prompts": hashlib.sha256(asked).hexdigest(),
         "buffer": str(given.from_buffer),
     }
-    this = json.loads(json.dumps(this))
-    if path.exists() and not given.resume:
-        raise CommandError(f"{given.out} holds a run; go on with --resume, or give another --out.")
-    if given.resume and not path.exists():
-        raise CommandError(f"{given.out} holds no {RUN} to resume; leave out --resume.")
-    if given.resume:
-        before = json.loads(path.read_text())
-        for name, value in this.items():
-            if before.get(name) != value:
-                raise CommandError(
-                    f"{path}: the run had {name} = {before.get(name)}, given is {value}; give "
-                    "another --out, or what it was started with."
-                )
-    given.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(this, indent=1) + "\n")
 
 
 def report_disk(
@@ -284,40 +268,20 @@ def collect(
     """Responses and hidden states, under a progress bar."""
     torch.set_num_threads(settings.threads)
     collector = Collector(folder, target, network.read.target_layer_ids, settings, respond)
-    columns = (TextColumn("[bold]responses"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn()) as progress:
-        bar = progress.add_task("", total=len(prompts))
+    with progress_bar("responses", len(prompts)) as bar:
         for done in collector.run(prompts):
-            progress.advance(bar, done)
-
-
-def train(run: Calibration) -> None:
-    """Run to the last step under a progress bar."""
-    columns = (
-        TextColumn("[bold]calibrate"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  held-out tokens a step {task.fields[length]}"),
-    )
-    with Progress(*columns) as progress:
-        bar = progress.add_task(
-            "", total=run.settings.steps, completed=run.step, loss=run.loss, length="-"
-        )
-        for now in run.run():
-            length = "-" if now.length is None else f"{now.length:.2f}"
-            progress.update(bar, completed=now.step, loss=now.loss, length=length)
+            bar.advance(done)
 
 
 def finish(
-    run: Calibration, network: Network, given: argparse.Namespace, argv: Sequence[str]
+    run: Run[DraftLearner], network: Network, given: argparse.Namespace, argv: Sequence[str]
 ) -> None:
     """Checkpoint, curve and model card."""
     model = given.out / MODEL
     export.write_checkpoint(model, network.config, run.average.state_dict())
-    export.draw(given.out / LOG, given.out / export.CURVE)
-    copy_run_files(given.out, model, (LOG, export.CURVE))
-    counts = f"{len(run.samples)} samples, {len(run.heldout)} more held out"
+    draw(given.out, *PANELS)
+    copy_log(given.out, model)
+    counts = f"{len(run.learner.samples)} samples, {len(run.learner.heldout)} more held out"
     data = f"greedy responses of {given.target.name} to the questions of the task suite: {counts}."
     if given.from_buffer is not None:
         data = f"live traffic recorded at {given.target.name}: {counts}."

@@ -1,7 +1,5 @@
 """From a finished run to a checkpoint directory that any server loads."""
 
-import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -9,6 +7,7 @@ from transformers import PreTrainedModel
 
 from dllm.tasks.tokenizer import save_tokenizer, train_tokenizer
 from dllm.train.lm.objective import Objective
+from dllm.train.run_files import write_json
 
 MAX_POSITIONS = 4096
 
@@ -26,18 +25,7 @@ def export(model: PreTrainedModel, objective: Objective, path: Path) -> None:
     copy.save_pretrained(path)
     for leftover in path.glob("model.safetensors.index.json"):
         leftover.unlink()
-    _write_json(path / "config.json", objective.config())
-    _write_json(path / "generation_config.json", objective.generation_config())
+    write_json(path / "config.json", objective.config())
+    write_json(path / "generation_config.json", objective.generation_config())
     save_tokenizer(train_tokenizer(), path, model_max_length=MAX_POSITIONS)
     (path / "model.safetensors").chmod(0o644)  # safetensors writes it readable by its owner only
-
-
-def copy_run_files(out: Path, path: Path, names: tuple[str, ...]) -> None:
-    """Ship what documents a run (its log and learning curve) beside the weights."""
-    for name in names:
-        if (out / name).exists():
-            shutil.copyfile(out / name, path / name)
-
-
-def _write_json(path: Path, value: dict[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

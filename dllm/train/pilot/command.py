@@ -18,14 +18,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from dllm.drafter.widths.pilot import PREPROCESSING, PilotConfig
 from dllm.settings.command import OK, CommandError
 from dllm.settings.drafting import BLOCKS, FULL
 from dllm.train.drafter.prompts import file_prompts, suite_prompts
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.pilot.network import LABELS, Score, Trials, footprints, scores, train_pilot
+from dllm.train.progress import progress_bar
 
 if TYPE_CHECKING:
     from dllm.train.pilot.trials import TrialSettings
@@ -74,17 +73,10 @@ def measure(given: argparse.Namespace) -> Trials:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
     from dllm.train.pilot.trials import batches, run_trials
 
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
     tokens, is_heldout = [one.tokens for one in prompts], [one.is_heldout for one in prompts]
-    with Progress(*columns) as progress:
-        total = len(list(batches(len(prompts), settings.concurrency)))
-        bar = progress.add_task(f"{len(settings.widths)} widths", total=total)
-        trials = run_trials(settings, tokens, is_heldout, lambda: progress.advance(bar))
+    num_batches = len(list(batches(len(prompts), settings.concurrency)))
+    with progress_bar(f"{len(settings.widths)} widths", num_batches) as bar:
+        trials = run_trials(settings, tokens, is_heldout, bar.advance)
     trials.save(given.out / TRIALS)
     return trials
 

@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dllm.drafter.widths.pilot import Pilot, PilotConfig
+from dllm.train.run import Learner, Run
+from dllm.train.settings import RunSettings
 
 LABELS = ("tokens_per_s", "acceptance")
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 300, 1e-3, 0.1
@@ -82,29 +84,49 @@ class Trials:
             return cls(widths, **{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
-def train_pilot(trials: Trials, config: PilotConfig, label: str, seed: int = 0) -> Pilot:
-    """A pilot for the prompts that are not held out.
+class PilotLearner(Learner):
+    """A pilot on the prompts that are not held out, all of them in every step.
 
-    ``tokens_per_s`` minimizes the expected time relative to each prompt's best width, so that a
-    near miss costs little and the best fixed width is never out of reach; ``acceptance`` is the
-    paper's cross-entropy with the width of most tokens per step, the narrowest of equals.
+    Label ``tokens_per_s`` minimizes the expected time relative to each prompt's best width, so
+    that a near miss costs little and the best fixed width is never out of reach; ``acceptance`` is
+    the paper's cross-entropy with the width of most tokens per step, the narrowest of equals.
     """
+
+    def __init__(self, pilot: Pilot, trials: Trials, label: str, seed: int) -> None:
+        kept = ~trials.is_heldout
+        self.model, self.label = pilot, label
+        self.settings = RunSettings(
+            seed=seed,
+            steps=STEPS,
+            batch_size=int(kept.sum()),
+            # The learning rate stays as it is, and there is no average.
+            warmup_steps=0,
+            decay_from=1.0,
+            ema=0.0,
+            clip=1e6,
+            threads=torch.get_num_threads(),
+        )
+        self.logits = trials.logits[kept]
+        speeds = trials.speeds[kept]
+        self.slowness = speeds.max(-1, keepdim=True).values / speeds
+        self.labels = trials.acceptance[kept].argmax(-1)
+
+    def loss(self, step: int) -> Tensor:
+        """Over all prompts."""
+        scores = self.model(self.logits)
+        if self.label == "acceptance":
+            return torch.nn.functional.cross_entropy(scores, self.labels)
+        return (scores.softmax(-1) * self.slowness).sum(-1).mean()
+
+
+def train_pilot(trials: Trials, config: PilotConfig, label: str, seed: int = 0) -> Pilot:
+    """A pilot of one of ``LABELS``, for the prompts that are not held out."""
     torch.manual_seed(seed)
     pilot = Pilot(config)
-    kept = ~trials.is_heldout
-    logits = trials.logits[kept]
-    slowness = trials.speeds[kept].max(-1, keepdim=True).values / trials.speeds[kept]
-    labels = trials.acceptance[kept].argmax(-1)
     optimizer = torch.optim.AdamW(pilot.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    for _ in range(STEPS):
-        scores = pilot(logits)
-        if label == "acceptance":
-            loss = torch.nn.functional.cross_entropy(scores, labels)
-        else:
-            loss = (scores.softmax(-1) * slowness).sum(-1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    run = Run(PilotLearner(pilot, trials, label, seed), None, [optimizer])
+    for _ in run.run():
+        pass
     return pilot
 
 
