@@ -21,13 +21,12 @@ from dllm.train.drafter import export
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.network import DraftNetwork
 from dllm.train.drafter.presets import CONTINUED, PRESETS, drafter_config, settings_for
-from dllm.train.drafter.prompts import Prompt, file_prompts, suite_prompts
+from dllm.train.drafter.prompts import Prompt, load_prompts
 from dllm.train.drafter.responses import (
     HELDOUT,
     TRAIN,
     Collector,
     DiskEstimate,
-    Respond,
     from_server,
     from_target,
     hidden_bytes,
@@ -41,23 +40,24 @@ from dllm.train.run_files import MODEL, check_run, copy_log, write_start
 
 CONFIGS = Path(__file__).parent / "configs"
 RESPONSES = "responses"
-HELDOUT_EVERY = 20  # of a buffer, every so many-th sample is held out
-
-
-def is_position(column: str) -> bool:
-    """Whether a column of the log is the acceptance of one draft position."""
-    return column.startswith("position_")
+HELDOUT_EVERY = 20  # one of so many recorded samples is held out
 
 
 PANELS = (
-    Panel("held-out acceptance length, tokens a step", lambda name: not is_position(name)),
-    Panel("held-out drafts kept, %", is_position, is_share=True, legend="draft"),
+    Panel("held-out tokens a step", lambda name: not name.startswith("position_")),
+    Panel("held-out drafts kept, %", lambda name: name.startswith("position_"), is_share=True),
 )
 
 
 @dataclass(frozen=True)
 class Network:
-    """The drafter of a run: config.json, what it means, and weights to start from."""
+    """The drafter of a run.
+
+    Attributes:
+        config: its config.json, which ``read`` is the parsed form of.
+        block: positions of a draft block, the last token included.
+        start_from: initial weights by name; None to draw them.
+    """
 
     config: dict[str, object]
     read: DrafterConfig
@@ -75,10 +75,12 @@ def main(argv: Sequence[str]) -> int:
     require_matplotlib()
     settings = load_settings(given)
     network = load_network(given, settings)
-    prompts = load_prompts(given, settings)
-    asked = None if given.from_server is None else client.connect(given.from_server, given.model)
-    if given.from_buffer is not None:
+    if given.from_buffer is None:
+        prompts = load_prompts(given.target, given.prompts, settings)
+    else:
+        prompts = []
         samples, heldout = split_buffer(given.from_buffer, network.read)
+    server = None if given.from_server is None else client.connect(given.from_server, given.model)
     report_disk(given, settings, network.read, prompts)
     started = inputs_of(given, settings, network, prompts)
     check_run(given.out, started, given.resume)
@@ -86,11 +88,14 @@ def main(argv: Sequence[str]) -> int:
     target = Target(given.target, given.device)
     if given.from_buffer is None:
         respond = from_target(target, settings.max_tokens)
-        if asked is not None:
-            respond = from_server(asked, given.target, settings.max_tokens)
-        collect(given.out / RESPONSES, target, network, settings, respond, prompts)
-        samples = usable(given.out / RESPONSES / TRAIN)
-        heldout = usable(given.out / RESPONSES / HELDOUT)
+        if server is not None:
+            respond = from_server(server, given.target, settings.max_tokens)
+        folder, layers = given.out / RESPONSES, network.read.target_layer_ids
+        torch.set_num_threads(settings.threads)
+        with progress_bar("responses", len(prompts)) as bar:
+            for done in Collector(folder, target, layers, settings, respond).run(prompts):
+                bar.advance(done)
+        samples, heldout = usable(folder / TRAIN), usable(folder / HELDOUT)
     learner = DraftLearner(
         settings, network.read, network.block, target, samples, heldout, network.start_from
     )
@@ -135,17 +140,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def load_settings(given: argparse.Namespace) -> CalibrateSettings:
-    """Those of the config, the preset, or a run that goes on from a drafter."""
+    """From ``--config``; else those of ``--preset``, or of a run that starts from a drafter."""
     if given.config is not None:
         return CalibrateSettings.load(given.config)
     return CONTINUED if given.drafter is not None else settings_for(given.preset)
 
 
 def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Network:
-    """The drafter, found to fit the target.
+    """The drafter that is trained: that of ``--drafter``, or a new one of the settings' shape.
 
     Raises:
-        CommandError: it does not, with both values.
+        CommandError: it does not fit the target.
     """
     target_config = read_config(given.target)
     facts = target_facts(target_config)
@@ -163,12 +168,12 @@ def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Netw
         raise CommandError(str(error)) from None
     block = int(str(config.get("block_size", settings.drafter.block_size)))
     if weights is not None:
-        _check_weights(read, weights, given.drafter)
+        export.build_network(read, weights, given.drafter)  # refuses weights of another shape
     return Network(config, read, block, weights)
 
 
 def _mask_token_id(target: Path) -> int | None:
-    """Of the target's tokenizer, if it names one."""
+    """The mask token of the target's tokenizer, if it names one."""
     path = target / "tokenizer_config.json"
     named = json.loads(path.read_text()).get("mask_token") if path.exists() else None
     if named is None or not (target / "tokenizer.json").exists():
@@ -177,24 +182,6 @@ def _mask_token_id(target: Path) -> int | None:
 
     text = named if isinstance(named, str) else named["content"]
     return Tokenizer.from_file(str(target / "tokenizer.json")).token_to_id(text)
-
-
-def _check_weights(config: DrafterConfig, weights: dict[str, Tensor], path: Path) -> None:
-    expected = {name: tensor.shape for name, tensor in DraftNetwork(config).state_dict().items()}
-    for name in sorted(expected.keys() | weights.keys()):
-        found = tuple(weights[name].shape) if name in weights else "nothing"
-        allowed = tuple(expected[name]) if name in expected else "nothing"
-        if found != allowed:
-            raise CommandError(f"--drafter {path}: {name} is {found}; its config.json: {allowed}.")
-
-
-def load_prompts(given: argparse.Namespace, settings: CalibrateSettings) -> list[Prompt]:
-    """What the target is asked; nothing for a buffer."""
-    if given.from_buffer is not None:
-        return []
-    if given.prompts is not None:
-        return file_prompts(given.target, given.prompts, settings)
-    return suite_prompts(given.target, settings)
 
 
 def inputs_of(
@@ -221,7 +208,7 @@ def report_disk(
     drafter: DrafterConfig,
     prompts: Sequence[Prompt],
 ) -> None:
-    """Print what the run may need of the disk; raises CommandError if it has less."""
+    """Print how much of the disk the run may need; raises CommandError if less is free."""
     is_stored = settings.hidden_states == "stored"
     per_token = hidden_bytes(read_config(given.target), drafter) if is_stored else 0
     num_params = sum(param.numel() for param in DraftNetwork(drafter).parameters())
@@ -231,10 +218,10 @@ def report_disk(
 
 
 def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], list[Sample]]:
-    """Recorded samples to train on, and those held out.
+    """Recorded samples: those to train on, and those held out.
 
     Raises:
-        CommandError: there are too few, or they are not of these layers.
+        CommandError: there are too few, or their hidden states are of another drafter's layers.
     """
     samples = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
     if len(samples) <= HELDOUT_EVERY:
@@ -255,22 +242,6 @@ def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], li
               "drafts were accepted when it was recorded")  # fmt: skip
     kept = [sample for index, sample in enumerate(samples) if index % HELDOUT_EVERY]
     return kept, samples[::HELDOUT_EVERY]
-
-
-def collect(
-    folder: Path,
-    target: Target,
-    network: Network,
-    settings: CalibrateSettings,
-    respond: Respond,
-    prompts: Sequence[Prompt],
-) -> None:
-    """Responses and hidden states, under a progress bar."""
-    torch.set_num_threads(settings.threads)
-    collector = Collector(folder, target, network.read.target_layer_ids, settings, respond)
-    with progress_bar("responses", len(prompts)) as bar:
-        for done in collector.run(prompts):
-            bar.advance(done)
 
 
 def finish(

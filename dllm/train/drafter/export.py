@@ -1,4 +1,4 @@
-"""From a finished calibration to a checkpoint in z-lab's format, with its curve and model card."""
+"""Reads and writes drafters in z-lab's format; writes the model card of a calibration."""
 
 import json
 from collections.abc import Mapping
@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dllm.drafter.checkpoint import DrafterConfig
 from dllm.settings.command import CommandError
 from dllm.train.card import duration, settings_block
 from dllm.train.drafter.acceptance import Acceptance, possible, total
 from dllm.train.drafter.learner import DraftLearner
+from dllm.train.drafter.network import DraftNetwork
 from dllm.train.run import Run
 from dllm.train.run_files import CARD, write_json
 
@@ -19,7 +21,7 @@ WEIGHTS = "model.safetensors"
 
 
 def write_checkpoint(path: Path, config: Mapping[str, object], weights: dict[str, Tensor]) -> None:
-    """config.json and bf16 safetensors: what vLLM's own drafter and ours load."""
+    """Write config.json and bf16 safetensors, which vLLM's own drafter and ours load."""
     path.mkdir(parents=True, exist_ok=True)
     half = {name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in weights.items()}
     save_file(half, path / WEIGHTS, metadata={"format": "pt"})
@@ -31,7 +33,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     """config.json and fp32 weights of a drafter in z-lab's format.
 
     Raises:
-        CommandError: there is none, or it needs more than our training network has.
+        CommandError: there is none, or our training network cannot represent it.
     """
     try:
         config = json.loads((path / "config.json").read_text())
@@ -51,11 +53,26 @@ def read_checkpoint(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     return config, named
 
 
+def build_network(config: DrafterConfig, weights: dict[str, Tensor], path: Path) -> DraftNetwork:
+    """The network of a checkpoint.
+
+    Raises:
+        CommandError: names or shapes of the weights are not those of its config.json.
+    """
+    network = DraftNetwork(config)
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CommandError(f"{path}: its tensors contradict config.json: {error}") from None
+    return network
+
+
 def write_model_card(run: Run[DraftLearner], path: Path, command: str, data: str) -> None:
     """Write ``README.md`` beside the weights.
 
     Args:
-        command: that made them; data: what they were trained on, a sentence.
+        command: the command line that made them.
+        data: what they were trained on, in a sentence.
     """
     learner = run.learner
     settings, block = learner.settings, learner.block
@@ -101,7 +118,7 @@ def write_model_card(run: Run[DraftLearner], path: Path, command: str, data: str
 def acceptance_table(
     acceptance: Mapping[str, Acceptance], best: Mapping[str, Acceptance]
 ) -> list[str]:
-    """A Markdown table, one line a group; ``best`` is of a drafter that is always right."""
+    """A Markdown table with a line for each group; ``best``: of an always right drafter."""
     everything = total(dict(acceptance))
     width = len(everything.offered)
     header = " | ".join(map(str, range(1, width + 1)))

@@ -11,14 +11,14 @@ HiddenStates = Literal["stored", "recomputed"]
 
 @dataclass(frozen=True)
 class DrafterShape:
-    """A drafter's network; None where the target's own sizes are taken.
+    """Sizes of a drafter's network; None: the target's size.
 
     Attributes:
         num_layers: transformer layers of the drafter.
-        block_size: positions of a draft block, the last token included: it drafts one less.
-        target_layer_ids: 0-based layers of the target whose outputs it reads, ascending; empty
-            for as many as it has layers, spread evenly (``presets.spread_layers``).
-        mask_token_id: stands at undecided positions; None for the tokenizer's mask token.
+        block_size: positions of a draft block: the last token, and one less drafts.
+        target_layer_ids: 0-based layers of the target whose outputs the drafter reads, ascending;
+            empty: as many as the drafter has layers, spread evenly (``presets.spread_layers``).
+        mask_token_id: token at the positions to draft; None: the tokenizer's mask token.
     """
 
     num_layers: int = 5

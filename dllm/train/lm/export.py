@@ -1,4 +1,4 @@
-"""From a finished run to a checkpoint directory that any server loads."""
+"""Writes a finished model as a checkpoint directory that Hugging Face and vLLM load."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ MAX_POSITIONS = 4096
 def export(model: PreTrainedModel, objective: Objective, path: Path) -> None:
     """Write bf16 safetensors, config, generation config, tokenizer and chat template.
 
-    The weights go through Hugging Face's ``save_pretrained``, so that what it writes (one copy of
-    the weights that encoder and decoder share) is what it reads.
+    Hugging Face's own ``save_pretrained`` writes the weights, because it knows which of them are
+    shared (encoder and decoder of the diffusion model) and are written once.
     """
     path.mkdir(parents=True, exist_ok=True)
     half = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}

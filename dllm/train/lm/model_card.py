@@ -1,4 +1,4 @@
-"""The model card of a trained checkpoint: data, steps, seeds, scores, limits."""
+"""The model card of a language model: data, steps, seeds, scores, limits."""
 
 import json
 from pathlib import Path
@@ -76,14 +76,14 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
 
 
 def _config(settings: TrainSettings) -> str:
-    """The shipped config that says the same, else a name for one that does."""
+    """Path of the shipped config with these settings; ``config.toml`` if there is none."""
     paths = sorted(CONFIGS.glob("*.toml"))
     names = (path.name for path in paths if TrainSettings.load(path) == settings)
     return next((f"dllm/train/lm/configs/{name}" for name in names), "config.toml")
 
 
 def _start(digest: object, card: Path) -> list[str]:
-    """The weights it started from, and how their own card says they were trained."""
+    """The checkpoint that the run started from, and the training section of its card."""
     _, _, training = (card.read_text() if card.exists() else "").partition("## Training\n")
     said = training.partition("\n## ")[0].strip() or "They have no model card."
     start = f"START is the checkpoint whose `model.safetensors` has SHA-256 {digest}."
@@ -97,7 +97,7 @@ def _validation_table(log: Path) -> list[str]:
 
 
 def _score_table(path: Path) -> list[str]:
-    """One column a run of ``dllm eval``: {"column": its JSON output}."""
+    """A table with a column for each run of ``dllm eval`` in ``scores.json``."""
     runs: dict[str, dict] = json.loads(path.read_text())
     asked = sorted({run[ALL]["num_questions"] for run in runs.values()})
     header = ["| family |", *(f" {name} |" for name in runs)]
