@@ -96,5 +96,5 @@ def copy_log(out: Path, model: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write an object as people read it: indented, with its umlauts."""
+    """Write an object as indented JSON; characters beyond ASCII stay readable."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

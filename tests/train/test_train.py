@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,23 @@ def test_resumed_run_keeps_its_start(finished, tmp_path):
     with pytest.raises(cli.CommandError, match="did not start from"):
         command.open_run(settings, out, True, others)
     assert (out / "start.md").read_text() == card
+
+
+def test_run_that_never_reached_a_checkpoint(finished, tmp_path):
+    """It can be resumed, but not with other settings, nor from other weights than it began with."""
+    objective, start = finished
+    settings = TrainSettings.load(write_config(tmp_path / "c.toml", objective))
+    out = tmp_path / "out"
+    first = command.open_run(settings, out, False, start / "model")
+    with pytest.raises(cli.CommandError, match="--resume"):
+        command.open_run(settings, out, False, start / "model")
+    with pytest.raises(cli.CommandError, match="seed = 0, given is 1"):
+        command.open_run(replace(settings, seed=1), out, True, start / "model")
+    with pytest.raises(cli.CommandError, match="name its --start-from again"):
+        command.open_run(settings, out, True)
+    again = command.open_run(settings, out, True, start / "model")
+    assert again.step == 0
+    torch.testing.assert_close(again.model.state_dict(), first.model.state_dict(), rtol=0, atol=0)
 
 
 def test_card_holds_the_scores_with_their_interval(finished, tmp_path):

@@ -134,6 +134,6 @@ def start(settings: TrialSettings, longest: int) -> LLM:
             "model": str(settings.drafter),
             "num_speculative_tokens": settings.num_drafts,
         },
-        # Some width, to make the speculator ask a policy; ``run_trials`` sets its own.
+        # Less than num_drafts, so that the engine trims drafts; ``run_trials`` sets to what.
         additional_config={"dllm": {"drafter": {"width": 0, "block": settings.block}}},
     )
