@@ -289,6 +289,7 @@ OVERRIDING = (
         "quant.cpu_config.EmulatedNvfp4Linear",
         f"{COMPRESSED}.schemes.CompressedTensorsW4A4Fp4",
     ),
+    ("quant.cpu_config.Int8Linear", f"{COMPRESSED}.schemes.CompressedTensorsW8A8Int8"),
     (
         "quant.cpu_experts.EmulatedExperts",
         "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase",
@@ -331,6 +332,7 @@ EXPECTED_OVERRIDES = {
     "AnchoredCPUBackend": {"get_impl_cls", "get_builder_cls"},
     "EmulatingConfig": {"from_config", "get_quant_method", "_get_scheme_from_parts"},
     "EmulatedNvfp4Linear": {"create_weights", "process_weights_after_loading", "apply_weights"},
+    "Int8Linear": {"process_weights_after_loading"},
     "EmulatedExperts": {"process_weights_after_loading", "apply", "get_fused_moe_quant_config"},
 }
 
