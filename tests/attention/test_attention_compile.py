@@ -8,14 +8,10 @@ they take.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.process import run_python
 
 # Kernel, what its constexprs are, which dtype each kind of pointer has. In a process of its own:
 # the interpreter must not be on, and Triton stays out of the other tests' process.
@@ -99,14 +95,7 @@ CASES = {
 
 def test_every_branch_compiles() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(CASES)],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    result = run_python("-c", PROGRAM, json.dumps(CASES), environment={"TRITON_INTERPRET": None})
     shared = dict(line.rsplit(": ", 1) for line in result.stdout.splitlines())
     assert list(shared) == list(CASES)
     assert max(map(int, shared.values())) <= 232448

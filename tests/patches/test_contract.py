@@ -9,9 +9,7 @@ import asyncio
 import dataclasses
 import importlib
 import inspect
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 
 from dllm.patches import contract, install
 from tests.support.engine_harness import get_engine  # sets vLLM's environment first
+from tests.support.process import run_python
 
 # What vLLM's plugin loader does; tests that start no engine need it, too.
 install.install(serve_with_dllm=True)
@@ -672,15 +671,8 @@ assert "ARCH" in ModelRegistry.models
 heavy = [name for name in sys.modules if name.startswith(runner + layers + ours)]
 print(heavy, torch.cuda.is_initialized())
 """.replace("ARCH", contract.ARCHITECTURE)
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+    environment = {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    result = run_python("-c", script, environment=environment)
     assert result.stdout.splitlines()[-1] == "[] False"
 
 

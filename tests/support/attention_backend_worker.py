@@ -18,6 +18,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from tests.support.engine_harness import Engine
+from tests.support.interpreter import speed_up
 
 BACKEND = "attention.backend.CanvasAttentionBackend"
 
@@ -33,6 +34,7 @@ def main(checkpoint: str, output: str) -> None:
     """Generate, and save the tokens, the watched steps and the kernel's plans."""
     from attention import backend
 
+    speed_up()
     serve_with_triton_kernel()
     engine = Engine(
         checkpoint,
