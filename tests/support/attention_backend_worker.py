@@ -24,7 +24,8 @@ BACKEND = "attention.backend.CanvasAttentionBackend"
 
 
 def serve_with_triton_kernel() -> None:
-    """Make the CPU platform answer with our backend."""
+    """Make the CPU platform answer with our backend, and the interpreter fast."""
+    speed_up()
     # The plugin does this wherever the platform is not a CPU.
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
@@ -34,7 +35,6 @@ def main(checkpoint: str, output: str) -> None:
     """Generate, and save the tokens, the watched steps and the kernel's plans."""
     from attention import backend
 
-    speed_up()
     serve_with_triton_kernel()
     engine = Engine(
         checkpoint,
