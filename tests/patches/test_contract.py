@@ -9,9 +9,7 @@ import asyncio
 import dataclasses
 import importlib
 import inspect
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -25,6 +23,7 @@ from vllm.exceptions import VLLMValidationError
 from dllm import LOGGER
 from dllm.patches import contract, install
 from tests.support.engine_harness import get_engine  # sets vLLM's environment first
+from tests.support.process import run_python
 
 # What vLLM's plugin loader does; tests that start no engine need it, too.
 install.install(serve_with_dllm=True)
@@ -293,6 +292,7 @@ OVERRIDING = (
         "quant.cpu_config.EmulatedNvfp4Linear",
         f"{COMPRESSED}.schemes.CompressedTensorsW4A4Fp4",
     ),
+    ("quant.cpu_config.Int8Linear", f"{COMPRESSED}.schemes.CompressedTensorsW8A8Int8"),
     (
         "quant.cpu_experts.EmulatedExperts",
         "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase",
@@ -335,6 +335,7 @@ EXPECTED_OVERRIDES = {
     "AnchoredCPUBackend": {"get_impl_cls", "get_builder_cls"},
     "EmulatingConfig": {"from_config", "get_quant_method", "_get_scheme_from_parts"},
     "EmulatedNvfp4Linear": {"create_weights", "process_weights_after_loading", "apply_weights"},
+    "Int8Linear": {"process_weights_after_loading"},
     "EmulatedExperts": {"process_weights_after_loading", "apply", "get_fused_moe_quant_config"},
 }
 
@@ -676,15 +677,8 @@ assert "ARCH" in ModelRegistry.models
 heavy = [name for name in sys.modules if name.startswith(runner + layers + ours)]
 print(heavy, torch.cuda.is_initialized())
 """.replace("ARCH", install.BUILTIN_ARCHITECTURE)
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+    environment = {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    result = run_python("-c", script, environment=environment)
     assert result.stdout.splitlines()[-1] == "[] False"
 
 

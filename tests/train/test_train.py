@@ -256,6 +256,7 @@ def test_shipped_configs_are_valid():
     assert model_card._config(TrainSettings("ar", steps=3)) == "config.toml"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_overfits_ten_examples(objective, tmp_path, monkeypatch):
     """Ten questions, asked again and again, are answered right in the end."""
