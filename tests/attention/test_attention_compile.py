@@ -1,9 +1,9 @@
 """The kernels through the real compiler for sm_90, without a GPU.
 
 The interpreter accepts programs that the compiler refuses (types of loop variables, shapes,
-branches), so every branch of the kernels is compiled here. Then the shapes of the released model and
-of a drafter are compiled with the committed tiles, as a launch specializes them, and ptxas (Triton's
-wheel brings it) says whether they fit into registers and shared memory.
+branches), so every branch of the kernels is compiled here. Then the shapes of the released model
+and of a drafter are compiled with the committed tiles, as a launch specializes them, and ptxas
+(Triton's wheel brings it) says whether they fit into registers and shared memory.
 """
 
 from __future__ import annotations
