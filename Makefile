@@ -3,6 +3,7 @@
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
 #   HOST, PORT, MODEL, ARGS   of `make serve`; ARGS goes to `vllm serve` as it is
+#   WORKERS   of `make test`: processes that run tests at once; one starts every engine once
 #   BASE      of `make bench-compare`: the commit that HEAD is compared with
 
 PYTHON   ?= python3
@@ -11,6 +12,7 @@ HOST     := 127.0.0.1# not from the environment: some shells export the machine'
 PORT     ?= 8000
 MODEL    ?= checkpoints/tiny-dllm
 ARGS     ?=
+WORKERS  ?= 2
 
 VENV    := .venv
 BIN     := $(VENV)/bin
@@ -79,7 +81,7 @@ serve: setup
 
 test: export HF_HUB_OFFLINE ?= 1
 test: setup setup-quant $(VENV)/.images
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 check: lint types
 

@@ -15,7 +15,10 @@ from dllm.settings.command import FAILED, INTERRUPTED, MISUSED, OK, CommandError
 
 # Name: (module, help text).
 COMMANDS = {
-    "train": ("dllm.train.lm.command", "train a small model: diffusion or autoregressive"),
+    "train": (
+        "dllm.train.command",
+        "train a small model: diffusion, autoregressive or a pilot",
+    ),
     "calibrate": ("dllm.train.drafter.command", "train a drafter on what a target says"),
     "check-drafter": (
         "dllm.train.drafter.check_command",

@@ -1,9 +1,10 @@
 """Serving a quantized (compressed-tensors) checkpoint on a CPU.
 
-vLLM has CPU kernels for FP8 and INT8 linear layers, and they are used. It has none for quantized
-experts and NVFP4 linear layers: those are emulated here, that is, their weights are dequantized
-when they are loaded and their inputs are rounded as the format says. ``dllm.models.quantized`` puts
-this configuration in the place of vLLM's, for our models alone.
+vLLM has CPU kernels for FP8 and INT8 linear layers, and they are used; INT8 layers take their
+activations in fp32 on every CPU. It has none for quantized experts and NVFP4 linear layers: those
+are emulated here, that is, their weights are dequantized when they are loaded and their inputs are
+rounded as the format says. ``dllm.models.quantized`` puts this configuration in the place of
+vLLM's, for our models alone.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsScheme,
     CompressedTensorsW4A4Fp4,
+    CompressedTensorsW8A8Int8,
 )
 
 from quant.cpu_experts import EXPERT_METHODS
@@ -79,9 +81,30 @@ class EmulatingConfig(CompressedTensorsConfig):
     ) -> CompressedTensorsScheme:
         if self._is_nvfp4_format(weight_quant):
             return EmulatedNvfp4Linear(use_a16=input_quant is None)
-        return super()._get_scheme_from_parts(
+        scheme = super()._get_scheme_from_parts(
             weight_quant, input_quant, output_quant, format, layer_name
         )
+        if isinstance(scheme, CompressedTensorsW8A8Int8):
+            return Int8Linear(
+                scheme.strategy, scheme.is_static_input_scheme, scheme.input_symmetric
+            )
+        return scheme
+
+
+class Int8Linear(CompressedTensorsW8A8Int8):
+    """vLLM's linear layer with int8 weights and inputs, for activations in fp32, too.
+
+    On a CPU with AMX, vLLM's kernel chooses AMX by the shape of the weight alone, and AMX refuses
+    activations in fp32. They are given to oneDNN, as on CPUs without AMX.
+    """
+
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        """vLLM's hook: packs the weights for the product that will read them."""
+        if layer.params_dtype != torch.float32:
+            super().process_weights_after_loading(layer)
+            return
+        self.kernel.linear_method = self.kernel._apply_weights_onednn
+        self.kernel.process_weights_for_onednn(layer)
 
 
 class EmulatedNvfp4Linear(CompressedTensorsW4A4Fp4):

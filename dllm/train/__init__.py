@@ -1,4 +1,5 @@
-"""``dllm train`` and ``dllm calibrate``: small models, drafters and pilots, by one loop.
+"""Trains small models (``lm``), drafters (``drafter``) and pilots (``pilot``).
 
-Imports everything below it: tools, patches, drafter, models.
+The modules here are what they share: ``run`` is the loop, a ``Learner`` is what it trains.
+May import every other room but ``dllm.cli``.
 """

@@ -1,51 +1,22 @@
-"""Muon for the matrices, AdamW for everything else, one schedule for both.
+"""The optimizers of a run: Muon for matrices, AdamW for the rest, one learning-rate schedule.
 
 Muon (K. Jordan, 2024, https://kellerjordan.github.io/posts/muon) replaces the momentum of a matrix
-by the nearest semi-orthogonal one, found with five Newton-Schulz iterations. `torch.optim.Muon`
-takes 2-D parameters only and walks them one by one; experts are 3-D here, and matrices of one
-shape are orthogonalised in one batch.
+by the nearest semi-orthogonal matrix, found with five Newton-Schulz iterations. `torch.optim.Muon`
+takes only 2-D parameters, one at a time. Here experts are 3-D, and all matrices of one shape are
+orthogonalised in one batch.
 """
 
 import math
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dllm.settings.checks import FloatRange
+from dllm.train.settings import RunSettings
 
-# Of the quintic iteration; they maximise its slope at 0 (same source).
+# Coefficients of the iteration, chosen for the largest slope at 0 (same source).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 MOMENTUM = 0.95
-
-
-class LearningRates(Protocol):
-    """What decides the learning rates of a run; ``TrainSettings`` says what each of them is."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def matrix_lr(self) -> float: ...
-    @property
-    def vector_lr(self) -> float: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def decay_from(self) -> float: ...
-    @property
-    def final_lr(self) -> float: ...
-
-
-# Of settings that are learning rates, and of those that go with them.
-ALLOWED = {
-    "matrix_lr": FloatRange(0, 1, excludes_low=True),
-    "vector_lr": FloatRange(0, 1, excludes_low=True),
-    "decay_from": FloatRange(0, 1),
-    "final_lr": FloatRange(0, 1),
-    "ema": FloatRange(0, 0.99999),
-    "clip": FloatRange(0, 1e6, excludes_low=True),
-}
 
 
 class Muon(torch.optim.Optimizer):
@@ -53,7 +24,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: the matrices.
-        lr: step size, for a matrix of ones on its spectrum; scaled by sqrt(max(1, rows / columns)).
+        lr: spectral norm of an update, before it is multiplied by sqrt(max(1, rows / columns)).
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
@@ -83,9 +54,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Singular values to about 1, singular vectors kept: [N, rows, columns] fp32.
+    """Matrices ``[N, rows, columns]`` with the same singular vectors and singular values near 1.
 
-    Computed in bf16, as the source does: the iteration only has to come near.
+    Computed in bf16 and returned in fp32, like the source: an approximation is good enough.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[-2] > matrices.shape[-1]
@@ -97,10 +68,10 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return (x.mT if is_tall else x).float()
 
 
-def make_optimizers(model: nn.Module, settings: LearningRates) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module, settings: RunSettings) -> list[torch.optim.Optimizer]:
     """Muon over the layers' matrices, AdamW over embeddings, norms, scalars and routers.
 
-    Parameters that need no gradient (a vision tower, say) are in neither.
+    Parameters that need no gradient are in neither.
     """
     matrices: list[Tensor] = []
     others: list[Tensor] = []
@@ -114,8 +85,8 @@ def make_optimizers(model: nn.Module, settings: LearningRates) -> list[torch.opt
     ]
 
 
-def lr_factor(step: int, settings: LearningRates) -> float:
-    """The fraction of the peak learning rate at a step: warm-up, constant, cosine."""
+def lr_factor(step: int, settings: RunSettings) -> float:
+    """The fraction of the peak learning rate at a step: linear rise, constant, cosine fall."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     progress = step / settings.steps
@@ -127,20 +98,19 @@ def lr_factor(step: int, settings: LearningRates) -> float:
 
 
 def set_learning_rates(
-    optimizers: Iterable[torch.optim.Optimizer], step: int, settings: LearningRates
+    optimizers: Iterable[torch.optim.Optimizer], step: int, settings: RunSettings
 ) -> None:
-    """What Muon and AdamW, in this order, take at a step."""
+    """Give every optimizer its learning rate of a step; the one it was made with is the peak."""
     factor = lr_factor(step, settings)
-    peaks = (settings.matrix_lr, settings.vector_lr)
-    for optimizer, peak in zip(optimizers, peaks, strict=True):
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = peak * factor
+            group["lr"] = optimizer.defaults["lr"] * factor
 
 
 @torch.no_grad()
 def update_average(average: nn.Module, model: nn.Module, step: int, ema: float) -> None:
     """Move the exponential average of the weights towards the model's, after step ``step``."""
-    # Young averages follow faster, so that they do not remember the initial weights.
+    # In the first steps the average follows faster, so that it forgets the initial weights.
     decay = min(ema, (1 + step) / (10 + step))
     for kept, param in zip(average.parameters(), model.parameters(), strict=True):
         kept.lerp_(param, 1 - decay)

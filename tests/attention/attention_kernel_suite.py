@@ -31,7 +31,9 @@ from attention.masks import QuerySpan, Window, visible_range
 from attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
 from attention.tuning import TileConfig
 from tests.support.attention_cases import CAUSAL, Case, CaseSpec, make_batch, make_case
+from tests.support.interpreter import speed_up
 
+speed_up()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNIT_ROUNDOFF = {
     torch.float32: 2**-24,

@@ -1,22 +1,18 @@
 """The kernels through the real compiler for sm_90, without a GPU.
 
 The interpreter accepts programs that the compiler refuses (types of loop variables, shapes,
-branches), so every branch of the kernels is compiled here. Then the shapes of the
-released model and of a drafter are compiled with the committed tiles, as a launch specializes them,
-and ptxas (Triton's wheel brings it) says whether they fit into registers and shared memory.
+branches), so every branch of the kernels is compiled here. Then the shapes of the released model
+and of a drafter are compiled with the committed tiles, as a launch specializes them, and ptxas
+(Triton's wheel brings it) says whether they fit into registers and shared memory.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.process import run_python
 
 # Kernel, what its constexprs are, which dtype each kind of pointer has. In a process of its own:
 # the interpreter must not be on, and Triton stays out of the other tests' process.
@@ -100,14 +96,7 @@ CASES = {
 
 def test_every_branch_compiles() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(CASES)],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    result = run_python("-c", PROGRAM, json.dumps(CASES), environment={"TRITON_INTERPRET": None})
     shared = dict(line.rsplit(": ", 1) for line in result.stdout.splitlines())
     assert list(shared) == list(CASES)
     assert max(map(int, shared.values())) <= 232448
@@ -188,14 +177,8 @@ SHARED_LIMIT = 232448  # bytes a program, on Hopper
 
 def test_the_committed_tiles_fit_into_registers_and_shared_memory() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    result = subprocess.run(
-        [sys.executable, "-c", RESOURCES, json.dumps(RESIDENT)],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    compiled = {"TRITON_INTERPRET": None}
+    result = run_python("-c", RESOURCES, json.dumps(RESIDENT), environment=compiled)
     found = dict(json.loads(line) for line in result.stdout.splitlines())
     assert list(found) == list(RESIDENT)
     for label, used in found.items():

@@ -29,6 +29,7 @@ def run_suite(environment: dict[str, str], suite: str = SUITE) -> int:
     return int(passed.group(1)) if passed else 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs compiled on this machine")
 def test_suite_in_the_interpreter() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from attention.masks import QuerySpan, Window, visible_range
 from attention.planning import BatchShape, ceil_div, num_splits, plan_attention, visible_keys
 from attention.tuning import HOPPER, SMALL, TARGET_PROGRAMS, TileConfig, tile_config
 from tests.support.attention_cases import CaseSpec, make_case
+from tests.support.process import run_python
 
 # Full-attention layers of the 26B model: 16 heads of size 512 over 2 KV heads.
 FULL_LAYER = BatchShape(
@@ -218,4 +217,4 @@ def test_the_specification_can_be_read_without_triton_and_vllm() -> None:
         "import sys, attention.masks, attention.inputs, attention.reference, attention.planning\n"
         "assert not {'triton', 'vllm'} & set(sys.modules), 'imported'"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python("-c", code)

@@ -340,7 +340,7 @@ def test_logprobs_are_those_of_the_converging_step(engine):
     contexts = [prompt(20), prompt(33)]
     with engine.watch(keep_logits=True) as watched:
         outputs = engine.outputs(contexts, [params(2, logprobs=3), params(1, logprobs=0)])
-    config = engine.runner.model_state.denoise_config
+    config = engine.runner.model_state.family.settings
     for output, num_top in zip(outputs, (3, 0), strict=True):
         completion = output.outputs[0]
         steps = watched[output.request_id]

@@ -290,7 +290,7 @@ def test_a_token_that_does_not_stop_saves_nothing(engine):
 
 def schedule(engine: Engine, num_steps: int) -> float:
     """The temperature of a canvas's denoise step, counted from 1."""
-    config = engine.runner.model_state.denoise_config
+    config = engine.runner.model_state.family.settings
     left = (config.max_denoising_steps - num_steps + 1) / config.max_denoising_steps
     return config.t_min + (config.t_max - config.t_min) * left
 

@@ -66,6 +66,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.slow
 def test_two_ranks_generate_the_tokens_of_one(engine, checkpoint):
     """Heads, experts and vocabulary are sharded over two worker processes that speak gloo."""
     # vLLM wants a NUMA node per rank, unless it is told not to bind threads.

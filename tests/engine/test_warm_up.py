@@ -97,6 +97,7 @@ def starts(
     return reports
 
 
+@pytest.mark.slow
 def test_no_request_waits_for_a_compiler(starts: list[dict[str, Any]]) -> None:
     for report in starts:
         assert report["traced"] > 0

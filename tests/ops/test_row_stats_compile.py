@@ -8,14 +8,10 @@ launched. Without spilled registers: ptxas says how many bytes did not fit.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.process import run_python
 
 # In a process of its own: the interpreter must not be on, and Triton stays out of the other tests'.
 PROGRAM = """
@@ -82,14 +78,7 @@ CASES = {
 
 def test_every_kernel_compiles_without_spilling() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(CASES)],
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    result = run_python("-c", PROGRAM, json.dumps(CASES), environment={"TRITON_INTERPRET": None})
     reports = dict(line.split(": ", 1) for line in result.stdout.splitlines())
     assert list(reports) == list(CASES)
     for label, report in reports.items():

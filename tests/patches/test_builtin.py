@@ -3,10 +3,6 @@
 In a process of its own, because this one serves the architecture with ours.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +10,8 @@ from typing import Any
 import pytest
 
 from dllm.patches.cpu import is_cpu_without_triton
+from tests.support.process import QUIET_ENGINE, printed_json, run_python
 
-ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 40  # no multiple of the canvas of 32
 
 # Serves one request and prints what served it.
@@ -41,7 +37,7 @@ def name(cls):
     return f"{cls.__module__}.{cls.__qualname__}"
 
 runner = worker.model_runner
-print("REPORT " + json.dumps({
+print(json.dumps({
     "num_tokens": len(output.outputs[0].token_ids),
     "refusal": refusal,
     "model": [name(cls) for cls in type(runner.model).__mro__[:2]],
@@ -59,26 +55,10 @@ def served(checkpoint: Callable[..., Path]) -> dict[str, Any]:
     """What served a request under ``DLLM_DISABLE=1``."""
     if not is_cpu_without_triton():
         pytest.skip("elsewhere vLLM serves the built-in class without help")
-    environment = os.environ | {
-        "DLLM_DISABLE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = QUIET_ENGINE | {"DLLM_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     # The checkpoint carries a vision tower, which has to be skipped.
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(checkpoint()), str(NUM_TOKENS)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    (line,) = [line for line in process.stdout.splitlines() if line.startswith("REPORT ")]
-    report: dict[str, Any] = json.loads(line.removeprefix("REPORT "))
+    process = run_python("-c", SCRIPT, str(checkpoint()), str(NUM_TOKENS), environment=environment)
+    report: dict[str, Any] = printed_json(process)
     return report
 
 

@@ -84,6 +84,7 @@ def outcome(qwen3: Path, checkpoint: Callable[..., Path]) -> Callable[[str], dic
     return run
 
 
+@pytest.mark.slow
 def test_without_the_plugin_nothing_of_ours_is_loaded(outcome):
     assert outcome("no plugin")["loaded"] == []
     assert "dllm.patches.install" in outcome("beside ours")["loaded"]

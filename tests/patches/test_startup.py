@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from dllm.models.gemma.settings import GemmaSettings
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.patches.cpu import is_cpu_without_triton
 from dllm.settings.server import PluginOptions
+from tests.support.process import printed_json, run_python
 
 CANVAS = 32
 
@@ -302,18 +301,6 @@ def test_whose_process_the_worker_runs_in(
 
 # --- other processes -----------------------------------------------------------------------------
 
-TIMEOUT_S = 100
-
-
-def run(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-
 
 @pytest.mark.parametrize("is_allowed", [False, True])
 def test_an_untested_vllm_stops_every_process_unless_it_is_allowed(tmp_path, is_allowed):
@@ -322,11 +309,15 @@ def test_an_untested_vllm_stops_every_process_unless_it_is_allowed(tmp_path, is_
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 9.8.7\n")
     search_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    process = run(
+    process = run_python(
+        "-c",
         "from vllm.plugins import load_general_plugins as load; load(); print('loaded')",
-        PYTHONPATH=search_path,
-        VLLM_LOGGING_LEVEL="WARNING",
-        DLLM_ALLOW_UNTESTED_VLLM=str(int(is_allowed)),
+        environment={
+            "PYTHONPATH": search_path,
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "DLLM_ALLOW_UNTESTED_VLLM": str(int(is_allowed)),
+        },
+        status=0 if is_allowed else 1,
     )
     assert process.stdout.endswith("loaded\n") == is_allowed, process.stderr
     assert "9.8.7" in process.stdout + process.stderr
@@ -350,9 +341,10 @@ print(json.dumps([config.scheduler_config.scheduler_cls, model]))
 
 
 def test_dllm_disable_leaves_vllms_own_model_and_scheduler(checkpoint):
-    process = run(DISABLED, str(checkpoint()), DLLM_DISABLE="1")
-    assert process.returncode == 0, process.stderr[-3000:]
-    scheduler, model = json.loads(process.stdout.splitlines()[-1])
+    disabled = {"DLLM_DISABLE": "1"}
+    scheduler, model = printed_json(
+        run_python("-c", DISABLED, str(checkpoint()), environment=disabled)
+    )
     assert scheduler == "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
     assert any(module == "vllm.model_executor.models.diffusion_gemma" for module in model)
     assert "dllm.models.gemma.backbone" not in model

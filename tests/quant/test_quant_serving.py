@@ -9,14 +9,18 @@ import pytest
 import torch
 from transformers import Qwen3Config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.kernels.linear import init_int8_linear_kernel
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as int8_kernels
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dllm.models.gemma.weights import refuse_missing
 from dllm.models.quantized import _kernel_of, copy_k_proj_entries_to_v_proj
 from dllm.patches.install import install
-from quant.cpu_config import EmulatedNvfp4Linear, EmulatingConfig
+from quant.cpu_config import EmulatedNvfp4Linear, EmulatingConfig, Int8Linear
+from quant.formats import round_trip
 from quant.loading import checked
 from quant.schemes import parse_plan
 from tests.support.engine_harness import Engine
@@ -149,6 +153,34 @@ def test_an_unsupported_scheme_is_refused_before_anything_is_loaded(checkpoint, 
     path = write_quantized(checkpoint(), tmp_path / "model", "fp8-dynamic", edit_config=to_int4)
     with pytest.raises(ValueError, match=r"weights int4.*supported: fp8-dynamic"):
         EngineArgs(str(path)).create_engine_config()
+
+
+# --- what computes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_int8_layers_take_activations_of_every_dtype(dtype, tolerance, monkeypatch):
+    """With fp32, every CPU claims AMX, which vLLM then chooses and which does not take fp32."""
+    if dtype == torch.float32:
+        monkeypatch.setattr(int8_kernels, "check_cpu_sgl_kernel", lambda *shape: True)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-127, 128, (32, 64), generator=generator, dtype=torch.int8)
+    scale = torch.rand(32, 1, generator=generator) / 127
+    inputs = torch.randn(5, 64, generator=generator).to(dtype)
+
+    scheme = Int8Linear("channel", is_static_input_scheme=False, input_symmetric=True)
+    scheme.kernel = init_int8_linear_kernel(True, False, True, "Int8Linear")
+    layer = torch.nn.Module()
+    layer.params_dtype, layer.logical_widths = dtype, [32]
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+    layer.bias = layer.input_scale = layer.input_zero_point = layer.azp_adj = None
+    with set_default_torch_dtype(dtype):
+        scheme.process_weights_after_loading(layer)
+        output = scheme.apply_weights(layer, inputs, None)
+    expected = round_trip(inputs.float(), "int8") @ (weight * scale).T
+    assert output.dtype == dtype
+    assert (output - expected).norm() / expected.norm() < tolerance
 
 
 # --- whom it concerns ----------------------------------------------------------------------------

@@ -32,9 +32,10 @@ from dllm.quantize.verify import verify
 from quant.checks import is_scale
 from quant.formats import global_scale_of, quantize_weight
 from quant.schemes import parse_plan
+from tests.support.process import start_python
 from tests.support.quant_checkpoints import write_quantized
 
-ROOT = Path(__file__).resolve().parents[2]
+COMMAND = ("-m", "dllm.cli", "quantize")
 SMALL = {"layer_types": ["sliding_attention", "full_attention"]}
 SCHEMES = ("fp8-dynamic", "nvfp4")
 SAMPLES, BLOCKS, SEED = 2, 1, 5
@@ -426,19 +427,19 @@ def test_the_work_stops_when_the_command_is_terminated(source: Path, tmp_path: P
     worker = tmp_path / "python"
     worker.write_text(f"#!/bin/sh\nexec 3> {alive}\necho at work >&3\nexec sleep 600\n")
     worker.chmod(0o755)
-    running = subprocess.Popen(
-        [sys.executable, "-m", "dllm.cli", "quantize", source, "--scheme", "fp8-dynamic"]
-        + ["--out", str(tmp_path / "out"), "--python", worker],
-        cwd=ROOT,
-    )
-    # Opened at once, and waited for with a limit: the command might fail before it starts the work.
-    with os.fdopen(os.open(alive, os.O_RDONLY | os.O_NONBLOCK)) as pipe:
+    places = ("--out", str(tmp_path / "out"), "--python", str(worker))
+    with (
+        start_python(*COMMAND, str(source), "--scheme", "fp8-dynamic", *places) as running,
+        # Opened at once, and waited for with a limit: the command might fail before it starts the
+        # work.
+        os.fdopen(os.open(alive, os.O_RDONLY | os.O_NONBLOCK)) as pipe,
+    ):
         assert select.select([pipe], [], [], 300)[0], running.poll()
         os.set_blocking(pipe.fileno(), True)
         assert pipe.readline() == "at work\n"
         running.terminate()
         assert pipe.read() == ""  # returns once no process holds the other end
-    assert running.wait() == 143
+        assert running.wait() == 143
 
 
 def test_the_packages_of_the_environment_fit_each_other() -> None:
@@ -455,15 +456,10 @@ def test_the_packages_of_the_environment_fit_each_other() -> None:
 def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The source, quantized both ways at once: each spends ten seconds on imports."""
     out = tmp_path_factory.mktemp("quantized")
-    calibrated = ["--samples", SAMPLES, "--blocks", BLOCKS, "--seed", SEED]
+    calibrated = [f"--samples={SAMPLES}", f"--blocks={BLOCKS}", f"--seed={SEED}"]
     running = {
-        scheme: subprocess.Popen(
-            [sys.executable, "-m", "dllm.cli", "quantize", source, "--scheme", scheme]
-            + ["--out", str(out / scheme), *map(str, calibrated)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
+        scheme: start_python(
+            *COMMAND, str(source), "--scheme", scheme, "--out", str(out / scheme), *calibrated
         )
         for scheme in SCHEMES
     }
@@ -476,6 +472,7 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 # What rounding does to the source's normally distributed weights, layer by layer: FP8 2.37% (32
 # inputs) to 2.61%, NVFP4 9.1% to 9.8%.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "low", "high"), [("fp8-dynamic", 0.023, 0.027), ("nvfp4", 0.09, 0.1)]
 )

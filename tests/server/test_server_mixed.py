@@ -112,6 +112,7 @@ def assert_same(together: dict[str, Any], alone: dict[str, Any]) -> None:
             assert row == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_64_mixed_requests_at_once_get_what_each_gets_alone(server):
     client = server.client().with_options(timeout=300)
     alone = [ask(client, index) for index in range(NUM_REQUESTS)]

@@ -18,12 +18,14 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from tests.support.engine_harness import Engine
+from tests.support.interpreter import speed_up
 
 BACKEND = "attention.backend.CanvasAttentionBackend"
 
 
 def serve_with_triton_kernel() -> None:
-    """Make the CPU platform answer with our backend."""
+    """Make the CPU platform answer with our backend, and the interpreter fast."""
+    speed_up()
     # The plugin does this wherever the platform is not a CPU.
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)

@@ -10,9 +10,10 @@ from torch import Tensor
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.samples import Sample
 from dllm.settings.drafting import DrafterOptions
-from dllm.train.drafter.loop import Calibration
+from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import Target
+from dllm.train.run import Run
 from tests.support.drafter_pairs import MASK, drafter_config, write_target
 
 PROMPTS = [f"Sort these numbers: {n}, {97 - n}, {n + 1}." for n in range(14)]
@@ -73,16 +74,16 @@ def random_samples(target: Target, count: int, length: int = 14) -> list[Sample]
 
 def calibration(
     target: Target, samples: list[Sample], out: Path, settings: CalibrateSettings, **more: Any
-) -> Calibration:
+) -> Run[DraftLearner]:
     """A run on these samples, which are the held-out ones, too."""
     out.mkdir(exist_ok=True)
     config = read_config(num_hidden_layers=1)
-    return Calibration(settings, config, 4, target, samples, samples, out, **more)
+    return Run(DraftLearner(settings, config, 4, target, samples, samples, **more), out)
 
 
-def weights_of(run: Calibration) -> dict[str, Tensor]:
+def weights_of(run: Run[DraftLearner]) -> dict[str, Tensor]:
     """Of the network and of its average."""
-    network = {f"network {name}": tensor for name, tensor in run.network.state_dict().items()}
+    network = {f"network {name}": tensor for name, tensor in run.model.state_dict().items()}
     return network | {
         f"average {name}": tensor for name, tensor in run.average.state_dict().items()
     }

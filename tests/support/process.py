@@ -36,7 +36,7 @@ def run_python(
     finished = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=changed_environment(environment or {}),
+        env=_changed_environment(environment or {}),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -46,7 +46,24 @@ def run_python(
     return finished
 
 
-def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+def start_python(
+    *arguments: str, environment: Mapping[str, str | None] | None = None
+) -> subprocess.Popen[str]:
+    """Start ``python ARGUMENTS`` in the repository's root, for a test that watches it.
+
+    ``stdout`` is a pipe with everything that it says; a ``with`` statement waits for its end.
+    """
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=_changed_environment(environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     """This process's environment with some variables set, or removed (None).
 
     The repository comes first on the path, so that a checkout tests itself.

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.interpreter import speed_up
+
 
 def launch(kernel: Callable[..., Any], args: dict[str, Any]) -> None:
     """Call `kernel` by keyword; a list of tensors is passed as a tensor of their addresses."""
@@ -70,6 +72,7 @@ def call_host_function(name: str, args: dict[str, Any]) -> list[Any]:
 
 def main(cases_path: str, results_path: str) -> None:
     """Run every kernel case, then every host case with Triton and with our kernels installed."""
+    speed_up()
     use_real_triton()
     from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
 

@@ -1,8 +1,6 @@
 """The `dllm` command: dispatch, errors that help, and `dllm chat`."""
 
 import io
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +11,7 @@ from dllm.cli import main
 from dllm.tools import client
 from dllm.tools.chat import Conversation, talk
 from tests.support.chat_stub import Stub, serve
+from tests.support.process import run_python
 
 # --------------------------------------------------------------------------------------------------
 # Dispatch
@@ -29,11 +28,10 @@ def test_help_imports_no_torch() -> None:
     """Nor anything else that takes seconds."""
     code = (
         "import sys; from dllm.cli import main; main(['--help']); main(['--version']);"
-        "sys.exit(str({'torch', 'transformers', 'vllm', 'openai', 'rich'} & set(sys.modules)))"
+        "slow = {'torch', 'transformers', 'vllm', 'openai', 'rich'};"
+        "assert not slow & set(sys.modules), 'imported'"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stderr.strip() == "set()"
-    assert "watch" in done.stdout
+    assert "watch" in run_python("-c", code).stdout
 
 
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,9 +41,7 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
 
 def test_run_as_a_module_it_reports_errors_in_one_line() -> None:
     """`python -m` gives the module two names; the error must be caught under both."""
-    arguments = [sys.executable, "-m", "dllm.cli", "eval", "--tasks", "nothing"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    done = run_python("-m", "dllm.cli", "eval", "--tasks", "nothing", status=1)
     assert done.stderr.startswith("dllm eval: --tasks: no family 'nothing'")
     assert "Traceback" not in done.stderr
 

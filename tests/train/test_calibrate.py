@@ -17,11 +17,11 @@ from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
 from dllm.train.drafter import command
 from dllm.train.drafter.acceptance import Acceptance, measure, possible, total
 from dllm.train.drafter.export import read_checkpoint
-from dllm.train.drafter.loop import LOG
 from dllm.train.drafter.network import DraftNetwork, cross_entropy, draft_inputs
 from dllm.train.drafter.presets import PRESETS, spread_layers
 from dllm.train.drafter.responses import DiskEstimate
 from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.run_files import LOG
 from tests.support.calibrate_cases import (
     PROMPTS,
     TOML,

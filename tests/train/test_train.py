@@ -4,6 +4,7 @@ import csv
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,17 @@ from bench.workloads import card_accuracy
 from dllm import cli
 from dllm.tasks.suite import question
 from dllm.tasks.tokenizer import train_tokenizer
-from dllm.tools.eval_report import Answer, Run, score, total
+from dllm.tools.eval_report import Answer, score, total
+from dllm.tools.eval_report import Run as Answered
 from dllm.train.lm import command, model_card
 from dllm.train.lm.autoregressive import Autoregressive
 from dllm.train.lm.diffusion import Diffusion, canvas_loss, canvas_masks
-from dllm.train.lm.loop import LOG, Trainer
+from dllm.train.lm.learner import LanguageLearner
 from dllm.train.lm.objective import EOS, Encoded, answer_loss, pad_right
 from dllm.train.lm.settings import ModelShape, TrainSettings
 from dllm.train.optimizer import lr_factor, orthogonalize
+from dllm.train.run import Run
+from dllm.train.run_files import LOG
 
 ROOT = Path(__file__).parents[2]
 TINY = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 32, "moe_intermediate_size": 16}
@@ -71,7 +75,7 @@ def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path):
     assert second.step == 3
     assert [now.step for now in second.run()] == [4]
     a, b = (torch.load(d / "state.pt", weights_only=True) for d in (whole, out))
-    assert a["step"] == b["step"] == 4 and a["errors"] == b["errors"] and a["loss"] == b["loss"]
+    assert a["step"] == b["step"] == 4 and a["learner"] == b["learner"] and a["loss"] == b["loss"]
     torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
     torch.testing.assert_close(a["average"], b["average"], rtol=0, atol=0)
     torch.testing.assert_close(a["optimizers"], b["optimizers"], rtol=0, atol=0)
@@ -153,12 +157,29 @@ def test_resumed_run_keeps_its_start(finished, tmp_path):
     assert (out / "start.md").read_text() == card
 
 
+def test_run_that_never_reached_a_checkpoint(finished, tmp_path):
+    """It can be resumed, but not with other settings, nor from other weights than it began with."""
+    objective, start = finished
+    settings = TrainSettings.load(write_config(tmp_path / "c.toml", objective))
+    out = tmp_path / "out"
+    first = command.open_run(settings, out, False, start / "model")
+    with pytest.raises(cli.CommandError, match="--resume"):
+        command.open_run(settings, out, False, start / "model")
+    with pytest.raises(cli.CommandError, match="seed = 0, given is 1"):
+        command.open_run(replace(settings, seed=1), out, True, start / "model")
+    with pytest.raises(cli.CommandError, match="name its --start-from again"):
+        command.open_run(settings, out, True)
+    again = command.open_run(settings, out, True, start / "model")
+    assert again.step == 0
+    torch.testing.assert_close(again.model.state_dict(), first.model.state_dict(), rtol=0, atol=0)
+
+
 def test_card_holds_the_scores_with_their_interval(finished, tmp_path):
     """As `dllm eval --output` writes them, and as the benchmarks read them."""
     objective, start = finished
     asked = [question("compare", "heldout", index) for index in range(4)]
     answers = [Answer(one.answer, 3) for one in asked[:3]] + [Answer("no", 3)]
-    scored = score("compare", asked, Run(answers, 1.0, denoise_steps=12, blocks=4))
+    scored = score("compare", asked, Answered(answers, 1.0, denoise_steps=12, blocks=4))
     result = {
         "families": {"compare": scored.to_mapping()},
         "all": total([scored]).to_mapping(),
@@ -166,7 +187,7 @@ def test_card_holds_the_scores_with_their_interval(finished, tmp_path):
     (tmp_path / "scores.json").write_text(json.dumps({"transformers": result}))
     shutil.copyfile(start / LOG, tmp_path / LOG)
     settings = TrainSettings.load(write_config(tmp_path / "c.toml", objective))
-    trainer = Trainer(settings, command.make_objective(settings), tmp_path)
+    trainer = Run(LanguageLearner(settings, command.make_objective(settings)), tmp_path)
     model_card.write_model_card(trainer, tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert "Of 4 questions" in card
@@ -235,6 +256,7 @@ def test_shipped_configs_are_valid():
     assert model_card._config(TrainSettings("ar", steps=3)) == "config.toml"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_overfits_ten_examples(objective, tmp_path, monkeypatch):
     """Ten questions, asked again and again, are answered right in the end."""
@@ -244,11 +266,12 @@ def test_overfits_ten_examples(objective, tmp_path, monkeypatch):
         | {"model": {"hidden_size": 64, "num_layers": 2, "intermediate_size": 64}}
     )
     ten = [question("compare", "train", index) for index in range(10)]
-    trainer = Trainer(settings, command.make_objective(settings), tmp_path)
-    monkeypatch.setattr(trainer, "_draw_questions", lambda: ten)
-    monkeypatch.setattr(trainer, "_validate", lambda: None)
+    learner = LanguageLearner(settings, command.make_objective(settings))
+    monkeypatch.setattr(learner, "draw_questions", lambda step: ten)
+    monkeypatch.setattr(learner, "evaluate", lambda average: {})
+    trainer = Run(learner, tmp_path)
     losses = [now.loss for now in trainer.run()]
-    answers = trainer.objective.answer(trainer.average, [each.prompt for each in ten], seed=0)
+    answers = learner.objective.answer(trainer.average, [each.prompt for each in ten], seed=0)
     right = [q.is_correct(text) for q, text in zip(ten, answers.texts, strict=True)]
     assert sum(right) >= 9, (answers.texts, losses[-1])
 

@@ -1,1 +1,1 @@
-"""Calibration: a drafter learns from what its target says, and is checked against it."""
+"""``dllm calibrate`` trains a drafter for a target; ``dllm check-drafter`` checks that it fits."""

@@ -1,14 +1,14 @@
-"""Greedy acceptance: how many drafts of each step the target would keep.
+"""Greedy acceptance: how many drafts of each step the target would keep, without serving.
 
-The target's greedy response is known, so nothing has to be served: drafts behind every token of it
-are compared with what really follows, and the steps of a server are walked through, each beginning
-where the one before ended. Only tokens of the response count: drafts that reach beyond its end are
-neither offered nor accepted.
+The target's greedy response is known. Behind each of its tokens a block is drafted and compared
+with what really follows. Then the steps of a server are replayed: each step begins where the one
+before ended. Drafts beyond the end of the response are not counted, neither offered nor accepted.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -27,11 +27,12 @@ class Acceptance:
     """Sums over the steps of some responses.
 
     Attributes:
-        tokens, steps: emitted by drafting steps (the first token of a response is by none).
-        offered, accepted: ``[K - 1]``: steps that had a draft k to accept, and that kept it and
-            all before it.
+        tokens, steps: tokens emitted, and the steps that took; the first token of a response
+            comes from its prompt and counts for neither.
+        offered, accepted: ``[K - 1]``: for each k, the steps that had a draft k, and those that
+            kept it and all drafts before it.
         loss: sum over responses of the mean negative log-likelihood of their tokens, nats.
-        responses: how many.
+        responses: number of responses.
     """
 
     tokens: int = 0
@@ -43,25 +44,26 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """Mean tokens a step, the target's own one included; 1 without any step."""
+        """Acceptance length: mean tokens a step, the target's own included; 1 without a step."""
         return self.tokens / self.steps if self.steps else 1.0
 
     @property
     def by_position(self) -> list[float]:
-        """Share of the steps with a draft k that kept k drafts, for k from 1."""
+        """For k from 1: of the steps that had a draft k, the share that kept it."""
         pairs = zip(self.accepted, self.offered, strict=True)
         return [kept / max(offered, 1) for kept, offered in pairs]
 
     @property
     def mean_loss(self) -> float:
-        """Nats a draft, every response alike."""
+        """Mean loss of the responses, in nats a draft."""
         return self.loss / max(self.responses, 1)
 
     def add(self, agreeing: Sequence[int], width: int, loss: float = 0.0) -> None:
-        """Walk through one response.
+        """Replay the steps of one response.
 
         Args:
-            agreeing: for each token that another one follows, how many drafts behind it agree.
+            agreeing: for each token but the last, how many drafts behind it agree.
+            width: drafts in a block.
             loss: mean negative log-likelihood of the response's tokens as drafts, nats.
         """
         self.loss += loss
@@ -81,9 +83,8 @@ class Acceptance:
 
     def merge(self, other: "Acceptance") -> None:
         """Add another one's steps."""
-        width = max(len(self.offered), len(other.offered))
         for name in ("offered", "accepted"):
-            pairs = zip(_padded(self, name, width), _padded(other, name, width), strict=True)
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [one + two for one, two in pairs])
         self.tokens += other.tokens
         self.steps += other.steps
@@ -91,13 +92,8 @@ class Acceptance:
         self.responses += other.responses
 
 
-def _padded(acceptance: Acceptance, name: str, width: int) -> list[int]:
-    values: list[int] = getattr(acceptance, name)
-    return values + [0] * (width - len(values))
-
-
 def possible(samples: Sequence[Sample], width: int) -> dict[str, Acceptance]:
-    """Of each group, what a drafter of that width reaches that is always right."""
+    """Acceptance of each group with a drafter that is always right, of that width."""
     found: dict[str, Acceptance] = defaultdict(Acceptance)
     for sample in samples:
         found[sample.group].add([width] * sample.num_anchors, width)
@@ -105,7 +101,7 @@ def possible(samples: Sequence[Sample], width: int) -> dict[str, Acceptance]:
 
 
 def total(groups: dict[str, Acceptance]) -> Acceptance:
-    """All of them together."""
+    """All groups together."""
     everything = Acceptance()
     for acceptance in groups.values():
         everything.merge(acceptance)
@@ -122,7 +118,7 @@ class Batch:
 
 
 def load_batch(samples: Sequence[Sample], target: Target, layer_ids: Sequence[int]) -> Batch:
-    """Tokens and hidden states, from disk or recomputed."""
+    """Tokens and hidden states, the latter from disk if they are stored, else recomputed."""
     longest = max(len(sample.tokens) for sample in samples)
     tokens = torch.tensor([[*s.tokens, *[0] * (longest - len(s.tokens))] for s in samples])
     tokens = tokens.to(target.device)
@@ -147,7 +143,7 @@ def measure(
 
     Args:
         block: positions of a draft block, the last token included.
-        layer_ids: other layers than the drafter's own to feed it with.
+        layer_ids: layers of the target to feed it with; None: those of its config.
     """
     layers = network.config.target_layer_ids if layer_ids is None else layer_ids
     found: dict[str, Acceptance] = defaultdict(Acceptance)
@@ -160,20 +156,20 @@ def measure(
 
 
 class Drafted(NamedTuple):
-    """Drafts behind every token of a response: how many agree, and their mean loss in nats."""
+    """Of one response: how many drafts behind each token agree, and the mean loss in nats."""
 
     agreeing: list[int]
     loss: float
 
 
 def draft_all(network: DraftNetwork, target: Target, batch: Batch, block: int) -> list[Drafted]:
-    """Draft behind every token of every response; padded with what stands behind the last one."""
+    """Draft behind every token of every response."""
     most = max(sample.num_anchors for sample in batch.samples)
     device = batch.tokens.device
     first = torch.tensor([sample.response_start for sample in batch.samples], device=device)
     last = torch.tensor([len(sample.tokens) - 2 for sample in batch.samples], device=device)
     behind = first[:, None] + torch.arange(most, device=device)
-    anchors = behind.minimum(last[:, None])
+    anchors = behind.minimum(last[:, None])  # shorter responses repeat their last anchor
     ids = draft_inputs(batch.tokens, anchors, block, network.config.mask_token_id)
     dtype = next(network.parameters()).dtype
     hidden = network(batch.features.to(dtype), target.embedding[ids].to(dtype), anchors)
@@ -190,7 +186,7 @@ def draft_all(network: DraftNetwork, target: Target, batch: Batch, block: int) -
         )
     ]
     agrees, losses = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-    # Nothing is drafted behind the end of a response, nor behind padding.
+    # Drafts beyond the end of a response, and behind the repeated anchors, do not count.
     exists = (places < last[:, None, None] + 2) & (behind <= last[:, None])[..., None]
     prefixes = (agrees & exists).int().cumprod(-1).sum(-1).tolist()
     means = (losses * exists).sum((1, 2)) / exists.sum((1, 2))
@@ -204,10 +200,10 @@ def _compare(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _batches(samples: Sequence[Sample], block: int) -> Iterator[list[Sample]]:
-    """Samples of similar size together, few enough for one pass."""
+    """Batches of samples of similar length, each small enough for one pass."""
     batch: list[Sample] = []
     for sample in sorted(samples, key=lambda one: one.num_anchors):
-        # All are padded to the last one's anchors.
+        # Samples are sorted, and all of a batch are padded to the anchors of its last one.
         is_full = (len(batch) + 1) * sample.num_anchors * block > ROWS_AT_ONCE
         if batch and (is_full or sample.num_anchors > 2 * batch[0].num_anchors):
             yield batch

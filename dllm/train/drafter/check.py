@@ -1,10 +1,10 @@
-"""Silent mismatches of a drafter and its target, found by measuring what other readings accept.
+"""Finds mismatches of a drafter and its target that cause no error, only low acceptance.
 
-A wrong layer index, causality, mask token or RoPE shows as nothing but low acceptance. Here the
-same weights are read in every other way that checkpoints are written in, one convention at a time;
-the best one is taken over and the search goes on from there, so that several mistakes are found one
-after the other. Readings are compared by the loss of the target's tokens, which tells two of them
-apart long before the number of drafts that are kept does.
+A wrong layer index, causality, mask token or RoPE is such a mismatch. The same weights are read
+with other conventions that checkpoints use, one convention at a time. If another reading fits
+better, it is taken over and the search goes on from there, so several mistakes are found one after
+the other. Readings are compared by the loss of the target's tokens: it differs clearly even where
+the number of accepted drafts does not.
 """
 
 import math
@@ -18,19 +18,21 @@ from dllm.train.drafter.acceptance import Acceptance, measure, total
 from dllm.train.drafter.network import DraftNetwork
 from dllm.train.drafter.target import Target
 
-# An alternative counts when it loses so much less, and more than twice the standard error of the
-# difference prompt by prompt. Weights lose least read as they were trained; where two readings are
-# one to them (mask tokens of nearly the same embedding) the difference is a thousandth.
+# Another reading is better if its loss is lower by LEAST_GAIN, and by more than STANDARD_ERRORS
+# standard errors of the difference, prompt by prompt. Readings that make no difference to a drafter
+# (mask tokens with nearly the same embedding, say) differ by about 0.001 nats.
 LEAST_GAIN = 0.02  # nats a draft
 STANDARD_ERRORS = 2.0
-# Fewer first drafts kept than this is what a drafter of another target reaches by chance.
-LEAST_FIRST_DRAFT = 0.1
+LEAST_FIRST_DRAFT = 0.1  # a drafter of another target keeps a smaller share of first drafts
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a checkpoint: ``layer_ids`` in the order in which ``fc`` takes them."""
+    """One way to read a checkpoint.
+
+    ``layer_ids``: layers of the target in the order in which ``fc`` takes their outputs.
+    """
 
     config: DrafterConfig
     layer_ids: tuple[int, ...]
@@ -38,7 +40,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Conventions:
-    """What else a checkpoint could mean: known of the target, not of the drafter."""
+    """Facts of the target that give alternatives: layers, mask tokens by id, RoPE parameters."""
 
     num_target_layers: int
     special_tokens: Mapping[int, str]
@@ -47,7 +49,7 @@ class Conventions:
 
 @dataclass(frozen=True)
 class Measured:
-    """Loss of one reading at each prompt, and acceptance at all of them."""
+    """One reading: its loss on each prompt in nats, and its acceptance on all together."""
 
     losses: tuple[float, ...]
     everything: Acceptance
@@ -55,10 +57,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A convention that another reading of fits better.
+    """A convention in which the checkpoint is wrong, and a better value.
 
-    what: layer index, causality, mask token, RoPE ...; declared, better: in words;
-    before, after: tokens a step with each; loss_before, loss_after: nats a draft.
+    Attributes:
+        what: layer index, causality, mask token, RoPE ...
+        declared, better: the value of the checkpoint and the better one, in words.
+        before, after: tokens a step with each.
+        loss_before, loss_after: nats a draft with each.
     """
 
     what: str
@@ -83,27 +88,29 @@ class Verdict:
     """What the search found.
 
     Attributes:
-        declared, best: as the checkpoint says, and with all mismatches put right.
-        mismatches: in the order in which they were found, largest gain first; none of a drafter
-            that no reading makes fit, because random weights prefer some reading, too.
-        tried: of every alternative to the declared reading, its name and tokens a step.
+        declared, best: as the checkpoint says, and with all mismatches corrected.
+        mismatches: in the order in which they were found, largest gain first. Empty if
+            ``is_stranger``: random weights also prefer some reading, which means nothing.
+        refusal: why a server refuses the pair; None: it does not.
+        tried: name and tokens a step of every alternative to the declared reading.
     """
 
     declared: Measured
     best: Measured
     mismatches: tuple[Mismatch, ...]
     tried: tuple[tuple[str, float], ...]
+    refusal: str | None = None
 
     @property
     def is_stranger(self) -> bool:
-        """Hardly a first draft is kept, however it is read: made for another target."""
+        """Whether hardly any first draft is kept in any reading: made for another target."""
         rates = self.best.everything.by_position
         return not rates or rates[0] < LEAST_FIRST_DRAFT
 
     @property
     def is_ok(self) -> bool:
-        """Nothing was found."""
-        return not self.mismatches and not self.is_stranger
+        """Whether nothing was found."""
+        return not self.mismatches and not self.is_stranger and self.refusal is None
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class Checker:
     conventions: Conventions
 
     def run(self, declared: Reading) -> Verdict:
-        """Search from the declared reading to one that nothing improves."""
+        """Search from the declared reading for one that no alternative improves."""
         reading, measured = declared, self.measure(declared)
         first = measured
         mismatches: list[Mismatch] = []
@@ -130,10 +137,10 @@ class Checker:
             if not mismatches:
                 tried = [(f"{what}: {now}", m.everything.length) for what, _, now, _, m in found]
             better = [one for one in found if is_better(one[-1], measured)]
-            if not better or len(mismatches) == 4:  # one of each kind
+            if not better or len(mismatches) == 4:  # there are four kinds
                 verdict = Verdict(first, measured, tuple(mismatches), tuple(tried))
                 return replace(verdict, mismatches=()) if verdict.is_stranger else verdict
-            # Of equally good ones, the first: they are listed from the likeliest on.
+            # Of about equally good ones take the first: likelier ones are listed first.
             least = min(one[-1].everything.mean_loss for one in better)
             what, was, now, reading, after = next(
                 one for one in better if one[-1].everything.mean_loss <= least + LEAST_GAIN
@@ -142,9 +149,9 @@ class Checker:
             measured = after
 
     def measure(self, reading: Reading) -> Measured:
-        """Acceptance with the weights read so."""
+        """Loss and acceptance with this reading."""
         self.network.reread(reading.config)
-        # Each prompt is a group of its own, so that readings are compared prompt by prompt.
+        # Each prompt is its own group, so that readings are compared prompt by prompt.
         alone = [replace(sample, group=str(at)) for at, sample in enumerate(self.samples)]
         groups = measure(self.network, self.target, alone, self.block, reading.layer_ids)
         losses = tuple(groups[sample.group].loss for sample in alone if sample.num_anchors)
@@ -152,13 +159,13 @@ class Checker:
 
 
 def mismatch(what: str, was: str, now: str, before: Measured, after: Measured) -> Mismatch:
-    """With both measurements."""
+    """A mismatch with its measurements."""
     old, new = before.everything, after.everything
     return Mismatch(what, was, now, old.length, new.length, old.mean_loss, new.mean_loss)
 
 
 def is_better(other: Measured, than: Measured) -> bool:
-    """Whether one reading loses less than another, beyond chance."""
+    """Whether one reading has a lower loss than another, beyond chance."""
     gains = [old - new for new, old in zip(other.losses, than.losses, strict=True)]
     error = statistics.stdev(gains) / math.sqrt(len(gains))
     return statistics.fmean(gains) > max(LEAST_GAIN, STANDARD_ERRORS * error)
@@ -177,7 +184,7 @@ def alternatives(
 def _other_layers(
     reading: Reading, conventions: Conventions
 ) -> Iterator[tuple[str, str, str, Reading]]:
-    """Ids counted from another start, or listed in another order."""
+    """Layer ids one lower or higher, or in another order."""
     ids = reading.layer_ids
     orders = {tuple(i + shift for i in ids): f"{shift:+} each" for shift in (-1, 1)}
     orders |= {tuple(reversed(ids)): "reversed", tuple(sorted(ids)): "ascending"}

@@ -1,10 +1,10 @@
-"""``dllm check-drafter``: does a drafter fit its target, and if not, what is off."""
+"""``dllm check-drafter``: does a drafter fit its target, and if not, what is wrong."""
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -16,31 +16,24 @@ from dllm.settings.command import FAILED, OK, CommandError
 from dllm.settings.drafting import DrafterOptions
 from dllm.train.drafter.acceptance import possible, total
 from dllm.train.drafter.check import Checker, Conventions, Reading, Verdict
-from dllm.train.drafter.export import read_checkpoint
-from dllm.train.drafter.network import DraftNetwork
+from dllm.train.drafter.export import build_network, read_checkpoint
 from dllm.train.drafter.prompts import Prompt, file_prompts, suite_prompts
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import Target, read_config, target_facts
 
 NUM_PROMPTS = 10
 MAX_TOKENS = 96
-MOST_SPECIAL_TOKENS = 32  # tried as the mask token
+MOST_SPECIAL_TOKENS = 32  # so many are tried as the mask token
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check a pair; 0: nothing was found, 1: something was."""
+    """Check a pair. Exit status 0: it fits; 1: it does not."""
     given = parse(argv)
     target_config = read_config(given.target)
     facts = target_facts(target_config)
     config, weights = read_checkpoint(given.drafter)
     reading, refusal = read_loosely(config, facts)
-    network = DraftNetwork(reading.config)
-    try:
-        network.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CommandError(
-            f"{given.drafter}: its tensors contradict config.json: {error}"
-        ) from None
+    network = build_network(reading.config, weights, given.drafter)
     target = Target(given.target, given.device)
     network = network.to(target.device).requires_grad_(False)
     samples = respond(target, load_prompts(given))
@@ -49,13 +42,13 @@ def main(argv: Sequence[str]) -> int:
     )
     block = int(str(config.get("block_size", 8)))
     checker = Checker(network, target, samples, block, conventions)
-    verdict = checker.run(reading)
+    verdict = replace(checker.run(reading), refusal=refusal)
     best = total(possible(samples, block - 1)).length
     if given.json is not None:
-        write_json(given, verdict, refusal, best)
+        write_json(given, verdict, best)
     if given.json is None or str(given.json) != "-":
-        print("\n".join(in_words(given, verdict, refusal, best)))
-    return OK if verdict.is_ok and refusal is None else FAILED
+        print("\n".join(in_words(given, verdict, best)))
+    return OK if verdict.is_ok else FAILED
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -76,13 +69,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading, str | None]:
-    """The declared reading, and what a server would refuse about it.
+    """The reading that the checkpoint declares, and why a server would refuse it (or None).
 
-    Layer ids that a server refuses (unsorted, out of range) are read as they stand if they can be,
-    or moved into range, so that acceptance can tell what was meant.
+    A server refuses layer ids that are unsorted or out of range. They are measured all the same,
+    moved into range if they have to be, so that the check can tell what was meant.
 
     Raises:
-        CommandError: the pair is refused for anything else: nothing can be measured.
+        CommandError: the pair is refused for another reason, so nothing can be measured.
     """
     dflash = dict(config.get("dflash_config") or {})  # type: ignore[call-overload]
     ids = dflash.get("target_layer_ids")
@@ -110,7 +103,7 @@ def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading
 
 
 def load_prompts(given: argparse.Namespace) -> list[Prompt]:
-    """Ten prompts; of the suite, of as many families as there are."""
+    """Ten prompts: of the file, or held-out ones of ten families of the task suite."""
     if given.prompts is not None:
         settings = CalibrateSettings(heldout=1, responses=NUM_PROMPTS)
         return file_prompts(given.target, given.prompts, settings)[:NUM_PROMPTS]
@@ -120,7 +113,11 @@ def load_prompts(given: argparse.Namespace) -> list[Prompt]:
 
 
 def respond(target: Target, prompts: Sequence[Prompt]) -> list[Sample]:
-    """Greedy responses."""
+    """Greedy responses of the target.
+
+    Raises:
+        CommandError: they are too short to measure anything.
+    """
     responses = target.respond([prompt.tokens for prompt in prompts], MAX_TOKENS, 0.0, 0)
     samples = [
         Sample((*prompt.tokens, *response), len(prompt.tokens), prompt.group)
@@ -132,9 +129,9 @@ def respond(target: Target, prompts: Sequence[Prompt]) -> list[Sample]:
 
 
 def special_tokens(target: Path) -> dict[int, str]:
-    """Tokens of the target that could be meant as the mask: its added ones, masks by name first.
+    """Tokens that could be meant as the mask: the tokenizer's added ones, by id.
 
-    Tokens that the target never saw have nearly one embedding: of equal readings the first counts.
+    Those named like a mask come first, because of equally good readings the first one is reported.
     """
     path = target / "tokenizer.json"
     if not path.exists():
@@ -146,27 +143,29 @@ def special_tokens(target: Path) -> dict[int, str]:
 
 
 def rope_parameters(target_config: Mapping[str, object]) -> dict[str, object]:
-    """RoPE of the target."""
+    """RoPE parameters of the target."""
     given = target_config.get("rope_parameters") or target_config.get("rope_scaling") or {}
     assert isinstance(given, Mapping), given
     theta = target_config.get("rope_theta") or given.get("rope_theta") or 10000.0
     return {"rope_type": "default", "rope_theta": theta} | dict(given)
 
 
-def write_json(
-    given: argparse.Namespace, verdict: Verdict, refusal: str | None, best: float
-) -> None:
-    """The findings; ``ok`` says what the exit status says."""
+def write_json(given: argparse.Namespace, verdict: Verdict, best: float) -> None:
+    """Write the findings; ``ok`` is true if the exit status is 0.
+
+    Args:
+        best: tokens a step of a drafter that is always right.
+    """
     found = {
         "target": str(given.target),
         "drafter": str(given.drafter),
-        "ok": verdict.is_ok and refusal is None,
-        "refused": refusal,
+        "ok": verdict.is_ok,
+        "refused": verdict.refusal,
         "fits_no_reading": verdict.is_stranger,
         "tokens_a_step": verdict.declared.everything.length,
         "tokens_a_step_possible": best,
         "kept_by_position": verdict.declared.everything.by_position,
-        "mismatches": [dataclasses.asdict(one) for one in verdict.mismatches],
+        "mismatches": [asdict(one) for one in verdict.mismatches],
         "tried": dict(verdict.tried),
     }
     text = json.dumps(found, indent=2) + "\n"
@@ -179,18 +178,16 @@ def write_json(
         raise CommandError(f"--json {given.json}: {error}") from error
 
 
-def in_words(
-    given: argparse.Namespace, verdict: Verdict, refusal: str | None, best: float
-) -> list[str]:
-    """The findings, a line each."""
+def in_words(given: argparse.Namespace, verdict: Verdict, best: float) -> list[str]:
+    """The findings, one a line, for people."""
     declared = verdict.declared.everything
     rates = ", ".join(f"{100 * rate:.0f}" for rate in declared.by_position)
     lines = [
         f"{given.drafter} for {given.target}: {declared.length:.2f} tokens a step "
         f"(possible: {best:.2f}); steps that keep 1, 2, ... drafts: {rates} %"
     ]
-    if refusal is not None:
-        lines.append(f"REFUSED by a server: {refusal}")
+    if verdict.refusal is not None:
+        lines.append(f"REFUSED by a server: {verdict.refusal}")
     lines += [f"MISMATCH: {mismatch}" for mismatch in verdict.mismatches]
     if verdict.is_stranger:
         lines.append(
@@ -200,5 +197,4 @@ def in_words(
     nearest = sorted(verdict.tried, key=lambda one: -one[1])[:3]
     others = "; ".join(f"{name}: {length:.2f}" for name, length in nearest)
     lines.append(f"{len(verdict.tried)} other readings were tried; best: {others}")
-    is_ok = verdict.is_ok and refusal is None
-    return [*lines, "the pair fits" if is_ok else "the pair does not fit"]
+    return [*lines, "the pair fits" if verdict.is_ok else "the pair does not fit"]

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import shlex
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from dllm.drafter.checkpoint import DrafterConfig, check_pair
@@ -18,17 +16,17 @@ from dllm.drafter.samples import Sample, read_shards, recorded_acceptance
 from dllm.settings.command import OK, CommandError
 from dllm.settings.drafting import DrafterOptions
 from dllm.tools import client
+from dllm.train.curve import Panel, draw, require_matplotlib
 from dllm.train.drafter import export
-from dllm.train.drafter.loop import LOG, Calibration
+from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.network import DraftNetwork
 from dllm.train.drafter.presets import CONTINUED, PRESETS, drafter_config, settings_for
-from dllm.train.drafter.prompts import Prompt, file_prompts, suite_prompts
+from dllm.train.drafter.prompts import Prompt, load_prompts
 from dllm.train.drafter.responses import (
     HELDOUT,
     TRAIN,
     Collector,
     DiskEstimate,
-    Respond,
     from_server,
     from_target,
     hidden_bytes,
@@ -36,18 +34,30 @@ from dllm.train.drafter.responses import (
 )
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import Target, read_config, target_facts
-from dllm.train.lm.export import copy_run_files
+from dllm.train.progress import progress_bar, train_with_bar
+from dllm.train.run import Run
+from dllm.train.run_files import MODEL, check_run, copy_log, write_start
 
 CONFIGS = Path(__file__).parent / "configs"
-RUN = "run.json"
 RESPONSES = "responses"
-MODEL = "model"
-HELDOUT_EVERY = 20  # of a buffer, every so many-th sample is held out
+HELDOUT_EVERY = 20  # one of so many recorded samples is held out
+
+
+PANELS = (
+    Panel("held-out tokens a step", lambda name: not name.startswith("position_")),
+    Panel("held-out drafts kept, %", lambda name: name.startswith("position_"), is_share=True),
+)
 
 
 @dataclass(frozen=True)
 class Network:
-    """The drafter of a run: config.json, what it means, and weights to start from."""
+    """The drafter of a run.
+
+    Attributes:
+        config: its config.json, which ``read`` is the parsed form of.
+        block: positions of a draft block, the last token included.
+        start_from: initial weights by name; None to draw them.
+    """
 
     config: dict[str, object]
     read: DrafterConfig
@@ -62,36 +72,37 @@ def main(argv: Sequence[str]) -> int:
         CommandError: before any work, when something is missing or wrong.
     """
     given = parse(argv)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("the learning curve needs matplotlib: pip install 'dllm[train]'.")
+    require_matplotlib()
     settings = load_settings(given)
     network = load_network(given, settings)
-    prompts = load_prompts(given, settings)
-    asked = None if given.from_server is None else client.connect(given.from_server, given.model)
-    if given.from_buffer is not None:
+    if given.from_buffer is None:
+        prompts = load_prompts(given.target, given.prompts, settings)
+    else:
+        prompts = []
         samples, heldout = split_buffer(given.from_buffer, network.read)
+    server = None if given.from_server is None else client.connect(given.from_server, given.model)
     report_disk(given, settings, network.read, prompts)
-    open_run(given, settings, network, prompts)
+    started = inputs_of(given, settings, network, prompts)
+    check_run(given.out, started, given.resume)
+    write_start(given.out, started)
     target = Target(given.target, given.device)
     if given.from_buffer is None:
         respond = from_target(target, settings.max_tokens)
-        if asked is not None:
-            respond = from_server(asked, given.target, settings.max_tokens)
-        collect(given.out / RESPONSES, target, network, settings, respond, prompts)
-        samples = usable(given.out / RESPONSES / TRAIN)
-        heldout = usable(given.out / RESPONSES / HELDOUT)
-    run = Calibration(
-        settings,
-        network.read,
-        network.block,
-        target,
-        samples,
-        heldout,
-        given.out,
-        network.start_from,
+        if server is not None:
+            respond = from_server(server, given.target, settings.max_tokens)
+        folder, layers = given.out / RESPONSES, network.read.target_layer_ids
+        torch.set_num_threads(settings.threads)
+        with progress_bar("responses", len(prompts)) as bar:
+            for done in Collector(folder, target, layers, settings, respond).run(prompts):
+                bar.advance(done)
+        samples, heldout = usable(folder / TRAIN), usable(folder / HELDOUT)
+    learner = DraftLearner(
+        settings, network.read, network.block, target, samples, heldout, network.start_from
     )
-    run.resume()
-    train(run)
+    run = Run(learner, given.out)
+    if given.resume:
+        run.resume()
+    train_with_bar(run, "calibrate")
     finish(run, network, given, argv)
     return OK
 
@@ -129,17 +140,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def load_settings(given: argparse.Namespace) -> CalibrateSettings:
-    """Those of the config, the preset, or a run that goes on from a drafter."""
+    """From ``--config``; else those of ``--preset``, or of a run that starts from a drafter."""
     if given.config is not None:
-        return export.load_settings(given.config)
+        return CalibrateSettings.load(given.config)
     return CONTINUED if given.drafter is not None else settings_for(given.preset)
 
 
 def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Network:
-    """The drafter, found to fit the target.
+    """The drafter that is trained: that of ``--drafter``, or a new one of the settings' shape.
 
     Raises:
-        CommandError: it does not, with both values.
+        CommandError: it does not fit the target.
     """
     target_config = read_config(given.target)
     facts = target_facts(target_config)
@@ -157,12 +168,12 @@ def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Netw
         raise CommandError(str(error)) from None
     block = int(str(config.get("block_size", settings.drafter.block_size)))
     if weights is not None:
-        _check_weights(read, weights, given.drafter)
+        export.build_network(read, weights, given.drafter)  # refuses weights of another shape
     return Network(config, read, block, weights)
 
 
 def _mask_token_id(target: Path) -> int | None:
-    """Of the target's tokenizer, if it names one."""
+    """The mask token of the target's tokenizer, if it names one."""
     path = target / "tokenizer_config.json"
     named = json.loads(path.read_text()).get("mask_token") if path.exists() else None
     if named is None or not (target / "tokenizer.json").exists():
@@ -173,62 +184,22 @@ def _mask_token_id(target: Path) -> int | None:
     return Tokenizer.from_file(str(target / "tokenizer.json")).token_to_id(text)
 
 
-def _check_weights(config: DrafterConfig, weights: dict[str, Tensor], path: Path) -> None:
-    expected = {name: tensor.shape for name, tensor in DraftNetwork(config).state_dict().items()}
-    for name in sorted(expected.keys() | weights.keys()):
-        found = tuple(weights[name].shape) if name in weights else "nothing"
-        allowed = tuple(expected[name]) if name in expected else "nothing"
-        if found != allowed:
-            raise CommandError(f"--drafter {path}: {name} is {found}; its config.json: {allowed}.")
-
-
-def load_prompts(given: argparse.Namespace, settings: CalibrateSettings) -> list[Prompt]:
-    """What the target is asked; nothing for a buffer."""
-    if given.from_buffer is not None:
-        return []
-    if given.prompts is not None:
-        return file_prompts(given.target, given.prompts, settings)
-    return suite_prompts(given.target, settings)
-
-
-def open_run(
+def inputs_of(
     given: argparse.Namespace,
     settings: CalibrateSettings,
     network: Network,
     prompts: Sequence[Prompt],
-) -> None:
-    """Make the directory of a run, or find it to be the same run's.
-
-    Raises:
-        CommandError: it holds a run and ``--resume`` was not given, or the reverse, or the run
-            was another one.
-    """
-    path = given.out / RUN
-    asked = hashlib.sha256(repr([prompt.tokens for prompt in prompts]).encode()).hexdigest()
-    drafter = given.drafter and hashlib.sha256((given.drafter / export.WEIGHTS).read_bytes())
-    this = {
-        "settings": settings.to_mapping(),
+) -> dict[str, object]:
+    """What decides the weights of the run, by name; prompts and weights by their digest."""
+    asked = repr([prompt.tokens for prompt in prompts]).encode()
+    weights = given.drafter and (given.drafter / export.WEIGHTS).read_bytes()
+    return settings.to_mapping() | {
         "drafter config": network.config,
-        "drafter": drafter.hexdigest() if drafter else None,
+        "drafter weights": hashlib.sha256(weights).hexdigest() if weights else None,
         "target": str(given.target.resolve()),
-        "prompts": asked,
+        "prompts": hashlib.sha256(asked).hexdigest(),
         "buffer": str(given.from_buffer),
     }
-    this = json.loads(json.dumps(this))
-    if path.exists() and not given.resume:
-        raise CommandError(f"{given.out} holds a run; go on with --resume, or give another --out.")
-    if given.resume and not path.exists():
-        raise CommandError(f"{given.out} holds no {RUN} to resume; leave out --resume.")
-    if given.resume:
-        before = json.loads(path.read_text())
-        for name, value in this.items():
-            if before.get(name) != value:
-                raise CommandError(
-                    f"{path}: the run had {name} = {before.get(name)}, given is {value}; give "
-                    "another --out, or what it was started with."
-                )
-    given.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(this, indent=1) + "\n")
 
 
 def report_disk(
@@ -237,7 +208,7 @@ def report_disk(
     drafter: DrafterConfig,
     prompts: Sequence[Prompt],
 ) -> None:
-    """Print what the run may need of the disk; raises CommandError if it has less."""
+    """Print how much of the disk the run may need; raises CommandError if less is free."""
     is_stored = settings.hidden_states == "stored"
     per_token = hidden_bytes(read_config(given.target), drafter) if is_stored else 0
     num_params = sum(param.numel() for param in DraftNetwork(drafter).parameters())
@@ -247,10 +218,10 @@ def report_disk(
 
 
 def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], list[Sample]]:
-    """Recorded samples to train on, and those held out.
+    """Recorded samples: those to train on, and those held out.
 
     Raises:
-        CommandError: there are too few, or they are not of these layers.
+        CommandError: there are too few, or their hidden states are of another drafter's layers.
     """
     samples = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
     if len(samples) <= HELDOUT_EVERY:
@@ -273,51 +244,15 @@ def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], li
     return kept, samples[::HELDOUT_EVERY]
 
 
-def collect(
-    folder: Path,
-    target: Target,
-    network: Network,
-    settings: CalibrateSettings,
-    respond: Respond,
-    prompts: Sequence[Prompt],
-) -> None:
-    """Responses and hidden states, under a progress bar."""
-    torch.set_num_threads(settings.threads)
-    collector = Collector(folder, target, network.read.target_layer_ids, settings, respond)
-    columns = (TextColumn("[bold]responses"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn()) as progress:
-        bar = progress.add_task("", total=len(prompts))
-        for done in collector.run(prompts):
-            progress.advance(bar, done)
-
-
-def train(run: Calibration) -> None:
-    """Run to the last step under a progress bar."""
-    columns = (
-        TextColumn("[bold]calibrate"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  held-out tokens a step {task.fields[length]}"),
-    )
-    with Progress(*columns) as progress:
-        bar = progress.add_task(
-            "", total=run.settings.steps, completed=run.step, loss=run.loss, length="-"
-        )
-        for now in run.run():
-            length = "-" if now.length is None else f"{now.length:.2f}"
-            progress.update(bar, completed=now.step, loss=now.loss, length=length)
-
-
 def finish(
-    run: Calibration, network: Network, given: argparse.Namespace, argv: Sequence[str]
+    run: Run[DraftLearner], network: Network, given: argparse.Namespace, argv: Sequence[str]
 ) -> None:
     """Checkpoint, curve and model card."""
     model = given.out / MODEL
     export.write_checkpoint(model, network.config, run.average.state_dict())
-    export.draw(given.out / LOG, given.out / export.CURVE)
-    copy_run_files(given.out, model, (LOG, export.CURVE))
-    counts = f"{len(run.samples)} samples, {len(run.heldout)} more held out"
+    draw(given.out, *PANELS)
+    copy_log(given.out, model)
+    counts = f"{len(run.learner.samples)} samples, {len(run.learner.heldout)} more held out"
     data = f"greedy responses of {given.target.name} to the questions of the task suite: {counts}."
     if given.from_buffer is not None:
         data = f"live traffic recorded at {given.target.name}: {counts}."

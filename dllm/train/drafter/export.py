@@ -1,40 +1,39 @@
-"""From a finished calibration to a checkpoint in z-lab's format, with its curve and model card."""
+"""Reads and writes drafters in z-lab's format; writes the model card of a calibration."""
 
-import csv
 import json
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dllm.drafter.checkpoint import DrafterConfig
 from dllm.settings.command import CommandError
+from dllm.train.card import duration, settings_block
 from dllm.train.drafter.acceptance import Acceptance, possible, total
-from dllm.train.drafter.loop import Calibration
-from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.drafter.learner import DraftLearner
+from dllm.train.drafter.network import DraftNetwork
+from dllm.train.run import Run
+from dllm.train.run_files import CARD, write_json
 
 WEIGHTS = "model.safetensors"
-CURVE = "curve.svg"
 
 
 def write_checkpoint(path: Path, config: Mapping[str, object], weights: dict[str, Tensor]) -> None:
-    """config.json and bf16 safetensors: what vLLM's own drafter and ours load."""
+    """Write config.json and bf16 safetensors, which vLLM's own drafter and ours load."""
     path.mkdir(parents=True, exist_ok=True)
     half = {name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in weights.items()}
     save_file(half, path / WEIGHTS, metadata={"format": "pt"})
     (path / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner only
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (path / "config.json").write_text(text)
+    write_json(path / "config.json", config)
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     """config.json and fp32 weights of a drafter in z-lab's format.
 
     Raises:
-        CommandError: there is none, or it needs more than our training network has.
+        CommandError: there is none, or our training network cannot represent it.
     """
     try:
         config = json.loads((path / "config.json").read_text())
@@ -54,66 +53,55 @@ def read_checkpoint(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
     return config, named
 
 
-def draw(log: Path, path: Path) -> None:
-    """Loss, acceptance length of each group, and acceptance by position, as an SVG."""
-    from matplotlib.figure import Figure
+def build_network(config: DrafterConfig, weights: dict[str, Tensor], path: Path) -> DraftNetwork:
+    """The network of a checkpoint.
 
-    with log.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    steps = [int(row["step"]) for row in rows]
-    positions = [name for name in rows[0] if name.startswith("position_")]
-    known = {"step", "seconds", "loss", "length", *positions}
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    left.plot(steps[1:], [float(row["loss"]) for row in rows[1:]], color="black")
-    left.set(xlabel="optimizer step", ylabel="training loss, nats", yscale="log")
-    middle.plot(steps, [float(row["length"]) for row in rows], color="black", label="all")
-    for group in [name for name in rows[0] if name not in known]:
-        middle.plot(steps, [float(row[group]) for row in rows], label=group, linewidth=1)
-    middle.set(xlabel="optimizer step", ylabel="held-out acceptance length, tokens a step")
-    middle.legend(fontsize=7, ncols=2)
-    for name in positions:
-        label = name.removeprefix("position_")
-        right.plot(steps, [100 * float(row[name]) for row in rows], label=label, linewidth=1)
-    right.set(xlabel="optimizer step", ylabel="held-out drafts kept, %", ylim=(-2, 102))
-    right.legend(fontsize=7, title="draft")
-    figure.savefig(path, metadata={"Date": None})
+    Raises:
+        CommandError: names or shapes of the weights are not those of its config.json.
+    """
+    network = DraftNetwork(config)
+    try:
+        network.load_state_dict(weights)
+    except RuntimeError as error:
+        raise CommandError(f"{path}: its tensors contradict config.json: {error}") from None
+    return network
 
 
-def write_model_card(run: Calibration, path: Path, command: str, data: str) -> None:
+def write_model_card(run: Run[DraftLearner], path: Path, command: str, data: str) -> None:
     """Write ``README.md`` beside the weights.
 
     Args:
-        command: that made them; data: what they were trained on, a sentence.
+        command: the command line that made them.
+        data: what they were trained on, in a sentence.
     """
+    learner = run.learner
+    settings, block = learner.settings, learner.block
     num_params = sum(param.numel() for param in run.average.parameters())
-    settings, config = run.settings, run.config
     lines = [
         f"# A drafter of {num_params / 1e6:.2f}M parameters",
         "",
         "A block-diffusion (DFlash) drafter in z-lab's format, in bf16: it proposes the next "
-        f"{run.block - 1} tokens of one target in one pass, from the target's hidden states behind "
-        f"layers {', '.join(map(str, config.target_layer_ids))}. Embedding and head are the "
-        "target's. It changes the target's speed and nothing that it says.",
+        f"{block - 1} tokens of one target in one pass, from the target's hidden states behind "
+        f"layers {', '.join(map(str, learner.config.target_layer_ids))}. Embedding and head are "
+        "the target's. It changes the target's speed and nothing that it says.",
         "",
         "## Training",
         "",
         f"- Data: {data}",
         f"- {settings.steps} steps of {settings.batch_size} responses with {settings.anchors} "
         f"draft blocks each, seed {settings.seed}; cross-entropy of the target's own tokens, draft "
-        f"k weighted exp(-(k - 1) / {settings.gamma or run.block / 2:g}); Muon and AdamW, average "
+        f"k weighted exp(-(k - 1) / {learner.gamma:g}); Muon and AdamW, average "
         "of the weights.",
         f"- Reproduce with `{command}`.",
-        f"- {run.seconds / 60:.0f} minutes of training on {settings.threads} thread(s) of "
-        f"{_processor()}; torch {torch.__version__}, transformers {transformers.__version__}.",
+        f"- {duration(run)}",
         "",
         "## Acceptance on held-out prompts, greedy",
         "",
-        *acceptance_table(run.acceptance, possible(run.heldout, run.block - 1)),
+        *acceptance_table(learner.acceptance, possible(learner.heldout, block - 1)),
         "",
         "Tokens a step: what a server emits per step of the target, its own token included, up to "
         f"the end of the response. *Possible* is a drafter that is always right: at most "
-        f"{run.block}, and less where responses are short. The columns with numbers: share of the "
+        f"{block}, and less where responses are short. The columns with numbers: share of the "
         "steps that kept so many drafts, of those whose response went on so long.",
         "",
         "## Limits",
@@ -121,18 +109,16 @@ def write_model_card(run: Calibration, path: Path, command: str, data: str) -> N
         "Of no use to any other target, and of little on other prompts than those it was "
         "trained on: calibrate again (docs/calibration.md).",
         "",
-        "```json",
-        json.dumps(settings.to_mapping(), indent=2),
-        "```",
+        *settings_block(settings),
         "",
     ]
-    (path / "README.md").write_text("\n".join(lines))
+    (path / CARD).write_text("\n".join(lines))
 
 
 def acceptance_table(
     acceptance: Mapping[str, Acceptance], best: Mapping[str, Acceptance]
 ) -> list[str]:
-    """A Markdown table, one line a group; ``best`` is of a drafter that is always right."""
+    """A Markdown table with a line for each group; ``best``: of an always right drafter."""
     everything = total(dict(acceptance))
     width = len(everything.offered)
     header = " | ".join(map(str, range(1, width + 1)))
@@ -146,22 +132,3 @@ def acceptance_table(
         lengths = f"{one.length:.2f} | {limit.length:.2f}"
         lines.append(f"| {name} | {lengths} | {' | '.join(cells)} |")
     return lines
-
-
-def load_settings(path: Path) -> CalibrateSettings:
-    """Settings of a TOML file.
-
-    Raises:
-        CommandError: the file is wrong.
-    """
-    try:
-        return CalibrateSettings.load(path)
-    except ValueError as error:
-        raise CommandError(f"--config {path}: {error}") from None
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()

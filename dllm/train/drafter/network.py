@@ -3,10 +3,9 @@
     context   hidden states [B, S, features] -> fc -> hidden_norm -> keys and values of every layer
     queries   [B, A, K]: A blocks of [last token, MASK x (K - 1)] -> layers -> norm -> target's head
 
-A block that begins at token p (its *anchor*) sees the context in front of p and itself; blocks do
-not see each other. It is the network of ``dllm.drafter.network`` and of ``tests/
-drafter_reference.py``; its tensors have the names of z-lab's checkpoints. Source: z-lab's DFlash
-(arXiv 2602.06036).
+The position of a block's first token is its *anchor*. A block sees the context in front of its
+anchor, and itself; blocks do not see each other. ``dllm.drafter.network`` is the same network for
+serving. Tensors have the names of z-lab's checkpoints. Source: z-lab's DFlash (arXiv 2602.06036).
 """
 
 from typing import NamedTuple
@@ -25,21 +24,21 @@ INITIAL_STD = 0.02
 
 
 class Turns(NamedTuple):
-    """RoPE: cosines and sines of context ``[B, S, head_dim]`` and queries ``[B, A * K, ...]``."""
+    """RoPE: (cosines, sines) of the context ``[B, S, D]`` and of the queries ``[B, A * K, D]``."""
 
     context: tuple[Tensor, Tensor]
     queries: tuple[Tensor, Tensor]
 
 
 class Visible(NamedTuple):
-    """What a layer's queries see: of the context ``[B, A * K, S]``, of their block ``[K, K]``."""
+    """Which keys queries see: in the context ``[B, A * K, S]``, in their block ``[K, K]``."""
 
     context: Tensor
     block: Tensor
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in the precision of its input: bf16 under autocast, as in a server."""
+    """RMSNorm in the precision of its input, which is bf16 under autocast, as in a server."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[..., size]``."""
@@ -140,10 +139,11 @@ class DraftNetwork(nn.Module):
         self.rotary = _rotary(config)
 
     def initialize(self, seed: int, head_norm: Tensor | None = None) -> None:
-        """Draw the weights: normal matrices, norms of one; outputs scaled down by depth.
+        """Draw the weights: normal matrices, norms of one, output projections scaled by depth.
 
-        head_norm: of the target, in front of the head that both share; its scale is what makes
-            logits of the size that the head was trained for.
+        Args:
+            head_norm: weight of the target's norm in front of the head that both share. With it
+                the first logits have the size that the head was trained for.
         """
         generator = torch.Generator().manual_seed(seed)
         depth = (2 * len(self.layers)) ** -0.5
@@ -159,7 +159,7 @@ class DraftNetwork(nn.Module):
                 self.norm.weight.copy_(head_norm)
 
     def reread(self, config: DrafterConfig) -> None:
-        """Let the same weights mean something else: causality, windows, RoPE, mask token."""
+        """Keep the weights, but read them with another config: causality, RoPE, mask token."""
         self.config = config
         self.rotary = _rotary(config).to(self.fc.weight.device)
         for module in self.modules():
@@ -170,13 +170,12 @@ class DraftNetwork(nn.Module):
         """Run all blocks.
 
         Args:
-            features: ``[B, S, layers * target_hidden]``, hidden states of the target; what stands
-                behind the last anchor is never seen.
-            embeds: ``[B, A, K, H]``, of the last token and the masks.
+            features: ``[B, S, layers * target_hidden]``, hidden states of the target.
+            embeds: ``[B, A, K, H]``, embeddings of the anchor's token and the masks.
             anchors: ``[B, A]``, the position of each block's first token.
 
         Returns:
-            ``[B, A, K, H]``, normalized: the input of the target's head.
+            ``[B, A, K, H]``, normalized; the target's head turns them into logits.
         """
         block, length = embeds.shape[2], features.shape[1]
         context = self.hidden_norm(self.fc(features))
@@ -192,7 +191,7 @@ class DraftNetwork(nn.Module):
 
 
 def visible_keys(layer: LayerAttention, anchors: Tensor, length: int, block: int) -> Visible:
-    """The rule of ``attention.masks`` for draft blocks: causality and window of one layer."""
+    """Which keys draft blocks see in a layer, by its causality and window."""
     keys = torch.arange(length, device=anchors.device)
     offsets = torch.arange(block, device=anchors.device)
     rows = anchors[..., None] + offsets
@@ -220,14 +219,14 @@ def rotate(heads: Tensor, turns: tuple[Tensor, Tensor], is_neox_style: bool) -> 
 
 
 def draft_inputs(tokens: Tensor, anchors: Tensor, block: int, mask_token_id: int) -> Tensor:
-    """Block inputs ``[B, A, block]``: the anchor's token, then masks."""
+    """Token ids of the blocks ``[B, A, block]``: the anchor's token, then masks."""
     ids = tokens.new_full((*anchors.shape, block), mask_token_id)
     ids[..., 0] = tokens.gather(1, anchors)
     return ids
 
 
 def cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor, rows_at_once: int = 2048) -> Tensor:
-    """``[N]`` fp32, nats, with the logits of few rows in memory at a time.
+    """Cross-entropy of each row, ``[N]`` fp32 in nats; logits of few rows are in memory at a time.
 
     Args:
         hidden: ``[N, H]``; head: ``[V, H]``; labels: ``[N]``.
@@ -243,7 +242,7 @@ def cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor, rows_at_once: in
 
 
 def _rotary(config: DrafterConfig) -> Qwen3RotaryEmbedding:
-    """Transformers' own, which knows every scaling of RoPE."""
+    """Transformers' own RoPE, which knows every scaling."""
     return Qwen3RotaryEmbedding(
         Qwen3Config(
             hidden_size=config.hidden_size,

@@ -1,8 +1,8 @@
-"""Network shapes for common targets, and the one that fits a target without a preset.
+"""Drafter shapes for common targets, and config.json of a new drafter for any target.
 
-Layer ids, block sizes and mask tokens are those of z-lab's released drafters (their config.json;
-github.com/z-lab/dflash), where there is one; the mask tokens of Llama and the layer ids of
-qwen3-30b-a3b are ours, by z-lab's rule of spreading layers.
+Layer ids, block sizes and mask tokens are those of z-lab's released drafters
+(github.com/z-lab/dflash), with two exceptions that we chose: the mask token of llama-3.1-8b, and
+the layer ids of qwen3-30b-a3b, by z-lab's rule of spreading layers.
 """
 
 from dllm.drafter.checkpoint import TargetFacts
@@ -24,14 +24,14 @@ PRESETS: dict[str, DrafterShape] = {
     "gpt-oss-20b": DrafterShape(8, 8, (1, 6, 11, 16, 21), 200000, 64, 8, 64, 7680),
 }
 
-# Of a run that goes on from a trained drafter: what it knows is not to be washed out.
+# For a run that starts from a trained drafter: low learning rates, so that it forgets little.
 CONTINUED = CalibrateSettings(
     steps=1000, matrix_lr=0.003, vector_lr=0.0003, decay_from=0.0, anchors=16
 )
 
 
 def settings_for(preset: str | None) -> CalibrateSettings:
-    """The settings of a preset: long sequences, sampled blocks, layers from the target."""
+    """Settings of a run with a preset, or with a shape that follows from the target."""
     shape = PRESETS[preset] if preset else DrafterShape()
     return CalibrateSettings(
         steps=20000,
@@ -47,7 +47,10 @@ def settings_for(preset: str | None) -> CalibrateSettings:
 
 
 def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
-    """Layers from the second to the third-last, evenly: z-lab's rule; all of a shallow target."""
+    """``count`` layers spread evenly from the second to the third-last: z-lab's rule.
+
+    A target with fewer than ``count`` + 4 layers gives its last ones.
+    """
     if num_target_layers < count + 4:
         return tuple(range(max(0, num_target_layers - count), num_target_layers))
     if count == 1:
@@ -65,7 +68,7 @@ def drafter_config(
     """config.json of a new drafter in z-lab's format.
 
     Args:
-        mask_token_id: of the target's tokenizer, where the shape names none.
+        mask_token_id: of the target's tokenizer; used if the shape has none.
     """
     given = target_config.get
     num_heads = shape.num_heads or given("num_attention_heads")

@@ -17,18 +17,25 @@ OF_FILE = "prompts"  # the group of prompts that come from a file
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to answer; ``group``: what it counts for in reports."""
+    """Token ids that the target answers; reports have a line for each ``group``."""
 
     tokens: tuple[int, ...]
     group: str
     is_heldout: bool
 
 
+def load_prompts(target: Path, file: Path | None, settings: CalibrateSettings) -> list[Prompt]:
+    """Those of a file, or the questions of the task suite if there is none."""
+    if file is None:
+        return suite_prompts(target, settings)
+    return file_prompts(target, file, settings)
+
+
 def suite_prompts(target: Path, settings: CalibrateSettings) -> list[Prompt]:
     """Training and held-out questions of every family.
 
     Raises:
-        CommandError: the target is none of our small models, by its tokenizer's special tokens.
+        CommandError: the target is not one of our small models, judged by its tokenizer.
     """
     path = target / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path)) if path.exists() else None
@@ -46,9 +53,9 @@ def suite_prompts(target: Path, settings: CalibrateSettings) -> list[Prompt]:
 
 
 def file_prompts(target: Path, file: Path, settings: CalibrateSettings) -> list[Prompt]:
-    """Lines of a text file, or objects of a JSONL file with ``prompt`` or ``messages``.
+    """Prompts of a file, with the target's chat template; the first ``heldout`` are held out.
 
-    The target's chat template is applied to them. The first ``settings.heldout`` are held out.
+    A line of a text file is a prompt; a line of JSONL is an object with ``prompt`` or ``messages``.
 
     Raises:
         CommandError: the file cannot be read, a line is wrong, or there are too few.

@@ -1,7 +1,7 @@
-"""Responses of the target to the prompts, and their hidden states, in shards that resume.
+"""Collects the target's responses to the prompts, and their hidden states, in shards on disk.
 
-A shard holds one batch; a batch is a function of the prompts, the settings and the target, so a run
-that was stopped goes on with the shards that it lacks.
+A shard holds one batch. Prompts, settings and target decide what is in it, so a resumed run writes
+only the shards that are missing.
 """
 
 import shutil
@@ -23,8 +23,8 @@ from dllm.train.drafter.target import Target
 
 TRAIN, HELDOUT = "train", "heldout"
 CONCURRENCY = 32  # requests to a server at once
-# Of a parameter in training: weight, average, gradient and momenta (fp32), twice on disk for a
-# moment, because a checkpoint is written beside the one before.
+# Bytes on disk of a parameter in a checkpoint: weight, average and momenta in fp32, for two
+# checkpoints, because a new one is written before the old one is removed.
 STATE_BYTES = 2 * 16
 
 # (prompts, temperature, seed) -> responses as tokens, end-of-sequence included.
@@ -33,7 +33,7 @@ Respond = Callable[[Sequence[Sequence[int]], float, int], list[list[int]]]
 
 @dataclass(frozen=True)
 class DiskEstimate:
-    """Bytes that a run writes at most."""
+    """Bytes that a run writes at most: tokens, hidden states, and its checkpoints."""
 
     tokens: int
     hidden: int
@@ -47,7 +47,7 @@ class DiskEstimate:
         bytes_per_token: int,
         num_params: int,
     ) -> "DiskEstimate":
-        """bytes_per_token: of the hidden states; 0 if they are not stored."""
+        """Of a run; ``bytes_per_token``: of the hidden states, 0 if they are not stored."""
         lengths = [
             min(len(prompt.tokens) + settings.max_tokens, settings.max_length) for prompt in prompts
         ]
@@ -59,10 +59,10 @@ class DiskEstimate:
         return f"at most {whole}: tokens {tokens}, hidden states {hidden}, training state {state}"
 
     def check(self, out: Path, is_resumed: bool) -> None:
-        """A run that goes on has room where its own files are.
+        """Refuse a disk with too little room; what a resumed run has written counts as free.
 
         Raises:
-            CommandError: the disk has less room than that.
+            CommandError: the disk has less room than the run may need.
         """
         there = next(path for path in (out, *out.absolute().parents) if path.exists())
         written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
@@ -123,7 +123,7 @@ def from_server(connection: Connection, target: Path, max_tokens: int) -> Respon
 
 @dataclass(frozen=True)
 class Collector:
-    """Collects what one run trains on, into ``folder``."""
+    """Writes what one run trains on into ``folder``: ``train`` and ``heldout``."""
 
     folder: Path
     target: Target
@@ -132,11 +132,11 @@ class Collector:
     respond: Respond
 
     def run(self, prompts: Sequence[Prompt]) -> Iterator[int]:
-        """Write every shard that is missing; yields prompts done, shard by shard."""
+        """Write every shard that is missing; yields the number of prompts of each shard."""
         size = self.settings.generate_batch
         for split, is_heldout in ((HELDOUT, True), (TRAIN, False)):
             chosen = [prompt for prompt in prompts if prompt.is_heldout == is_heldout]
-            # Prompts of one length together: little padding, and similar responses.
+            # Prompts of similar length together, so that there is little padding.
             chosen.sort(key=lambda prompt: (prompt.group, len(prompt.tokens)))
             (self.folder / split).mkdir(parents=True, exist_ok=True)
             for start in range(0, len(chosen), size):
@@ -170,7 +170,7 @@ class Collector:
 
 
 def usable(folder: Path) -> list[Sample]:
-    """Samples with at least one token to draft.
+    """The samples in a folder that have at least one token to draft.
 
     Raises:
         CommandError: there are none.
@@ -185,7 +185,7 @@ def usable(folder: Path) -> list[Sample]:
 
 
 def hidden_bytes(target_config: Mapping[str, object], drafter: DrafterConfig) -> int:
-    """Of the hidden states of one token."""
+    """Bytes of the hidden states of one token."""
     dtype = str(target_config.get("dtype") or target_config.get("torch_dtype") or "float32")
     element = torch.empty((), dtype=getattr(torch, dtype)).element_size()
     return element * len(drafter.target_layer_ids) * drafter.target_hidden_size

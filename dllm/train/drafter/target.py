@@ -1,8 +1,7 @@
-"""The target through transformers: what it says, and the hidden states that inference hands on.
+"""The target in transformers: its responses, and the hidden states that a drafter reads.
 
-Index convention: z-lab's, as in docs/drafter.md. Layer i is the output of decoder layer i, the
-residual stream before the final norm; vLLM calls it i + 1 (``tests/train/test_calibrate_engine.py``
-holds the two against each other).
+Layer i means the output of decoder layer i, 0-based, before the final norm (z-lab's convention,
+docs/drafter.md). vLLM calls it i + 1.
 """
 
 import json
@@ -15,13 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.settings.command import CommandError
+from dllm.train.generate import continue_prompts
 
 
 class Target:
     """A causal language model with its weights frozen.
 
     Attributes:
-        embedding, head: ``[V, H]`` as vLLM shares them with a drafter: the bare rows.
+        embedding, head: ``[V, H]``, the weights alone, as vLLM shares them with a drafter.
         head_norm: ``[H]``, weight of the norm in front of the head; None if it has none.
         eos: ids that end a response.
     """
@@ -44,7 +44,10 @@ class Target:
 
     @torch.no_grad()
     def hidden_states(self, ids: Tensor, layer_ids: Sequence[int]) -> Tensor:
-        """``[B, S, len(layer_ids) * H]`` of right-padded ``ids`` ``[B, S]``, side by side."""
+        """Outputs of layers, side by side: ``[B, S, len(layer_ids) * H]``.
+
+        ids: ``[B, S]``, right-padded.
+        """
         found: dict[int, Tensor] = {}
 
         def keep(layer: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
@@ -61,30 +64,18 @@ class Target:
                 hook.remove()
         return torch.cat([found[layer] for layer in layer_ids], -1)
 
-    @torch.no_grad()
     def respond(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, seed: int
     ) -> list[list[int]]:
         """Responses in one batch, each to its first end-of-sequence token, that one included."""
-        longest = max(map(len, prompts))
-        pads = [longest - len(prompt) for prompt in prompts]
-        filler = min(self.eos, default=0)
-        ids = torch.tensor(
-            [[filler] * pad + [*prompt] for pad, prompt in zip(pads, prompts, strict=True)]
-        )
-        sampling = {"do_sample": False}
+        sampling: dict[str, object] = {"do_sample": False}
         if temperature > 0:
             # Exactly what is asked for: no top-k or top-p of the model's generation config.
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}  # type: ignore[dict-item]
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(seed)
-        output = self.model.generate(
-            ids.to(self.device),
-            attention_mask=(torch.arange(longest) >= torch.tensor(pads)[:, None]).to(self.device),
-            max_new_tokens=max_tokens,
-            pad_token_id=filler,
-            **sampling,
-        )
-        return [self._until_end(row) for row in output[:, longest:].tolist()]
+        filler = min(self.eos, default=0)
+        rows = continue_prompts(self.model, prompts, max_tokens, filler, **sampling)
+        return [self._until_end(row) for row in rows]
 
     def _until_end(self, tokens: list[int]) -> list[int]:
         ends = [index for index, token in enumerate(tokens) if token in self.eos]
@@ -105,7 +96,11 @@ def read_config(path: Path) -> dict[str, object]:
 
 
 def target_facts(config: dict[str, object]) -> TargetFacts:
-    """What a drafter has to agree with."""
+    """The sizes that a drafter has to agree with.
+
+    Raises:
+        CommandError: config.json lacks one of them.
+    """
     sizes = [config.get(key) for key in ("hidden_size", "num_hidden_layers", "vocab_size")]
     if not all(isinstance(size, int) for size in sizes):
         raise CommandError(

@@ -1,1 +1,1 @@
-"""The objectives of language models: block diffusion, and an autoregressive twin."""
+"""``dllm train diffusion`` and ``dllm train ar``: small language models on the task suite."""

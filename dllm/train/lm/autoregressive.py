@@ -1,6 +1,7 @@
-"""The objective of an autoregressive model, on Hugging Face's own Qwen3: the baseline and target.
+"""The objective of an autoregressive model, on Hugging Face's own Qwen3.
 
-Next-token cross-entropy on the answers, nothing else: the questions are given, never generated.
+It is the baseline of the diffusion model and the target of the drafter. The loss is next-token
+cross-entropy on the answers alone, because questions are never generated.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE
+from dllm.train.generate import continue_prompts
 from dllm.train.lm.objective import (
     EOS,
     Answers,
@@ -27,14 +29,14 @@ MAX_TOKENS = 128  # of an answer, in validation
 
 
 class Autoregressive:
-    """The next-token objective; see the module."""
+    """The next-token objective (see the module)."""
 
     def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
 
     def config(self) -> dict[str, object]:
-        """config.json: every layer attends to everything, one key head for two query heads."""
+        """config.json: full attention in every layer, one key head for two query heads."""
         shape = self.settings.model
         return {
             "architectures": ["Qwen3ForCausalLM"],
@@ -59,7 +61,7 @@ class Autoregressive:
     def generation_config(self) -> dict[str, object]:
         """generation_config.json: greedy unless a request says otherwise.
 
-        Hugging Face reads ``do_sample``, vLLM ``temperature``.
+        Hugging Face reads ``do_sample`` of it, vLLM reads ``temperature``.
         """
         return {
             "bos_token_id": TOKEN_ID["<bos>"],
@@ -70,7 +72,7 @@ class Autoregressive:
         }
 
     def build_model(self) -> Qwen3ForCausalLM:
-        """The model in fp32, all of it trained."""
+        """A new model in fp32; all of it is trained."""
         torch.manual_seed(self.settings.seed)
         model = Qwen3ForCausalLM(Qwen3Config(**(self.config() | {"dtype": "float32"})))
         model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
@@ -87,21 +89,11 @@ class Autoregressive:
         logits = model.lm_head(hidden[:, :-1][is_answer[:, 1:]]).float()
         return answer_loss(logits, ids, is_answer)
 
-    @torch.no_grad()
     def answer(self, model: Qwen3ForCausalLM, prompts: Sequence[str], seed: int) -> Answers:
-        """Greedy answers, by Hugging Face's ``generate`` on left-padded prompts."""
+        """Greedy answers."""
         asked = [Question("", prompt, "", frozenset()) for prompt in prompts]
         prompt_ids = Encoded.of(self.tokenizer, asked).prompts
-        longest = max(map(len, prompt_ids))
-        pads = [longest - len(ids) for ids in prompt_ids]
-        rows = zip(pads, prompt_ids, strict=True)
-        output = model.generate(
-            torch.tensor([[EOS] * pad + ids for pad, ids in rows]),
-            attention_mask=(torch.arange(longest) >= torch.tensor(pads)[:, None]).long(),
-            max_new_tokens=MAX_TOKENS,
-            do_sample=False,
-            eos_token_id=EOS,
-            pad_token_id=EOS,
+        rows = continue_prompts(
+            model, prompt_ids, MAX_TOKENS, EOS, do_sample=False, eos_token_id=EOS
         )
-        texts = [decode_until_end(self.tokenizer, row) for row in output[:, longest:].tolist()]
-        return Answers(texts, 1.0)
+        return Answers([decode_until_end(self.tokenizer, row) for row in rows], 1.0)

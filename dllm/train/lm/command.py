@@ -1,28 +1,35 @@
-"""``dllm train``: a training run from a TOML file to a checkpoint directory."""
+"""``dllm train diffusion`` and ``dllm train ar``: from a TOML file to a checkpoint directory."""
 
 import argparse
-import importlib
-import importlib.util
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dllm.settings.command import OK, CommandError
 from dllm.tasks.tokenizer import train_tokenizer
+from dllm.train.curve import Panel, draw, require_matplotlib
 from dllm.train.lm.autoregressive import Autoregressive
-from dllm.train.lm.curve import draw
 from dllm.train.lm.diffusion import Diffusion
-from dllm.train.lm.export import copy_run_files, export
-from dllm.train.lm.loop import CHECKPOINT, LOG, Trainer, digest_of
-from dllm.train.lm.model_card import CARD, START, write_model_card
+from dllm.train.lm.export import export
+from dllm.train.lm.learner import LanguageLearner, digest_of
+from dllm.train.lm.model_card import CARD_OF_START, STARTED_FROM, write_model_card
 from dllm.train.lm.objective import Objective
 from dllm.train.lm.settings import CONFIGS, TrainSettings
+from dllm.train.progress import train_with_bar
+from dllm.train.run import Run
+from dllm.train.run_files import (
+    CARD,
+    MODEL,
+    STATE,
+    check_run,
+    copy_log,
+    started_with,
+    write_start,
+)
 
-CURVE = "curve.svg"
-MODEL = "model"
+ACCURACY = Panel("validation answers correct, %", lambda name: name != "steps_per_block", True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,28 +38,18 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         CommandError: before the first step, when something is missing or wrong.
     """
-    if argv[:1] == ["pilot"]:
-        status: int = importlib.import_module("dllm.train.pilot.command").main(argv[1:])
-        return status
     given = parse(argv)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("the learning curve needs matplotlib: pip install 'dllm[train]'.")
+    require_matplotlib()
     with torch.device(given.device):
-        run(given)
-    return OK
-
-
-def run(given: argparse.Namespace) -> None:
-    """From the config to the checkpoint, on torch's default device."""
-    settings = load_settings(given)
-    trainer = open_run(settings, given.out, given.resume, given.start_from)
-    train(trainer)
-    draw(given.out / LOG, given.out / CURVE)
-    model = given.out / MODEL
-    export(trainer.average, trainer.objective, model)
-    copy_run_files(given.out, model, (LOG, CURVE))
-    write_model_card(trainer, model)
+        run = open_run(load_settings(given), given.out, given.resume, given.start_from)
+        train_with_bar(run, given.objective)
+        draw(given.out, ACCURACY)
+        model = given.out / MODEL
+        export(run.average, run.learner.objective, model)
+        copy_log(given.out, model)
+        write_model_card(run, model)
     print(model)
+    return OK
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -81,10 +78,7 @@ def load_settings(given: argparse.Namespace) -> TrainSettings:
     """
     shipped = CONFIGS / {"diffusion": "tiny-dllm.toml", "ar": "tiny-ar.toml"}[given.objective]
     path = given.config or shipped
-    try:
-        settings = TrainSettings.load(path)
-    except ValueError as error:
-        raise CommandError(f"{path}: {error}") from None
+    settings = TrainSettings.load(path)
     if settings.objective != given.objective:
         raise CommandError(
             f"{path} has objective = {settings.objective!r}, asked for was {given.objective!r}; "
@@ -95,36 +89,39 @@ def load_settings(given: argparse.Namespace) -> TrainSettings:
 
 def open_run(
     settings: TrainSettings, out: Path, resume: bool, start_from: Path | None = None
-) -> Trainer:
+) -> Run[LanguageLearner]:
     """A new run, or the one that the directory holds.
 
     Raises:
         CommandError: the directory holds a run and ``resume`` was not asked for, or the reverse,
             or the run had other settings or initial weights, or those to start from do not fit.
     """
-    exists = (out / CHECKPOINT).exists()
-    if exists and not resume:
-        raise CommandError(f"{out} holds a run; go on with --resume, or give another --out.")
-    if resume and not exists:
-        raise CommandError(f"{out} holds no {CHECKPOINT} to resume; leave out --resume.")
+    before = started_with(out) if resume else {}
+    digest = before.get(STARTED_FROM)  # a resumed run need not name its start again
     if start_from is not None:
         for name in ("config.json", "model.safetensors"):
             if not (start_from / name).exists():
                 raise CommandError(f"{start_from} holds no {name} to start from.")
+        if before and digest != digest_of(start_from):
+            raise CommandError(
+                f"{out} did not start from the weights of {start_from}; leave out --start-from."
+            )
+        digest = digest_of(start_from)
+    elif digest is not None and not (out / STATE).exists():
+        raise CommandError(f"{out} has no checkpoint yet; name its --start-from again.")
+    given = settings.to_mapping() | {STARTED_FROM: digest}
+    check_run(out, given, resume)
     try:
-        trainer = Trainer(settings, make_objective(settings), out, None if resume else start_from)
-        if resume:
-            trainer.resume()
+        learner = LanguageLearner(settings, make_objective(settings), start_from)
     except ValueError as error:
         raise CommandError(str(error)) from None
-    if resume and start_from is not None and digest_of(start_from) != trainer.started_from:
-        raise CommandError(
-            f"{out} did not start from the weights of {start_from}; leave out --start-from."
-        )
-    out.mkdir(parents=True, exist_ok=True)
+    write_start(out, given)
     if start_from is not None and (start_from / CARD).exists():
-        shutil.copyfile(start_from / CARD, out / START)
-    return trainer
+        shutil.copyfile(start_from / CARD, out / CARD_OF_START)
+    run = Run(learner, out)
+    if resume:
+        run.resume()
+    return run
 
 
 def make_objective(settings: TrainSettings) -> Objective:
@@ -132,25 +129,3 @@ def make_objective(settings: TrainSettings) -> Objective:
     kinds: dict[str, type[Diffusion] | type[Autoregressive]]
     kinds = {"diffusion": Diffusion, "ar": Autoregressive}
     return kinds[settings.objective](settings, train_tokenizer())
-
-
-def train(trainer: Trainer) -> None:
-    """Run to the last step under a progress bar."""
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  validation {task.fields[accuracy]}"),
-    )
-    with Progress(*columns) as progress:
-        bar = progress.add_task(
-            trainer.settings.objective,
-            total=trainer.settings.steps,
-            completed=trainer.step,
-            loss=trainer.loss,
-            accuracy="-",
-        )
-        for now in trainer.run():
-            accuracy = "-" if now.accuracy is None else f"{now.accuracy:.1%}"
-            progress.update(bar, completed=now.step, loss=now.loss, accuracy=accuracy)

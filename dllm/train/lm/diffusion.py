@@ -1,11 +1,14 @@
 """The objective of a block-diffusion model, on Hugging Face's own DiffusionGemma.
 
-A question and its answer are encoded once, causally. A block of the answer, replaced by uniform
-random tokens with probability t, is decoded as a canvas behind what precedes it, and the loss is
-the cross-entropy of the clean block, where every block counts the same however little of it is
-answer. What generation will show the model is what it is trained on: all of the canvas random
-(t = 1) is where it starts, the model's own temperature-scaled logits come back as
-self-conditioning, and some canvases have gone through a real sampler step.
+A question and its answer are encoded once, causally. A block of the answer becomes a canvas: each
+of its tokens is replaced by a uniform random one with probability t. The decoder sees the canvas
+behind everything that precedes the block. The loss is the cross-entropy of the clean block; every
+block has the same weight, even if little of it is answer.
+
+Training shows the model what generation will show it:
+- many canvases are all random (t = 1), as at the start of generation;
+- some get self-conditioning: the temperature-scaled logits of an earlier denoise step;
+- some of these have also been changed by a sampler step.
 """
 
 from collections.abc import Sequence
@@ -40,23 +43,23 @@ from dllm.train.lm.objective import (
 from dllm.train.lm.settings import TrainSettings
 
 PURE_NOISE = 0.3  # share of canvases that are random throughout
-SELF_CONDITIONED = 0.5  # share of canvases that see an earlier step
-RESAMPLED = 0.5  # of these: share whose canvas comes from a sampler step
-TEMPERATURES = (0.2, 0.5)  # of the earlier step: t_min to t_max
+SELF_CONDITIONED = 0.5  # share of canvases with an earlier denoise step
+RESAMPLED = 0.5  # of these, the share whose canvas is the outcome of a sampler step
+TEMPERATURES = (0.2, 0.5)  # range of the temperature of the earlier step
 ENTROPY_BOUND = 0.3  # nats
 TAIL_WEIGHT = 0.1  # in the loss, of a position behind the first end-of-sequence token
-# Generation is a little colder and more careful than training; chosen on the validation split. At
-# the temperatures of training a text with many right answers takes 40 steps to agree with itself,
-# and a mean entropy of 0.05 nats over 32 positions leaves room for one answer of two tokens that
-# has not been decided.
+# Settings of generation in validation, chosen on the validation split. Temperatures are lower than
+# in training: with those of training, a question that has many right answers takes 40 steps until
+# the canvas is stable. The confidence threshold is low because it applies to the mean entropy over
+# the canvas: at 0.05 nats over 32 positions, two tokens can still be undecided.
 GENERATION: dict[str, float] = {
     "max_denoising_steps": 48,
     "t_min": 0.1,
     "t_max": 0.3,
     "confidence_threshold": 0.01,
 }
-# What the checkpoint is served with instead: once trained, it settles answers of many forms in a
-# third of the steps, with as many of them right and nearly as many forms.
+# The checkpoint is served with these values instead: the trained model then needs a third of the
+# steps on questions with many right answers, is right as often, and varies nearly as much.
 SERVED: dict[str, float] = {"t_max": 0.2}
 SERVED_ENTROPY_BOUND = 1.0
 MAX_BLOCKS = 4  # of an answer, in validation
@@ -78,7 +81,7 @@ class Canvases(NamedTuple):
 
 
 class Diffusion:
-    """The block-diffusion objective; see the module."""
+    """The block-diffusion objective (see the module)."""
 
     def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
         self.settings = settings
@@ -96,7 +99,7 @@ class Diffusion:
         )
 
     def config(self) -> dict[str, object]:
-        """config.json: two sliding layers, then a full one, and so on; the last one is full."""
+        """config.json: every third layer and the last one are full, the others are sliding."""
         shape = self.settings.model
         is_full = [(index + 1) % 3 == 0 for index in range(shape.num_layers)]
         is_full[-1] = True
@@ -119,7 +122,7 @@ class Diffusion:
         return generation_config() | GENERATION | SERVED | {"sampler_config": sampler}
 
     def build_model(self) -> DiffusionGemmaForBlockDiffusion:
-        """The model in fp32; the vision tower, which nothing here sees, is not trained."""
+        """A new model in fp32; its vision tower is never used here and is not trained."""
         torch.manual_seed(self.settings.seed)
         model = DiffusionGemmaForBlockDiffusion(
             DiffusionGemmaConfig(**(self.config() | {"dtype": "float32"}))
@@ -136,7 +139,7 @@ class Diffusion:
         questions: Sequence[Question],
         random: torch.Generator,
     ) -> Tensor:
-        """That of the canvases plus ``prefix_loss`` times next-token prediction of the answers."""
+        """Loss of the canvases, plus ``prefix_loss`` times the next-token loss of the answers."""
         encoded = Encoded.of(self.tokenizer, questions)
         canvases = self._draw_canvases(encoded, random)
         ids = pad_right([p + a for p, a in zip(*encoded, strict=True)])
@@ -151,7 +154,7 @@ class Diffusion:
         return canvas_loss(logits, canvases.clean) + self.settings.prefix_loss * prefix_loss
 
     def _draw_canvases(self, encoded: Encoded, random: torch.Generator) -> Canvases:
-        """``canvases`` blocks of every answer, each noised at a level of its own."""
+        """Draw ``canvases`` blocks of every answer, each with its own share of noise."""
         length, per_question = self.canvas_length, self.settings.canvases
         num_canvases = len(encoded.answers) * per_question
         sequence = torch.arange(num_canvases) // per_question
@@ -180,11 +183,14 @@ class Diffusion:
         canvases: Canvases,
         random: torch.Generator,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What an earlier denoise step leaves to the canvases that see one.
+        """Run an earlier denoise step on some canvases, to train on its outcome.
+
+        The share of these canvases is fixed, so that every training step costs the same.
 
         Returns:
-            canvas ``[N, C]``, prev_logits ``[N, C, V]`` (temperature-scaled), is_conditioned
-            ``[N]`` bool. The chosen canvases are a fixed share, so that every step costs the same.
+            canvas ``[N, C]``, after a sampler step for some of them; prev_logits ``[N, C, V]``,
+            the temperature-scaled logits of the earlier step; is_conditioned ``[N]`` bool, which
+            canvases had one.
         """
         num_canvases = len(canvases.start)
         order = torch.randperm(num_canvases, generator=random)
@@ -217,7 +223,7 @@ class Diffusion:
         """Logits of canvases behind the first ``start`` tokens of their sequences.
 
         Args:
-            cache: the encoder's, one row a canvas; positions from ``start`` on are not seen.
+            cache: the encoder's, one row for each canvas; positions from ``start`` on are masked.
             start: ``[N]``; canvas: ``[N, C]``.
             prev_logits, is_conditioned: as ``_look_back`` returns them.
 
@@ -240,7 +246,7 @@ class Diffusion:
     def answer(
         self, model: DiffusionGemmaForBlockDiffusion, prompts: Sequence[str], seed: int
     ) -> Answers:
-        """Generate as a server would, block after block, until every answer has ended."""
+        """Generate like a server: block after block, until every answer has ended."""
         prompt_ids = Encoded.of(
             self.tokenizer, [Question("", prompt, "", frozenset()) for prompt in prompts]
         ).prompts
@@ -283,7 +289,7 @@ class Diffusion:
 
 
 def canvas_loss(logits: Tensor, clean: Tensor) -> Tensor:
-    """Mean over the canvases of the weighted mean cross-entropy of each, in nats.
+    """Cross-entropy in nats: the weighted mean over each canvas, then the mean over canvases.
 
     Args:
         logits: ``[N, C, V]``; clean: ``[N, C]``.
@@ -296,10 +302,10 @@ def canvas_loss(logits: Tensor, clean: Tensor) -> Tensor:
 
 
 def canvas_masks(start: Tensor, num_keys: int, canvas_length: int, shape) -> dict[str, Tensor]:
-    """Which keys a canvas sees: ``[N, 1, C, num_keys + C]`` for each layer type, added to scores.
+    """Attention masks of canvases, ``[N, 1, C, num_keys + C]`` by layer type, added to the scores.
 
-    All of the canvas, and of the ``num_keys`` cached positions those before ``start``, on sliding
-    layers the last window - 1 of them (``attention.masks``: anchored, as in the reference).
+    A canvas sees itself and the cached positions before ``start``; on sliding layers only the last
+    window - 1 of these (the anchored window of ``attention.masks``, as in Hugging Face's model).
     """
     key = torch.arange(num_keys)
     before = key < start[:, None]
@@ -315,7 +321,7 @@ def canvas_masks(start: Tensor, num_keys: int, canvas_length: int, shape) -> dic
 
 
 def soft_capped(model: DiffusionGemmaForBlockDiffusion, hidden: Tensor) -> Tensor:
-    """The head of the reference's ``forward``: ``[..., V]`` fp32."""
+    """Logits ``[..., V]`` in fp32, as in the ``forward`` of Hugging Face's model."""
     cap = model.final_logit_softcapping
     return torch.tanh(model.lm_head(hidden).float() / cap) * cap
 
@@ -336,7 +342,7 @@ def _random_tokens(shape: torch.Size, random: torch.Generator) -> Tensor:
 
 
 def _detached_rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:
-    """Some rows of a cache, without the gradient."""
+    """Some rows of a cache, detached from the graph."""
     copy = DynamicCache()
     for index, layer in enumerate(cache.layers):
         copy.update(layer.keys[rows].detach(), layer.values[rows].detach(), index)

@@ -1,7 +1,5 @@
-"""From a finished run to a checkpoint directory that any server loads."""
+"""Writes a finished model as a checkpoint directory that Hugging Face and vLLM load."""
 
-import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -9,6 +7,7 @@ from transformers import PreTrainedModel
 
 from dllm.tasks.tokenizer import save_tokenizer, train_tokenizer
 from dllm.train.lm.objective import Objective
+from dllm.train.run_files import write_json
 
 MAX_POSITIONS = 4096
 
@@ -16,8 +15,8 @@ MAX_POSITIONS = 4096
 def export(model: PreTrainedModel, objective: Objective, path: Path) -> None:
     """Write bf16 safetensors, config, generation config, tokenizer and chat template.
 
-    The weights go through Hugging Face's ``save_pretrained``, so that what it writes (one copy of
-    the weights that encoder and decoder share) is what it reads.
+    Hugging Face's own ``save_pretrained`` writes the weights, because it knows which of them are
+    shared (encoder and decoder of the diffusion model) and are written once.
     """
     path.mkdir(parents=True, exist_ok=True)
     half = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
@@ -26,18 +25,7 @@ def export(model: PreTrainedModel, objective: Objective, path: Path) -> None:
     copy.save_pretrained(path)
     for leftover in path.glob("model.safetensors.index.json"):
         leftover.unlink()
-    _write_json(path / "config.json", objective.config())
-    _write_json(path / "generation_config.json", objective.generation_config())
+    write_json(path / "config.json", objective.config())
+    write_json(path / "generation_config.json", objective.generation_config())
     save_tokenizer(train_tokenizer(), path, model_max_length=MAX_POSITIONS)
     (path / "model.safetensors").chmod(0o644)  # safetensors writes it readable by its owner only
-
-
-def copy_run_files(out: Path, path: Path, names: tuple[str, ...]) -> None:
-    """Ship what documents a run (its log and learning curve) beside the weights."""
-    for name in names:
-        if (out / name).exists():
-            shutil.copyfile(out / name, path / name)
-
-
-def _write_json(path: Path, value: dict[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

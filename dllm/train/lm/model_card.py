@@ -1,20 +1,18 @@
-"""The model card of a trained checkpoint: data, steps, seeds, scores, limits."""
+"""The model card of a language model: data, steps, seeds, scores, limits."""
 
-import csv
 import json
-import platform
 from pathlib import Path
 
-import torch
-import transformers
-
 from dllm.tasks.suite import FAMILIES
-from dllm.train.lm.loop import LOG, Trainer
+from dllm.train.card import duration, settings_block
+from dllm.train.lm.learner import LanguageLearner
 from dllm.train.lm.settings import CONFIGS, TrainSettings
+from dllm.train.run import Run
+from dllm.train.run_files import CARD, LOG, read_log, started_with
 
 SCORES = "scores.json"
-CARD = "README.md"
-START = "start.md"
+CARD_OF_START = "start.md"  # model card of the checkpoint that the run started from
+STARTED_FROM = "started_from"  # in run.json: digest of its weights
 ALL = "all"
 
 KINDS = {
@@ -26,16 +24,18 @@ KINDS = {
 }
 
 
-def write_model_card(trainer: Trainer, path: Path) -> None:
+def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
     """Write ``README.md`` beside the weights.
 
     Held-out scores come from ``scores.json`` in the directory of the run, if there is one: an
     object with the output of ``dllm eval`` for every column of the table. How the initial weights
     were trained comes from ``start.md`` there, their model card.
     """
-    settings = trainer.settings
-    num_params = sum(p.numel() for p in trainer.average.parameters())
-    start = " --start-from START" if trainer.started_from else ""
+    settings, out = run.learner.settings, run.out
+    assert out is not None, "a run with a model card has a directory"
+    num_params = sum(p.numel() for p in run.average.parameters())
+    digest = started_with(out).get(STARTED_FROM)
+    start = " --start-from START" if digest else ""
     command = f"dllm train {settings.objective} --config {_config(settings)}{start} --out RUN"
     lines = [
         f"# A small {settings.objective} model",
@@ -46,24 +46,22 @@ def write_model_card(trainer: Trainer, path: Path) -> None:
         "",
         "## Training",
         "",
-        f"- Data: questions drawn on the fly from the train split of {len(trainer.errors)} task "
-        f"families (seed {settings.seed}); held-out problems are never drawn.",
+        "- Data: questions drawn on the fly from the train split of "
+        f"{len(run.learner.errors)} task families (seed {settings.seed}); held-out problems are "
+        "never drawn.",
         f"- {settings.steps} steps of {settings.batch_size} questions, Muon and AdamW, fp32 "
         "weights with bf16 matrix products, average of the weights.",
         f"- Reproduce with `{command}` and the settings below.",
-        f"- {trainer.seconds / 60:.0f} minutes on {settings.threads} thread(s) of "
-        f"{_processor()}; torch {torch.__version__}, transformers {transformers.__version__}.",
+        f"- {duration(run)}",
         "",
-        "```json",
-        json.dumps(settings.to_mapping(), indent=2),
-        "```",
-        *_start(trainer),
+        *settings_block(settings),
+        *(_start(digest, out / CARD_OF_START) if digest else []),
         "",
         "## Validation answers correct at the last step",
         "",
-        *_validation_table(trainer.out / LOG),
+        *_validation_table(out / LOG),
     ]
-    scores = trainer.out / SCORES
+    scores = out / SCORES
     if scores.exists():
         lines += ["", "## Held-out answers correct", "", *_score_table(scores)]
     lines += [
@@ -78,43 +76,28 @@ def write_model_card(trainer: Trainer, path: Path) -> None:
 
 
 def _config(settings: TrainSettings) -> str:
-    """The shipped config that says the same, else a name for one that does."""
+    """Path of the shipped config with these settings; ``config.toml`` if there is none."""
     paths = sorted(CONFIGS.glob("*.toml"))
     names = (path.name for path in paths if TrainSettings.load(path) == settings)
-    return next((f"dllm/train/configs/{name}" for name in names), "config.toml")
+    return next((f"dllm/train/lm/configs/{name}" for name in names), "config.toml")
 
 
-def _start(trainer: Trainer) -> list[str]:
-    """The weights it started from, and how their own card says they were trained."""
-    if not trainer.started_from:
-        return []
-    card = trainer.out / START
+def _start(digest: object, card: Path) -> list[str]:
+    """The checkpoint that the run started from, and the training section of its card."""
     _, _, training = (card.read_text() if card.exists() else "").partition("## Training\n")
     said = training.partition("\n## ")[0].strip() or "They have no model card."
-    digest = (
-        f"START is the checkpoint whose `model.safetensors` has SHA-256 {trainer.started_from}."
-    )
-    return ["", "### Before that", "", digest, "", said]
-
-
-def _processor() -> str:
-    if torch.get_default_device().type == "cuda":
-        return torch.cuda.get_device_name()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+    start = f"START is the checkpoint whose `model.safetensors` has SHA-256 {digest}."
+    return ["", "### Before that", "", start, "", said]
 
 
 def _validation_table(log: Path) -> list[str]:
-    with log.open(newline="") as file:
-        *_, last = csv.DictReader(file)
+    last = read_log(log)[-1]
     rows = [f"| {name} | {100 * float(last[name]):.0f} % |" for name in FAMILIES if name in last]
     return ["| family | correct |", "|---|---|", *rows]
 
 
 def _score_table(path: Path) -> list[str]:
-    """One column a run of ``dllm eval``: {"column": its JSON output}."""
+    """A table with a column for each run of ``dllm eval`` in ``scores.json``."""
     runs: dict[str, dict] = json.loads(path.read_text())
     asked = sorted({run[ALL]["num_questions"] for run in runs.values()})
     header = ["| family |", *(f" {name} |" for name in runs)]

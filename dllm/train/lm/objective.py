@@ -1,4 +1,4 @@
-"""What a training run needs from a kind of model: five methods, two implementations."""
+"""What differs between kinds of language models in training: the interface, and shared helpers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -13,22 +13,22 @@ from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID, encode_answer, encode_prompt
 
 EOS = TOKEN_ID["<eos>"]
-# Sequences of a batch are padded to a multiple of this, so that few shapes occur.
+# Batches are padded to a multiple of so many tokens, so that few different shapes occur.
 PAD_MULTIPLE = 16
 
 
 class Answers(NamedTuple):
-    """What a model said, and how many passes over its canvases that took (1 a token if none)."""
+    """Answers of a model, and the mean denoise steps per block (autoregressive: always 1)."""
 
     texts: list[str]
     steps_per_block: float
 
 
 class Objective(Protocol):
-    """A kind of model: how to build it, what to minimise, how to ask it."""
+    """A kind of model: how to build it, its loss, how it generates."""
 
     def build_model(self) -> PreTrainedModel:
-        """The model before its first step, in fp32; only what is trained requires a gradient."""
+        """A new model in fp32; only the parameters that are trained require a gradient."""
 
     def loss(
         self, model: PreTrainedModel, questions: Sequence[Question], random: torch.Generator
@@ -36,7 +36,7 @@ class Objective(Protocol):
         """The loss of a batch, a scalar with a gradient."""
 
     def answer(self, model: PreTrainedModel, prompts: Sequence[str], seed: int) -> Answers:
-        """Answer in one batch."""
+        """Answers to all prompts, generated in one batch."""
 
     def generation_config(self) -> dict[str, object]:
         """generation_config.json of the finished model."""
@@ -46,14 +46,14 @@ class Objective(Protocol):
 
 
 class Encoded(NamedTuple):
-    """Questions as tokens: prompts `[n]`, answers `[m]` that end with end-of-sequence."""
+    """Questions as token ids; every answer ends with end-of-sequence."""
 
     prompts: list[list[int]]
     answers: list[list[int]]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, questions: Sequence[Question]) -> "Encoded":
-        """Encode; the chat template is in the prompts."""
+        """Encode questions; prompts get the chat template."""
         return cls(
             [encode_prompt(tokenizer, question.prompt) for question in questions],
             [encode_answer(tokenizer, question.answer) for question in questions],
@@ -61,10 +61,10 @@ class Encoded(NamedTuple):
 
 
 def pad_right(sequences: Sequence[Sequence[int]], value: int = EOS) -> Tensor:
-    """Sequences of different length as one tensor: `[B, L]` int64, L a multiple of 16.
+    """Sequences of different length as one tensor ``[B, L]``, int64, with L a multiple of 16.
 
-    Nothing may attend to what is padded; with end-of-sequence there it does not matter that the
-    embedding of PAD gets no gradient.
+    The filler is end-of-sequence, because the embedding of PAD is never trained. The caller makes
+    sure that nothing attends to it.
     """
     longest = max(len(sequence) for sequence in sequences)
     length = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
@@ -79,12 +79,12 @@ def decode_until_end(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 
 def answer_loss(logits: Tensor, ids: Tensor, is_answer: Tensor) -> Tensor:
-    """Mean over the sequences of the mean next-token cross-entropy of each one's answer, in nats.
+    """Next-token cross-entropy of each answer, averaged over its tokens, then over answers; nats.
 
-    A mean over all tokens would leave answers of two tokens next to none of the gradient.
+    A mean over all tokens of the batch would give short answers hardly any weight.
 
     Args:
-        logits: ``[num answer tokens, V]``, of the position in front of each answer token.
+        logits: ``[num answer tokens, V]``: what each answer token is predicted from.
         ids: ``[B, L]``; is_answer: ``[B, L]`` bool.
     """
     losses = torch.zeros(ids.shape)

@@ -1,24 +1,12 @@
-"""TrainSettings: everything a training run is made of, checked before its first step.
+"""TrainSettings: everything that a run of ``dllm train`` is made of, from a TOML file."""
 
-A run is a TOML file. With the seed and the code it decides the weights: nothing else does.
-"""
-
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from dllm.settings.checks import (
-    FloatRange,
-    check_fields,
-    check_int,
-    did_you_mean,
-    known_fields,
-    read_toml,
-    refuse,
-)
+from dllm.settings.checks import FloatRange, check_int, did_you_mean, refuse
 from dllm.tasks.suite import FAMILIES
-from dllm.train import optimizer
+from dllm.train.settings import RunSettings
 
 Objective = Literal["diffusion", "ar"]
 CONFIGS = Path(__file__).parent / "configs"  # of the shipped models
@@ -29,8 +17,8 @@ class ModelShape:
     """The sizes of the transformer, by the names of its config.json.
 
     Attributes:
-        num_layers: of which every third attends to everything, the last one included; the others
-            are sliding (diffusion only: all layers of an autoregressive model are full).
+        num_layers: diffusion: every third layer and the last one attend to everything, the others
+            to a sliding window. Autoregressive: all attend to everything.
         canvas_length, sliding_window: tokens (diffusion only).
         num_experts, moe_intermediate_size: two experts a token are used (diffusion only).
     """
@@ -44,55 +32,37 @@ class ModelShape:
     canvas_length: int = 32
 
 
-@dataclass(frozen=True)
-class TrainSettings:
-    """One training run.
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings(RunSettings):
+    """One training run of a language model; the other fields are those of ``RunSettings``.
 
     Attributes:
         objective: ``diffusion`` or ``ar`` (autoregressive).
-        seed: of the initial weights, the questions and the noise.
-        steps: optimizer steps in all.
-        batch_size: questions a step.
+        batch_size: questions in each step.
         canvases: noised canvases a question (diffusion only).
-        matrix_lr, vector_lr: peak learning rate of Muon and of AdamW.
-        warmup_steps: linear, from 0.
-        decay_from: fraction of the run after which the learning rates fall, along a cosine.
-        final_lr: fraction of the peak that is left at the end.
-        ema: decay of the average of the weights, which is what is evaluated and written.
-        clip: largest norm of the gradient.
         prefix_loss: weight of the next-token loss on the answer (diffusion only).
         families: task families, or empty for all.
         focus: share of the questions that goes to families by their validation error.
-        evaluate_every, checkpoint_every: steps.
-        validation_questions: per family, at every evaluation.
-        threads: of the CPU; the weights depend on it in the last bits.
+        validation_questions: of each family, at every evaluation.
+        model: table ``[model]``.
     """
 
-    objective: Objective
-    seed: int = 0
+    objective: Objective = field(kw_only=False)
     steps: int = 12000
     batch_size: int = 24
-    canvases: int = 2
-    matrix_lr: float = 0.02
-    vector_lr: float = 0.003
-    warmup_steps: int = 100
     decay_from: float = 0.5
-    final_lr: float = 0.02
-    ema: float = 0.998
-    clip: float = 1.0
+    canvases: int = 2
     prefix_loss: float = 0.3
     families: tuple[str, ...] = ()
     focus: float = 0.5
-    evaluate_every: int = 500
-    checkpoint_every: int = 250
     validation_questions: int = 24
-    threads: int = 1
     model: ModelShape = field(default_factory=ModelShape)
 
+    AT_LEAST = RunSettings.AT_LEAST | {"canvases": 1, "validation_questions": 1}
+    RANGES = RunSettings.RANGES | {"prefix_loss": FloatRange(0, 10), "focus": FloatRange(0, 1)}
+
     def __post_init__(self) -> None:
-        if self.objective not in get_args(Objective):
-            refuse("objective", self.objective, " or ".join(get_args(Objective)))
-        check_fields(self, _AT_LEAST, _RANGES)
+        super().__post_init__()
         for size in fields(ModelShape):
             check_int(f"model.{size.name}", getattr(self.model, size.name), 1)
         # Heads of 32, and a key head for two of them.
@@ -104,53 +74,3 @@ class TrainSettings:
             if name not in FAMILIES:
                 known = f"{', '.join(FAMILIES)}{did_you_mean(str(name), list(FAMILIES))}"
                 refuse("families", name, known)
-
-    @classmethod
-    def load(cls, path: Path) -> "TrainSettings":
-        """Read a TOML file.
-
-        Raises:
-            ValueError: no such file, no TOML, or a field that is unknown or out of range.
-        """
-        return cls.from_mapping(read_toml(path))
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, object]) -> "TrainSettings":
-        """The inverse of ``to_mapping``.
-
-        Raises:
-            ValueError: a field is unknown, missing or out of range.
-        """
-        values = dict(known_fields(cls, values, "the config"))
-        shape = known_fields(ModelShape, values.pop("model", {}), "[model]")
-        if "objective" not in values:
-            refuse("objective", None, " or ".join(get_args(Objective)))
-        families = values.pop("families", ())
-        if not isinstance(families, list | tuple):
-            refuse("families", families, "a list of names")
-        return cls(
-            model=ModelShape(**shape),
-            families=tuple(families),
-            **values,  # type: ignore[arg-type]
-        )
-
-    def to_mapping(self) -> dict[str, object]:
-        """Plain data, for a checkpoint and its model card."""
-        return asdict(self)
-
-
-_AT_LEAST = {
-    "seed": 0,
-    "steps": 1,
-    "batch_size": 1,
-    "canvases": 1,
-    "warmup_steps": 0,
-    "evaluate_every": 1,
-    "checkpoint_every": 1,
-    "validation_questions": 1,
-    "threads": 1,
-}
-_RANGES = optimizer.ALLOWED | {
-    "prefix_loss": FloatRange(0, 10),
-    "focus": FloatRange(0, 1),
-}

@@ -1,1 +1,1 @@
-"""A small network that chooses each request's draft width, from trials on a real engine."""
+"""``dllm train pilot``: a small network that chooses each request's draft width."""

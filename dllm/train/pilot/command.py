@@ -3,10 +3,11 @@
     dllm train pilot --target TARGET --drafter DRAFTER --out runs/pilot
     dllm train pilot ... --trials runs/pilot/trials.safetensors --ablations
 
-Written to --out: trials.safetensors (what every width took on every prompt; a later run can start
-from it with --trials), pilot.safetensors and pilot.json (for ``"policy": "pilot", "pilot": OUT``),
-report.csv: the pilot beside every fixed width on prompts that it was not trained on; and
-footprint.csv: what choosing takes, in time and memory.
+Written to --out:
+    trials.safetensors                what every width took on every prompt (for a later --trials)
+    pilot.safetensors, pilot.json     the pilot, for ``"policy": "pilot", "pilot": OUT``
+    report.csv                        the pilot and every fixed width, on prompts held out
+    footprint.csv                     time and memory of choosing a width
 """
 
 import argparse
@@ -15,17 +16,17 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Any
 
 from dllm.drafter.widths.pilot import PREPROCESSING, PilotConfig
 from dllm.settings.command import OK, CommandError
 from dllm.settings.drafting import BLOCKS, FULL
-from dllm.train.drafter.prompts import file_prompts, suite_prompts
+from dllm.train.drafter.prompts import load_prompts
 from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.pilot.network import LABELS, Score, Trials, footprints, scores, train_pilot
+from dllm.train.pilot.network import LABELS, Trials, footprints, scores, train_pilot
+from dllm.train.progress import progress_bar
 
 if TYPE_CHECKING:
     from dllm.train.pilot.trials import TrialSettings
@@ -42,8 +43,12 @@ def main(argv: Sequence[str]) -> int:
         CommandError: something is missing or wrong.
     """
     given = parse(argv)
+    if given.trials is not None and not given.trials.exists():
+        raise CommandError(
+            f"--trials {given.trials}: no such file; leave it out to run the trials."
+        )
     given.out.mkdir(parents=True, exist_ok=True)
-    trials = measure(given) if given.trials is None else load(given.trials)
+    trials = measure(given) if given.trials is None else Trials.load(given.trials)
     config = PilotConfig(
         trials.widths,
         trials.logits.shape[1],
@@ -55,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     pilot.save(given.out)
     found = [asdict(one) for one in scores(trials, pilot)]
     write(given.out / REPORT, found)
-    write(given.out / FOOTPRINT, [asdict(one) for one in footprints(pilot, trials.logits)])
+    write(given.out / FOOTPRINT, footprints(pilot, trials.logits))
     if given.ablations:
         write(given.out / ABLATIONS, ablations(trials, config, given))
     print(given.out)
@@ -63,34 +68,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(given: argparse.Namespace) -> Trials:
-    """Run every candidate width and keep what came of it."""
+    """Answer the prompts at every candidate width, and save what they took."""
     settings = trial_settings(given)
     asked = CalibrateSettings(responses=given.questions, heldout=given.heldout, seed=given.seed)
-    prompts = (
-        suite_prompts(given.target, asked)
-        if given.prompts is None
-        else file_prompts(given.target, given.prompts, asked)
-    )
+    prompts = load_prompts(given.target, given.prompts, asked)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
     from dllm.train.pilot.trials import batches, run_trials
 
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
     tokens, is_heldout = [one.tokens for one in prompts], [one.is_heldout for one in prompts]
-    with Progress(*columns) as progress:
-        total = len(list(batches(len(prompts), settings.concurrency)))
-        bar = progress.add_task(f"{len(settings.widths)} widths", total=total)
-        trials = run_trials(settings, tokens, is_heldout, lambda: progress.advance(bar))
+    num_batches = len(list(batches(len(prompts), settings.concurrency)))
+    with progress_bar(f"{len(settings.widths)} widths", num_batches) as bar:
+        trials = run_trials(settings, tokens, is_heldout, bar.advance)
     trials.save(given.out / TRIALS)
     return trials
 
 
 def trial_settings(given: argparse.Namespace) -> "TrialSettings":
-    """What is run.
+    """The trials that the command line asks for.
 
     Raises:
         CommandError: there is no drafter, or no candidate width that it can draft.
@@ -127,35 +121,27 @@ def trial_settings(given: argparse.Namespace) -> "TrialSettings":
     )
 
 
-def load(path: Path) -> Trials:
-    """Trials of an earlier run.
-
-    Raises:
-        CommandError: there are none.
-    """
-    if not path.exists():
-        raise CommandError(f"--trials {path}: no such file; leave it out to run the trials.")
-    return Trials.load(path)
-
-
 def ablations(
     trials: Trials, base: PilotConfig, given: argparse.Namespace
 ) -> list[dict[str, object]]:
-    """The paper's tables: one thing varied at a time, on the same trials."""
-    best = max(scores(trials, train_pilot(trials, base, given.label, given.seed))[1:-1], key=speed)
+    """The tables of BlockPilot's paper: one thing varied at a time, on the same trials."""
+    best = max(
+        scores(trials, train_pilot(trials, base, given.label, given.seed))[1:-1],
+        key=attrgetter("tokens_per_s"),
+    )
     center = trials.widths.index(int(best.choice.split()[1]))
-    variants: list[tuple[str, str, PilotConfig]] = []
-    for size in (base.hidden_size // 2, base.hidden_size, 2 * base.hidden_size):
-        variants.append(("hidden_size", str(size), replace(base, hidden_size=size)))
-    for layers in (1, 2, 3):
-        variants.append(("num_layers", str(layers), replace(base, num_layers=layers)))
-    for name in PREPROCESSING:
-        variants.append(("preprocessing", name, replace(base, preprocessing=name)))
+    half, double = base.hidden_size // 2, 2 * base.hidden_size
+    changes: list[tuple[str, object, dict[str, Any]]] = [
+        *(("hidden_size", n, {"hidden_size": n}) for n in (half, base.hidden_size, double)),
+        *(("num_layers", n, {"num_layers": n}) for n in (1, 2, 3)),
+        *(("preprocessing", name, {"preprocessing": name}) for name in PREPROCESSING),
+    ]
     for radius in (1, 2, 3):  # candidates on either side of the best fixed width
         near = trials.widths[max(0, center - radius) : center + radius + 1]
-        variants.append(("radius", str(radius), replace(base, widths=near)))
+        changes.append(("radius", radius, {"widths": near}))
     rows: list[dict[str, object]] = []
-    for varied, value, config in variants:
+    for varied, value, change in changes:
+        config = replace(base, **change)
         kept = trials.only(config.widths)
         for label in LABELS:
             found = scores(kept, train_pilot(kept, config, label, given.seed))[0]
@@ -163,13 +149,8 @@ def ablations(
     return rows
 
 
-def speed(one: Score) -> float:
-    """To sort by."""
-    return one.tokens_per_s
-
-
 def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """A CSV, and the same on the screen."""
+    """Write rows as a CSV file, and print them."""
     cells = [
         {key: f"{value:.3f}" if isinstance(value, float) else value for key, value in row.items()}
         for row in rows

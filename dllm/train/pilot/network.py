@@ -1,12 +1,12 @@
-"""What every draft width costs each prompt, and a pilot that learns from it which one to take.
+"""Trains a pilot on trials: what every draft width took on every prompt, on a real engine.
 
-Every candidate width is run for real. A width's speed on a prompt is
+The speed of a width on a prompt is
 
     tokens / (steps on this prompt * seconds of a step at this width)
 
-with the steps counted and their time averaged over all prompts: a single answer of a small model
-is too short to time. Source of the method: BlockPilot (the third seed document), whose label is
-``acceptance``: the width with the most tokens per step, whatever a step costs.
+Steps are counted prompt by prompt, but their time is averaged over all prompts, because one answer
+of a small model is too short to time. The method is BlockPilot's. Its own label is ``acceptance``:
+the width with the most tokens per step, however long a step takes.
 """
 
 import json
@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dllm.drafter.widths.pilot import Pilot, PilotConfig
+from dllm.train.run import Learner, Run
+from dllm.train.settings import RunSettings
 
 LABELS = ("tokens_per_s", "acceptance")
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 300, 1e-3, 0.1
@@ -29,13 +31,13 @@ STEPS, LEARNING_RATE, WEIGHT_DECAY = 300, 1e-3, 0.1
 
 @dataclass(frozen=True)
 class Trials:
-    """Every prompt at every width.
+    """What every prompt took at every width.
 
     Attributes:
-        widths: ``[W]``, ascending.
-        logits: ``[prompts, vocab]`` fp32, the target's behind each prompt.
-        tokens, steps: ``[prompts, W]``, of the answers; the prompt's own pass is a step.
-        seconds: ``[W]``, of a step.
+        widths: W candidates, ascending.
+        logits: ``[prompts, vocab]`` fp32, of the target at the end of each prompt.
+        tokens, steps: ``[prompts, W]``, of the answers; the pass over the prompt is a step.
+        seconds: ``[W]``, mean of a step.
         is_heldout: ``[prompts]`` bool, kept from training.
     """
 
@@ -48,16 +50,16 @@ class Trials:
 
     @property
     def speeds(self) -> Tensor:
-        """``[prompts, W]``, tokens per second."""
+        """Tokens per second, ``[prompts, W]``."""
         return self.tokens / (self.steps * self.seconds)
 
     @property
     def acceptance(self) -> Tensor:
-        """``[prompts, W]``, tokens per step."""
+        """Tokens per step, ``[prompts, W]``."""
         return self.tokens / self.steps
 
     def only(self, widths: Sequence[int]) -> "Trials":
-        """Those of some of the widths."""
+        """The trials of some of the widths."""
         kept = [self.widths.index(width) for width in widths]
         return Trials(
             tuple(widths),
@@ -76,60 +78,76 @@ class Trials:
 
     @classmethod
     def load(cls, path: Path) -> "Trials":
-        """Read one."""
+        """Read a file that ``save`` wrote."""
         with safe_open(path, "pt") as file:
             widths = tuple(json.loads(file.metadata()["widths"]))
             return cls(widths, **{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
-def train_pilot(trials: Trials, config: PilotConfig, label: str, seed: int = 0) -> Pilot:
-    """A pilot for the prompts that are not held out.
+class PilotLearner(Learner):
+    """A pilot; every step sees all prompts that are not held out.
 
-    ``tokens_per_s`` minimizes the expected time relative to each prompt's best width, so that a
-    near miss costs little and the best fixed width is never out of reach; ``acceptance`` is the
-    paper's cross-entropy with the width of most tokens per step, the narrowest of equals.
+    Label ``tokens_per_s``: the loss is the expected time, relative to the best width of each
+    prompt, so a width that is nearly as fast costs little. Label ``acceptance``: the paper's
+    cross-entropy with the width of most tokens per step; of equal ones, the narrowest.
     """
+
+    def __init__(self, pilot: Pilot, trials: Trials, label: str, seed: int) -> None:
+        kept = ~trials.is_heldout
+        self.model, self.label = pilot, label
+        self.settings = RunSettings(
+            seed=seed,
+            steps=STEPS,
+            batch_size=int(kept.sum()),
+            # The learning rate stays as it is, and there is no average.
+            warmup_steps=0,
+            decay_from=1.0,
+            ema=0.0,
+            clip=1e6,
+            threads=torch.get_num_threads(),
+        )
+        self.logits = trials.logits[kept]
+        speeds = trials.speeds[kept]
+        self.slowness = speeds.max(-1, keepdim=True).values / speeds
+        self.labels = trials.acceptance[kept].argmax(-1)
+
+    def loss(self, step: int) -> Tensor:
+        """The loss of the label."""
+        scores = self.model(self.logits)
+        if self.label == "acceptance":
+            return torch.nn.functional.cross_entropy(scores, self.labels)
+        return (scores.softmax(-1) * self.slowness).sum(-1).mean()
+
+
+def train_pilot(trials: Trials, config: PilotConfig, label: str, seed: int = 0) -> Pilot:
+    """A pilot of one of ``LABELS``, for the prompts that are not held out."""
     torch.manual_seed(seed)
     pilot = Pilot(config)
-    kept = ~trials.is_heldout
-    logits = trials.logits[kept]
-    slowness = trials.speeds[kept].max(-1, keepdim=True).values / trials.speeds[kept]
-    labels = trials.acceptance[kept].argmax(-1)
     optimizer = torch.optim.AdamW(pilot.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    for _ in range(STEPS):
-        scores = pilot(logits)
-        if label == "acceptance":
-            loss = torch.nn.functional.cross_entropy(scores, labels)
-        else:
-            loss = (scores.softmax(-1) * slowness).sum(-1).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    run = Run(PilotLearner(pilot, trials, label, seed), None, [optimizer])
+    for _ in run.run():
+        pass
     return pilot
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of all held-out prompts together."""
+    """What a choice of widths reaches on all held-out prompts together."""
 
     choice: str
     tokens_per_s: float
     acceptance: float
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """What choosing costs, once a request: milliseconds for prompts that end together; weights."""
+def footprints(pilot: Pilot, logits: Tensor, repeats: int = 50) -> list[dict[str, object]]:
+    """What choosing a width costs, for 1, 8 and 32 prompts at once.
 
-    prompts: int
-    ms: float
-    weights_kb: float
-
-
-def footprints(pilot: Pilot, logits: Tensor, repeats: int = 50) -> list[Footprint]:
-    """Of 1, 8 and 32 prompts; the median of ``repeats`` on this machine."""
+    Returns:
+        rows with ``prompts``, ``ms`` (milliseconds, median of ``repeats`` on this machine) and
+        ``weights_kb`` (size of the pilot).
+    """
     weights = sum(weight.numel() * weight.element_size() for weight in pilot.parameters())
-    found = []
+    found: list[dict[str, object]] = []
     for prompts in (1, 8, 32):
         rows = logits[torch.arange(prompts) % len(logits)]
         times = []
@@ -137,14 +155,17 @@ def footprints(pilot: Pilot, logits: Tensor, repeats: int = 50) -> list[Footprin
             start = time.perf_counter()
             pilot.choose(rows)
             times.append(1e3 * (time.perf_counter() - start))
-        found.append(Footprint(prompts, statistics.median(times), weights / 1000))
+        ms = statistics.median(times)
+        found.append({"prompts": prompts, "ms": ms, "weights_kb": weights / 1000})
     return found
 
 
 def score(trials: Trials, choice: str, chosen: Tensor) -> Score:
-    """Speed and acceptance length when each held-out prompt gets the width at this place.
+    """Speed and acceptance length with one width for each held-out prompt.
 
-    chosen: ``[held-out prompts]``, indices of ``trials.widths``.
+    Args:
+        choice: name of the choice in the report.
+        chosen: ``[held-out prompts]``, indices into ``trials.widths``.
     """
     tokens, steps = (
         getattr(trials, name)[trials.is_heldout].gather(1, chosen[:, None])[:, 0]
@@ -156,7 +177,7 @@ def score(trials: Trials, choice: str, chosen: Tensor) -> Score:
 
 
 def scores(trials: Trials, pilot: Pilot) -> list[Score]:
-    """The pilot, every fixed width, and the best width of each prompt, on held-out prompts."""
+    """Scores of the pilot, of every fixed width, and of the best width of each prompt."""
     count = int(trials.is_heldout.sum())
     with torch.inference_mode():
         chosen = pilot(trials.logits[trials.is_heldout]).argmax(-1)

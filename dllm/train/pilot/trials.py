@@ -1,4 +1,4 @@
-"""Runs prompts at every draft width, through vLLM in this process."""
+"""Answers prompts at every draft width, with vLLM in this process."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +18,14 @@ from dllm.train.pilot.network import Trials
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """What is run.
+    """What is run; concurrency and block should be those of the server that the pilot is for.
 
     Attributes:
-        num_drafts: tokens drafted at a time; candidates are no wider.
-        concurrency: prompts that are answered at once, as at the server that the pilot is for.
-        block: of the drafter, likewise (``DrafterOptions``).
+        widths: candidates.
+        num_drafts: tokens drafted at a time, at least the widest candidate.
+        concurrency: prompts that are answered at once.
+        max_tokens: of an answer.
+        block: option of the drafter (``DrafterOptions``).
     """
 
     target: Path
@@ -39,7 +41,7 @@ class TrialSettings:
 
 
 class TrialWidth(FixedWidth):
-    """A fixed width that notes the target's logits behind each prompt."""
+    """A fixed width that also keeps the target's logits at the end of each prompt."""
 
     reads_outcomes = True
     reads_prompt = True
@@ -49,7 +51,7 @@ class TrialWidth(FixedWidth):
         self.prompt_logits: list[torch.Tensor] = []
 
     def observe(self, step: VerifiedStep) -> None:
-        """Note them."""
+        """Keep the logits."""
         if (step.in_prompt & step.samples).any():
             assert step.prompt_logits is not None, "reads_prompt"
             self.prompt_logits.append(step.prompt_logits.float().cpu())
@@ -61,16 +63,18 @@ def run_trials(
     is_heldout: Sequence[bool],
     advance: Callable[[], None],
 ) -> Trials:
-    """Answer every prompt at every width; widths take turns, so that drift hits all alike.
+    """Answer every prompt at every width.
+
+    Widths take turns, so that a machine that gets slower or faster affects all of them alike.
 
     Args:
         prompts: token ids.
-        advance: called after each of ``num_batches`` of prompts.
+        advance: called after each batch of prompts.
     """
     llm = start(settings, max(map(len, prompts)))
     policy = TrialWidth(settings.num_drafts)
     drafter_of_this_process().policy = policy
-    for prompt in prompts:  # one by one, so that it is known whose logits they are
+    for prompt in prompts:  # one by one, so that the logits are in this order
         given = {"prompt_token_ids": list(prompt)}
         llm.generate(given, SamplingParams(max_tokens=1), use_tqdm=False)
     logits = torch.cat(policy.prompt_logits)
@@ -103,14 +107,14 @@ def run_trials(
 
 
 def num_steps(answer: CompletionOutput) -> int:
-    """Of the target, the prompt's own included."""
+    """Steps of the target, the pass over the prompt included."""
     metrics = answer.spec_decode_metrics
     verifying = 0 if metrics is None else sum(metrics.histogram)
     return 1 + (verifying or len(answer.token_ids) - 1)
 
 
 def batches(num_prompts: int, size: int) -> Iterator[slice]:
-    """Places of prompts that are answered together."""
+    """Slices of the prompts that are answered together."""
     return (slice(start, start + size) for start in range(0, num_prompts, size))
 
 
@@ -130,6 +134,6 @@ def start(settings: TrialSettings, longest: int) -> LLM:
             "model": str(settings.drafter),
             "num_speculative_tokens": settings.num_drafts,
         },
-        # A width that is chosen after each step; which one, the trials say.
+        # Less than num_drafts, so that the engine trims drafts; ``run_trials`` sets to what.
         additional_config={"dllm": {"drafter": {"width": 0, "block": settings.block}}},
     )

@@ -7,7 +7,7 @@ import torch
 
 from dllm.cli import CommandError
 from dllm.drafter.widths.pilot import Pilot, PilotConfig
-from dllm.train.lm.command import main
+from dllm.train.command import main
 from dllm.train.pilot import command as pilot_command
 from dllm.train.pilot.network import Trials, scores, train_pilot
 

@@ -1,0 +1,182 @@
+"""The training loop of models, drafters and pilots: the same run when it is resumed.
+
+What is trained is a ``Learner``. Everything random in step i comes from (seed, i), so a run that
+was stopped and resumed ends with the same bits as one that was not.
+"""
+
+import copy
+import math
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dllm.train.optimizer import make_optimizers, set_learning_rates, update_average
+from dllm.train.run_files import LOG, STATE, append_row, forget_later_rows, save_state
+from dllm.train.settings import RunSettings
+
+
+class Learner(ABC):
+    """What a run trains: a network, what it is to minimise, and how it is evaluated.
+
+    Attributes:
+        settings: of the run.
+        model: the network, on its device, with its initial weights.
+        evaluates_start: whether the initial weights are evaluated, too.
+    """
+
+    settings: RunSettings
+    model: nn.Module
+    evaluates_start = False
+
+    @abstractmethod
+    def loss(self, step: int) -> Tensor:
+        """The loss of the batch of a step, a scalar with a gradient."""
+
+    def evaluate(self, average: Any) -> dict[str, float]:
+        """Columns of the log for a network of the class of ``model``; empty: there is no row."""
+        return {}
+
+    def summary(self) -> str:
+        """The last evaluation in a few words."""
+        return ""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run has to know beside the weights, as plain data."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state`` returned."""
+        assert not state, f"{type(self).__name__} keeps no state: {state}"
+
+
+AnyLearner = TypeVar("AnyLearner", bound=Learner)
+
+
+class Progress(NamedTuple):
+    """Where a run is, after each step."""
+
+    step: int
+    loss: float  # running mean
+    summary: str  # of the last evaluation
+
+
+class Run(Generic[AnyLearner]):
+    """One run in one directory.
+
+    Attributes:
+        out: the directory; None for a run without log and checkpoint.
+        step: optimizer steps taken.
+        loss: running mean over about fifty steps.
+        average: the exponential average of the weights.
+    """
+
+    def __init__(
+        self,
+        learner: AnyLearner,
+        out: Path | None,
+        optimizers: list[torch.optim.Optimizer] | None = None,
+    ) -> None:
+        """Begin with the learner's weights.
+
+        Args:
+            optimizers: instead of Muon and AdamW; their learning rates are the peak ones.
+        """
+        self.learner, self.out = learner, out
+        self.settings: RunSettings = learner.settings
+        torch.set_num_threads(self.settings.threads)
+        self.model = learner.model
+        self.average: Any = copy.deepcopy(self.model).eval().requires_grad_(False)
+        self.optimizers = optimizers or make_optimizers(self.model, self.settings)
+        self.device = next(self.model.parameters()).device
+        self.step, self.loss = 0, 0.0
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the run so far, earlier parts included."""
+        return time.monotonic() - self._started
+
+    def run(self, stop_at: int | None = None) -> Iterator[Progress]:
+        """Train to the last step (or to ``stop_at``), reporting after each step."""
+        settings = self.settings
+        last = settings.steps if stop_at is None else min(stop_at, settings.steps)
+        if self.step == 0 and self.learner.evaluates_start:
+            self._evaluate()
+        while self.step < last:
+            loss = self._train_step()
+            self.step += 1
+            self.loss = loss if self.step == 1 else self.loss + 0.02 * (loss - self.loss)
+            if self.step % settings.evaluate_every == 0 or self.step == settings.steps:
+                self._evaluate()
+            if self.step % settings.checkpoint_every == 0 or self.step == last:
+                self.save()
+            yield Progress(self.step, self.loss, self.learner.summary())
+
+    def _train_step(self) -> float:
+        """One batch, one step of every optimizer, one update of the average."""
+        settings = self.settings
+        set_learning_rates(self.optimizers, self.step, settings)
+        self.model.train()
+        loss = self.learner.loss(self.step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        update_average(self.average, self.model, self.step, settings.ema)
+        return loss.item()
+
+    def _evaluate(self) -> None:
+        """Evaluate the average of the weights; one row of the log."""
+        columns = self.learner.evaluate(self.average)
+        if columns and self.out is not None:
+            row = {"step": self.step, "seconds": round(self.seconds), "loss": round(self.loss, 4)}
+            append_row(self.out / LOG, row | columns)
+
+    def save(self) -> None:
+        """Write the checkpoint; an interrupted write leaves the one before."""
+        if self.out is not None:
+            state = {
+                "step": self.step,
+                "loss": self.loss,
+                "seconds": self.seconds,
+                "learner": self.learner.state(),
+                "model": self.model.state_dict(),
+                "average": self.average.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            }
+            save_state(self.out / STATE, state)
+
+    def resume(self) -> None:
+        """Go on from the checkpoint of the directory, or from the start if it has none yet."""
+        assert self.out is not None, "a run without a directory leaves nothing to resume"
+        path = self.out / STATE
+        if path.exists():
+            state = torch.load(path, weights_only=True, map_location=self.device)
+            self.step, self.loss = state["step"], state["loss"]
+            self._started -= state["seconds"]
+            self.learner.load_state(state["learner"])
+            self.model.load_state_dict(state["model"])
+            self.average.load_state_dict(state["average"])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+        # At step 0 the initial weights are evaluated again, so their row goes, too.
+        forget_later_rows(self.out / LOG, self.step or -math.inf)
+
+
+def choices_of_step(settings: RunSettings, step: int) -> random.Random:
+    """What draws the examples of a step."""
+    return random.Random(f"{settings.seed} {step}")
+
+
+def noise_of_step(
+    settings: RunSettings, step: int, device: torch.device | str = "cpu"
+) -> torch.Generator:
+    """What draws the random tensors of a step."""
+    return torch.Generator(device).manual_seed(settings.seed * 1_000_003 + step)
