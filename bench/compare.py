@@ -27,7 +27,7 @@ from bench.client import Client
 from bench.context import ROOT, as_text, reporting_failures
 from bench.measure import OVERLAPPED, csv_rows
 from bench.race import Contestant, Measured, Race, start_all
-from bench.report import printed
+from bench.report import load_tables
 from bench.serve import add_serve_flags, canvas_length
 from bench.servers import Server, ServerOptions
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, card_accuracy
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both and print the tables."""
     options = parse(arguments)
     measured = measure(options)
-    print(f"\n{printed(as_text(csv_rows(measured, {})))}")
+    print(f"\n{load_tables(as_text(csv_rows(measured, {})))}")
     return 1 if any(one.problem for _, one in measured) else 0
 
 

@@ -175,8 +175,8 @@ def withhold(measured: Measured, expected: dict[str, float | None]) -> Measured:
     return result
 
 
-def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> float:
-    """Check a server's answers before anything is timed; the seconds of its first request.
+def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:
+    """Check a server's answers before anything is timed.
 
     Then sends ``at_once`` requests together, the largest batch that it will see: a server that
     compiles for a batch when it first sees one does so here.
@@ -199,7 +199,6 @@ def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> float:
         problems.append(tail(server.log))
     if problems:
         raise GateError("\n".join(dict.fromkeys(problems)))
-    return responses[0].seconds
 
 
 @contextmanager
@@ -217,11 +216,8 @@ def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator
 
 def start_all(
     contestants: Sequence[Contestant], shape: Shape, at_once: int, stack: ExitStack
-) -> dict[str, float]:
+) -> None:
     """Start the contestants' servers side by side and admit each; the stack stops them.
-
-    Returns:
-        The seconds that the first request of each server took.
 
     Raises:
         RuntimeError: one is not ready.
@@ -234,4 +230,5 @@ def start_all(
         server.start()
     for _, server in served:
         server.wait_until_ready()
-    return {one.name: admit(one, shape, at_once) for one, _ in served}
+    for one, _ in served:
+        admit(one, shape, at_once)

@@ -19,7 +19,7 @@ from bench.context import RESULTS, ROOT
 from bench.drafter import drafting
 from bench.profile_step import step_time
 from bench.recovery import recovery
-from bench.report import answers, headline, refusals, serving
+from bench.report import answers, headline, serving
 from bench.roofline import floors
 from bench.sampling_step import sampling_step
 from bench.tables import markdown
@@ -63,7 +63,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "models": models,
     "headline": headline,
     "serving": serving,
-    "refusals": refusals,
     "answers": answers,
     "recovery": recovery,
     "sampling-step": sampling_step,

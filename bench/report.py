@@ -1,4 +1,4 @@
-"""Tables of servers side by side: speed, answers, what each of them refuses.
+"""Tables of servers side by side: speed and answers.
 
 The first contestant of the rows is the one that the others are compared with.
 """
@@ -8,7 +8,6 @@ from pathlib import Path
 from bench.context import Rows, read_csv
 from bench.tables import (
     Table,
-    aligned,
     markdown,
     measured_with,
     middle,
@@ -84,19 +83,13 @@ def problems(rows: Rows) -> list[str]:
     return ["\n".join(["No speed is reported where answers were wrong:", *lines])] if lines else []
 
 
-def _by_schedule(rows: Rows) -> dict[str, Rows]:
-    """Rows by a title that says what was run."""
-    found = {}
+def load_tables(rows: Rows) -> str:
+    """A table for each schedule, then what was wrong."""
+    parts = []
     for schedule in dict.fromkeys(row["schedule"] for row in rows):
         here = [row for row in rows if row["schedule"] == schedule]
         rounds = len({row["pair"] for row in here})
-        found[f"{TITLES[schedule]} (rounds: {rounds})"] = here
-    return found
-
-
-def printed(rows: Rows) -> str:
-    """For a terminal: a table for each schedule, then what was wrong."""
-    parts = [f"{title}\n{aligned(load_table(here))}" for title, here in _by_schedule(rows).items()]
+        parts += [f"**{TITLES[schedule]} (rounds: {rounds})**", markdown(load_table(here))]
     return "\n\n".join([*parts, *problems(rows)])
 
 
@@ -109,10 +102,8 @@ def serving(results: Path) -> str:
     if not rows:
         return "Not measured yet: `make bench`."
     source = measured_with(rows, "serve_compiled.csv")
-    parts = [f"Medians, ratios pair by pair, [lowest .. highest] of the rounds. {source}"]
-    for title, here in _by_schedule(rows).items():
-        parts += [f"**{title}**", markdown(load_table(here))]
-    return "\n\n".join([*parts, *problems(rows)])
+    intro = f"Medians, ratios pair by pair, [lowest .. highest] of the rounds. {source}"
+    return f"{intro}\n\n{load_tables(rows)}"
 
 
 def headline(results: Path) -> str:
@@ -130,23 +121,6 @@ def headline(results: Path) -> str:
         lines.append(cells + [ratios(ours, of(here, one), "tokens_per_s") for one in others])
     header = ["", f"{first}, tokens/s", "latency p50, ms", *(f"{first} / {one}" for one in others)]
     return f"{markdown((header, lines))}\n\n{measured_with(rows, 'serve_compiled.csv')}"
-
-
-def refusals(results: Path) -> str:
-    """What each server does with a temperature and a seed, and how long its first request takes."""
-    rows = read_csv(results / "serve_facts.csv")
-    if not rows:
-        return "Not measured yet: `make bench`."
-    lines = [
-        [
-            row["contestant"],
-            f"HTTP {row['http_status_with_temperature']}",
-            f"HTTP {row['http_status_with_seed']}",
-            f"{float(row['first_request_s']):.1f} s",
-        ]
-        for row in rows
-    ]
-    return markdown((["", "`temperature`", "`seed`", "first request"], lines))
 
 
 def answers(results: Path) -> str:

@@ -64,16 +64,6 @@ def markdown(table: Table) -> str:
     return "\n".join([text[0], "|---" * len(header) + "|", *text[1:]])
 
 
-def aligned(table: Table) -> str:
-    """For a terminal."""
-    header, lines = table
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in (header, *lines)
-    )
-
-
 def measured_with(rows: Rows, file: str) -> str:
     """Commands, commits, machine and versions behind the rows, with a link to the CSV file."""
     first = rows[0]
