@@ -147,9 +147,7 @@ class Race:
                 flags = workload.client_flags(seed, self._dataset(pair))
                 flags += contestant.client_flags
                 saved = self.client.bench_serve(name, server.url, str(model), flags)
-        return measurement(
-            contestant.name, pair, contestant.commits, saved, workload, asked, contestant.expected
-        )
+        return measurement(contestant.name, pair, contestant.commits, saved, workload, asked)
 
 
 def withhold(measured: Measured, expected: dict[str, float | None]) -> Measured:
