@@ -195,7 +195,7 @@ def tolerance(dtype: torch.dtype) -> float:
 # --- times ---------------------------------------------------------------------------------------
 
 
-def median_ms(run: Callable[[], object], device: str, budget_ms: float) -> float:
+def median_ms(run: Callable[[], object], device: str) -> float:
     """Of a call; on a GPU as a graph, with a cold L2 before each."""
     if device == "cpu":
         start = time.perf_counter()
@@ -207,7 +207,7 @@ def median_ms(run: Callable[[], object], device: str, budget_ms: float) -> float
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    timed: float = do_bench(graph.replay, warmup=budget_ms / 5, rep=budget_ms, return_mode="median")
+    timed: float = do_bench(graph.replay, warmup=40, rep=200, return_mode="median")
     return timed
 
 
@@ -216,10 +216,10 @@ def measure_ceilings(device: str) -> Gpu:
     is_gpu = device == "cuda"
     source = torch.zeros(2**28 if is_gpu else 2**22, device=device)
     target = torch.empty_like(source)
-    copy_ms = median_ms(lambda: target.copy_(source), device, 200)
+    copy_ms = median_ms(lambda: target.copy_(source), device)
     size = 8192 if is_gpu else 256
     left = torch.randn(size, size, device=device, dtype=torch.bfloat16)
-    product_ms = median_ms(lambda: left @ left, device, 400)
+    product_ms = median_ms(lambda: left @ left, device)
     bf16 = 2e3 * size**3 / product_ms
     return Gpu("this device", copy=2e3 * source.nbytes / copy_ms, bf16=bf16, fp8=bf16)
 
@@ -241,9 +241,7 @@ class Result:
     ours_is_faster_by: float | None = None
 
 
-def measure_shape(
-    shape: Shape, peers: list[str], device: str, ceilings: Gpu, budget_ms: float
-) -> list[Result]:
+def measure_shape(shape: Shape, peers: list[str], device: str, ceilings: Gpu) -> list[Result]:
     """Check, then time, ours and each peer on one shape; without ours there is nothing to compare.
 
     What fails is a line of its own: one peer that runs out of memory does not end the run.
@@ -254,7 +252,7 @@ def measure_shape(
         if device == "cuda":
             torch.cuda.empty_cache()
         try:
-            result = measure_one(name, shape, inputs, ceilings, budget_ms)
+            result = measure_one(name, shape, inputs, ceilings)
         except CannotExpressError as limit:
             result = Result(shape.name, name, f"skipped: {limit}")
         except Exception as failure:
@@ -270,7 +268,7 @@ def measure_shape(
     return results
 
 
-def measure_one(name: str, shape: Shape, inputs: Inputs, ceilings: Gpu, budget_ms: float) -> Result:
+def measure_one(name: str, shape: Shape, inputs: Inputs, ceilings: Gpu) -> Result:
     """One implementation on one shape."""
     window = window_of(name, shape)
     label = name if window == shape.layer.window else f"{name} (symmetric)"
@@ -279,7 +277,7 @@ def measure_one(name: str, shape: Shape, inputs: Inputs, ceilings: Gpu, budget_m
     error = row_error(run(), shape, expected)
     if error > tolerance(shape.dtype):
         return Result(shape.name, label, "wrong", error)
-    p50_ms = median_ms(run, inputs.query.device.type, budget_ms)
+    p50_ms = median_ms(run, inputs.query.device.type)
     least_ms = Work(shape.name, shape.bytes(), shape.flops()).floor_ms(ceilings)
     tflops = shape.flops() / p50_ms / 1e9
     return Result(shape.name, label, "ok", error, p50_ms, tflops, least_ms / p50_ms)
@@ -307,7 +305,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     peers = [name for name in PREPARE if name != OURS]
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     parser.add_argument("--peers", nargs="*", choices=peers, default=peers)
-    parser.add_argument("--budget-ms", type=float, default=200.0, help="timing of one line")
     parser.add_argument("--stop-after-s", type=float, default=500.0, help="start no shape after")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, no GPU, no conclusions")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
@@ -335,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if time.monotonic() - started > options.stop_after_s:
             print(f"stopped before {shape.name}: --stop-after-s {options.stop_after_s}")
             break
-        lines = measure_shape(shape, options.peers, device, ceilings, options.budget_ms)
+        lines = measure_shape(shape, options.peers, device, ceilings)
         for line in lines:
             show(line)
         results += lines

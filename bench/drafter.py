@@ -35,10 +35,9 @@ from bench.context import (
 )
 from bench.measure import NO_CANVAS, csv_rows, without_speed
 from bench.race import Contestant, Measured, Race, start_all
-from bench.report import names_of, of, problems
 from bench.serve import add_serve_flags
 from bench.servers import Server, ServerOptions
-from bench.tables import Table, markdown, measured_with, middle, ratios
+from bench.tables import Table, markdown, measured_with, middle, names_of, of, problems, ratios
 from bench.workloads import ADAPTIVE, Shape, Workload, accuracy_problem
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.tasks.suite import FAMILIES

@@ -57,8 +57,8 @@ from bench.measure import (
     csv_rows,
 )
 from bench.race import Contestant, Measured, Race, start_all
-from bench.report import load_tables
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
+from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, FIXED, Shape, Workload, card_accuracy
 from dllm.cli import CommandError
 from dllm.tasks.suite import FAMILIES, questions

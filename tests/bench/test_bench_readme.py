@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import readme, report, roofline
+from bench import readme, roofline, tables
 from bench.context import ROOT, provenance, read_csv, write_csv
 from bench.measure import Measurement, csv_rows
 from bench.profile_step import step_time
@@ -100,7 +100,7 @@ def test_a_section_without_a_csv_says_what_to_run(name: str, tmp_path: Path) -> 
 
 
 def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
-    section = report.serving(results)
+    section = tables.serving(results)
     assert re.search(r"\| 8 at once \| ours \| 300 \[300 .. 300\] \| .*\| 36 / 40 \|  \|", section)
     assert re.search(
         r"\| 4 per s \| built-in \| 100 \[100 .. 100\] \| .*\| 3.00 \[3.00 .. 3.00\] \|", section
@@ -113,7 +113,7 @@ def test_a_run_without_speed_is_named(results: Path) -> None:
     wrong = replace(THEIRS, tokens_per_s=None, problem="5 of 40 answers are right")
     runs = [(WORKLOAD, RUN), (WORKLOAD, wrong)]
     write_csv(results / "serve_compiled.csv", csv_rows(runs, ABOUT))
-    section = report.serving(results)
+    section = tables.serving(results)
     assert "* built-in: 5 of 40 answers are right" in section
     assert re.search(r"\| built-in \| - \| .*\| - \|$", section, re.MULTILINE)
 

@@ -22,10 +22,9 @@ from bench.measure import (
     seed_problems,
 )
 from bench.race import Contestant, Race, admit, undisturbed, withhold
-from bench.report import COLUMNS, load_tables
 from bench.serve import BUILTIN, OURS
 from bench.servers import Response, Server, ServerOptions, tail
-from bench.tables import Spread, ratios
+from bench.tables import COLUMNS, Spread, load_tables, ratios
 from bench.workloads import (
     ADAPTIVE,
     FIXED,
