@@ -162,9 +162,7 @@ def serving(results: Path) -> str:
     rows = read_csv(results / "serve_compiled.csv")
     if not rows:
         return "Not measured yet: `make bench`."
-    source = measured_with(rows, "serve_compiled.csv")
-    intro = f"Medians, ratios pair by pair, [lowest .. highest] of the rounds. {source}"
-    return f"{intro}\n\n{load_tables(rows)}"
+    return f"{load_tables(rows)}\n\n{measured_with(rows, 'serve_compiled.csv')}"
 
 
 def headline(results: Path) -> str:
