@@ -81,7 +81,7 @@ serve: setup
 
 test: export HF_HUB_OFFLINE ?= 1
 test: setup setup-quant $(VENV)/.images
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
 check: lint types
 

@@ -8,6 +8,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
+from tests.support.workers import (  # noqa: F401  hooks of pytest
+    pytest_collection_modifyitems,
+    pytest_xdist_make_scheduler,
+)
 
 
 @pytest.fixture(scope="session")
@@ -34,25 +38,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return written[key]
 
     return write
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a worker of pytest-xdist: what starts together stays together, and the slow starts first.
-
-    A worker takes whole groups. A group is a file, whose engines are then started once; all files
-    that use the server are one group.
-    """
-    if not hasattr(config, "workerinput"):
-        return
-
-    def group_of(item: pytest.Item) -> str:
-        return "server" if "server" in getattr(item, "fixturenames", ()) else str(item.path)
-
-    slow = {group_of(item) for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: group_of(item) not in slow)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
 
 
 # Random weights never get sure; this lets blocks converge at different steps.

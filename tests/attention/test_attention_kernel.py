@@ -8,35 +8,24 @@ leak into the servers that other tests start; so the suite gets a process of its
 from __future__ import annotations
 
 import importlib.util
-import re
 
 import pytest
 import torch
 
-from tests.support.process import run_python
+from tests.support.interpreter import run_suite
 
 SUITE = "tests/attention/attention_kernel_suite.py"
-
-
-def run_suite(environment: dict[str, str], suite: str = SUITE) -> int:
-    """Run a suite in a new process; fails with its output, returns the number of passed tests."""
-    base = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
-    options = ("--noconftest", "-q", "-p", "no:cacheprovider")
-    result = run_python(
-        "-m", "pytest", *options, suite, environment=base | environment, timeout=1200
-    )
-    passed = re.search(r"(\d+) passed", result.stdout)
-    return int(passed.group(1)) if passed else 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs compiled on this machine")
 def test_suite_in_the_interpreter() -> None:
-    assert run_suite({"TRITON_INTERPRET": "1"}) >= 98
+    assert run_suite(SUITE, is_interpreted=True) >= 98
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_suite_compiled() -> None:
-    assert run_suite({}) >= 95  # without those that look into the interpreter
+    # Without those that look into the interpreter.
+    assert run_suite(SUITE, is_interpreted=False) >= 95

@@ -180,13 +180,20 @@ def test_rows_are_independent_and_none_is_fine() -> None:
 VOCAB = 700
 
 
+@pytest.fixture(scope="module")
+def given() -> tuple[Tensor, Tensor, Tensor, RowStats]:
+    """Logits of every kind of row and of one without a distribution, and their statistics."""
+    logits = torch.cat([rows_of_every_kind(VOCAB), torch.full((1, VOCAB), math.nan)])
+    t, keys = torch.full((len(logits),), 0.6), keys_for(len(logits))
+    return logits, t, keys, kernel_stats(logits, t, keys, cut=CUTS[0])
+
+
 @pytest.mark.parametrize("budget", [0.0, 2**-9, 0.3])
 @pytest.mark.parametrize("bounds", [(0, VOCAB), (100, 261)])
-def test_the_sparse_product(bounds: tuple[int, int], budget: float) -> None:
-    logits, weight = rows_of_every_kind(VOCAB), table(VOCAB)
-    logits = torch.cat([logits, torch.full((1, VOCAB), math.nan)])
-    t, keys = torch.full((len(logits),), 0.6), keys_for(len(logits))
-    stats = kernel_stats(logits, t, keys, cut=CUTS[0])
+def test_the_sparse_product(
+    given: tuple[Tensor, Tensor, Tensor, RowStats], bounds: tuple[int, int], budget: float
+) -> None:
+    (logits, t, keys, stats), weight = given, table(VOCAB)
     start, end = bounds
     padding = torch.full((3, weight.shape[1]), math.nan)
     shard = Shard(torch.cat([weight[start:end], padding]).to(DEVICE), start, end)

@@ -12,7 +12,7 @@ import importlib.util
 import pytest
 import torch
 
-from tests.attention.test_attention_kernel import run_suite
+from tests.support.interpreter import run_suite
 
 SUITE = "tests/ops/row_stats_kernel_suite.py"
 
@@ -21,10 +21,10 @@ SUITE = "tests/ops/row_stats_kernel_suite.py"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs compiled on this machine")
 def test_suite_in_the_interpreter() -> None:
-    assert run_suite({"TRITON_INTERPRET": "1"}, SUITE) >= 39
+    assert run_suite(SUITE, is_interpreted=True) >= 39
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_suite_compiled() -> None:
-    assert run_suite({}, SUITE) >= 39
+    assert run_suite(SUITE, is_interpreted=False) >= 39
