@@ -1,7 +1,7 @@
-"""Makes Triton's interpreter three times as fast; what it computes stays the same.
+"""Makes Triton's interpreter three times as fast, with the same results.
 
-Call ``speed_up`` in a process with ``TRITON_INTERPRET=1`` before kernels are launched. Written
-against Triton 3.9, whose launches spend most of their time on two things that have no effect.
+Call ``speed_up`` in a process with ``TRITON_INTERPRET=1`` before kernels are launched. In Triton
+3.9 a launch spends most of its time on two things that have no effect; these are left out.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ def speed_up() -> None:
 
 
 def _patch_language_once_per_launch() -> None:
-    """Replace the functions of ``triton.language`` once in a launch, not in every device function.
+    """Replace the functions of ``triton.language`` once per launch, not in every device function.
 
-    A launch replaces some hundred of them by the interpreter's. Every device function that it
-    calls does so again, ``tl.sum`` and ``tl.max`` included; only the first call from a module has
-    anything left to replace.
+    A launch replaces about a hundred of these functions by the interpreter's. Every device function
+    that the kernel calls, even ``tl.sum``, replaces them again. Only the first one from each module
+    changes anything.
     """
     from triton.runtime import interpreter
 
@@ -45,8 +45,11 @@ def _patch_language_once_per_launch() -> None:
 
 
 def _leave_out_overflow_checks() -> None:
-    """Sums and products of integers are checked in 64 bits, and then nobody looks at the result:
-    an assertion in a kernel counts in debug mode only, which the interpreter does not turn on."""
+    """Do not compute every integer sum and product a second time, in 64 bits, to find overflows.
+
+    The result goes into an assertion, which Triton checks in debug mode only. The interpreter does
+    not turn that on.
+    """
     from triton.runtime.interpreter import interpreter_builder
 
     assert not interpreter_builder.options.debug
