@@ -58,14 +58,17 @@ class Shape:
             for i in range(self.batch)
         ]
 
+    def visible(self) -> list[list[tuple[int, int]]]:
+        """First and last-plus-one visible key of every row of every sequence."""
+        window = self.layer.window
+        return [
+            [visible_range(row, span, window) for row in range(span.query_len)]
+            for span in self.spans()
+        ]
+
     def visible_pairs(self) -> int:
         """(row, key) pairs that the mask lets through, over the whole batch, for one head."""
-        total = 0
-        for span in self.spans():
-            for row in range(span.query_len):
-                start, stop = visible_range(row, span, self.layer.window)
-                total += stop - start
-        return total
+        return sum(stop - start for rows in self.visible() for start, stop in rows)
 
     def flops(self) -> int:
         """Floating-point operations of the two products over visible pairs only."""
@@ -74,10 +77,10 @@ class Shape:
     def bytes(self) -> int:
         """Bytes that have to move: Q and the output, and every visible K and V once."""
         layer, size = self.layer, self.dtype.itemsize
-        keys = 0
-        for span in self.spans():
-            ranges = [visible_range(row, span, layer.window) for row in range(span.query_len)]
-            keys += max(stop for _, stop in ranges) - min(start for start, _ in ranges)
+        keys = sum(
+            max(stop for _, stop in ranges) - min(start for start, _ in ranges)
+            for ranges in self.visible()
+        )
         rows = self.batch * self.query_len
         return 2 * size * layer.head_size * (rows * layer.num_heads + keys * layer.num_kv_heads)
 

@@ -27,9 +27,9 @@ from bench.client import Client
 from bench.context import ROOT, as_text, reporting_failures
 from bench.measure import OVERLAPPED, csv_rows
 from bench.race import Contestant, Measured, Race, start_all
-from bench.report import printed
 from bench.serve import add_serve_flags, canvas_length
 from bench.servers import Server, ServerOptions
+from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, card_accuracy
 
 STEPS = 16
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both and print the tables."""
     options = parse(arguments)
     measured = measure(options)
-    print(f"\n{printed(as_text(csv_rows(measured, {})))}")
+    print(f"\n{load_tables(as_text(csv_rows(measured, {})))}")
     return 1 if any(one.problem for _, one in measured) else 0
 
 
@@ -110,7 +110,7 @@ def environment(source: Path) -> tuple[tuple[str, str], ...]:
     Raises:
         RuntimeError: it is imported from somewhere else.
     """
-    found = (("PYTHONPATH", os.pathsep.join([str(source), *_inherited_path()])),)
+    found = (("PYTHONPATH", str(source)),)
     imported = subprocess.run(
         [sys.executable, "-c", "import dllm; print(dllm.__file__)"],
         env=os.environ | dict(found),
@@ -148,12 +148,6 @@ def git(repository: Path, *arguments: str) -> str:
     if done.returncode:
         raise RuntimeError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout.strip()
-
-
-def _inherited_path() -> list[str]:
-    """PYTHONPATH without this checkout."""
-    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [entry for entry in entries if entry and Path(entry).resolve() != ROOT]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
     python -m bench.drafter                                        # everything that is there
     python -m bench.drafter --pilot runs/pilot --rounds 5 --concurrency 1 32
-    python -m bench.drafter --families edit extract --no-mixed
+    python -m bench.drafter --families edit extract
 
 Starts plain ``vllm serve`` of the target, one server for each fixed width (which drafts just as
 many tokens), and one with the policy ``adaptive``; with --pilot also one with that pilot; and plain
@@ -35,10 +35,9 @@ from bench.context import (
 )
 from bench.measure import NO_CANVAS, csv_rows, without_speed
 from bench.race import Contestant, Measured, Race, start_all
-from bench.report import names_of, of, problems
 from bench.serve import add_serve_flags
 from bench.servers import Server, ServerOptions
-from bench.tables import Table, aligned, markdown, measured_with, middle, ratios
+from bench.tables import Table, markdown, measured_with, middle, names_of, of, problems, ratios
 from bench.workloads import ADAPTIVE, Shape, Workload, accuracy_problem
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.tasks.suite import FAMILIES
@@ -67,16 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start_all(racing, SHAPE, max(options.concurrency), stack)
         race = Race(racing, loads(options), options.rounds, Client(folder), 60 * options.minutes)
         rows = as_text(rows_of(race.run(lambda so_far: write_csv(path, rows_of(so_far)))))
-    print("\n\n".join([aligned(table(rows)), *problems(rows), str(path)]))
+    print("\n\n".join([markdown(table(rows)), *problems(rows), str(path)]))
     return 1 if any(row["problem"] for row in rows) else 0
 
 
 def loads(options: argparse.Namespace) -> list[Workload]:
     """Questions of all families in turn, then of each alone; each at every concurrency."""
-    mixed = [] if options.no_mixed else [tuple(FAMILIES)]
     return [
         Workload(ADAPTIVE, max(options.num_requests, 2 * n), SHAPE, n, families=families)
-        for families in (*mixed, *((family,) for family in options.families))
+        for families in (tuple(FAMILIES), *((family,) for family in options.families))
         for n in options.concurrency
     ]
 
@@ -169,7 +167,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pilot", type=Path, help="folder that `dllm train pilot` wrote")
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--no-mixed", action="store_true", help="families on their own only")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--num-requests", type=int, default=96, help="of a run, at least")
     parser.add_argument("--rounds", type=int, default=3)

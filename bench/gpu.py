@@ -53,13 +53,14 @@ class Part:
 
     Attributes:
         budget_s: until it is ended.
-        arguments, toy_arguments: of ``python -m``.
+        command: arguments of ``python -m``.
+        toy: more of them, which make it small.
     """
 
     name: str
     budget_s: float
-    arguments: tuple[str, ...]
-    toy_arguments: tuple[str, ...]
+    command: tuple[str, ...]
+    toy: tuple[str, ...] = ()
     needs_gpu: bool = True
     needs_vllm: bool = False
 
@@ -72,67 +73,51 @@ def parts(out: Path, models: Path) -> list[Part]:
         models: folder of the checkpoints without weights, fp8 and bf16.
     """
     results = ("--results", str(out))
-    roofline = ("bench.roofline", *results)
-    sampler = ("bench.sampling_step", "--profiles", "open,settled", *results)
-    large = ("--rows", "256,2048", "--vocab", "262144", "--hidden", "2816")
-    attention = ("bench.attention", "--peers", "sdpa", *results)
-    profile_fp8 = profile(out, models / "fp8")
+    sampler = "bench.sampling_step --profiles open,settled --rows 256,2048 --vocab 262144"
+    attention = "bench.attention --peers sdpa --stop-after-s 45"
     return [
-        Part("roofline", 10, roofline, roofline, needs_gpu=False),
-        Part("sampler", 50, (*sampler, *large), (*sampler, "--smoke", "--eager")),
-        Part("attention", 60, (*attention, "--stop-after-s", "45"), (*attention, "--smoke")),
-        Part("serve-fp8", 170, *serve(out, models / "fp8", 2.5), needs_vllm=True),
-        Part("profile-fp8", 100, *profile_fp8, needs_vllm=True),
-        Part("serve-bf16", 115, *serve(out, models / "bf16", 1.6), needs_vllm=True),
+        Part("roofline", 10, ("bench.roofline", *results), needs_gpu=False),
+        Part(
+            "sampler", 50, (*sampler.split(), "--hidden", "2816", *results), ("--smoke", "--eager")
+        ),
+        Part("attention", 60, (*attention.split(), *results), ("--smoke",)),
+        serve(170, 2.5, out, models / "fp8"),
+        profile(100, out, models / "fp8"),
+        serve(115, 1.6, out, models / "bf16"),
     ]
 
 
-def serve(out: Path, model: Path, minutes: float) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Ours and the built-in on dummy weights, fixed steps; on a GPU and as a toy."""
-    results = str(out / model.name)
-    common: tuple[str, ...] = (
-        "bench.serve",
-        "--model",
-        str(model),
-        "--schedule",
-        "fixed",
-        "--results",
-        results,
-    )
+def serve(budget_s: float, minutes: float, out: Path, model: Path) -> Part:
+    """Ours and the built-in on dummy weights, fixed steps."""
     flags = "--load-format dummy --max-model-len 2048 --kv-cache-memory-bytes 10G"
     flags += " --gpu-memory-utilization 0.45"  # two engines share the GPU
+    command = f"bench.serve --schedule fixed --minutes {minutes}"
+    command += " --input-len 1024 --output-len 512 --num-requests 16"
+    toy = "--eager --rounds 1 --input-len 64 --output-len 64 --num-requests 4 --concurrency 1 2"
     toy_flags = "--load-format dummy --max-model-len 512 --kv-cache-memory-bytes 64M"
-    large: tuple[str, ...] = (
-        "--contestants",
-        "ours",
-        BUILTIN,
-        "--input-len",
-        "1024",
-        "--output-len",
-        "512",
-    )
-    large += ("--num-requests", "16", "--minutes", str(minutes), "--serve-flags", flags)
-    toy = ("--contestants", "ours", "built-in", "--eager", "--rounds", "1", "--num-requests", "4")
-    return (
-        (*common, *large),
-        (*common, *toy, "--concurrency", "1", "2", "--serve-flags", toy_flags),
+    files = ("--model", str(model), "--results", str(out / model.name))
+    return Part(
+        f"serve-{model.name}",
+        budget_s,
+        (*command.split(), *files, "--contestants", "ours", BUILTIN, "--serve-flags", flags),
+        (*toy.split(), "--contestants", "ours", "built-in", "--serve-flags", toy_flags),
+        needs_vllm=True,
     )
 
 
-def profile(out: Path, model: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """A step of ours; on a GPU and as a toy."""
-    common: tuple[str, ...] = (
-        "bench.profile_step",
-        "--model",
-        str(model),
-        "--results",
-        str(out / model.name),
-    )
+def profile(budget_s: float, out: Path, model: Path) -> Part:
+    """A step of ours on dummy weights."""
+    command = "bench.profile_step --mode compiled --concurrency 1 8 32 --input-len 1024 --blocks 2"
+    toy = "--mode eager --concurrency 1 2 --input-len 64 --coverage 0"
+    files = ("--model", str(model), "--results", str(out / model.name))
     llm = json.dumps({"load_format": "dummy", "kv_cache_memory_bytes": 10 << 30})
-    large = ("--mode", "compiled", "--concurrency", "1", "8", "32", "--input-len", "1024")
-    toy = ("--mode", "eager", "--concurrency", "1", "2", "--coverage", "0", "--llm")
-    common += ("--blocks", "2", "--rounds", "1")
-    return (*common, *large, "--llm", llm), (*common, *toy, json.dumps({"load_format": "dummy"}))
+    return Part(
+        f"profile-{model.name}",
+        budget_s,
+        (*command.split(), "--rounds", "1", *files, "--llm", llm),
+        (*toy.split(), "--llm", json.dumps({"load_format": "dummy"})),
+        needs_vllm=True,
+    )
 
 
 def obstacle(part: Part, *, is_toy: bool, has_gpu: bool) -> str:
@@ -150,7 +135,7 @@ def run(part: Part, *, is_toy: bool, budget_s: float) -> str:
     """Run one part; how it went."""
     begin = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", *(part.toy_arguments if is_toy else part.arguments)],
+        [sys.executable, "-m", *part.command, *(part.toy if is_toy else ())],
         cwd=ROOT,
         start_new_session=True,  # it has children, which end with it
     )
@@ -219,7 +204,6 @@ def summary(out: Path, *, is_toy: bool) -> str:
     floors = {
         (row["weights"], row["batch"]): float(row["floor_ms"])
         for row in read_csv(out / "roofline.csv")
-        if row["component"] == "pass"
     }
     lines = []
     for weights in ("fp8", "bf16"):
@@ -227,10 +211,8 @@ def summary(out: Path, *, is_toy: bool) -> str:
             row for path in sorted(out.glob(f"{weights}/serve_*.csv")) for row in read_csv(path)
         ]
         for row in (row for row in rows if row["tokens_per_s"]):
-            step_ms, floor_ms = (
-                float(row["ms_per_denoise_step"]),
-                floors.get((weights, row["concurrency"])),
-            )
+            step_ms = float(row["ms_per_denoise_step"])
+            floor_ms = floors.get((weights, row["concurrency"]))
             above = f", {step_ms / floor_ms:.2f} x its floor" if floor_ms and not is_toy else ""
             lines.append(
                 f"{weights} batch {row['concurrency']:>2} {row['contestant'].split()[0]:9} "

@@ -27,10 +27,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from bench.servers import Response
-from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload, accuracy_problem, num_correct
+from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload, num_correct
 from dllm.tasks.suite import Question
 
 # How an implementation commits, which decides how its passes are counted: at the head of the next
@@ -51,7 +53,6 @@ class Measurement:
     contestant: str
     pair: int
     num_requests: int
-    output_tokens: int
     tokens_per_s: float | None = None
     ttft_ms: float | None = None
     latency_ms: float | None = None
@@ -74,13 +75,8 @@ def without_speed(one: Measurement, problem: str) -> Measurement:
     return replace(one, problem=problem, **nothing)
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Of all requests of a run; None where an implementation has none, or does not tell.
-
-    Attributes:
-        num_forward: prefill included.
-    """
+class Passes(NamedTuple):
+    """Of all requests of a run, prefill included; None where an implementation has no canvas."""
 
     num_blocks: int | None
     num_denoise: float | None
@@ -165,14 +161,12 @@ def measurement(
     saved: Mapping[str, Any],
     workload: Workload,
     asked: Sequence[Question] = (),
-    expected: float | None = None,
 ) -> Measurement:
     """The numbers of one saved run; a wrong one comes back without speeds.
 
     Args:
         saved: the JSON that ``vllm bench serve --save-result --save-detailed`` wrote.
         asked: the questions, in order; none for random tokens.
-        expected: share of right answers, None where nothing is known.
     """
     correct = 0
     if asked and len(saved["generated_texts"]) == len(asked):
@@ -181,13 +175,9 @@ def measurement(
         contestant,
         pair,
         num_requests=workload.num_requests,
-        output_tokens=sum(saved["output_lens"]),
         num_correct=correct if asked else None,
     )
-    problem = run_problem(commits, saved, workload)
-    if not problem and asked:
-        problem = accuracy_problem(correct, len(asked), expected)
-    if problem:
+    if problem := run_problem(commits, saved, workload):
         return replace(one, problem=problem)
     passes = count_passes(commits, saved, workload)
     blocks, denoise = passes.num_blocks, passes.num_denoise
@@ -198,22 +188,13 @@ def measurement(
         tokens_per_s=saved["output_throughput"],
         ttft_ms=1e3 * statistics.median(saved["ttfts"]),
         latency_ms=1e3 * statistics.median(latencies),
-        latency_p99_ms=1e3 * percentile(latencies, 99),
+        latency_p99_ms=1e3 * float(np.percentile(latencies, 99)),
         ms_per_denoise_step=1e3 * sum(latencies) / denoise if denoise else None,
         steps_per_block=denoise / blocks if blocks and denoise else None,
         passes_per_block=passes_after_prefill / blocks if blocks else None,
-        tokens_per_pass=one.output_tokens / passes.num_forward,
+        tokens_per_pass=sum(saved["output_lens"]) / passes.num_forward,
         acceptance_length=1 + saved["spec_decode_accepted_tokens"] / drafts if drafts else None,
     )
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Interpolated between neighbours, as numpy does."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def csv_rows(

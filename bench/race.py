@@ -11,7 +11,6 @@ from pathlib import Path
 from bench.client import Client
 from bench.context import GateError, progress
 from bench.measure import (
-    NO_CANVAS,
     Measurement,
     measurement,
     response_problems,
@@ -22,7 +21,6 @@ from bench.servers import Server, tail
 from bench.workloads import (
     ADAPTIVE,
     ANSWER_TOKENS,
-    FIXED,
     Shape,
     Workload,
     accuracy_problem,
@@ -57,11 +55,8 @@ class Contestant:
     expected: float | None = None
 
     def takes(self, workload: Workload) -> bool:
-        """Whether a workload has a meaning for this contestant."""
-        if self.server is None:  # one question after the other
-            return workload.schedule == ADAPTIVE and workload.concurrency == 1
-        # An autoregressive model has no denoise steps to fix.
-        return self.commits != NO_CANVAS or workload.schedule != FIXED
+        """Hugging Face's ``generate`` answers one question after the other."""
+        return self.server is not None or workload.concurrency == 1
 
 
 def rounds(count: int, budget_s: float) -> Iterator[int]:
@@ -147,36 +142,33 @@ class Race:
                 flags = workload.client_flags(seed, self._dataset(pair))
                 flags += contestant.client_flags
                 saved = self.client.bench_serve(name, server.url, str(model), flags)
-        return measurement(
-            contestant.name, pair, contestant.commits, saved, workload, asked, contestant.expected
-        )
+        return measurement(contestant.name, pair, contestant.commits, saved, workload, asked)
 
 
 def withhold(measured: Measured, expected: dict[str, float | None]) -> Measured:
-    """The same, without the speeds of contestants whose answers, taken together, are too bad.
+    """The same, without the speeds of runs whose answers are too bad, alone or taken together.
 
-    One run has few answers and a wide bound; all runs together have many.
+    One run has few answers and a wide bound; all runs of a contestant together have many.
     """
     tallies: dict[str, tuple[int, int]] = {}
     for _, one in measured:
         if one.num_correct is not None:
             correct, asked = tallies.get(one.contestant, (0, 0))
             tallies[one.contestant] = correct + one.num_correct, asked + one.num_requests
-    problems = {
-        name: accuracy_problem(correct, asked, expected.get(name))
-        for name, (correct, asked) in tallies.items()
-    }
     result = []
     for workload, one in measured:
-        problem = problems.get(one.contestant, "") if workload.schedule == ADAPTIVE else ""
-        if problem and not one.problem:
-            one = without_speed(one, f"all runs together: {problem}")
+        if one.num_correct is not None and not one.problem:
+            share = expected.get(one.contestant)
+            problem = accuracy_problem(one.num_correct, one.num_requests, share)
+            if not problem and (wrong := accuracy_problem(*tallies[one.contestant], share)):
+                problem = f"all runs together: {wrong}"
+            one = without_speed(one, problem) if problem else one
         result.append((workload, one))
     return result
 
 
-def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> float:
-    """Check a server's answers before anything is timed; the seconds of its first request.
+def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:
+    """Check a server's answers before anything is timed.
 
     Then sends ``at_once`` requests together, the largest batch that it will see: a server that
     compiles for a batch when it first sees one does so here.
@@ -199,7 +191,6 @@ def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> float:
         problems.append(tail(server.log))
     if problems:
         raise GateError("\n".join(dict.fromkeys(problems)))
-    return responses[0].seconds
 
 
 @contextmanager
@@ -217,11 +208,8 @@ def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator
 
 def start_all(
     contestants: Sequence[Contestant], shape: Shape, at_once: int, stack: ExitStack
-) -> dict[str, float]:
+) -> None:
     """Start the contestants' servers side by side and admit each; the stack stops them.
-
-    Returns:
-        The seconds that the first request of each server took.
 
     Raises:
         RuntimeError: one is not ready.
@@ -234,4 +222,5 @@ def start_all(
         server.start()
     for _, server in served:
         server.wait_until_ready()
-    return {one.name: admit(one, shape, at_once) for one, _ in served}
+    for one, _ in served:
+        admit(one, shape, at_once)

@@ -19,10 +19,9 @@ from bench.context import RESULTS, ROOT
 from bench.drafter import drafting
 from bench.profile_step import step_time
 from bench.recovery import recovery
-from bench.report import answers, headline, refusals, serving
 from bench.roofline import floors
 from bench.sampling_step import sampling_step
-from bench.tables import markdown
+from bench.tables import answers, headline, markdown, serving
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # As sections write it: relative to the top of the repository.
@@ -63,7 +62,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "models": models,
     "headline": headline,
     "serving": serving,
-    "refusals": refusals,
     "answers": answers,
     "recovery": recovery,
     "sampling-step": sampling_step,

@@ -3,9 +3,9 @@
     python -m bench.recovery                                   # quantizes checkpoints/tiny-dllm
     python -m bench.recovery --quantized /tmp/q --num 20       # /tmp/q/fp8-dynamic, /tmp/q/nvfp4
 
-Writes ``bench/results/recovery.csv``, a row for each contestant, seed and family, and prints the
-table of docs/quantization.md. A seed draws the questions and the noise of their canvases, the same
-for all contestants. Each score names what computed it.
+Writes ``bench/results/recovery.csv``, a row for each contestant, and prints the table of
+docs/quantization.md. A seed draws questions and the noise of their canvases, the same for all
+contestants. Each score names what computed it.
 
     recovery    right answers / right answers of the bf16 checkpoint to the same questions
     interval    95%, by resampling questions with both of their answers (paired bootstrap)
@@ -28,7 +28,7 @@ from bench.servers import SERVE_FLAGS, Server, ServerOptions
 from bench.tables import Table, markdown, measured_with
 from dllm.tasks.suite import Question, questions
 from dllm.tools.client import connect
-from dllm.tools.eval_report import Run, wilson_interval
+from dllm.tools.eval_report import wilson_interval
 from dllm.tools.eval_server import ServedModel
 from dllm.tools.evaluate import ALL, chosen_families
 
@@ -40,9 +40,7 @@ RESAMPLES = 10_000
 # The line of ``dllm.models.quantized`` in a server's log.
 SAID = re.compile(r"dllm: [\w-]+ checkpoint; (.*)")
 
-# (seed, family) -> questions, or the answers to them.
-Asked = Mapping[tuple[int, str], list[Question]]
-Answered = dict[tuple[int, str], Run]
+Asked = Mapping[int, list[Question]]  # by seed
 
 
 @dataclass(frozen=True)
@@ -54,28 +52,30 @@ class Contestant:
     path: Path
     flags: tuple[str, ...] = ()
 
-    @property
-    def name(self) -> str:
-        """In the CSV."""
-        return self.weights + f", {self.kv_cache} KV" * (self.kv_cache != BASELINE)
+
+@dataclass(frozen=True)
+class Answered:
+    """What a contestant made of all questions: which it got right, and what computed that."""
+
+    is_right: list[bool]
+    denoise_steps: int
+    blocks: int
+    computed_by: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all contestants, write the CSV, print the table."""
     given = parse(arguments)
-    asked = {
-        (seed, family): questions([family], "heldout", given.num, seed)
-        for seed in given.seeds
-        for family in chosen_families(given.tasks)
-    }
+    families = chosen_families(given.tasks)
+    asked = {seed: questions(families, "heldout", given.num, seed) for seed in given.seeds}
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         quantized = given.quantized or quantize(given.model, Path(folder))
-        baseline: Answered = {}
+        baseline: Answered | None = None
         for contestant in contestants(given.model, quantized):
-            answered, computed_by = measure(contestant, asked, tuple(given.flags.split()))
+            answered = measure(contestant, asked, tuple(given.flags.split()))
             baseline = baseline or answered
-            rows += rows_of(contestant, computed_by, asked, answered, baseline)
+            rows.append(row_of(contestant, answered, baseline))
             write_csv(given.output, [row | provenance("bench.recovery") for row in rows])
     print(described(as_text(rows)))
     return 0
@@ -119,32 +119,30 @@ def quantize(model: Path, target: Path) -> Path:
     return target
 
 
-def measure(contestant: Contestant, asked: Asked, flags: tuple[str, ...]) -> tuple[Answered, str]:
-    """Ask a server of its own everything; returns the answers and what computed them."""
-    name = re.sub(r"\W+", "-", contestant.name)
+def measure(contestant: Contestant, asked: Asked, flags: tuple[str, ...]) -> Answered:
+    """Ask a server of its own everything; question i of a seed is sent with the seed plus i."""
+    name = f"{contestant.weights}-{contestant.kv_cache}"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / f"{name}.log"
         all_flags = (*SERVE_FLAGS, *contestant.flags, *flags)
+        is_right: list[bool] = []
+        steps = blocks = 0
         with Server(ServerOptions(name, str(contestant.path), all_flags), log) as server:
             server.start()
             server.wait_until_ready()
-            answered = ask(server.url, asked, contestant.name)
-        return answered, what_computed(log.read_text(errors="replace"))
-
-
-def ask(url: str, asked: Asked, name: str) -> Answered:
-    """Every question to the server at ``url``; question i is sent with the seed plus i."""
-    connection = connect(url, None)
-    answered: Answered = {}
-    for (seed, family), drawn in asked.items():
-        model = ServedModel(connection, MAX_TOKENS, CONCURRENCY, seed=seed)
-        answered[seed, family] = model.answer(drawn, lambda: None)
-        right = sum(
-            question.is_correct(answer.text)
-            for question, answer in zip(drawn, answered[seed, family].answers, strict=True)
-        )
-        print(f"{name}, seed {seed}, {family}: {right} of {len(drawn)} right", flush=True)
-    return answered
+            connection = connect(server.url, None)
+            for seed, drawn in asked.items():
+                model = ServedModel(connection, MAX_TOKENS, CONCURRENCY, seed=seed)
+                run = model.answer(drawn, lambda: None)
+                right = [q.is_correct(a.text) for q, a in zip(drawn, run.answers, strict=True)]
+                print(f"{name}, seed {seed}: {sum(right)} of {len(right)} right", flush=True)
+                is_right += right
+                steps += run.denoise_steps or 0
+                blocks += run.blocks or 0
+        computed_by = what_computed(log.read_text(errors="replace"))
+    if contestant.kv_cache != BASELINE:
+        computed_by += f"; keys and values in {contestant.kv_cache}"
+    return Answered(is_right, steps, blocks, computed_by)
 
 
 def what_computed(log: str) -> str:
@@ -153,136 +151,82 @@ def what_computed(log: str) -> str:
     return said[1] if said else "16-bit weights and inputs, by vLLM's own kernels"
 
 
-def rows_of(
-    contestant: Contestant, computed_by: str, asked: Asked, answered: Answered, baseline: Answered
-) -> list[dict[str, object]]:
-    """A row for each seed and family."""
-    rows = []
-    if contestant.kv_cache != BASELINE:
-        computed_by += f"; keys and values in {contestant.kv_cache}"
-    weight_bytes = sum(file.stat().st_size for file in contestant.path.glob("*.safetensors"))
-    for cell, drawn in asked.items():
-        right, baseline_right = (
-            [q.is_correct(a.text) for q, a in zip(drawn, run[cell].answers, strict=True)]
-            for run in (answered, baseline)
-        )
-        rows.append(
-            {
-                "contestant": contestant.name,
-                "weights": contestant.weights,
-                "kv_cache": contestant.kv_cache,
-                "seed": cell[0],
-                "family": cell[1],
-                "num_questions": len(drawn),
-                "num_correct": sum(right),
-                "num_baseline": sum(baseline_right),
-                "num_both": sum(a and b for a, b in zip(right, baseline_right, strict=True)),
-                "steps": answered[cell].denoise_steps,
-                "blocks": answered[cell].blocks,
-                "weight_bytes": weight_bytes,
-                "computed_by": computed_by,
-            }
-        )
-    return rows
+def row_of(contestant: Contestant, answered: Answered, baseline: Answered) -> dict[str, object]:
+    """A contestant's row of the CSV."""
+    pairs = list(zip(answered.is_right, baseline.is_right, strict=True))
+    return {
+        "weights": contestant.weights,
+        "kv_cache": contestant.kv_cache,
+        "num_questions": len(pairs),
+        "num_correct": sum(answered.is_right),
+        "num_baseline": sum(baseline.is_right),
+        "num_both": sum(one and other for one, other in pairs),
+        "steps": answered.denoise_steps,
+        "blocks": answered.blocks,
+        "weight_bytes": sum(f.stat().st_size for f in contestant.path.glob("*.safetensors")),
+        "computed_by": answered.computed_by,
+    }
 
 
 # --- arithmetic and tables -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Result:
-    """A contestant over all its questions.
+def recovery_interval(asked: int, right: int, baseline: int, both: int) -> tuple[float, float]:
+    """95%, in per cent of the baseline's right answers.
 
-    Attributes:
-        num_both: questions that it and the baseline answered right.
+    A question is right for both, for one of the two, or for neither.
+
+    Args:
+        asked, right, baseline, both: questions: all, answered right, by the baseline, by both.
     """
-
-    num_questions: int
-    num_correct: int
-    num_baseline: int
-    num_both: int
-    denoise_steps: int
-    blocks: int
-
-    @classmethod
-    def of(cls, rows: Rows) -> "Result":
-        """The sum of rows of a CSV."""
-        columns = ("num_questions", "num_correct", "num_baseline", "num_both")
-        sums = (sum(int(row[column]) for row in rows) for column in columns)
-        counts = (sum(int(row[column] or 0) for row in rows) for column in ("steps", "blocks"))
-        return cls(*sums, *counts)
-
-    @property
-    def recovery(self) -> float:
-        """In per cent; NaN where the baseline knows nothing."""
-        return 100 * self.num_correct / self.num_baseline if self.num_baseline else float("nan")
-
-    @property
-    def recovery_interval(self) -> tuple[float, float]:
-        """In per cent. A question is right for both, for one of the two, or for neither."""
-        alone, baseline_alone = (
-            right - self.num_both for right in (self.num_correct, self.num_baseline)
-        )
-        neither = self.num_questions - self.num_both - alone - baseline_alone
-        counts = np.array([self.num_both, alone, baseline_alone, neither])
-        draws = np.random.default_rng(0).multinomial(
-            self.num_questions, counts / self.num_questions, size=RESAMPLES
-        )
-        ours, baseline = draws[:, 0] + draws[:, 1], draws[:, 0] + draws[:, 2]
-        low, high = np.percentile(100 * ours / np.maximum(baseline, 1), [2.5, 97.5])
-        return float(low), float(high)
-
-    @property
-    def steps_per_block(self) -> float:
-        """NaN where the server counts no denoise steps."""
-        return self.denoise_steps / self.blocks if self.blocks else float("nan")
-
-
-def by_contestant(rows: Rows) -> dict[str, Result]:
-    """Each contestant's sum, in the order of the rows."""
-    names = dict.fromkeys(row["contestant"] for row in rows)
-    return {name: Result.of([row for row in rows if row["contestant"] == name]) for name in names}
+    counts = np.array([both, right - both, baseline - both, asked - right - baseline + both])
+    draws = np.random.default_rng(0).multinomial(asked, counts / asked, size=RESAMPLES)
+    drawn_right, drawn_baseline = draws[:, 0] + draws[:, 1], draws[:, 0] + draws[:, 2]
+    low, high = np.percentile(100 * drawn_right / np.maximum(drawn_baseline, 1), [2.5, 97.5])
+    return float(low), float(high)
 
 
 def table(rows: Rows) -> Table:
-    """Heading and one line a contestant."""
+    """Heading and one line a contestant; the first is the baseline."""
     heading = ["checkpoint", "KV cache", "right", "accuracy", "recovery", "denoise steps per block"]
     heading += ["weights, MB"]
-    whole = by_contestant(rows)
     lines = []
-    for name, result in whole.items():
-        first = next(row for row in rows if row["contestant"] == name)
-        low, high = (100 * end for end in wilson_interval(result.num_correct, result.num_questions))
-        accuracy = 100 * result.num_correct / result.num_questions
-        steps = result.steps_per_block / whole[BASELINE].steps_per_block
+    for row in rows:
+        columns = ("num_questions", "num_correct", "num_baseline", "num_both")
+        asked, right, baseline, both = (int(row[column]) for column in columns)
+        low, high = (100 * end for end in wilson_interval(right, asked))
         recovered = "100 %"
-        if name != BASELINE:
-            recovered = "{:.1f} % [{:.1f} .. {:.1f}]".format(
-                result.recovery, *result.recovery_interval
-            )
+        if row is not rows[0]:
+            ends = recovery_interval(asked, right, baseline, both)
+            share = 100 * right / baseline if baseline else float("nan")
+            recovered = "{:.1f} % [{:.1f} .. {:.1f}]".format(share, *ends)
+        slower = steps_per_block(row) / steps_per_block(rows[0]) - 1
         lines.append(
             [
-                first["weights"],
-                first["kv_cache"],
-                f"{result.num_correct} / {result.num_questions}",
-                f"{accuracy:.1f} % [{low:.1f} .. {high:.1f}]",
+                row["weights"],
+                row["kv_cache"],
+                f"{right} / {asked}",
+                f"{100 * right / asked:.1f} % [{low:.1f} .. {high:.1f}]",
                 recovered,
-                f"{result.steps_per_block:.2f} ({100 * (steps - 1):+.1f} %)",
-                f"{int(first['weight_bytes']) / 1e6:.2f}",
+                f"{steps_per_block(row):.2f} ({100 * slower:+.1f} %)",
+                f"{int(row['weight_bytes']) / 1e6:.2f}",
             ]
         )
     return heading, lines
 
 
-def notes(rows: Rows) -> list[str]:
-    """What produced each score, a list item a contestant."""
-    said = {row["contestant"]: row["computed_by"] for row in rows}
-    return [f"* {name}: {computed_by}." for name, computed_by in said.items()]
+def steps_per_block(row: Mapping[str, str]) -> float:
+    """NaN where the server counts no denoise steps."""
+    return int(row["steps"]) / int(row["blocks"]) if int(row["blocks"]) else float("nan")
 
 
 def described(rows: Rows) -> str:
     """The table, and what computed each score."""
-    return "\n".join([markdown(table(rows)), "", "What computed each score:", "", *notes(rows)])
+    notes = []
+    for row in rows:
+        name = row["weights"] + f", {row['kv_cache']} KV" * (row["kv_cache"] != BASELINE)
+        notes.append(f"* {name}: {row['computed_by']}.")
+    return "\n".join([markdown(table(rows)), "", "What computed each score:", "", *notes])
 
 
 def recovery(results: Path) -> str:

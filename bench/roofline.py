@@ -277,46 +277,27 @@ def printed(text: dict[str, Any], one: Pass, gpu: Gpu) -> str:
     return "\n".join(lines)
 
 
-def rows_of(text: dict[str, Any], one: Pass, gpu: Gpu) -> list[dict[str, object]]:
-    """Of the CSV: the components, and the pass with its tokens/s."""
-    shared = {"gpu": gpu.name, "weights": one.weights, "batch": one.batch, "context": one.context}
-    works = components(text, one)
-    rows: list[dict[str, object]] = [
-        {
-            **shared,
-            "component": work.component,
-            "bytes": int(work.num_bytes),
-            "flops": int(work.flops),
-            "floor_ms": work.floor_ms(gpu),
-            "bound": work.bound(gpu),
-            "tokens_per_s": None,
-        }
-        for work in works
-    ]
-    total = {
-        "component": "pass",
-        "bytes": sum(int(work.num_bytes) for work in works),
-        "flops": sum(int(work.flops) for work in works),
+def row_of(text: dict[str, Any], one: Pass, gpu: Gpu) -> dict[str, object]:
+    """Of the CSV."""
+    return {
+        "gpu": gpu.name,
+        "weights": one.weights,
+        "batch": one.batch,
+        "context": one.context,
         "floor_ms": pass_floor_ms(text, one, gpu),
-        "bound": None,
         "tokens_per_s": tokens_per_s(text, one, gpu, separate_commit=False),
     }
-    return [*rows, shared | total]
 
 
 def floors(results: Path) -> str:
     """Section of docs/benchmarks.md: the least time of a pass, and the speed that it allows."""
-    rows = [row for row in read_csv(results / "roofline.csv") if row["component"] == "pass"]
+    rows = read_csv(results / "roofline.csv")
     if not rows:
         return "Not computed yet: `python -m bench.roofline`."
+    numbers = [(float(row["floor_ms"]), float(row["tokens_per_s"])) for row in rows]
     lines = [
-        [
-            row["weights"],
-            row["batch"],
-            f"{float(row['floor_ms']):.1f}",
-            f"{float(row['tokens_per_s']):,.0f}",
-        ]
-        for row in rows
+        [row["weights"], row["batch"], f"{floor_ms:.1f}", f"{speed:,.0f}"]
+        for row, (floor_ms, speed) in zip(rows, numbers, strict=True)
     ]
     table = markdown((["weights", "batch", "floor, ms a pass", "tokens/s at most"], lines))
     return f"{table}\n\n{measured_with(rows, 'roofline.csv')}"
@@ -348,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for batch in options.batch:
             one = Pass(weights, batch, options.context, config["canvas_length"])
             print(printed(text, one, gpu) + "\n")
-            rows += rows_of(text, one, gpu)
+            rows.append(row_of(text, one, gpu))
     shared = provenance("bench.roofline")
     path = options.results / "roofline.csv"
     write_csv(path, [row | shared for row in rows])

@@ -25,8 +25,8 @@ asked for, and two equal seeded requests equally (the built-in refuses a seed); 
 no table. A run that is wrong (incomplete, of another length, of another number of denoise steps on
 the fixed schedule, or with fewer right answers than chance allows) has no speed.
 
-Written to --results: serve_MODE.csv (one row a run), and on the adaptive schedule serve_facts.csv
-(what each server refuses) and answers.csv (denoise steps and right answers by family).
+Written to --results: serve_MODE.csv (one row a run), and on the adaptive schedule answers.csv
+(denoise steps and right answers by family).
 """
 
 import argparse
@@ -57,8 +57,8 @@ from bench.measure import (
     csv_rows,
 )
 from bench.race import Contestant, Measured, Race, start_all
-from bench.report import printed
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
+from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, FIXED, Shape, Workload, card_accuracy
 from dllm.cli import CommandError
 from dllm.tasks.suite import FAMILIES, questions
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_csv(path, csv_rows([*before, *more], about))
 
         measured = [*measured, *measure(options, schedule, time.monotonic() + left_s, save)]
-    print(f"\n{printed(as_text(csv_rows(measured, about)))}\n\n{path}")
+    print(f"\n{load_tables(as_text(csv_rows(measured, about)))}\n\n{path}")
     first = options.contestants[0].name
     return 1 if any(one.problem for _, one in measured if one.contestant == first) else 0
 
@@ -144,9 +144,13 @@ def measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
         racing = contestants(options, schedule, folder)
         most = max(options.concurrency, default=1)
-        first_request_s = start_all(racing, options.shape, most, stack)
-        if schedule == ADAPTIVE:
-            write_facts(options, [one for one in racing if one.server], first_request_s)
+        start_all(racing, options.shape, most, stack)
+        if schedule == ADAPTIVE and options.questions:
+            progress("  answers by family")
+            served = [one for one in racing if one.server]
+            rows = [row for one in served for row in answers(one, options.questions)]
+            about = provenance("bench.serve")
+            write_csv(options.results / "answers.csv", [row | about for row in rows])
         budget_s = deadline - time.monotonic()
         loads = workloads(options, schedule)
         return Race(racing, loads, options.rounds, Client(folder), budget_s).run(save)
@@ -199,36 +203,7 @@ def write_generation_config(model: Path, folder: Path, steps: int | None) -> Non
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-# --- what a server refuses and answers -----------------------------------------------------------
-
-
-def write_facts(
-    options: argparse.Namespace, served: Sequence[Contestant], first_request_s: dict[str, float]
-) -> None:
-    """serve_facts.csv and answers.csv."""
-    about = provenance("bench.serve")
-    rows = [
-        {"contestant": one.name, "first_request_s": first_request_s[one.name]}
-        | statuses(one, options.shape)
-        | about
-        for one in served
-    ]
-    write_csv(options.results / "serve_facts.csv", rows)
-    if options.questions:
-        progress("  answers by family")
-        answered = [row | about for one in served for row in answers(one, options.questions)]
-        write_csv(options.results / "answers.csv", answered)
-
-
-def statuses(contestant: Contestant, shape: Shape) -> dict[str, object]:
-    """What a server does with a temperature and with a seed."""
-    server = contestant.server
-    assert server is not None
-    tried: dict[str, dict[str, float]] = {"temperature": {"temperature": 0.5}, "seed": {"seed": 1}}
-    return {
-        f"http_status_with_{name}": server.complete(prompt=shape.prompt, max_tokens=1, **one).status
-        for name, one in tried.items()
-    }
+# --- answers by family ---------------------------------------------------------------------------
 
 
 def answers(contestant: Contestant, each: int) -> list[dict[str, object]]:

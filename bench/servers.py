@@ -60,7 +60,6 @@ class Response:
     status: int
     token_ids: tuple[int, ...] = ()
     error: str = ""
-    seconds: float = 0.0
 
 
 class Server:
@@ -128,7 +127,6 @@ class Server:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        start = time.monotonic()
         try:
             with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as answer:
                 reply = json.load(answer)
@@ -137,7 +135,7 @@ class Server:
         except OSError as error:
             return Response(0, error=str(error))
         token_ids = tuple(reply["choices"][0]["token_ids"])
-        return Response(200, token_ids, seconds=time.monotonic() - start)
+        return Response(200, token_ids)
 
     def pause(self) -> None:
         """Stop all of its processes: a server that waits for work polls, and takes a core."""

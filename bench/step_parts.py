@@ -1,26 +1,26 @@
 """Names for the parts of an engine step, put around functions of vLLM and ours while profiling.
 
-The product knows nothing of them, so they cost nothing when nobody profiles; a named call costs two
-reads of a clock. While torch.profiler runs, each part is also a ``record_function`` range of its
-trace, among the kernels. `bench.step_trace` says where the time between these ranges goes.
+The product knows nothing of them, so they cost nothing when nobody profiles. Every instant belongs
+to the part whose function was entered last and has not returned, so that the parts of a step add up
+to its wall time. A step lasts from one ``schedule()`` to the next.
+
+On a GPU the instants are those of its stream: a kernel counts for the part that launched it, and so
+does the time in which the stream waits for that part's next kernel.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-PREFIX = "step part: "  # of a range in a trace
-# Names of ranges that hold no time: a step begins here; what its batch holds (three numbers).
-STEP = "step"
-BATCH = "batch"
-
-# Components of a step in the order of a bar, and the group that a colour stands for.
+# Components of a step in the order of a table, and the group that each belongs to.
 SCHEDULING = "scheduling"
 INPUTS = "input preparation"
 OUTPUT = "output copy"
@@ -49,14 +49,6 @@ GROUPS = {
 }
 
 
-class Range(NamedTuple):
-    """One call of a named function."""
-
-    name: str
-    start_us: float
-    end_us: float
-
-
 class Named(NamedTuple):
     """A function that belongs to a part: ``owner.attribute``."""
 
@@ -65,60 +57,91 @@ class Named(NamedTuple):
     part: str
 
 
-LOG: list[Range] = []
-_undo: list[tuple[Any, str, Any]] = []
+@dataclass
+class Step:
+    """One engine step: milliseconds of its components, and its batch (0 where no model ran)."""
+
+    parts_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    num_reqs: int = 0
+    num_canvas_rows: int = 0
+    num_rows: int = 0
+
+    @property
+    def wall_ms(self) -> float:
+        """From its ``schedule()`` to the next."""
+        return sum(self.parts_ms.values())
+
+    @property
+    def is_denoise_only(self) -> bool:
+        """Every row belongs to a canvas: no prompt, no block to commit."""
+        return 0 < self.num_canvas_rows == self.num_rows
 
 
-def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, noting when it ran, that a step begins, and what its batch holds."""
-    name = function.__name__
+class Recorder:
+    """While its context lasts, notes which part runs; afterwards ``steps`` has the times."""
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if name == "schedule":
-            _mark(STEP)
-        with part_of_step(part):
-            result = function(*args, **kwargs)
-        if name == "prepare_inputs" and hasattr(result, "num_draft_tokens"):
-            _mark(f"{BATCH} {result.num_reqs} {result.num_draft_tokens} {result.num_tokens}")
-        return result
+    def __init__(self, functions: Iterable[Named], has_gpu: bool = False) -> None:
+        self.steps: list[Step] = []
+        self._functions, self._has_gpu = list(functions), has_gpu
+        self._open = [IDLE]  # parts that were entered and have not returned
+        self._marks: list[tuple[Any, str, Step | None]] = []  # from this moment on, this part
+        self._undo: list[Callable[[], None]] = []
 
-    return call
+    def __enter__(self) -> Recorder:
+        for owner, attribute, part in self._functions:
+            function = getattr(owner, attribute)
+            undo = functools.partial(delattr, owner, attribute)  # it was inherited, or the class's
+            if attribute in vars(owner):
+                undo = functools.partial(setattr, owner, attribute, function)
+            self._undo.append(undo)
+            setattr(owner, attribute, self._timed(part, function))
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+        times = [moment for moment, *_ in self._marks]
+        if self._has_gpu and times:
+            torch.cuda.synchronize()
+            times = [times[0].elapsed_time(event) for event in times]
+        for (start, end), (_, part, step) in zip(pairwise(times), self._marks, strict=False):
+            if step is not None:
+                step.parts_ms[part] += end - start
 
-def _mark(name: str) -> None:
-    with part_of_step(name):
-        pass
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, noting when it runs, that a step begins, and what its batch holds."""
+        name = function.__name__
 
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "schedule":
+                self.steps.append(Step())
+            self._open.append(part)
+            self._note()
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._open.pop()
+                self._note()
+            if name == "prepare_inputs" and hasattr(result, "num_draft_tokens"):
+                step = self.steps[-1]
+                step.num_reqs, step.num_rows = result.num_reqs, result.num_tokens
+                step.num_canvas_rows = result.num_draft_tokens
+            return result
 
-@contextmanager
-def part_of_step(part: str) -> Iterator[None]:
-    """A range of this name, in our log and in a trace that torch is taking."""
-    start = time.perf_counter_ns()
-    if torch.autograd._profiler_enabled():
-        with torch.profiler.record_function(PREFIX + part):
-            yield
-    else:
-        yield
-    LOG.append(Range(part, start / 1e3, time.perf_counter_ns() / 1e3))
+        return call
 
+    def _note(self) -> None:
+        step = self.steps[-1] if self.steps else None
+        self._marks.append((self._now(), self._open[-1], step))
 
-def name_parts(functions: Iterable[Named]) -> None:
-    """Name the parts of every step from now on, in this process, and forget those before."""
-    LOG.clear()
-    for owner, attribute, part in functions:
-        _undo.append((owner, attribute, vars(owner).get(attribute, _undo)))
-        setattr(owner, attribute, timed(part, getattr(owner, attribute)))
-
-
-def unname_parts() -> None:
-    """Put every function back as it was."""
-    while _undo:
-        owner, attribute, original = _undo.pop()
-        if original is _undo:  # it was inherited, or the class's
-            delattr(owner, attribute)
-        else:
-            setattr(owner, attribute, original)
+    def _now(self) -> Any:
+        """Milliseconds, or on a GPU an event of its stream."""
+        if not self._has_gpu:
+            return time.perf_counter_ns() / 1e6
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 # --- which function is which part; one that runs inside another is taken out of it ---------------

@@ -1,13 +1,18 @@
-"""Medians with their range, ratios of the same round, and tables for a terminal or a page.
+"""Medians with their range, ratios of the same round, and tables of servers side by side.
 
-Rows are those of a CSV file; an empty cell has no value and is left out.
+Rows are those of a CSV file; an empty cell has no value and is left out. The first contestant of
+the rows is the one that the others are compared with.
 """
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from bench.context import Rows
+from bench.context import Rows, read_csv
+from bench.workloads import ADAPTIVE
+from dllm.tasks.suite import FAMILIES
+from dllm.tools.eval_report import wilson_interval
 
 # A heading and lines of cells.
 Table = tuple[list[str], list[list[str]]]
@@ -58,20 +63,10 @@ def ratios(rows: Rows, others: Rows, column: str) -> str:
 
 
 def markdown(table: Table) -> str:
-    """For a page."""
+    """As Markdown."""
     header, lines = table
     text = [f"| {' | '.join(cells)} |" for cells in (header, *lines)]
     return "\n".join([text[0], "|---" * len(header) + "|", *text[1:]])
-
-
-def aligned(table: Table) -> str:
-    """For a terminal."""
-    header, lines = table
-    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in (header, *lines)
-    )
 
 
 def measured_with(rows: Rows, file: str) -> str:
@@ -81,3 +76,129 @@ def measured_with(rows: Rows, file: str) -> str:
     return (
         f"{'; '.join(runs)}, {first['machine']}, {first['versions']} ([CSV](bench/results/{file}))."
     )
+
+
+# --- servers side by side ------------------------------------------------------------------------
+
+TITLES = {"adaptive": "adaptive denoise steps, questions", "fixed": "fixed steps, random tokens"}
+COLUMNS = (
+    ("tokens_per_s", "tokens/s", 0, spread),
+    ("ttft_ms", "TTFT, ms", 0, middle),
+    ("latency_ms", "latency p50, ms", 0, spread),
+    ("latency_p99_ms", "p99, ms", 0, middle),
+    ("ms_per_denoise_step", "ms per denoise step", 1, middle),
+    ("steps_per_block", "steps per block", 2, middle),
+    ("passes_per_block", "passes per block", 2, middle),
+    ("tokens_per_pass", "tokens per pass", 1, middle),
+)
+
+
+def of(rows: Rows, contestant: str) -> Rows:
+    """The rows of a contestant."""
+    return [row for row in rows if row["contestant"] == contestant]
+
+
+def names_of(rows: Rows) -> list[str]:
+    """The contestants, in the order of the first round."""
+    return list(dict.fromkeys(row["contestant"] for row in rows))
+
+
+def percent(right: int, asked: int) -> str:
+    """Per cent, with the Wilson interval at 95%."""
+    low, high = (100 * bound for bound in wilson_interval(right, asked))
+    return f"{100 * right / asked:.1f} % [{low:.0f} .. {high:.0f}]"
+
+
+def load_table(rows: Rows) -> Table:
+    """One line a load and contestant, of one schedule; the last columns are ratios pair by pair."""
+    first, *_ = names = names_of(rows)
+    header = ["load", "", *(heading for _, heading, *_ in COLUMNS), "correct"]
+    header += [f"{first} / this: latency p50", f"{first} / this: tokens/s"]
+    lines = []
+    for load in dict.fromkeys((row["concurrency"], row["rate"]) for row in rows):
+        here = [row for row in rows if (row["concurrency"], row["rate"]) == load]
+        title = f"{load[0]} at once" if load[0] else f"{float(load[1]):g} per s"
+        for name in names:
+            if not (own := of(here, name)):
+                continue
+            compared = ["", ""]
+            if name != first:
+                both = of(here, first), own
+                compared = [ratios(*both, column) for column in ("latency_ms", "tokens_per_s")]
+            numbers = [show(own, column, n) for column, _, n, show in COLUMNS]
+            lines.append([title, name, *numbers, _correct(own), *compared])
+    return header, lines
+
+
+def _correct(rows: Rows) -> str:
+    """``right / asked``, where questions were asked."""
+    asked = [row for row in rows if row["num_correct"]]
+    right = sum(int(row["num_correct"]) for row in asked)
+    return f"{right} / {sum(int(row['num_requests']) for row in asked)}" if asked else "-"
+
+
+def problems(rows: Rows) -> list[str]:
+    """What was wrong with runs that have no speed, a line each."""
+    wrong = (f"* {row['contestant']}: {row['problem']}" for row in rows if row["problem"])
+    lines = list(dict.fromkeys(wrong))
+    return ["\n".join(["No speed is reported where answers were wrong:", *lines])] if lines else []
+
+
+def load_tables(rows: Rows) -> str:
+    """A table for each schedule, then what was wrong."""
+    parts = []
+    for schedule in dict.fromkeys(row["schedule"] for row in rows):
+        here = [row for row in rows if row["schedule"] == schedule]
+        rounds = len({row["pair"] for row in here})
+        parts += [f"**{TITLES[schedule]} (rounds: {rounds})**", markdown(load_table(here))]
+    return "\n\n".join([*parts, *problems(rows)])
+
+
+# --- sections of our pages -----------------------------------------------------------------------
+
+
+def serving(results: Path) -> str:
+    """All contestants at all loads, compiled."""
+    rows = read_csv(results / "serve_compiled.csv")
+    if not rows:
+        return "Not measured yet: `make bench`."
+    return f"{load_tables(rows)}\n\n{measured_with(rows, 'serve_compiled.csv')}"
+
+
+def headline(results: Path) -> str:
+    """Tokens per second on questions: ours, and ours over each of the others."""
+    path = results / "serve_compiled.csv"
+    rows = [row for row in read_csv(path) if row["schedule"] == ADAPTIVE]
+    if not rows:
+        return "Not measured yet: `make bench`."
+    first, *others = names_of(rows)
+    lines = []
+    for load in dict.fromkeys(row["concurrency"] for row in rows if row["concurrency"]):
+        here = [row for row in rows if row["concurrency"] == load]
+        ours = of(here, first)
+        cells = [f"{load} at once", middle(ours, "tokens_per_s", 0), middle(ours, "latency_ms", 0)]
+        lines.append(cells + [ratios(ours, of(here, one), "tokens_per_s") for one in others])
+    header = ["", f"{first}, tokens/s", "latency p50, ms", *(f"{first} / {one}" for one in others)]
+    return f"{markdown((header, lines))}\n\n{measured_with(rows, 'serve_compiled.csv')}"
+
+
+def answers(results: Path) -> str:
+    """Right answers and denoise steps per block by family."""
+    rows = read_csv(results / "answers.csv")
+    if not rows:
+        return "Not measured yet: `make bench`."
+    asked = {row["family"] for row in rows}
+    lines = []
+    for family in (*(family for family in FAMILIES if family in asked), "all"):
+        cells = [family]
+        for name in names_of(rows):
+            own = [row for row in of(rows, name) if family in (row["family"], "all")]
+            steps, blocks, num, right = (
+                sum(values(own, column))
+                for column in ("denoise_steps", "blocks", "num_questions", "num_correct")
+            )
+            said = f", {steps / blocks:.1f} steps" if blocks else ""
+            cells.append(percent(int(right), int(num)) + said)
+        lines.append(cells)
+    table = markdown((["", *names_of(rows)], lines))
+    return f"{table}\n\n{measured_with(rows, 'answers.csv')}"

@@ -152,7 +152,7 @@ def test_the_range_is_the_predicate_in_closed_form(span: QuerySpan, window: Wind
 def test_the_kinds_agree_while_the_sequence_fits_into_the_window(
     query_len: int, context: int, size: int
 ) -> None:
-    """DESIGN.md: they agree while context < W - canvas, and differ from there on."""
+    """They agree while context < W - canvas, and differ from there on."""
     span = QuerySpan(query_len, context + query_len, 0)
     is_same = picture(span, Window("symmetric", size)) == picture(span, Window("anchored", size))
     if context < size - query_len:

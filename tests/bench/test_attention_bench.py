@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from bench.attention import reference, row_error, tolerance
-from bench.attention_peers import virtual_sequences
 from bench.attention_shapes import (
     CANVAS,
     DRAFTER,
@@ -36,7 +35,7 @@ BROKEN = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import bench.attention as benchmark
-honest = benchmark.prepare_ours
+honest = benchmark.PREPARE["dllm"]
 def broken(shape, inputs):
     run = honest(shape, inputs)
     def forgetful():
@@ -44,7 +43,7 @@ def broken(shape, inputs):
         out[-1] = 0
         return out
     return forgetful
-benchmark.prepare_ours = broken
+benchmark.PREPARE["dllm"] = broken
 sys.exit(benchmark.main(["--smoke", "--results", sys.argv[1]]))
 """
 
@@ -77,20 +76,6 @@ def test_a_wrong_result_gets_no_numbers(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "attention_smoke.csv").open()))
     assert {row["implementation"] for row in rows} == {"dllm"}
     assert all(row["status"] == "wrong" and row["p50_ms"] == "" for row in rows)
-
-
-def test_a_fused_span_becomes_two_of_one_kind_each() -> None:
-    """For kernels that take one flag a sequence."""
-    shape = Shape(Layer("small", 2, 1, 16), "mixed", 3, 20, 12, (12, 0, 5))
-    spans, tables, starts = virtual_sequences(shape, make_inputs(shape, "cpu"))
-    assert [(span.query_len, span.seq_len, span.split_point) for span in spans] == [
-        (12, 32, 12),
-        (12, 32, 0),
-        (5, 25, 5),
-        (7, 32, 0),
-    ]
-    assert starts == [0, 12, 24, 29, 36]
-    assert torch.equal(tables[2], tables[3]) and not torch.equal(tables[0], tables[1])
 
 
 def test_the_check_would_notice_at_long_context() -> None:

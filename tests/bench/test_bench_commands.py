@@ -41,9 +41,11 @@ def shared(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[ServerOption
         asked.append(options)
         return server
 
-    def admit_all(racing: list[race.Contestant], *about: Any) -> dict[str, float]:
+    def admit_all(racing: list[race.Contestant], *about: Any) -> None:
         shape, at_once, _ = about
-        return {one.name: race.admit(one, shape, at_once) for one in racing if one.server}
+        for one in racing:
+            if one.server:
+                race.admit(one, shape, at_once)
 
     for module in (serve, compare):
         monkeypatch.setattr(module, "Server", take)
@@ -68,8 +70,6 @@ def test_serve(
         assert all(float(row[name]) > 0 for name in ("tokens_per_s", "ttft_ms", "latency_p99_ms"))
         assert float(row["passes_per_block"]) == float(row["steps_per_block"]) >= 1  # one block
     assert "ours / this: tokens/s" in capsys.readouterr().out
-    (facts,) = read_csv(tmp_path / "serve_facts.csv")
-    assert facts["http_status_with_temperature"] == facts["http_status_with_seed"] == "200"
     answers = read_csv(tmp_path / "answers.csv")
     assert [row["family"] for row in answers] == list(FAMILIES)
     assert all(int(row["denoise_steps"]) >= int(row["blocks"]) >= 1 for row in answers)

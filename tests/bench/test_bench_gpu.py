@@ -69,7 +69,7 @@ def test_a_part_that_takes_too_long_is_ended_with_its_children() -> None:
 
 
 def test_a_failure_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = gpu.Part("roofline", 60, (), ("bench.roofline", "--batch", "none"))
+    broken = gpu.Part("roofline", 60, ("bench.roofline", "--batch", "none"))
     monkeypatch.setattr(gpu, "parts", lambda out, models: [broken])
     assert gpu.main(["--toy", "--out", str(tmp_path)]) == 1
     (row,) = read_csv(tmp_path / "gpu_parts.csv")
@@ -86,7 +86,7 @@ def test_what_needs_no_vllm_imports_without_it() -> None:
 
 
 def test_the_summary_says_how_far_above_its_floor_a_step_is(tmp_path: Path) -> None:
-    (tmp_path / "roofline.csv").write_text("weights,batch,component,floor_ms\nfp8,1,pass,5.0\n")
+    (tmp_path / "roofline.csv").write_text("weights,batch,floor_ms\nfp8,1,5.0\n")
     (tmp_path / "fp8").mkdir()
     (tmp_path / "fp8" / "serve_compiled.csv").write_text(
         "contestant,concurrency,ms_per_denoise_step,tokens_per_s,machine\n"
@@ -114,8 +114,8 @@ def test_the_commands_of_the_parts_are_understood(name: str, tmp_path: Path) -> 
     (part,) = (one for one in gpu.parts(tmp_path, tmp_path / "models") if one.name == name)
     weights = name.partition("-")[2]
     for config, command in (
-        (released_config(), part.arguments),
-        (tiny_config(), part.toy_arguments),
+        (released_config(), part.command),
+        (tiny_config(), part.command + part.toy),
     ):
         gpu.write_without_weights(tmp_path / "models" / weights, config, is_fp8=weights == "fp8")
         module, *arguments = command

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import readme, report, roofline
+from bench import readme, roofline, tables
 from bench.context import ROOT, provenance, read_csv, write_csv
 from bench.measure import Measurement, csv_rows
-from bench.profile_step import Breakdown, step_time
+from bench.profile_step import step_time
 from bench.serve import BUILTIN, OURS
 from bench.step_parts import FORWARD, GROUPS, LOOP
-from bench.step_trace import Step
 from bench.workloads import ADAPTIVE, Shape, Workload
 
 ABOUT = {
@@ -26,7 +25,6 @@ RUN = Measurement(
     contestant=OURS,
     pair=0,
     num_requests=40,
-    output_tokens=800,
     tokens_per_s=300.0,
     ttft_ms=50.0,
     latency_ms=60.0,
@@ -46,18 +44,6 @@ def results(tmp_path: Path) -> Path:
     runs = [(WORKLOAD, RUN), (WORKLOAD, THEIRS)]
     runs += [(replace(WORKLOAD, concurrency=None, rate=4.0), one) for one in (RUN, THEIRS)]
     write_csv(tmp_path / "serve_compiled.csv", csv_rows(runs, ABOUT))
-    write_csv(
-        tmp_path / "serve_facts.csv",
-        [
-            {
-                "contestant": BUILTIN,
-                "first_request_s": 9.0,
-                "http_status_with_temperature": 400,
-                "http_status_with_seed": 400,
-            }
-            | ABOUT
-        ],
-    )
     answer = {"num_questions": 1, "num_correct": 1, "blocks": 1}
     write_csv(
         tmp_path / "answers.csv",
@@ -102,7 +88,7 @@ def test_a_typed_figure_is_found_and_rewritten(results: Path, tmp_path: Path) ->
     assert page.read_text().endswith("<!-- /bench -->\nbelow\n")
 
 
-@pytest.mark.parametrize("name", ["headline", "serving", "refusals", "answers"])
+@pytest.mark.parametrize("name", ["headline", "serving", "answers"])
 def test_a_section_is_made_from_its_csv(name: str, results: Path) -> None:
     assert "|---|" in readme.SECTIONS[name](results)
 
@@ -114,7 +100,7 @@ def test_a_section_without_a_csv_says_what_to_run(name: str, tmp_path: Path) -> 
 
 
 def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
-    section = report.serving(results)
+    section = tables.serving(results)
     assert re.search(r"\| 8 at once \| ours \| 300 \[300 .. 300\] \| .*\| 36 / 40 \|  \|", section)
     assert re.search(
         r"\| 4 per s \| built-in \| 100 \[100 .. 100\] \| .*\| 3.00 \[3.00 .. 3.00\] \|", section
@@ -127,7 +113,7 @@ def test_a_run_without_speed_is_named(results: Path) -> None:
     wrong = replace(THEIRS, tokens_per_s=None, problem="5 of 40 answers are right")
     runs = [(WORKLOAD, RUN), (WORKLOAD, wrong)]
     write_csv(results / "serve_compiled.csv", csv_rows(runs, ABOUT))
-    section = report.serving(results)
+    section = tables.serving(results)
     assert "* built-in: 5 of 40 answers are right" in section
     assert re.search(r"\| built-in \| - \| .*\| - \|$", section, re.MULTILINE)
 
@@ -149,11 +135,13 @@ def test_csv_files_say_where_they_come_from(tmp_path: Path) -> None:
 
 
 def test_step_time_sums_the_components_of_a_group(tmp_path: Path) -> None:
-    parts = dict.fromkeys(GROUPS, 0.0) | {FORWARD: 6.0, LOOP: 4.0}
+    shares = dict.fromkeys(GROUPS, 0.0) | {FORWARD: 0.6, LOOP: 0.4}
     rows = [
-        {"mode": "eager", "server": server, "concurrency": 2} | row | ABOUT
+        {"mode": "eager", "server": server, "concurrency": 2, "step_ms": 10.0}
+        | {"component": part, "group": GROUPS[part], "share": share}
+        | ABOUT
         for server in (OURS, BUILTIN)
-        for row in Breakdown.of([Step(10.0, parts)] * 10).rows()
+        for part, share in shares.items()
     ]
     write_csv(tmp_path / "profile_cpu.csv", rows)
     text = step_time(tmp_path)

@@ -1,6 +1,5 @@
 """The recovery benchmark, with stub servers in the place of vLLM's, and its arithmetic."""
 
-import csv
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench import recovery
-from bench.recovery import Result, by_contestant, table
+from bench.context import read_csv
+from bench.recovery import recovery_interval, steps_per_block, table
 from dllm.tasks.suite import questions
 from tests.support.chat_stub import Stub, serve
 
@@ -57,34 +57,28 @@ def test_one_command_writes_the_csv_and_prints_the_tables(tmp_path, monkeypatch,
     target = tmp_path / "recovery.csv"
     arguments = ["--model", str(tmp_path / "bf16"), "--quantized", str(tmp_path), "--num", "10"]
     recovery.main([*arguments, "--seeds", "0", "1", "--tasks", FAMILIES, "--output", str(target)])
-    rows = list(csv.DictReader(target.open()))
-    assert len(rows) == 4 * 2 * 2  # contestants, seeds, families
+    bf16, fp8_keys, fp8, nvfp4 = read_csv(target)
     such = "linear layers: by Such"
-    assert {row["computed_by"] for row in rows} == {such, f"{such}; keys and values in fp8"}
-    whole = by_contestant(rows)
-    assert whole["bf16"].num_correct == whole["fp8-dynamic"].num_correct == 40
-    assert whole["nvfp4"].num_correct == 20
-    assert whole["bf16"].steps_per_block == 5 and whole["nvfp4"].steps_per_block == 6
+    assert bf16["computed_by"] == such
+    assert fp8_keys["computed_by"] == f"{such}; keys and values in fp8"
+    assert [row["num_correct"] for row in (bf16, fp8, nvfp4)] == ["40", "40", "20"]
+    assert steps_per_block(bf16) == 5 and steps_per_block(nvfp4) == 6
     out = capsys.readouterr().out
     assert "| nvfp4 | bf16 | 20 / 40 | 50.0 %" in out and "6.00 (+20.0 %)" in out
     assert "| bf16 | fp8 | 40 / 40 |" in out
     assert "* nvfp4: linear layers: by Such." in out
 
 
-def result(num_correct: int, num_both: int) -> Result:
+def interval(num_correct: int, num_both: int) -> tuple[float, float]:
     """Of 1000 questions, of which the baseline knows 900."""
-    return Result(1000, num_correct, 900, num_both, 0, 0)
-
-
-def test_recovery_is_of_what_the_baseline_knows():
-    assert result(891, 885).recovery == pytest.approx(99.0)
+    return recovery_interval(1000, num_correct, 900, num_both)
 
 
 def test_the_interval_is_paired():
     """Answers that change together say more than answers that change apart."""
-    low, high = result(890, 885).recovery_interval
+    low, high = interval(890, 885)
     assert low < 98.9 < high
-    low_apart, high_apart = result(890, 800).recovery_interval
+    low_apart, high_apart = interval(890, 800)
     assert high - low < 0.5 * (high_apart - low_apart)
     # By hand: of the log ratio, the variance is (alone + baseline alone) / 900**2, nearly.
     expected = 2 * 1.96 * 100 * (5 + 15) ** 0.5 / 900
@@ -92,8 +86,13 @@ def test_the_interval_is_paired():
 
 
 def test_the_same_answers_recover_all_of_them():
-    assert result(900, 900).recovery_interval == (100.0, 100.0)
+    assert interval(900, 900) == (100.0, 100.0)
 
 
-def test_without_rows_there_is_nothing_in_the_table():
+def test_recovery_is_of_what_the_baseline_knows():
+    bf16 = {"weights": "bf16", "kv_cache": "bf16", "num_questions": "1000", "num_correct": "900"}
+    bf16 |= {"num_baseline": "900", "num_both": "900", "steps": "0", "blocks": "0"}
+    bf16["weight_bytes"] = "1"
+    _, lines = table([bf16, bf16 | {"num_correct": "891", "num_both": "885"}])
+    assert lines[0][4] == "100 %" and lines[1][4].startswith("99.0 % [")
     assert table([])[1] == []

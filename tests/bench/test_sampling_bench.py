@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import sampling_step
-from bench.sampling_peers import Outcome, Shape, make_logits
+from bench.sampling_step import Outcome, Shape, make_logits
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ["--smoke", "--eager", "--profiles", "half"]
@@ -27,7 +27,6 @@ def test_smoke_compares_both_with_the_built_in(tmp_path: Path) -> None:
     for line in lines:
         assert float(line["p50_ms"]) > 0 and float(line["faster_than_builtin"]) > 0
         assert line["commit"] and line["machine"] and "torch" in line["versions"]
-    assert 0 <= float(lines[0]["largest_soft_error"]) < 2**-5
 
 
 def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,15 +43,15 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_disagreement_names_what_differs() -> None:
     weight = torch.eye(4)
     same = Outcome(torch.tensor([1]), torch.tensor([0.5]), weight[1:2])
-    assert sampling_step.disagreement(same, same, weight) == ("", 0.0)
+    assert sampling_step.disagreement(same, same, weight) == ""
     for name, value, word in (
         ("argmax", torch.tensor([2]), "argmax"),
         ("entropy", torch.tensor([0.6]), "entropies"),
         ("entropy", torch.tensor([float("nan")]), "entropies"),
         ("soft", weight[2:3], "soft embeddings"),
     ):
-        problem, _ = sampling_step.disagreement(same._replace(**{name: value}), same, weight)
-        assert word in problem
+        changed = same._replace(**{name: value})
+        assert word in sampling_step.disagreement(changed, same, weight)
 
 
 @pytest.mark.parametrize("profile", ["open", "half", "settled"])

@@ -111,7 +111,7 @@ def test_a_round_trip_keeps_the_dtype(dtype):
     [("fp8", 0.024, 0.028), ("int8", 0.004, 0.012), ("nvfp4", 0.09, 0.1)],
 )
 def test_weight_errors_are_those_of_the_formats(numbers, low, high):
-    """Relative L2 of a normal weight: DESIGN.md measured 2.4-2.6% and 9.3-9.8%."""
+    """Relative L2 of a normal weight: about 2.5% in FP8 and 9.5% in NVFP4."""
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(1))
     parts = quantize_weight(weight, numbers)
     error = (dequantize_weight(parts, numbers) - weight).norm() / weight.norm()

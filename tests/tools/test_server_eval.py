@@ -30,7 +30,7 @@ def test_answers_steps_and_blocks_are_those_that_watch_draws(
     labels = Labels(tokenizer, watched.eos_ids)
     asked = questions(["sort", "extract"], "heldout", 3)
     connection = connect(server.url, None)
-    max_tokens = MAX_BLOCKS * watched.config.canvas_length
+    max_tokens = MAX_BLOCKS * watched.settings.canvas_length
     run = ServedModel(connection, max_tokens, concurrency, seed=7).answer(asked, lambda: None)
 
     texts, num_steps, num_blocks = [], 0, 0
