@@ -49,7 +49,7 @@ $(VENV)/.locked: requirements/cpu.txt packaging/vllm-metadata/pyproject.toml
 	@$(BIN)/python -c 'import importlib.metadata as m, sys; \
 	    any("nvidia" in r or "cuda" in r for r in m.requires("torch")) and sys.exit( \
 	    "pip found a CUDA build of torch, which needs packages that are not installed here. Name " \
-	    "the CPU wheel index of PyTorch in PIP_ARGS (README.md), then: make clean setup PIP_ARGS=...")'
+	    "the CPU wheel index of PyTorch in PIP_ARGS (docs/serving.md), then: make clean setup PIP_ARGS=...")'
 	$(PIP) --no-build-isolation ./packaging/vllm-metadata
 	@touch $@
 

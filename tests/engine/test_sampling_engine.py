@@ -522,7 +522,7 @@ def test_a_constrained_request_emits_its_ids_and_starts_from_any(engine):
     assert tokens == tokens_of(engine, CONTEXT, allowed)
 
 
-# --- company -------------------------------------------------------------------------------------
+# --- other requests in the batch -----------------------------------------------------------------
 
 
 def test_requests_of_every_kind_in_one_batch_are_as_they_are_alone(engine):

@@ -217,18 +217,18 @@ def test_logprobs_of_a_chat(client, stream):
         assert entry.token == entry.top_logprobs[0].token and entry.logprob == first
 
 
-# --- company -------------------------------------------------------------------------------------
+# --- other requests in the batch -----------------------------------------------------------------
 
-COMPANY = [
+TOGETHER = [
     (prompt(length, salt=length), seed) for seed, length in enumerate((3, 40, 300, 9, 140, 65))
 ]
 
 
-def test_a_seed_gives_the_same_tokens_in_any_company(client):
+def test_a_seed_gives_the_same_tokens_beside_other_requests(client):
     """Together they want more than the token budget of a step, and two prompts are chunked."""
-    alone = [tokens(complete(client, context, seed=seed)) for context, seed in COMPANY]
-    with ThreadPoolExecutor(len(COMPANY)) as pool:
-        futures = [pool.submit(complete, client, context, seed=seed) for context, seed in COMPANY]
+    alone = [tokens(complete(client, context, seed=seed)) for context, seed in TOGETHER]
+    with ThreadPoolExecutor(len(TOGETHER)) as pool:
+        futures = [pool.submit(complete, client, context, seed=seed) for context, seed in TOGETHER]
         together = [tokens(future.result()) for future in futures]
     assert together == alone
 
@@ -242,7 +242,7 @@ def running_requests(server: Server) -> float:
 
 
 def test_a_client_that_leaves_in_mid_stream_disturbs_nobody(server, client):
-    context, seed = COMPANY[1]
+    context, seed = TOGETHER[1]
     expected = tokens(complete(client, context, seed=seed))
     for _ in range(3):
         # One token a canvas: it would take seconds.

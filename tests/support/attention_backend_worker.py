@@ -1,10 +1,10 @@
-"""Run by ``test_attention_backend.py`` in a process of its own: vLLM's engine on our Triton kernel.
+"""Runs vLLM's engine with our CUDA attention backend, in Triton's interpreter.
 
-``TRITON_INTERPRET=1`` has to be set before triton is imported. The CPU platform offers one backend
-only; here it is made to answer with ours, so that metadata builder, implementation, cache layout
-and split points are those of a CUDA server.
+    python attention_backend_worker.py CHECKPOINT OUTPUT
 
-usage: attention_backend_worker.py CHECKPOINT OUTPUT
+``test_attention_backend.py`` starts it as a process of its own, because ``TRITON_INTERPRET=1`` has
+to be set before triton is imported. vLLM's CPU platform knows one backend only; here it returns
+ours. So metadata builder, implementation, cache layout and split points are those of a CUDA server.
 """
 
 import os
@@ -24,15 +24,15 @@ BACKEND = "attention.backend.CanvasAttentionBackend"
 
 
 def serve_with_triton_kernel() -> None:
-    """Make the CPU platform answer with our backend, and the interpreter fast."""
+    """Make vLLM's CPU platform choose our backend, and the interpreter faster."""
     speed_up()
-    # The plugin does this wherever the platform is not a CPU.
+    # The plugin registers it only on platforms other than a CPU.
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
 
 
 def main(checkpoint: str, output: str) -> None:
-    """Generate, and save the tokens, the watched steps and the kernel's plans."""
+    """Generate, and save the tokens, the logits of every step and the arguments of our kernel."""
     from attention import backend
 
     serve_with_triton_kernel()

@@ -1,8 +1,7 @@
-"""Batches for the attention tests: a few numbers describe one, `make_case` fills the tensors.
+"""Batches for the attention tests: `CaseSpec` describes one, `make_case` makes its tensors.
 
-Everything a kernel must not read is NaN: cache slots that belong to no sequence or lie beyond a
-sequence's end, and pages before a window. Everything it must not write is NaN too: the output,
-the workspace.
+What a kernel must not read is NaN: cache slots of no sequence, or behind a sequence's end, and
+pages in front of a window. The output starts as NaN, so that rows that a kernel leaves out show.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ CAUSAL = 1 << 20  # a split point beyond every span: all rows are causal
 
 @dataclass(frozen=True)
 class CaseSpec:
-    """One batch. spans: (query_len, context_len, bidirectional_from) of each sequence."""
+    """The sizes of a batch. spans: (query_len, context_len, bidirectional_from) per sequence."""
 
     spans: tuple[tuple[int, int, int], ...]
     num_heads: int = 4
@@ -40,9 +39,11 @@ class CaseSpec:
 
 @dataclass(frozen=True)
 class Case:
-    """The tensors of a batch and what they should give.
+    """The tensors of a batch, and the right result.
 
-    expected: fp32, one per sequence; magnitude: the same for the values' absolute values.
+    Attributes:
+        expected: the output of each sequence, in fp32.
+        magnitude: the output if all values (V) were positive, which bounds rounding errors.
     """
 
     query: Tensor
@@ -59,12 +60,12 @@ class Case:
 
 
 def make_spans(spec: CaseSpec) -> list[QuerySpan]:
-    """The spans of a batch, without its padding."""
+    """The query spans of a batch, without padding sequences."""
     return [QuerySpan(q, q + context, split) for q, context, split in spec.spans]
 
 
 def make_case(spec: CaseSpec) -> Case:
-    """Random tensors for a batch, with NaN wherever nobody may read."""
+    """Random tensors for a batch, with NaN in every place that a kernel must not read."""
     generator = torch.Generator().manual_seed(spec.seed)
     spans = make_spans(spec)
     first = [_first_visible(span, spec.window) for span in spans]
@@ -129,7 +130,7 @@ def _first_visible(span: QuerySpan, window: Window | None) -> int:
 
 
 def _store(key: Tensor, value: Tensor, spec: CaseSpec) -> tuple[PagedKV, Tensor, Tensor]:
-    """The cache in its dtype, and the numbers a reader gets from it, in fp32."""
+    """The cache in its dtype, then its keys and values as a reader sees them, in fp32."""
     dtype = spec.cache_dtype or spec.dtype
     if dtype == spec.dtype:
         stored_key, stored_value = key.to(dtype).to(spec.device), value.to(dtype).to(spec.device)

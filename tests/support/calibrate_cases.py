@@ -1,4 +1,4 @@
-"""Small calibrations: a random target, prompts in a file, a few steps."""
+"""Small trainings of a drafter: a random target, prompts in a file, a few steps."""
 
 from pathlib import Path
 from typing import Any

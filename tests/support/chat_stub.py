@@ -1,4 +1,4 @@
-"""A small OpenAI-compatible server inside the test process, which answers what it is told to."""
+"""A small OpenAI-compatible server inside the test process, whose answers a test chooses."""
 
 import json
 import threading
@@ -13,12 +13,16 @@ CANVAS = 32
 
 @dataclass
 class Stub:
-    """What the server does, and what it was asked.
+    """What the server answers, and which requests it got.
 
     Attributes:
-        reply: from the messages of a request to the answer's text.
-        num_tokens, passes: reported for every answer; passes None: no diffusion counters.
-        status: of a chat request; anything but 200 is an error.
+        reply: makes the text of an answer from the messages of a request.
+        models: ids of the served models.
+        num_tokens: completion tokens that every answer reports.
+        passes: forward passes that the metrics count for every answer; None: no such metrics.
+        status: HTTP status of chat requests; anything but 200 is an error.
+        requests: bodies of the chat requests so far.
+        url: set while the server runs.
     """
 
     reply: Callable[[list[dict[str, str]]], str]
@@ -30,7 +34,7 @@ class Stub:
     url: str = ""
 
     def metrics(self) -> str:
-        """In Prometheus' format, with a decoy whose name only begins like the real one."""
+        """The metrics page. One name only starts like a real one, and must not be counted."""
         if self.passes is None:
             return "vllm:num_requests_running 0\n"
         passes = self.passes * len(self.requests)
@@ -45,7 +49,7 @@ class Stub:
 
 @contextmanager
 def serve(stub: Stub) -> Iterator[Stub]:
-    """Run it on a free port; ``stub.url`` says where."""
+    """Run the server on a free port; its address is ``stub.url``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -82,7 +86,7 @@ def serve(stub: Stub) -> Iterator[Stub]:
             self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
-            """Nothing."""
+            """Do not log requests."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -1,9 +1,9 @@
-"""A compiled start in a process of its own, then requests of every kind, counting compilations.
+"""Starts an engine with torch.compile, runs requests of every kind, and counts compilations.
 
     python compiled_start_worker.py CHECKPOINT
 
-prints one JSON object: whether the backbone was compiled and loaded, how many functions were traced
-before the engine was ready, how many more for each kind of request, and the tokens.
+It prints one JSON object: whether the backbone was compiled or loaded, how many functions were
+traced before the engine was ready, how many more for each kind of request, and the tokens.
 """
 
 import json
@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[int, int, dict[str, object]]] = {  # requests, prompt tok
 
 
 def num_traced() -> int:
-    """Functions that torch.compile has traced in this process."""
+    """How many functions torch.compile has traced in this process."""
     return int(counters["frames"]["total"])
 
 

@@ -1,4 +1,4 @@
-"""Inputs on which the kernels of drafting and verification have to do what Triton's do."""
+"""Cases for our kernels of drafting and verification, which must do the same as Triton's."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +13,11 @@ UTILS = GPU + "spec_decode.rejection_sampler_utils."
 
 
 class Verification:
-    """A batch of requests with drafts and every buffer of their verification.
+    """A batch of requests with drafts, and all buffers of their verification.
 
-    Requests: full, missing, cut and no drafts, at temperature 0 and not. Draft logits are close to
-    the target's, so that some drafts are kept and some are not.
+    There are requests with all drafts, with some (the others missing or cut), and with none, at
+    temperature 0 and above. Draft logits are close to the target's, so that some drafts are kept
+    and some are not.
     """
 
     slots = [2, 0, 4, 1, 3, 5]
@@ -47,7 +48,7 @@ class Verification:
         return poisoned(self.num_logits, self.num_blocks, dtype=dtype)
 
     def blocks(self) -> dict[str, Any]:
-        """The filled `local_` buffers: rows that no kernel writes or reads keep their poison."""
+        """The filled `local_` buffers; rows that no kernel writes or reads stay poisoned."""
         blocks = {name: self.local() for name in ("target_max", "target_sumexp")}
         blocks |= {name: self.local() for name in ("draft_max", "draft_sumexp")}
         for row in range(self.num_logits):
@@ -77,7 +78,7 @@ class Verification:
         )
 
     def cumulative_log_p(self) -> torch.Tensor:
-        """Joint ratios that fall along each request, so that it is rarely kept to its end."""
+        """Joint ratios that fall along each request, so that rarely all drafts are kept."""
         return -0.1 - self.local_pos.float()
 
 
@@ -156,7 +157,7 @@ def residual_mass_cases(rng: np.random.Generator) -> Iterator[Case]:
             **batch.logits(),
             **batch.blocks(),
         ),
-        # Differences of probabilities: what cancels is fp32 rounding of the terms.
+        # A difference of probabilities that are nearly equal: fp32 rounding of the terms remains.
         rtol=1e-4,
     )
 
@@ -293,7 +294,7 @@ def insert_resampled_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def draft_token_cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Which tokens are drafts (not those inside a prompt), and where sampled tokens are kept."""
+    """Draft tokens, which those inside a prompt are not, and the places of sampled tokens."""
     sampler = GPU + "spec_decode.rejection_sampler."
     batch = Verification(rng, False)
     yield Case(

@@ -1,4 +1,4 @@
-"""Calls of vLLM's own functions that launch kernels, to compare Triton's results with ours."""
+"""Cases for functions of vLLM that launch kernels; tests compare Triton with our kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from tests.support.cpu_kernel_cases import GPU, f32, i32, i64, spans
 
 @dataclass
 class HostCase:
-    """A call of one of vLLM's functions that launch kernels."""
+    """One call of a function of vLLM that launches kernels."""
 
     function: str
     label: str
@@ -26,7 +26,7 @@ class HostCase:
 
 
 def rejection_host_cases(rng: np.random.Generator) -> Iterator[HostCase]:
-    """A whole verification on a vocabulary of several blocks."""
+    """Whole verifications of drafts, with a vocabulary of several kernel blocks."""
     vocab, steps, num_reqs = 9000, 4, 12
     num_logits = [1 + count for count in rng.integers(0, steps + 1, num_reqs)]
     total = sum(num_logits)
@@ -63,7 +63,7 @@ def rejection_host_cases(rng: np.random.Generator) -> Iterator[HostCase]:
 
 
 def host_cases() -> list[HostCase]:
-    """Functions of the sampler and the runner, among them all that pass launch options."""
+    """All cases, among them every function that passes launch options to a kernel."""
     rng = np.random.default_rng(3)
     logits, expanded = f32(rng.normal(0, 2, (6, 3000))), i64([2, 0, 0, 3, 1, 1])
     sampling = dict(

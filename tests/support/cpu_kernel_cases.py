@@ -1,7 +1,7 @@
-"""Inputs on which a kernel of dllm/cpu/batch.py has to do what its Triton original does.
+"""Cases for the kernels of dllm/cpu/batch.py, which must do the same as vLLM's Triton kernels.
 
-Outputs start out poisoned (`POISON`, NaN), so that what must stay unwritten is compared too, and
-block sizes are small, so that loops over blocks take more than one turn.
+Outputs are filled with `POISON` or NaN before a launch, so that the comparison also shows what must
+not be written. Block sizes are small, so that loops over blocks run more than once.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def spans(lengths: list[int], padding: int = 0) -> torch.Tensor:
-    """Where adjacent spans start and the last one ends, that end repeated `padding` times."""
+    """Where adjacent spans start, and the last one's end, which is repeated `padding` times."""
     ends = [0, *np.cumsum(lengths, dtype=int).tolist()]
     return i32(ends + ends[-1:] * padding)
 

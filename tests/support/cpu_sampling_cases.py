@@ -1,4 +1,4 @@
-"""Inputs on which the kernels that read and shape logits have to do what Triton's do."""
+"""Cases for our kernels that read and edit logits, which must do the same as Triton's."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +43,7 @@ def logprob_cases(rng: np.random.Generator) -> Iterator[Case]:
                 BLOCK_SIZE=32,
                 TOPK_BLOCK_SIZE=4,
             ),
-            # The sum of exponentials is taken in another order.
+            # Exponentials are added in another order.
             rtol=2e-6,
         )
         yield Case(
@@ -162,7 +162,7 @@ def gumbel_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 
 def temperature_and_min_p_cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Values that do nothing (0, 1) among values that do, and no row."""
+    """Values without an effect (0, 1) among others, and a batch of no row."""
     for label, slots in [("batch", [3, 0, 1, 2, 2]), ("empty", [])]:
         shared: dict[str, Any] = dict(
             logits_stride=VOCAB, expanded_idx_mapping_ptr=i64(slots), vocab_size=VOCAB

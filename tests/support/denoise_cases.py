@@ -1,4 +1,4 @@
-"""One checkpoint's denoising, as its two files say it and as a server holds it."""
+"""Denoise settings for tests: in a checkpoint's two files, and as the object made from them."""
 
 from types import SimpleNamespace
 
@@ -30,6 +30,6 @@ CONFIG = GemmaSettings(
 
 
 def family(settings: GemmaSettings, vocab_size: int, hidden_size: int = 4) -> Gemma:
-    """The family without a model: everything of a step but self-conditioning."""
+    """A DiffusionGemma family without a model: all of a denoise step except self-conditioning."""
     embedding = SimpleNamespace(embedding_dim=hidden_size)
     return Gemma(settings, vocab_size, torch.float32, nn.Identity(), embedding, torch.ones(()))

@@ -1,4 +1,4 @@
-"""Engines with a drafter, and what they drafted, step by step."""
+"""Engines with a drafter, and a record of what they draft in each step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +18,20 @@ LIMITS = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64, bloc
 
 
 def plain_engine(target: Path, **options: Any) -> Engine:
-    """The target alone."""
+    """An engine with the target alone."""
     return get_engine(target, worker_cls=CPU_WORKER, **(LIMITS | options))
 
 
 def drafting_engine(
     target: Path, drafter: Path, num_drafts: int, options: dict[str, Any] | None = None, **more: Any
 ) -> Engine:
-    """The target with a drafter; ``speculative`` is added to vLLM's options of drafting."""
+    """An engine with a target and a drafter.
+
+    Args:
+        num_drafts: draft tokens per step.
+        options: of the plugin: ``{"dllm": {"drafter": options}}``.
+        more: of the engine. ``speculative`` among them is added to ``speculative_config``.
+    """
     speculative = {
         "method": "dflash",
         "model": str(drafter),
@@ -41,7 +47,7 @@ def drafting_engine(
 
 @contextmanager
 def policy_of(engine: Engine, policy: WidthPolicy) -> Iterator[WidthPolicy]:
-    """Let another policy choose the widths of an engine, between two batches."""
+    """Let another policy choose the widths of an engine. Enter and leave between requests."""
     speculator = engine.runner.speculator
     before = speculator.policy, speculator._trims
     speculator.policy, speculator._trims = policy, True
@@ -53,16 +59,16 @@ def policy_of(engine: Engine, policy: WidthPolicy) -> Iterator[WidthPolicy]:
 
 @dataclass
 class Draft:
-    """What was drafted for one request in one step."""
+    """The drafts of one request in one step."""
 
-    tokens: list[int]  # so far, the last of them not seen by the target yet
+    tokens: list[int]  # of the request so far; the target has not read the last one yet
     drafts: list[int]
     logits: torch.Tensor  # [N, vocab], of the last pass over the block
 
 
 @contextmanager
 def watch_drafts(engine: Engine) -> Iterator[list[Draft]]:
-    """Record every draft of requests that have left their prompt."""
+    """Record every draft of requests that are behind their prompt."""
     seen: list[Draft] = []
     speculator = engine.runner.speculator
     states = engine.runner.req_states

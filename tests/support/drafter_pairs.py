@@ -1,7 +1,8 @@
-"""Targets and drafters, written as checkpoints: Qwen3, and DFlash in both formats.
+"""Writes checkpoints of small targets (Qwen3) and drafters (DFlash, in both formats).
 
-Random ones, whose drafts are nearly all wrong, and a pair made by hand whose drafts are mostly
-right: a target that likes to repeat its last token, and a drafter that drafts just that.
+There are random ones, whose drafts are nearly all wrong. And there is a pair with chosen weights,
+whose drafts are mostly right: the target often repeats its last token, and the drafter drafts that
+token.
 """
 
 import json
@@ -19,7 +20,7 @@ MASK = 500  # of the plain vocabulary of 512
 
 
 def write_target(path: Path, seed: int = 0, vocab_size: int = 512, layers: int = 4) -> Path:
-    """A random Qwen3 in fp32 whose next tokens are decided: no two within rounding."""
+    """Write a random Qwen3 in fp32 whose best two next tokens never differ by rounding only."""
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=HIDDEN,
@@ -43,7 +44,7 @@ def write_target(path: Path, seed: int = 0, vocab_size: int = 512, layers: int =
 
 
 def drafter_config(**overrides: Any) -> dict[str, Any]:
-    """config.json in z-lab's format, of two layers."""
+    """config.json of a drafter of two layers in z-lab's format."""
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -94,7 +95,7 @@ def speculators_config(**overrides: Any) -> dict[str, Any]:
 
 
 def random_drafter(seed: int = 1, layers: int = 2, features: int = 2) -> dict[str, torch.Tensor]:
-    """Random weights under z-lab's names."""
+    """Random weights of a drafter, under the names of z-lab's format."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -138,13 +139,13 @@ def write_drafter(
 # --- a pair made by hand -------------------------------------------------------------------------
 
 SMALL_VOCAB, SMALL_MASK = 16, 15
-IS_TOKEN, IS_MASK = 62, 63  # dimensions of the embedding that say so
+IS_TOKEN, IS_MASK = 62, 63  # dimensions of the embedding that mark a real token, and a mask
 
 
 def write_repeating_target(path: Path, noise: float = 0.008) -> Path:
-    """A target of 16 tokens that repeats its last one more often than not.
+    """Write a target with a vocabulary of 16 tokens that mostly repeats its last token.
 
-    noise: weight of its layers, which make the rest depend on the whole context.
+    noise: the weight of its layers, which let the other choices depend on the whole context.
     """
     write_target(path, vocab_size=SMALL_VOCAB)
     model = Qwen3ForCausalLM.from_pretrained(path)
@@ -172,13 +173,13 @@ def repeating_config() -> dict[str, Any]:
 
 
 def repeating_drafter() -> dict[str, torch.Tensor]:
-    """A drafter whose masks attend to the last token alone and take over its embedding."""
+    """Weights of a drafter whose mask tokens attend to the last token alone, and copy it."""
     weights = random_drafter(layers=1)
     for name, tensor in weights.items():
         tensor.fill_(1.0 if "norm" in name else 0.0)
     attention = "layers.0.self_attn."
     weights[f"{attention}q_norm.weight"].fill_(4.0)
-    slow = HEAD_DIM // 2 - 1  # the dimension that RoPE turns least
+    slow = HEAD_DIM // 2 - 1  # the dimension that RoPE rotates least
     for head in range(HEADS):
         weights[f"{attention}q_proj.weight"][head * HEAD_DIM + slow, IS_MASK] = 1.0
     for head in range(KV_HEADS):

@@ -28,7 +28,9 @@ class ReferenceDrafter:
     def logits(self, tokens: Sequence[int], block: Sequence[int]) -> Tensor:
         """Logits ``[len(block), vocab]`` of a draft block behind ``tokens``.
 
-        block: its input, the last token first; what ``tokens`` ends with is not repeated in it.
+        Args:
+            tokens: those that the target has read.
+            block: input ids: the newest token, which is not in ``tokens``, then masks.
         """
         context = self._context(tokens)
         hidden = self.target.model.embed_tokens(torch.tensor(block))
@@ -38,7 +40,7 @@ class ReferenceDrafter:
         return self._norm(hidden, "norm") @ head.T
 
     def _context(self, tokens: Sequence[int]) -> Tensor:
-        """What the target's layers said of ``tokens``, projected: ``[tokens, hidden]``."""
+        """The target's hidden states of ``tokens``, projected by ``fc``: ``[tokens, hidden]``."""
         outputs: dict[int, Tensor] = {}
         hooks = [
             self.target.model.layers[layer].register_forward_hook(

@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 
 @dataclass
 class DenoiseStep:
-    """One canvas in one forward pass."""
+    """What happened to one canvas in one forward pass."""
 
     canvas_start: int
     head_len: int
@@ -34,10 +34,10 @@ class DenoiseStep:
 
 @dataclass
 class Run:
-    """What one request went through: its tokens, and the logits of every denoise step.
+    """The tokens of one request, and the logits of all its denoise steps.
 
-    Random weights mostly echo their input, so equal tokens alone would prove little: the logits of
-    a step move by half their range when its context is wrong.
+    A random model mostly repeats its input, so equal tokens alone prove little. The logits of a
+    step change by half their range if its context is wrong.
     """
 
     tokens: list[int]
@@ -50,15 +50,15 @@ class Run:
         return float((self.logits - other.logits).abs().max() / other.logits.abs().max())
 
 
-# Engines live as long as the tests do, and a cache is resident from the start.
+# Small, because engines live as long as the test session, and a cache is in memory from the start.
 KV_CACHE_BYTES = 64 << 20
 
-# Batches of other sizes round differently; 1e-5 was measured.
+# A batch of another size rounds differently: differences of 1e-5 were measured.
 RUN_TOLERANCE = 1e-4
 
 
 def assert_same_runs(runs: Sequence[Run], expected: Sequence[Run]) -> None:
-    """The same tokens from the same logits, up to rounding."""
+    """Check that tokens are equal, and logits equal up to rounding."""
     differences = [run.difference(other) for run, other in zip(runs, expected, strict=True)]
     assert max(differences) < RUN_TOLERANCE, differences
 
@@ -124,7 +124,7 @@ class Engine:
         ]
 
     def quiet_run(self, prompt: Sequence[int], params: SamplingParams) -> Run:
-        """A request that has an engine with an empty cache to itself."""
+        """Run one request alone, with an empty prefix cache."""
         self.reset_prefix_cache()
         return self.runs([prompt], params)[0]
 
@@ -142,7 +142,7 @@ class Engine:
         return [output for output in self.llm.llm_engine.step() if output.finished]
 
     def run(self, max_steps: int = 3000) -> dict[str, Any]:
-        """Step until every request has finished; an engine that stalls fails instead of hanging."""
+        """Step until every request has finished; fails after ``max_steps`` engine steps."""
         finished = {}
         for _ in range(max_steps):
             if not self.llm.llm_engine.has_unfinished_requests():
@@ -151,12 +151,12 @@ class Engine:
         raise AssertionError(f"requests unfinished after {max_steps} engine steps")
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block."""
+        """Empty the prefix cache."""
         assert self.llm.reset_prefix_cache(), "blocks are still in use"
 
     @contextmanager
     def watch(self, keep_logits: bool = False) -> Iterator[dict[str, list[DenoiseStep]]]:
-        """Record the denoise steps of every request (by the request id's first part)."""
+        """Record the denoise steps of every request, by the id that ``add`` returned."""
         steps: dict[str, list[DenoiseStep]] = defaultdict(list)
         sampler = self.runner.sampler
         call = type(sampler).__call__
@@ -194,9 +194,10 @@ _engines: dict[str, Engine] = {}
 
 
 def get_engine(model: str | Path, **options: Any) -> Engine:
-    """The engine of these options, started once per test session.
+    """The engine with these options, started once per test session.
 
-    Engines of one process share vLLM's process groups, so none is shut down before the others.
+    No engine is shut down before the session ends: engines in one process share vLLM's process
+    groups.
     """
     key = repr((str(model), sorted(options.items())))
     if key not in _engines:
@@ -205,7 +206,7 @@ def get_engine(model: str | Path, **options: Any) -> Engine:
 
 
 def blocks_of(steps: Sequence[DenoiseStep]) -> list[int]:
-    """Denoise steps of each block, in order."""
+    """How many denoise steps each block took, in order."""
     counts: dict[int, int] = {}
     for step in steps:
         counts[step.canvas_start] = counts.get(step.canvas_start, 0) + 1

@@ -1,8 +1,8 @@
-"""Drives Hugging Face's DiffusionGemma (transformers 5.19) as the reference for ours.
+"""Runs Hugging Face's DiffusionGemma (transformers 5.19), the reference for ours.
 
-Everything runs one sequence, in the model's own dtype. `generate_with_noise` is Hugging Face's
-`generate` itself with its three sources of randomness replaced, so that a whole generation can be
-compared token for token:
+All functions take one sequence, and run in the model's own dtype. `generate_with_noise` calls
+Hugging Face's `generate` with its three sources of randomness replaced by ours, so that a whole
+generation can be compared token by token:
 
     initial canvas    EntropyBoundSampler.initialize_canvas, called by _prepare_denoiser_inputs
     sampled tokens    torch.multinomial(softmax(logits / T)), in _denoising_step
@@ -32,7 +32,7 @@ import dllm.ops.noise
 
 @dataclass
 class HFGeneration:
-    """What `generate` produced, and what it went through."""
+    """The tokens that `generate` produced, and the canvases of every denoise step."""
 
     tokens: list[int]  # all generated blocks, before end-of-sequence is looked at
     steps_per_block: list[int]
@@ -50,7 +50,7 @@ def load_hf(path: str | Path, attention: str = "eager") -> DiffusionGemmaForBloc
 def tiny_hf_model(
     seed: int, vocab_size: int = 128, canvas_length: int = 12, window: int = 16
 ) -> DiffusionGemmaForBlockDiffusion:
-    """A random model of 0.4M parameters, confident enough that blocks stop at different steps."""
+    """A random model of 0.4M parameters whose blocks converge after different numbers of steps."""
     text = DiffusionGemmaTextConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -148,7 +148,10 @@ def generate_with_noise(
 
 
 class _NoiseSource:
-    """Answers Hugging Face's draws from `noise`, keyed by where its loop stands."""
+    """Makes the random numbers that Hugging Face's loop asks for, with `noise`.
+
+    They depend on where the loop is: the canvas start, and how many steps are done.
+    """
 
     def __init__(self, noise: ModuleType, seed: int) -> None:
         self.noise = noise
@@ -185,7 +188,10 @@ class _NoiseSource:
 def _patched(
     model: DiffusionGemmaForBlockDiffusion, noise: ModuleType, seed: int
 ) -> Iterator[_NoiseSource]:
-    """Replaces the noise of `model.generate`; two methods are wrapped only to know the place."""
+    """Replace the random numbers of `model.generate`.
+
+    Two more methods are wrapped to know where the loop is.
+    """
     source = _NoiseSource(noise, seed)
     prepare, step = model._prepare_denoiser_inputs, model._denoising_step
 

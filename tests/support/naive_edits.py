@@ -1,4 +1,4 @@
-"""What a request's parameters do to one row of logits, as its documentation says; plain Python."""
+"""A reference for logit edits: what a request's parameters do to one row of logits."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from vllm import SamplingParams
 
-UNKNOWN = None  # a token that is not decided
+UNKNOWN = None  # in place of a token that is not decided yet
 
 
 def completes(word: Sequence[int], tokens: Sequence[int | None]) -> bool:
@@ -21,7 +21,7 @@ def edited(
     output: Sequence[int | None],
     stops: Collection[int] = (),
 ) -> Tensor:
-    """The logits ``[V]`` of the token that follows ``output``, edited as vLLM's sampler does."""
+    """The logits ``[V]`` of the token behind ``output``, edited in the order of vLLM's sampler."""
     x = logits.clone()
     if params.allowed_token_ids:
         forbidden = torch.ones_like(x, dtype=torch.bool)
@@ -44,7 +44,7 @@ def edited(
 
 
 def first_bad_word(words: Sequence[Sequence[int]], output: Sequence[int], after: int) -> int | None:
-    """The first place from ``after`` on at which ``output`` completes one of ``words``."""
+    """The first index >= ``after`` at which one of ``words`` ends in ``output``; None: nowhere."""
     for place in range(after, len(output)):
         if any(completes(word, output[: place + 1]) for word in words):
             return place

@@ -1,9 +1,7 @@
-"""The number formats from the list of their values, in numpy and float64.
+"""A reference for the number formats of ``quant``, in numpy and float64. Shares no code with it.
 
-Shares no code with ``quant``, whose reference it is.
-
-A format is the list of its values by code; encoding picks the nearest, ties to the even code. FP8
-is decoded from sign, exponent and mantissa, FP4 from its eight magnitudes.
+A format is the list of its magnitudes, indexed by their code. A value is encoded by a search for
+the nearest magnitude; ties go to the even code.
 """
 
 import numpy as np
@@ -12,7 +10,7 @@ Array = np.ndarray
 
 
 def fp8_value(code: int) -> float:
-    """E4M3 by definition: bias 7, subnormals, no infinity, one NaN."""
+    """The value of an E4M3 code by definition: bias 7, subnormals, no infinity, one NaN."""
     sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return float("nan")
@@ -37,14 +35,15 @@ def nearest(values: Array, magnitudes: Array) -> Array:
 
 
 def rounded(values: Array, magnitudes: Array) -> Array:
-    """Each value as the nearest of the format."""
+    """Each value rounded to the nearest one of the format."""
     return np.sign(values) * magnitudes[nearest(values, magnitudes)]
 
 
 def round_trip_tokens(values: Array, magnitudes: Array) -> Array:
-    """One scale per row of the last axis: its largest magnitude is the format's largest.
+    """Quantize and dequantize with one scale for each row of the last axis.
 
-    vLLM's FP8 kernels let no scale be smaller than 1 / (448 * 512).
+    The scale maps the row's largest magnitude to the format's largest. As in vLLM's FP8 kernels, a
+    scale is at least 1 / (448 * 512).
     """
     values = values.astype(np.float64)
     scale = np.abs(values).max(-1, keepdims=True) / magnitudes[-1]
@@ -53,13 +52,13 @@ def round_trip_tokens(values: Array, magnitudes: Array) -> Array:
 
 
 def nvfp4_scales(values: Array, divisor: float) -> Array:
-    """E4M3 scales of groups of 16: [..., n / 16]."""
+    """The E4M3 scales of groups of 16 values: [..., n] to [..., n / 16]."""
     groups = values.astype(np.float64).reshape(*values.shape[:-1], -1, 16)
     return rounded(np.abs(groups).max(-1) / 6 * divisor, FP8)
 
 
 def round_trip_nvfp4(values: Array, divisor: float) -> Array:
-    """FP4 with an E4M3 scale to each 16 neighbours and one divisor for all."""
+    """Quantize and dequantize: FP4, one E4M3 scale for each 16 values, one divisor for all."""
     groups = values.astype(np.float64).reshape(*values.shape[:-1], -1, 16)
     step = nvfp4_scales(values, divisor)[..., None] / divisor
     safe = np.where(step > 0, step, 1.0)

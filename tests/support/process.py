@@ -1,4 +1,4 @@
-"""Python processes for tests: what has to be set before an import runs in one of its own."""
+"""Starts Python processes for tests that need a fresh interpreter, for example to set variables."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOWN = 4000  # characters of each stream in a failure
+SHOWN = 4000  # characters of stdout, and of stderr, that the message of a failure shows
 
-# What an engine in a process of its own runs with: nothing compiled, one thread, few words.
+# Variables for a process with an engine: no compilation, one thread, few log lines.
 QUIET_ENGINE = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
@@ -26,12 +26,14 @@ def run_python(
     timeout: float = 300,
     status: int = 0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python ARGUMENTS`` in the repository's root; fails with what it said.
+    """Run ``python ARGUMENTS`` in the repository's root, and check its exit status.
+
+    If the status is another one, the test fails with the end of what the process printed.
 
     Args:
-        environment: variables on top of this process's; None removes one.
+        environment: variables to set in addition to this process's; None removes one.
         timeout: seconds.
-        status: the exit status that it has to have.
+        status: the expected exit status.
     """
     finished = subprocess.run(
         [sys.executable, *arguments],
@@ -51,7 +53,8 @@ def start_python(
 ) -> subprocess.Popen[str]:
     """Start ``python ARGUMENTS`` in the repository's root, for a test that watches it.
 
-    ``stdout`` is a pipe with everything that it says; a ``with`` statement waits for its end.
+    ``stdout`` is a pipe with everything that it prints. Leaving a ``with`` block waits until it has
+    ended.
     """
     return subprocess.Popen(
         [sys.executable, *arguments],
@@ -66,7 +69,7 @@ def start_python(
 def _changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     """This process's environment with some variables set, or removed (None).
 
-    The repository comes first on the path, so that a checkout tests itself.
+    The repository comes first in PYTHONPATH, so that the tests of a checkout import its own code.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     merged = {**os.environ, "PYTHONPATH": path, **changes}

@@ -2,9 +2,8 @@
 
     write_quantized(bf16_directory, target, "nvfp4", layout=OURS)
 
-Codes and scales are found by exhaustive search (``naive_formats``), names and config are spelled
-out: nothing of ``quant`` or compressed-tensors takes part. ``dequantized`` reads such a checkpoint
-back the same way.
+It uses nothing of ``quant`` or of compressed-tensors: codes and scales come from ``naive_formats``,
+and names and config are written out. ``dequantized`` reads such a checkpoint.
 """
 
 import copy
@@ -37,20 +36,20 @@ LARGEST_INPUT = 8.0
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a checkpoint keeps its one copy, and how it lists what it leaves alone."""
+    """Under which names a checkpoint keeps its weights, and how it lists layers not quantized."""
 
     prefix: str
     expands_ignore: bool
 
 
 OURS = Layout(DECODER, expands_ignore=False)
-# Single copy, no halves, every module spelled out.
+# One copy, without the prefixes of encoder and decoder; every module is listed by name.
 REDHAT = Layout("model.", expands_ignore=True)
 ENCODER_ONLY = Layout("model.encoder.language_model.", expands_ignore=True)
 
 
 def numbers(kind: str, bits: int, strategy: str, dynamic: object, group: int | None = None) -> dict:
-    """One side of a config group, as compressed-tensors dumps it."""
+    """Weights or inputs of a config group, as compressed-tensors writes them into config.json."""
     return {
         "num_bits": bits,
         "type": kind,
@@ -112,7 +111,7 @@ def quantize(weight: torch.Tensor, scheme: str, divisor: float) -> Tensors:
 
 
 def dequantize(parts: Tensors) -> torch.Tensor:
-    """The weight that those tensors stand for: [out, in] fp32."""
+    """The weight that the tensors of one linear layer stand for: [out, in] fp32."""
     if "weight_packed" not in parts:
         stored = parts["weight"]
         if stored.dtype == torch.int8:

@@ -1,7 +1,7 @@
-"""Hugging Face's DiffusionGemma with a quantized checkpoint's weights and rounded inputs.
+"""Hugging Face's DiffusionGemma with the weights of a quantized checkpoint, and rounded inputs.
 
-Weights come from ``quant_checkpoints.dequantized``; hooks round the inputs of every quantized layer
-as the format says, in numpy (``naive_formats``). Nothing of ``quant`` takes part.
+Weights come from ``quant_checkpoints.dequantized``. Hooks round the inputs of every quantized layer
+as the format says, in numpy (``naive_formats``). Nothing of ``quant`` is used.
 """
 
 import re
@@ -21,9 +21,11 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 def load_quantized(source: Path, path: Path, rounds_inputs: bool = True) -> nn.Module:
-    """The reference in fp32 with the weights of ``path``, made from the bf16 one at ``source``.
+    """The reference in fp32 with the quantized weights of ``path``.
 
-    rounds_inputs: False leaves the inputs as they are, whatever the checkpoint says.
+    Args:
+        source: the bf16 checkpoint that ``path`` was made from.
+        rounds_inputs: False: inputs are not rounded, whatever the checkpoint says.
     """
     model = hf_reference.load_hf(source)
     state = model.state_dict()
@@ -94,7 +96,7 @@ def _in_numpy(rounding: Callable[[np.ndarray], np.ndarray]) -> Rounding:
 
 
 class Fp8Cache:
-    """While it is entered, the reference's attention sees keys and values in E4M3, scale 1."""
+    """In its ``with`` block the reference's attention rounds keys and values to E4M3, scale 1."""
 
     def __enter__(self) -> None:
         self._forward = modeling_diffusion_gemma.eager_attention_forward
@@ -113,12 +115,12 @@ class Fp8Cache:
 
 
 def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative L2 distance."""
+    """The L2 distance of two tensors relative to the norm of ``reference``."""
     return float((ours - reference).norm() / reference.norm())
 
 
 class Recording:
-    """What the layers of a served model saw and gave, pass by pass, while requests run.
+    """Inputs and outputs of the layers of a served model, for each forward pass.
 
     linears: name -> [(inputs, outputs)]; experts: name -> [(tokens, weights, ids, outputs)].
     """
@@ -158,14 +160,17 @@ class Recording:
 
 
 class Lockstep:
-    """Runs the reference with the outputs of the served layers in the place of its own.
+    """Runs the reference with the outputs of the served model's layers in place of its own.
 
-    Rounding makes a model discontinuous: where fp32 arithmetic in another order moves a number
-    across the middle between two codes, a whole step of the format follows, and random weights
-    multiply it (moving the reference's embeddings by a millionth moves its logits by 10-25% with 8
-    bits). In lockstep nothing is multiplied: ``distances`` says how far the inputs of each layer
-    are from those that the served one saw. The recording's first pass is the prompt, which the
-    encoder takes; the second is the canvas, which the decoder takes.
+    Comparing logits would not work. Rounding makes a model discontinuous: if fp32 sums in another
+    order move a number across the middle between two codes, the result jumps by a whole step of the
+    format, and later layers amplify it. (With 8 bits, changing the reference's embeddings by a
+    millionth changes its logits by 10-25%.) Here each layer starts from the served model's values,
+    so nothing is amplified. ``distances`` says how far the inputs of each layer are from those that
+    the served layer got.
+
+    The recording's first pass is the prompt, for the encoder; the second is the canvas, for the
+    decoder.
     """
 
     def __init__(self, model: nn.Module, recording: Recording) -> None:

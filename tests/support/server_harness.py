@@ -1,6 +1,6 @@
-"""A ``vllm serve`` process for tests: started on a free port, watched, stopped with all it started.
+"""Starts and stops ``vllm serve`` for tests, on a free port.
 
-One server serves every ``test_server*.py`` (the ``server`` fixture below, imported by each).
+All files ``test_server*.py`` share one server: they import the fixture ``server``.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ MODEL = "tiny"
 CANVAS = 32
 MAX_MODEL_LEN = 512
 VOCAB_SIZE = 512
-# Less than one prompt of the tests and less than eight canvases: prompts come in chunks, and a
-# busy step does not have room for every canvas.
+# Less than one prompt of the tests, so that prompts come in chunks. Less than eight canvases, so
+# that a busy step does not have room for every canvas.
 MAX_NUM_BATCHED_TOKENS = 128
 
 FLAGS = (
@@ -65,7 +65,7 @@ class Reply(NamedTuple):
 
 
 class Server:
-    """A running ``vllm serve CHECKPOINT``; a context manager that stops it."""
+    """A process ``vllm serve CHECKPOINT``; leaving a ``with`` block stops it."""
 
     def __init__(self, checkpoint: Path, log: Path, flags: Sequence[str] = FLAGS) -> None:
         self.log = log
@@ -99,7 +99,7 @@ class Server:
         """Wait until the server answers.
 
         Raises:
-            RuntimeError: it ended first, or was not ready in time; with the end of its log.
+            RuntimeError: it ended, or is not ready in time. The message holds the end of its log.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self.is_healthy():
@@ -110,7 +110,7 @@ class Server:
             time.sleep(0.2)
 
     def is_healthy(self) -> bool:
-        """Whether /health answers 200 (it asks the engine process, too)."""
+        """Whether /health returns 200, which needs the engine's process to be alive, too."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
                 return bool(response.status == 200)
@@ -118,13 +118,13 @@ class Server:
             return False
 
     def client(self) -> openai.OpenAI:
-        """The real client, which reports failures instead of trying again."""
+        """An OpenAI client that does not retry."""
         return openai.OpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
         )
 
     def post(self, path: str, body: Any, content_type: str = "application/json") -> Reply:
-        """POST what no client library would send: bytes go as they are, everything else as JSON."""
+        """POST a body that no client library would send: bytes as they are, all else as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path, data=data, headers={"Content-Type": content_type}
@@ -136,7 +136,7 @@ class Server:
             return Reply(error.code, error.read().decode(errors="replace"))
 
     def stop(self) -> None:
-        """End the process and whatever is left of its session."""
+        """End the process and every process that it started."""
         if self.process.poll() is None:
             self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -157,21 +157,21 @@ class Server:
 def server(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """The server of every ``test_server*.py``: the tests' checkpoint, a tight token budget."""
+    """The server that all ``test_server*.py`` share: random weights, a small token budget."""
     with Server(checkpoint(), tmp_path_factory.mktemp("server") / "log") as running:
         running.wait_until_ready()
         yield running
 
 
-# Set by engine_harness for engines inside the test process; not for a server.
+# Variables that engine_harness and tests set for this process, and a server must not inherit.
 _OF_THIS_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "DLLM_DISABLE", "VLLM_PLUGINS")
 
 
 def _reserve_port() -> socket.socket:
-    """A socket that keeps a free port from everybody but a server that sets SO_REUSEADDR.
+    """A socket that keeps a free port reserved until vLLM uses it.
 
-    It is bound and never listens; vLLM binds with SO_REUSEADDR, so that both may hold the port
-    (Linux), and nobody else is given it between the choice and the start.
+    It is bound to the port, but does not listen. The system gives the port to nobody else. vLLM can
+    still bind to it, because it sets SO_REUSEADDR as this socket does (on Linux).
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -184,5 +184,5 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_parent() -> None:
-    """Runs in the child: a test run that is killed takes the server with it (Linux)."""
+    """Runs in the child process: if the test run is killed, Linux ends the server, too."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -15,7 +15,11 @@ def table(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def rows_of_every_kind(vocab: int) -> Tensor:
-    """Flat, spread, sure (a few tokens far above the rest), certain, excluded, all equal."""
+    """Rows of logits, ``[13, vocab]``, of six kinds.
+
+    Nearly equal logits, widely spread ones, a few tokens far above the rest, one certain token, all
+    but five tokens at -inf, and all equal.
+    """
     generator = torch.Generator().manual_seed(2)
     noise_rows = torch.randn(12, vocab, generator=generator)
     sure = noise_rows[:4] * 2 - 12

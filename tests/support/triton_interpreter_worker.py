@@ -1,8 +1,10 @@
-"""Launch vLLM's Triton kernels in Triton's interpreter: `python ... CASES RESULTS`.
+"""Runs vLLM's Triton kernels in Triton's interpreter.
 
-A process of its own, because vLLM decides at import time whether there is Triton, and on a CPU
-there is none: this one shows vLLM the real Triton, with TRITON_INTERPRET=1, before it imports a
-kernel. `launch` is shared with the tests, which call the replacements the same way.
+    python triton_interpreter_worker.py CASES RESULTS
+
+This has to be a process of its own. vLLM decides when it is imported whether there is Triton, and
+on a CPU it decides that there is none. Here vLLM gets the real Triton, with TRITON_INTERPRET=1,
+before it imports a kernel. The tests call our replacements with the same `launch`.
 """
 
 import importlib
@@ -29,13 +31,13 @@ def launch(kernel: Callable[..., Any], args: dict[str, Any]) -> None:
 
 
 def resolve(name: str) -> tuple[Any, str]:
-    """Return the module that holds the dotted `name`, and the attribute."""
+    """Split a dotted name: the module, imported, and the name of the attribute."""
     module, _, attribute = name.rpartition(".")
     return importlib.import_module(module), attribute
 
 
 def use_real_triton() -> None:
-    """Make vLLM's kernels real Triton kernels, with stand-ins for what the interpreter lacks."""
+    """Let vLLM import real Triton, and add what the interpreter lacks."""
     import triton
     import triton.language as tl
     import vllm.triton_utils

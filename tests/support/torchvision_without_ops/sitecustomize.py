@@ -1,9 +1,12 @@
-"""Lets the registry's CUDA build of torchvision import beside the CPU build of torch.
+"""Makes the CUDA build of torchvision importable beside the CPU build of torch.
 
-Its compiled operators cannot be loaded there, and its import stops at describing two of them:
-"operator torchvision::nms does not exist". With those two declared, and never called, all that is
-written in Python works, image processing included. Python imports this file at start when its
-folder is on PYTHONPATH; a torchvision whose operators did load is left as it is.
+PyPI's torchvision is a CUDA build. Beside a CPU build of torch its compiled operators cannot be
+loaded, and its import fails with "operator torchvision::nms does not exist". Here the two operators
+that the import asks for are declared, without an implementation. Everything in torchvision that is
+written in Python then works, for example image processing.
+
+Python imports this file at start if its folder is on PYTHONPATH. If torchvision's operators can be
+loaded, nothing is changed.
 """
 
 import sys
@@ -11,10 +14,10 @@ from importlib.abc import MetaPathFinder
 
 
 class _DeclareOperators(MetaPathFinder):
-    library = None  # the declarations live as long as this object
+    library = None  # the operators stay declared as long as this object exists
 
     def find_spec(self, name, path=None, target=None):
-        """Declare the operators just before torchvision describes them; find nothing."""
+        """Declare the operators just before torchvision needs them. Always returns None."""
         if name == "torchvision._meta_registrations":
             sys.meta_path.remove(self)
             if not sys.modules["torchvision.extension"]._has_ops():
