@@ -6,7 +6,7 @@ padding: they are never accepted, and count in no mean and no comparison. A row 
 canvas and takes no step.
 
 The reference is Hugging Face transformers 5.19,
-`models/diffusion_gemma/generation_diffusion_gemma.py`. `tests/models/test_denoise.py` compares
+`models/diffusion_gemma/generation_diffusion_gemma.py`. `tests/models/test_rule.py` compares
 every function with the class that its docstring names. Parameters are plain numbers, or tensors
 `[R]` with one number for each canvas.
 
