@@ -112,12 +112,12 @@ PATCHES = (
     Patch(
         "vllm.config.VllmConfig.use_v2_model_runner",
         "wrap",
-        "Model Runner V2 on a CPU without Triton (vLLM insists on Triton)",
+        "Model Runner V2 on a CPU without Triton; vLLM refuses it there",
     ),
     Patch(
         "vllm.config.VllmConfig._validate_v2_model_runner",
         "wrap",
-        "the same insistence, in a second place",
+        "vLLM refuses it in a second place, too",
     ),
     Patch(
         "vllm.triton_utils.triton.next_power_of_2",
