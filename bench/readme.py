@@ -24,8 +24,8 @@ from bench.sampling_step import sampling_step
 from bench.tables import answers, headline, markdown, serving
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
-# As sections write it: relative to the top of the repository.
-LINK = "](bench/results/"
+# Before a link that a section writes: paths are relative to the top of the repository.
+LINK = re.compile(r"\]\((?=bench/|checkpoints/)")
 
 MODELS = ("tiny-dllm", "tiny-ar")
 GOOD = 95.0  # per cent
@@ -111,7 +111,7 @@ def document(text: str, results: Path, to_root: str = "") -> str:
         begin, name, end = match.groups()
         if name not in SECTIONS:
             raise ValueError(f"bench:{name}: no such section; allowed: {', '.join(SECTIONS)}.")
-        section = SECTIONS[name](results).replace(LINK, LINK.replace("](", f"]({to_root}"))
+        section = LINK.sub(f"]({to_root}", SECTIONS[name](results))
         return f"{begin}{section}\n{end}"
 
     return MARKED.sub(written, text)

@@ -72,6 +72,4 @@ def usage() -> str:
 
 
 if __name__ == "__main__":
-    # Python has loaded this file as the module __main__. Import it again as dllm.cli, so that every
-    # part of the program uses the same module object.
-    sys.exit(importlib.import_module("dllm.cli").main())
+    sys.exit(main())
