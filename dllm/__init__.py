@@ -10,6 +10,19 @@ __version__ = "0.1.0"
 LOGGER = "vllm.dllm"  # a child of vLLM's logger: vLLM's handlers print what we log
 
 
+def refuse_namesakes() -> None:
+    """Stop this process if another distribution installs a plugin or a package called ``dllm``.
+
+    vLLM loads only one plugin of a name, which may be the other one; this is a plugin, too.
+
+    Raises:
+        RuntimeError: it names the distributions.
+    """
+    from dllm.patches import install
+
+    install.refuse_namesakes()
+
+
 def register() -> None:
     """Install the plugin in this process; calling it again changes nothing.
 

@@ -34,10 +34,11 @@ def locked(name: str = "cpu") -> dict[str, str]:
 
 
 def test_the_plugin_is_an_entry_point_of_vllm() -> None:
-    assert PYPROJECT["project"]["entry-points"]["vllm.general_plugins"] == {"dllm": "dllm:register"}
+    plugins = PYPROJECT["project"]["entry-points"]["vllm.general_plugins"]
+    assert plugins == {"dllm": "dllm:register", "dllm_namesakes": "dllm:refuse_namesakes"}
     import dllm
 
-    assert callable(dllm.register)
+    assert callable(dllm.register) and callable(dllm.refuse_namesakes)
 
 
 def test_what_is_no_python_is_installed_too() -> None:

@@ -11,13 +11,18 @@ emits canvases that have converged. In one denoise step the engine calls, in thi
 
 ``fresh_canvas`` makes the first canvas behind a prompt or behind an emitted block.
 
+What vLLM loads is the family's model class. Beside what vLLM asks of every model, it has
+``make_family(vllm_config)``; ``get_model_state_cls()``, which returns ``DiffusionModelState`` or a
+subclass; a ``forward`` that takes ``is_canvas_row`` (``[tokens]`` bool, may be ignored); and a
+``compute_logits`` that returns ``LogitRows`` for more rows than ``rows_at_once`` allows.
+
 Shapes: R canvases in a step, N rows of logits (one for each token of these canvases), C the served
 canvas length, V the vocabulary size, hidden the model's hidden size.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,15 +96,12 @@ class Family(ABC):
     """What the engine asks of a family. A model class returns one from ``make_family``.
 
     Attributes:
-        block_size: a row of a prompt or of an emitted block sees all keys in its own group of this
-            many positions. 1 means that it is causal; the engine serves nothing else.
         settings: how the family denoises unless a request says otherwise.
         carried: the tensors that the family keeps between steps.
         soft_size: last dimension of what ``look_back`` returns. None: a step depends on its canvas
             alone, and ``look_back`` and ``condition`` are never called.
     """
 
-    block_size: ClassVar[int] = 1
     settings: DenoiseSettings
     carried: tuple[Column, ...] = ()
     soft_size: int | None = None

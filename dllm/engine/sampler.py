@@ -77,7 +77,6 @@ class DiffusionSampler:
         state: CanvasState,
         sampler: Sampler,
     ) -> None:
-        assert family.block_size == 1, f"heads of blocks of {family.block_size} are not served"
         self.family = family
         self.state = state
         self.req_states = sampler.req_states

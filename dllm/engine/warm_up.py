@@ -14,13 +14,6 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-# With one denoise step per block each canvas is emitted at once. So three passes see everything: a
-# prompt, a canvas, and an emitted block (head) with the next canvas.
-PLAIN = SamplingParams(max_tokens=1, seed=0, extra_args={"diffusion_max_steps": 1})
-FILTERED = SamplingParams(
-    max_tokens=1, seed=0, top_k=2, top_p=0.5, min_p=0.1, extra_args={"diffusion_max_steps": 1}
-)
-
 
 def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
     """Serve two made-up requests, then one, then one with a narrow canvas; then with filters.
@@ -33,7 +26,14 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
         execute_model: the worker's method of that name.
     """
     longest = min(runner.num_speculative_steps, runner.max_model_len - 1)
-    for params in (PLAIN, FILTERED):
+    # With one denoise step per block each canvas is emitted at once. So three passes see all there
+    # is: a prompt, a canvas, and an emitted block (head) with the next canvas.
+    one_step = dict(runner.model_state.family.settings.one_step)
+    plain = SamplingParams(max_tokens=1, seed=0, extra_args=one_step)
+    filtered = SamplingParams(
+        max_tokens=1, seed=0, top_k=2, top_p=0.5, min_p=0.1, extra_args=one_step
+    )
+    for params in (plain, filtered):
         for num_reqs, width in ((2, longest), (1, longest), (1, longest // 2 or 1)):
             _CanvasRequests(num_reqs, params, width).serve(runner, execute_model)
 

@@ -55,3 +55,14 @@ def settings_of(vllm_config: Any) -> DenoiseSettings:
         vllm_config
     )
     return settings
+
+
+def takes_images(hf_config: Any) -> bool:
+    """Whether a checkpoint can be served with images.
+
+    It needs a vision tower, and the number of soft tokens of an image in ``default_output_length``.
+    A checkpoint without that number has no image processor and is served for text only; the bundled
+    checkpoints are such.
+    """
+    vision = getattr(hf_config, "vision_config", None)
+    return getattr(vision, "default_output_length", None) is not None

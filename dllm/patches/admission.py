@@ -4,7 +4,7 @@ import importlib.util
 import weakref
 from typing import Any
 
-from dllm.models import FAMILIES, settings_of
+from dllm.models import FAMILIES, settings_of, takes_images
 from dllm.settings.denoising import DenoiseSettings
 
 
@@ -68,8 +68,6 @@ def _explain_missing_images() -> None:
     """Say why an image cannot be served; vLLM only says that the model is not multimodal."""
     from vllm.exceptions import VLLMValidationError
     from vllm.multimodal.registry import MultiModalRegistry
-
-    from dllm.models.gemma.settings import takes_images
 
     create = MultiModalRegistry.create_processor
 

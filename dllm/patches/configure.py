@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.models import settings_of
 from dllm.models.quantized import emulate_on_cpu
-from dllm.patches.contract import GPU_WORKER, SCHEDULER
+from dllm.patches.contract import CPU_WORKER, GPU_WORKER, SCHEDULER
 from dllm.patches.cpu import set_cpu_worker
 
 logger = init_logger(LOGGER)
@@ -35,6 +35,11 @@ def configure_dllm(vllm_config: Any) -> None:
     from dllm.settings.server import PluginOptions
 
     settings = settings_of(vllm_config)
+    if settings.block_size != 1:
+        raise ValueError(
+            f"block size {settings.block_size} of the checkpoint: prompts and emitted blocks are "
+            "causal here; allowed: 1. Serve another checkpoint."
+        )
     PluginOptions.from_vllm(vllm_config)
     if vllm_config.diffusion_config is None:
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=settings.canvas_length)
@@ -47,6 +52,13 @@ def configure_dllm(vllm_config: Any) -> None:
     set_cpu_worker(vllm_config)
     if not current_platform.is_cpu() and vllm_config.parallel_config.worker_cls == "auto":
         vllm_config.parallel_config.worker_cls = GPU_WORKER
+    worker = vllm_config.parallel_config.worker_cls
+    if worker not in (CPU_WORKER, GPU_WORKER):
+        logger.warning(
+            "dllm: the worker %s does not patch vLLM's model runner: memory profiling sees no "
+            "canvas, and a request for prompt logprobs scores every token of its steps",
+            worker,
+        )
     emulate_on_cpu(vllm_config)
     # With vLLM's default (0) the prefix cache keeps only the end of a prompt for sliding-window
     # layers. The next turn of a conversation could then not reuse what was generated. With None it
@@ -94,7 +106,7 @@ def _refuse_unsupported(vllm_config: Any) -> None:
         (
             parallel.pipeline_parallel_size > 1,
             "--pipeline-parallel-size",
-            "self-conditioning feeds the last stage's output to the first stage's input",
+            "what the last stage decides is the first stage's input in the next step",
         ),
         (
             parallel.decode_context_parallel_size > 1,

@@ -25,6 +25,11 @@ class Patch:
 
 PATCHES = (
     Patch(
+        "vllm.multimodal.MULTIMODAL_REGISTRY.register_processor",
+        "call, where torchvision is installed",
+        "vLLM's Gemma4 image processor, for our model",
+    ),
+    Patch(
         "vllm.ModelRegistry.register_model",
         "call",
         "our classes serve the architectures",

@@ -37,11 +37,19 @@ class DenoiseSettings(Protocol):
 
     Attributes:
         parameters: what a request may set; ``engine.state`` keeps one number for each request.
+        one_step: extra arguments of a request whose canvases are emitted after one denoise step.
+            The server's warm-up sends them.
+        block_size: a row of a prompt or of an emitted block sees all keys in its own group of this
+            many positions. 1 means that it is causal; a server refuses anything else at start.
         canvas_length: tokens of a canvas; a request may ask for fewer.
         canvas_window: which context canvas rows see on sliding layers (``attention.masks``).
     """
 
     parameters: ClassVar[tuple[Parameter, ...]]
+    one_step: ClassVar[Mapping[str, int]]
+
+    @property
+    def block_size(self) -> int: ...
 
     @property
     def canvas_length(self) -> int: ...

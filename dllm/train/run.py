@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dllm.settings.command import CommandError
 from dllm.train.optimizer import make_optimizers, set_learning_rates, update_average
 from dllm.train.run_files import LOG, STATE, append_row, forget_later_rows, save_state
 from dllm.train.settings import RunSettings
@@ -159,6 +160,8 @@ class Run(Generic[AnyLearner]):
         path = self.out / STATE
         if path.exists():
             state = torch.load(path, weights_only=True, map_location=self.device)
+            if "learner" not in state:
+                raise CommandError(f"{path} is no checkpoint of this dllm; give another --out.")
             self.step, self.loss = state["step"], state["loss"]
             self._started -= state["seconds"]
             self.learner.load_state(state["learner"])

@@ -38,6 +38,11 @@ def check_run(out: Path, given: Mapping[str, object], resume: bool) -> None:
         if (out / START).exists() or (out / STATE).exists():
             raise CommandError(f"{out} holds a run; go on with --resume, or give another --out.")
         return
+    if not (out / START).exists() and (out / STATE).exists():
+        raise CommandError(
+            f"{out} holds a {STATE} without the {START} that says what it was started with, so it "
+            "cannot be resumed; give another --out."
+        )
     if not (out / START).exists():
         raise CommandError(
             f"{out} holds no {START} to resume; leave out --resume, or give another --out."

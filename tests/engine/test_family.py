@@ -19,11 +19,13 @@ from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
+from dllm.patches import configure
 from dllm.settings.checks import FloatRange
 from dllm.settings.denoising import CanvasWindow, Parameter
 from dllm.settings.request import RequestOptions
 
 VOCAB, CANVAS, MASK = 12, 4, 11
+GEMMA = GemmaSettings(CANVAS, 10, 0.4, 0.8, 0.1, 0.2, 1, "symmetric")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class MaskSettings:
     parameters: ClassVar[tuple[Parameter, ...]] = (
         Parameter("threshold", "threshold", FloatRange(0.0, 1.0), "float32"),
     )
+    one_step: ClassVar[Mapping[str, int]] = {}
+    block_size: ClassVar[int] = 1
     canvas_length: int = CANVAS
     canvas_window: CanvasWindow = "symmetric"
     threshold: float = 0.9
@@ -131,18 +135,22 @@ def test_it_denoises_two_requests_to_the_end(state):
     assert second.step.argmax_canvas[0].tolist() == [0, 1, 2, 3]
 
 
-def test_a_family_of_larger_blocks_is_refused():
-    from dllm.engine.sampler import DiffusionSampler
+def test_what_the_warm_up_sends_is_admitted(state):
+    """Every family says with which arguments a canvas is emitted after one step."""
+    for settings in (Masked.settings, GEMMA):
+        params = SamplingParams(extra_args=dict(settings.one_step))
+        RequestOptions.parse(params, settings, VOCAB)
 
-    class Blocks(Masked):
-        block_size = 4
 
-    with pytest.raises(AssertionError, match="heads of blocks of 4 are not served"):
-        DiffusionSampler(None, Blocks(), None, None)
+def test_a_checkpoint_with_larger_blocks_is_refused_at_start(monkeypatch):
+    blocks = type("Blocks", (MaskSettings,), {"block_size": 4})()
+    monkeypatch.setattr(configure, "settings_of", lambda vllm_config: blocks)
+    with pytest.raises(ValueError, match=r"block size 4 of the checkpoint: .* allowed: 1\."):
+        configure.configure_dllm(None)
 
 
 def test_the_columns_of_gemma_are_those_that_its_step_returns():
-    settings = GemmaSettings(CANVAS, 10, 0.4, 0.8, 0.1, 0.2, 1, "symmetric")
+    settings = GEMMA
     starts = torch.tensor([3, 9])
     canvases = gemma.first_canvases(torch.tensor([1, 2]), starts, settings, [0], VOCAB)
     rows = CanvasRows.whole(starts, CANVAS)

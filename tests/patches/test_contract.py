@@ -95,6 +95,12 @@ SIGNATURES = {
         "class_path",
         "is_mamba",
     ],
+    "vllm.multimodal.MULTIMODAL_REGISTRY.register_processor": [
+        "self",
+        "processor",
+        "info",
+        "dummy_inputs",
+    ],
     "vllm._custom_ops.weight_packed_linear_cpu": ["x", "packed_weight", "n", "bias"],
     "vllm.sampling_params.SamplingParams._validate_diffusion": ["self", "model_config"],
     "vllm.v1.engine.input_processor.InputProcessor._validate_params": [
@@ -256,6 +262,48 @@ def test_what_we_import_from_vllm_exists(module, name):
         assert importlib.util.find_spec(module) is not None
     else:
         resolve(f"{module}.{name}" if name else module)
+
+
+def replaced_attributes(path: Path) -> list[str]:
+    """Attributes of names imported from vLLM that a module of ours assigns to."""
+    tree = ast.parse(path.read_text())
+    theirs = {
+        alias.asname or alias.name.split(".")[0]
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm")
+        or (isinstance(node, ast.Import) and node.names[0].name.split(".")[0] == "vllm")
+        for alias in node.names
+    }
+    targets = [
+        target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    targets += [
+        ast.Attribute(node.args[0], "?")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "setattr"
+    ]
+    found = []
+    for target in targets:
+        owner = target
+        while isinstance(owner, ast.Attribute | ast.Subscript):
+            owner = owner.value
+        if owner is not target and getattr(owner, "id", None) in theirs:
+            found.append(ast.unparse(target))
+    return found
+
+
+def test_only_patches_replace_attributes_of_vllm(tmp_path):
+    found = {path.relative_to(ROOT).as_posix(): replaced_attributes(path) for path in SOURCES}
+    places = {path for path, attributes in found.items() if attributes}
+    assert {Path(path).parent.as_posix() for path in places} == {"dllm/patches"}
+    planted = tmp_path / "planted.py"
+    planted.write_text(
+        "from vllm.v1.core.sched.scheduler import Scheduler\nScheduler.schedule = 1\n"
+    )
+    assert replaced_attributes(planted) == ["Scheduler.schedule"]
 
 
 # --- what we override -----------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.engine.model_state import DiffusionModelState
 from dllm.engine.spans import VirtualSequences
+from dllm.models import takes_images
 from dllm.models.gemma.backbone import DiffusionGemmaForBlockDiffusion
-from dllm.models.gemma.settings import takes_images
 
 
 class ImageProcessingInfo(Gemma4ProcessingInfo):

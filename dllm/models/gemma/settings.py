@@ -47,6 +47,8 @@ class GemmaSettings:
     """
 
     parameters: ClassVar[tuple[Parameter, ...]] = PARAMETERS
+    one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1}
+    block_size: ClassVar[int] = 1
 
     canvas_length: int
     max_denoising_steps: int
@@ -160,17 +162,6 @@ class GemmaSettings:
                 )
             },
         )
-
-
-def takes_images(hf_config: Any) -> bool:
-    """Whether a checkpoint can be served with images.
-
-    It needs a vision tower, and the number of soft tokens of an image in ``default_output_length``.
-    A checkpoint without that number has no image processor and is served for text only; the bundled
-    checkpoints are such.
-    """
-    vision = getattr(hf_config, "vision_config", None)
-    return getattr(vision, "default_output_length", None) is not None
 
 
 def _require(mapping: Mapping[str, object], key: str, where: str):  # type: ignore[no-untyped-def]
