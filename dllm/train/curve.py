@@ -37,6 +37,7 @@ def require_matplotlib() -> None:
 
 def draw(out: Path, *panels: Panel) -> None:
     """Write ``curve.svg`` into the directory of a run: the loss, then the panels."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     rows = read_log(out / LOG) if (out / LOG).exists() else []
@@ -56,4 +57,5 @@ def draw(out: Path, *panels: Panel) -> None:
                 axes.plot(steps, values, label=name, linewidth=1)
         axes.set(xlabel="optimizer step", ylabel=panel.ylabel)
         axes.legend(fontsize=7, ncols=2)
-    figure.savefig(out / CURVE, metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none"}):  # text stays text: half the size of drawn letters
+        figure.savefig(out / CURVE, metadata={"Date": None})
