@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.results / f"profile_{'cuda' if torch.cuda.is_available() else 'cpu'}.csv"
     shared = provenance("bench.profile_step")
     write_csv(path, [row | shared for row in rows])
-    print(path)
+    print(f"{step_time(path)}\n\n{path}")
     return 0
 
 
@@ -262,11 +262,9 @@ def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
     return {part: statistics.fmean(step.parts_ms[part] for step in middle) for part in GROUPS}
 
 
-def step_time(results: Path) -> str:
-    """Section of docs/benchmarks.md: shares by group, a line for each server, mode and load."""
-    rows = read_csv(results / "profile_cpu.csv")
-    if not rows:
-        return "Not measured yet: `python -m bench.profile_step`."
+def step_time(path: Path) -> str:
+    """The shares of the groups of a CSV of this command: a line for each server, mode and load."""
+    rows = read_csv(path)
     groups = list(dict.fromkeys(GROUPS.values()))
     lines = []
     for bar in dict.fromkeys((r["mode"], r["server"], r["concurrency"]) for r in rows):
@@ -276,7 +274,7 @@ def step_time(results: Path) -> str:
         cells = [f"{share:.0%}" for share in shares]
         lines.append([f"{server}, {mode}", load, f"{float(here[0]['step_ms']):.2f}", *cells])
     table = markdown((["", "requests at once", "ms per step", *groups], lines))
-    return f"{table}\n\n{measured_with(rows, 'profile_cpu.csv')}"
+    return f"{table}\n\n{measured_with(rows, path.name)}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from bench.context import RESULTS, ROOT
 from bench.drafter import drafting
-from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.roofline import floors
 from bench.sampling_step import sampling_step
@@ -66,7 +65,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "recovery": recovery,
     "sampling-step": sampling_step,
     "drafting": drafting,
-    "step-time": step_time,
     "floors": floors,
 }
 

@@ -144,7 +144,7 @@ def test_step_time_sums_the_components_of_a_group(tmp_path: Path) -> None:
         for part, share in shares.items()
     ]
     write_csv(tmp_path / "profile_cpu.csv", rows)
-    text = step_time(tmp_path)
+    text = step_time(tmp_path / "profile_cpu.csv")
     for server in (OURS, BUILTIN):
         assert f"| {server}, eager | 2 | 10.00 | 40% | 60% | 0% | 0% | 0% |" in text
 
