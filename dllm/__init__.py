@@ -4,12 +4,14 @@ pyproject.toml names ``register`` as a ``vllm.general_plugins`` entry point. vLL
 process (API server, engine core, workers, model inspection), before any model is loaded.
 """
 
+import functools
 import os
 
 __version__ = "0.1.0"
 LOGGER = "vllm.dllm"  # a child of vLLM's logger: vLLM's handlers print what we log
 
 
+@functools.cache  # vLLM calls it as a plugin, and `register` needs it where only `dllm` is loaded
 def refuse_namesakes() -> None:
     """Stop this process if another distribution installs a plugin or a package called ``dllm``.
 

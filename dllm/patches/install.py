@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+import dllm
 from dllm import LOGGER
 from dllm.models import FAMILIES
 from dllm.patches.admission import check_requests_at_admission
@@ -45,7 +46,7 @@ def install(serve_with_dllm: bool) -> None:
     if _installed:
         return
     check_version(_vllm_version())
-    refuse_namesakes()
+    dllm.refuse_namesakes()
     _installed = True
     enable_cpu_runtime()
     if serve_with_dllm:
