@@ -32,14 +32,15 @@ class SubBatch:
     """Query rows of a batch that share one window: the arguments of one call of the CPU kernel.
 
     Attributes:
-        tokens: ``[rows]`` int64, where the rows are on the batch's flat token axis.
+        tokens: ``[rows]`` int64, where the rows are on the batch's flat token axis. None: they
+            are the whole batch, in order.
         window: how many keys a row sees to one side, itself included.
         is_causal: whether a row sees only the keys before it, or those on both sides.
         query_start_loc, seq_lens, block_table, scheduler_metadata: as the kernel expects them, for
             these rows alone.
     """
 
-    tokens: torch.Tensor
+    tokens: torch.Tensor | None
     window: int
     is_causal: bool
     query_start_loc: torch.Tensor
@@ -123,8 +124,9 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
         )
         index = torch.from_numpy(sequences)
         seq_lens = common.seq_lens[index]
+        is_whole = len(tokens) == common.num_actual_tokens  # never a token twice
         return SubBatch(
-            tokens=torch.from_numpy(tokens.astype(np.int64)),
+            tokens=None if is_whole else torch.from_numpy(tokens.astype(np.int64)),
             window=window,
             is_causal=is_causal,
             query_start_loc=query_start_loc,
@@ -171,9 +173,11 @@ class AnchoredAttentionImpl(CPUAttentionBackendImpl):
         pages = kv_cache.view(num_blocks, num_kv_heads, block_size * 2, -1)
         key_cache, value_cache = pages.chunk(2, dim=2)
         for sub_batch in attn_metadata.sub_batches:
-            rows = torch.empty_like(output[: len(sub_batch.tokens)])
+            tokens = sub_batch.tokens
+            num_actual = attn_metadata.num_actual_tokens
+            rows = output[:num_actual] if tokens is None else torch.empty_like(output[: len(tokens)])
             ops.cpu_attention_with_kv_cache(
-                query=query[sub_batch.tokens],
+                query=query[:num_actual] if tokens is None else query[tokens],
                 key_cache=key_cache,
                 value_cache=value_cache,
                 output=rows,
@@ -192,7 +196,8 @@ class AnchoredAttentionImpl(CPUAttentionBackendImpl):
                 v_scale=layer._v_scale_float,
                 kv_cache_dtype=self.kv_cache_dtype,
             )
-            output[sub_batch.tokens] = rows
+            if tokens is not None:
+                output[tokens] = rows
         return output
 
 

@@ -1,14 +1,19 @@
 """Compiles small tensor functions, unless the server was started with ``--enforce-eager``."""
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from vllm.config import CompilationMode, VllmConfig
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+# Arguments of compiled functions that are made once for an engine, and whose attributes do not
+# change: parameters and preallocated tensors.
+FIXED = ("L['self']", "L['state']", "L['family']")
 
 
 def maybe_compile(
@@ -19,10 +24,18 @@ def maybe_compile(
     The size of the batch is the first dimension of the first tensor argument. If it is 1 (a canvas
     of one token), ``function`` runs without the compiler. ``torch.compile`` treats a size of 1 as a
     special case, and would compile everything once more for it while a request waits.
+
+    Before each call ``torch.compile`` checks its guards: that all that it saw while tracing is as
+    it was. With one request, checking the attributes of FIXED arguments took 0.6 ms of 4.0 ms of a
+    pass, so they are not checked.
     """
     if vllm_config.compilation_config.mode == CompilationMode.NONE:
         return function
-    compiled = torch.compile(function, dynamic=True)
+    # Compiled code belongs to a code object. Another engine of this process has other FIXED
+    # arguments, so each gets a copy of its own.
+    compiled = torch.compile(
+        _copy(function), dynamic=True, options={"guard_filter_fn": _guards_to_check}
+    )
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -30,3 +43,23 @@ def maybe_compile(
         return (function if len(rows) == 1 else compiled)(*args, **kwargs)
 
     return call
+
+
+def _copy(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The same function, or bound method, with a code object of its own."""
+    if isinstance(function, MethodType):
+        return MethodType(_copy(function.__func__), function.__self__)
+    assert isinstance(function, FunctionType), f"{function} is not written in Python"
+    copy = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _guards_to_check(guards: Sequence[Any]) -> list[bool]:
+    return [not guard.name.startswith(FIXED) for guard in guards]

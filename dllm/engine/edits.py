@@ -70,17 +70,19 @@ class LogitEdits:
         for processor in self._processors:
             processor.apply_staged_writes()
 
+    def are_wanted(self, input_batch: InputBatch) -> bool:
+        """Whether a request of the batch has an edit. Does not wait for the device."""
+        return bool(self._is_edited[_slots_np(input_batch)].any())
+
     def context(
         self, rows: CanvasRows, state: CanvasState, input_batch: InputBatch
-    ) -> LogitsContext | None:
-        """This step as vLLM's processors expect it; None if no request of the batch has an edit.
+    ) -> LogitsContext:
+        """This step as vLLM's processors expect it.
 
         They expect two things. The input id of row i > 0 is the draft token in front of the token
         that row i decides. The position of a row is that of its input, which is one less than the
         position of the token that it decides.
         """
-        if not self._is_edited[_slots_np(input_batch)].any():
-            return None
         slots = rows.slots[rows.row_of]
         in_front = state.argmax_canvas[slots, (rows.place - 1).clamp(min=0)]
         in_front = torch.where(state.steps_done[slots] > 0, in_front, NO_TOKEN)

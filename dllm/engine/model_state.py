@@ -2,8 +2,13 @@
 
     custom_sampler  once, at start: vLLM's sampler is replaced by DiffusionSampler
     add_request     for each new request: CanvasState.reset(slot)
-    prepare_attn    for each step: which rows are causal -> metadata for the attention backend
-    prepare_inputs  for each step: embeddings of the tokens; canvas rows are then conditioned
+    prepare_attn    for each visit: which rows are causal -> metadata for the attention backend
+    prepare_inputs  for each visit: embeddings of the tokens; canvas rows are then conditioned
+
+Our own loop asks for the canvases alone (``engine.loop``):
+
+    canvas_attention  once for a visit that goes on after its first pass
+    canvas_inputs     for each further pass
 
 ``DiffusionModelState`` subclasses vLLM's ``ModelState``; the model class names it in
 ``get_model_state_cls``.
@@ -19,7 +24,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
@@ -27,6 +32,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.family import Family
+from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.spans import Spans, VirtualSequences
 from dllm.engine.state import CanvasState, request_seed
@@ -69,7 +75,10 @@ class DiffusionModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Our sampler in place of vLLM's, and no rejection sampler: no draft is ever rejected."""
-        return DiffusionSampler(self.vllm_config, self.family, self.canvases, sampler), None
+        forward = CanvasForward(self, sampler.req_states.draft_tokens)
+        self.loop = DenoiseLoop(self.vllm_config, forward.of_batch)
+        ours = DiffusionSampler(self.vllm_config, self.family, self.canvases, sampler, self.loop)
+        return ours, None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """Reset the slot of a new or resumed request."""
@@ -103,14 +112,25 @@ class DiffusionModelState(ModelState):
         if input_batch.num_draft_tokens > 0:
             rows = input_batch.logits_indices
             is_canvas_row[rows] = True
-            if self.family.soft_size is not None:
-                slots, places = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos
-                embeds[rows] = self._condition(
-                    embeds[rows],
-                    self.canvases.soft_embeds[slots, places],
-                    self.canvases.steps_done[slots],
-                )
+            embeds[rows] = self._conditioned(embeds[rows], input_batch)
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
+
+    def canvas_inputs(self, canvases: InputBatch) -> dict[str, Any]:
+        """As ``prepare_inputs``, for a batch that holds nothing but canvases."""
+        embeds = self._inputs_embeds[: canvases.num_tokens]
+        embeds.copy_(
+            self._conditioned(self.model.embed_input_ids(canvases.input_ids), canvases)
+        )
+        is_canvas_row = self._is_canvas_row[: canvases.num_tokens].fill_(True)
+        return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
+
+    def _conditioned(self, embeds: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
+        """Canvas rows ``[N, hidden]`` with what the family adds to them."""
+        if self.family.soft_size is None:
+            return embeds
+        slots, places = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos
+        soft_embeds, steps_done = self.canvases.soft_embeds, self.canvases.steps_done
+        return self._condition(embeds, soft_embeds[slots, places], steps_done[slots])
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """The same tensors with whatever they hold, for memory profiling and graph capture."""
@@ -132,6 +152,7 @@ class DiffusionModelState(ModelState):
     ) -> dict[str, Any]:
         """Metadata for the attention backend: heads are causal and canvases bidirectional."""
         assert ubatch_idx == 0, "batches of heads and canvases are not split"
+        self._attention = block_tables, slot_mappings, attn_groups, kv_cache_config
         describe = self._rows if self._takes_split_points else self._virtual_sequences
         return build_attn_metadata(
             attn_groups=attn_groups,
@@ -140,6 +161,22 @@ class DiffusionModelState(ModelState):
             for_cudagraph_capture=for_capture,
             **describe(input_batch, cudagraph_mode, block_tables),
         )
+
+    def canvas_attention(
+        self, canvases: InputBatch, rows: torch.Tensor
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Attention metadata, and where keys are written, of the canvases of the visit alone.
+
+        Args:
+            canvases: a batch that holds nothing else.
+            rows: ``[N]``, which tokens of the visit's batch they are.
+        """
+        block_tables, slot_mappings, attn_groups, kv_cache_config = self._attention
+        slots = slot_mappings[:, rows]
+        metadata = self.prepare_attn(
+            canvases, CUDAGraphMode.NONE, block_tables, slots, attn_groups, kv_cache_config
+        )
+        return metadata, build_slot_mappings_by_layer(slots, kv_cache_config)
 
     def _rows(
         self,

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from dllm.engine.spans import Spans
+
 
 def asking_requests(
     uses_prompt_logprobs: np.ndarray, input_batch: InputBatch, prompt_lens: np.ndarray
@@ -31,15 +33,18 @@ def asking_requests(
 def batch_of_requests(
     input_batch: InputBatch, requests: np.ndarray
 ) -> tuple[torch.Tensor, InputBatch]:
-    """The tokens of some requests, as indices into the batch, and a batch of these requests alone.
+    """The heads of some requests, as indices into the batch, and a batch of these heads alone.
 
-    Only the fields that vLLM's `PromptLogprobsWorker` reads are those of the smaller batch.
+    A canvas behind the last prompt token is left out. Only the fields that vLLM's `PromptLogprobsWorker` reads are those of the smaller batch.
 
     Args:
         requests: indices of batch rows, in order.
     """
     device = input_batch.idx_mapping.device
-    lens = input_batch.num_scheduled_tokens[requests]
+    spans = Spans.of_schedule(
+        input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
+    )
+    lens = spans.head_lens[requests]
     ends = np.cumsum(lens)
     shift = input_batch.query_start_loc_np[requests] - (ends - lens)
     tokens = np.arange(lens.sum()) + np.repeat(shift, lens)

@@ -1,17 +1,20 @@
-"""DiffusionSampler: one denoise step for every canvas of the batch.
+"""DiffusionSampler: denoise steps for every canvas of the batch, until one has converged.
 
     logits of the canvas rows -> logit edits -> the family's denoise step -> state of the next step
                                                                           -> tokens to emit
 
-A row (a request of the batch) whose canvas has not converged goes on with it. Every other row (a
-prompt chunk, an emitted block, a canvas that has just converged) gets a fresh canvas behind its
-last token. A fresh canvas may be made twice, for example when a block is emitted and again when the
-block gets a pass of its own. It is the same one both times: noise depends on where a canvas starts.
+vLLM's runner calls the sampler once in a visit, with the logits of its own forward pass. Then
+``engine.loop`` may repeat the forward pass and the denoise step.
+
+The next canvas of a request always stands in ``draft_tokens``: a request gets its first canvas when
+it is admitted. A canvas that has not converged goes on; one that has converged is followed by a
+fresh one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -25,6 +28,7 @@ from dllm.engine.edits import LogitEdits, clean_lengths
 from dllm.engine.family import Denoised, Family
 from dllm.engine.logit_rows import LogitRows, rows_at_once, tiles_of_batch
 from dllm.engine.logprobs import BlockLogprobs
+from dllm.engine.loop import DenoiseLoop
 from dllm.engine.state import CanvasState
 from dllm.ops.filters import RowFilters
 from dllm.settings.request import constrained
@@ -60,6 +64,25 @@ class StepResult(NamedTuple):
         )
 
 
+class Tile(NamedTuple):
+    """Canvases whose logits exist at once, and what the host decides about them for a visit.
+
+    Attributes:
+        logit_rows: their rows among all logits of the batch.
+        batch: their requests alone.
+        rows: where the canvases are in it.
+        filters: top-k, top-p and min-p; None if no request uses them.
+        is_edited, forbids_words: whether a request edits logits, and whether it has bad words.
+    """
+
+    logit_rows: slice
+    batch: InputBatch
+    rows: CanvasRows
+    filters: RowFilters | None
+    is_edited: bool
+    forbids_words: bool
+
+
 class DiffusionSampler:
     """Takes the place of vLLM's sampler for a diffusion model.
 
@@ -68,6 +91,7 @@ class DiffusionSampler:
         family: of the model that is served.
         state: of all canvases; updated in place.
         sampler: vLLM's own, whose tables of requests and sampling parameters are used.
+        loop: decides how often the forward pass and the denoise step are repeated.
     """
 
     def __init__(
@@ -76,9 +100,11 @@ class DiffusionSampler:
         family: Family,
         state: CanvasState,
         sampler: Sampler,
+        loop: DenoiseLoop,
     ) -> None:
         self.family = family
         self.state = state
+        self.loop = loop
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state  # the runner counts emitted tokens there
@@ -90,26 +116,44 @@ class DiffusionSampler:
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self._rows_at_once = rows_at_once(vllm_config)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
+        self._fresh_canvas = maybe_compile(family.fresh_canvas, vllm_config)
+        self._new_slots: list[int] = []  # of requests that have no canvas yet
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
-        """Store the sampling parameters of a new request.
+        """Store the sampling parameters of a new (or resumed) request.
 
         ``DiffusionModelState.add_request`` has reset the slot's canvas already.
         """
         self.sampling_states.add_request(req_idx, sampling_params)
         self.edits.add_request(req_idx, constrained(sampling_params))
         self.logprobs.add_request(req_idx, sampling_params)
+        self._new_slots.append(req_idx)
 
     def apply_staged_writes(self) -> None:
-        """Send what ``add_request`` stored to the device."""
+        """Send what ``add_request`` stored to the device, and draw first canvases."""
         self.sampling_states.apply_staged_writes()
         self.edits.apply_staged_writes()
         self.logprobs.apply_staged_writes()
+        if self._new_slots:
+            self._draw_first_canvases(self._new_slots)
+            self._new_slots = []
+
+    def _draw_first_canvases(self, new_slots: list[int]) -> None:
+        """The canvases behind the prompts (or what was generated before a preemption)."""
+        # A batch of one would be compiled as a special case, so one slot is given twice.
+        slots_np = np.array(new_slots * 2 if len(new_slots) == 1 else new_slots)
+        starts_np = self.req_states.prefill_len.np[slots_np].astype(np.int64)
+        device = self.state.seeds.device
+        slots, starts = (
+            torch.from_numpy(array).to(device, non_blocking=True) for array in (slots_np, starts_np)
+        )
+        drawn = self._fresh_canvas(self.state.seeds[slots], starts)
+        self.req_states.draft_tokens[slots] = self.state.with_seeds(slots, starts, drawn)
 
     def __call__(
         self, logits: torch.Tensor | LogitRows, input_batch: InputBatch, draft_logits: None = None
     ) -> SamplerOutput:
-        """Run one denoise step.
+        """Denoise, once or until a canvas has converged (``engine.loop``).
 
         Args:
             logits: ``[N, vocab]`` fp32, of the canvas rows alone, in batch order; edited in place.
@@ -117,51 +161,61 @@ class DiffusionSampler:
             input_batch: vLLM's; its draft tokens are the canvases.
             draft_logits: an argument that vLLM passes to samplers; not used.
         """
-        length = self.family.settings.canvas_length
         if input_batch.num_draft_tokens == 0:
-            return self._start_canvases(CanvasRows.of_batch(input_batch, length))
-        if isinstance(logits, torch.Tensor):
-            return self._denoise(logits, input_batch)
-        tiles = tiles_of_batch(input_batch, self._rows_at_once)
-        return _joined([self._denoise(logits[rows], tile) for rows, tile in tiles])
+            return _nothing_sampled(input_batch)
+        tiles = self._tiles(input_batch, isinstance(logits, torch.Tensor))
+        output = self._denoise(logits, tiles)
+        if self.loop.may_repeat(input_batch) and self.loop.goes_on(output.num_sampled):
+            with self.loop.forward_of(input_batch) as forward:
+                output = self._denoise(forward(), tiles)
+                while self.loop.goes_on(output.num_sampled):
+                    output = self._denoise(forward(), tiles)
+        return output
 
-    def _denoise(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        """A denoise step of the canvases in ``input_batch``, whose logits are given."""
-        rows = CanvasRows.of_batch(input_batch, self.family.settings.canvas_length)
-        context = self.edits.context(rows, self.state, input_batch)
-        if context is not None:
+    def _tiles(self, input_batch: InputBatch, fits: bool) -> list[Tile]:
+        """The canvases of a visit, in one tile if all logits fit the workspace."""
+        parts: Iterable[tuple[slice, InputBatch]] = [(slice(None), input_batch)]
+        if not fits:
+            parts = tiles_of_batch(input_batch, self._rows_at_once)
+        return [
+            Tile(
+                logit_rows=logit_rows,
+                batch=batch,
+                rows=CanvasRows.of_batch(batch, self.family.settings.canvas_length),
+                filters=self._filters(batch),
+                is_edited=self.edits.are_wanted(batch),
+                forbids_words=self.edits.may_forbid_words(batch),
+            )
+            for logit_rows, batch in parts
+        ]
+
+    def _denoise(self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]) -> SamplerOutput:
+        """A denoise step of all canvases."""
+        return _joined([self._denoise_tile(logits[tile.logit_rows], tile) for tile in tiles])
+
+    def _denoise_tile(self, logits: torch.Tensor, tile: Tile) -> SamplerOutput:
+        """A denoise step of the canvases of a tile, whose logits are given."""
+        rows = tile.rows
+        context = None
+        if tile.is_edited:
+            context = self.edits.context(rows, self.state, tile.batch)
             logits = self.edits.apply(logits, context)
         result = self._denoise_rows(
             logits,
-            input_batch.input_ids[input_batch.logits_indices],
+            self.req_states.draft_tokens[tile.batch.expanded_idx_mapping, rows.place],
             rows.at_least_two(self.state.spare_slot),
             self.state,
             self.family,
-            self._filters(input_batch),
-        ).first_rows(input_batch.num_reqs)
+            tile.filters,
+        ).first_rows(tile.batch.num_reqs)
         self._store_soft_embeddings(logits, rows, result)
         num_emitted = torch.where(result.step.converged, rows.widths, 0)
-        if context is not None and self.edits.may_forbid_words(input_batch):
+        if context is not None and tile.forbids_words:
             is_bad = self.edits.completes_bad_word(logits, result.step.stats.argmax, context)
             num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
             result = self._trim_at_bad_word(rows, result, num_emitted)
         self._store_state(rows, result)
-        return self._emit(logits, rows, result.step, num_emitted, input_batch)
-
-    def _start_canvases(self, rows: CanvasRows) -> SamplerOutput:
-        """A step without canvases (prompt chunks, emitted blocks): every row gets a fresh one."""
-        drawn = self.family.fresh_canvas(self.state.seeds[rows.slots], rows.seq_lens)
-        self.req_states.draft_tokens[rows.slots] = self.state.with_seeds(
-            rows.slots, rows.seq_lens, drawn
-        )
-        nothing = torch.zeros_like(rows.widths, dtype=torch.int32)
-        return SamplerOutput(
-            sampled_token_ids=nothing[:, None],
-            logprobs_tensors=None,
-            num_nans=None,
-            num_sampled=nothing,
-            num_rejected=nothing,
-        )
+        return self._emit(logits, rows, result.step, num_emitted, tile.batch)
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
         """Top-k, top-p and min-p of each logit row; None if no request of the batch uses them.
@@ -197,7 +251,8 @@ class DiffusionSampler:
     def _store_state(self, rows: CanvasRows, result: StepResult) -> None:
         """Write the state that the next step of each canvas reads."""
         state, step, slots = self.state, result.step, rows.slots
-        self.req_states.draft_tokens[slots] = result.next_canvas
+        drafts, has_canvas = self.req_states.draft_tokens, (rows.widths > 0)[:, None]
+        drafts[slots] = torch.where(has_canvas, result.next_canvas, drafts[slots])
         state.argmax_canvas[slots] = step.argmax_canvas
         state.steps_done[slots] = step.steps_done.to(state.steps_done.dtype)
         for name, column in state.carried.items():
@@ -248,8 +303,22 @@ class DiffusionSampler:
         )
 
 
+def _nothing_sampled(input_batch: InputBatch) -> SamplerOutput:
+    """The output of a batch without canvases: prompt chunks, and blocks in a pass of their own."""
+    nothing = torch.zeros_like(input_batch.seq_lens[: input_batch.num_reqs])
+    return SamplerOutput(
+        sampled_token_ids=nothing[:, None],
+        logprobs_tensors=None,
+        num_nans=None,
+        num_sampled=nothing,
+        num_rejected=nothing,
+    )
+
+
 def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
     """The output of a batch, joined from the outputs of its tiles."""
+    if len(parts) == 1:
+        return parts[0]
     return SamplerOutput(
         sampled_token_ids=torch.cat([part.sampled_token_ids for part in parts]),
         logprobs_tensors=BlockLogprobs.joined(
@@ -273,7 +342,7 @@ def denoise_rows(
 
     Args:
         logits: ``[N, V]`` fp32, edited.
-        ids: ``[N]``, the canvas tokens that entered the model.
+        ids: ``[N]`` int64, the canvas tokens that entered the model.
         rows: at least two of them (``CanvasRows.at_least_two``).
         state: read only.
     """

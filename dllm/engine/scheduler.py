@@ -1,10 +1,15 @@
 """CanvasScheduler: schedules a canvas whole or not at all, and counts only causal KV.
 
-To vLLM's scheduler a canvas is draft tokens (``request.spec_token_ids``). When a block is emitted,
-its tokens are added to ``request.num_tokens`` but not to ``num_computed_tokens``. So vLLM's
-scheduler schedules the block's tokens once more in the next step, in front of the next canvas. That
-pass is causal, and writes the KV that is kept.
+To vLLM's scheduler a canvas is draft tokens (``request.spec_token_ids``). It needs their number
+only; the token ids stay in the worker. The first canvas of a request is scheduled with the last
+chunk of its prompt.
+
+When a block is emitted, its tokens are added to ``request.num_tokens`` but not to
+``num_computed_tokens``. So vLLM's scheduler schedules the block's tokens once more in the next
+step, in front of the next canvas. That pass is causal, and writes the KV that is kept.
 """
+
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -12,9 +17,12 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from dllm.engine import visit
 from dllm.engine.prompt_logprobs import PendingPromptLogprobs
 from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import PluginOptions
+
+UNKNOWN = -1  # stands for every token of a canvas; the worker knows them
 
 
 class CanvasScheduler(Scheduler):
@@ -22,25 +30,29 @@ class CanvasScheduler(Scheduler):
 
     def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super().__init__(*args, **kwargs)
-        self._separate_commit = PluginOptions.from_vllm(self.vllm_config).commit == "separate"
+        options = PluginOptions.from_vllm(self.vllm_config)
+        self._separate_commit = options.commit == "separate"
+        self._overlaps_first_step = options.first_step == "overlapped"
         self._prompt_logprobs = PendingPromptLogprobs()
+        self._num_passes = 1  # of the visit whose output is being counted
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the canvases from the worker, each cut to the width that its request asked for."""
         for i, req_id in enumerate(draft_token_ids.req_ids):
             request = self.requests.get(req_id)
             if request is not None:
-                width = requested_canvas_width(request.sampling_params, self.num_spec_tokens)
-                draft_token_ids.draft_token_ids[i] = draft_token_ids.draft_token_ids[i][:width]
+                del draft_token_ids.draft_token_ids[i][self._canvas_width(request) :]
         super().update_draft_token_ids(draft_token_ids)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Schedule one step in which every canvas is whole.
+        """Schedule one visit of the worker, in which every canvas is whole.
 
         vLLM's scheduler cuts draft tokens to the token budget that is left, and a cut canvas would
         be denoised as if it were complete. So a canvas that does not fit is taken out for this
         step.
         """
+        if self._overlaps_first_step:
+            self._give_canvases_to_chunked_prompts()
         withheld = self._withhold_canvases_that_do_not_fit()
         output = super().schedule(throttle_prefills)
         for request, canvas in withheld:
@@ -49,7 +61,53 @@ class CanvasScheduler(Scheduler):
             is_running = request.status == RequestStatus.RUNNING
             if is_running and request.request_id not in output.num_scheduled_tokens:
                 request.spec_token_ids = canvas
+        if self._overlaps_first_step:
+            self._give_canvases_to_new_requests(output)
+        if not (self.waiting or self.kv_holding_waiting):
+            visit.allow_more_passes(output)
         return output
+
+    def _canvas_width(self, request: Request) -> int:
+        """Tokens of a request's next canvas, which ends where the model's context ends."""
+        width = requested_canvas_width(request.sampling_params, self.num_spec_tokens)
+        return max(min(width, self.max_model_len - request.num_tokens), 0)
+
+    def _give_canvases_to_chunked_prompts(self) -> None:
+        """Let running requests that still read their prompts ask for a canvas behind it.
+
+        ``_withhold_canvases_that_do_not_fit`` takes it out unless the rest of the prompt and the
+        canvas fit into this step.
+        """
+        for request in self.running:
+            if request.is_prefill_chunk:
+                request.spec_token_ids = [UNKNOWN] * self._canvas_width(request)
+
+    def _give_canvases_to_new_requests(self, output: SchedulerOutput) -> None:
+        """Schedule a canvas behind every prompt that was admitted whole, if there is room.
+
+        vLLM's scheduler gives no draft tokens to the requests that it admits, so they are added to
+        its output. Without token budget or KV pages for the canvas the prompt goes alone.
+        """
+        cap = self.scheduler_config.long_prefill_token_threshold or self.max_num_scheduled_tokens
+        for data in output.scheduled_new_reqs:
+            request = self.requests[data.req_id]
+            width = self._canvas_width(request)
+            scheduled = output.num_scheduled_tokens[data.req_id]
+            left = self.max_num_scheduled_tokens - output.total_num_scheduled_tokens
+            is_whole = request.num_computed_tokens == request.num_tokens
+            if not is_whole or not 0 < width <= min(left, cap - scheduled):
+                continue
+            # vLLM has counted the prompt as computed, so the new pages are those of the canvas.
+            if self.kv_cache_manager.allocate_slots(request, width) is None:
+                continue
+            data.block_ids = self.kv_cache_manager.get_block_ids(data.req_id)
+            if pages := self._get_new_block_ids_to_zero():
+                output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *pages]
+            output.num_scheduled_tokens[data.req_id] += width
+            output.total_num_scheduled_tokens += width
+            output.scheduled_spec_decode_tokens[data.req_id] = [UNKNOWN] * width
+            request.num_computed_tokens += width
+            request.num_in_flight_tokens += width
 
     def _withhold_canvases_that_do_not_fit(self) -> list[tuple[Request, list[int]]]:
         """Take out the canvases that this step has no room for; return (request, canvas) pairs.
@@ -61,12 +119,11 @@ class CanvasScheduler(Scheduler):
         cap = self.scheduler_config.long_prefill_token_threshold or budget
         withheld = []
         for request in self.running:
-            # A canvas ends where the model's context ends: cut what is behind it.
-            room = max(self.max_model_len - request.num_tokens, 0)
-            del request.spec_token_ids[room:]
+            del request.spec_token_ids[self._canvas_width(request) :]
             head_len = request.num_tokens - request.num_computed_tokens
             needed = head_len + len(request.spec_token_ids)
-            commits_alone = self._separate_commit and head_len > 0
+            is_block = head_len > 0 and not request.is_prefill_chunk
+            commits_alone = self._separate_commit and is_block
             if request.spec_token_ids and (needed > min(budget, cap) or commits_alone):
                 withheld.append((request, request.spec_token_ids))
                 request.spec_token_ids = []
@@ -77,8 +134,9 @@ class CanvasScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """vLLM's accounting of a step; prompt logprobs are kept until the first block."""
+        """vLLM's accounting of a visit; prompt logprobs are kept until the first block."""
         self._prompt_logprobs.postpone(model_runner_output, self.requests)
+        self._num_passes = visit.num_passes(model_runner_output)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _update_request_with_output(
@@ -92,3 +150,24 @@ class CanvasScheduler(Scheduler):
         if not is_stale:
             request.num_computed_tokens -= len(new_token_ids)
         return super()._update_request_with_output(request, new_token_ids, is_stale)
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **about: Any
+    ) -> Any:
+        """vLLM's counts of draft and accepted tokens, with a canvas counted once in each pass.
+
+        In all passes but the last of a visit no canvas converges.
+        """
+        for _ in range(self._num_passes - 1):
+            spec_decoding_stats = super().make_spec_decoding_stats(
+                spec_decoding_stats,
+                num_draft_tokens=num_draft_tokens,
+                num_accepted_tokens=0,
+                **about,
+            )
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
+            **about,
+        )

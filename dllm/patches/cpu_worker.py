@@ -21,10 +21,10 @@ from dllm.patches.cpu import (
     reload_compiled_backbone,
 )
 from dllm.patches.drafting import draft_in_this_worker, measure_costs_in_this_worker
-from dllm.patches.worker import prepare_runner
+from dllm.patches.worker import Visits, prepare_runner
 
 
-class CanvasCPUWorker(CPUWorker):
+class CanvasCPUWorker(Visits, CPUWorker):
     """A CPU worker that replaces Triton kernels, and compiles everything before it is ready."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
@@ -35,15 +35,15 @@ class CanvasCPUWorker(CPUWorker):
         draft_in_this_worker(vllm_config)
         # False for vLLM's built-in DiffusionGemma, which has the same architecture name and may run
         # on this worker, too.
-        self._is_ours = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
-        if self._is_ours:
+        self.serves_canvases = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
+        if self.serves_canvases:
             prepare_runner()
         super().__init__(vllm_config, *args, **kwargs)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Compile everything that a request will run, before the server reports ready."""
         times = super().compile_or_warm_up_model()
-        if self._is_ours and self._should_warm_up_model():
+        if self.serves_canvases and self._should_warm_up_model():
             warm_up(self.model_runner, self.execute_model)
         measure_costs_in_this_worker(self.model_runner, self.execute_model)
         return times

@@ -9,14 +9,15 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.patches.contract import SCHEDULER
 from dllm.patches.drafting import draft_in_this_worker, measure_costs_in_this_worker
-from dllm.patches.worker import prepare_runner
+from dllm.patches.worker import Visits, prepare_runner
 
 
-class CanvasGPUWorker(Worker):
+class CanvasGPUWorker(Visits, Worker):
     """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        if vllm_config.scheduler_config.scheduler_cls == SCHEDULER:
+        self.serves_canvases = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
+        if self.serves_canvases:
             prepare_runner()
         draft_in_this_worker(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)

@@ -1,9 +1,34 @@
-"""Patches of vLLM's Model Runner V2, installed in a worker that serves a diffusion model."""
+"""What our workers do with a diffusion model: visits, and patches of vLLM's Model Runner V2."""
 
 import functools
 from typing import Any
 
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from dllm.engine import visit
 from dllm.models import FAMILIES
+
+
+class Visits:
+    """Makes a worker of vLLM tell its denoise loop about visits; a base class in front of vLLM's."""
+
+    serves_canvases: bool
+    model_runner: Any
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's; before it, the loop learns what the scheduler allows."""
+        if self.serves_canvases:
+            loop = self.model_runner.model_state.loop
+            loop.begin_visit(visit.allows_more_passes(scheduler_output))
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's, whose answer then holds the number of passes; it may still be copied."""
+        answer = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self.serves_canvases and answer is not None:
+            output = getattr(answer, "model_runner_output", answer)
+            visit.report_passes(output, self.model_runner.model_state.loop.num_passes)
+        return answer
 
 
 def prepare_runner() -> None:

@@ -9,16 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dllm.settings.checks import check_int, known_fields
+from dllm.settings.checks import FloatRange, check_int, known_fields, refuse
 from dllm.settings.drafting import DrafterOptions
 
 WHERE = '--additional-config: "dllm"'  # how messages name the place of these options
 
 CommitMode = Literal["overlapped", "separate"]
+FirstStep = Literal["overlapped", "separate"]
 SoftEmbedding = Literal["auto", "sparse", "exact"]
 
 COMMIT_MODES: tuple[CommitMode, ...] = ("overlapped", "separate")
+FIRST_STEPS: tuple[FirstStep, ...] = ("overlapped", "separate")
 SOFT_EMBEDDINGS: tuple[SoftEmbedding, ...] = ("auto", "sparse", "exact")
+LOOP_MS = FloatRange(0, 60_000)
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class PluginOptions:
         commit: when an emitted block gets its causal KV. ``overlapped``: in the same forward pass
             as the first denoise step of the next canvas. ``separate``: in a pass of its own, for
             comparison.
+        first_step: when a request's first canvas takes its first denoise step. ``overlapped``: in
+            the same forward pass as the last chunk of the prompt. ``separate``: in the next pass,
+            for comparison.
+        denoise_loop_ms: for how many milliseconds the worker may repeat a batch that only denoises
+            before it answers the scheduler (``engine.loop``). A request that arrives meanwhile
+            waits no longer than that, or than one pass. 0: one pass each time.
         soft_embedding: ``exact`` multiplies the probabilities of all tokens by their embeddings.
             ``sparse`` leaves out unlikely tokens if the vocabulary is large; the error is no larger
             than that of rounding the probabilities (``ops.soft_embedding``). ``auto`` is sparse on
@@ -39,14 +48,19 @@ class PluginOptions:
     """
 
     commit: CommitMode = "overlapped"
+    first_step: FirstStep = "overlapped"
+    denoise_loop_ms: float = 50.0
     soft_embedding: SoftEmbedding = "auto"
     logits_workspace_mib: int = 1024
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
 
     def __post_init__(self) -> None:
         check_int(f"{WHERE}: logits_workspace_mib", self.logits_workspace_mib, 1)
+        if self.denoise_loop_ms not in LOOP_MS:
+            refuse(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, str(LOOP_MS))
         for key, value, allowed in (
             ("commit", self.commit, COMMIT_MODES),
+            ("first_step", self.first_step, FIRST_STEPS),
             ("soft_embedding", self.soft_embedding, SOFT_EMBEDDINGS),
         ):
             if value not in allowed:

@@ -1,0 +1,162 @@
+"""The resident denoise loop: more passes over the same canvases before the scheduler is asked again.
+
+    visit   a message of the scheduler to the worker, and the worker's answer
+    pass    one forward pass and one denoise step of every canvas
+
+The first pass of a visit is vLLM's: its runner prepares the batch, which may hold heads (prompts,
+emitted blocks) in front of the canvases. While canvases denoise, their positions, KV pages and
+attention metadata stay as they are; only their tokens change. So the canvases can go through the
+model again without the scheduler and without new inputs. The loop ends
+
+    when a canvas has converged: its tokens are waited for, and its next canvas needs KV pages;
+    when one more pass would exceed ``denoise_loop_ms``: a request may have arrived meanwhile.
+
+There is no loop if a row of the batch has no canvas (its prompt goes on in the next visit), or if
+the scheduler knows of waiting requests.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dllm.engine.logit_rows import LogitRows
+from dllm.settings.server import PluginOptions
+
+Forward = Callable[[], torch.Tensor | LogitRows]
+
+
+class DenoiseLoop:
+    """Decides, in the worker, whether another pass follows.
+
+    Args:
+        vllm_config: for ``denoise_loop_ms``.
+        forward_of: the forward pass of a batch's canvases (``CanvasForward.of_batch``).
+        clock: seconds; tests give their own.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        forward_of: Callable[[InputBatch], AbstractContextManager[Forward]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.bound = PluginOptions.from_vllm(vllm_config).denoise_loop_ms / 1e3
+        self.clock = clock
+        self.num_passes = 1  # of the visit that is going on, or of the last one
+        self.forward_of = forward_of
+        self._is_allowed = False
+        self._start = self._last = 0.0
+        self._is_parallel = vllm_config.parallel_config.tensor_parallel_size > 1
+
+    def begin_visit(self, allows_more_passes: bool) -> None:
+        """Called before the first pass; what the scheduler allows holds for this visit only."""
+        self._is_allowed = allows_more_passes and self.bound > 0
+        self.num_passes = 1
+        self._start = self._last = self.clock()
+
+    def may_repeat(self, input_batch: InputBatch) -> bool:
+        """Whether the batch of this visit can be repeated: every row has a canvas."""
+        widths = input_batch.num_draft_tokens_per_req
+        return self._is_allowed and widths is not None and bool(widths.all())
+
+    def goes_on(self, num_emitted: torch.Tensor) -> bool:
+        """Whether another pass follows one that emitted ``num_emitted`` ``[R]`` tokens.
+
+        Waits for the device. All tensor-parallel ranks get the answer of the first: they do not
+        read the same time on their clocks.
+        """
+        now = self.clock()
+        next_ends = now + (now - self._last) - self._start  # if it takes as long as this one
+        goes_on = next_ends <= self.bound and not bool(num_emitted.any())
+        self._last = now
+        if self._is_parallel:
+            group = get_tp_group()
+            answer = torch.tensor([goes_on])
+            torch.distributed.broadcast(answer, group.ranks[0], group=group.cpu_group)
+            goes_on = bool(answer)
+        self.num_passes += goes_on
+        return goes_on
+
+
+class CanvasForward:
+    """The model's forward pass over canvases alone, as often as it is called.
+
+    Its inputs are preallocated, and hold what stays the same for a visit.
+
+    Args:
+        model_state: of the model.
+        draft_tokens: ``[slots, C]``, the canvases; read in every pass.
+    """
+
+    def __init__(self, model_state: Any, draft_tokens: torch.Tensor) -> None:
+        self._state = model_state
+        self._draft_tokens = draft_tokens
+        num_tokens, device = model_state.max_num_tokens, model_state.device
+        self._input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self._rows = torch.arange(num_tokens, device=device)
+
+    @contextmanager
+    def of_batch(self, input_batch: InputBatch) -> Iterator[Forward]:
+        """The pass of the canvases of ``input_batch``, all of whose rows have one."""
+        state, model = self._state, self._state.model
+        batch = self._canvases_alone(input_batch)
+        metadata, slot_mapping = state.canvas_attention(batch, input_batch.logits_indices)
+        slots, places = batch.expanded_idx_mapping, batch.expanded_local_pos
+        context = set_forward_context(
+            metadata,
+            state.vllm_config,
+            num_tokens=batch.num_tokens,
+            batch_descriptor=BatchDescriptor(num_tokens=batch.num_tokens),
+            slot_mapping=slot_mapping,
+            is_padding=batch.is_padding,
+        )
+
+        def forward() -> torch.Tensor | LogitRows:
+            batch.input_ids.copy_(self._draft_tokens[slots, places])
+            inputs = state.canvas_inputs(batch)
+            hidden = model(
+                input_ids=batch.input_ids,
+                positions=batch.positions,
+                intermediate_tensors=None,
+                **inputs,
+            )
+            return model.compute_logits(hidden)
+
+        with context:
+            yield forward
+
+    def _canvases_alone(self, input_batch: InputBatch) -> InputBatch:
+        """The same requests, in a batch that holds nothing but their canvases."""
+        num_rows = input_batch.num_draft_tokens
+        torch.index_select(
+            input_batch.positions,
+            0,
+            input_batch.logits_indices,
+            out=self._positions[:num_rows],
+        )
+        widths = input_batch.num_draft_tokens_per_req
+        heads = input_batch.num_scheduled_tokens - widths
+        return replace(
+            input_batch,
+            num_scheduled_tokens=widths,
+            num_tokens=num_rows,
+            num_tokens_after_padding=num_rows,
+            num_reqs_after_padding=input_batch.num_reqs,
+            query_start_loc=input_batch.cu_num_logits,
+            query_start_loc_np=input_batch.cu_num_logits_np,
+            seq_lens=input_batch.seq_lens[: input_batch.num_reqs],
+            num_computed_tokens_np=input_batch.num_computed_tokens_np + heads,
+            input_ids=self._input_ids[:num_rows],
+            positions=self._positions[:num_rows],
+            is_padding=input_batch.is_padding[:num_rows],
+            logits_indices=self._rows[:num_rows],
+        )
