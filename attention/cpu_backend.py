@@ -175,7 +175,9 @@ class AnchoredAttentionImpl(CPUAttentionBackendImpl):
         for sub_batch in attn_metadata.sub_batches:
             tokens = sub_batch.tokens
             num_actual = attn_metadata.num_actual_tokens
-            rows = output[:num_actual] if tokens is None else torch.empty_like(output[: len(tokens)])
+            rows = (
+                output[:num_actual] if tokens is None else torch.empty_like(output[: len(tokens)])
+            )
             ops.cpu_attention_with_kv_cache(
                 query=query[:num_actual] if tokens is None else query[tokens],
                 key_cache=key_cache,

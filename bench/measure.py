@@ -7,9 +7,9 @@ Definitions:
                      among them, because it schedules a canvas for them.
     denoise steps    canvas passes without the built-in's commit passes
     passes per block canvas passes and commit passes / blocks. Overlapped commits take none.
-    tokens per pass  output tokens / all forward passes of the requests, one prefill each included;
-                     an autoregressive model has one pass a token. A pass of a batch counts for
-                     every request in it.
+    tokens per pass  output tokens / all forward passes of the requests, those of prompts included;
+                     ours takes the first denoise step in the prompt's pass, and an autoregressive
+                     model has one pass a token. A pass of a batch counts for every request in it.
     TTFT             time to first token, of a diffusion model: to its first block
     latency          end to end, of one request, from when it is sent
     ms per denoise step  latencies of all requests / their denoise steps: what a step costs the one
@@ -35,10 +35,10 @@ from bench.servers import Response
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload, num_correct
 from dllm.tasks.suite import Question
 
-# How an implementation commits, which decides how its passes are counted: at the head of the next
-# block's first denoise step; in passes without a canvas; in passes that the server's counter holds;
-# no canvas at all.
-OVERLAPPED, SEPARATE, IN_CANVAS_PASSES, NO_CANVAS = range(4)
+# How an implementation reads prompts and commits blocks, which decides how its passes are counted:
+# in passes of canvases; prompts, or blocks, in passes without a canvas; both apart, blocks in passes
+# that the server's counter holds; no canvas at all.
+OVERLAPPED, PROMPT_APART, COMMIT_APART, BUILTIN_PASSES, NO_CANVAS = range(5)
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,17 @@ def without_speed(one: Measurement, problem: str) -> Measurement:
 
 
 class Passes(NamedTuple):
-    """Of all requests of a run, prefill included; None where an implementation has no canvas."""
+    """Of all requests of a run; None where an implementation has no canvas.
+
+    Attributes:
+        num_forward: all of them.
+        num_prompt: those that read a prompt and hold no canvas.
+    """
 
     num_blocks: int | None
     num_denoise: float | None
     num_forward: float
+    num_prompt: int
 
 
 def count_passes(commits: int, saved: Mapping[str, Any], workload: Workload) -> Passes:
@@ -91,14 +97,17 @@ def count_passes(commits: int, saved: Mapping[str, Any], workload: Workload) -> 
     """
     lengths = saved["output_lens"]
     if commits == NO_CANVAS:
-        return Passes(None, None, sum(lengths))
+        return Passes(None, None, sum(lengths), 0)
     if "forward_passes" in saved:  # Hugging Face's generate counts its own
-        return Passes(saved["blocks"], saved["denoise_steps"], saved["forward_passes"])
+        counted = saved["blocks"], saved["denoise_steps"], saved["forward_passes"]
+        return Passes(*counted, len(lengths))
     blocks = sum(math.ceil(length / workload.shape.canvas_length) for length in lengths)
     canvas_passes = saved["diffusion_canvas_positions"] / workload.shape.canvas_length
-    apart = blocks - len(lengths) if commits == SEPARATE else 0  # the last block is never committed
-    denoise = canvas_passes - (blocks if commits == IN_CANVAS_PASSES else 0)
-    return Passes(blocks, denoise, canvas_passes + apart + len(lengths))
+    # The last block is never committed.
+    commit_passes = blocks - len(lengths) if commits == COMMIT_APART else 0
+    prompts = len(lengths) if commits in (PROMPT_APART, BUILTIN_PASSES) else 0
+    denoise = canvas_passes - (blocks if commits == BUILTIN_PASSES else 0)
+    return Passes(blocks, denoise, canvas_passes + commit_passes + prompts, prompts)
 
 
 # --- what is wrong -------------------------------------------------------------------------------
@@ -181,7 +190,7 @@ def measurement(
         return replace(one, problem=problem)
     passes = count_passes(commits, saved, workload)
     blocks, denoise = passes.num_blocks, passes.num_denoise
-    latencies, passes_after_prefill = saved["latencies"], passes.num_forward - len(saved["ttfts"])
+    latencies, passes_after_prefill = saved["latencies"], passes.num_forward - passes.num_prompt
     drafts = saved.get("spec_decode_num_drafts", 0)  # steps that verified some
     return replace(
         one,

@@ -6,9 +6,10 @@
 
 Scheduler, worker and client run in one process (one for each server and mode: which implementation
 serves is fixed when a process imports vLLM). It answers requests whose blocks all take --steps
-denoise steps. Only steps in which every request denoises and nothing else runs are counted, without
-the fastest and the slowest tenth; a component's time is its mean over them, so that the components
-add up to the mean step. `bench.step_parts` says which function belongs to which component.
+denoise steps. Only visits of the engine in which every request denoises and nothing else runs are
+counted, without the fastest and the slowest tenth. A component's time is its mean over the denoise
+steps in them, so that the components add up to the mean step: with the resident loop several steps
+share the scheduling of one visit. `bench.step_parts` says which function belongs to which component.
 
 There is no table and no CSV, and the exit code is 1, unless
     every request got all of its tokens,
@@ -236,7 +237,7 @@ def report(
 def step_problems(taken: Taken, coverage: float) -> list[str]:
     """Where the recorded steps and their client disagree."""
     problems = []
-    rows = sum(step.num_canvas_rows for step in taken.steps)
+    rows = sum(step.num_canvas_rows * step.num_passes for step in taken.steps)
     if rows != taken.canvas_rows:
         problems.append(f"{rows} canvas rows instead of {taken.canvas_rows}.")
     named_ms = sum(step.wall_ms - step.parts_ms[IDLE] for step in taken.steps)
@@ -248,18 +249,19 @@ def step_problems(taken: Taken, coverage: float) -> list[str]:
     return problems
 
 
-def mean_parts(steps: Sequence[Step]) -> dict[str, float]:
-    """Milliseconds of each component, mean over the middle four fifths of the steps by wall time.
+def mean_parts(visits: Sequence[Step]) -> dict[str, float]:
+    """Milliseconds of each component in a denoise step, mean over the middle four fifths of visits.
 
     Raises:
-        ValueError: there are too few steps for that to mean anything.
+        ValueError: there are too few visits for that to mean anything.
     """
-    if len(steps) < 10:
-        raise ValueError(f"{len(steps)} denoise steps; at least 10 make a table.")
-    ordered = sorted(steps, key=lambda step: step.wall_ms)
+    if len(visits) < 10:
+        raise ValueError(f"{len(visits)} visits of denoise steps alone; at least 10 make a table.")
+    ordered = sorted(visits, key=lambda visit: visit.wall_ms / visit.num_passes)
     cut = len(ordered) // 10
     middle = ordered[cut : len(ordered) - cut]
-    return {part: statistics.fmean(step.parts_ms[part] for step in middle) for part in GROUPS}
+    passes = sum(visit.num_passes for visit in middle)
+    return {part: sum(visit.parts_ms[part] for visit in middle) / passes for part in GROUPS}
 
 
 def step_time(path: Path) -> str:

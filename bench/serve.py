@@ -50,10 +50,11 @@ from bench.context import (
     write_csv,
 )
 from bench.measure import (
-    IN_CANVAS_PASSES,
+    BUILTIN_PASSES,
+    COMMIT_APART,
     NO_CANVAS,
     OVERLAPPED,
-    SEPARATE,
+    PROMPT_APART,
     csv_rows,
 )
 from bench.race import Contestant, Measured, Race, start_all
@@ -90,9 +91,12 @@ class Spec:
     @property
     def commits(self) -> int:
         """How its passes are counted."""
-        if self.kind == OURS:  # the option has two values, and the other one is the default
-            return SEPARATE if any("separate" in flag for flag in self.flags) else OVERLAPPED
-        return NO_CANVAS if self.kind == AUTOREGRESSIVE else IN_CANVAS_PASSES
+        if self.kind != OURS:
+            return NO_CANVAS if self.kind == AUTOREGRESSIVE else BUILTIN_PASSES
+        given = " ".join(self.flags)  # both options have two values, and the other is the default
+        if "commit separate" in given:
+            return COMMIT_APART
+        return PROMPT_APART if "first_step separate" in given else OVERLAPPED
 
 
 def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:
@@ -222,7 +226,7 @@ def answers(contestant: Contestant, each: int) -> list[dict[str, object]]:
         except CommandError as error:
             raise RuntimeError(f"{contestant.name}: {error}") from error
         steps, blocks = run.denoise_steps, run.blocks
-        if steps is not None and blocks and contestant.commits == IN_CANVAS_PASSES:
+        if steps is not None and blocks and contestant.commits == BUILTIN_PASSES:
             steps -= blocks
         right = sum(q.is_correct(a.text) for q, a in zip(drawn, run.answers, strict=True))
         rows.append(

@@ -2,7 +2,8 @@
 
 The product knows nothing of them, so they cost nothing when nobody profiles. Every instant belongs
 to the part whose function was entered last and has not returned, so that the parts of a step add up
-to its wall time. A step lasts from one ``schedule()`` to the next.
+to its wall time. A step lasts from one ``schedule()`` to the next; with the resident loop it may hold
+several passes of the model.
 
 On a GPU the instants are those of its stream: a kernel counts for the part that launched it, and so
 does the time in which the stream waits for that part's next kernel.
@@ -59,12 +60,18 @@ class Named(NamedTuple):
 
 @dataclass
 class Step:
-    """One engine step: milliseconds of its components, and its batch (0 where no model ran)."""
+    """One engine step: milliseconds of its components, and its batch (0 where no model ran).
+
+    Attributes:
+        num_reqs, num_canvas_rows, num_rows: of its first pass.
+        num_passes: how often the canvases went through the model.
+    """
 
     parts_ms: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     num_reqs: int = 0
     num_canvas_rows: int = 0
     num_rows: int = 0
+    num_passes: int = 1
 
     @property
     def wall_ms(self) -> float:
@@ -127,6 +134,8 @@ class Recorder:
                 step = self.steps[-1]
                 step.num_reqs, step.num_rows = result.num_reqs, result.num_tokens
                 step.num_canvas_rows = result.num_draft_tokens
+            if name == "goes_on":
+                self.steps[-1].num_passes += result
             return result
 
         return call
@@ -192,6 +201,9 @@ def _functions_of_ours(runner: Any) -> list[Named]:
     found = [
         Named(runner.model, "_logits", HEAD),  # the sampler calls it for one tile after the other
         Named(runner.model_state, "_condition", SELF_CONDITIONING),
+        Named(runner.model_state, "canvas_attention", INPUTS),
+        Named(runner.model_state, "canvas_inputs", INPUTS),
+        Named(runner.sampler.loop, "goes_on", SAMPLER),
         Named(runner.sampler, "_denoise_rows", DECISIONS),
         Named(runner.sampler, "_store_soft_embeddings", SOFT_EMBEDDING),
         Named(dispatch, "row_stats_cpu", STATISTICS),

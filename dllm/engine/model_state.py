@@ -118,9 +118,7 @@ class DiffusionModelState(ModelState):
     def canvas_inputs(self, canvases: InputBatch) -> dict[str, Any]:
         """As ``prepare_inputs``, for a batch that holds nothing but canvases."""
         embeds = self._inputs_embeds[: canvases.num_tokens]
-        embeds.copy_(
-            self._conditioned(self.model.embed_input_ids(canvases.input_ids), canvases)
-        )
+        embeds.copy_(self._conditioned(self.model.embed_input_ids(canvases.input_ids), canvases))
         is_canvas_row = self._is_canvas_row[: canvases.num_tokens].fill_(True)
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 

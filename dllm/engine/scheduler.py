@@ -152,22 +152,19 @@ class CanvasScheduler(Scheduler):
         return super()._update_request_with_output(request, new_token_ids, is_stale)
 
     def make_spec_decoding_stats(
-        self, spec_decoding_stats: Any, num_draft_tokens: int, num_accepted_tokens: int, **about: Any
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
     ) -> Any:
         """vLLM's counts of draft and accepted tokens, with a canvas counted once in each pass.
 
         In all passes but the last of a visit no canvas converges.
         """
+        add = super().make_spec_decoding_stats
+        stats, width = spec_decoding_stats, num_draft_tokens
         for _ in range(self._num_passes - 1):
-            spec_decoding_stats = super().make_spec_decoding_stats(
-                spec_decoding_stats,
-                num_draft_tokens=num_draft_tokens,
-                num_accepted_tokens=0,
-                **about,
-            )
-        return super().make_spec_decoding_stats(
-            spec_decoding_stats,
-            num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=num_accepted_tokens,
-            **about,
-        )
+            stats = add(stats, width, 0, num_invalid_spec_tokens, request_id)
+        return add(stats, width, num_accepted_tokens, num_invalid_spec_tokens, request_id)

@@ -10,10 +10,10 @@ from bench import serve
 from bench.client import command
 from bench.context import GateError, Rows, as_text
 from bench.measure import (
-    IN_CANVAS_PASSES,
+    BUILTIN_PASSES,
     NO_CANVAS,
     OVERLAPPED,
-    SEPARATE,
+    COMMIT_APART,
     SPEEDS,
     Measurement,
     csv_rows,
@@ -42,7 +42,7 @@ MODEL = ROOT / "checkpoints/tiny-random"
 SHAPE = Shape(canvas_length=32, input_len=16, output_len=64)
 # Two requests of two blocks of 32, eight denoise steps each.
 WORKLOAD = Workload(FIXED, 2, SHAPE, concurrency=1, steps_per_block=8)
-COMMITS = {OURS: OVERLAPPED, BUILTIN: IN_CANVAS_PASSES}
+COMMITS = {OURS: OVERLAPPED, BUILTIN: BUILTIN_PASSES}
 
 
 def saved(passes_per_block: int = 8, **changes: Any) -> dict[str, Any]:
@@ -79,17 +79,23 @@ def test_numbers_of_a_run() -> None:
     assert ours.ttft_ms == pytest.approx(150.0)
     assert ours.latency_ms == pytest.approx(250.0)
     assert ours.latency_p99_ms == pytest.approx(259.8)
-    # 500 ms for 4 blocks of 8 denoise steps; the built-in adds 4 commit passes, both 2 prefills.
+    # 500 ms for 4 blocks of 8 denoise steps; the built-in adds 4 commit passes and 2 of prompts.
     assert ours.ms_per_denoise_step == builtin.ms_per_denoise_step == pytest.approx(500 / 32)
     assert (ours.steps_per_block, ours.passes_per_block) == (8, 8)
     assert (builtin.steps_per_block, builtin.passes_per_block) == (8, 9)
-    assert ours.tokens_per_pass == pytest.approx(128 / 34)
+    assert ours.tokens_per_pass == pytest.approx(128 / 32)
     assert builtin.tokens_per_pass == pytest.approx(128 / 38)
 
 
 def test_a_separate_commit_is_a_pass_and_the_last_block_has_none() -> None:
-    one = measurement("x", 0, SEPARATE, saved(8), WORKLOAD)
+    one = measurement("x", 0, COMMIT_APART, saved(8), WORKLOAD)
     assert (one.steps_per_block, one.passes_per_block) == (8, 8.5)  # 2 commits for 4 blocks
+
+
+def test_a_prompt_without_a_canvas_is_a_pass() -> None:
+    one = measurement("x", 0, PROMPT_APART, saved(8), WORKLOAD)
+    assert (one.steps_per_block, one.passes_per_block) == (8, 8)
+    assert one.tokens_per_pass == pytest.approx(128 / 34)
 
 
 def test_an_autoregressive_model_has_one_pass_a_token() -> None:
@@ -105,7 +111,7 @@ def test_the_reference_counts_its_own_passes() -> None:
     result = saved(denoise_steps=30, blocks=4, forward_passes=34)
     del result["diffusion_canvas_positions"]
     workload = replace(WORKLOAD, steps_per_block=None)
-    one = measurement("transformers", 0, IN_CANVAS_PASSES, result, workload)
+    one = measurement("transformers", 0, BUILTIN_PASSES, result, workload)
     assert (one.steps_per_block, one.passes_per_block) == (7.5, 8.0)  # without two prefills
 
 
@@ -371,12 +377,14 @@ def test_the_servers_differ_in_one_environment_variable(tmp_path: Path) -> None:
 
 def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:
     wide, separate = "built-in --max-num-seqs 32", "ours --additional-config.dllm.commit separate"
-    options = serve.parse(["--model", str(MODEL), "--contestants", OURS, wide, separate])
-    ours, builtin, other = serve.contestants(options, ADAPTIVE, tmp_path)
-    assert (builtin.name, builtin.commits) == (wide, IN_CANVAS_PASSES)
+    alone = "ours --additional-config.dllm.first_step separate"
+    options = serve.parse(["--model", str(MODEL), "--contestants", OURS, wide, separate, alone])
+    ours, builtin, other, apart = serve.contestants(options, ADAPTIVE, tmp_path)
+    assert (builtin.name, builtin.commits) == (wide, BUILTIN_PASSES)
     assert builtin.server and builtin.server.options.flags[-2:] == ("--max-num-seqs", "32")
     assert dict(builtin.server.options.environment) == {"DLLM_DISABLE": "1"}
-    assert (ours.commits, other.commits) == (OVERLAPPED, SEPARATE)
+    assert (ours.commits, other.commits) == (OVERLAPPED, COMMIT_APART)
+    assert apart.commits == PROMPT_APART
 
 
 @pytest.mark.parametrize("text", ["theirs", "ours flag"])

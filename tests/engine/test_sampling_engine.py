@@ -169,7 +169,7 @@ def test_a_cut_canvas_survives_preemption(engine, checkpoint, monkeypatch):
         max_num_batched_tokens=72,
         max_model_len=288,
         block_size=32,
-        num_gpu_blocks_override=27,
+        num_gpu_blocks_override=24,
     )
     sampling = params(
         blocks=5,
@@ -396,8 +396,9 @@ def test_prompt_logprobs_beside_requests_in_the_middle_of_theirs(engine):
     """The head rows of emitted blocks and the canvases of a batch are nobody's prompt."""
     alone = engine.outputs([CONTEXT], params(1, prompt_logprobs=2))[0].prompt_logprobs
     first = engine.add(prompt(33), params(3))
-    for _ in range(6):
-        engine.step()
+    with engine.one_pass_a_visit():
+        for _ in range(6):
+            engine.step()
     second = engine.add(CONTEXT, params(1, prompt_logprobs=2))
     finished = engine.run()
     assert first in finished
@@ -416,20 +417,22 @@ def test_only_prompts_that_ask_get_logits(engine, monkeypatch):
     )
     engine.reset_prefix_cache()
     engine.add(prompt(33), params(3))
-    for _ in range(2):
+    with engine.one_pass_a_visit():
+        for _ in range(2):
+            engine.step()
+        del sizes[:]
+        for context, options in ((prompt(50), {}), (prompt(21), {"prompt_logprobs": 1})):
+            engine.add(context, params(1, **options))
         engine.step()
-    del sizes[:]
-    for context, options in ((prompt(50), {}), (prompt(21), {"prompt_logprobs": 1})):
-        engine.add(context, params(1, **options))
-    engine.step()
-    assert sizes == [CANVAS, 21]
+    assert sizes == [3 * CANVAS, 21]
     engine.run()
 
 
 def test_prompt_logprobs_of_an_aborted_request_are_forgotten(engine):
     doomed = engine.add(CONTEXT, params(3, prompt_logprobs=2))
-    engine.step()
-    engine.step()
+    with engine.one_pass_a_visit():
+        engine.step()
+        engine.step()
     assert engine.scheduler._prompt_logprobs._top
     engine.llm.llm_engine.abort_request([doomed])
     engine.generate([CONTEXT], params(1))
@@ -479,8 +482,9 @@ def test_what_the_model_would_say_at_a_pinned_position_does_not_reach_it(engine)
     sampling = params(1, extra_args=seeded(diffusion_pinned=[3], diffusion_max_steps=3))
     engine.reset_prefix_cache()
     engine.add(CONTEXT, sampling)
-    engine.step()
-    engine.step()
+    with engine.one_pass_a_visit():
+        engine.step()
+        engine.step()
     (slot,) = engine.runner.req_states.req_id_to_index.values()
     soft = engine.runner.model_state.canvases.soft_embeds[slot]
     assert not soft[3].any() and soft[2].any() and soft[4].any()
@@ -493,7 +497,7 @@ def test_a_seed_canvas_survives_preemption(engine, checkpoint, monkeypatch):
         max_num_batched_tokens=72,
         max_model_len=288,
         block_size=32,
-        num_gpu_blocks_override=27,
+        num_gpu_blocks_override=24,
     )
     sampling = params(5, extra_args=seeded(diffusion_pinned=[1, 2]))
     contexts = [prompt(60, salt=salt) for salt in range(4)]

@@ -93,6 +93,20 @@ class Engine:
         """Model Runner V2."""
         return self.core.model_executor.driver_worker.worker.model_runner
 
+    @property
+    def loop(self) -> Any:
+        """The worker's DenoiseLoop."""
+        return self.runner.model_state.loop
+
+    @contextmanager
+    def one_pass_a_visit(self) -> Iterator[None]:
+        """The same engine with ``denoise_loop_ms`` 0, so that ``step`` is a single pass."""
+        bound, self.loop.bound = self.loop.bound, 0
+        try:
+            yield
+        finally:
+            self.loop.bound = bound
+
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[int]]:
@@ -159,35 +173,43 @@ class Engine:
         """Record the denoise steps of every request, by the id that ``add`` returned."""
         steps: dict[str, list[DenoiseStep]] = defaultdict(list)
         sampler = self.runner.sampler
-        call = type(sampler).__call__
+        kind = type(sampler)
+        call, denoise = kind.__call__, kind._denoise
+        visited: list[Any] = []  # the batch of the visit that is going on
 
-        def spy(self: Any, logits: torch.Tensor, batch: Any, draft_logits: None = None) -> Any:
+        def spy_visit(self: Any, logits: Any, batch: Any, draft_logits: None = None) -> Any:
+            visited[:] = [batch]
+            return call(self, logits, batch, draft_logits)
+
+        def spy_pass(self: Any, logits: Any, tiles: Any) -> Any:
+            (batch,) = visited
             logits_before = logits.clone() if keep_logits else logits  # edited in place
-            output = call(self, logits, batch, draft_logits)
+            canvases = self.req_states.draft_tokens[batch.idx_mapping].tolist()
+            is_first = self.loop.num_passes == 1  # later passes hold canvases alone
+            output = denoise(self, logits, tiles)
             starts = batch.cu_num_logits_np
             for row, req_id in enumerate(batch.req_ids):
                 width = int(starts[row + 1] - starts[row])
                 if width == 0:
                     continue
-                end = int(batch.query_start_loc_np[row + 1])
+                head_len = int(batch.num_scheduled_tokens[row]) - width
+                of_row = slice(starts[row], starts[row + 1])
                 steps[req_id.split("-")[0]].append(
                     DenoiseStep(
                         canvas_start=int(batch.seq_lens[row]) - width,
-                        head_len=int(batch.num_scheduled_tokens[row]) - width,
-                        logits=logits_before[starts[row] : starts[row + 1]]
-                        if keep_logits
-                        else None,
-                        canvas=batch.input_ids[end - width : end].tolist(),
+                        head_len=head_len if is_first else 0,
+                        logits=logits_before[of_row] if keep_logits else None,
+                        canvas=canvases[row][:width],
                         num_emitted=int(output.num_sampled[row]),
                     )
                 )
             return output
 
-        type(sampler).__call__ = spy
+        kind.__call__, kind._denoise = spy_visit, spy_pass
         try:
             yield steps
         finally:
-            type(sampler).__call__ = call
+            kind.__call__, kind._denoise = call, denoise
 
 
 _engines: dict[str, Engine] = {}

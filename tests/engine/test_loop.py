@@ -1,0 +1,498 @@
+"""The resident denoise loop and the overlapped first step: fewer visits and passes, equal tokens."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import SamplingParams
+
+from dllm.engine import visit
+from dllm.engine.loop import DenoiseLoop
+from dllm.engine.scheduler import CanvasScheduler
+from dllm.settings.server import PluginOptions
+from tests.engine.test_engine import page_contents, scheduled_spans, scheduler_watch
+from tests.engine.test_parity import CANVAS, prompt
+from tests.support.engine_harness import RUN_TOLERANCE, Engine, assert_same_runs, get_engine
+
+UNBOUNDED = 10**9
+BOUNDS = (1, 2, 8, UNBOUNDED)
+
+
+def params(blocks: float = 3, seed: int = 1, **options: Any) -> SamplingParams:
+    """`blocks` canvases of output, not ended by end-of-sequence."""
+    options = {"ignore_eos": True} | options
+    return SamplingParams(max_tokens=int(blocks * CANVAS), seed=seed, **options)
+
+
+@contextmanager
+def switched(
+    engine: Engine, passes: int, first_step: str = "overlapped", commit: str = "overlapped"
+) -> Iterator[None]:
+    """The engine as if started with these options, and at most ``passes`` passes in a visit.
+
+    The loop's clock moves by a second with every pass.
+    """
+    loop, scheduler = engine.loop, engine.scheduler
+    names = ((loop, "bound"), (loop, "clock"))
+    names += ((scheduler, "_overlaps_first_step"), (scheduler, "_separate_commit"))
+    before = [getattr(owner, name) for owner, name in names]
+    # A visit of n passes reads the clock n times, and once at its start.
+    values = (passes if passes > 1 else 0, itertools.count().__next__)
+    values += (first_step == "overlapped", commit == "separate")
+    try:
+        for (owner, name), value in zip(names, values, strict=True):
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value in zip(names, before, strict=True):
+            setattr(owner, name, value)
+
+
+@contextmanager
+def passes_of_visits(engine: Engine) -> Iterator[list[int]]:
+    """How many passes each visit with a canvas took."""
+    taken: list[int] = []
+    sampler = type(engine.runner.sampler)
+    call = sampler.__call__
+
+    def spy(self: Any, logits: Any, batch: Any, draft_logits: None = None) -> Any:
+        output = call(self, logits, batch, draft_logits)
+        if batch.num_draft_tokens:
+            taken.append(self.loop.num_passes)
+        return output
+
+    sampler.__call__ = spy
+    try:
+        yield taken
+    finally:
+        sampler.__call__ = call
+
+
+# --- exactness -----------------------------------------------------------------------------------
+
+REQUESTS = [
+    (prompt(70), params(blocks=3, seed=3)),
+    (prompt(9, salt=3), params(blocks=2, seed=4, logprobs=2)),
+    (prompt(1), params(seed=5, presence_penalty=1.0, frequency_penalty=0.5)),
+    (prompt(40), params(blocks=2, seed=6, bad_words=["a"], logit_bias={33: 8.0})),
+    (prompt(33), params(blocks=1.5, seed=7, top_k=20, min_p=0.05, prompt_logprobs=1)),
+    (prompt(20), params(blocks=2, seed=8, extra_args={"diffusion_canvas_length": 13})),
+    (prompt(64), params(blocks=2, seed=9, stop=["e"], ignore_eos=False)),
+]
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine) -> list[Any]:
+    """Each request alone: one pass a visit, the first step and every commit in passes of their own."""
+    with switched(engine, passes=1, first_step="separate", commit="separate"):
+        return [engine.quiet_run(*request) for request in REQUESTS]
+
+
+@pytest.mark.parametrize("commit", ["overlapped", "separate"])
+@pytest.mark.parametrize("first_step", ["overlapped", "separate"])
+@pytest.mark.parametrize("passes", BOUNDS)
+def test_tokens_and_logits_do_not_depend_on_the_switches(
+    engine, expected, passes, first_step, commit
+):
+    with switched(engine, passes, first_step, commit), passes_of_visits(engine) as taken:
+        assert_same_runs([engine.quiet_run(*request) for request in REQUESTS], expected)
+        engine.reset_prefix_cache()
+        assert_same_runs(engine.runs(*zip(*REQUESTS, strict=True)), expected)
+    assert max(taken) <= passes
+    assert max(taken) > 1 or passes == 1
+
+
+def test_logprobs_and_n_samples_do_not_depend_on_the_switches(engine):
+    sampling = params(blocks=2, logprobs=3, n=3, seed=12)
+    seen = []
+    for passes, first_step in ((1, "separate"), (UNBOUNDED, "overlapped")):
+        engine.reset_prefix_cache()
+        with switched(engine, passes, first_step):
+            (output,) = engine.outputs([prompt(21)], sampling)
+        seen.append(
+            [
+                (token, round(by_token[token].logprob, 3))
+                for completion in output.outputs
+                for token, by_token in zip(completion.token_ids, completion.logprobs, strict=True)
+            ]
+        )
+    assert [token for token, _ in seen[0]] == [token for token, _ in seen[1]]
+    assert [value for _, value in seen[0]] == pytest.approx([v for _, v in seen[1]], abs=2e-3)
+
+
+@pytest.mark.parametrize("passes", BOUNDS)
+def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch, passes):
+    tight = get_engine(
+        checkpoint(),
+        max_num_batched_tokens=72,
+        max_model_len=288,
+        block_size=32,
+        num_gpu_blocks_override=24,
+    )
+    contexts = [prompt(60, salt=salt) for salt in range(4)]
+    expected = [engine.quiet_run(context, params(blocks=5)).tokens for context in contexts]
+    preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    tight.reset_prefix_cache()
+    with switched(tight, passes):
+        assert tight.generate(contexts, params(blocks=5)) == expected
+    assert preemptions, "the cache was large enough for everybody"
+
+
+def test_a_request_aborted_in_mid_loop_leaves_nothing_behind(engine, monkeypatch):
+    """vLLM takes aborts after the worker has answered: the visit's output is of a dead request."""
+    contexts = [prompt(33), prompt(12)]
+    alone = [engine.quiet_run(context, params(seed=4)) for context in contexts]
+    engine.reset_prefix_cache()
+    with switched(engine, UNBOUNDED):
+        doomed = engine.add(prompt(50), params(blocks=8))
+        survivor = engine.add(contexts[1], params(seed=4))
+        update = engine.scheduler.update_from_output
+        aborted = []
+
+        def abort_first(scheduled: Any, answer: Any) -> Any:
+            if not aborted:
+                aborted.append(visit.num_passes(answer))
+                engine.llm.llm_engine.abort_request([doomed])
+            return update(scheduled, answer)
+
+        monkeypatch.setattr(engine.scheduler, "update_from_output", abort_first)
+        with engine.watch(keep_logits=True) as watched:
+            finished = engine.run()
+        assert aborted[0] > 1, "the visit had a single pass"
+        assert set(finished) == {survivor}
+        assert list(finished[survivor].outputs[0].token_ids) == alone[1].tokens
+        assert len(watched[survivor]) * CANVAS == len(alone[1].logits)
+        assert_same_runs(engine.runs(contexts[:1], params(seed=4)), alone[:1])
+    engine.reset_prefix_cache()  # asserts that no KV block leaked
+
+
+@pytest.mark.parametrize("length", [1, 31, 33, 127])
+def test_the_kv_of_a_prompt_does_not_notice_the_canvas_behind_it(engine, length, monkeypatch):
+    """Read back through attention: a second request whose prompt starts with the cached one.
+
+    The CPU packs keys in a layout of its own, so pages that hold a canvas, too, are not compared
+    byte by byte.
+    """
+    page = engine.runner.block_tables.block_sizes[0]
+    context = prompt(page + length)
+    expected = engine.quiet_run(context, params(seed=5))
+    engine.reset_prefix_cache()
+    engine.generate([context[:page]], params(1))  # its canvas stands in the next page
+    hits = scheduler_watch(monkeypatch, engine, "_get_local_prefix_cache_hit")
+    assert_same_runs(engine.runs([context], params(seed=5)), [expected])
+    assert [result[1] for _, result in hits] == [page]
+
+
+@pytest.mark.parametrize("first_step", ["overlapped", "separate"])
+def test_the_kv_of_a_whole_page_of_prompt_is_that_of_a_prompt_alone(engine, first_step):
+    page = engine.runner.block_tables.block_sizes[0]
+    contents = []
+    for switch in ("separate", first_step):
+        engine.reset_prefix_cache()
+        with switched(engine, 1, switch):
+            engine.add(prompt(page), params(1))
+            engine.step()
+            (slot,) = engine.runner.req_states.req_id_to_index.values()
+            tables = engine.runner.block_tables.block_tables
+            pages = [int(table.gpu[slot, 0]) for table in tables]
+            layers = [page_contents(engine, group, one) for group, one in enumerate(pages)]
+            contents.append([layer for group in layers for layer in group])
+            engine.run()
+    assert len(contents[0]) == 4  # layers
+    for alone, beside in zip(*contents, strict=True):
+        # Another number of rows in a product rounds differently.
+        torch.testing.assert_close(alone, beside, rtol=1e-4, atol=1e-4)
+
+
+# --- what ends a loop ----------------------------------------------------------------------------
+
+
+def test_a_loop_ends_with_the_pass_in_which_a_canvas_converges(engine):
+    with switched(engine, UNBOUNDED), engine.watch() as watched, passes_of_visits(engine) as taken:
+        engine.generate([prompt(20)], params(blocks=3))
+    (steps,) = watched.values()
+    emitting = [i for i, step in enumerate(steps) if step.num_emitted]
+    # One visit a block, whose last pass emits.
+    assert list(itertools.accumulate(taken)) == [i + 1 for i in emitting]
+    assert len(taken) == 3
+
+
+@pytest.mark.parametrize("passes", [2, 3, 8])
+def test_a_visit_takes_no_more_passes_than_the_bound_has_time_for(engine, passes):
+    slow = params(blocks=1, extra_args={"diffusion_max_steps": 16, "diffusion_confidence": 0})
+    with switched(engine, passes), passes_of_visits(engine) as taken:
+        engine.generate([prompt(20)], slow)
+    whole, rest = divmod(16, passes)
+    assert taken == [passes] * whole + [rest] * bool(rest)
+
+
+def loop(bound_ms: float, clock: Any, parallel: int = 1) -> DenoiseLoop:
+    """A loop of a worker that is not there."""
+
+    class Config:
+        additional_config = {"dllm": {"denoise_loop_ms": bound_ms}}  # noqa: RUF012
+
+        class parallel_config:  # noqa: N801
+            tensor_parallel_size = parallel
+
+    return DenoiseLoop(Config, None, clock)  # type: ignore[arg-type]
+
+
+def test_a_pass_that_would_end_too_late_does_not_begin():
+    moments = iter([0.0, 0.010, 0.020, 0.034])
+    one = loop(47, moments.__next__)
+    one.begin_visit(True)
+    nothing = torch.zeros(2, dtype=torch.int32)
+    assert one.goes_on(nothing)  # 10 ms, and the next would end at 20 ms
+    assert one.goes_on(nothing)
+    assert not one.goes_on(nothing)  # 34 ms; the next would take 14 ms and end at 48 ms
+    assert one.num_passes == 3
+
+
+def test_no_loop_unless_the_scheduler_allows_it():
+    class Batch:
+        num_draft_tokens_per_req = np.array([3, 3])
+
+    one = loop(1000, itertools.count().__next__)
+    one.begin_visit(False)
+    assert not one.may_repeat(Batch)  # type: ignore[arg-type]
+    one.begin_visit(True)
+    assert one.may_repeat(Batch)  # type: ignore[arg-type]
+    Batch.num_draft_tokens_per_req = np.array([3, 0])  # a prompt that is still being read
+    assert not one.may_repeat(Batch)  # type: ignore[arg-type]
+    switched_off = loop(0, itertools.count().__next__)
+    switched_off.begin_visit(True)
+    assert not switched_off.may_repeat(Batch)  # type: ignore[arg-type]
+
+
+def test_one_pass_a_visit_while_a_request_waits_for_admission(engine, checkpoint):
+    crowded = get_engine(checkpoint(), max_num_batched_tokens=256, max_num_seqs=2)
+    contexts = [prompt(20, salt=salt) for salt in range(3)]
+    messages = []
+    schedule = type(crowded.scheduler).schedule
+
+    def spy(self: Any, throttle_prefills: bool = False) -> Any:
+        output = schedule(self, throttle_prefills)
+        messages.append((len(self.waiting) > 0, visit.allows_more_passes(output)))
+        return output
+
+    with pytest.MonkeyPatch.context() as patch, switched(crowded, UNBOUNDED):
+        patch.setattr(type(crowded.scheduler), "schedule", spy)
+        with passes_of_visits(crowded) as taken:
+            crowded.generate(contexts, params(blocks=2))
+    assert {allowed for waiting, allowed in messages if waiting} == {False}
+    assert {allowed for waiting, allowed in messages if not waiting} == {True}
+    assert taken[0] == 1 and max(taken) > 1
+
+
+def test_one_pass_a_visit_while_a_prompt_is_read_in_chunks(engine, checkpoint):
+    small = get_engine(checkpoint(), max_num_batched_tokens=72)
+    small.reset_prefix_cache()
+    with switched(small, UNBOUNDED), passes_of_visits(small) as taken:
+        first = small.add(prompt(10), params(blocks=8))
+        small.step()
+        before = len(taken)
+        small.add(prompt(130, salt=3), params(blocks=1))
+        for _ in range(2):
+            small.step()
+        assert taken[before:] == [1, 1]
+        assert first in small.run()
+
+
+# --- the first step with the last chunk of the prompt --------------------------------------------
+
+
+def spans_of(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, requests: list[Any]
+) -> list[tuple[int, int, int]]:
+    outputs = scheduler_watch(monkeypatch, engine, "schedule")
+    with engine.one_pass_a_visit():
+        engine.generate(*zip(*requests, strict=True))
+    return scheduled_spans(output for _, output in outputs)
+
+
+def test_a_prompt_that_fits_takes_its_canvas_along(engine, monkeypatch):
+    engine.reset_prefix_cache()
+    spans = spans_of(engine, monkeypatch, [(prompt(50), params(1))])
+    assert spans[0] == (-50, 50 + CANVAS, CANVAS)
+
+
+def test_the_last_chunk_takes_the_canvas_along_if_both_fit(engine, checkpoint, monkeypatch):
+    small = get_engine(checkpoint(), max_num_batched_tokens=72)
+    for length, last in ((100, (-28, 60, 32)), (72 + 40, (-40, 72, 32)), (72 + 41, (-41, 41, 0))):
+        small.reset_prefix_cache()
+        with monkeypatch.context() as patch:
+            spans = spans_of(small, patch, [(prompt(length), params(1))])
+        assert spans[0] == (-length, 72, 0)
+        assert spans[1] == last
+
+
+def test_a_prompt_that_is_cached_as_a_whole_takes_the_canvas_along(engine, monkeypatch):
+    page = engine.runner.block_tables.block_sizes[0]
+    context = prompt(2 * page)
+    engine.reset_prefix_cache()
+    first = engine.generate([context], params(1))
+    hits = scheduler_watch(monkeypatch, engine, "_get_local_prefix_cache_hit")
+    outputs = scheduler_watch(monkeypatch, engine, "schedule")
+    assert engine.generate([context], params(1)) == first
+    assert [result[1] for _, result in hits] == [page]  # vLLM computes the last page again
+    (message,) = (output for _, output in outputs if output.scheduled_new_reqs)
+    assert list(message.num_scheduled_tokens.values()) == [page + CANVAS]
+
+
+def test_without_kv_pages_for_the_canvas_the_prompt_goes_alone(engine, monkeypatch):
+    expected = engine.quiet_run(prompt(50), params(2))
+    engine.reset_prefix_cache()
+    manager = engine.scheduler.kv_cache_manager
+    allocate, refused = manager.allocate_slots, []
+
+    def refuse_canvas(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        if num_new_tokens == CANVAS and not refused:
+            return refused.append(request)
+        return allocate(request, num_new_tokens, *args, **kwargs)
+
+    monkeypatch.setattr(manager, "allocate_slots", refuse_canvas)
+    outputs = scheduler_watch(monkeypatch, engine, "schedule")
+    assert_same_runs(engine.runs([prompt(50)], params(2)), [expected])
+    assert refused
+    assert [span[1:] for span in scheduled_spans(o for _, o in outputs)][:2] == [(50, 0), (32, 32)]
+
+
+def test_a_prompt_that_leaves_no_room_for_a_whole_canvas_takes_a_narrow_one(engine):
+    limit = engine.runner.max_model_len
+    with engine.watch() as watched:
+        (output,) = engine.outputs([prompt(limit - 5)], params(blocks=9))
+    (steps,) = watched.values()
+    assert {len(step.canvas) for step in steps} == {5} and steps[0].head_len
+    assert len(output.outputs[0].token_ids) == 5
+
+
+# --- what is counted -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", [1, UNBOUNDED])
+def test_vllms_counters_count_passes_and_not_visits(checkpoint, monkeypatch, passes):
+    counting = get_engine(checkpoint(), max_num_batched_tokens=256, disable_log_stats=False)
+    made = scheduler_watch(monkeypatch, counting, "make_stats")
+    with switched(counting, passes), counting.watch() as watched:
+        counting.generate([prompt(20), prompt(30)], params(blocks=2))
+    num_steps = sum(len(steps) for steps in watched.values())
+    counts = [stats.spec_decoding_stats for _, stats in made if stats.spec_decoding_stats]
+    assert sum(one.num_drafts for one in counts) == num_steps
+    assert sum(one.num_draft_tokens for one in counts) == num_steps * CANVAS
+    assert sum(one.num_accepted_tokens for one in counts) == 2 * 2 * CANVAS
+
+
+# --- nothing of the host in the loop -------------------------------------------------------------
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what waits for a device, or brings memory of the host to it."""
+
+    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal")
+    COPIES = ("lift_fresh", "_to_copy", "pin_memory")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"reads": 0, "copies": 0}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        name = function.overloadpacket.__name__
+        self.counts["reads"] += name in self.READS
+        # On a device, a copy from its own memory is none of the host's; a lifted constant is.
+        self.counts["copies"] += name in ("lift_fresh", "pin_memory")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_pass_of_the_loop_reads_one_flag_and_makes_nothing_on_the_host(engine, monkeypatch):
+    """Nothing but whether a canvas has converged comes back; no numpy; the state stays in place."""
+    loop_of, reads, numpy_calls = engine.loop, HostReads(), []
+    sampler = engine.runner.sampler
+    state = sampler.state
+    tensors = [state.argmax_canvas, state.steps_done, state.soft_embeds, *state.carried.values()]
+    tensors += [sampler.req_states.draft_tokens, engine.runner.model_state._inputs_embeds]
+    forward_of, measured = loop_of.forward_of, []
+
+    @contextmanager
+    def measuring(batch: Any) -> Iterator[Any]:
+        with forward_of(batch) as forward, pytest.MonkeyPatch.context() as patch:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            for owner, name in ((torch, "from_numpy"), (torch.Tensor, "numpy"), (np, "array")):
+                original = getattr(owner, name)
+
+                def spy(*args: Any, original: Any = original, name: str = name, **kw: Any) -> Any:
+                    numpy_calls.append(name)
+                    return original(*args, **kw)
+
+                patch.setattr(owner, name, spy)
+            with reads:
+                yield forward
+            measured.append(addresses == [tensor.data_ptr() for tensor in tensors])
+
+    monkeypatch.setattr(loop_of, "forward_of", measuring)
+    slow = params(blocks=1, extra_args={"diffusion_max_steps": 16, "diffusion_confidence": 0})
+    with switched(engine, UNBOUNDED):
+        engine.generate([prompt(20), prompt(30)], slow)
+    assert measured == [True]
+    num_repeated = 15
+    assert reads.counts == {"reads": num_repeated, "copies": 0}
+    assert numpy_calls == []
+
+
+# --- tests that must be able to fail -------------------------------------------------------------
+
+
+def test_a_loop_that_ignores_convergence_is_noticed(engine, monkeypatch):
+    """16 steps in visits of 3 passes: the block converges in the first pass of the sixth."""
+    slow = params(blocks=1, extra_args={"diffusion_max_steps": 16, "diffusion_confidence": 0})
+    expected = engine.quiet_run(prompt(20), slow)
+    goes_on = DenoiseLoop.goes_on
+    monkeypatch.setattr(
+        DenoiseLoop, "goes_on", lambda self, emitted: goes_on(self, torch.zeros_like(emitted))
+    )
+    with switched(engine, 3):
+        assert engine.quiet_run(prompt(20), slow).difference(expected) > 100 * RUN_TOLERANCE
+
+
+def test_a_first_canvas_that_is_drawn_elsewhere_is_noticed(engine, expected, monkeypatch):
+    sampler = engine.runner.sampler
+    drawn = sampler._fresh_canvas
+    monkeypatch.setattr(sampler, "_fresh_canvas", lambda seeds, starts: drawn(seeds, starts + 1))
+    assert engine.quiet_run(*REQUESTS[0]).difference(expected[0]) > 100 * RUN_TOLERANCE
+
+
+def test_a_scheduler_that_does_not_count_the_canvas_is_noticed(engine, checkpoint, monkeypatch):
+    """The worker's KV position then differs from the scheduler's."""
+    expected = engine.quiet_run(prompt(70), params())
+    broken = get_engine(checkpoint(), max_num_batched_tokens=253)  # an engine to ruin
+    give = CanvasScheduler._give_canvases_to_new_requests
+
+    def uncounted(self: Any, output: Any) -> None:
+        before = {r.request_id: r.num_computed_tokens for r in self.running}
+        give(self, output)
+        for request in self.running:
+            request.num_computed_tokens = before[request.request_id]
+
+    monkeypatch.setattr(CanvasScheduler, "_give_canvases_to_new_requests", uncounted)
+    (run,) = broken.runs([prompt(70)], params())
+    assert run.difference(expected) > 100 * RUN_TOLERANCE
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+def test_options_of_the_loop_are_checked():
+    given = PluginOptions.from_additional_config({"dllm": {"denoise_loop_ms": 7.5}})
+    assert given.denoise_loop_ms == 7.5
+    for wrong in (-1, float("nan"), "5", True, 60_001):
+        with pytest.raises(
+            ValueError, match=r"denoise_loop_ms = .*; allowed: a number of at least"
+        ):
+            PluginOptions.from_additional_config({"dllm": {"denoise_loop_ms": wrong}})
+    with pytest.raises(ValueError, match=r"first_step = 'fused'; allowed: overlapped, separate"):
+        PluginOptions.from_additional_config({"dllm": {"first_step": "fused"}})
