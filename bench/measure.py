@@ -36,8 +36,8 @@ from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload, num_correct
 from dllm.tasks.suite import Question
 
 # How an implementation reads prompts and commits blocks, which decides how its passes are counted:
-# in passes of canvases; prompts, or blocks, in passes without a canvas; both apart, blocks in passes
-# that the server's counter holds; no canvas at all.
+# both in passes of canvases; prompts, or blocks, in passes without a canvas; both apart, blocks in
+# passes that the server's counter holds; no canvas at all.
 OVERLAPPED, PROMPT_APART, COMMIT_APART, BUILTIN_PASSES, NO_CANVAS = range(5)
 
 

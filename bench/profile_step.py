@@ -8,8 +8,8 @@ Scheduler, worker and client run in one process (one for each server and mode: w
 serves is fixed when a process imports vLLM). It answers requests whose blocks all take --steps
 denoise steps. Only visits of the engine in which every request denoises and nothing else runs are
 counted, without the fastest and the slowest tenth. A component's time is its mean over the denoise
-steps in them, so that the components add up to the mean step: with the resident loop several steps
-share the scheduling of one visit. `bench.step_parts` says which function belongs to which component.
+steps in them, so that the components add up to the mean step; with the resident loop several steps
+share the scheduling of a visit. `bench.step_parts` says which function belongs to which component.
 
 There is no table and no CSV, and the exit code is 1, unless
     every request got all of its tokens,
@@ -253,10 +253,11 @@ def mean_parts(visits: Sequence[Step]) -> dict[str, float]:
     """Milliseconds of each component in a denoise step, mean over the middle four fifths of visits.
 
     Raises:
-        ValueError: there are too few visits for that to mean anything.
+        ValueError: there are too few steps for that to mean anything.
     """
-    if len(visits) < 10:
-        raise ValueError(f"{len(visits)} visits of denoise steps alone; at least 10 make a table.")
+    num_steps = sum(visit.num_passes for visit in visits)
+    if num_steps < 10:
+        raise ValueError(f"{num_steps} denoise steps; at least 10 make a table.")
     ordered = sorted(visits, key=lambda visit: visit.wall_ms / visit.num_passes)
     cut = len(ordered) // 10
     middle = ordered[cut : len(ordered) - cut]

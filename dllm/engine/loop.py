@@ -1,4 +1,4 @@
-"""The resident denoise loop: more passes over the same canvases before the scheduler is asked again.
+"""The resident denoise loop: repeats a denoise step before the scheduler is asked again.
 
     visit   a message of the scheduler to the worker, and the worker's answer
     pass    one forward pass and one denoise step of every canvas
@@ -12,7 +12,8 @@ model again without the scheduler and without new inputs. The loop ends
     when one more pass would exceed ``denoise_loop_ms``: a request may have arrived meanwhile.
 
 There is no loop if a row of the batch has no canvas (its prompt goes on in the next visit), or if
-the scheduler knows of waiting requests.
+the scheduler knows of waiting requests. With data parallelism there is none at all: the experts of
+all replicas work together, and each replica expects every other in each of its passes.
 """
 
 import time
@@ -30,6 +31,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dllm.engine.logit_rows import LogitRows
 from dllm.settings.server import PluginOptions
 
+CPU_LOOP_S = 0.05
 Forward = Callable[[], torch.Tensor | LogitRows]
 
 
@@ -38,6 +40,7 @@ class DenoiseLoop:
 
     Args:
         vllm_config: for ``denoise_loop_ms``.
+        is_on_cpu: whether the model is on a CPU.
         forward_of: the forward pass of a batch's canvases (``CanvasForward.of_batch``).
         clock: seconds; tests give their own.
     """
@@ -45,16 +48,20 @@ class DenoiseLoop:
     def __init__(
         self,
         vllm_config: VllmConfig,
+        is_on_cpu: bool,
         forward_of: Callable[[InputBatch], AbstractContextManager[Forward]],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.bound = PluginOptions.from_vllm(vllm_config).denoise_loop_ms / 1e3
+        parallel = vllm_config.parallel_config
+        self.bound = bound_s(PluginOptions.from_vllm(vllm_config), is_on_cpu)
+        if parallel.data_parallel_size > 1:
+            self.bound = 0.0
         self.clock = clock
         self.num_passes = 1  # of the visit that is going on, or of the last one
         self.forward_of = forward_of
         self._is_allowed = False
         self._start = self._last = 0.0
-        self._is_parallel = vllm_config.parallel_config.tensor_parallel_size > 1
+        self._is_parallel = parallel.tensor_parallel_size > 1
 
     def begin_visit(self, allows_more_passes: bool) -> None:
         """Called before the first pass; what the scheduler allows holds for this visit only."""
@@ -84,6 +91,13 @@ class DenoiseLoop:
             goes_on = bool(answer)
         self.num_passes += goes_on
         return goes_on
+
+
+def bound_s(options: PluginOptions, is_on_cpu: bool) -> float:
+    """``denoise_loop_ms`` in seconds."""
+    if options.denoise_loop_ms == "auto":
+        return CPU_LOOP_S if is_on_cpu else 0.0
+    return options.denoise_loop_ms / 1e3
 
 
 class CanvasForward:

@@ -76,7 +76,7 @@ class DiffusionModelState(ModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Our sampler in place of vLLM's, and no rejection sampler: no draft is ever rejected."""
         forward = CanvasForward(self, sampler.req_states.draft_tokens)
-        self.loop = DenoiseLoop(self.vllm_config, forward.of_batch)
+        self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
         ours = DiffusionSampler(self.vllm_config, self.family, self.canvases, sampler, self.loop)
         return ours, None
 

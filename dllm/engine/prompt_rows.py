@@ -35,7 +35,8 @@ def batch_of_requests(
 ) -> tuple[torch.Tensor, InputBatch]:
     """The heads of some requests, as indices into the batch, and a batch of these heads alone.
 
-    A canvas behind the last prompt token is left out. Only the fields that vLLM's `PromptLogprobsWorker` reads are those of the smaller batch.
+    A canvas behind the last prompt token is left out. Only the fields that vLLM's
+    `PromptLogprobsWorker` reads are those of the smaller batch.
 
     Args:
         requests: indices of batch rows, in order.

@@ -1,6 +1,6 @@
 """What the scheduler and the worker tell each other about a visit, beside vLLM's own messages.
 
-A visit is one message of the scheduler to the worker, and the worker's answer. In a visit the worker
+A visit is a message of the scheduler to the worker, and the worker's answer. In a visit the worker
 may make several passes (``engine.loop``). vLLM's messages have no field for that, so it travels as
 an attribute of them, which survives pickling.
 """

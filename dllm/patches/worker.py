@@ -10,7 +10,7 @@ from dllm.models import FAMILIES
 
 
 class Visits:
-    """Makes a worker of vLLM tell its denoise loop about visits; a base class in front of vLLM's."""
+    """A base class in front of a worker of vLLM: tells the denoise loop when a visit begins."""
 
     serves_canvases: bool
     model_runner: Any

@@ -37,7 +37,8 @@ class PluginOptions:
             for comparison.
         denoise_loop_ms: for how many milliseconds the worker may repeat a batch that only denoises
             before it answers the scheduler (``engine.loop``). A request that arrives meanwhile
-            waits no longer than that, or than one pass. 0: one pass each time.
+            waits no longer than that, or than one pass. 0: one pass each time. ``auto`` is 50 on a
+            CPU and 0 on a GPU, where the loop has not been measured yet.
         soft_embedding: ``exact`` multiplies the probabilities of all tokens by their embeddings.
             ``sparse`` leaves out unlikely tokens if the vocabulary is large; the error is no larger
             than that of rounding the probabilities (``ops.soft_embedding``). ``auto`` is sparse on
@@ -49,15 +50,15 @@ class PluginOptions:
 
     commit: CommitMode = "overlapped"
     first_step: FirstStep = "overlapped"
-    denoise_loop_ms: float = 50.0
+    denoise_loop_ms: float | Literal["auto"] = "auto"
     soft_embedding: SoftEmbedding = "auto"
     logits_workspace_mib: int = 1024
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
 
     def __post_init__(self) -> None:
         check_int(f"{WHERE}: logits_workspace_mib", self.logits_workspace_mib, 1)
-        if self.denoise_loop_ms not in LOOP_MS:
-            refuse(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, str(LOOP_MS))
+        if self.denoise_loop_ms != "auto" and self.denoise_loop_ms not in LOOP_MS:
+            refuse(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, f"auto, or {LOOP_MS}")
         for key, value, allowed in (
             ("commit", self.commit, COMMIT_MODES),
             ("first_step", self.first_step, FIRST_STEPS),

@@ -11,9 +11,10 @@ from bench.client import command
 from bench.context import GateError, Rows, as_text
 from bench.measure import (
     BUILTIN_PASSES,
+    COMMIT_APART,
     NO_CANVAS,
     OVERLAPPED,
-    COMMIT_APART,
+    PROMPT_APART,
     SPEEDS,
     Measurement,
     csv_rows,

@@ -1,8 +1,9 @@
-"""The resident denoise loop and the overlapped first step: fewer visits and passes, equal tokens."""
+"""The denoise loop and the overlapped first step: fewer visits and passes, equal tokens."""
 
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> list[Any]:
-    """Each request alone: one pass a visit, the first step and every commit in passes of their own."""
+    """Each request alone: one pass a visit; prompts and commits in passes of their own."""
     with switched(engine, passes=1, first_step="separate", commit="separate"):
         return [engine.quiet_run(*request) for request in REQUESTS]
 
@@ -231,16 +232,21 @@ def test_a_visit_takes_no_more_passes_than_the_bound_has_time_for(engine, passes
     assert taken == [passes] * whole + [rest] * bool(rest)
 
 
-def loop(bound_ms: float, clock: Any, parallel: int = 1) -> DenoiseLoop:
+def loop(bound_ms: float | str, clock: Any, *, on_cpu: bool = True, replicas: int = 1) -> Any:
     """A loop of a worker that is not there."""
+    config = SimpleNamespace(
+        additional_config={"dllm": {"denoise_loop_ms": bound_ms}},
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=replicas),
+    )
+    return DenoiseLoop(config, on_cpu, None, clock)  # type: ignore[arg-type]
 
-    class Config:
-        additional_config = {"dllm": {"denoise_loop_ms": bound_ms}}  # noqa: RUF012
 
-        class parallel_config:  # noqa: N801
-            tensor_parallel_size = parallel
-
-    return DenoiseLoop(Config, None, clock)  # type: ignore[arg-type]
+def test_the_default_is_a_loop_on_a_cpu_and_none_on_a_gpu():
+    assert loop("auto", None).bound == 0.05
+    assert loop("auto", None, on_cpu=False).bound == 0
+    assert loop(20, None, on_cpu=False).bound == 0.02
+    # Replicas of a mixture of experts make every pass together.
+    assert loop(20, None, replicas=2).bound == 0
 
 
 def test_a_pass_that_would_end_too_late_does_not_begin():
@@ -255,19 +261,17 @@ def test_a_pass_that_would_end_too_late_does_not_begin():
 
 
 def test_no_loop_unless_the_scheduler_allows_it():
-    class Batch:
-        num_draft_tokens_per_req = np.array([3, 3])
-
+    canvases = SimpleNamespace(num_draft_tokens_per_req=np.array([3, 3]))
     one = loop(1000, itertools.count().__next__)
     one.begin_visit(False)
-    assert not one.may_repeat(Batch)  # type: ignore[arg-type]
+    assert not one.may_repeat(canvases)
     one.begin_visit(True)
-    assert one.may_repeat(Batch)  # type: ignore[arg-type]
-    Batch.num_draft_tokens_per_req = np.array([3, 0])  # a prompt that is still being read
-    assert not one.may_repeat(Batch)  # type: ignore[arg-type]
+    assert one.may_repeat(canvases)
+    # A prompt that goes on in the next visit.
+    assert not one.may_repeat(SimpleNamespace(num_draft_tokens_per_req=np.array([3, 0])))
     switched_off = loop(0, itertools.count().__next__)
     switched_off.begin_visit(True)
-    assert not switched_off.may_repeat(Batch)  # type: ignore[arg-type]
+    assert not switched_off.may_repeat(canvases)
 
 
 def test_one_pass_a_visit_while_a_request_waits_for_admission(engine, checkpoint):
@@ -489,9 +493,9 @@ def test_a_scheduler_that_does_not_count_the_canvas_is_noticed(engine, checkpoin
 def test_options_of_the_loop_are_checked():
     given = PluginOptions.from_additional_config({"dllm": {"denoise_loop_ms": 7.5}})
     assert given.denoise_loop_ms == 7.5
-    for wrong in (-1, float("nan"), "5", True, 60_001):
+    for wrong in (-1, float("nan"), "5", True, 60_001, "Auto"):
         with pytest.raises(
-            ValueError, match=r"denoise_loop_ms = .*; allowed: a number of at least"
+            ValueError, match=r"denoise_loop_ms = .*; allowed: auto, or a number of at least"
         ):
             PluginOptions.from_additional_config({"dllm": {"denoise_loop_ms": wrong}})
     with pytest.raises(ValueError, match=r"first_step = 'fused'; allowed: overlapped, separate"):
