@@ -9,7 +9,13 @@ from attention.cpu_fp8_cache import nearest
 from tests.engine.test_parity import prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import get_engine
-from tests.support.quant_reference import Fp8Cache, Lockstep, Recording, relative
+from tests.support.quant_reference import (
+    PASSES_APART,
+    Fp8Cache,
+    Lockstep,
+    Recording,
+    relative,
+)
 
 ONE_BLOCK = SamplingParams(max_tokens=1, seed=5, ignore_eos=True)
 
@@ -54,7 +60,12 @@ def test_the_cache_holds_the_nearest_values(name, fp8, dtype, scale):
 @pytest.mark.parametrize("context_len", [40, 150])  # within the window, and beyond it
 def test_attention_sees_keys_and_values_in_e4m3(checkpoint, context_len):
     """In lockstep with Hugging Face, whose attention sees them rounded, or not."""
-    engine = get_engine(checkpoint(), max_num_batched_tokens=256, kv_cache_dtype="fp8")
+    engine = get_engine(
+        checkpoint(),
+        max_num_batched_tokens=256,
+        kv_cache_dtype="fp8",
+        additional_config=PASSES_APART,
+    )
     context = prompt(context_len)
     recording = Recording(engine.runner.model)
     with engine.watch(keep_logits=True) as steps:

@@ -28,7 +28,7 @@ from tests.support.quant_checkpoints import (
     layers_of,
     write_quantized,
 )
-from tests.support.quant_reference import Lockstep, Recording, relative
+from tests.support.quant_reference import PASSES_APART, Lockstep, Recording, relative
 
 CONTEXT = prompt(40)
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -75,7 +75,7 @@ def served(
     write_quantized(source, path, scheme, layout, keep=keep)
     lines: list[str] = []
     with patch.object(quantized.logger, "info", lambda text, *args: lines.append(text % args)):
-        engine = get_engine(path, max_num_batched_tokens=256)
+        engine = get_engine(path, max_num_batched_tokens=256, additional_config=PASSES_APART)
     recording = Recording(engine.runner.model)
     with engine.watch(keep_logits=True) as steps:
         engine.generate([CONTEXT], SamplingParams(max_tokens=1, seed=5, ignore_eos=True))

@@ -114,6 +114,10 @@ class Fp8Cache:
         modeling_diffusion_gemma.eager_attention_forward = self._forward
 
 
+# A server whose passes are those of Hugging Face's model: the prompt alone, and then canvases.
+PASSES_APART = {"dllm": {"first_step": "separate"}}
+
+
 def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
     """The L2 distance of two tensors relative to the norm of ``reference``."""
     return float((ours - reference).norm() / reference.norm())
