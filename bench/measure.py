@@ -8,8 +8,9 @@ Definitions:
     denoise steps    canvas passes without the built-in's commit passes
     passes per block canvas passes and commit passes / blocks. Overlapped commits take none.
     tokens per pass  output tokens / all forward passes of the requests, those of prompts included;
-                     ours takes the first denoise step in the prompt's pass, and an autoregressive
-                     model has one pass a token. A pass of a batch counts for every request in it.
+                     ours takes the first denoise step in the prompt's pass (where both fit, which
+                     is not counted), and an autoregressive model has one pass a token. A pass of a
+                     batch counts for every request in it.
     TTFT             time to first token, of a diffusion model: to its first block
     latency          end to end, of one request, from when it is sent
     ms per denoise step  latencies of all requests / their denoise steps: what a step costs the one
@@ -35,10 +36,11 @@ from bench.servers import Response
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload, num_correct
 from dllm.tasks.suite import Question
 
-# How an implementation reads prompts and commits blocks, which decides how its passes are counted:
-# both in passes of canvases; prompts, or blocks, in passes without a canvas; both apart, blocks in
-# passes that the server's counter holds; no canvas at all.
-OVERLAPPED, PROMPT_APART, COMMIT_APART, BUILTIN_PASSES, NO_CANVAS = range(5)
+# How an implementation reads prompts and commits blocks, which decides how its passes are counted.
+OVERLAPPED = 0  # both in passes of canvases
+PROMPT_APART, COMMIT_APART = 1, 2  # prompts, or blocks, in passes without a canvas; their sum: both
+BUILTIN_PASSES = 4  # both apart, and those of blocks are in the server's counter
+NO_CANVAS = 8
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ def count_passes(commits: int, saved: Mapping[str, Any], workload: Workload) -> 
     blocks = sum(math.ceil(length / workload.shape.canvas_length) for length in lengths)
     canvas_passes = saved["diffusion_canvas_positions"] / workload.shape.canvas_length
     # The last block is never committed.
-    commit_passes = blocks - len(lengths) if commits == COMMIT_APART else 0
-    prompts = len(lengths) if commits in (PROMPT_APART, BUILTIN_PASSES) else 0
+    commit_passes = blocks - len(lengths) if commits & COMMIT_APART else 0
+    prompts = len(lengths) if commits & (PROMPT_APART | BUILTIN_PASSES) else 0
     denoise = canvas_passes - (blocks if commits == BUILTIN_PASSES else 0)
     return Passes(blocks, denoise, canvas_passes + commit_passes + prompts, prompts)
 

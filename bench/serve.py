@@ -31,6 +31,7 @@ Written to --results: serve_MODE.csv (one row a run), and on the adaptive schedu
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import tempfile
@@ -93,10 +94,10 @@ class Spec:
         """How its passes are counted."""
         if self.kind != OURS:
             return NO_CANVAS if self.kind == AUTOREGRESSIVE else BUILTIN_PASSES
-        given = " ".join(self.flags)  # both options have two values, and the other is the default
-        if "commit separate" in given:
-            return COMMIT_APART
-        return PROMPT_APART if "first_step separate" in given else OVERLAPPED
+        given = " ".join(self.flags)  # as --additional-config.dllm.KEY VALUE, or as JSON
+        options = {"first_step": PROMPT_APART, "commit": COMMIT_APART}
+        apart = (how for key, how in options.items() if re.search(rf"{key}\W+separate", given))
+        return sum(apart, start=OVERLAPPED)
 
 
 def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:

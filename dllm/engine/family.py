@@ -95,6 +95,9 @@ class Denoised(NamedTuple):
 class Family(ABC):
     """What the engine asks of a family. A model class returns one from ``make_family``.
 
+    No attribute may be replaced after the first request: compiled code does not look again
+    (``engine.compilation``).
+
     Attributes:
         settings: how the family denoises unless a request says otherwise.
         carried: the tensors that the family keeps between steps.

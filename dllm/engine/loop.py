@@ -9,11 +9,13 @@ attention metadata stay as they are; only their tokens change. So the canvases c
 model again without the scheduler and without new inputs. The loop ends
 
     when a canvas has converged: its tokens are waited for, and its next canvas needs KV pages;
-    when one more pass would exceed ``denoise_loop_ms``: a request may have arrived meanwhile.
+    when one more pass, as long as the last one, would exceed ``denoise_loop_ms``: a request may
+    have arrived meanwhile.
 
 There is no loop if a row of the batch has no canvas (its prompt goes on in the next visit), or if
-the scheduler knows of waiting requests. With data parallelism there is none at all: the experts of
-all replicas work together, and each replica expects every other in each of its passes.
+the scheduler knows of requests that are not in the batch. With data parallelism there is none at
+all: the experts of all replicas work together, and each replica expects every other in each of its
+passes.
 """
 
 import time
@@ -103,7 +105,7 @@ def bound_s(options: PluginOptions, is_on_cpu: bool) -> float:
 class CanvasForward:
     """The model's forward pass over canvases alone, as often as it is called.
 
-    Its inputs are preallocated, and hold what stays the same for a visit.
+    Token ids, positions and embeddings are preallocated; attention metadata is made once a visit.
 
     Args:
         model_state: of the model.

@@ -63,9 +63,14 @@ class CanvasScheduler(Scheduler):
                 request.spec_token_ids = canvas
         if self._overlaps_first_step:
             self._give_canvases_to_new_requests(output)
-        if not (self.waiting or self.kv_holding_waiting):
+        if self._nobody_waits(output):
             visit.allow_more_passes(output)
         return output
+
+    def _nobody_waits(self, output: SchedulerOutput) -> bool:
+        """Whether no request waits for admission, or for room in the next step."""
+        all_scheduled = all(one.request_id in output.num_scheduled_tokens for one in self.running)
+        return all_scheduled and not self.waiting and not self.kv_holding_waiting
 
     def _canvas_width(self, request: Request) -> int:
         """Tokens of a request's next canvas, which ends where the model's context ends."""
@@ -97,7 +102,8 @@ class CanvasScheduler(Scheduler):
             is_whole = request.num_computed_tokens == request.num_tokens
             if not is_whole or not 0 < width <= min(left, cap - scheduled):
                 continue
-            # vLLM has counted the prompt as computed, so the new pages are those of the canvas.
+            # vLLM has counted the prompt as computed, so the new pages are those of the canvas. It
+            # has counted it as in flight, too, so no page is freed that the prompt still needs.
             if self.kv_cache_manager.allocate_slots(request, width) is None:
                 continue
             data.block_ids = self.kv_cache_manager.get_block_ids(data.req_id)

@@ -10,7 +10,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 
 def allow_more_passes(message: SchedulerOutput) -> None:
-    """Scheduler: the worker may repeat the batch, because nobody waits for another one."""
+    """Scheduler: the worker may repeat the batch, because no request waits for another one."""
     message.allows_more_passes = True  # type: ignore[attr-defined]
 
 

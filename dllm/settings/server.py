@@ -35,9 +35,9 @@ class PluginOptions:
         first_step: when a request's first canvas takes its first denoise step. ``overlapped``: in
             the same forward pass as the last chunk of the prompt. ``separate``: in the next pass,
             for comparison.
-        denoise_loop_ms: for how many milliseconds the worker may repeat a batch that only denoises
-            before it answers the scheduler (``engine.loop``). A request that arrives meanwhile
-            waits no longer than that, or than one pass. 0: one pass each time. ``auto`` is 50 on a
+        denoise_loop_ms: for how many milliseconds the worker may repeat a batch of canvases before
+            it answers the scheduler (``engine.loop``). A request that arrives meanwhile waits no
+            longer than that, or than one pass. 0: one pass each time. ``auto`` is 50 on a
             CPU and 0 on a GPU, where the loop has not been measured yet.
         soft_embedding: ``exact`` multiplies the probabilities of all tokens by their embeddings.
             ``sparse`` leaves out unlikely tokens if the vocabulary is large; the error is no larger

@@ -99,6 +99,12 @@ def test_a_prompt_without_a_canvas_is_a_pass() -> None:
     assert one.tokens_per_pass == pytest.approx(128 / 34)
 
 
+def test_prompts_and_commits_apart_are_both_counted() -> None:
+    one = measurement("x", 0, PROMPT_APART + COMMIT_APART, saved(8), WORKLOAD)
+    assert (one.steps_per_block, one.passes_per_block) == (8, 8.5)
+    assert one.tokens_per_pass == pytest.approx(128 / (32 + 2 + 2))
+
+
 def test_an_autoregressive_model_has_one_pass_a_token() -> None:
     result = saved()
     del result["diffusion_canvas_positions"]
@@ -386,6 +392,10 @@ def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:
     assert dict(builtin.server.options.environment) == {"DLLM_DISABLE": "1"}
     assert (ours.commits, other.commits) == (OVERLAPPED, COMMIT_APART)
     assert apart.commits == PROMPT_APART
+    both = (
+        """ours --additional-config '{"dllm": {"commit": "separate", "first_step": "separate"}}'"""
+    )
+    assert serve.Spec.parse(both).commits == PROMPT_APART + COMMIT_APART
 
 
 @pytest.mark.parametrize("text", ["theirs", "ours flag"])
