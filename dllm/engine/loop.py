@@ -9,8 +9,9 @@ attention metadata stay as they are; only their tokens change. So the canvases c
 model again without the scheduler and without new inputs. The loop ends
 
     when a canvas has converged: its tokens are waited for, and its next canvas needs KV pages;
-    when one more pass, as long as the last one, would exceed ``denoise_loop_ms``: a request may
-    have arrived meanwhile.
+    when a request has arrived, where the worker can see that: in the engine core's own process;
+    when one more pass, as long as the last one, would exceed ``denoise_loop_ms``: elsewhere, a
+    request may have arrived meanwhile.
 
 There is no loop if a row of the batch has no canvas (its prompt goes on in the next visit), or if
 the scheduler knows of requests that are not in the batch. With data parallelism there is none at
@@ -45,6 +46,10 @@ class DenoiseLoop:
         is_on_cpu: whether the model is on a CPU.
         forward_of: the forward pass of a batch's canvases (``CanvasForward.of_batch``).
         clock: seconds; tests give their own.
+
+    Attributes:
+        has_arrived: whether a message waits for the engine core. Replaced where the worker shares
+            its process (``patches.worker``); elsewhere nobody knows.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class DenoiseLoop:
         if parallel.data_parallel_size > 1:
             self.bound = 0.0
         self.clock = clock
+        self.has_arrived: Callable[[], bool] = lambda: False
         self.num_passes = 1  # of the visit that is going on, or of the last one
         self.forward_of = forward_of
         self._is_allowed = False
@@ -84,7 +90,8 @@ class DenoiseLoop:
         """
         now = self.clock()
         next_ends = now + (now - self._last) - self._start  # if it takes as long as this one
-        goes_on = next_ends <= self.bound and not bool(num_emitted.any())
+        in_time = next_ends <= self.bound and not self.has_arrived()
+        goes_on = in_time and not bool(num_emitted.any())
         self._last = now
         if self._is_parallel:
             group = get_tp_group()

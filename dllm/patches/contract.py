@@ -150,6 +150,11 @@ PATCHES = (
         "prompts that ask are scored, and no canvas or block beside them",
     ),
     Patch(
+        "vllm.v1.engine.core.EngineCoreProc.run_busy_loop",
+        "wrap, in a worker that is in the engine core's process",
+        "the denoise loop ends when a request arrives",
+    ),
+    Patch(
         "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
         "wrap",
         "VLLM_WORKER_MULTIPROC_METHOD=fork may stand: spawned processes import everything again",

@@ -35,6 +35,7 @@ def prepare_runner() -> None:
     """Patch Model Runner V2 in this worker's process; calling it again changes nothing."""
     _profile_whole_canvases()
     _score_only_prompts_that_ask()
+    _notice_arrivals()
 
 
 @functools.cache
@@ -90,3 +91,24 @@ def _score_only_prompts_that_ask() -> None:
         return compute(self, logits_fn, hidden_states[tokens], part, *state)
 
     PromptLogprobsWorker.compute_prompt_logprobs = compute_prompt_logprobs  # type: ignore[method-assign]
+
+
+@functools.cache
+def _notice_arrivals() -> None:
+    """Let the denoise loop see that a request has arrived, if the engine core is in this process.
+
+    The engine core's input thread puts messages into a queue while the worker denoises.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    run = EngineCoreProc.run_busy_loop
+
+    def run_busy_loop(self: Any) -> None:
+        driver = getattr(self.model_executor, "driver_worker", None)
+        worker: Any = getattr(driver, "worker", None)
+        if getattr(worker, "serves_canvases", False):
+            queue = self.input_queue
+            worker.model_runner.model_state.loop.has_arrived = lambda: not queue.empty()
+        run(self)
+
+    EngineCoreProc.run_busy_loop = run_busy_loop  # type: ignore[method-assign]

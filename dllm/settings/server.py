@@ -37,8 +37,9 @@ class PluginOptions:
             for comparison.
         denoise_loop_ms: for how many milliseconds the worker may repeat a batch of canvases before
             it answers the scheduler (``engine.loop``). A request that arrives meanwhile waits no
-            longer than that, or than one pass. 0: one pass each time. ``auto`` is 50 on a
-            CPU and 0 on a GPU, where the loop has not been measured yet.
+            longer than that; than one pass, where the worker is in the engine core's process. 0:
+            one pass each time. ``auto`` is 50 on a CPU and 0 on a GPU, where the loop has not been
+            measured yet.
         soft_embedding: ``exact`` multiplies the probabilities of all tokens by their embeddings.
             ``sparse`` leaves out unlikely tokens if the vocabulary is large; the error is no larger
             than that of rounding the probabilities (``ops.soft_embedding``). ``auto`` is sparse on

@@ -1,6 +1,7 @@
 """The denoise loop and the overlapped first step: fewer visits and passes, equal tokens."""
 
 import itertools
+import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
+from vllm.v1.engine.core import EngineCoreProc
 
 from dllm.engine import visit
 from dllm.engine.loop import DenoiseLoop
@@ -258,6 +260,32 @@ def test_a_pass_that_would_end_too_late_does_not_begin():
     assert one.goes_on(nothing)
     assert not one.goes_on(nothing)  # 34 ms; the next would take 14 ms and end at 48 ms
     assert one.num_passes == 3
+
+
+def test_an_arriving_request_ends_the_loop():
+    nothing = torch.zeros(2, dtype=torch.int32)
+    one = loop(60_000, itertools.count().__next__)
+    one.begin_visit(True)
+    assert one.goes_on(nothing)
+    one.has_arrived = lambda: True
+    assert not one.goes_on(nothing)
+
+
+def test_the_engine_core_tells_the_loop_of_its_queue(engine, monkeypatch):
+    """The core's own loop is not run: only what happens before it."""
+    core = SimpleNamespace(input_queue=queue.Queue(), model_executor=engine.core.model_executor)
+    before = engine.loop.has_arrived
+    try:
+        # It reads `self` as EngineCoreProc does, and fails at the first thing that `core` lacks.
+        with pytest.raises(AttributeError):
+            EngineCoreProc.run_busy_loop(core)
+        assert not engine.loop.has_arrived()
+        core.input_queue.put("a message")
+        assert engine.loop.has_arrived()
+    finally:
+        engine.loop.has_arrived = before
+    with pytest.raises(AttributeError):  # a worker in another process
+        EngineCoreProc.run_busy_loop(SimpleNamespace(model_executor=SimpleNamespace()))
 
 
 def test_no_loop_unless_the_scheduler_allows_it():

@@ -153,6 +153,7 @@ SIGNATURES = {
     "vllm.v1.worker.gpu.model_runner.init_speculator": ["vllm_config", "device", "req_states"],
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids": ["self"],
     "vllm.v1.engine.core.EngineCore.post_step": ["self", "model_executed"],
+    "vllm.v1.engine.core.EngineCoreProc.run_busy_loop": ["self"],
     "vllm.v1.metrics.loggers.StatLoggerManager.record": [
         "self",
         "scheduler_stats",
