@@ -268,6 +268,8 @@ def mean_parts(visits: Sequence[Step]) -> dict[str, float]:
 def step_time(path: Path) -> str:
     """The shares of the groups of a CSV of this command: a line for each server, mode and load."""
     rows = read_csv(path)
+    if not rows:
+        return "Not measured yet: `python -m bench.profile_step`."
     groups = list(dict.fromkeys(GROUPS.values()))
     lines = []
     for bar in dict.fromkeys((r["mode"], r["server"], r["concurrency"]) for r in rows):

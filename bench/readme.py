@@ -17,10 +17,11 @@ from pathlib import Path
 
 from bench.context import RESULTS, ROOT
 from bench.drafter import drafting
+from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.roofline import floors
 from bench.sampling_step import sampling_step
-from bench.tables import answers, headline, markdown, serving
+from bench.tables import answers, headline, markdown, serving, settings
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # Before a link that a section writes: paths are relative to the top of the repository.
@@ -61,6 +62,8 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "models": models,
     "headline": headline,
     "serving": serving,
+    "settings": settings,
+    "step-time": lambda results: step_time(results / "profile_cpu.csv"),
     "answers": answers,
     "recovery": recovery,
     "sampling-step": sampling_step,

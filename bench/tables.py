@@ -159,10 +159,19 @@ def load_tables(rows: Rows) -> str:
 
 def serving(results: Path) -> str:
     """All contestants at all loads, compiled."""
-    rows = read_csv(results / "serve_compiled.csv")
+    return _loads(results / "serve_compiled.csv")
+
+
+def settings(results: Path) -> str:
+    """Ours without its loop, and the built-in with as many requests at a time as ours."""
+    return _loads(results / "serve_settings.csv")
+
+
+def _loads(path: Path) -> str:
+    rows = read_csv(path)
     if not rows:
         return "Not measured yet: `make bench`."
-    return f"{load_tables(rows)}\n\n{measured_with(rows, 'serve_compiled.csv')}"
+    return f"{load_tables(rows)}\n\n{measured_with(rows, path.name)}"
 
 
 def headline(results: Path) -> str:
