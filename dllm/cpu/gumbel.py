@@ -1,44 +1,19 @@
 """The random numbers of vLLM's sampling kernels, and the argmax per block of the vocabulary.
 
 The numbers equal the kernels' to the bit, so that a seed gives the same tokens. Gumbel noise comes
-from a murmur3 hash of (seed, position, token). The uniform numbers that decide whether a draft
-token is accepted come from Triton's Philox generator.
+from a murmur3 hash of (seed, position, token).
 """
 
 import numpy as np
 
 _WORD = 0xFFFFFFFF
 
-# Added to the position when a drafter draws (`_DRAFT_NOISE_SALT` in vLLM's gumbel.py). If the draft
-# is rejected, another token is drawn at the same position, and the two draws must not share noise.
+# Added to the position by vLLM's own drafters (`_DRAFT_NOISE_SALT` in its gumbel.py), whose drafts
+# must not share the noise of the target. Ours have to, and do not ask for it.
 DRAFT_NOISE_SALT = 1 << 30
 
 # How many logits get their noise at once: so few that temporaries stay in the cache of the CPU.
 DRAWN_AT_ONCE = 1 << 16
-
-
-def philox_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Draw one uniform number in (0, 1) for each (seed, position).
-
-    It is `tl.rand` of Triton, but never 0: that becomes the smallest positive number that `tl.rand`
-    gives. seeds, positions: [n] int64, the key and the counter of Philox4x32-10 (Salmon et al.
-    2011). Returns [n] fp32.
-    """
-    word, high = np.uint64(_WORD), np.uint64(32)
-    seeds, positions = seeds.view(np.uint64), positions.view(np.uint64)
-    key_a, key_b = seeds & word, seeds >> high
-    c0, c1 = positions & word, positions >> high
-    c2 = c3 = np.zeros_like(c0)
-    for _ in range(10):
-        product_a, product_b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1 = (product_b >> high) ^ c1 ^ key_a, product_b & word
-        c2, c3 = (product_a >> high) ^ c3 ^ key_b, product_a & word
-        key_a = (key_a + np.uint64(0x9E3779B9)) & word
-        key_b = (key_b + np.uint64(0xBB67AE85)) & word
-    # As tl.rand: a negative word is inverted, so that 31 bits are left, and scaled to [0, 1).
-    signed = c0.astype(np.uint32).view(np.int32)
-    least = np.float32(4.6566127342e-10)
-    return np.maximum(np.where(signed < 0, ~signed, signed).astype(np.float32) * least, least)
 
 
 def _rotate(words: np.ndarray, bits: int) -> np.ndarray:

@@ -3,19 +3,18 @@
 import json
 from collections.abc import Mapping
 
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
 from dllm.drafter.checkpoint import (
     Config,
     DrafterConfig,
-    LayerAttention,
     TargetFacts,
     check_pair,
     check_tokenizers,
 )
 from dllm.drafter.widths.pilot import PilotConfig
-from dllm.settings.drafting import CHOSEN, DrafterOptions
+from dllm.settings.drafting import DrafterOptions
 from dllm.settings.server import PluginOptions
 
 
@@ -60,24 +59,16 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     """
     speculative = vllm_config.speculative_config
     assert speculative is not None, "no drafter"
+    refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     drafter_options(vllm_config).check_against(
         speculative.num_speculative_tokens, speculative.draft_sample_method == "probabilistic"
     )
-    _refuse_clocks_that_differ(vllm_config)
-    if speculative.rejection_sample_method == "block":
-        raise ValueError(
-            "rejection_sample_method = 'block'; allowed: 'standard', or 'synthetic' (not exact). "
-            "In vLLM 0.32 block verification does not give the target's distribution: a random "
-            "number that ended one step is looked at again in the next. Leave it out."
-        )
     drafter = drafter_config(vllm_config)
     target = vllm_config.model_config
     if (pilot := drafter_options(vllm_config).pilot) is not None:
         PilotConfig.load(pilot).check_against(
             speculative.num_speculative_tokens, target.get_vocab_size()
         )
-    if drafter_options(vllm_config).block == CHOSEN:
-        _refuse_narrow_blocks(drafter)
     text_config = target.hf_text_config
     check_pair(
         drafter,
@@ -96,32 +87,22 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     return drafter
 
 
-def _refuse_narrow_blocks(drafter: DrafterConfig) -> None:
-    """Refuse ``block = chosen`` for causal layers and windows.
+def refuse_other_rules(speculative: SpeculativeConfig, has_watermark: bool) -> None:
+    """Refuse options of verification that give another text than plain decoding (``verification``).
 
-    A block is narrowed by shortening the sequence, which hides its last keys from every row. Causal
-    masks and windows are placed relative to the sequence's end, so they would shift.
+    Raises:
+        ValueError: names the value and what is allowed.
     """
-    for index, layer in enumerate(drafter.layers):
-        if layer != LayerAttention():
-            raise ValueError(
-                f'block = "{CHOSEN}", but layer {index} of the drafter '
-                f"{'is causal' if layer.is_causal else 'has a window'}; only layers that see "
-                'everything can draft narrower blocks. Leave "block" or "window" out.'
-            )
-
-
-def _refuse_clocks_that_differ(vllm_config: VllmConfig) -> None:
-    """Refuse ``adaptive`` with tensor parallelism.
-
-    It decides by measured time. Ranks that decide differently whether to draft would run different
-    collective operations, and wait for each other for ever.
-    """
-    num_ranks = vllm_config.parallel_config.tensor_parallel_size
-    if drafter_options(vllm_config).policy == "adaptive" and num_ranks > 1:
+    if speculative.rejection_sample_method != "standard":
         raise ValueError(
-            f"policy = 'adaptive' with tensor_parallel_size = {num_ranks}: each rank would decide "
-            "by its own clock. Use policy 'fixed' or 'pilot', or one rank."
+            f"rejection_sample_method = {speculative.rejection_sample_method!r}; allowed: "
+            "'standard'. Drafts are kept if they are the tokens of plain decoding, and no other "
+            "rule gives the same text. Leave it out."
+        )
+    if has_watermark:
+        raise ValueError(
+            "A watermark with a drafter: drafts are kept if they are the tokens of plain decoding, "
+            "and a watermark draws others. Leave one of them out."
         )
 
 

@@ -1,10 +1,8 @@
 """One drafting step: store the context, draft with a pass over [last token, MASK x N], set widths.
 
-vLLM's DFlash speculator prepares the step (positions, cache slots, CUDA graphs). This subclass adds
-the network, several passes over the draft block, and the decision how many drafts are verified.
-
-A draft is the most likely token and is treated as certain (a proposal distribution with all of its
-mass on one token). Rejection sampling is then exact for any draft, however it was made.
+vLLM's DFlash speculator prepares the pass (positions, cache slots, CUDA graphs). This subclass adds
+the network, several passes over the draft block, and two decisions: whether a step drafts at all,
+and how many of its drafts are verified. Neither changes the text (``verification``).
 """
 
 import time
@@ -16,30 +14,26 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.logger import init_logger
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.states import RequestState
 
-from dllm import LOGGER
 from dllm.drafter.deferred import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, DraftingCounts
 from dllm.drafter.pair import drafter_options, end_ids
 from dllm.drafter.recording import make_recorder, recorded_step
 from dllm.drafter.schedule import reveal_counts, reveal_surest
 from dllm.drafter.step import TargetStep
-from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.choice import make_policy
 from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
-from dllm.drafter.widths.rehearsal import Rehearsal, measure_costs
-from dllm.settings.drafting import CHOSEN, always_verifies_all
-
-logger = init_logger(LOGGER)
+from dllm.engine.ranks import answer_of_first_rank
+from dllm.settings.drafting import always_verifies_all
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
+DraftPass = Callable[[], torch.Tensor]  # stores a step's context and drafts: [rows, N] token ids
 
 
 class Drafter(DFlashSpeculator):
@@ -51,32 +45,35 @@ class Drafter(DFlashSpeculator):
         super().__init__(vllm_config, device)
         options = drafter_options(vllm_config)
         num_drafts = self.num_speculative_steps
-        self.policy: WidthPolicy = make_policy(options, num_drafts, self.max_num_reqs)
+        # What never changes while serving.
         self._trims = not always_verifies_all(options, num_drafts)
+        self._samples_drafts = self.speculative_config.draft_sample_method == "probabilistic"
+        self.draft_logits = None  # vLLM's copy of the drafter's distributions: nobody reads it here
         self._reveal_counts = reveal_counts(
             options.noise_schedule, num_drafts, options.denoise_steps
         )
-        # [rows] of the step that was drafted last: drafts to be verified. Used if `_trims`.
-        self._widths = np.zeros(0, dtype=np.int64)
-        self._is_skipped = False  # no draft pass in this step
-        self._narrows = options.block == CHOSEN
+        self._end_ids = torch.tensor(sorted(end_ids(vllm_config)), device=device)
+        parallel = vllm_config.parallel_config
+        # Replicas that decode together, and ranks that share a prompt, all run every draft pass.
+        self._may_skip = self.dp_size == parallel.prefill_context_parallel_size == 1
         # On a CPU the draft pass runs after the tokens were sent (`draft_late`). Not where other
         # ranks take part in the pass, or another server reads the pages, right after the step.
         self._drafts_late = (
             device.type == "cpu"
-            and self.dp_size == vllm_config.parallel_config.pipeline_parallel_size == 1
+            and self.dp_size == parallel.pipeline_parallel_size == 1
             and vllm_config.kv_transfer_config is None
         )
-        # [rows], of the step that is drafted now; None where blocks are full.
-        self._block_widths: np.ndarray | None = None
-        # The last step and vLLM's function that drafts for it, until `draft_late` calls it.
-        self._undrafted: tuple[TargetStep, Callable[[], torch.Tensor]] | None = None
-        self._end_ids = np.array(sorted(end_ids(vllm_config)), dtype=np.int64)
+        self.policy: WidthPolicy = make_policy(options, num_drafts, self.max_num_reqs)
         self._recorder = make_recorder(vllm_config)
-        self._deferred = DeferredContext()
+        self._context = DeferredContext()
         self._counts = DraftingCounts.none(num_drafts)  # of the steps after the last report
-        # [rows, N]: the drafter's probability of each draft.
+        # [rows, N]: the drafter's probability of its likeliest token, 0 where that ends the answer.
         self._confidence = torch.zeros(self.draft_tokens.shape, device=device)
+        # [rows] of the last step: drafts to be verified.
+        self._widths = np.zeros(0, dtype=np.int64)
+        self._undrafted: tuple[TargetStep, DraftPass] | None = None  # waits for `draft_late`
+
+    # --- what a step of the target is followed by -------------------------------------------------
 
     def propose(
         self,
@@ -110,14 +107,13 @@ class Drafter(DFlashSpeculator):
         arguments = (input_batch, attn_metadata, slot_mappings, *hidden_states, *outcome, *others)
         draft = partial(super().propose, *arguments, dummy_run=dummy_run, **options)
         if dummy_run:
-            self._is_skipped, self._block_widths = False, None
             return draft()
         # vLLM may ask for fewer drafts at large batches; those have to be made at once.
         num_drafts = options.get("num_speculative_tokens")
         if self._drafts_late and num_drafts in (None, self.num_speculative_steps):
             self._undrafted = step, draft
             return self.draft_tokens[: input_batch.num_reqs]
-        return self._draft(step, draft)
+        return self._follow(step, draft)
 
     def draft_late(self, req_states: RequestState, handler: DraftTokensHandler) -> None:
         """On a CPU: draft for the last step, after its tokens have been sent to the clients.
@@ -131,76 +127,61 @@ class Drafter(DFlashSpeculator):
         if self._undrafted is None:
             return
         (step, draft), self._undrafted = self._undrafted, None
-        drafts = self._draft(step, draft)
+        drafts = self._follow(step, draft)
         req_states.draft_tokens[step.batch.idx_mapping] = drafts
         handler.set_draft_tokens(step.batch, drafts)
 
     def save_context_only(self) -> None:
         """Called instead of ``draft_late`` after a step that finished every request.
 
-        Nothing is drafted. The step's context is still stored, or kept to be stored later, because
-        other requests may reuse its pages through the prefix cache.
+        Nothing is drafted. The step's context is still kept, because other requests may reuse its
+        pages through the prefix cache.
         """
         if self._undrafted is None:
             return
-        (step, draft), self._undrafted = self._undrafted, None
+        (step, _), self._undrafted = self._undrafted, None
         self._observe(step)
-        self._is_skipped = True
-        self._store_and_draft(step, draft)
+        self._keep_context(step)
 
-    def _draft(self, step: TargetStep, draft: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Decide whether to draft, draft, and choose widths: ``[rows, N]`` token ids."""
-        slots = step.batch.idx_mapping_np
+    def _follow(self, step: TargetStep, draft: DraftPass) -> torch.Tensor:
+        """Draft, or keep the step's context without drafting: ``[rows, N]`` token ids."""
         self._observe(step)
-        only_prompts = bool(self._is_prompt_unfinished(step.batch).all())
-        self._is_skipped = only_prompts or self.policy.limit(slots) == 0
         # Timed from here: `_observe` waits for the target's step, which is not drafting time.
         start = time.perf_counter()
-        drafts = self._store_and_draft(step, draft)
-        if self._trims:
-            self._widths = self._choose_widths(slots, drafts)
-        self._count(step.batch, time.perf_counter() - start)
+        num_reqs = step.batch.num_reqs
+        is_drafting = self._wants_drafts(step.batch)
+        if is_drafting:
+            self._store_context()
+            drafts = draft()
+            self._widths = self._choose_widths(step.batch)
+        else:
+            self._keep_context(step)
+            drafts = self.draft_tokens[:num_reqs]
+            self._widths = np.zeros(num_reqs, dtype=np.int64)
+        self._count(step.batch, is_drafting, time.perf_counter() - start)
         return drafts
 
-    def _store_and_draft(self, step: TargetStep, draft: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Store the step's context and, unless skipped, draft; or keep the context for later."""
-        if self._defers_context(step.batch):
-            cache_slots = self.block_tables.slot_mappings
-            self._deferred.append(step, cache_slots, self.draft_kv_cache_group_ids)
-            return self.draft_tokens[: step.batch.num_reqs]
-        self._store_deferred()
-        slots = step.batch.idx_mapping_np
-        self._block_widths = self.policy.block_widths(slots) if self._narrows else None
-        return draft()
+    # --- context ----------------------------------------------------------------------------------
 
-    def _observe(self, step: TargetStep) -> None:
-        """Tell the policy and the recorder what the target's step did."""
-        if self.policy.reads_outcomes:
-            self.policy.observe(self._verified(step))
-        if self._recorder is not None and not isinstance(self.policy, Rehearsal):
-            self._recorder.observe(recorded_step(step))
+    def _keep_context(self, step: TargetStep) -> None:
+        """Keep the context of a step without a draft pass, to be stored later if nobody needs it.
 
-    def _defers_context(self, batch: InputBatch) -> bool:
-        """Whether this step's context is kept for later (``deferred``) instead of stored now.
-
-        Stored now where several ranks draft together, or where KV transfer may copy the pages. Also
-        with several KV cache groups (a draft window, sliding layers): a page that is freed while
-        its context is kept may become a page of the target, and the late write would destroy it.
+        Stored at once where KV transfer may copy the pages. Also with several KV cache groups (a
+        draft window, sliding layers): a page that is freed while its context is kept may become a
+        page of the target, and the late write would destroy it.
         """
-        return (
-            self._is_skipped
-            and self.pcp_manager is None
-            and self.dp_size == 1
-            and self.vllm_config.kv_transfer_config is None
-            and len(self.kv_cache_config.kv_cache_groups) == 1
-            and self._deferred.admits(batch.num_tokens)
-        )
+        if not self._context.admits(step.batch.num_tokens):
+            self._store_context()
+        self._context.append(step, self.block_tables.slot_mappings, self.draft_kv_cache_group_ids)
+        has_groups = len(self.kv_cache_config.kv_cache_groups) > 1
+        if has_groups or self.vllm_config.kv_transfer_config is not None:
+            self._store_context()
 
-    def _store_deferred(self) -> None:
+    def _store_context(self) -> None:
         """Compute and store all of the kept context, in one product."""
-        if not len(self._deferred):
+        if not len(self._context):
             return
-        context = self._deferred.take()
+        context = self._context.take()
         assert self._layer_group_idx is not None, "our network names its layers"
         self.model.precompute_and_store_context_kv(
             self.model.combine_hidden_states(context.features),
@@ -208,85 +189,14 @@ class Drafter(DFlashSpeculator):
             [context.slots[group] for group in self._layer_group_idx],
         )
 
-    def measure_costs(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-        """Measure what steps cost here, if the policy uses costs. Before the first request.
+    # --- the policy -------------------------------------------------------------------------------
 
-        Args:
-            runner: the worker's Model Runner V2.
-            execute_model: the worker's method of that name.
-        """
-        policy = self.policy
-        if not isinstance(policy, AdaptiveWidth):
-            return
-        options = drafter_options(self.vllm_config)
-        twin = make_policy(options, self.num_speculative_steps, self.max_num_reqs)
-        self.policy = rehearsal = Rehearsal(twin)
-
-        def wait() -> None:
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize(self.device)
-
-        try:
-            costs = measure_costs(runner, execute_model, rehearsal, wait)
-        finally:
-            self.policy = policy
-            self._counts = DraftingCounts.none(self.num_speculative_steps)
-        if costs is not None:
-            policy.costs = costs
-            logger.info("Cost of a step, %s", costs)
-
-    def report(self, drafts: DraftTokenIds) -> CountedDrafts:
-        """The message to the scheduler: each row's first ``width`` drafts, and the counts."""
-        drafts = self._trim(drafts)
-        counts, self._counts = self._counts, DraftingCounts.none(self.num_speculative_steps)
-        return CountedDrafts(drafts.req_ids, drafts.draft_token_ids, counts)
-
-    def _count(self, batch: InputBatch, seconds: float) -> None:
-        """Add a step to the counts. vLLM discards drafts of unfinished prompts: not counted."""
-        num_drafts = self.num_speculative_steps
-        self._counts.seconds += seconds
-        if not self._is_skipped:
-            self._counts.passes += 1
-            self._counts.drafted += batch.num_reqs * num_drafts
-        widths = self._widths if self._trims else np.full(batch.num_reqs, num_drafts)
-        for width in widths[~self._is_prompt_unfinished(batch)].tolist():
-            self._counts.widths[width] += 1
-
-    @staticmethod
-    def _is_prompt_unfinished(batch: InputBatch) -> np.ndarray:
-        """``[rows]`` bool: part of the row's prompt is not computed yet after this step."""
-        computed = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
-        is_unfinished: np.ndarray = computed < batch.prefill_len_np
-        return is_unfinished
-
-    def _trim(self, drafts: DraftTokenIds) -> DraftTokenIds:
-        """Each row's first ``width`` drafts."""
-        if not self._trims:
-            return drafts
-        assert len(drafts.req_ids) == len(self._widths), (len(drafts.req_ids), len(self._widths))
-        kept = [
-            tokens[:width]
-            for tokens, width in zip(drafts.draft_token_ids, self._widths.tolist(), strict=True)
-        ]
-        return DraftTokenIds(drafts.req_ids, kept)
-
-    def _choose_widths(self, slots: np.ndarray, drafts: torch.Tensor) -> np.ndarray:
-        """``[rows]``: how many drafts of each row the policy lets the next step verify."""
-        if self._is_skipped:
-            return np.zeros(len(slots), dtype=np.int64)
-        confidence = None
-        if self.policy.reads_confidence:
-            confidence = self._confidence[: len(slots)].cpu().numpy()
-        widths = self.policy.widths(slots, confidence, self._before_end(drafts))
-        assert widths.shape == slots.shape, (widths.shape, slots.shape)
-        assert ((widths >= 0) & (widths <= self.num_speculative_steps)).all(), widths
-        return widths
-
-    def _before_end(self, drafts: torch.Tensor) -> np.ndarray:
-        """``[rows]``: number of drafts before the first that ends the answer; N if none does."""
-        ends = np.isin(drafts.cpu().numpy(), self._end_ids)
-        before: np.ndarray = np.where(ends.any(axis=1), ends.argmax(axis=1), ends.shape[1])
-        return before
+    def _observe(self, step: TargetStep) -> None:
+        """Tell the policy and the recorder what the target's step did."""
+        if self.policy.reads_outcomes:
+            self.policy.observe(self._verified(step))
+        if self._recorder is not None:
+            self._recorder.observe(recorded_step(step))
 
     def _verified(self, step: TargetStep) -> VerifiedStep:
         """What the target's step did, for the policy; waits for the device."""
@@ -297,6 +207,8 @@ class Drafter(DFlashSpeculator):
         if batch.num_draft_tokens_per_req is not None:
             verified = np.where(in_prompt, 0, batch.num_draft_tokens_per_req)
         accepted = np.where(verified > 0, verified - step.num_rejected.cpu().numpy(), 0)
+        if accepted.any():
+            accepted = np.minimum(accepted, self._before_end(batch))
         logits = None
         if self.policy.reads_prompt:
             # Index of the one logit row of each prompt that ended in this step.
@@ -304,6 +216,65 @@ class Drafter(DFlashSpeculator):
             rows = batch.logits_indices[ends.to(batch.logits_indices.device)]
             logits = self._target_logits(step.last_hidden_states[rows])
         return VerifiedStep(batch.idx_mapping_np, in_prompt, samples, verified, accepted, logits)
+
+    def _before_end(self, batch: InputBatch) -> np.ndarray:
+        """``[rows]``: verified drafts before the first that ends the answer; N if none does."""
+        num_drafts = self.num_speculative_steps
+        last = batch.num_tokens - 1
+        firsts = torch.from_numpy(batch.query_start_loc_np[: batch.num_reqs] + 1).to(self.device)
+        places = (firsts[:, None] + torch.arange(num_drafts, device=self.device)).clamp(max=last)
+        ends = torch.isin(batch.input_ids[places], self._end_ids).cpu().numpy()
+        before: np.ndarray = np.where(ends.any(axis=1), ends.argmax(axis=1), num_drafts)
+        return before
+
+    def _wants_drafts(self, batch: InputBatch) -> bool:
+        """Whether this step drafts; all ranks get the same answer."""
+        if not self._may_skip:
+            return True
+        wants = not bool(self._is_prompt_unfinished(batch).all())
+        wants = wants and self.policy.wants_drafts(batch.idx_mapping_np)
+        return answer_of_first_rank(wants) if self.policy.reads_outcomes else wants
+
+    def _choose_widths(self, batch: InputBatch) -> np.ndarray:
+        """``[rows]``: how many drafts of each row the policy lets the next step verify."""
+        slots, confidence = batch.idx_mapping_np, None
+        if self.policy.reads_confidence:
+            confidence = self._confidence[: len(slots)].cpu().numpy()
+        widths = self.policy.widths(slots, confidence)
+        assert widths.shape == slots.shape, (widths.shape, slots.shape)
+        assert ((widths >= 0) & (widths <= self.num_speculative_steps)).all(), widths
+        return widths
+
+    @staticmethod
+    def _is_prompt_unfinished(batch: InputBatch) -> np.ndarray:
+        """``[rows]`` bool: part of the row's prompt is not computed yet after this step."""
+        computed = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+        is_unfinished: np.ndarray = computed < batch.prefill_len_np
+        return is_unfinished
+
+    # --- what the scheduler is told ---------------------------------------------------------------
+
+    def report(self, drafts: DraftTokenIds) -> CountedDrafts:
+        """The message to the scheduler: each row's first ``width`` drafts, and the counts."""
+        kept = drafts.draft_token_ids
+        if self._trims:
+            assert len(kept) == len(self._widths), (len(kept), len(self._widths))
+            widths = self._widths.tolist()
+            kept = [tokens[:width] for tokens, width in zip(kept, widths, strict=True)]
+        counts, self._counts = self._counts, DraftingCounts.none(self.num_speculative_steps)
+        return CountedDrafts(drafts.req_ids, kept, counts)
+
+    def _count(self, batch: InputBatch, is_drafting: bool, seconds: float) -> None:
+        """Add a step to the counts. vLLM discards drafts of unfinished prompts: not counted."""
+        num_drafts = self.num_speculative_steps
+        self._counts.seconds += seconds
+        if is_drafting:
+            self._counts.passes += 1
+            self._counts.drafted += batch.num_reqs * num_drafts
+        for width in self._widths[~self._is_prompt_unfinished(batch)].tolist():
+            self._counts.widths[width] += 1
+
+    # --- the draft pass ---------------------------------------------------------------------------
 
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
@@ -324,44 +295,74 @@ class Drafter(DFlashSpeculator):
         """vLLM's hook: fill ``draft_tokens`` by one pass over the draft block, or by several.
 
         Of several passes each one decides some positions; the others are masked in the next pass.
+        ``num_reqs`` may count rows of padding, if a CUDA graph is recorded or replayed.
         """
-        if self._is_skipped:
-            return
         arguments = (attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
         if len(self._reveal_counts) == 1:
             super()._generate_draft(num_reqs, num_tokens_padded, *arguments)
             return
-        # Indices of the block's masked positions on the flat token axis, [rows * N].
+        # Indices of the block's masked positions on the flat token axis, [rows * N]. Those of a
+        # padded row are all 0, which is the last token of the first request: it keeps its value.
         places = self.sample_indices[: num_reqs * self.num_speculative_steps]
+        is_padding = self.sample_idx_mapping[: len(places)] < 0
         drafts, confidence = self.draft_tokens[:num_reqs], self._confidence[:num_reqs]
         is_masked = torch.ones_like(drafts, dtype=torch.bool)
+        input_ids = self.input_buffers.input_ids
         for count in self._reveal_counts:
             hidden = self._run_model(num_tokens_padded, *arguments)
             logits = self.model.compute_logits(hidden[places]).view(*drafts.shape, -1)
             reveal_surest(drafts, confidence, is_masked, logits, count)
             tokens = drafts.masked_fill(is_masked, self.parallel_drafting_token_id)
-            self.input_buffers.input_ids[places] = tokens.view(-1).to(torch.int32)
+            tokens = tokens.view(-1).to(input_ids.dtype)
+            input_ids[places] = torch.where(is_padding, input_ids[places], tokens)
+        confidence.masked_fill_(torch.isin(drafts, self._end_ids), 0.0)
 
-    def _build_attn_metadata(
-        self, num_reqs: int, *others: Any, **options: Any
-    ) -> dict[str, Any] | None:
-        """vLLM's hook before the pass; shortens ``seq_lens`` of rows with a narrower block.
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """vLLM's hook of a single pass: the drafts ``[rows * N]``, the likeliest or sampled ones.
 
-        No position sees the masks after the shortened end. So a row's first w drafts are the same
-        as those of a block with only w masks.
+        Sampled drafts use the target's random numbers of their positions (``verification``).
         """
-        if self._block_widths is not None:
-            firsts = self.input_buffers.positions[: num_reqs * self.num_query_per_req]
-            firsts = firsts[:: self.num_query_per_req]  # [rows], position of the last token
-            ends = firsts + 1 + torch.from_numpy(self._block_widths).to(firsts.device)
-            self.input_buffers.seq_lens[:num_reqs] = ends.clamp_(max=self.max_model_len)
-        return super()._build_attn_metadata(num_reqs, *others, **options)
+        if not self._samples_drafts:
+            return super().sample_draft(
+                hidden_states,
+                sample_src_positions,
+                idx_mapping,
+                temperature,
+                seeds,
+                draft_step,
+                draft_logits,
+                spec_step_idx,
+            )
+        logits = self.compute_draft_logits(hidden_states, spec_step_idx)
+        self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
+        return gumbel_sample(
+            logits,
+            idx_mapping,
+            temperature,
+            seeds,
+            sample_src_positions,
+            apply_temperature=True,
+            is_drafting=False,
+            use_fp64=self.use_fp64_gumbel,
+        )
 
     def _maybe_predict_acceptance(
         self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
     ) -> None:
-        """vLLM's hook after a single pass: store the drafter's probability of each draft."""
+        """vLLM's hook after a single pass: store how sure the drafter is at each place."""
         super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         if self.policy.reads_confidence:
-            likeliest = logits.float().softmax(-1).amax(-1).view(-1, self.num_speculative_steps)
-            self._confidence[: len(likeliest)] = likeliest
+            likeliest, tokens = logits.float().softmax(-1).max(-1)
+            useful = likeliest.masked_fill(torch.isin(tokens, self._end_ids), 0.0)
+            useful = useful.view(-1, self.num_speculative_steps)
+            self._confidence[: len(useful)] = useful

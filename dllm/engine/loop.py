@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.logit_rows import LogitRows
+from dllm.engine.ranks import answer_of_first_rank
 from dllm.settings.server import PluginOptions
 
 CPU_LOOP_S = 0.05
@@ -85,8 +85,7 @@ class DenoiseLoop:
     def goes_on(self, num_emitted: torch.Tensor) -> bool:
         """Whether another pass follows one that emitted ``num_emitted`` ``[R]`` tokens.
 
-        Waits for the device. All tensor-parallel ranks get the answer of the first: they do not
-        read the same time on their clocks.
+        Waits for the device.
         """
         now = self.clock()
         next_ends = now + (now - self._last) - self._start  # if it takes as long as this one
@@ -94,10 +93,7 @@ class DenoiseLoop:
         goes_on = in_time and not bool(num_emitted.any())
         self._last = now
         if self._is_parallel:
-            group = get_tp_group()
-            answer = torch.tensor([goes_on])
-            torch.distributed.broadcast(answer, group.ranks[0], group=group.cpu_group)
-            goes_on = bool(answer)
+            goes_on = answer_of_first_rank(goes_on)
         self.num_passes += goes_on
         return goes_on
 

@@ -63,11 +63,44 @@ def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> In
 
 
 @dataclass(frozen=True)
-class MadeUpRequests:
-    """Requests with a prompt of one token, in the messages that a scheduler sends to a worker."""
+class _CanvasRequests:
+    """Requests with a prompt of one token, whose canvases are ``width`` tokens wide.
+
+    They are made of the messages that a scheduler sends to a worker.
+    """
 
     num_reqs: int
     params: SamplingParams
+    width: int
+
+    def serve(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
+        """Run a prompt, a canvas, and a head with a canvas, as far as the server has room."""
+        pages = self.pages(runner, 1 + 2 * self.width)
+        if pages is None:
+            return
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs = self.arriving(pages)
+        # For each pass: tokens computed before it, tokens scheduled, and how many of the scheduled
+        # tokens are canvas tokens.
+        for before, scheduled, canvas in (
+            (0, 1, 0),
+            (1, self.width, self.width),
+            (1, 2 * self.width, self.width),
+        ):
+            fits_budget = self.num_reqs * scheduled <= runner.max_num_tokens
+            if not fits_budget or before + scheduled > runner.max_model_len:
+                continue
+            if before:
+                output = SchedulerOutput.make_empty()
+                output.scheduled_cached_reqs = self.running(before)
+            output.num_scheduled_tokens = dict.fromkeys(self.req_ids, scheduled)
+            output.total_num_scheduled_tokens = self.num_reqs * scheduled
+            output.num_spec_tokens_to_schedule = runner.num_speculative_steps
+            if canvas:
+                output.scheduled_spec_decode_tokens = dict.fromkeys(self.req_ids, [0] * canvas)
+            execute_model(output)
+            runner.sample_tokens(None)
+        execute_model(self.leaving())
 
     @property
     def req_ids(self) -> list[str]:
@@ -127,39 +160,3 @@ class MadeUpRequests:
         finish = SchedulerOutput.make_empty()
         finish.finished_req_ids = set(self.req_ids)
         return finish
-
-
-@dataclass(frozen=True)
-class _CanvasRequests(MadeUpRequests):
-    """Made-up requests of a diffusion model, whose canvases are ``width`` tokens wide."""
-
-    width: int
-
-    def serve(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-        """Run a prompt, a canvas, and a head with a canvas, as far as the server has room."""
-        pages = self.pages(runner, 1 + 2 * self.width)
-        if pages is None:
-            return
-        output = SchedulerOutput.make_empty()
-        output.scheduled_new_reqs = self.arriving(pages)
-        # For each pass: tokens computed before it, tokens scheduled, and how many of the scheduled
-        # tokens are canvas tokens.
-        for before, scheduled, canvas in (
-            (0, 1, 0),
-            (1, self.width, self.width),
-            (1, 2 * self.width, self.width),
-        ):
-            fits_budget = self.num_reqs * scheduled <= runner.max_num_tokens
-            if not fits_budget or before + scheduled > runner.max_model_len:
-                continue
-            if before:
-                output = SchedulerOutput.make_empty()
-                output.scheduled_cached_reqs = self.running(before)
-            output.num_scheduled_tokens = dict.fromkeys(self.req_ids, scheduled)
-            output.total_num_scheduled_tokens = self.num_reqs * scheduled
-            output.num_spec_tokens_to_schedule = runner.num_speculative_steps
-            if canvas:
-                output.scheduled_spec_decode_tokens = dict.fromkeys(self.req_ids, [0] * canvas)
-            execute_model(output)
-            runner.sample_tokens(None)
-        execute_model(self.leaving())

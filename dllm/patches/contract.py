@@ -90,6 +90,11 @@ PATCHES = (
         "makes our speculator for a DFlash drafter",
     ),
     Patch(
+        "vllm.v1.worker.gpu.model_runner.RejectionSampler",
+        "replace, in a worker that drafts",
+        "drafts are kept if they are the tokens of plain decoding: the text never depends on them",
+    ),
+    Patch(
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner.take_draft_token_ids",
         "wrap, in the worker",
         "each request's drafts are cut to the width that the policy chose",

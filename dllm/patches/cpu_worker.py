@@ -20,7 +20,7 @@ from dllm.patches.cpu import (
     register_cpu_kernels,
     reload_compiled_backbone,
 )
-from dllm.patches.drafting import draft_in_this_worker, measure_costs_in_this_worker
+from dllm.patches.drafting import draft_in_this_worker, verify_by_our_rule
 from dllm.patches.worker import Visits, prepare_runner
 
 
@@ -33,6 +33,7 @@ class CanvasCPUWorker(Visits, CPUWorker):
         reload_compiled_backbone()
         allow_product_of_no_rows()
         draft_in_this_worker(vllm_config)
+        verify_by_our_rule()  # also of other methods' drafts: vLLM's rule needs Triton
         # False for vLLM's built-in DiffusionGemma, which has the same architecture name and may run
         # on this worker, too.
         self.serves_canvases = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
@@ -45,7 +46,6 @@ class CanvasCPUWorker(Visits, CPUWorker):
         times = super().compile_or_warm_up_model()
         if self.serves_canvases and self._should_warm_up_model():
             warm_up(self.model_runner, self.execute_model)
-        measure_costs_in_this_worker(self.model_runner, self.execute_model)
         return times
 
     @torch.inference_mode()

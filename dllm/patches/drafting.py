@@ -209,22 +209,17 @@ def drafter_of_this_process() -> Any:
     return _drafter
 
 
-def measure_costs_in_this_worker(runner: Any, execute_model: Any) -> None:
-    """Measure how long steps take on this machine, if the width policy uses that.
-
-    Called by a worker at the end of its start, when everything is compiled.
-
-    Args:
-        runner: the worker's Model Runner V2.
-        execute_model: the worker's method of that name.
-    """
-    from dllm.drafter.speculator import Drafter
-
-    if isinstance(runner.speculator, Drafter):
-        runner.speculator.measure_costs(runner, execute_model)
-
-
 def draft_in_this_worker(vllm_config: Any) -> None:
     """Called by a worker: patch its model runner if this server has a drafter of ours."""
     if drafts_with_ours(vllm_config.speculative_config):
         _patch_runner()
+        verify_by_our_rule()
+
+
+def verify_by_our_rule() -> None:
+    """Let this process keep drafts that are the target's own tokens, whoever made them."""
+    from vllm.v1.worker.gpu import model_runner
+
+    from dllm.drafter.verification import DrafterInvariantSampler
+
+    model_runner.RejectionSampler = DrafterInvariantSampler  # type: ignore[misc]

@@ -5,10 +5,9 @@
 
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu_worker import Worker
-from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.patches.contract import SCHEDULER
-from dllm.patches.drafting import draft_in_this_worker, measure_costs_in_this_worker
+from dllm.patches.drafting import draft_in_this_worker
 from dllm.patches.worker import Visits, prepare_runner
 
 
@@ -21,9 +20,3 @@ class CanvasGPUWorker(Visits, Worker):
             prepare_runner()
         draft_in_this_worker(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
-
-    def compile_or_warm_up_model(self) -> CompilationTimes:
-        """vLLM's warm-up; then the cost of steps is measured if the width policy needs it."""
-        times = super().compile_or_warm_up_model()
-        measure_costs_in_this_worker(self.model_runner, self.execute_model)
-        return times

@@ -21,8 +21,6 @@ POLICY_OPTIONS = {
 }
 HYSTERESES = FloatRange(0.0, 1.0)  # allowed values of `hysteresis`
 NOISE_SCHEDULES = ("cosine", "linear", "sqrt")
-FULL, CHOSEN = "full", "chosen"
-BLOCKS = (FULL, CHOSEN)
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class DrafterOptions:
         denoise_steps: passes over the draft block; with several, each decides the positions of
             which the drafter is surest.
         noise_schedule: how many tokens each of these passes decides (``dllm.drafter.schedule``).
-        block: width of the draft block: ``full`` is always num_speculative_tokens; ``chosen`` is
-            the policy's width (``fixed`` and ``pilot``), so that no position sees masks after it.
         mask_token_id, mask_token: the token at undecided positions, if the checkpoint does not name
             one.
         record: folder in which tokens and hidden states of live traffic are recorded, for
@@ -61,7 +57,6 @@ class DrafterOptions:
     window: int | None = None
     denoise_steps: int = 1
     noise_schedule: str = "cosine"
-    block: str = FULL
     mask_token_id: int | None = None
     mask_token: str | None = None
     record: str | None = None
@@ -79,7 +74,6 @@ class DrafterOptions:
         for key, allowed in (
             ("policy", POLICIES),
             ("noise_schedule", NOISE_SCHEDULES),
-            ("block", BLOCKS),
         ):
             if getattr(self, key) not in allowed:
                 raise ValueError(
@@ -99,12 +93,6 @@ class DrafterOptions:
             raise ValueError(
                 f'{WHERE}: policy "pilot" needs "pilot": the folder that `dllm train pilot --out` '
                 "wrote."
-            )
-        if self.block == CHOSEN and (self.policy == "adaptive" or self.denoise_steps > 1):
-            raise ValueError(
-                f'{WHERE}: block = "{CHOSEN}" with policy "{self.policy}" and denoise_steps = '
-                f"{self.denoise_steps}; allowed with fixed or pilot, whose widths are known before "
-                "drafting, and one step. Leave one of them out."
             )
         for field in fields(self):
             owner = POLICY_OPTIONS.get(field.name, self.policy)

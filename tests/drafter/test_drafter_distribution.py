@@ -2,8 +2,8 @@
 
 The target is a table of conditional probabilities, so the joint distribution of three tokens behind
 each of three prompts is known exactly. Requests come and go in a batch as in the engine; the
-policies are the real ones, told what the speculator tells them, and drafts are verified by vLLM's
-own rejection sampler, which runs the CPU kernels here.
+policies are the real ones, told what the speculator tells them, and drafts are verified by our
+rule. More than the distribution holds: the tokens are those that plain decoding draws.
 
 A chi-square test at level 1e-3. It has 3 * 26 degrees of freedom, so 99.9% of exact samplers stay
 below 122. An error of 1% in total variation adds at least n (2 TV)^2 to the mean of 78 (least if it
@@ -11,8 +11,6 @@ is a fixed share of every probability), which is 72 for 180,000 samples: mean 15
 sqrt(2 (78 + 2 * 72)) = 21, and 0.9 of such samplers are found.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,12 +20,12 @@ import torch
 
 from dllm.cpu.ragged import spread
 from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.costs import CostTable
 from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.drafter.widths.survival import NUM_BINS
 from dllm.patches.cpu import register_cpu_kernels
 from dllm.patches.install import install
+from tests.support.drafter_harness import FixedCosts
 from tests.support.engine_harness import Engine  # noqa: F401  sets vLLM's environment first
 
 VOCAB, LENGTH, NUM_PROMPTS, NUM_DRAFTS = 3, 3, 3, 3
@@ -35,8 +33,9 @@ NUM_SAMPLES = 180_000
 LEVEL = 1e-3
 NUM_SLOTS = 600
 PROMPT_LENGTH = 10
+END = 0  # the token that ends an answer, for policies; answers go on for three tokens all the same
 
-Verify = Callable[..., tuple[np.ndarray, np.ndarray]]  # of a Step
+Verify = Callable[["Step"], tuple[np.ndarray, np.ndarray]]
 
 
 # --- the target -----------------------------------------------------------------------------------
@@ -74,6 +73,7 @@ class Step:
         lengths: ``[rows]`` tokens so far.
         numbers: ``[rows, N + 1]`` the prefix of those, and of those and 1, 2, ..., N drafts.
         drafts: ``[rows, N]``.
+        draft_logits: ``[rows, N, vocab]``, what they were drawn from.
         widths: ``[rows]`` how many of them are verified.
     """
 
@@ -82,75 +82,128 @@ class Step:
     lengths: np.ndarray
     numbers: np.ndarray
     drafts: np.ndarray
+    draft_logits: np.ndarray
     widths: np.ndarray
 
     def in_order(self, order: np.ndarray) -> "Step":
         return Step(*(each[order] for each in vars(self).values()))
 
 
-@pytest.fixture(scope="module")
-def verify() -> Verify:
-    """vLLM's rejection sampler: tokens ``[rows, N + 1]``, and how many of them there are."""
+@pytest.fixture(scope="module", autouse=True)
+def cpu_kernels() -> None:
+    """vLLM's sampling functions run without Triton."""
     install(serve_with_dllm=True)
     register_cpu_kernels(include_sampling=True)
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler_utils
 
-    def verify(
-        step: Step, forgets_places: bool = False, by_block: bool = False, fresh_noise: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
-        starts = np.concatenate(([0], (step.widths + 1).cumsum()))
-        rows, places = spread(starts)
-        prefixes = step.numbers[rows, places]
-        given = np.where(places > 0, step.drafts[rows, places - 1], 0)
-        positions = PROMPT_LENGTH + step.lengths[rows] + places
-        seeds = np.zeros(NUM_SLOTS, dtype=np.int64)
-        seeds[step.slots] = step.requests * 16 + step.lengths * fresh_noise
-        sampled, num_sampled = rejection_sampler_utils.rejection_sample(
-            torch.from_numpy(LOGITS[OFFSETS[step.lengths[rows] + places] + prefixes]),
-            None,
-            torch.from_numpy(given).int(),
-            torch.from_numpy(starts).int(),
-            torch.from_numpy(positions * (not forgets_places)),
-            torch.from_numpy(step.slots),
-            torch.from_numpy(step.slots[rows]),
-            torch.from_numpy(places).int(),
-            torch.ones(NUM_SLOTS),
-            torch.from_numpy(seeds),
-            NUM_DRAFTS,
-            use_block_verification=by_block,
-        )
-        return sampled.numpy(), num_sampled.numpy()
 
-    return verify
+def gumbel(logits: np.ndarray, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """vLLM's sampler at temperature 1, ``[rows]`` tokens; a request's number is its seed."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    seeds, rows = np.unique(requests, return_inverse=True)
+    return gumbel_sample(
+        torch.from_numpy(logits),
+        torch.from_numpy(rows),
+        torch.ones(len(seeds)),
+        torch.from_numpy(seeds),
+        torch.from_numpy(positions),
+        apply_temperature=True,
+        is_drafting=False,
+    ).numpy()
+
+
+def verify(step: Step, position: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Our rule: tokens ``[rows, N + 1]``, and how many of them there are.
+
+    Args:
+        position: at 0 every place gets the same random numbers, which is wrong.
+    """
+    from dllm.drafter.verification import keep_own_tokens
+
+    starts = np.concatenate(([0], (step.widths + 1).cumsum()))
+    rows, places = spread(starts)
+    lengths = step.lengths[rows] + places
+    logits = LOGITS[OFFSETS[lengths] + step.numbers[rows, places]]
+    own = gumbel(logits, step.requests[rows], (PROMPT_LENGTH + lengths) * position)
+    given = np.where(places > 0, step.drafts[rows, places - 1], 0)
+    tokens, num_emitted = keep_own_tokens(
+        torch.from_numpy(own), torch.from_numpy(given), torch.from_numpy(starts), NUM_DRAFTS
+    )
+    return tokens.numpy(), num_emitted.numpy()
+
+
+def verify_by_ratio(step: Step) -> tuple[np.ndarray, np.ndarray]:
+    """Rejection sampling as in the literature, with random numbers of its own.
+
+    Exact if widths do not depend on the drafts: draft x is kept with probability min(1, p/q), and
+    the first that is not gives way to a token drawn from max(p - q, 0).
+    """
+    rng = np.random.default_rng(step.requests.sum() + step.lengths.sum())
+    num_rows = len(step.slots)
+    everyone = np.arange(num_rows)
+    tokens = np.zeros((num_rows, NUM_DRAFTS + 1), dtype=np.int64)
+    num_emitted, goes_on = np.zeros(num_rows, dtype=np.int64), np.ones(num_rows, dtype=bool)
+    for place in range(NUM_DRAFTS + 1):
+        target = softmax(LOGITS[OFFSETS[step.lengths + place] + step.numbers[:, place]])
+        is_verified = place < step.widths
+        draft = step.drafts[:, min(place, NUM_DRAFTS - 1)]
+        proposed = softmax(step.draft_logits[:, min(place, NUM_DRAFTS - 1)])
+        ratio = target[everyone, draft] / proposed[everyone, draft]
+        is_kept = is_verified & (rng.random(num_rows) < ratio)
+        rest = np.where(is_verified[:, None], np.maximum(target - proposed, 0) + 1e-300, target)
+        rest = rest.cumsum(1) / rest.sum(1, keepdims=True)
+        other = (rng.random((num_rows, 1)) > rest).sum(1)
+        tokens[:, place] = np.where(is_kept, draft, other)
+        num_emitted += goes_on
+        goes_on = goes_on & is_kept
+    return tokens, num_emitted
 
 
 # --- drafters -------------------------------------------------------------------------------------
 
 
-def draft(kind: str, lengths: np.ndarray, numbers: np.ndarray, rng: np.random.Generator):
-    """Drafts ``[rows, N]``, the prefixes behind them ``[rows, N + 1]``, how sure the drafter is.
+def draft(kind: str, requests: np.ndarray, lengths: np.ndarray, numbers: np.ndarray, noise=gumbel):
+    """Drafts ``[rows, N]``, what they were drawn from, and the prefixes behind them.
 
-    A good one says what is likeliest and how likely it is; a bad one knows nothing; an adversarial
-    one says what is least likely and is the surer, the less likely it is.
+    A good drafter says what is likeliest; a bad one knows nothing; an adversarial one says what is
+    least likely; a sampling one draws from a distribution that is near the target's.
     """
-    drafts, sure = [], []
-    prefixes = [numbers]
+    drafts, logits, prefixes = [], [], [numbers]
+    rng = np.random.default_rng(requests.sum() + lengths.sum())
     for place in range(NUM_DRAFTS):
-        known = softmax(LOGITS[OFFSETS[lengths + place] + prefixes[-1]])
-        if kind == "bad":
-            drafts.append(rng.integers(0, VOCAB, len(numbers)))
-            sure.append(rng.random(len(numbers)))
-        else:
-            drafts.append(known.argmax(-1) if kind == "good" else known.argmin(-1))
-            sure.append(known.max(-1) if kind == "good" else 1 - known.min(-1))
-        prefixes.append(prefixes[-1] * VOCAB + drafts[-1])
-    return np.stack(drafts, 1), np.stack(prefixes, 1), np.stack(sure, 1)
+        known = LOGITS[OFFSETS[lengths + place] + prefixes[-1]]
+        guessed = {
+            "good": known,
+            "bad": rng.normal(0, 1, known.shape).astype(np.float32),
+            "adversarial": -known,
+            # Of the tokens so far, which a parallel drafter knows; not of the drafts.
+            "sampled": 0.8 * LOGITS[OFFSETS[lengths + place] + numbers * VOCAB**place] + 0.3,
+        }[kind].astype(np.float32)
+        chosen = guessed.argmax(-1)
+        if kind == "sampled":
+            chosen = noise(guessed, requests, PROMPT_LENGTH + lengths + place)
+        drafts.append(chosen)
+        logits.append(guessed)
+        prefixes.append(prefixes[-1] * VOCAB + chosen)
+    return np.stack(drafts, 1), np.stack(logits, 1), np.stack(prefixes, 1)
+
+
+def independent_noise(logits: np.ndarray, requests: np.ndarray, _: np.ndarray) -> np.ndarray:
+    """Samples that share no random numbers with anything, as rejection sampling wants them."""
+    rng = np.random.default_rng(requests.sum() + int(1e4 * np.abs(logits).sum()))
+    return (logits + rng.gumbel(size=logits.shape)).argmax(-1)
+
+
+def confidence(logits: np.ndarray) -> np.ndarray:
+    """``[rows, N]``, as the speculator stores it."""
+    probabilities = softmax(logits)
+    return np.where(probabilities.argmax(-1) == END, 0, probabilities.max(-1))
 
 
 # --- policies -------------------------------------------------------------------------------------
 
 
-POLICIES, DRAFTERS = ("fixed", "pilot", "adaptive"), ("good", "bad", "adversarial")
+POLICIES, DRAFTERS = ("fixed", "pilot", "adaptive"), ("good", "bad", "adversarial", "sampled")
 PILOT_SEED = 30  # of a random network that chooses 0, 1 and 2 behind the three prompts
 
 
@@ -164,14 +217,10 @@ def make(kind: str, drafter: str) -> WidthPolicy:
         policy = AdaptiveWidth(NUM_DRAFTS, NUM_SLOTS, clock=lambda: 0.0)
         # What full width costs, if no width costs 1: so much that it depends on each request
         # whether a draft is worth it. Plain steps are dear, so that drafting never stops.
-        dear = {"good": 1.8, "bad": 1.5, "adversarial": 1.1}[drafter]
-        policy.costs = CostTable(
-            np.array([1]),
-            np.array([0, NUM_DRAFTS]),
-            np.array([[1.0, dear]]),
-            np.array([3.0]),
-        )
-        teach(policy, {"good": 0.6, "bad": 1 / 3, "adversarial": 0.1}[drafter])
+        dear = {"good": 1.5, "bad": 1.25, "adversarial": 1.1, "sampled": 1.3}[drafter]
+        policy.costs = FixedCosts(NUM_DRAFTS, plain=3.0, drafting=1.0, per_block=dear - 1.0)
+        rate = {"good": 0.6, "bad": 1 / 3, "adversarial": 0.1, "sampled": 0.4}[drafter]
+        teach(policy, rate)
         return policy
     return FixedWidth(NUM_DRAFTS, 2)
 
@@ -189,23 +238,33 @@ def teach(policy: AdaptiveWidth, rate: float) -> None:
 # --- serving --------------------------------------------------------------------------------------
 
 
-def serve(verify: Verify, policy: WidthPolicy, drafter: str, num_samples: int):
+def serve(
+    policy: WidthPolicy,
+    drafter: str,
+    num_samples: int,
+    verify: Verify = verify,
+    noise: Callable[..., np.ndarray] = gumbel,
+    peeks: bool = False,
+):
     """Requests 0, 1, 2, ..., each with the next prompt; every slot always has one.
 
     Runs until all of the first ``num_samples`` have three tokens, so that none counts for being
     fast.
 
+    Args:
+        verify, noise: the rule, and what sampled drafts are drawn with.
+        peeks: widths are cut in front of a draft that ends the answer. A policy is not told.
+
     Returns:
-        ``[prompts, 27]`` how often each three tokens came, and ``[N + 1]`` how often each width was
-        chosen for a request that went on.
+        ``[num_samples]`` the number of each request's three tokens behind its prompt, and
+        ``[N + 1]`` how often each width was chosen for a request that went on.
     """
     rng = np.random.default_rng(0)
-    slots, drafts = (
-        np.arange(NUM_SLOTS),
-        np.zeros((NUM_SLOTS, NUM_DRAFTS), dtype=np.int64),
-    )
+    slots = np.arange(NUM_SLOTS)
+    drafts = np.zeros((NUM_SLOTS, NUM_DRAFTS), dtype=np.int64)
+    draft_logits = np.zeros((NUM_SLOTS, NUM_DRAFTS, VOCAB), dtype=np.float32)
     prompts = np.tile(slots % NUM_PROMPTS, (NUM_DRAFTS + 1, 1)).T
-    step = Step(slots, slots, 0 * slots, prompts, drafts, 0 * slots)
+    step = Step(slots, slots, 0 * slots, prompts, drafts, draft_logits, 0 * slots)
     found, chosen = np.full(num_samples, -1), np.zeros(NUM_DRAFTS + 1, dtype=np.int64)
     while step.requests.min() < num_samples:
         step = step.in_order(rng.permutation(NUM_SLOTS))  # a row is not a slot
@@ -225,20 +284,27 @@ def serve(verify: Verify, policy: WidthPolicy, drafter: str, num_samples: int):
         requests[is_over] = requests.max() + 1 + np.arange(is_over.sum())
         numbers = np.where(is_over, requests % NUM_PROMPTS, numbers)
         lengths = np.where(is_over, 0, lengths)
-        drafts, numbers, sure = draft(drafter, lengths, numbers, rng)
+        drafts, draft_logits, numbers = draft(drafter, requests, lengths, numbers, noise)
         widths = 0 * lengths
-        if policy.limit(step.slots):
-            sure_of = sure if policy.reads_confidence else None
-            widths = policy.widths(step.slots, sure_of, before_end(drafts))
+        if policy.wants_drafts(step.slots):
+            sure = confidence(draft_logits) if policy.reads_confidence else None
+            widths = policy.widths(step.slots, sure)
+        if peeks:
+            widths = np.minimum(widths, before_end(drafts))
         chosen += np.bincount(widths[~is_over], minlength=NUM_DRAFTS + 1)
         widths = np.where(is_over, 0, widths)  # a new request begins with its prompt
-        step = Step(step.slots, requests, lengths, numbers, drafts, widths)
-    return np.bincount(found, minlength=SIZES[LENGTH]).reshape(NUM_PROMPTS, -1), chosen
+        step = Step(step.slots, requests, lengths, numbers, drafts, draft_logits, widths)
+    return found, chosen
+
+
+def counts(found: np.ndarray) -> np.ndarray:
+    """``[prompts, 27]``: how often each three tokens came behind each prompt."""
+    return np.bincount(found, minlength=SIZES[LENGTH]).reshape(NUM_PROMPTS, -1)
 
 
 def before_end(drafts: np.ndarray) -> np.ndarray:
-    """``[rows]``, as if token 0 ended an answer: widths then depend on the drafts themselves."""
-    ends = drafts == 0
+    """``[rows]``: drafts before the first that ends the answer."""
+    ends = drafts == END
     return np.where(ends.any(axis=1), ends.argmax(axis=1), NUM_DRAFTS)
 
 
@@ -246,9 +312,21 @@ def outcome(step: Step, num_sampled: np.ndarray) -> VerifiedStep:
     """What the speculator tells a policy of a step."""
     in_prompt = step.lengths == 0
     accepted = np.where(step.widths > 0, num_sampled - 1, 0)
+    accepted = np.minimum(accepted, before_end(step.drafts))
     logits = torch.from_numpy(LOGITS[step.numbers[in_prompt, 0]])
     everyone = np.ones_like(in_prompt)
     return VerifiedStep(step.slots, in_prompt, everyone, step.widths, accepted, logits)
+
+
+def decode(num_samples: int) -> np.ndarray:
+    """Plain decoding of the same requests: ``[num_samples]`` numbers as in ``serve``."""
+    requests = np.arange(num_samples)
+    numbers = requests % NUM_PROMPTS
+    for length in range(LENGTH):
+        positions = np.full(num_samples, PROMPT_LENGTH + length)
+        tokens = gumbel(LOGITS[OFFSETS[length] + numbers], requests, positions)
+        numbers = numbers * VOCAB + tokens
+    return numbers
 
 
 # --- the test -------------------------------------------------------------------------------------
@@ -274,90 +352,95 @@ def p_value(observed: np.ndarray, probabilities: np.ndarray) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
+RIGHT = joint(softmax(LOGITS))
+
+
+@pytest.fixture(scope="module")
+def plain() -> np.ndarray:
+    return decode(NUM_SAMPLES)
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", POLICIES)
-def test_the_first_three_tokens_have_the_targets_distribution(verify, kind, drafter):
-    observed, chosen = serve(verify, make(kind, drafter), drafter, NUM_SAMPLES)
-    assert observed.sum() == NUM_SAMPLES
-    assert p_value(observed, joint(softmax(LOGITS))) > LEVEL
+def test_the_first_three_tokens_have_the_targets_distribution(plain, kind, drafter):
+    found, chosen = serve(make(kind, drafter), drafter, NUM_SAMPLES)
+    assert p_value(counts(found), RIGHT) > LEVEL
+    np.testing.assert_array_equal(found, plain)
     if kind != "fixed":
         assert (chosen[:3] > 1000).all(), chosen  # width 0 among them
+
+
+def test_not_even_a_width_that_reads_sampled_drafts_changes_a_token(plain):
+    found, chosen = serve(make("fixed", "sampled"), "sampled", NUM_SAMPLES, peeks=True)
+    assert (chosen[:3] > 1000).all(), chosen
+    np.testing.assert_array_equal(found, plain)
+
+
+def test_sampled_drafts_share_the_targets_random_numbers():
+    """So that more of them are kept than of independent ones."""
+    rng = np.random.default_rng(0)
+    rows, positions = np.arange(20_000), np.zeros(20_000, dtype=np.int64)
+    target = np.tile(rng.normal(0, 2, (1, 8)).astype(np.float32), (len(rows), 1))
+    guess = target + np.float32(0.3) * rng.normal(0, 1, (1, 8)).astype(np.float32)
+    own, shared = gumbel(target, rows, positions), gumbel(guess, rows, positions)
+    distance = np.abs(softmax(target[0]) - softmax(guess[0])).sum() / 2
+    assert (own == shared).mean() > (1 - distance) / (1 + distance) - 0.01  # 3 deviations
+    assert (own == gumbel(guess, rows, positions + 1)).mean() < 0.7 * (own == shared).mean()
 
 
 # --- it would find an error -----------------------------------------------------------------------
 
 
-def peeking(verify: Verify, share: float) -> Verify:
-    """Cuts the widths of a share of the requests to what was kept: the rejected draft is forgotten.
-
-    Its place then gets a token from the whole distribution, the draft's included.
-    """
-
-    def verify_twice(step: Step) -> tuple[np.ndarray, np.ndarray]:
-        kept = verify(step)[1] - 1
-        peeks = (step.requests + 0.5) * (5**0.5 - 1) / 2 % 1 < share
-        return verify(dataclasses.replace(step, widths=np.where(peeks, kept, step.widths)))
-
-    return verify_twice
-
-
-def peeked_probabilities() -> np.ndarray:
-    """Behind every prefix, if all peek at good drafts: kept, or anything."""
-    known = softmax(LOGITS)
-    likeliest = known.max(-1, keepdims=True)
-    peeked = (known == likeliest) * likeliest + (1 - likeliest) * known
-    return np.where(np.arange(len(known))[:, None] < OFFSETS[1], known, peeked)
-
-
-def test_a_width_that_knows_what_was_kept_is_found(verify):
-    """An error of exactly 1%: the least that the test is to find."""
-    right, wrong = joint(softmax(LOGITS)), joint(peeked_probabilities())
-    variation = np.abs(wrong - right).sum() / 2 / NUM_PROMPTS
-    policy = make("fixed", "good")
-    observed, _ = serve(peeking(verify, share=1), policy, "good", NUM_SAMPLES // 10)
-    assert p_value(observed, wrong) > LEVEL > p_value(observed, right)
-    observed, _ = serve(peeking(verify, 0.01 / variation), policy, "good", NUM_SAMPLES)
-    assert p_value(observed, right) < LEVEL
-
-
-def test_noise_that_repeats_is_found(verify):
-    """Every token alone has the right distribution, but not beside those before it."""
-    observed, _ = serve(
-        functools.partial(verify, forgets_places=True),
-        make("fixed", "bad"),
-        "bad",
-        NUM_SAMPLES // 10,
+@pytest.mark.parametrize("peeks", [False, True])
+def test_with_rejection_sampling_a_width_must_not_read_sampled_drafts(peeks):
+    """Drafts in front of which widths are cut escape rejection: too few answers end."""
+    found, _ = serve(
+        make("fixed", "sampled"),
+        "sampled",
+        NUM_SAMPLES,
+        verify=verify_by_ratio,
+        noise=independent_noise,
+        peeks=peeks,
     )
-    right = joint(softmax(LOGITS))
+    assert (p_value(counts(found), RIGHT) < LEVEL) is peeks
+
+
+def test_noise_that_repeats_is_found():
+    """Every token alone has the right distribution, but not beside those before it."""
+    found, _ = serve(
+        make("fixed", "bad"), "bad", NUM_SAMPLES // 10, verify=lambda step: verify(step, 0)
+    )
+    observed = counts(found)
     first = observed.reshape(NUM_PROMPTS, VOCAB, -1).sum(-1)
     assert np.abs(first / first.sum(1, keepdims=True) - softmax(LOGITS[:NUM_PROMPTS])).max() < 0.02
-    assert p_value(observed, right) < LEVEL
-
-
-def test_block_verification_is_not_exact_because_noise_repeats(verify):
-    """Why ``pair`` refuses it: vLLM's noise is a function of seed and position.
-
-    Block verification keeps drafts through the last whose number is low enough, so that the numbers
-    behind are known to be high. The next step looks at the same ones again. With other numbers in
-    every step it is exact.
-    """
-    right = joint(softmax(LOGITS))
-    for fresh_noise in (False, True):
-        block = functools.partial(verify, by_block=True, fresh_noise=fresh_noise)
-        observed, _ = serve(block, make("fixed", "good"), "good", NUM_SAMPLES // 40)
-        assert (p_value(observed, right) > LEVEL) is fresh_noise
+    assert p_value(observed, RIGHT) < LEVEL
 
 
 def test_an_error_of_one_percent_is_found():
     """Samples of a distribution 1% away, as far from it in chi-square as the least visible one."""
-    right = joint(softmax(LOGITS))
-    sign = np.tile(np.where(np.arange(right.shape[1]) % 2 == 0, 1.0, -1.0), (NUM_PROMPTS, 1))
-    sign[:, 1::2] *= right[:, ::2].sum(1, keepdims=True) / right[:, 1::2].sum(1, keepdims=True)
-    wrong = right * (1 + sign * 0.02 / np.abs(right * sign).sum(1, keepdims=True))
-    assert np.abs(wrong - right).sum(1) / 2 == pytest.approx(0.01)
+    sign = np.tile(np.where(np.arange(RIGHT.shape[1]) % 2 == 0, 1.0, -1.0), (NUM_PROMPTS, 1))
+    sign[:, 1::2] *= RIGHT[:, ::2].sum(1, keepdims=True) / RIGHT[:, 1::2].sum(1, keepdims=True)
+    wrong = RIGHT * (1 + sign * 0.02 / np.abs(RIGHT * sign).sum(1, keepdims=True))
+    assert np.abs(wrong - RIGHT).sum(1) / 2 == pytest.approx(0.01)
     rng = np.random.default_rng(0)
     found = 0
     for _ in range(50):
         observed = rng.multinomial(NUM_SAMPLES // NUM_PROMPTS, wrong)
-        found += p_value(observed, right) <= LEVEL
+        found += p_value(observed, RIGHT) <= LEVEL
     assert found >= 45, found
+
+
+# --- the rule alone -------------------------------------------------------------------------------
+
+
+def test_own_tokens_are_kept_up_to_the_first_that_differs():
+    from dllm.drafter.verification import keep_own_tokens
+
+    own = torch.tensor([7, 8, 9, 1, 5, 6, 4])
+    inputs = torch.tensor([0, 7, 8, 3, 2, -1, 6])  # -1: must not be kept
+    starts = torch.tensor([0, 3, 4, 7])
+    tokens, num_emitted = keep_own_tokens(own, inputs, starts, 3)
+    assert num_emitted.tolist() == [3, 1, 1] and num_emitted.dtype == torch.int32
+    emitted = [row[:count] for row, count in zip(tokens.tolist(), num_emitted, strict=True)]
+    assert emitted == [[7, 8, 9], [1], [5]]
+    assert tokens.shape == (3, 4)

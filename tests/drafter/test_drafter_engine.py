@@ -16,12 +16,12 @@ from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.pair import drafter_config as read_config
 from dllm.drafter.schedule import reveal_counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.costs import CostTable
 from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.train.pilot import trials
 from tests.drafter.test_drafter_distribution import p_value
 from tests.support.drafter_harness import (
+    FixedCosts,
     assert_greedy,
     drafting_engine,
     greedy,
@@ -165,41 +165,6 @@ def test_every_option_at_once_drafts_as_the_definition(target, windowed):
             assert bool(draft.logits.isneginf().sum(-1).eq(512 - 256).all())
 
 
-class Narrow(FixedWidth):
-    """Blocks of another width in every row and step, 0 and N among them."""
-
-    def __init__(self, num_drafts: int) -> None:
-        super().__init__(num_drafts)
-        self.asked: list[list[int]] = []
-
-    def block_widths(self, slots: np.ndarray) -> np.ndarray:
-        widths = (slots + len(self.asked)) % (self.num_drafts + 1)
-        self.asked.append(widths.tolist())
-        return widths
-
-    def widths(
-        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
-    ) -> np.ndarray:
-        return np.full(len(slots), self.num_drafts)
-
-
-def test_a_narrow_blocks_drafts_are_those_of_a_block_that_ends_there(target, drafting, monkeypatch):
-    """Beside wide ones in the same pass; behind a prompt that is shorter than the full block."""
-    drafting.reset_prefix_cache()
-    monkeypatch.setattr(drafting.runner.speculator, "_narrows", True)
-    policy = Narrow(NUM_DRAFTS)
-    with policy_of(drafting, policy), watch_drafts(drafting) as seen:
-        drafting.generate([prompt(2, 3), prompt(10, 4), prompt(20, 5)], greedy(12))
-    widths = [width for step in policy.asked for width in step]
-    assert len(widths) == len(seen) and set(widths) == set(range(NUM_DRAFTS + 1))
-    expected = reference(target, drafting, random_drafter())
-    with torch.inference_mode():
-        for draft, width in zip(seen, widths, strict=True):
-            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * width
-            logits = expected.logits(draft.tokens[:-1], block)[1:]
-            torch.testing.assert_close(draft.logits[:width], logits, rtol=RTOL, atol=RTOL * 10)
-
-
 class Bursts(WidthPolicy):
     """Several steps without drafting, then two with, of which the target verifies nothing."""
 
@@ -207,13 +172,11 @@ class Bursts(WidthPolicy):
         super().__init__(num_drafts)
         self.num_steps = 0
 
-    def limit(self, slots: np.ndarray) -> int:
+    def wants_drafts(self, slots: np.ndarray) -> bool:
         self.num_steps += 1
-        return self.num_drafts if self.num_steps % 9 < 2 else 0
+        return self.num_steps % 9 < 2
 
-    def widths(
-        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
-    ) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         return np.zeros(len(slots), dtype=np.int64)
 
 
@@ -222,9 +185,9 @@ def test_context_that_was_left_for_later_is_there_when_drafting(target, drafting
     drafting.reset_prefix_cache()
     speculator = drafting.runner.speculator
     stored = []
-    store = speculator._store_deferred
+    store = speculator._store_context
     monkeypatch.setattr(
-        speculator, "_store_deferred", lambda: (stored.append(len(speculator._deferred)), store())
+        speculator, "_store_context", lambda: (stored.append(len(speculator._context)), store())
     )
     prompts = [prompt(20, 7), prompt(50, 8)]
     with policy_of(drafting, Bursts(NUM_DRAFTS)), watch_drafts(drafting) as seen:
@@ -299,12 +262,10 @@ class AnyWidth(WidthPolicy):
     def observe(self, step: VerifiedStep) -> None:
         self.steps.append(step)
 
-    def limit(self, slots: np.ndarray) -> int:
-        return self.num_drafts if self.rng.random() < 0.9 else 0
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        return bool(self.rng.random() < 0.9)
 
-    def widths(
-        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
-    ) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         assert confidence is not None and confidence.shape == (len(slots), self.num_drafts)
         self.confidence.append(confidence.copy())
         self.asked.append(self.rng.integers(0, self.num_drafts + 1, len(slots)))
@@ -317,9 +278,7 @@ def make(kind: str, engine: Any) -> WidthPolicy:
     if kind == "adaptive":
         policy = AdaptiveWidth(NUM_DRAFTS, slots, clock=lambda: 0.0)
         # Drafts dear enough that how likely each is kept decides.
-        policy.costs = CostTable(
-            np.array([1]), np.array([0, NUM_DRAFTS]), np.array([[1.1, 3.5]]), np.array([1.0])
-        )
+        policy.costs = FixedCosts(NUM_DRAFTS, plain=1.0, drafting=1.1, per_block=2.4)
         return policy
     if kind == "pilot":
         torch.manual_seed(0)
@@ -345,6 +304,59 @@ def test_greedy_output_is_the_targets(target, drafting, kind):
     for given, output in zip(prompts, outputs, strict=True):
         assert len(output) == 160
         assert_greedy(target, given, output)
+
+
+def test_without_drafts_the_context_is_stored_and_the_drafter_does_not_run(windowed):
+    """With a window the context cannot wait. vLLM's own step would run a draft pass, too."""
+    engine, *_ = windowed
+    engine.reset_prefix_cache()
+    speculator = engine.runner.speculator
+    passes, stored = [], []
+    generate, store = speculator._generate_draft, speculator.model.precompute_and_store_context_kv
+    speculator._generate_draft = lambda *a, **k: (passes.append(a), generate(*a, **k))
+    speculator.model.precompute_and_store_context_kv = lambda *a: (stored.append(a), store(*a))
+    try:
+        with policy_of(engine, FixedWidth(NUM_DRAFTS, 0)):
+            engine.generate([prompt(30)], greedy(10))
+    finally:
+        del speculator._generate_draft, speculator.model.precompute_and_store_context_kv
+    assert not passes
+    assert sum(len(positions) for _, positions, _ in stored) == 30 + 9
+
+
+def test_rows_of_padding_do_not_overwrite_the_first_requests_last_token(target, windowed):
+    """Several passes in a batch that a CUDA graph has padded: sample places of padding are 0."""
+    engine, *_ = windowed
+    engine.reset_prefix_cache()
+    speculator = engine.runner.speculator
+    generate = speculator._generate_draft
+
+    def padded(num_reqs: int, num_tokens: int, *others: Any, **options: Any) -> None:
+        limit = speculator.max_num_reqs
+        assert num_reqs < limit
+        assert (speculator.sample_indices[num_reqs * NUM_DRAFTS :] == 0).all()
+        anchor = int(speculator.input_buffers.input_ids[0])
+        run = speculator._run_model
+        speculator._run_model = lambda _, *a, **k: pad(run(num_tokens, *a, **k))
+        try:
+            generate(limit, num_tokens, *others, **options)
+        finally:
+            del speculator._run_model
+        assert int(speculator.input_buffers.input_ids[0]) == anchor
+
+    def pad(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(hidden, (0, 0, 0, 64))
+
+    with watch_drafts(engine) as unpadded:
+        expected = engine.generate([prompt(30), prompt(41, 5)], greedy(10))
+    engine.reset_prefix_cache()
+    speculator._generate_draft = padded
+    try:
+        with watch_drafts(engine) as seen:
+            assert engine.generate([prompt(30), prompt(41, 5)], greedy(10)) == expected
+    finally:
+        del speculator._generate_draft
+    assert [draft.drafts for draft in seen] == [draft.drafts for draft in unpadded]
 
 
 @pytest.mark.parametrize("kind", ["0", "any"])
@@ -410,9 +422,11 @@ def test_adaptive_widths_follow_each_request(repeating):
     assert abs(kept - random) > 1, pairs
 
 
-def test_a_policy_is_told_what_happened(repeating):
+def test_a_policy_is_told_what_happened(repeating, monkeypatch):
     _target, engine = repeating
     engine.reset_prefix_cache()
+    speculator = engine.runner.speculator
+    monkeypatch.setattr(speculator, "_end_ids", torch.zeros(0, dtype=torch.int64))
     prompts = [prompt(length, length, vocab=14) for length in (9, 300)]
     with policy_of(engine, AnyWidth(NUM_DRAFTS)) as policy:
         outputs = engine.generate(prompts, greedy(30))
@@ -428,6 +442,57 @@ def test_a_policy_is_told_what_happened(repeating):
     assert max(step.verified.max() for step in steps) == NUM_DRAFTS
     assert any((step.verified[~step.in_prompt] == 0).any() for step in steps)
     assert all(((each > 0) & (each <= 1)).all() for each in policy.confidence)
+
+
+def test_a_draft_that_ends_the_answer_is_of_no_use(repeating, monkeypatch):
+    """It counts as rejected, with those behind it, and the drafter is never sure of it."""
+    _target, engine = repeating
+    speculator = engine.runner.speculator
+    end: list[int] = []
+    runs = []
+    for _ in range(2):
+        engine.reset_prefix_cache()
+        monkeypatch.setattr(speculator, "_end_ids", torch.tensor(end, dtype=torch.int64))
+        with policy_of(engine, AnyWidth(NUM_DRAFTS)) as policy, watch_drafts(engine) as seen:
+            engine.generate([prompt(9, 9, vocab=14)], greedy(60))
+        runs.append((policy, [draft.drafts for draft in seen]))
+        end = [seen[-1].drafts[1]]
+    (without, drafts), (with_end, same_drafts) = runs
+    assert drafts == same_drafts  # the same random widths, and the text depends on nothing
+    for before, after in zip(without.confidence, with_end.confidence, strict=True):
+        assert ((before == after) | (after == 0)).all()
+    assert any((after == 0).any() for after in with_end.confidence)
+    pairs = list(zip(without.steps, with_end.steps, strict=True))
+    assert all((after.accepted <= before.accepted).all() for before, after in pairs)
+    assert any((after.accepted < before.accepted).any() for before, after in pairs)
+
+
+def test_drafts_are_dropped_where_they_would_cost_a_preemption(target, drafting):
+    """Three requests of 224 tokens need 7 pages each; drafts and lookahead want an eighth."""
+    drafting.reset_prefix_cache()
+    pool = drafting.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - 3 * 7)
+    dropped, preempted = [], []
+    drop, preempt = drafting.scheduler._drop_drafts, drafting.scheduler._preempt_request
+
+    def watch(num_free: int) -> None:
+        before = [len(request.spec_token_ids) for request in drafting.scheduler.running]
+        drop(num_free)
+        after = [len(request.spec_token_ids) for request in drafting.scheduler.running]
+        dropped.append(before != after)
+
+    drafting.scheduler._drop_drafts = watch
+    drafting.scheduler._preempt_request = lambda *a, **k: (preempted.append(a), preempt(*a, **k))
+    try:
+        prompts = [prompt(190, index) for index in range(3)]
+        outputs = drafting.generate(prompts, greedy(26))
+    finally:
+        del drafting.scheduler._drop_drafts, drafting.scheduler._preempt_request
+        pool.free_blocks(held)
+    assert any(dropped), "there was room for everything"
+    for given, output in zip(prompts, outputs, strict=True):
+        assert_greedy(target, given, output)
+    assert not preempted
 
 
 def test_an_aborted_request_leaves_nothing_behind(target, drafting):
@@ -515,15 +580,6 @@ def test_a_parameter_that_verification_ignores_is_refused(drafting):
         drafting.add(prompt(3), greedy(3, logprob_token_ids=[5]))
 
 
-def test_a_seed_fixes_what_is_drawn(repeating):
-    _, engine = repeating
-    drawn = [
-        engine.generate([[1, 2, 3]], greedy(30, temperature=2.0, seed=seed))[0]
-        for seed in (5, 5, 6)
-    ]
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
 @pytest.mark.parametrize("kind", ["any", "adaptive", "pilot"])
 def test_sampled_output_has_the_targets_distribution(repeating, kind, monkeypatch):
     """The first three tokens jointly, through the whole engine.
@@ -552,9 +608,7 @@ def test_sampled_output_has_the_targets_distribution(repeating, kind, monkeypatc
     ]
     chosen = make(kind, engine)
     if isinstance(chosen, AdaptiveWidth):  # cheap drafts: with two of three bad it would stop
-        chosen.costs = CostTable(
-            np.array([1]), np.array([0, NUM_DRAFTS]), np.array([[1.0, 1.5]]), np.array([3.0])
-        )
+        chosen.costs = FixedCosts(NUM_DRAFTS, plain=3.0, drafting=1.0, per_block=0.5)
     steps = watch_steps(chosen)
     with policy_of(engine, chosen):
         outputs = np.array(engine.generate([[1, 2, 0]] * len(params), params))
@@ -604,8 +658,6 @@ def joint_distribution(target, given: list[int], temperature: float) -> np.ndarr
         ),
         (drafter_config(), {"width": 9}, ["width = 9", "is 5"]),
         (drafter_config(), {"mask_token_id": 3}, ["ambiguous", "= 3", "= 500"]),
-        (drafter_config(is_causal=True), {"block": "chosen"}, ["layer 0", "is causal"]),
-        (drafter_config(), {"block": "chosen", "window": 8}, ["layer 0", "has a window"]),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused_at_start(target, tmp_path, config, options, words):
@@ -622,30 +674,16 @@ def test_a_drafter_with_another_tokenizer_is_refused_at_start(target, tmp_path):
         drafting_engine(target, drafter, NUM_DRAFTS)
 
 
-def test_block_verification_is_refused_at_start(target, tmp_path):
-    with pytest.raises(ValueError, match=r"'block'; allowed: 'standard'"):
+@pytest.mark.parametrize("method", ["block", "synthetic"])
+def test_another_rule_of_verification_is_refused_at_start(target, tmp_path, method):
+    rates = {"synthetic_acceptance_rates": [0.5] * NUM_DRAFTS} if method == "synthetic" else {}
+    with pytest.raises(ValueError, match=f"'{method}'; allowed: 'standard'"):
         drafting_engine(
             target,
             write_drafter(tmp_path),
             NUM_DRAFTS,
-            speculative={"rejection_sample_method": "block"},
+            speculative={"rejection_sample_method": method, **rates},
         )
-
-
-# --- costs are measured when a server starts ------------------------------------------------------
-
-
-def test_costs_are_measured_when_an_engine_starts(target, tmp_path):
-    engine = drafting_engine(target, write_drafter(tmp_path), NUM_DRAFTS, {"policy": "adaptive"})
-    policy = engine.runner.speculator.policy
-    assert isinstance(policy, AdaptiveWidth)
-    assert policy.costs.rows.tolist() == [1, 4]
-    assert policy.costs.widths.tolist() == [0, 3, 5]
-    assert (policy.costs.drafting_ms > 0).all() and (policy.costs.plain_ms > 0).all()
-    assert policy.survival.exposure(np.arange(4)).sum() == 0  # nothing was learned from it
-    given = prompt(20)
-    output = engine.generate([given], greedy(30))[0]
-    assert_greedy(target, given, output)
 
 
 # --- the trials that a pilot is trained on --------------------------------------------------------

@@ -178,6 +178,7 @@ SIGNATURES = {
     "vllm.compilation.decorators._try_load_aot_compiled_fn": ["model", "aot_compilation_path"],
 }
 OBJECTS = {  # not functions
+    "vllm.v1.worker.gpu.model_runner.RejectionSampler": type,
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
     "vllm.triton_utils.triton.next_power_of_2": object,
 }
@@ -320,6 +321,10 @@ OVERRIDING = (
         "dllm.drafter.speculator.Drafter",
         "vllm.v1.worker.gpu.spec_decode.dflash.speculator.DFlashSpeculator",
     ),
+    (
+        "dllm.drafter.verification.DrafterInvariantSampler",
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler",
+    ),
     ("dllm.drafter.scheduler.DraftingScheduler", "vllm.v1.core.sched.scheduler.Scheduler"),
     (
         "attention.cpu_backend.AnchoredMetadataBuilder",
@@ -376,9 +381,11 @@ EXPECTED_OVERRIDES = {
         "propose",
         "load_draft_model",
         "_generate_draft",
+        "sample_draft",
         "_maybe_predict_acceptance",
     },
-    "DraftingScheduler": {"update_draft_token_ids", "make_stats"},
+    "DrafterInvariantSampler": {"_verify"},
+    "DraftingScheduler": {"schedule", "update_draft_token_ids", "make_stats"},
     "AnchoredMetadataBuilder": {"build"},
     "AnchoredAttentionImpl": {"forward"},
     "AnchoredCPUBackend": {"get_impl_cls", "get_builder_cls"},

@@ -1,11 +1,9 @@
 """Cases for functions of vLLM that launch kernels; tests compare Triton with our kernels."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from tests.support.cpu_kernel_cases import GPU, f32, i32, i64, spans
 
@@ -23,43 +21,6 @@ class HostCase:
     def id(self) -> str:
         """What pytest calls the case."""
         return f"{self.function.rsplit('.', 1)[1]}-{self.label}"
-
-
-def rejection_host_cases(rng: np.random.Generator) -> Iterator[HostCase]:
-    """Whole verifications of drafts, with a vocabulary of several kernel blocks."""
-    vocab, steps, num_reqs = 9000, 4, 12
-    num_logits = [1 + count for count in rng.integers(0, steps + 1, num_reqs)]
-    total = sum(num_logits)
-    slots = rng.permutation(num_reqs)
-    target = f32(rng.normal(0, 3, (total, vocab)))
-    draft = torch.zeros(num_reqs, steps, vocab)
-    local_pos = np.concatenate([np.arange(count) for count in num_logits])
-    expanded = np.repeat(slots, num_logits)
-    drafted = local_pos < steps
-    noise = f32(rng.normal(0, 0.5, (int(drafted.sum()), vocab)))
-    draft[expanded[drafted], local_pos[drafted]] = target[torch.from_numpy(drafted)] + noise
-    drafts = target.argmax(1).int().roll(1)
-    drafts[torch.from_numpy(rng.random(total) < 0.1)] = -1
-    shared = dict(
-        target_logits=target,
-        draft_sampled=drafts,
-        cu_num_logits=spans(num_logits),
-        pos=i64(rng.integers(0, 9999, total)),
-        idx_mapping=i64(slots),
-        expanded_idx_mapping=i64(expanded),
-        expanded_local_pos=i32(local_pos),
-        temperature=f32(rng.choice([0.0, 0.6, 1.0], num_reqs)),
-        seed=i64(rng.integers(-(2**63), 2**63, num_reqs)),
-        num_speculative_steps=steps,
-    )
-    function = GPU + "spec_decode.rejection_sampler_utils.rejection_sample"
-    yield HostCase(function, "ratio", shared | dict(draft_logits=draft))
-    yield HostCase(function, "one-hot", shared | dict(draft_logits=None, use_fp64=True))
-    by_block = dict(use_block_verification=True)
-    yield HostCase(function, "block", shared | by_block | dict(draft_logits=draft))
-    yield HostCase(function, "block-one-hot", shared | by_block | dict(draft_logits=None))
-    rates = dict(synthetic_conditional_rates=f32([0.9, 0.7, 0.5, 0.3]))
-    yield HostCase(function, "synthetic", shared | rates | dict(draft_logits=draft))
 
 
 def host_cases() -> list[HostCase]:
@@ -93,5 +54,4 @@ def host_cases() -> list[HostCase]:
         HostCase(GPU + "sample.gumbel.gumbel_sample", "fp64", sampling | dict(use_fp64=True)),
         HostCase(GPU + "input_batch.post_update", "drafts", post_update),
         HostCase(GPU + "sample.logprob.compute_topk_scores", "top-5", top, rtol=2e-6),
-        *rejection_host_cases(rng),
     ]

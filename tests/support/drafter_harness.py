@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 from vllm import SamplingParams
 
+from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.policy import WidthPolicy
 from dllm.patches.contract import CPU_WORKER
 from tests.support.engine_harness import Engine, get_engine
@@ -45,6 +47,31 @@ def drafting_engine(
     )
 
 
+class FixedCosts(StepCosts):
+    """Costs that are given and not learned, the same for every number of requests.
+
+    Args:
+        plain: milliseconds of a step without drafts.
+        drafting: of a step that verifies nothing and drafts.
+        per_block: what verifying N drafts adds, of each request.
+    """
+
+    def __init__(self, num_drafts: int, plain: float, drafting: float, per_block: float) -> None:
+        super().__init__(num_drafts)
+        self.given = plain, drafting, per_block
+
+    def observe(self, num_rows: int, num_verified: int, drafts: bool, ms: float) -> None:
+        pass
+
+    def plain(self, num_rows: int) -> float:
+        return self.given[0]
+
+    def drafting(self, num_rows: int) -> np.ndarray:
+        _, drafting, per_block = self.given
+        num_verified = np.arange(num_rows * self.num_drafts + 1)
+        return drafting + per_block * num_verified / (num_rows * self.num_drafts)
+
+
 @contextmanager
 def policy_of(engine: Engine, policy: WidthPolicy) -> Iterator[WidthPolicy]:
     """Let another policy choose the widths of an engine. Enter and leave between requests."""
@@ -72,7 +99,7 @@ def watch_drafts(engine: Engine) -> Iterator[list[Draft]]:
     seen: list[Draft] = []
     speculator = engine.runner.speculator
     states = engine.runner.req_states
-    draft_behind, compute = type(speculator)._draft, speculator.model.compute_logits
+    draft_behind, compute = type(speculator)._follow, speculator.model.compute_logits
     logits: list[torch.Tensor] = []
 
     def spy_logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -90,12 +117,12 @@ def watch_drafts(engine: Engine) -> Iterator[list[Draft]]:
                 seen.append(Draft(tokens, drafts[row].tolist(), of_row))
         return drafts
 
-    type(speculator)._draft = spy  # type: ignore[method-assign]
+    type(speculator)._follow = spy  # type: ignore[method-assign]
     speculator.model.compute_logits = spy_logits
     try:
         yield seen
     finally:
-        type(speculator)._draft = draft_behind  # type: ignore[method-assign]
+        type(speculator)._follow = draft_behind  # type: ignore[method-assign]
         del speculator.model.compute_logits
 
 

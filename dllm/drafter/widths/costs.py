@@ -1,87 +1,83 @@
-"""What a step costs in milliseconds, for any batch size and number of verified drafts.
+"""How long steps take, learned from the steps of the server itself.
 
-A few combinations are measured; the others are interpolated or extrapolated linearly.
+The time of a step is taken as linear in what the step does:
+
+    ms = each step + per request + per verified draft + (draft pass + draft pass per request)
+
+The five numbers are estimated by a Kalman filter: a linear regression whose estimates may drift.
+Two drifts are assumed. A machine becomes slower or faster as a whole, so that all five change in
+proportion; this is usual and quick. And their proportions change, which is rare and slow.
 """
-
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
+# Before anything is timed, in units of the step's fixed part. Only the proportions matter.
+EACH_STEP, PER_REQUEST, PER_BLOCK, DRAFT_PASS, DRAFT_PER_REQUEST = 1.0, 0.1, 0.3, 0.3, 0.03
+# Standard deviations, as shares of a step's time or of a number.
+NOISE = 0.2  # of a measured time
+FIRST_DOUBT = 0.7  # of each number before anything is measured
+SPEED_DRIFT, SHAPE_DRIFT = 0.01, 0.01  # from one step to the next
+# Times that differ by more than so many standard deviations count as differing by so many: the
+# server was idle, or something else had the processor.
+MOST_SURPRISING = 2.5
+LEAST = 0.02  # no number falls below this share of its first guess, as the machine's speed goes
 
-@dataclass(frozen=True)
-class CostTable:
-    """Milliseconds of a step at the measured batch sizes and widths.
 
-    Attributes:
-        rows: ``[R]``, measured batch sizes, ascending.
-        widths: ``[W]``, measured widths (drafts verified in every row), ascending from 0.
-        drafting_ms: ``[R, W]``, of a step that verifies these drafts and then drafts again.
-        plain_ms: ``[R]``, of a step that verifies nothing and does not draft.
+class StepCosts:
+    """Estimates of the five numbers.
+
+    Args:
+        num_drafts: N, drafts of a block.
     """
 
-    rows: np.ndarray
-    widths: np.ndarray
-    drafting_ms: np.ndarray
-    plain_ms: np.ndarray
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+        self._guess = np.array(
+            [EACH_STEP, PER_REQUEST, PER_BLOCK / num_drafts, DRAFT_PASS, DRAFT_PER_REQUEST]
+        )
+        # The numbers, as multiples of the guess, and the covariance of the estimate. The first time
+        # that is measured says what a unit is in milliseconds.
+        self._numbers = np.ones(len(self._guess))
+        self._doubt = FIRST_DOUBT**2 * np.eye(len(self._guess))
+        self._is_first = True
+
+    def observe(self, num_rows: int, num_verified: int, drafts: bool, ms: float) -> None:
+        """Learn from a step's time.
+
+        Args:
+            num_rows: requests in it.
+            num_verified: drafts that the target verified, over all of them.
+            drafts: whether the drafter ran afterwards.
+        """
+        work = self._guess * np.array([1, num_rows, num_verified, drafts, drafts * num_rows])
+        if self._is_first:
+            self._is_first = False
+            scale = ms / float(work.sum())
+            self._numbers *= scale
+            self._doubt *= scale**2
+        expected = float(self._numbers @ work)
+        gain = self._doubt @ work
+        variance = float(gain @ work) + (NOISE * expected) ** 2
+        most = MOST_SURPRISING * variance**0.5
+        surprise = min(max(ms - expected, -most), most)
+        self._numbers = self._numbers + gain * (surprise / variance)
+        self._doubt = self._doubt - np.outer(gain, gain) / variance
+        speed = float(self._numbers.mean())
+        self._numbers = np.maximum(self._numbers, LEAST * speed)
+        self._doubt += SPEED_DRIFT**2 * np.outer(self._numbers, self._numbers)
+        self._doubt += (SHAPE_DRIFT * speed) ** 2 * np.eye(len(self._guess))
 
     def plain(self, num_rows: int) -> float:
-        """Milliseconds of a step of ``num_rows`` requests without verification and drafting."""
-        return float(self._interpolate(num_rows, self._monotone[1][:, None])[0])
+        """Milliseconds of a step that neither verifies nor drafts."""
+        each, per_row, *_ = self._numbers * self._guess
+        return float(each + per_row * num_rows)
 
     def drafting(self, num_rows: int) -> np.ndarray:
         """Milliseconds of a step that drafts, ``[num_rows * N + 1]``.
 
-        Entry k is for k verified drafts in total, over all rows.
+        Entry k is for k verified drafts, over all rows.
         """
-        if num_rows not in self._drafting:
-            curve = self._interpolate(num_rows, self._monotone[0])  # [W]
-            totals = np.arange(num_rows * int(self.widths[-1]) + 1)
-            self._drafting[num_rows] = np.interp(totals / num_rows, self.widths, curve)
-        return self._drafting[num_rows]
-
-    def _interpolate(self, num_rows: int, values: np.ndarray) -> np.ndarray:
-        """``values [R, ...]`` at a batch size: linear between and beyond the measured ones.
-
-        With a single measured size, larger batches cost in proportion and smaller ones as much.
-        """
-        if len(self.rows) == 1:
-            only: np.ndarray = values[0] * max(1.0, num_rows / self.rows[0])
-            return only
-        above = int(np.clip(np.searchsorted(self.rows, num_rows), 1, len(self.rows) - 1))
-        low, high = self.rows[above - 1], self.rows[above]
-        share = (num_rows - low) / (high - low)
-        found: np.ndarray = values[above - 1] + share * (values[above] - values[above - 1])
-        return found
-
-    def __str__(self) -> str:
-        lines = [
-            f"{rows} rows: {plain:.2f} plain, {drafting} drafting"
-            for rows, plain, drafting in zip(
-                self.rows, self.plain_ms, self.drafting_ms.round(2), strict=True
-            )
-        ]
-        return f"ms, verifying {self.widths}: {'; '.join(lines)}"
-
-    @cached_property
-    def _drafting(self) -> dict[int, np.ndarray]:
-        """Earlier results of ``drafting``, which is called several times in every step."""
-        return {}
-
-    @cached_property
-    def _monotone(self) -> tuple[np.ndarray, np.ndarray]:
-        """(drafting_ms, plain_ms) made non-decreasing in rows and widths.
-
-        More work never costs less; where a measurement says so it is noise.
-        """
-        drafting = np.maximum.accumulate(np.maximum.accumulate(self.drafting_ms, axis=0), axis=1)
-        return drafting, np.maximum.accumulate(self.plain_ms)
-
-
-def assumed_costs(num_drafts: int) -> CostTable:
-    """A guess for workers that skip the warm-up, in units of a plain step of one request.
-
-    A draft pass costs a third of it, and so does verifying a full block.
-    """
-    one = np.array([1])
-    return CostTable(one, np.array([0, num_drafts]), np.array([[1.33, 1.66]]), np.array([1.0]))
+        _, _, per_draft, draft_pass, draft_per_row = self._numbers * self._guess
+        without = self.plain(num_rows) + draft_pass + draft_per_row * num_rows
+        costs: np.ndarray = without + per_draft * np.arange(num_rows * self.num_drafts + 1)
+        return costs

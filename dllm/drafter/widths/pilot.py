@@ -166,16 +166,10 @@ class PilotWidth(WidthPolicy):
             self.pilot.to(step.prompt_logits.device)
             self._chosen[step.slots[ends]] = self.pilot.choose(step.prompt_logits)
 
-    def limit(self, slots: np.ndarray) -> int:
-        """The largest chosen width of the batch."""
-        return int(self._chosen[slots].max())
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        """Whether any row's width is above 0."""
+        return bool(self._chosen[slots].any())
 
-    def block_widths(self, slots: np.ndarray) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         """The chosen width of each row."""
         return self._chosen[slots]
-
-    def widths(
-        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
-    ) -> np.ndarray:
-        """The chosen width of each row, cut where a draft ends the answer."""
-        return np.minimum(self._chosen[slots], before_end)

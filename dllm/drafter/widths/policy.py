@@ -23,7 +23,10 @@ class VerifiedStep:
         in_prompt: ``[rows]`` bool: the row computed prompt tokens. What a policy stored about this
             slot is then about an earlier request.
         samples: ``[rows]`` bool: the row emitted tokens. In a prompt only its last chunk does.
-        verified, accepted: ``[rows]`` number of drafts that the target verified, and that it kept.
+        verified: ``[rows]`` number of drafts that the target verified.
+        accepted: ``[rows]`` how many of them it kept and gained from. A draft that ends the answer
+            counts as rejected, and so do those behind it: the target's own next token, which every
+            step samples, would have ended the answer in the same step.
         prompt_logits: ``[rows with in_prompt and samples, vocab]``, the target's logits after the
             last prompt token; None unless ``WidthPolicy.reads_prompt``.
     """
@@ -40,7 +43,7 @@ class WidthPolicy(ABC):
     """Chooses the width of every row, step by step.
 
     After each step of the target the speculator calls ``observe`` (if ``reads_outcomes``), then
-    ``limit``. If the limit is 0 it drafts nothing; otherwise it drafts and calls ``widths``.
+    ``wants_drafts``. If it does, the drafter runs, and ``widths`` is called.
 
     Attributes:
         reads_outcomes: ``observe`` is called; it costs one wait for the device per step.
@@ -58,27 +61,22 @@ class WidthPolicy(ABC):
     def observe(self, step: VerifiedStep) -> None:  # noqa: B027  most policies learn nothing
         """Learn from a step of the target."""
 
-    def limit(self, slots: np.ndarray) -> int:
-        """An upper bound of what ``widths`` will answer for this batch; at 0 nothing is drafted."""
-        return self.num_drafts
-
-    def block_widths(self, slots: np.ndarray) -> np.ndarray:
-        """``[rows]``, 0 to N: the width of each row's draft block, asked before it is drafted."""
-        return np.full(len(slots), self.num_drafts)
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        """Whether to draft for this batch; if not, all its widths are 0."""
+        return True
 
     @abstractmethod
-    def widths(
-        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
-    ) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         """``[rows]`` int, 0 to N: drafts of each row that the next step verifies.
+
+        The drafts themselves are not among the arguments: a width may depend on the drafter's
+        distributions, never on what was drawn from them.
 
         Args:
             slots: ``[rows]``.
             confidence: ``[rows, N]`` fp32, the drafter's probability of the likeliest token at each
-                position; None unless ``reads_confidence``.
-            before_end: ``[rows]``, number of drafts before the first one that ends the answer.
-                Verifying more than these gains nothing: if all of them are kept, the target's own
-                next token, which every step samples, ends the answer too.
+                place; 0 where this token ends the answer, because verifying it gains nothing. None
+                unless ``reads_confidence``.
         """
 
 
@@ -89,16 +87,10 @@ class FixedWidth(WidthPolicy):
         super().__init__(num_drafts)
         self.width = num_drafts if width is None else width
 
-    def limit(self, slots: np.ndarray) -> int:
-        """The width itself."""
-        return self.width
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        """Always, unless the width is 0."""
+        return self.width > 0
 
-    def block_widths(self, slots: np.ndarray) -> np.ndarray:
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
         """The same width for every row."""
         return np.full(len(slots), self.width)
-
-    def widths(
-        self, slots: np.ndarray, confidence: np.ndarray | None, before_end: np.ndarray
-    ) -> np.ndarray:
-        """The same width for every row, also where a draft ends the answer."""
-        return self.block_widths(slots)

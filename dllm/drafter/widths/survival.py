@@ -1,6 +1,7 @@
 """Estimates how likely a draft survives verification, from what happened to earlier drafts.
 
-A draft is kept only if all drafts before it are kept. So its survival is a product of acceptance
+A draft survives if it is kept and does not end the answer (``VerifiedStep.accepted``). That needs
+all drafts before it to survive. So its survival is a product of acceptance
 probabilities, one for each place up to it. Minus the logarithm of such a probability is called a
 hazard; hazards add up. Each hazard is a product of three rates:
 
@@ -23,9 +24,10 @@ import numpy as np
 FIRST_GUESS = -np.log(0.8)  # hazard of a position before any draft was verified
 # k of the formula: the expected rate counts as much as so many rejections.
 POSITION_STRENGTH, REQUEST_STRENGTH, BIN_STRENGTH = 1.0, 1.0, 4.0
-# Fading: counts shared by all requests are multiplied by the first number for each verified row, a
-# request's own counts by the second for each step in which any row of the batch was verified.
-SHARED_KEPT, REQUEST_KEPT = 1 - 1 / 256, 0.95
+# Fading: counts shared by all requests are multiplied by the first number in each step, because the
+# questions of a server change. A request's own counts are multiplied by the second in each step in
+# which any row of the batch was verified.
+SHARED_KEPT, REQUEST_KEPT = 1 - 1 / 64, 0.95
 HAZARD_RANGE = -np.log([0.998, 0.002])  # of a position: acceptance of at most 0.998, at least 0.002
 MAX_HAZARD = 50.0  # exp(-50) is 0 for this purpose; keeps expm1 below finite
 # Edges of the bins of the drafter's probability; narrow near 1, where hazards differ most.
@@ -73,13 +75,15 @@ class Survival:
         accepted: np.ndarray,
         bins: np.ndarray | None = None,
     ) -> None:
-        """Learn from the verification of some rows.
+        """Learn from the verification of some rows, one step of the server.
 
         Args:
             verified, accepted: ``[rows]``, number of drafts verified and kept. If fewer are kept,
                 the next one was rejected; the drafts after a rejected one tell nothing.
             bins: ``[rows, N]`` of the same drafts, as given to ``of``.
         """
+        self._by_position *= SHARED_KEPT
+        self._by_bin *= SHARED_KEPT
         tried = verified > 0
         if not tried.any():
             return
@@ -96,16 +100,15 @@ class Survival:
         # Fraction of its place that a draft survived. A kept one: 1. A rejected one: the mean of an
         # exponential time with this hazard, given that it is below 1. Others: 0.
         survived = np.where(is_rejected, 1 / hazards - 1 / np.expm1(hazards), is_kept)
-        fading = SHARED_KEPT ** len(slots)
         self._by_request[:, slots] += np.stack(
             [is_rejected.sum(axis=1), (survived * self._position * by_bin).sum(axis=1)]
         )
-        self._by_position = self._by_position * fading + np.stack(
+        self._by_position += np.stack(
             [is_rejected.sum(axis=0), (survived * request * by_bin).sum(axis=0)]
         )
         if bins is not None:
             weights = (is_rejected, survived * self._position * request)
-            self._by_bin = self._by_bin * fading + np.stack(
+            self._by_bin += np.stack(
                 [np.bincount(bins.ravel(), each.ravel(), minlength=NUM_BINS) for each in weights]
             )
         self._position = self._position_rates()

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from dllm.drafter.widths.pilot import PREPROCESSING, PilotConfig
 from dllm.settings.command import OK, CommandError
-from dllm.settings.drafting import BLOCKS, FULL
 from dllm.train.drafter.prompts import load_prompts
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.pilot.network import LABELS, Trials, footprints, scores, train_pilot
@@ -117,7 +116,6 @@ def trial_settings(given: argparse.Namespace) -> "TrialSettings":
         given.temperature,
         given.eager,
         given.kv_cache_mib,
-        given.block,
     )
 
 
@@ -186,7 +184,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--center", type=int, help="(--num-drafts)")
     parser.add_argument("--num-drafts", type=int, help="drafted at a time (block_size - 1)")
     parser.add_argument("--concurrency", type=int, default=1, help="prompts at once")
-    parser.add_argument("--block", choices=BLOCKS, default=FULL, help="as the server's option")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--eager", action="store_true", help="without compilation")

@@ -12,20 +12,18 @@ from vllm.outputs import CompletionOutput
 
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.patches.drafting import drafter_of_this_process
-from dllm.settings.drafting import FULL
 from dllm.train.pilot.network import Trials
 
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """What is run; concurrency and block should be those of the server that the pilot is for.
+    """What is run; concurrency should be that of the server that the pilot is for.
 
     Attributes:
         widths: candidates.
         num_drafts: tokens drafted at a time, at least the widest candidate.
         concurrency: prompts that are answered at once.
         max_tokens: of an answer.
-        block: option of the drafter (``DrafterOptions``).
     """
 
     target: Path
@@ -37,7 +35,6 @@ class TrialSettings:
     temperature: float = 0.0
     is_eager: bool = False
     kv_cache_mib: int = 512
-    block: str = FULL
 
 
 class TrialWidth(FixedWidth):
@@ -135,5 +132,5 @@ def start(settings: TrialSettings, longest: int) -> LLM:
             "num_speculative_tokens": settings.num_drafts,
         },
         # Less than num_drafts, so that the engine trims drafts; ``run_trials`` sets to what.
-        additional_config={"dllm": {"drafter": {"width": 0, "block": settings.block}}},
+        additional_config={"dllm": {"drafter": {"width": 0}}},
     )

@@ -1,0 +1,141 @@
+"""With a drafter, a seed gives the text of plain decoding, whatever was drafted and verified."""
+
+import numpy as np
+import pytest
+import torch
+
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
+from tests.support.drafter_harness import drafting_engine, greedy, plain_engine, policy_of
+from tests.support.drafter_pairs import (
+    repeating_config,
+    repeating_drafter,
+    write_drafter,
+    write_repeating_target,
+)
+from tests.support.engine_harness import Engine
+
+NUM_DRAFTS = 5
+METHODS = ("greedy", "probabilistic")
+PROMPTS = [[1, 2, 3], [5, 6, 7, 8, 9, 10], [3, 3, 3, 4], [2] * 70]
+SAMPLED = [
+    greedy(60, temperature=2.0, seed=seed, **more)
+    for seed, more in ((5, {}), (6, {"top_k": 5}), (7, {"top_p": 0.8}), (8, {"min_p": 0.05}))
+]
+
+
+class RandomWidth(WidthPolicy):
+    """Any width, 0 and N included, and no drafting in one step of ten."""
+
+    def __init__(self, num_drafts: int, seed: int) -> None:
+        super().__init__(num_drafts)
+        self.rng = np.random.default_rng(seed)
+
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        return bool(self.rng.random() < 0.9)
+
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        return self.rng.integers(0, self.num_drafts + 1, len(slots))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_repeating_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def plain(target) -> list[list[int]]:
+    engine = plain_engine(target, skip_tokenizer_init=True)
+    return engine.generate(PROMPTS, SAMPLED)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def engine(request, target, tmp_path_factory) -> Engine:
+    drafter = tmp_path_factory.mktemp("drafter")
+    write_drafter(drafter, repeating_config(), repeating_drafter())
+    return drafting_engine(
+        target,
+        drafter,
+        NUM_DRAFTS,
+        skip_tokenizer_init=True,
+        speculative={"draft_sample_method": request.param},
+    )
+
+
+@pytest.mark.parametrize("widths", ["full", "none", "random", "other random", "adaptive"])
+def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, widths):
+    slots = engine.runner.max_num_reqs
+    policy = {
+        "full": FixedWidth(NUM_DRAFTS),
+        "none": FixedWidth(NUM_DRAFTS, 0),
+        "random": RandomWidth(NUM_DRAFTS, 1),
+        "other random": RandomWidth(NUM_DRAFTS, 2),
+        "adaptive": AdaptiveWidth(NUM_DRAFTS, slots),
+    }[widths]
+    with policy_of(engine, policy):
+        assert engine.generate(PROMPTS, SAMPLED) == plain
+
+
+def test_sampled_drafts_are_kept_more_often_than_likeliest_ones(target, engine):
+    """At temperature 2 the likeliest token is not likely."""
+    speculator = engine.runner.speculator
+    kept = []
+    verified = type(speculator)._verified
+
+    class Watching(FixedWidth):
+        reads_outcomes = True
+
+        def observe(self, step) -> None:
+            kept.append((step.verified.sum(), step.accepted.sum()))
+
+    with policy_of(engine, Watching(NUM_DRAFTS)):
+        engine.generate(PROMPTS * 4, [greedy(60, temperature=2.0, seed=seed) for seed in range(16)])
+    assert type(speculator)._verified is verified
+    offered, accepted = np.sum(kept, axis=0)
+    rate = accepted / offered
+    RATES[engine.runner.vllm_config.speculative_config.draft_sample_method] = rate
+    if len(RATES) == len(METHODS):
+        assert RATES["probabilistic"] > RATES["greedy"] + 0.02, RATES
+
+
+RATES: dict[str, float] = {}
+
+
+def test_the_drafters_distributions_are_not_kept(engine):
+    """vLLM allocates ``[requests, N, vocabulary]`` logits for sampled drafts."""
+    assert engine.runner.speculator.draft_logits is None
+
+
+def test_how_sure_the_drafter_is_says_nothing_of_what_was_drawn(engine, monkeypatch):
+    """The same distributions with other random numbers: other drafts, the same confidence."""
+    speculator = engine.runner.speculator
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Reading(FixedWidth):
+        reads_confidence = True
+
+        def wants_drafts(self, slots: np.ndarray) -> bool:
+            return True
+
+        def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+            assert confidence is not None
+            seen.append((speculator.draft_tokens[: len(slots)].clone(), confidence.copy()))
+            return super().widths(slots, confidence)
+
+    for shift in (0, 1000):
+        sample = speculator.sample_draft
+        with monkeypatch.context() as patch, policy_of(engine, Reading(NUM_DRAFTS, 0)):
+            patch.setattr(
+                speculator,
+                "sample_draft",
+                lambda hidden, positions, *rest, sample=sample, shift=shift: sample(
+                    hidden, positions + shift, *rest
+                ),
+            )
+            engine.generate([PROMPTS[0]], greedy(12, temperature=2.0, seed=3))
+    half = len(seen) // 2
+    drafts = [torch.cat([each for each, _ in part]) for part in (seen[:half], seen[half:])]
+    confidence = [np.concatenate([each for _, each in part]) for part in (seen[:half], seen[half:])]
+    np.testing.assert_array_equal(*confidence)
+    is_sampled = engine.runner.speculator._samples_drafts
+    assert bool((drafts[0] == drafts[1]).all()) is not is_sampled

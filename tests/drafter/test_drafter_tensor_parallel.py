@@ -1,0 +1,56 @@
+"""Drafting on two tensor-parallel ranks: one of them decides, and the text stays the target's."""
+
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+from vllm.distributed import get_tp_group
+
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from tests.support.drafter_harness import drafting_engine, greedy, plain_engine
+from tests.support.drafter_pairs import write_drafter, write_target
+from tests.support.process import printed_json, run_python
+
+NUM_DRAFTS = 5
+PROMPTS = [[(20 + 7 * index + salt) % 450 for index in range(30 + salt)] for salt in range(3)]
+PARAMS = [greedy(40), greedy(40, temperature=1.0, seed=3), greedy(40)]
+
+
+@pytest.mark.slow
+def test_ranks_that_would_decide_differently_follow_the_first(tmp_path):
+    target, drafter = write_target(tmp_path / "target"), write_drafter(tmp_path / "drafter")
+    # The ranks are forked, so that they get the policy below. vLLM wants a NUMA node for each rank,
+    # unless it is told not to bind threads.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    finished = run_python("-m", __name__, str(target), str(drafter), environment=environment)
+    assert printed_json(finished) == plain_engine(target).generate(PROMPTS, PARAMS)
+
+
+class Contrary(AdaptiveWidth):
+    """Drafts in every third step on the first rank, and in the other steps on the second."""
+
+    _steps = itertools.count()
+
+    def wants_drafts(self, slots: np.ndarray) -> bool:
+        super().wants_drafts(slots)
+        is_third = next(self._steps) % 3 == 0
+        return is_third is (get_tp_group().rank_in_group == 0)
+
+
+def generate_on_two_ranks(target: str, drafter: str) -> None:
+    """The other side of the test: prints the tokens."""
+    from dllm.drafter.widths import choice
+
+    choice.AdaptiveWidth = Contrary  # type: ignore[misc]
+    engine = drafting_engine(
+        target, drafter, NUM_DRAFTS, {"policy": "adaptive"}, tensor_parallel_size=2
+    )
+    tokens = engine.generate(PROMPTS, PARAMS)
+    engine.llm.llm_engine.engine_core.shutdown()
+    print(json.dumps(tokens))
+
+
+if __name__ == "__main__":
+    generate_on_two_ranks(*sys.argv[1:])
