@@ -113,13 +113,17 @@ class DrafterOptions:
             return given
         return cls(**known_fields(cls, given, WHERE))
 
-    def check_against(self, num_drafts: int, samples_drafts: bool) -> None:
+    def check_against(
+        self, num_drafts: int, samples_drafts: bool, is_trimmed_by_vllm: bool
+    ) -> None:
         """Refuse options that do not fit the server's speculative config.
 
         Args:
             num_drafts: num_speculative_tokens.
             samples_drafts: drafts are sampled (draft_sample_method "probabilistic"), not the most
                 likely tokens.
+            is_trimmed_by_vllm: vLLM chooses how many drafts are verified
+                (enable_adaptive_verification), from the logits of a single pass.
 
         Raises:
             ValueError: names both values.
@@ -137,9 +141,16 @@ class DrafterOptions:
         if self.denoise_steps > 1 and samples_drafts:
             raise ValueError(
                 f"{WHERE}: denoise_steps = {self.denoise_steps} with draft_sample_method "
-                "'probabilistic': tokens revealed in order of confidence are not drawn from their "
-                "own probabilities, and verifying them as if they were is not exact. Leave "
-                "draft_sample_method out."
+                "'probabilistic': several passes reveal the most likely tokens. Leave one of them "
+                "out."
+            )
+        if is_trimmed_by_vllm and (
+            not always_verifies_all(self, num_drafts) or self.denoise_steps > 1
+        ):
+            raise ValueError(
+                f"{WHERE}: policy = {self.policy!r}, width = {self.width}, denoise_steps = "
+                f"{self.denoise_steps} with enable_adaptive_verification: with it, vLLM decides "
+                "how many drafts are verified, from a single pass. Leave one of them out."
             )
 
 

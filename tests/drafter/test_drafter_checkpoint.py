@@ -202,10 +202,18 @@ def test_options_reach_the_drafter():
     [
         ({"width": 8}, ["width = 8", "num_speculative_tokens is 7"]),
         ({"denoise_steps": 8}, ["denoise_steps = 8", "is 7"]),
-        ({"denoise_steps": 2}, ["not exact", "draft_sample_method"]),
+        ({"denoise_steps": 2}, ["several passes", "draft_sample_method"]),
     ],
 )
 def test_options_that_do_not_fit_the_server_are_refused(options, words):
     with pytest.raises(ValueError) as refusal:
-        DrafterOptions(**options).check_against(7, samples_drafts=True)
+        DrafterOptions(**options).check_against(7, samples_drafts=True, is_trimmed_by_vllm=False)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+@pytest.mark.parametrize("options", [{"policy": "adaptive"}, {"width": 3}, {"denoise_steps": 2}])
+def test_only_one_decides_what_is_verified(options):
+    DrafterOptions().check_against(7, samples_drafts=False, is_trimmed_by_vllm=True)
+    (value,) = options.values()
+    with pytest.raises(ValueError, match=f"{value}.*enable_adaptive_verification"):
+        DrafterOptions(**options).check_against(7, samples_drafts=False, is_trimmed_by_vllm=True)
