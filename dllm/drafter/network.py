@@ -36,8 +36,9 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
-from dllm.drafter.attention import ContextProjection, DrafterAttention
+from dllm.drafter.attention import DrafterAttention
 from dllm.drafter.checkpoint import DrafterConfig
+from dllm.drafter.context import ContextProjection
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"  # optional: an embedding for the mask token alone
 
@@ -204,9 +205,7 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         """
         if self._context is None:  # load_weights is not called for dummy weights
             self._context = self._make_context()
-        keys, values = self._context.project(context_states, context_positions)
-        if context_slot_mapping is not None:
-            self._context.store(keys, values, context_slot_mapping)
+        self._context.write(context_states, context_positions, context_slot_mapping)
 
     def _make_context(self) -> ContextProjection:
         return ContextProjection(self.model.hidden_norm, self.model.attentions)
