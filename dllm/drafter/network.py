@@ -37,6 +37,7 @@ from vllm.model_executor.models.utils import (
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
 from dllm.drafter.attention import DrafterAttention
+from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.context import ContextProjection
 
@@ -106,13 +107,14 @@ class DrafterNetwork(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList()
+        cache_config = with_own_cache(vllm_config).cache_config
         self.attentions: list[DrafterAttention] = []  # one for each layer
         for index, layer in enumerate(config.layers):
             name = maybe_prefix(prefix, f"layers.{first + index}")
             attention = DrafterAttention(
                 config,
                 layer,
-                vllm_config.cache_config,
+                cache_config,
                 quant_config,
                 max_positions,
                 f"{name}.self_attn",

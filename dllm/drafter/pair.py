@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from vllm.config import VllmConfig
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
+from dllm.drafter.cache import refuse_cache_dtype
 from dllm.drafter.checkpoint import (
     Config,
     DrafterConfig,
@@ -70,6 +71,7 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
             "In vLLM 0.32 block verification does not give the target's distribution: a random "
             "number that ended one step is looked at again in the next. Leave it out."
         )
+    refuse_cache_dtype(speculative)
     drafter = drafter_config(vllm_config)
     target = vllm_config.model_config
     if (pilot := drafter_options(vllm_config).pilot) is not None:

@@ -29,6 +29,7 @@ from attention import context_kv
 from attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
 from attention.context_kv import ContextTiles, context_tiles, write_context_kv
 from dllm.drafter.attention import NO_SLOT
+from dllm.drafter.cache import OWN_DTYPES
 from dllm.drafter.context import ContextProjection
 from tests.support.interpreter import speed_up
 
@@ -407,6 +408,10 @@ def test_head_sizes_that_are_odd_are_refused() -> None:
     odd = replace(weights, cos_sin=weights.cos_sin[:, :-1])
     with pytest.raises(ValueError, match="63 columns"):
         write_context_kv(case.hidden, case.positions, odd, case.projection._caches(), case.slots)
+
+
+def test_the_drafter_may_keep_what_our_backend_supports() -> None:
+    assert list(OWN_DTYPES) == CanvasAttentionBackend.supported_kv_cache_dtypes
 
 
 def test_few_tokens_have_their_own_tiles() -> None:
