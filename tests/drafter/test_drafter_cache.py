@@ -251,6 +251,23 @@ def test_a_page_that_does_not_fit_is_refused(dtype):
     assert unified(config, specs)
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_worker_on_a_gpu_checks_pages_before_memory_is_taken(is_ours, monkeypatch):
+    from dllm.patches import gpu_worker
+
+    config = config_of("turboquant_4bit_nc")
+    specs = specs_of(config, window=512, draft_heads=32)
+    monkeypatch.setattr(gpu_worker, "drafts_with_ours", lambda speculative: is_ours)
+    monkeypatch.setattr(gpu_worker.Worker, "get_kv_cache_spec", lambda self: specs)
+    worker = object.__new__(gpu_worker.CanvasGPUWorker)
+    worker.vllm_config = config
+    if not is_ours:
+        assert worker.get_kv_cache_spec() is specs
+        return
+    with pytest.raises(ValueError, match="turboquant_4bit_nc has pages"):
+        worker.get_kv_cache_spec()
+
+
 # --- an engine -----------------------------------------------------------------------------------
 
 NUM_DRAFTS = 5
