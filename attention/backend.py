@@ -168,7 +168,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         if attn_metadata is None:  # a profiling run
             return output.zero_()
         tokens = attn_metadata.num_actual_tokens
-        cache = self._paged_kv(layer, kv_cache)
+        cache = self.paged_kv(layer, kv_cache)
         canvas_attention(query[:tokens], cache, attn_metadata.batch, self.options, output[:tokens])
         return output
 
@@ -181,9 +181,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write a step's keys and values into their pages; slot -1 is padding."""
-        write_kv(key, value, self._paged_kv(layer, kv_cache), slot_mapping)
+        write_kv(key, value, self.paged_kv(layer, kv_cache), slot_mapping)
 
-    def _paged_kv(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> PagedKV:
+    def paged_kv(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> PagedKV:
         """Views of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache, any strides."""
         key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         fp8 = FP8_OF.get(self.kv_cache_dtype)

@@ -36,8 +36,10 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
-from dllm.drafter.attention import ContextProjection, DrafterAttention
+from dllm.drafter.attention import DrafterAttention
+from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
+from dllm.drafter.context import ContextProjection
 
 MASK_EMBEDDING_FILE = "mask_embedding.pt"  # optional: an embedding for the mask token alone
 
@@ -105,13 +107,14 @@ class DrafterNetwork(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList()
+        cache_config = with_own_cache(vllm_config).cache_config
         self.attentions: list[DrafterAttention] = []  # one for each layer
         for index, layer in enumerate(config.layers):
             name = maybe_prefix(prefix, f"layers.{first + index}")
             attention = DrafterAttention(
                 config,
                 layer,
-                vllm_config.cache_config,
+                cache_config,
                 quant_config,
                 max_positions,
                 f"{name}.self_attn",
@@ -204,9 +207,7 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         """
         if self._context is None:  # load_weights is not called for dummy weights
             self._context = self._make_context()
-        keys, values = self._context.project(context_states, context_positions)
-        if context_slot_mapping is not None:
-            self._context.store(keys, values, context_slot_mapping)
+        self._context.write(context_states, context_positions, context_slot_mapping)
 
     def _make_context(self) -> ContextProjection:
         return ContextProjection(self.model.hidden_norm, self.model.attentions)

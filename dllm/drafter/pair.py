@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
 
+from dllm.drafter.cache import refuse_cache_dtype
 from dllm.drafter.checkpoint import (
     Config,
     DrafterConfig,
@@ -65,6 +66,7 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
         speculative.draft_sample_method == "probabilistic",
         speculative.enable_adaptive_verification,
     )
+    refuse_cache_dtype(speculative)
     drafter = drafter_config(vllm_config)
     target = vllm_config.model_config
     if (pilot := drafter_options(vllm_config).pilot) is not None:

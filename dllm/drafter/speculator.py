@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.states import RequestState
 
+from dllm.drafter.cache import with_own_cache
 from dllm.drafter.deferred import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, DraftingCounts
 from dllm.drafter.pair import drafter_options, end_ids
@@ -72,6 +73,11 @@ class Drafter(DFlashSpeculator):
         # [rows] of the last step: drafts to be verified.
         self._widths = np.zeros(0, dtype=np.int64)
         self._undrafted: tuple[TargetStep, DraftPass] | None = None  # waits for `draft_late`
+
+    @property
+    def attn_vllm_config(self) -> VllmConfig:
+        """vLLM's hook: the configuration of the drafter's attention metadata."""
+        return with_own_cache(super().attn_vllm_config)
 
     # --- what a step of the target is followed by -------------------------------------------------
 

@@ -4,10 +4,12 @@
 """
 
 from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu_worker import Worker
 
+from dllm.drafter.cache import check_pages
 from dllm.patches.contract import SCHEDULER
-from dllm.patches.drafting import draft_in_this_worker
+from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
 from dllm.patches.worker import Visits, prepare_runner
 
 
@@ -20,3 +22,10 @@ class CanvasGPUWorker(Visits, Worker):
             prepare_runner()
         draft_in_this_worker(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """vLLM's: what each layer keeps in the KV cache; a drafter's is checked against it."""
+        specs = super().get_kv_cache_spec()
+        if drafts_with_ours(self.vllm_config.speculative_config):
+            check_pages(self.vllm_config, specs)
+        return specs

@@ -1,6 +1,6 @@
 """Engines with a drafter, and a record of what they draft in each step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,12 @@ import torch
 from transformers import Qwen3ForCausalLM
 from vllm import SamplingParams
 
+from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.policy import WidthPolicy
 from dllm.patches.contract import CPU_WORKER
+from tests.support.drafter_pairs import random_drafter
+from tests.support.drafter_reference import GivenContext
 from tests.support.engine_harness import Engine, get_engine
 
 LIMITS = dict(max_model_len=512, max_num_seqs=4, max_num_batched_tokens=64, block_size=32)
@@ -124,6 +127,49 @@ def watch_drafts(engine: Engine) -> Iterator[list[Draft]]:
     finally:
         type(speculator)._follow = draft_behind  # type: ignore[method-assign]
         del speculator.model.compute_logits
+
+
+@contextmanager
+def watch_context(engine: Engine) -> Iterator[dict[int, torch.Tensor]]:
+    """Record what fc gave for each token of one request that is stored, by position."""
+    model = engine.runner.speculator.model
+    store = model.precompute_and_store_context_kv
+    states: dict[int, torch.Tensor] = {}
+
+    def spy(hidden: torch.Tensor, positions: torch.Tensor, slots: Any = None) -> None:
+        if slots is not None:
+            for row in (slots[0] >= 0).nonzero().flatten().tolist():
+                states[int(positions[row])] = hidden[row].clone()
+        store(hidden, positions, slots)
+
+    model.precompute_and_store_context_kv = spy
+    try:
+        yield states
+    finally:
+        del model.precompute_and_store_context_kv
+
+
+def assert_drafts(
+    target: Path,
+    config: DrafterConfig,
+    drafts: Sequence[Draft],
+    states: Mapping[int, torch.Tensor],
+    tolerance: float,
+) -> None:
+    """The drafts of the random drafter are the definition's behind the hidden states given.
+
+    Args:
+        drafts, states: of one request, from ``watch_drafts`` and ``watch_context``.
+        tolerance: of logits, relative, and absolute ten times as large.
+    """
+    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32)
+    expected = GivenContext(model, config, random_drafter())
+    expected.states = states
+    with torch.inference_mode():
+        for draft in drafts:
+            block = [draft.tokens[-1]] + [config.mask_token_id] * len(draft.drafts)
+            logits = expected.logits(draft.tokens[:-1], block)[1:]
+            torch.testing.assert_close(draft.logits, logits, rtol=tolerance, atol=10 * tolerance)
 
 
 def assert_greedy(target: Path, prompt: list[int], output: list[int]) -> None:

@@ -3,7 +3,7 @@
 Source: z-lab's DFlash (arXiv 2602.06036). Attention is `attention.reference`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,3 +95,16 @@ class ReferenceDrafter:
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         first, second = heads[..., :half], heads[..., half:]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class GivenContext(ReferenceDrafter):
+    """The definition behind the fc of an engine, whose target computes otherwise than Qwen3's.
+
+    states: by position, ``[hidden]``, what fc gave (``watch_context``).
+    """
+
+    states: Mapping[int, Tensor]
+
+    def _context(self, tokens: Sequence[int]) -> Tensor:
+        found = torch.stack([self.states[place] for place in range(len(tokens))])
+        return self._norm(found, "hidden_norm")

@@ -1,0 +1,103 @@
+"""The drafter's KV cache beside a target's whose dtype is another one.
+
+The drafter keeps keys and values in the model's dtype, whatever ``--kv-cache-dtype`` says about the
+target: its cache is small, and our kernels and its few layers have no use for packed formats.
+``kv_cache_dtype`` of ``--speculative-config`` is for those who want another one.
+
+vLLM makes the pages of all layers go together. If all layers keep every token, pages may differ in
+size (bytes), and nothing is wasted. If some layers have a window, all pages get the size of the
+largest: a page that divides it holds more tokens, any other one is padded (vLLM's
+``unify_kv_cache_spec_page_size``). FP8 pages divide the drafter's; packed ones can become several
+times as large.
+"""
+
+import copy
+from collections.abc import Mapping
+
+from vllm.config import SpeculativeConfig, VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    KVCacheSpec,
+    UniformTypeKVCacheSpecs,
+    is_quantized_kv_cache,
+)
+
+from dllm import LOGGER
+
+logger = init_logger(LOGGER)
+
+ADVICE = (
+    "Leave the drafter's window out, or use --kv-cache-dtype fp8, or, for a target without "
+    "windows, --disable-hybrid-kv-cache-manager (the drafter then keeps every token)."
+)
+
+
+# What our attention backends keep, as ``attention.backend`` says, which needs Triton.
+OWN_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def refuse_cache_dtype(speculative: SpeculativeConfig) -> None:
+    """Refuse a ``kv_cache_dtype`` of ``--speculative-config`` that the drafter cannot keep.
+
+    Raises:
+        ValueError: the message names the value and the allowed ones.
+    """
+    dtype, backend = speculative.kv_cache_dtype, speculative.attention_backend
+    if dtype in (None, *OWN_DTYPES) or (backend is not None and backend.name != "CUSTOM"):
+        return
+    raise ValueError(
+        f"kv_cache_dtype = {dtype!r} of --speculative-config; the drafter's attention keeps one of "
+        f"{', '.join(OWN_DTYPES)}. Leave it out: the drafter's cache then has the model's dtype, "
+        "whatever --kv-cache-dtype is."
+    )
+
+
+def with_own_cache(vllm_config: VllmConfig) -> VllmConfig:
+    """A server's configuration as the drafter's layers and their attention metadata need it.
+
+    The drafter does not take the target's cache dtype, nor its window. The result is a copy, apart
+    from what is not replaced.
+    """
+    speculative = vllm_config.speculative_config
+    assert speculative is not None, "no drafter"
+    own = copy.copy(vllm_config)
+    own.cache_config = cache = copy.copy(vllm_config.cache_config)
+    cache.cache_dtype = speculative.kv_cache_dtype or "auto"
+    cache.sliding_window = None
+    return own
+
+
+def check_pages(vllm_config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> None:
+    """Check that pages of target and drafter go together; warn where that wastes memory.
+
+    Args:
+        specs: of all layers of target and drafter, as their attention backends ask for them.
+
+    Raises:
+        ValueError: a page of a drafter's layer is larger than vLLM's common page.
+    """
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return  # all layers keep every token
+    dtype = vllm_config.cache_config.cache_dtype
+    for name, spec in specs.items():
+        page = spec.page_size_padded if isinstance(spec, AttentionSpec) else None
+        if page is not None and page < spec.unpadded_page_size_bytes:
+            raise ValueError(
+                f"--kv-cache-dtype {dtype} has pages of {page} bytes, and layer {name} of the "
+                f"drafter needs {spec.unpadded_page_size_bytes} bytes for a page of "
+                f"{spec.block_size} tokens in {spec.dtype}. {ADVICE}"
+            )
+    if UniformTypeKVCacheSpecs.is_uniform_type(dict(specs)):
+        return
+    sizes = [spec.page_size_bytes for spec in specs.values()]
+    smallest = min((size for size in sizes if max(sizes) % size), default=None)
+    if smallest is not None and is_quantized_kv_cache(dtype):
+        logger.warning(
+            "--kv-cache-dtype %s: pages of %d bytes are padded to %d bytes, because layers with "
+            "and without a window share them. %s",
+            dtype,
+            smallest,
+            max(sizes),
+            ADVICE,
+        )
