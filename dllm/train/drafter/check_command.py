@@ -17,7 +17,7 @@ from dllm.settings.drafting import DrafterOptions
 from dllm.train.drafter.acceptance import possible, total
 from dllm.train.drafter.check import Checker, Conventions, Reading, Verdict
 from dllm.train.drafter.export import build_network, read_checkpoint
-from dllm.train.drafter.prompts import Prompt, file_prompts, suite_prompts
+from dllm.train.drafter.prompts import Prompt, default_file, file_prompts, suite_prompts
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import Target, read_config, target_facts
 
@@ -61,7 +61,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("target", type=Path, help="checkpoint directory")
     parser.add_argument("drafter", type=Path, help="checkpoint directory, z-lab's format")
     parser.add_argument(
-        "--prompts", type=Path, help=f"text or JSONL, at least {NUM_PROMPTS}; default: task suite"
+        "--prompts",
+        type=Path,
+        help=f"text or JSONL, at least {NUM_PROMPTS}; default: shipped general prompts (for our "
+        "small models: the task suite)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found; -: print")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -104,9 +107,10 @@ def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading
 
 def load_prompts(given: argparse.Namespace) -> list[Prompt]:
     """Ten prompts: of the file, or held-out ones of ten families of the task suite."""
-    if given.prompts is not None:
+    file = given.prompts or default_file(given.target)
+    if file is not None:
         settings = CalibrateSettings(heldout=1, responses=NUM_PROMPTS)
-        return file_prompts(given.target, given.prompts, settings)[:NUM_PROMPTS]
+        return file_prompts(given.target, file, settings)[:NUM_PROMPTS]
     settings = CalibrateSettings(heldout=1, responses=1)
     asked = suite_prompts(given.target, settings)
     return [prompt for prompt in asked if prompt.is_heldout][-NUM_PROMPTS:]

@@ -5,7 +5,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from dllm.train.drafter import export
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.network import DraftNetwork
 from dllm.train.drafter.presets import CONTINUED, PRESETS, drafter_config, settings_for
-from dllm.train.drafter.prompts import Prompt, load_prompts
+from dllm.train.drafter.prompts import Prompt, default_file, load_prompts
 from dllm.train.drafter.responses import (
     HELDOUT,
     TRAIN,
@@ -42,6 +42,15 @@ CONFIGS = Path(__file__).parent / "configs"
 RESPONSES = "responses"
 HELDOUT_EVERY = 20  # one of so many recorded samples is held out
 
+# Flags that override a setting of the config or preset: (field, help text).
+OVERRIDES = {
+    "--num-prompts": ("responses", "prompts to train on, at most (task suite: of each family)"),
+    "--heldout": ("heldout", "further prompts to measure on (task suite: of each family)"),
+    "--max-tokens": ("max_tokens", "tokens of a response, at most"),
+    "--steps": ("steps", "training steps"),
+    "--batch-size": ("batch_size", "responses in each step"),
+}
+OF_RESPONSES = ("responses", "heldout", "max_tokens")  # which a buffer has already
 
 PANELS = (
     Panel("held-out tokens a step", lambda name: not name.startswith("position_")),
@@ -76,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
     settings = load_settings(given)
     network = load_network(given, settings)
     if given.from_buffer is None:
+        given.prompts = given.prompts or default_file(given.target)
         prompts = load_prompts(given.target, given.prompts, settings)
     else:
         prompts = []
@@ -117,7 +127,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     shape.add_argument("--preset", choices=sorted(PRESETS), help="shape of a common target")
     data = parser.add_mutually_exclusive_group()
     data.add_argument(
-        "--prompts", type=Path, help="text, one a line, or JSONL; default: the task suite"
+        "--prompts",
+        type=Path,
+        help="text, one a line, or JSONL; default: shipped general prompts (for our small models: "
+        "the task suite)",
     )
     data.add_argument(
         "--from-buffer", type=Path, help="recorded traffic (docs/calibration.md); needs --drafter"
@@ -127,6 +140,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--model", help="its served model name (the only one, if there is one)")
     parser.add_argument("--drafter", type=Path, help="go on from this drafter's weights")
+    for flag, (field, text) in OVERRIDES.items():
+        parser.add_argument(flag, type=int, dest=field, metavar="N", help=text)
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        metavar="RATE",
+        help="peak rate of Muon (matrix_lr); vector_lr keeps its ratio to it",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     given = parser.parse_args(argv)
@@ -136,14 +157,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--drafter brings its own shape; leave out --preset.")
     if given.model and not given.from_server:
         parser.error("--model names a model of --from-server.")
+    if given.from_buffer and any(getattr(given, field) is not None for field in OF_RESPONSES):
+        parser.error("--from-buffer: its responses are there; leave out the flags about them.")
     return given
 
 
 def load_settings(given: argparse.Namespace) -> CalibrateSettings:
-    """From ``--config``; else those of ``--preset``, or of a run that starts from a drafter."""
+    """From ``--config``, else of ``--preset``, else of a run from a drafter; flags override them.
+
+    Raises:
+        CommandError: a setting is out of range.
+    """
     if given.config is not None:
-        return CalibrateSettings.load(given.config)
-    return CONTINUED if given.drafter is not None else settings_for(given.preset)
+        settings = CalibrateSettings.load(given.config)
+    else:
+        settings = CONTINUED if given.drafter is not None else settings_for(given.preset)
+    asked = {field: getattr(given, field) for field, _ in OVERRIDES.values()}
+    changes = {field: value for field, value in asked.items() if value is not None}
+    if given.learning_rate is not None:
+        ratio = settings.vector_lr / settings.matrix_lr
+        changes |= {"matrix_lr": given.learning_rate, "vector_lr": given.learning_rate * ratio}
+    try:
+        return replace(settings, **changes)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Network:
