@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dllm.drafter.samples import Sample
+from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.network import DraftNetwork, draft_inputs
 from dllm.train.drafter.target import Target
 
@@ -117,12 +118,13 @@ class Batch:
     features: Tensor
 
 
-def load_batch(samples: Sequence[Sample], target: Target, layer_ids: Sequence[int]) -> Batch:
+def load_batch(samples: Sequence[Sample], target: TargetEnds, layer_ids: Sequence[int]) -> Batch:
     """Tokens and hidden states, the latter from disk if they are stored, else recomputed."""
     longest = max(len(sample.tokens) for sample in samples)
     tokens = torch.tensor([[*s.tokens, *[0] * (longest - len(s.tokens))] for s in samples])
     tokens = tokens.to(target.device)
     if samples[0].shard is None:
+        assert isinstance(target, Target), "hidden states are neither stored nor can be computed"
         return Batch(samples, tokens, target.hidden_states(tokens, layer_ids))
     parts = [sample.hidden() for sample in samples]
     features = parts[0].new_zeros(len(parts), longest, parts[0].shape[-1])
@@ -134,7 +136,7 @@ def load_batch(samples: Sequence[Sample], target: Target, layer_ids: Sequence[in
 @torch.no_grad()
 def measure(
     network: DraftNetwork,
-    target: Target,
+    target: TargetEnds,
     samples: Sequence[Sample],
     block: int,
     layer_ids: Sequence[int] | None = None,
@@ -162,7 +164,7 @@ class Drafted(NamedTuple):
     loss: float
 
 
-def draft_all(network: DraftNetwork, target: Target, batch: Batch, block: int) -> list[Drafted]:
+def draft_all(network: DraftNetwork, target: TargetEnds, batch: Batch, block: int) -> list[Drafted]:
     """Draft behind every token of every response."""
     most = max(sample.num_anchors for sample in batch.samples)
     device = batch.tokens.device

@@ -18,6 +18,7 @@ from dllm.settings.drafting import DrafterOptions
 from dllm.tools import client
 from dllm.train.curve import Panel, draw, require_matplotlib
 from dllm.train.drafter import export
+from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.network import DraftNetwork
 from dllm.train.drafter.presets import CONTINUED, PRESETS, drafter_config, settings_for
@@ -95,8 +96,11 @@ def main(argv: Sequence[str]) -> int:
     started = inputs_of(given, settings, network, prompts)
     check_run(given.out, started, given.resume)
     write_start(given.out, started)
-    target = Target(given.target, given.device)
-    if given.from_buffer is None:
+    ends: TargetEnds
+    if given.from_buffer is not None:
+        ends = TargetEnds.read(given.target, given.device)
+    else:
+        ends = target = Target(given.target, given.device)
         respond = from_target(target, settings.max_tokens)
         if server is not None:
             respond = from_server(server, given.target, settings.max_tokens)
@@ -107,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
                 bar.advance(done)
         samples, heldout = usable(folder / TRAIN), usable(folder / HELDOUT)
     learner = DraftLearner(
-        settings, network.read, network.block, target, samples, heldout, network.start_from
+        settings, network.read, network.block, ends, samples, heldout, network.start_from
     )
     run = Run(learner, given.out)
     if given.resume:
