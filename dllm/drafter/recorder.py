@@ -139,11 +139,14 @@ class Recorder:
         max_bytes: limit on disk. Open samples hold at most a quarter of it in host memory: a row
             that would exceed this closes its sample, or does not begin one.
         worker: first part of the shards' file names; every worker needs another one.
+        layers: of the target (0-based), whose outputs are recorded; noted in the shards.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, worker: str) -> None:
+    def __init__(
+        self, folder: Path, max_bytes: int, worker: str, layers: Sequence[int] = ()
+    ) -> None:
         self.max_bytes = max_bytes
-        self.ring = ShardRing(folder, max_bytes, worker)
+        self.ring = ShardRing(folder, max_bytes, worker, layers)
         self.shard_bytes = min(MAX_SHARD_BYTES, max_bytes // SHARDS)
         self.num_dropped = 0  # samples
         self._num_steps = 0
@@ -262,9 +265,11 @@ class Recorder:
 class ShardRing:
     """One worker's shards in a folder; a new one replaces the oldest ones where room is short."""
 
-    def __init__(self, folder: Path, max_bytes: int, worker: str) -> None:
+    def __init__(
+        self, folder: Path, max_bytes: int, worker: str, layers: Sequence[int] = ()
+    ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: it holds what users wrote
-        self.folder, self.max_bytes, self.worker = folder, max_bytes, worker
+        self.folder, self.max_bytes, self.worker, self.layers = folder, max_bytes, worker, layers
         for leftover in folder.glob(f"{worker}-*.part"):
             leftover.unlink()
         names = [path.stem for path in self.shards()]
@@ -301,5 +306,6 @@ class ShardRing:
             [sample.sample for sample in samples],
             [sample.hidden for sample in samples],
             {name: torch.tensor(values, dtype=torch.int16) for name, values in marks.items()},
+            self.layers,
         )
         self.next += 1

@@ -329,8 +329,8 @@ def test_other_mistakes_are_refused(target_path, files, capsys, tmp_path):
     assert calibrate(target_path, files, "--drafter", str(other)) == 1
     assert "9" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        calibrate(target_path, files, "--from-buffer", str(files))
-    assert "--drafter" in capsys.readouterr().err
+        calibrate(target_path, files, "--from-buffer", str(files), "--from-server", "http://x")
+    assert "--from-server" in capsys.readouterr().err
 
 
 def test_shipped_settings_are_right():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm.drafter.checkpoint import DrafterConfig, check_pair
-from dllm.drafter.samples import Sample, read_shards, recorded_acceptance
+from dllm.drafter.samples import Sample, read_shards, recorded_acceptance, recorded_layers
 from dllm.settings.command import OK, CommandError
 from dllm.settings.drafting import DrafterOptions
 from dllm.tools import client
@@ -136,9 +136,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="text, one a line, or JSONL; default: shipped general prompts (for our small models: "
         "the task suite)",
     )
-    data.add_argument(
-        "--from-buffer", type=Path, help="recorded traffic (docs/calibration.md); needs --drafter"
-    )
+    data.add_argument("--from-buffer", type=Path, help="recorded traffic (docs/calibration.md)")
     parser.add_argument(
         "--from-server", metavar="URL", help="an OpenAI-compatible server writes the responses"
     )
@@ -155,8 +153,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     given = parser.parse_args(argv)
-    if given.from_buffer and (given.drafter is None or given.from_server):
-        parser.error("--from-buffer goes on from a --drafter, without --from-server.")
+    if given.from_buffer and given.from_server:
+        parser.error("--from-buffer has its responses; leave out --from-server.")
     if given.drafter and given.preset:
         parser.error("--drafter brings its own shape; leave out --preset.")
     if given.model and not given.from_server:
@@ -199,9 +197,12 @@ def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Netw
     if given.drafter is not None:
         config, weights = export.read_checkpoint(given.drafter)
     else:
-        config = drafter_config(
-            settings.drafter, target_config, facts, _mask_token_id(given.target)
-        )
+        shape = settings.drafter
+        if given.from_buffer is not None and not shape.target_layer_ids:
+            # Several kinds of layers in one buffer are refused by `split_buffer`.
+            noted = recorded_layers(given.from_buffer)
+            shape = replace(shape, target_layer_ids=noted[0] if noted else ())
+        config = drafter_config(shape, target_config, facts, _mask_token_id(given.target))
     try:
         read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
         check_pair(read, facts)
@@ -262,7 +263,7 @@ def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], li
     """Recorded samples: those to train on, and those held out.
 
     Raises:
-        CommandError: there are too few, or their hidden states are of another drafter's layers.
+        CommandError: there are too few, or their hidden states are of other layers.
     """
     samples = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
     if len(samples) <= HELDOUT_EVERY:
@@ -270,7 +271,15 @@ def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], li
             f"--from-buffer {folder} holds {len(samples)} samples with something to draft; needed: "
             f"more than {HELDOUT_EVERY}. Record for longer."
         )
-    features, wanted = samples[0].hidden().shape[-1], drafter.target_layer_ids
+    wanted = drafter.target_layer_ids
+    for layers in recorded_layers(folder):
+        if layers != wanted:
+            raise CommandError(
+                f"--from-buffer {folder} was recorded from layers {list(layers)} of the target; "
+                f"the drafter reads {list(wanted)}. Give another buffer, or a config whose "
+                "target_layer_ids are those of this one."
+            )
+    features = samples[0].hidden().shape[-1]
     if features != len(wanted) * drafter.target_hidden_size:
         raise CommandError(
             f"--from-buffer {folder}: hidden states of size {features}; the drafter reads "
