@@ -12,13 +12,13 @@ if it falls behind, or the disk fails, samples are dropped. Shards have the form
 many drafts were verified, and accepted, directly after a token; -1 where none were.
 """
 
-import atexit
 import logging
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import numpy as np
@@ -158,7 +158,8 @@ class Recorder:
         self._queue: queue.Queue[list[ClosedSample] | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._write, name="dllm-recorder", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        # Not atexit, whose functions a forked process (vLLM's engine core may be one) does not run.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def observe(self, step: RecordedStep) -> None:
         """Add one step to the samples of its requests; close those of finished requests."""
@@ -173,7 +174,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write all samples, open ones included, and end the thread."""
-        atexit.unregister(self.close)
+        self._at_exit.cancel()
         if not self._thread.is_alive():
             return
         for sample in self._open.values():
