@@ -43,10 +43,12 @@ def test_the_plugin_is_an_entry_point_of_vllm() -> None:
 
 def test_what_is_no_python_is_installed_too() -> None:
     """`dllm train` reads its default config from the package, wherever that is."""
-    shipped = list((ROOT / "dllm").rglob("*.toml"))
+    files = (path for path in (ROOT / "dllm").rglob("*") if path.is_file())
+    shipped = [path for path in files if path.suffix in (".toml", ".json", ".jsonl")]
     patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["dllm"]
     globbed = {path for pattern in patterns for path in (ROOT / "dllm").glob(pattern)}
-    assert set(shipped) == globbed and shipped
+    assert set(shipped) == globbed
+    assert {path.suffix for path in shipped} == {".toml", ".jsonl"}
 
 
 def test_nothing_that_is_always_installed_brings_vllm() -> None:

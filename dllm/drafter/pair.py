@@ -15,7 +15,7 @@ from dllm.drafter.checkpoint import (
     check_tokenizers,
 )
 from dllm.drafter.widths.pilot import PilotConfig
-from dllm.settings.drafting import DrafterOptions
+from dllm.settings.drafting import WHERE, DrafterOptions
 from dllm.settings.server import PluginOptions
 
 
@@ -68,6 +68,11 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     )
     refuse_cache_dtype(speculative)
     drafter = drafter_config(vllm_config)
+    if drafter_options(vllm_config).record_layers is not None:
+        raise ValueError(
+            f"{WHERE}: record_layers with a drafter, which says itself what it reads "
+            f"({list(drafter.target_layer_ids)}). Leave record_layers out."
+        )
     target = vllm_config.model_config
     if (pilot := drafter_options(vllm_config).pilot) is not None:
         PilotConfig.load(pilot).check_against(

@@ -12,13 +12,13 @@ if it falls behind, or the disk fails, samples are dropped. Shards have the form
 many drafts were verified, and accepted, directly after a token; -1 where none were.
 """
 
-import atexit
 import logging
 import queue
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import numpy as np
@@ -139,11 +139,14 @@ class Recorder:
         max_bytes: limit on disk. Open samples hold at most a quarter of it in host memory: a row
             that would exceed this closes its sample, or does not begin one.
         worker: first part of the shards' file names; every worker needs another one.
+        layers: of the target (0-based), whose outputs are recorded; noted in the shards.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, worker: str) -> None:
+    def __init__(
+        self, folder: Path, max_bytes: int, worker: str, layers: Sequence[int] = ()
+    ) -> None:
         self.max_bytes = max_bytes
-        self.ring = ShardRing(folder, max_bytes, worker)
+        self.ring = ShardRing(folder, max_bytes, worker, layers)
         self.shard_bytes = min(MAX_SHARD_BYTES, max_bytes // SHARDS)
         self.num_dropped = 0  # samples
         self._num_steps = 0
@@ -155,7 +158,8 @@ class Recorder:
         self._queue: queue.Queue[list[ClosedSample] | None] = queue.Queue(maxsize=1)
         self._thread = threading.Thread(target=self._write, name="dllm-recorder", daemon=True)
         self._thread.start()
-        atexit.register(self.close)
+        # Not atexit, whose functions a forked process (vLLM's engine core may be one) does not run.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def observe(self, step: RecordedStep) -> None:
         """Add one step to the samples of its requests; close those of finished requests."""
@@ -170,7 +174,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write all samples, open ones included, and end the thread."""
-        atexit.unregister(self.close)
+        self._at_exit.cancel()
         if not self._thread.is_alive():
             return
         for sample in self._open.values():
@@ -262,9 +266,11 @@ class Recorder:
 class ShardRing:
     """One worker's shards in a folder; a new one replaces the oldest ones where room is short."""
 
-    def __init__(self, folder: Path, max_bytes: int, worker: str) -> None:
+    def __init__(
+        self, folder: Path, max_bytes: int, worker: str, layers: Sequence[int] = ()
+    ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: it holds what users wrote
-        self.folder, self.max_bytes, self.worker = folder, max_bytes, worker
+        self.folder, self.max_bytes, self.worker, self.layers = folder, max_bytes, worker, layers
         for leftover in folder.glob(f"{worker}-*.part"):
             leftover.unlink()
         names = [path.stem for path in self.shards()]
@@ -301,5 +307,6 @@ class ShardRing:
             [sample.sample for sample in samples],
             [sample.hidden for sample in samples],
             {name: torch.tensor(values, dtype=torch.int16) for name, values in marks.items()},
+            self.layers,
         )
         self.next += 1

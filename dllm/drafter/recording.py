@@ -1,14 +1,81 @@
-"""Connects vLLM's workers with the recorder: which worker records, and what it is given."""
+"""Connects vLLM's workers with the recorder: which worker records, and what it is given.
 
+A server with a drafter records the layers that the drafter reads. A server without one records
+those that ``record_layers`` names: its target has to give the same hidden states that it would give
+to a drafter (vLLM's ``SupportsEagle3``).
+"""
+
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.model_executor.models.interfaces import supports_eagle3
 
-from dllm.drafter.pair import drafter_options
+from dllm.drafter.pair import drafter_config, drafter_options
 from dllm.drafter.recorder import RecordedStep, Recorder
 from dllm.drafter.step import TargetStep
+from dllm.settings.drafting import WHERE
+
+
+def layers_without_drafter(vllm_config: VllmConfig) -> Sequence[int]:
+    """Layers of the target that a server without a drafter records; empty if it records none."""
+    if vllm_config.speculative_config is not None:
+        return ()
+    return drafter_options(vllm_config).record_layers or ()
+
+
+def refuse_unrecordable(vllm_config: VllmConfig) -> None:
+    """Refuse to record a target without a drafter, if its layers are not named or not there.
+
+    Raises:
+        ValueError: names both values.
+    """
+    options, parallel = drafter_options(vllm_config), vllm_config.parallel_config
+    if options.record_layers is None:
+        raise ValueError(
+            f"{WHERE}: record = {options.record!r}, and there is no drafter that says what it "
+            'reads. Name the layers of the target: "record_layers": [1, 9, ...], 0-based.'
+        )
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+    if options.record_layers[-1] >= num_layers:
+        raise ValueError(
+            f"{WHERE}: record_layers = {list(options.record_layers)}, and the target has "
+            f"{num_layers} layers; allowed: 0 to {num_layers - 1}."
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"{WHERE}: record with --pipeline-parallel-size {parallel.pipeline_parallel_size}: "
+            "without a drafter the stages do not pass hidden states on. Use one stage."
+        )
+
+
+def refuse_target_without_hidden_states(vllm_config: VllmConfig) -> None:
+    """Refuse a target whose class in vLLM gives no hidden states of its layers.
+
+    Raises:
+        ValueError: names the class.
+    """
+    kind = get_model_cls(vllm_config.model_config)
+    if not supports_eagle3(kind):
+        raise ValueError(
+            f"{WHERE}: record: vLLM's {kind.__name__} gives no hidden states of its layers (it has "
+            "no SupportsEagle3), so there is nothing to record."
+        )
+
+
+def give_hidden_states(runner: Any, layers: Sequence[int]) -> None:
+    """Let a loaded target return the outputs of layers, as it would for a drafter.
+
+    Args:
+        runner: the worker's Model Runner V2.
+        layers: 0-based; vLLM counts the embedding as layer 0.
+    """
+    runner.model.set_aux_hidden_state_layers(tuple(layer + 1 for layer in layers))
+    runner.use_aux_hidden_state_outputs = True
 
 
 def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
@@ -20,8 +87,33 @@ def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
     options, parallel = drafter_options(vllm_config), vllm_config.parallel_config
     if options.record is None or parallel.rank % parallel.tensor_parallel_size:
         return None
+    if vllm_config.speculative_config is not None:
+        layers: Sequence[int] = drafter_config(vllm_config).target_layer_ids
+    else:
+        layers = layers_without_drafter(vllm_config)
     max_bytes = options.record_mb * 1_000_000 // parallel.data_parallel_size
-    return Recorder(Path(options.record), max_bytes, f"worker{parallel.data_parallel_rank}")
+    worker = f"worker{parallel.data_parallel_rank}"
+    return Recorder(Path(options.record), max_bytes, worker, layers)
+
+
+def step_without_drafts(state: Any, last_sampled: torch.Tensor) -> TargetStep:
+    """The step of a target that has no drafter.
+
+    Args:
+        state: the ``ExecuteModelState`` of Model Runner V2, before tokens were sampled.
+        last_sampled: ``[slots, 1]``, the last token of each request, after.
+    """
+    batch = state.input_batch
+    computed = batch.num_computed_prefill_tokens_np + batch.num_scheduled_tokens
+    num_sampled = torch.from_numpy((computed >= batch.prefill_len_np).astype(np.int64))
+    return TargetStep(
+        batch,
+        state.hidden_states,
+        state.aux_hidden_states,
+        num_sampled,
+        torch.zeros_like(num_sampled),
+        last_sampled,
+    )
 
 
 def recorded_step(step: TargetStep) -> RecordedStep:

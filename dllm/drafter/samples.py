@@ -7,8 +7,9 @@ A shard is one safetensors file, written whole or not at all:
     response_starts   [samples] int64              index of its first token that the target wrote
     hidden            [N, features] (optional)     outputs of the chosen layers, side by side
 
-Metadata: ``groups``, a JSON list with a name for each sample (for example a task family). The
-recorder of live traffic (``dllm.drafter.recorder``) writes this format with two more tensors.
+Metadata: ``groups``, a JSON list with a name for each sample (for example a task family), and
+``layers``, a JSON list of the target's layers that ``hidden`` is of (0-based). The recorder of live
+traffic (``dllm.drafter.recorder``) writes this format with two more tensors.
 """
 
 import itertools
@@ -60,12 +61,14 @@ def write_shard(
     samples: Sequence[Sample],
     hidden: Sequence[Tensor] | None,
     more: Mapping[str, Tensor] | None = None,
+    layers: Sequence[int] = (),
 ) -> None:
     """Write a shard whole or not at all: a temporary file is renamed when it is complete.
 
     Args:
         hidden: for each sample ``[tokens, features]``; None stores no hidden states.
         more: further tensors of the file, by name.
+        layers: of the target, whose outputs ``hidden`` is; empty: not noted.
     """
     lengths = torch.tensor([0] + [len(sample.tokens) for sample in samples])
     tensors = {
@@ -78,8 +81,10 @@ def write_shard(
         tensors["hidden"] = torch.cat(list(hidden))
     temporary = path.with_name(f"{path.name}.part")
     try:
-        groups = json.dumps([sample.group for sample in samples])
-        save_file(tensors, temporary, metadata={"groups": groups})
+        metadata = {"groups": json.dumps([sample.group for sample in samples])}
+        if layers:
+            metadata["layers"] = json.dumps(list(layers))
+        save_file(tensors, temporary, metadata=metadata)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -104,6 +109,19 @@ def read_shard(path: Path) -> list[Sample]:
 def read_shards(folder: Path) -> list[Sample]:
     """All samples of a folder, its shards in the order of their names."""
     return [sample for path in sorted(folder.glob(f"*{SUFFIX}")) for sample in read_shard(path)]
+
+
+def recorded_layers(folder: Path) -> list[tuple[int, ...]]:
+    """The target's layers that the shards of a folder are of: one entry if all agree.
+
+    Shards that do not note their layers count for nothing.
+    """
+    found = set()
+    for path in folder.glob(f"*{SUFFIX}"):
+        with safe_open(path, "pt") as file:
+            if "layers" in file.metadata():
+                found.add(tuple(json.loads(file.metadata()["layers"])))
+    return sorted(found)
 
 
 def recorded_acceptance(folder: Path) -> tuple[int, int]:

@@ -21,10 +21,11 @@ from dllm.patches.cpu import (
     reload_compiled_backbone,
 )
 from dllm.patches.drafting import draft_in_this_worker, verify_by_our_rule
+from dllm.patches.recording import Records
 from dllm.patches.worker import Visits, prepare_runner
 
 
-class CanvasCPUWorker(Visits, CPUWorker):
+class CanvasCPUWorker(Records, Visits, CPUWorker):
     """A CPU worker that replaces Triton kernels, and compiles everything before it is ready."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]

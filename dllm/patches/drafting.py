@@ -9,6 +9,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from dllm import LOGGER
+from dllm.models import FAMILIES
 from dllm.patches.contract import CPU_WORKER, DRAFTING_SCHEDULER, GPU_WORKER
 from dllm.patches.cpu import set_cpu_worker
 
@@ -38,6 +39,8 @@ def serve_drafters() -> None:
         verify_and_update(self)
         if is_first and drafts_with_ours(self.speculative_config):
             _configure_drafting(self)
+        elif is_first:
+            _configure_recording(self)
 
     VllmConfig.try_verify_and_update_config = try_verify_and_update_config  # type: ignore[method-assign]
     _admit_all_sampling_parameters()
@@ -92,6 +95,42 @@ def _configure_drafting(vllm_config: Any) -> None:
                 '"width" out of the drafter\'s options.'
             )
         scheduler.async_scheduling = False
+
+
+def _configure_recording(vllm_config: Any) -> None:
+    """Choose the worker of a server without a drafter that records (``drafter.recording``).
+
+    Raises:
+        ValueError: the server cannot record what is asked for.
+    """
+    from vllm.platforms import current_platform
+
+    from dllm.drafter.recording import refuse_unrecordable
+    from dllm.settings.drafting import WHERE
+    from dllm.settings.server import PluginOptions
+
+    options = PluginOptions.from_vllm(vllm_config).drafter
+    if options.record is None:
+        return
+    is_diffusion = vllm_config.model_config.architecture in FAMILIES
+    if vllm_config.speculative_config is not None or is_diffusion:
+        raise ValueError(
+            f"{WHERE}: record works for autoregressive targets, with a DFlash drafter or without "
+            "--speculative-config. Leave it out."
+        )
+    refuse_unrecordable(vllm_config)
+    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls not in ("auto", worker):
+        raise ValueError(
+            f"--worker-cls {parallel.worker_cls}: recording needs {worker}. Leave the flag out."
+        )
+    parallel.worker_cls = worker
+    set_cpu_worker(vllm_config)
+    if not vllm_config.use_v2_model_runner:
+        raise ValueError(
+            f"{WHERE}: record needs vLLM's Model Runner V2, and this server would run another one."
+        )
 
 
 def _write_resolved_fields(hf_config: Any, mask_token_id: int) -> None:

@@ -10,10 +10,11 @@ from vllm.v1.worker.gpu_worker import Worker
 from dllm.drafter.cache import check_pages
 from dllm.patches.contract import SCHEDULER
 from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
+from dllm.patches.recording import Records
 from dllm.patches.worker import Visits, prepare_runner
 
 
-class CanvasGPUWorker(Visits, Worker):
+class CanvasGPUWorker(Records, Visits, Worker):
     """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@ They are checked once, when the server starts. The number of tokens in a draft b
 own option ``num_speculative_tokens``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from dllm.settings.checks import FloatRange, check_int, known_fields
@@ -46,6 +47,8 @@ class DrafterOptions:
             one.
         record: folder in which tokens and hidden states of live traffic are recorded, for
             ``dllm calibrate --from-buffer``; None records nothing. They reveal what users wrote.
+        record_layers: for a server without a drafter: layers of the target (0-based) whose outputs
+            are recorded; a drafter says itself which ones it reads.
         record_mb: limit of that folder, MB (10^6 bytes); the oldest recordings are deleted first.
     """
 
@@ -60,6 +63,7 @@ class DrafterOptions:
     mask_token_id: int | None = None
     mask_token: str | None = None
     record: str | None = None
+    record_layers: Sequence[int] | None = None
     record_mb: int = 1000
 
     def __post_init__(self) -> None:
@@ -68,6 +72,7 @@ class DrafterOptions:
                 check_int(f"{WHERE}: {key}", getattr(self, key), at_least)
         check_int(f"{WHERE}: denoise_steps", self.denoise_steps, 1)
         check_int(f"{WHERE}: record_mb", self.record_mb, 1)
+        self._check_record_layers()
         for key in ("mask_token", "record"):
             if getattr(self, key) is not None and not isinstance(getattr(self, key), str):
                 raise ValueError(f"{WHERE}: {key} = {getattr(self, key)!r}; allowed: a string.")
@@ -80,6 +85,20 @@ class DrafterOptions:
                     f"{WHERE}: {key} = {getattr(self, key)!r}; allowed: {', '.join(allowed)}."
                 )
         self._check_policy()
+
+    def _check_record_layers(self) -> None:
+        """Refuse anything but ascending layers; and layers without a folder to record to."""
+        layers = self.record_layers
+        if layers is None:
+            return
+        is_list = isinstance(layers, list | tuple) and all(type(i) is int for i in layers)
+        if not is_list or not layers or list(layers) != sorted({i for i in layers if i >= 0}):
+            raise ValueError(
+                f"{WHERE}: record_layers = {layers!r}; allowed: a list of layers of the target, "
+                "0-based and ascending."
+            )
+        if self.record is None:
+            raise ValueError(f'{WHERE}: record_layers needs "record": the folder to write to.')
 
     def _check_policy(self) -> None:
         """Refuse wrong values of the policies' options, and options of another policy."""

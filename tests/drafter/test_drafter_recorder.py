@@ -1,6 +1,7 @@
 """The recorder of live traffic: what it writes, and that it stays within its bounds."""
 
 import itertools
+import multiprocessing
 import threading
 from pathlib import Path
 
@@ -165,6 +166,23 @@ def test_a_writer_that_is_behind_costs_samples_and_no_time(tmp_path, monkeypatch
     kept = len(read_shards(tmp_path))
     assert kept + recording.num_dropped == 5
     assert recording.num_dropped >= 2
+
+
+def record_and_end(folder: Path) -> None:
+    """Without ``close``; another sample is still open."""
+    recording = Recorder(folder, 1 << 20, "w0")
+    for rows in request("one", 3):
+        recording.observe(step(rows))
+    recording.observe(step(next(request("two", 0))))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_that_ends_writes_what_it_recorded(tmp_path, method):
+    process = multiprocessing.get_context(method).Process(target=record_and_end, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert [len(sample.tokens) for sample in read_shards(tmp_path)] == [11]
 
 
 def test_memory_is_bounded(tmp_path):

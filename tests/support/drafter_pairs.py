@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 TOKENIZER = Path(__file__).parents[2] / "checkpoints/tiny-random"
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 64, 4, 2, 32, 128
@@ -41,6 +42,18 @@ def write_target(path: Path, seed: int = 0, vocab_size: int = 512, layers: int =
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(TOKENIZER / name, path)
     return path
+
+
+def give_byte_tokenizer(target: Path) -> Path:
+    """Replace a target's tokenizer by one of bytes, as a model has that is none of ours."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: index for index, token in enumerate(["<end>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (target / name).unlink()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(target)
+    return target
 
 
 def drafter_config(**overrides: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -12,12 +13,15 @@ from tokenizers import Tokenizer
 
 from dllm.drafter.checkpoint import DrafterConfig, TargetFacts, check_pair
 from dllm.drafter.samples import Sample
+from dllm.drafter.schedule import MASKED_FRACTION, reveal_counts
 from dllm.settings.command import FAILED, OK, CommandError
 from dllm.settings.drafting import DrafterOptions
-from dllm.train.drafter.acceptance import possible, total
+from dllm.tasks.suite import FAMILIES
+from dllm.train.drafter.acceptance import measure, possible, total
 from dllm.train.drafter.check import Checker, Conventions, Reading, Verdict
 from dllm.train.drafter.export import build_network, read_checkpoint
-from dllm.train.drafter.prompts import Prompt, file_prompts, suite_prompts
+from dllm.train.drafter.network import DraftNetwork
+from dllm.train.drafter.prompts import Prompt, default_file, file_prompts, suite_prompts
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import Target, read_config, target_facts
 
@@ -36,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
     network = build_network(reading.config, weights, given.drafter)
     target = Target(given.target, given.device)
     network = network.to(target.device).requires_grad_(False)
-    samples = respond(target, load_prompts(given))
+    samples = respond(target, load_prompts(given), given.max_tokens)
+    if given.passes:
+        return compare_passes(given, network, target, samples, int(str(config["block_size"])))
     conventions = Conventions(
         facts.num_layers, special_tokens(given.target), rope_parameters(target_config)
     )
@@ -61,7 +67,31 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("target", type=Path, help="checkpoint directory")
     parser.add_argument("drafter", type=Path, help="checkpoint directory, z-lab's format")
     parser.add_argument(
-        "--prompts", type=Path, help=f"text or JSONL, at least {NUM_PROMPTS}; default: task suite"
+        "--prompts",
+        type=Path,
+        help="text or JSONL, at least --num-prompts; default: shipped general prompts (for our "
+        "small models: the task suite)",
+    )
+    parser.add_argument(
+        "--num-prompts", type=int, default=NUM_PROMPTS, metavar="N", help=f"{NUM_PROMPTS}"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        metavar="N",
+        help=f"of a response; {MAX_TOKENS}",
+    )
+    parser.add_argument(
+        "--passes",
+        type=int,
+        nargs="+",
+        default=(),
+        metavar="N",
+        help="only measure what so many passes over a draft block (denoise_steps) reach",
+    )
+    parser.add_argument(
+        "--noise-schedule", choices=sorted(MASKED_FRACTION), default="cosine", help="of --passes"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found; -: print")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -103,22 +133,23 @@ def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading
 
 
 def load_prompts(given: argparse.Namespace) -> list[Prompt]:
-    """Ten prompts: of the file, or held-out ones of ten families of the task suite."""
-    if given.prompts is not None:
-        settings = CalibrateSettings(heldout=1, responses=NUM_PROMPTS)
-        return file_prompts(given.target, given.prompts, settings)[:NUM_PROMPTS]
-    settings = CalibrateSettings(heldout=1, responses=1)
+    """So many prompts of the file, or held-out ones of as many families of the task suite."""
+    file, count = given.prompts or default_file(given.target), given.num_prompts
+    if file is not None:
+        settings = CalibrateSettings(heldout=1, responses=count)
+        return file_prompts(given.target, file, settings)[:count]
+    settings = CalibrateSettings(heldout=math.ceil(count / len(FAMILIES)), responses=1)
     asked = suite_prompts(given.target, settings)
-    return [prompt for prompt in asked if prompt.is_heldout][-NUM_PROMPTS:]
+    return [prompt for prompt in asked if prompt.is_heldout][-count:]
 
 
-def respond(target: Target, prompts: Sequence[Prompt]) -> list[Sample]:
+def respond(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> list[Sample]:
     """Greedy responses of the target.
 
     Raises:
         CommandError: they are too short to measure anything.
     """
-    responses = target.respond([prompt.tokens for prompt in prompts], MAX_TOKENS, 0.0, 0)
+    responses = target.respond([prompt.tokens for prompt in prompts], max_tokens, 0.0, 0)
     samples = [
         Sample((*prompt.tokens, *response), len(prompt.tokens), prompt.group)
         for prompt, response in zip(prompts, responses, strict=True)
@@ -126,6 +157,33 @@ def respond(target: Target, prompts: Sequence[Prompt]) -> list[Sample]:
     if sum(sample.num_anchors > 0 for sample in samples) < 2:
         raise CommandError("fewer than two responses have two tokens; give other --prompts.")
     return samples
+
+
+def compare_passes(
+    given: argparse.Namespace,
+    network: DraftNetwork,
+    target: Target,
+    samples: Sequence[Sample],
+    block: int,
+) -> int:
+    """Print what several passes over a draft block reach.
+
+    Raises:
+        CommandError: a number of passes that the block does not allow.
+    """
+    for passes in given.passes:
+        if not 1 <= passes < block:
+            raise CommandError(f"--passes {passes}; allowed: 1 to {block - 1}.")
+    for passes in given.passes:
+        reveal = reveal_counts(given.noise_schedule, block - 1, passes)
+        found = total(measure(network, target, samples, block, reveal=reveal))
+        rates = ", ".join(f"{100 * rate:.0f}" for rate in found.by_position)
+        print(
+            f"{passes} passes: {found.length:.2f} tokens a step; keep 1, 2, ... drafts: {rates} %"
+        )
+    best = total(possible(samples, block - 1)).length
+    print(f"possible: {best:.2f}; {len(samples)} responses")
+    return OK
 
 
 def special_tokens(target: Path) -> dict[int, str]:

@@ -5,23 +5,24 @@ import hashlib
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dllm.drafter.checkpoint import DrafterConfig, check_pair
-from dllm.drafter.samples import Sample, read_shards, recorded_acceptance
+from dllm.drafter.samples import Sample, read_shards, recorded_acceptance, recorded_layers
 from dllm.settings.command import OK, CommandError
 from dllm.settings.drafting import DrafterOptions
 from dllm.tools import client
 from dllm.train.curve import Panel, draw, require_matplotlib
 from dllm.train.drafter import export
+from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.network import DraftNetwork
 from dllm.train.drafter.presets import CONTINUED, PRESETS, drafter_config, settings_for
-from dllm.train.drafter.prompts import Prompt, load_prompts
+from dllm.train.drafter.prompts import Prompt, default_file, load_prompts
 from dllm.train.drafter.responses import (
     HELDOUT,
     TRAIN,
@@ -42,6 +43,15 @@ CONFIGS = Path(__file__).parent / "configs"
 RESPONSES = "responses"
 HELDOUT_EVERY = 20  # one of so many recorded samples is held out
 
+# Flags that override a setting of the config or preset: (field, help text).
+OVERRIDES = {
+    "--num-prompts": ("responses", "prompts to train on, at most (task suite: of each family)"),
+    "--heldout": ("heldout", "further prompts to measure on (task suite: of each family)"),
+    "--max-tokens": ("max_tokens", "tokens of a response, at most"),
+    "--steps": ("steps", "training steps"),
+    "--batch-size": ("batch_size", "responses in each step"),
+}
+OF_RESPONSES = ("responses", "heldout", "max_tokens")  # which a buffer has already
 
 PANELS = (
     Panel("held-out tokens a step", lambda name: not name.startswith("position_")),
@@ -76,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
     settings = load_settings(given)
     network = load_network(given, settings)
     if given.from_buffer is None:
+        given.prompts = given.prompts or default_file(given.target)
         prompts = load_prompts(given.target, given.prompts, settings)
     else:
         prompts = []
@@ -85,8 +96,11 @@ def main(argv: Sequence[str]) -> int:
     started = inputs_of(given, settings, network, prompts)
     check_run(given.out, started, given.resume)
     write_start(given.out, started)
-    target = Target(given.target, given.device)
-    if given.from_buffer is None:
+    ends: TargetEnds
+    if given.from_buffer is not None:
+        ends = TargetEnds.read(given.target, given.device)
+    else:
+        ends = target = Target(given.target, given.device)
         respond = from_target(target, settings.max_tokens)
         if server is not None:
             respond = from_server(server, given.target, settings.max_tokens)
@@ -97,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
                 bar.advance(done)
         samples, heldout = usable(folder / TRAIN), usable(folder / HELDOUT)
     learner = DraftLearner(
-        settings, network.read, network.block, target, samples, heldout, network.start_from
+        settings, network.read, network.block, ends, samples, heldout, network.start_from
     )
     run = Run(learner, given.out)
     if given.resume:
@@ -117,33 +131,58 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     shape.add_argument("--preset", choices=sorted(PRESETS), help="shape of a common target")
     data = parser.add_mutually_exclusive_group()
     data.add_argument(
-        "--prompts", type=Path, help="text, one a line, or JSONL; default: the task suite"
+        "--prompts",
+        type=Path,
+        help="text, one a line, or JSONL; default: shipped general prompts (for our small models: "
+        "the task suite)",
     )
-    data.add_argument(
-        "--from-buffer", type=Path, help="recorded traffic (docs/calibration.md); needs --drafter"
-    )
+    data.add_argument("--from-buffer", type=Path, help="recorded traffic (docs/calibration.md)")
     parser.add_argument(
         "--from-server", metavar="URL", help="an OpenAI-compatible server writes the responses"
     )
     parser.add_argument("--model", help="its served model name (the only one, if there is one)")
     parser.add_argument("--drafter", type=Path, help="go on from this drafter's weights")
+    for flag, (field, text) in OVERRIDES.items():
+        parser.add_argument(flag, type=int, dest=field, metavar="N", help=text)
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        metavar="RATE",
+        help="peak rate of Muon (matrix_lr); vector_lr keeps its ratio to it",
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     given = parser.parse_args(argv)
-    if given.from_buffer and (given.drafter is None or given.from_server):
-        parser.error("--from-buffer goes on from a --drafter, without --from-server.")
+    if given.from_buffer and given.from_server:
+        parser.error("--from-buffer has its responses; leave out --from-server.")
     if given.drafter and given.preset:
         parser.error("--drafter brings its own shape; leave out --preset.")
     if given.model and not given.from_server:
         parser.error("--model names a model of --from-server.")
+    if given.from_buffer and any(getattr(given, field) is not None for field in OF_RESPONSES):
+        parser.error("--from-buffer: its responses are there; leave out the flags about them.")
     return given
 
 
 def load_settings(given: argparse.Namespace) -> CalibrateSettings:
-    """From ``--config``; else those of ``--preset``, or of a run that starts from a drafter."""
+    """From ``--config``, else of ``--preset``, else of a run from a drafter; flags override them.
+
+    Raises:
+        CommandError: a setting is out of range.
+    """
     if given.config is not None:
-        return CalibrateSettings.load(given.config)
-    return CONTINUED if given.drafter is not None else settings_for(given.preset)
+        settings = CalibrateSettings.load(given.config)
+    else:
+        settings = CONTINUED if given.drafter is not None else settings_for(given.preset)
+    asked = {field: getattr(given, field) for field, _ in OVERRIDES.values()}
+    changes = {field: value for field, value in asked.items() if value is not None}
+    if given.learning_rate is not None:
+        ratio = settings.vector_lr / settings.matrix_lr
+        changes |= {"matrix_lr": given.learning_rate, "vector_lr": given.learning_rate * ratio}
+    try:
+        return replace(settings, **changes)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Network:
@@ -158,9 +197,12 @@ def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Netw
     if given.drafter is not None:
         config, weights = export.read_checkpoint(given.drafter)
     else:
-        config = drafter_config(
-            settings.drafter, target_config, facts, _mask_token_id(given.target)
-        )
+        shape = settings.drafter
+        if given.from_buffer is not None and not shape.target_layer_ids:
+            # Several kinds of layers in one buffer are refused by `split_buffer`.
+            noted = recorded_layers(given.from_buffer)
+            shape = replace(shape, target_layer_ids=noted[0] if noted else ())
+        config = drafter_config(shape, target_config, facts, _mask_token_id(given.target))
     try:
         read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
         check_pair(read, facts)
@@ -221,7 +263,7 @@ def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], li
     """Recorded samples: those to train on, and those held out.
 
     Raises:
-        CommandError: there are too few, or their hidden states are of another drafter's layers.
+        CommandError: there are too few, or their hidden states are of other layers.
     """
     samples = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
     if len(samples) <= HELDOUT_EVERY:
@@ -229,7 +271,15 @@ def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], li
             f"--from-buffer {folder} holds {len(samples)} samples with something to draft; needed: "
             f"more than {HELDOUT_EVERY}. Record for longer."
         )
-    features, wanted = samples[0].hidden().shape[-1], drafter.target_layer_ids
+    wanted = drafter.target_layer_ids
+    for layers in recorded_layers(folder):
+        if layers != wanted:
+            raise CommandError(
+                f"--from-buffer {folder} was recorded from layers {list(layers)} of the target; "
+                f"the drafter reads {list(wanted)}. Give another buffer, or a config whose "
+                "target_layer_ids are those of this one."
+            )
+    features = samples[0].hidden().shape[-1]
     if features != len(wanted) * drafter.target_hidden_size:
         raise CommandError(
             f"--from-buffer {folder}: hidden states of size {features}; the drafter reads "

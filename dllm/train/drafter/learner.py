@@ -9,9 +9,9 @@ from torch import Tensor
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.samples import Sample
 from dllm.train.drafter.acceptance import Acceptance, Batch, load_batch, measure, total
+from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.network import DraftNetwork, cross_entropy, draft_inputs
 from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.drafter.target import Target
 from dllm.train.run import Learner, choices_of_step, noise_of_step
 
 
@@ -32,7 +32,7 @@ class DraftLearner(Learner):
         settings: CalibrateSettings,
         config: DrafterConfig,
         block: int,
-        target: Target,
+        target: TargetEnds,
         samples: Sequence[Sample],
         heldout: Sequence[Sample],
         start_from: Mapping[str, Tensor] | None = None,
@@ -60,28 +60,31 @@ class DraftLearner(Learner):
             self.samples, k=self.settings.batch_size
         )
         batch = load_batch(chosen, self.target, self.config.target_layer_ids)
-        anchors = self._draw_anchors(chosen, step).to(self.target.device)
+        noise = noise_of_step(self.settings, step)
+        anchors = self._draw_anchors(chosen, noise).to(self.target.device)
         with torch.autocast(self.target.device.type, torch.bfloat16):
-            return self._loss_behind(anchors, batch)
+            return self._loss_behind(anchors, batch, noise)
 
-    def _loss_behind(self, anchors: Tensor, batch: Batch) -> Tensor:
+    def _loss_behind(self, anchors: Tensor, batch: Batch, noise: torch.Generator) -> Tensor:
         """``anchors``: ``[B, A]``, positions in the batch's sequences."""
-        ids = draft_inputs(batch.tokens, anchors, self.block, self.config.mask_token_id)
-        hidden = self.model(batch.features.float(), self.embedding[ids], anchors)
         places = anchors[..., None] + torch.arange(1, self.block, device=anchors.device)
         lengths = torch.tensor([len(sample.tokens) for sample in batch.samples]).to(anchors.device)
         exists = places < lengths[:, None, None]
         tokens = batch.tokens[:, None].expand(-1, anchors.shape[1], -1)
         labels = tokens.gather(2, places.clamp(max=batch.tokens.shape[1] - 1))
+        ids = draft_inputs(batch.tokens, anchors, self.block, self.config.mask_token_id)
+        if self.settings.revealed_share > 0:
+            shown = draw_revealed(exists.cpu(), self.settings.revealed_share, noise).to(ids.device)
+            ids[..., 1:] = torch.where(shown, labels, ids[..., 1:])
+            exists = exists & ~shown
+        hidden = self.model(batch.features.float(), self.embedding[ids], anchors)
         losses = cross_entropy(hidden[:, :, 1:][exists], self.head, labels[exists])
         weights = self.weights.expand(exists.shape)[exists]
         return (losses * weights).sum() / weights.sum()
 
-    def _draw_anchors(self, samples: Sequence[Sample], step: int) -> Tensor:
+    def _draw_anchors(self, samples: Sequence[Sample], noise: torch.Generator) -> Tensor:
         """``[B, A]`` positions in the responses, each followed by at least one token."""
-        drawn = torch.rand(
-            len(samples), self.settings.anchors, generator=noise_of_step(self.settings, step)
-        )
+        drawn = torch.rand(len(samples), self.settings.anchors, generator=noise)
         first = torch.tensor([sample.response_start for sample in samples])
         count = torch.tensor([sample.num_anchors for sample in samples])
         return first[:, None] + (drawn * count[:, None]).long()
@@ -109,3 +112,20 @@ class DraftLearner(Learner):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take it over."""
         self.acceptance = {name: Acceptance(**one) for name, one in state["acceptance"].items()}
+
+
+def draw_revealed(exists: Tensor, share: float, noise: torch.Generator) -> Tensor:
+    """Choose positions of draft blocks that show the target's token instead of the mask.
+
+    Args:
+        exists: ``[B, A, K - 1]`` bool, the positions that have a token, on the CPU.
+        share: of the blocks in which any position is shown. In each of them the number of shown
+            positions is uniform, from none to all but one of those that exist.
+
+    Returns:
+        ``[B, A, K - 1]`` bool. At least one position that exists stays masked in every block.
+    """
+    order = (torch.rand(exists.shape, generator=noise) + ~exists).argsort(-1).argsort(-1)
+    count = (torch.rand(exists.shape[:2], generator=noise) * exists.sum(-1)).long()
+    is_chosen = torch.rand(exists.shape[:2], generator=noise) < share
+    return (order < count[..., None]) & is_chosen[..., None]

@@ -1,28 +1,40 @@
 """Drafter shapes for common targets, and config.json of a new drafter for any target.
 
-Layer ids, block sizes and mask tokens are those of z-lab's released drafters
-(github.com/z-lab/dflash), with two exceptions that we chose: the mask token of llama-3.1-8b, and
-the layer ids of qwen3-30b-a3b, by z-lab's rule of spreading layers.
+Layer ids, block sizes, mask tokens and sizes are those of released drafters (z-lab's, and NVIDIA's
+for Nemotron) where one is known. ``tests/train/targets`` holds the targets' own config.json, with
+its source. Our choice are: every layer sees everything (some released ones slide); the mask tokens
+of llama-3.1-8b and qwen3.5-27b; the layers of qwen3-30b-a3b and all of deepseek-r1-distill-qwen-7b,
+by z-lab's rule of spreading layers; the block size of nemotron-3-nano-30b-a3b.
 """
 
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.train.drafter.settings import CalibrateSettings, DrafterShape
 
-QWEN3_HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+QWEN3_MASK, QWEN3_5_MASK = 151669, 248077  # the first ids behind the tokenizers' last ones
 
+# (layers, block, target layers, mask token, heads, key and value heads, head_dim, intermediate)
 PRESETS: dict[str, DrafterShape] = {
-    "qwen3-4b": DrafterShape(
-        5, 16, (1, 9, 17, 25, 33), 151669, **QWEN3_HEADS, intermediate_size=9728
+    "qwen3-4b": DrafterShape(5, 16, (1, 9, 17, 25, 33), QWEN3_MASK, 32, 8, 128, 9728),
+    "qwen3-8b": DrafterShape(5, 16, (1, 9, 17, 25, 33), QWEN3_MASK, 32, 8, 128, 12288),
+    "qwen3-30b-a3b": DrafterShape(5, 16, (1, 12, 23, 34, 45), QWEN3_MASK, 32, 4, 128, 6144),
+    "qwen3.5-27b": DrafterShape(5, 16, (1, 16, 31, 46, 61), QWEN3_5_MASK, 32, 8, 128, 17408),
+    "qwen3.5-35b-a3b": DrafterShape(
+        6, 16, (1, 6, 11, 16, 22, 27, 32, 37), QWEN3_5_MASK, 32, 8, 128, 6144
     ),
-    "qwen3-8b": DrafterShape(
-        5, 16, (1, 9, 17, 25, 33), 151669, **QWEN3_HEADS, intermediate_size=12288
-    ),
-    "qwen3-30b-a3b": DrafterShape(
-        5, 16, (1, 12, 23, 34, 45), 151669, 32, 4, 128, intermediate_size=6144
+    "qwen3.5-122b-a10b": DrafterShape(
+        6, 16, (1, 7, 14, 20, 26, 32, 39, 45), QWEN3_5_MASK, 32, 8, 128, 9216
     ),
     "llama-3.1-8b": DrafterShape(5, 10, (1, 8, 15, 22, 29), 128002, 32, 8, 128, 14336),
     "gpt-oss-20b": DrafterShape(8, 8, (1, 6, 11, 16, 21), 200000, 64, 8, 64, 7680),
+    "nemotron-3-nano-30b-a3b": DrafterShape(6, 8, (1, 5, 19, 29, 41, 51), 990, 32, 2, 128, 6144),
+    "deepseek-r1-distill-qwen-7b": DrafterShape(
+        5, 16, (1, 7, 13, 19, 25), 151665, 28, 4, 128, 18944
+    ),
 }
+
+# Of a target's RoPE scaling: what is about positions of images, or about rotating a part of each
+# head. A drafter has neither.
+OF_TARGETS_ALONE = ("mrope_section", "mrope_interleaved", "partial_rotary_factor", "rope_theta")
 
 # For a run that starts from a trained drafter: low learning rates, so that it forgets little.
 CONTINUED = CalibrateSettings(
@@ -99,7 +111,7 @@ def drafter_config(
     theta = given("rope_theta") or (rope.get("rope_theta") if isinstance(rope, dict) else None)
     config["rope_theta"] = theta or 10000.0
     if isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default":
-        config["rope_scaling"] = {key: rope[key] for key in rope if key != "rope_theta"}
+        config["rope_scaling"] = {key: rope[key] for key in rope if key not in OF_TARGETS_ALONE}
     if not facts.is_neox_style:
         config["is_neox_style"] = True
     return config

@@ -166,7 +166,7 @@ class Collector:
                 features = load_batch(some, self.target, self.layer_ids).features.cpu()
                 rows = zip(some, features, strict=True)
                 hidden += [row[: len(sample.tokens)].contiguous() for sample, row in rows]
-        write_shard(path, samples, hidden)
+        write_shard(path, samples, hidden, layers=self.layer_ids)
 
 
 def usable(folder: Path) -> list[Sample]:

@@ -14,15 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.settings.command import CommandError
+from dllm.train.drafter.ends import NORMS, TargetEnds, head_norm
 from dllm.train.generate import continue_prompts
 
 
-class Target:
+class Target(TargetEnds):
     """A causal language model with its weights frozen.
 
     Attributes:
-        embedding, head: ``[V, H]``, the weights alone, as vLLM shares them with a drafter.
-        head_norm: ``[H]``, weight of the norm in front of the head; None if it has none.
         eos: ids that end a response.
     """
 
@@ -32,12 +31,14 @@ class Target:
         except (OSError, ValueError) as error:
             raise CommandError(f"--target {path}: {error}") from None
         self.model = model.to(device).eval().requires_grad_(False)
-        self.device = torch.device(device)
-        self.layers: nn.ModuleList = self.model.get_decoder().layers
-        self.embedding: Tensor = self.model.get_input_embeddings().weight
-        self.head: Tensor = self.model.get_output_embeddings().weight
-        self.head_norm: Tensor | None = getattr(
-            getattr(self.model.get_decoder(), "norm", None), "weight", None
+        decoder = self.model.get_decoder()
+        self.layers: nn.ModuleList = decoder.layers
+        norms = [getattr(decoder, name) for name in NORMS if hasattr(decoder, name)]
+        super().__init__(
+            self.model.get_input_embeddings().weight,
+            self.model.get_output_embeddings().weight,
+            head_norm(norms[0]) if norms else None,
+            torch.device(device),
         )
         eos = self.model.generation_config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos]) - {None}
