@@ -141,7 +141,10 @@ class Race:
             else:
                 flags = workload.client_flags(seed, self._dataset(pair))
                 flags += contestant.client_flags
+                before = server.counters()
                 saved = self.client.bench_serve(name, server.url, str(model), flags)
+                after = server.counters()
+                saved |= {key: value - before.get(key, 0) for key, value in after.items()}
         return measurement(contestant.name, pair, contestant.commits, saved, workload, asked)
 
 
@@ -204,6 +207,15 @@ def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator
     finally:
         for other in others:
             other.resume()
+
+
+def start_in_turn(
+    contestants: Sequence[Contestant], shape: Shape, at_once: int, stack: ExitStack
+) -> None:
+    """As ``start_all``, one after the other: each finds what an equal one before it compiled."""
+    for index, one in enumerate(contestants):
+        with undisturbed(one.server, contestants[:index]):
+            start_all([one], shape, at_once, stack)
 
 
 def start_all(

@@ -242,6 +242,9 @@ class FakeServer(Server):
         first = len(self.bodies) if self.sloppy else 0
         return Response(200, (first,) * body["max_tokens"])
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
 
 def contestant(name: str, server: Server | None = None, **more: Any) -> Contestant:
     return Contestant(name, MODEL, COMMITS.get(name, OVERLAPPED), server, **more)
