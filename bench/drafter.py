@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 
 from bench.client import Client
-from bench.context import RESULTS, as_text, provenance, reporting_failures, write_csv
+from bench.context import RESULTS, ROOT, as_text, provenance, reporting_failures, write_csv
 from bench.drafter_tables import FAMILIES_SHOWN, FILE, IN_PROCESS, PLAIN, report
 from bench.inflate import DRAFTER, LAYERS, TARGET, num_layers_of, write_drafter, write_target
 from bench.measure import NO_CANVAS, csv_rows, without_speed
@@ -50,6 +50,8 @@ from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.tasks.suite import FAMILIES
 
 INFLATED = "inflated"
+# Not a temporary folder: vLLM finds what it compiled by the model's path.
+MADE = ROOT / "build/bench"
 SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the request that admits a server
 # vLLM's documentation drafts 5 tokens in its examples, too.
 STOCK_DRAFTS = 5
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = options.results / FILE
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="dllm-bench-") as folder:
-        for pair in pairs(options, Path(folder)):
+        for pair in pairs(options, MADE):
             measure(options, pair, Path(folder) / pair.name, rows, about)
     found = as_text(rows)
     print(f"{report(found)}\n\n{path}")
@@ -188,14 +190,14 @@ def as_right_as_plain(measured: Measured) -> Measured:
 
 
 def pairs(options: argparse.Namespace, folder: Path) -> Iterator[Pair]:
-    """The targets, ``inflated`` written into the folder."""
+    """The targets; what has to be made for them is written into the folder."""
     for given in options.target:
         draft_model = options.draft_model
         if draft_model is None and given in (INFLATED, TARGET):
-            draft_model = write_target(folder / "draft", DRAFT_MODEL_LAYERS)
+            draft_model = write_target(folder / "draft-model", DRAFT_MODEL_LAYERS)
         if given == INFLATED:
-            target = write_target(folder / INFLATED / "target", options.layers)
-            drafter = write_drafter(folder / INFLATED / "drafter", options.layers)
+            target = write_target(folder / INFLATED, options.layers)
+            drafter = write_drafter(folder / f"{INFLATED}-drafter", options.layers)
             yield Pair(INFLATED, target, drafter, draft_model)
         else:
             yield Pair(given.name, given, options.drafter, draft_model)

@@ -6,9 +6,9 @@
 
 Written to --out: ``target`` and, if there are more layers, ``drafter``.
 
-A step of tiny-ar costs hardly more than a pass of its drafter. With Qwen3-8B and its drafter it
+A step of tiny-ar costs about as much as a pass of its drafter. With Qwen3-8B and its drafter it
 costs 4.5 times as much (``WEIGHTS_RATIO``), because at batch 1 a step takes as long as its weights
-take to read. The deeper copy has this ratio. Its additional layers add exactly zero: ``o_proj`` and
+take to read. The deeper copy shall have this ratio. Its additional layers add exactly zero: ``o_proj`` and
 ``down_proj`` are zero. Their other weights are those of an original layer, so that no work can be
 left out.
 
@@ -17,8 +17,9 @@ model's precision. Behind a layer vLLM normalizes a sum before it is rounded, so
 layer there would change logits in bf16. The copy of the drafter differs in its config.json alone,
 which names the same layers by their new places.
 
-``LAYERS`` follows from two measured times, of a step without drafting and of a pass of the drafter
-(``matching_layers``). They depend on the machine: ``bench.drafter`` prints what matches there.
+How many layers that takes follows from measured times: of a step without drafting at two depths,
+and of a pass of the drafter (``matching_layers``). They depend on the machine. ``bench.drafter``
+prints the number that matches, and the ratio that it found, beside its tables.
 """
 
 import argparse
