@@ -11,7 +11,8 @@ For each target, starts ``vllm serve`` for each of these:
                        that is not drafting's
     fixed N            our drafter; drafts and verifies N tokens
     adaptive, pilot    our drafter with these policies (with --pilot)
-    n-gram             vLLM's own, with DLLM_DISABLE=1: drafts what stood behind the same words
+    n-gram             vLLM's own (DLLM_DISABLE=1), in the engine's process as well: drafts what
+                       stood behind the same tokens before
     draft model        likewise: a small autoregressive model drafts token by token (--draft-model;
                        for tiny-ar its own first layers)
 
@@ -30,7 +31,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,7 +207,8 @@ def pairs(options: argparse.Namespace, folder: Path) -> Iterator[Pair]:
 def ways_to_decode(options: argparse.Namespace, pair: Pair) -> Iterator[Way]:
     """Plain decoding first: what everybody is compared with."""
     yield Way(PLAIN)
-    yield Way(IN_PROCESS, ("--distributed-executor-backend", IN_PROCESS_EXECUTOR))
+    in_process = "--distributed-executor-backend", IN_PROCESS_EXECUTOR
+    yield Way(IN_PROCESS, in_process)
     widest = max(options.widths)
     chosen: list[tuple[str, int, dict[str, str]]] = [(f"fixed {n}", n, {}) for n in options.widths]
     chosen.append(("adaptive", widest, {"policy": "adaptive"}))
@@ -219,15 +221,17 @@ def ways_to_decode(options: argparse.Namespace, pair: Pair) -> Iterator[Way]:
             flags += ("--additional-config", json.dumps({"dllm": {"drafter": policy}}))
         yield Way(name, flags, pair.drafter, options.pilot if "pilot" in policy else None)
     if options.stock:
-        yield Way("n-gram", speculate(STOCK_DRAFTS, NGRAM), is_stock=True)
+        flags = in_process + speculate(STOCK_DRAFTS, NGRAM)
+        yield Way("n-gram", flags, is_stock=True)
     if options.stock and pair.draft_model is not None:
-        flags = speculate(STOCK_DRAFTS, {"method": "draft_model", "model": str(pair.draft_model)})
+        model = {"method": "draft_model", "model": str(pair.draft_model)}
+        flags = in_process + speculate(STOCK_DRAFTS, model)
         yield Way("draft model", flags, pair.draft_model, is_stock=True)
 
 
-def speculate(num_drafts: int, speculative: dict[str, object]) -> tuple[str, ...]:
+def speculate(num_drafts: int, speculative: Mapping[str, object]) -> tuple[str, ...]:
     """The flags of a server that drafts."""
-    full = speculative | {"num_speculative_tokens": num_drafts}
+    full = {**speculative, "num_speculative_tokens": num_drafts}
     return "--speculative-config", json.dumps(full)
 
 

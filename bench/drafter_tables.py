@@ -20,7 +20,7 @@ from bench.workloads import MIXED
 
 FILE = "drafter.csv"
 PLAIN, IN_PROCESS = "plain", "plain, in process"
-# What docs/drafter.md shows of each target; the CSV file has the rest.
+# What docs/drafter.md shows of each target (costs: of the last one); the CSV file has the rest.
 FAMILIES_SHOWN = ["schema", "extract", "report"]
 SHOWN = [(family, "1") for family in (MIXED, *FAMILIES_SHOWN)]
 POSITIONS = (1, 2, 4, 7, 15)  # of a draft block, whose acceptance is shown
@@ -42,18 +42,19 @@ def drafting(results: Path) -> str:
     if not rows:
         return "Not measured yet: `python -m bench.drafter`."
     shown = [row for row in rows if (row["family"], row["concurrency"]) in SHOWN]
-    return f"{sections(shown)}\n\n{measured_with(rows, FILE)}"
+    *_, last = targets_of(shown).values()
+    return f"{sections(shown, last)}\n\n{measured_with(rows, FILE)}"
 
 
 def report(rows: Rows) -> str:
     """Everything, for the terminal."""
-    return sections(rows) + matching(rows)
+    return sections(rows, rows) + matching(rows)
 
 
-def sections(rows: Rows) -> str:
-    """Speeds, costs, and what was wrong."""
+def sections(rows: Rows, costed: Rows) -> str:
+    """Speeds, costs of some of the rows, and what was wrong."""
     parts = [markdown(speeds(rows)), SPEED_NOTE]
-    if (costs_of := costs(rows))[1]:
+    if (costs_of := costs(costed))[1]:
         parts += [markdown(costs_of), COST_NOTE]
     parts += [step_note] if (step_note := steps_in_passes(rows)) else []
     return "\n\n".join([*parts, *problems(rows)])

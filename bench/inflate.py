@@ -8,9 +8,9 @@ Written to --out: ``target`` and, if there are more layers, ``drafter``.
 
 A step of tiny-ar costs about as much as a pass of its drafter. With Qwen3-8B and its drafter it
 costs 4.5 times as much (``WEIGHTS_RATIO``), because at batch 1 a step takes as long as its weights
-take to read. The deeper copy shall have this ratio. Its additional layers add exactly zero: ``o_proj`` and
-``down_proj`` are zero. Their other weights are those of an original layer, so that no work can be
-left out.
+take to read. The deeper copy shall have this ratio. Its additional layers add exactly zero:
+``o_proj`` and ``down_proj`` are zero. Their other weights are those of an original layer, so that
+no work can be left out.
 
 They stand in front of the original layers, where what they add zero to, an embedding, has the
 model's precision. Behind a layer vLLM normalizes a sum before it is rounded, so that an additional

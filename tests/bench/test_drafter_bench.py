@@ -30,7 +30,6 @@ from bench.drafter_tables import (
     costs,
     drafting,
     report,
-    sections,
     speeds,
 )
 from bench.inflate import DRAFTER, LAYERS, TARGET, num_layers_of
@@ -93,7 +92,7 @@ def test_costs_and_the_page(tmp_path: Path) -> None:
         ["tiny-ar", "adaptive", "150.0", "2.5", "0.90, 0.62"],
     ]
     # 10 ms a token behind the first; tiny-ar has 5 layers of 2 * 2 * 32 bf16 numbers a token.
-    assert "passes of the drafter: tiny-ar 4.0;" in sections(found)
+    assert "passes of the drafter: tiny-ar 4.0;" in report(found)
     assert costs(found)[1][2][5:] == ["0.7 (1.7)", "512 (1280)"]
     path = tmp_path / FILE
     write_csv(path, [*found, *rows(LOAD, runs)])
@@ -109,7 +108,7 @@ def test_layers_that_match_follow_from_two_targets(tmp_path: Path) -> None:
     found = rows(ALONE, runs) + rows(ALONE, slower, deeper)
     # 10 ms at 5 layers and 1 ms a layer; a pass takes 2.5 ms, of which a step shall take 4.53.
     assert "--layers 6 would cost as much" in report(found) and "(here: 9)" in report(found)
-    assert "tiny-ar 4.0, inflated 5.6;" in sections(found)
+    assert "tiny-ar 4.0, inflated 5.6;" in report(found)
 
 
 def test_loads() -> None:
