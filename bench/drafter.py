@@ -41,7 +41,15 @@ import torch
 from bench.client import Client
 from bench.context import RESULTS, ROOT, as_text, provenance, reporting_failures, write_csv
 from bench.drafter_tables import FAMILIES_SHOWN, FILE, IN_PROCESS, PLAIN, report
-from bench.inflate import DRAFTER, LAYERS, TARGET, num_layers_of, write_drafter, write_target
+from bench.inflate import (
+    DRAFTER,
+    LAYERS,
+    TARGET,
+    num_layers_of,
+    text_config,
+    write_drafter,
+    write_target,
+)
 from bench.measure import NO_CANVAS, csv_rows, without_speed
 from bench.race import Contestant, Measured, Race, start_in_turn
 from bench.serve import add_serve_flags
@@ -156,10 +164,12 @@ def megabytes(folder: Path | None) -> float:
 
 def kv_bytes(model: Path) -> int:
     """Of a token in the KV cache: keys and values of all layers, in the checkpoint's type."""
-    config = json.loads((model / "config.json").read_text())
+    config = text_config(model)
     size = getattr(torch, config.get("dtype") or config["torch_dtype"]).itemsize
-    per_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
-    return int(config["num_hidden_layers"] * per_layer * size)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    per_layer = 2 * config.get("num_key_value_heads", heads) * head_dim * size
+    return int(config["num_hidden_layers"] * per_layer)
 
 
 def loads(options: argparse.Namespace) -> list[Workload]:

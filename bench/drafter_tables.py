@@ -42,7 +42,7 @@ def drafting(results: Path) -> str:
     if not rows:
         return "Not measured yet: `python -m bench.drafter`."
     shown = [row for row in rows if (row["family"], row["concurrency"]) in SHOWN]
-    *_, last = targets_of(shown).values()
+    last = next(reversed(targets_of(shown).values()), [])
     return f"{sections(shown, last)}\n\n{measured_with(rows, FILE)}"
 
 

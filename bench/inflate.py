@@ -29,6 +29,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -87,7 +88,13 @@ def write_drafter(out: Path, num_layers: int, source: Path = DRAFTER) -> Path:
 
 def num_layers_of(model: Path) -> int:
     """Of a checkpoint."""
-    return int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
+    return int(text_config(model)["num_hidden_layers"])
+
+
+def text_config(model: Path) -> dict[str, Any]:
+    """What a checkpoint's config.json says of its language model."""
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return config | config.get("text_config", {})
 
 
 def write_config(folder: Path, config: dict[str, object]) -> None:
