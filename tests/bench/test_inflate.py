@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from bench.inflate import DRAFTER, TARGET, WEIGHTS_RATIO, main, matching_layers
+from bench.inflate import DRAFTER, LAYERS, TARGET, WEIGHTS_RATIO, main, matching_layers
 from tests.support.drafter_harness import drafting_engine, greedy, watch_drafts
 
 PROMPT = [(21 + 7 * index) % 450 for index in range(40)]
@@ -64,3 +64,4 @@ def test_the_ratio_of_an_8b_model_and_layers_that_match_it() -> None:
     assert abs(WEIGHTS_RATIO - 7.57 / 1.67) < 0.02
     # 2 ms at 5 layers and 0.1 ms a layer; a pass of 1 ms asks for steps of 4.53 ms.
     assert matching_layers((5, 2.0), (25, 4.0), 1.0) == 30
+    assert matching_layers((5, 1.29), (29, 5.48), 1.67) == LAYERS
