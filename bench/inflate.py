@@ -37,8 +37,8 @@ from safetensors.torch import load_file, save_file
 from bench.context import ROOT
 
 TARGET, DRAFTER = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-drafter"
-# In CPU time, on an AMD EPYC with other work: a step takes 1.29 ms with 5 layers and 5.48 with 29, a
-# pass with 15 drafts 1.67 ms.
+# In CPU time, on an AMD EPYC with other work: a step takes 1.29 ms with 5 layers and 5.48 with 29,
+# a pass with 15 drafts 1.67 ms.
 LAYERS = 41
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
