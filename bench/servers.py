@@ -24,6 +24,7 @@ STOP_TIMEOUT_S = 30
 # machine, and vLLM would bind each of them to the same core.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",  # of vLLM's n-gram drafts: a second thread makes a step take 100 ms
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Forked processes need not import everything again; `make serve` sets it, too.
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
