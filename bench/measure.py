@@ -17,8 +17,9 @@ Definitions:
                      who waits, with prefill, commits, and waiting for a place in the batch
     acceptance length  tokens per step of a request that verified drafts, the target's own included
     accepted by position  of these steps, the share that kept the first draft, the first two, ...
-    ms per token     of an autoregressive model, from an answer's first token to its last: what a
-                     step costs, if every step gives one token and requests do not wait
+    ms per token     latencies / output tokens, of an autoregressive model: what a step costs, if
+                     every step gives one token and requests do not wait. Not from the first token
+                     on: a busy engine sends the first tokens late
     ms per draft pass  time in our speculator / passes of the drafter, by the server's counters,
                      requests that warm it up included
     tokens/s         output tokens / wall time of the run, as ``vllm bench serve`` prints it
@@ -206,8 +207,7 @@ def measurement(
     latencies, passes_after_prefill = saved["latencies"], passes.num_forward - passes.num_prompt
     drafts = saved.get("spec_decode_num_drafts", 0)  # steps that verified some
     kept = saved.get("spec_decode_per_position_acceptance_rates", []) if drafts else []
-    behind_first = sum(saved["output_lens"]) - len(latencies)
-    after_first_ms = 1e3 * (sum(latencies) - sum(saved["ttfts"]))
+    num_tokens = sum(saved["output_lens"])
     draft_passes = saved.get("draft_passes", 0)
     return replace(
         one,
@@ -218,10 +218,10 @@ def measurement(
         ms_per_denoise_step=1e3 * sum(latencies) / denoise if denoise else None,
         steps_per_block=denoise / blocks if blocks and denoise else None,
         passes_per_block=passes_after_prefill / blocks if blocks else None,
-        tokens_per_pass=sum(saved["output_lens"]) / passes.num_forward,
+        tokens_per_pass=num_tokens / passes.num_forward,
         acceptance_length=1 + saved["spec_decode_accepted_tokens"] / drafts if drafts else None,
         accepted_by_position=" ".join(f"{share:.3f}" for share in kept),
-        ms_per_token=after_first_ms / behind_first if blocks is None and behind_first else None,
+        ms_per_token=1e3 * sum(latencies) / num_tokens if blocks is None else None,
         ms_per_draft_pass=1e3 * saved["drafting_seconds"] / draft_passes if draft_passes else None,
     )
 

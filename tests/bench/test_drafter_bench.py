@@ -91,8 +91,8 @@ def test_costs_and_the_page(tmp_path: Path) -> None:
         ["tiny-ar", IN_PROCESS, "150.0", "-", "-"],
         ["tiny-ar", "adaptive", "150.0", "2.5", "0.90, 0.62"],
     ]
-    # 10 ms a token behind the first; tiny-ar has 5 layers of 2 * 2 * 32 bf16 numbers a token.
-    assert "passes of the drafter: tiny-ar 4.0;" in report(found)
+    # 500 ms for 22 tokens; tiny-ar has 5 layers of 2 * 2 * 32 bf16 numbers a token.
+    assert "passes of the drafter: tiny-ar 9.1;" in report(found)
     assert costs(found)[1][2][5:] == ["0.7 (1.7)", "512 (1280)"]
     path = tmp_path / FILE
     write_csv(path, [*found, *rows(LOAD, runs)])
@@ -104,8 +104,8 @@ def test_layers_that_match_follow_from_two_targets(tmp_path: Path) -> None:
     options = parse(["--target", INFLATED, "--layers", "9"])
     (deeper,) = pairs(options, tmp_path)
     runs = [run(IN_PROCESS, 0, 90), run("adaptive", 0, 250, 30, 10, passes=20)]
-    slower = [replace(runs[0], ms_per_token=14.0), runs[1]]
-    found = rows(ALONE, runs) + rows(ALONE, slower, deeper)
+    faster, slower = ([replace(runs[0], ms_per_token=ms), runs[1]] for ms in (10.0, 14.0))
+    found = rows(ALONE, faster) + rows(ALONE, slower, deeper)
     # 10 ms at 5 layers and 1 ms a layer; a pass takes 2.5 ms, of which a step shall take 4.53.
     assert "--layers 6 would cost as much" in report(found) and "(here: 9)" in report(found)
     assert "tiny-ar 4.0, inflated 5.6;" in report(found)
