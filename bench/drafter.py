@@ -276,7 +276,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-requests", type=int, default=32, help="of a run, at least")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--minutes", type=float, default=18, help="no round begins that ends later; without starts"
+        "--minutes", type=float, default=14, help="no round begins that ends later; without starts"
     )
     add_serve_flags(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
