@@ -1,81 +1,185 @@
-"""Drafting beside plain decoding: the same target, fixed widths, and the policies that choose.
+"""Drafting beside plain decoding: our drafter, the policies that choose widths, and vLLM's own.
 
-    python -m bench.drafter                                        # everything that is there
-    python -m bench.drafter --pilot runs/pilot --rounds 5 --concurrency 1 32
-    python -m bench.drafter --families edit extract
+    python -m bench.drafter                                  # tiny-ar, and its deeper copy
+    python -m bench.drafter --pilot runs/pilot --rounds 5 --families edit extract
+    python -m bench.drafter --target TARGET --drafter DRAFTER --no-stock
 
-Starts plain ``vllm serve`` of the target, one server for each fixed width (which drafts just as
-many tokens), and one with the policy ``adaptive``; with --pilot also one with that pilot; and plain
-decoding in the engine's process, where our worker runs: the part of a gain that is not drafting's.
-They take turns on the same held-out questions, of all families mixed and of each family alone, at
-every concurrency, while the others stand still; each round begins with another server. Greedy, as
-the target's own generation config says, so that all give the same answers: a run with fewer right
-answers than plain decoding has on the same questions, beyond chance, has no speed.
+For each target, starts ``vllm serve`` for each of these:
 
-Written to --results: drafter.csv, one row a run; docs/drafter.md has a table of it.
+    plain              without a drafter
+    plain, in process  the same in the engine's process, where our worker runs: the part of a gain
+                       that is not drafting's
+    fixed N            our drafter; drafts and verifies N tokens
+    adaptive, pilot    our drafter with these policies (with --pilot)
+    n-gram             vLLM's own (DLLM_DISABLE=1), in the engine's process as well: drafts what
+                       stood behind the same tokens before
+    draft model        likewise: a small autoregressive model drafts token by token (--draft-model;
+                       for tiny-ar its own first layers)
+
+The target ``inflated`` is a deeper copy of tiny-ar: same answers, steps as expensive beside a draft
+pass as an 8B model's (``bench.inflate``).
+
+They take turns on the same held-out questions, while the others stand still; each round begins with
+another server. Greedy, as the target's own generation config says, so that all give the same
+answers: a run with fewer right answers than plain decoding has on the same questions, beyond
+chance, has no speed.
+
+Written to --results: drafter.csv, one row a run; docs/drafter.md has a part of it.
 """
 
 import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from bench.client import Client
-from bench.context import (
-    RESULTS,
-    Rows,
-    as_text,
-    provenance,
-    read_csv,
-    reporting_failures,
-    write_csv,
+from bench.context import RESULTS, ROOT, as_text, provenance, reporting_failures, write_csv
+from bench.drafter_tables import FAMILIES_SHOWN, FILE, IN_PROCESS, PLAIN, report
+from bench.inflate import (
+    DRAFTER,
+    LAYERS,
+    TARGET,
+    num_layers_of,
+    text_config,
+    write_drafter,
+    write_target,
 )
 from bench.measure import NO_CANVAS, csv_rows, without_speed
-from bench.race import Contestant, Measured, Race, start_all
+from bench.race import Contestant, Measured, Race, start_in_turn
 from bench.serve import add_serve_flags
 from bench.servers import Server, ServerOptions
-from bench.tables import Table, markdown, measured_with, middle, names_of, of, problems, ratios
 from bench.workloads import ADAPTIVE, Shape, Workload, accuracy_problem
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.tasks.suite import FAMILIES
 
-PLAIN = "plain"
-FILE = "drafter.csv"
+INFLATED = "inflated"
+# Not a temporary folder: vLLM finds what it compiled by the model's path.
+MADE = ROOT / "build/bench"
 SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the request that admits a server
+# vLLM's documentation drafts 5 tokens in its examples, too.
+STOCK_DRAFTS = 5
+NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+DRAFT_MODEL_LAYERS = 4  # of tiny-ar's 5; it agrees with the whole in 7 of 10 tokens
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, the drafter made for it, and vLLM's draft model, if there is one."""
+
+    name: str
+    target: Path
+    drafter: Path
+    draft_model: Path | None
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to decode.
+
+    Attributes:
+        flags: of the server.
+        model: what drafts.
+        pilot: folder of the pilot that chooses widths.
+        is_stock: without our plugin.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    model: Path | None = None
+    pilot: Path | None = None
+    is_stock: bool = False
 
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write the CSV."""
+    """Measure, print the tables, write the CSV."""
     options = parse(arguments)
     about = provenance("bench.drafter")
     path = options.results / FILE
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(prefix="dllm-bench-") as folder:
+        for pair in pairs(options, MADE):
+            measure(options, pair, Path(folder) / pair.name, rows, about)
+    found = as_text(rows)
+    print(f"{report(found)}\n\n{path}")
+    return 1 if any(row["problem"] for row in found) else 0
 
-    def rows_of(measured: Measured) -> list[dict[str, object]]:
-        rows = csv_rows(as_right_as_plain(measured), about)
-        return [
-            {"family": load.family} | row for (load, _), row in zip(measured, rows, strict=True)
-        ]
 
+def measure(
+    options: argparse.Namespace,
+    pair: Pair,
+    folder: Path,
+    rows: list[dict[str, object]],
+    about: dict[str, str],
+) -> None:
+    """Measure a pair, append to ``rows`` one a run, and write all of them after each round."""
+    ways = list(ways_to_decode(options, pair))
+    before = list(rows)
+
+    def save(so_far: Measured) -> None:
+        rows[:] = before + rows_of(pair, ways, as_right_as_plain(so_far), about)
+        write_csv(options.results / FILE, rows)
+
+    folder.mkdir(exist_ok=True)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
-        racing = contestants(options, folder)
-        start_all(racing, SHAPE, max(options.concurrency), stack)
-        race = Race(racing, loads(options), options.rounds, Client(folder), 60 * options.minutes)
-        rows = as_text(rows_of(race.run(lambda so_far: write_csv(path, rows_of(so_far)))))
-    print("\n\n".join([markdown(table(rows)), *problems(rows), str(path)]))
-    return 1 if any(row["problem"] for row in rows) else 0
+        racing = [contestant(options, pair, way, folder / f"{n}.log") for n, way in enumerate(ways)]
+        start_in_turn(racing, SHAPE, max(options.concurrency), stack)
+        budget_s = 60 * options.minutes / len(options.target)
+        Race(racing, loads(options), options.rounds, Client(folder), budget_s).run(save)
+
+
+def rows_of(
+    pair: Pair, ways: Sequence[Way], measured: Measured, about: dict[str, str]
+) -> list[dict[str, object]]:
+    """A row for each run: the pair, memory, numbers, provenance."""
+    sizes = {way.name: memory(pair, way) for way in ways}
+    about_pair = {"target": pair.name, "layers": num_layers_of(pair.target)}
+    return [
+        about_pair | {"family": load.family} | sizes[one.contestant] | row
+        for (load, one), row in zip(measured, csv_rows(measured, about), strict=True)
+    ]
+
+
+def memory(pair: Pair, way: Way) -> dict[str, object]:
+    """Size of the weights in MB, as stored, and of a token's keys and values in bytes."""
+    return {
+        "target_mb": megabytes(pair.target),
+        "target_kv_bytes": kv_bytes(pair.target),
+        "draft_mb": megabytes(way.model),
+        "draft_kv_bytes": kv_bytes(way.model) if way.model else 0,
+        "pilot_mb": megabytes(way.pilot),
+    }
+
+
+def megabytes(folder: Path | None) -> float:
+    """Of the weight files in a folder."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6 if folder else 0
+
+
+def kv_bytes(model: Path) -> int:
+    """Of a token in the KV cache: keys and values of all layers, in the checkpoint's type."""
+    config = text_config(model)
+    size = getattr(torch, config.get("dtype") or config["torch_dtype"]).itemsize
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    per_layer = 2 * config.get("num_key_value_heads", heads) * head_dim * size
+    return int(config["num_hidden_layers"] * per_layer)
 
 
 def loads(options: argparse.Namespace) -> list[Workload]:
-    """Questions of all families in turn, then of each alone; each at every concurrency."""
+    """Questions of all families in turn at every concurrency; each family alone at the first."""
+    first, *_ = options.concurrency
+    asked = [(tuple(FAMILIES), n) for n in options.concurrency]
+    asked += [((family,), first) for family in options.families]
     return [
         Workload(ADAPTIVE, max(options.num_requests, 2 * n), SHAPE, n, families=families)
-        for families in (tuple(FAMILIES), *((family,) for family in options.families))
-        for n in options.concurrency
+        for families, n in asked
     ]
 
 
@@ -93,68 +197,60 @@ def as_right_as_plain(measured: Measured) -> Measured:
     return checked
 
 
-def contestants(options: argparse.Namespace, folder: Path) -> list[Contestant]:
+# --- who is measured -----------------------------------------------------------------------------
+
+
+def pairs(options: argparse.Namespace, folder: Path) -> Iterator[Pair]:
+    """The targets; what has to be made for them is written into the folder."""
+    for given in options.target:
+        draft_model = options.draft_model
+        if draft_model is None and given in (INFLATED, TARGET):
+            draft_model = write_target(folder / "draft-model", DRAFT_MODEL_LAYERS)
+        if given == INFLATED:
+            target = write_target(folder / INFLATED, options.layers)
+            drafter = write_drafter(folder / f"{INFLATED}-drafter", options.layers)
+            yield Pair(INFLATED, target, drafter, draft_model)
+        else:
+            yield Pair(given.name, given, options.drafter, draft_model)
+
+
+def ways_to_decode(options: argparse.Namespace, pair: Pair) -> Iterator[Way]:
     """Plain decoding first: what everybody is compared with."""
+    yield Way(PLAIN)
+    in_process = "--distributed-executor-backend", IN_PROCESS_EXECUTOR
+    yield Way(IN_PROCESS, in_process)
     widest = max(options.widths)
-    executor = ("--distributed-executor-backend", IN_PROCESS_EXECUTOR)
-    chosen: list[tuple[str, tuple[str, ...]]] = [(PLAIN, ()), (f"{PLAIN}, in process", executor)]
-    chosen += [(f"fixed {width}", speculate(options, width, {})) for width in options.widths]
-    chosen.append(("adaptive", speculate(options, widest, {"policy": "adaptive"})))
+    chosen: list[tuple[str, int, dict[str, str]]] = [(f"fixed {n}", n, {}) for n in options.widths]
+    chosen.append(("adaptive", widest, {"policy": "adaptive"}))
     if options.pilot is not None:
         policy = {"policy": "pilot", "pilot": str(options.pilot.resolve())}
-        chosen.append(("pilot", speculate(options, widest, policy)))
-    found = []
-    for index, (name, flags) in enumerate(chosen):
-        served = ServerOptions(name, str(options.target), (*options.serve_flags, *flags))
-        server = Server(served, folder / f"{index}.log")
-        found.append(Contestant(name, options.target, NO_CANVAS, server, takes_seeds=False))
-    return found
+        chosen.append(("pilot", widest, policy))
+    for name, num_drafts, policy in chosen:
+        flags = speculate(num_drafts, {"method": "dflash", "model": str(pair.drafter)})
+        if policy:
+            flags += ("--additional-config", json.dumps({"dllm": {"drafter": policy}}))
+        yield Way(name, flags, pair.drafter, options.pilot if "pilot" in policy else None)
+    if options.stock:
+        flags = in_process + speculate(STOCK_DRAFTS, NGRAM)
+        yield Way("n-gram", flags, is_stock=True)
+    if options.stock and pair.draft_model is not None:
+        model = {"method": "draft_model", "model": str(pair.draft_model)}
+        flags = in_process + speculate(STOCK_DRAFTS, model)
+        yield Way("draft model", flags, pair.draft_model, is_stock=True)
 
 
-def speculate(
-    options: argparse.Namespace, num_drafts: int, policy: dict[str, str]
-) -> tuple[str, ...]:
+def speculate(num_drafts: int, speculative: Mapping[str, object]) -> tuple[str, ...]:
     """The flags of a server that drafts."""
-    speculative = {
-        "method": "dflash",
-        "model": str(options.drafter),
-        "num_speculative_tokens": num_drafts,
-    }
-    flags = ["--speculative-config", json.dumps(speculative)]
-    if policy:
-        flags += ["--additional-config", json.dumps({"dllm": {"drafter": policy}})]
-    return tuple(flags)
+    full = {**speculative, "num_speculative_tokens": num_drafts}
+    return "--speculative-config", json.dumps(full)
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
-def table(rows: Rows) -> Table:
-    """A line for each load: tokens/s of plain decoding, and of the others their ratio to it."""
-    others = [name for name in names_of(rows) if name != PLAIN]
-    lines = []
-    for load in dict.fromkeys((row["family"], row["concurrency"]) for row in rows):
-        here = [row for row in rows if (row["family"], row["concurrency"]) == load]
-        plain = of(here, PLAIN)
-        cells = [*load, middle(plain, "tokens_per_s", 0)]
-        for name in others:
-            own = of(here, name)
-            length = middle(own, "acceptance_length")
-            cells.append(ratios(own, plain, "tokens_per_s") + (f" · {length}" * (length != "-")))
-        lines.append(cells)
-    return ["questions", "at once", "plain, tokens/s", *(f"{one} / plain" for one in others)], lines
-
-
-def drafting(results: Path) -> str:
-    """Section of docs/drafter.md."""
-    rows = read_csv(results / FILE)
-    if not rows:
-        return "Not measured yet: `python -m bench.drafter`."
-    note = (
-        "Ratios of tokens/s in the same round: median [min .. max]; behind the dot, tokens per "
-        "step that verified drafts."
-    )
-    return "\n\n".join([markdown(table(rows)), note, *problems(rows), measured_with(rows, FILE)])
+def contestant(options: argparse.Namespace, pair: Pair, way: Way, log: Path) -> Contestant:
+    """A way to decode, its server not started."""
+    environment = (("DLLM_DISABLE", "1"),) if way.is_stock else ()
+    flags = (*options.serve_flags, *way.flags)
+    server = Server(ServerOptions(way.name, str(pair.target), flags, environment), log)
+    return Contestant(way.name, pair.target, NO_CANVAS, server, takes_seeds=False)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -162,19 +258,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", type=Path, default=Path("checkpoints/tiny-ar"))
-    parser.add_argument("--drafter", type=Path, default=Path("checkpoints/tiny-drafter"))
+    parser.add_argument(
+        "--target",
+        nargs="+",
+        type=lambda text: text if text == INFLATED else Path(text).resolve(),
+        default=[TARGET, INFLATED],
+        help=f"folders of checkpoints, or {INFLATED!r}",
+    )
+    parser.add_argument("--drafter", type=Path, default=DRAFTER, help="for targets with a folder")
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"of {INFLATED!r} (%(default)s)")
     parser.add_argument("--pilot", type=Path, help="folder that `dllm train pilot` wrote")
+    parser.add_argument("--draft-model", type=Path, help="folder of an autoregressive checkpoint")
+    parser.add_argument("--stock", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
-    parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=FAMILIES_SHOWN)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--num-requests", type=int, default=96, help="of a run, at least")
+    parser.add_argument("--num-requests", type=int, default=32, help="of a run, at least")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=30, help="no round begins that ends later")
+    parser.add_argument(
+        "--minutes", type=float, default=14, help="no round begins that ends later; without starts"
+    )
     add_serve_flags(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(arguments)
-    for model in (given.target, given.drafter):
+    for model in (*(one for one in given.target if one != INFLATED), given.drafter):
         if not (model / "config.json").exists():
             parser.error(f"{model}: no config.json there; give a checkpoint's folder.")
     return given

@@ -1,5 +1,6 @@
 """Contestants on the same workloads, taking turns, so that machine drift hits all alike."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -141,7 +142,10 @@ class Race:
             else:
                 flags = workload.client_flags(seed, self._dataset(pair))
                 flags += contestant.client_flags
+                before = server.counters()
                 saved = self.client.bench_serve(name, server.url, str(model), flags)
+                after = server.counters()
+                saved |= {key: value - before.get(key, 0) for key, value in after.items()}
         return measurement(contestant.name, pair, contestant.commits, saved, workload, asked)
 
 
@@ -204,6 +208,16 @@ def undisturbed(server: Server | None, racing: Sequence[Contestant]) -> Iterator
     finally:
         for other in others:
             other.resume()
+
+
+def start_in_turn(
+    contestants: Sequence[Contestant], shape: Shape, at_once: int, stack: ExitStack
+) -> None:
+    """As ``start_all``, one for each core at a time, while those before stand still."""
+    together = os.cpu_count() or 1
+    for index in range(0, len(contestants), together):
+        with undisturbed(None, contestants[:index]):
+            start_all(contestants[index : index + together], shape, at_once, stack)
 
 
 def start_all(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.context import RESULTS, ROOT
-from bench.drafter import drafting
+from bench.drafter_tables import drafting
 from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.roofline import floors

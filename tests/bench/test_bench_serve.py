@@ -1,12 +1,15 @@
 """What the serving benchmark makes of a run: numbers, refusals, ratios, tables. No servers."""
 
+import io
+import urllib.request
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import serve
+from bench import race, serve
 from bench.client import command
 from bench.context import GateError, Rows, as_text
 from bench.measure import (
@@ -137,7 +140,8 @@ def test_a_wrong_run_has_no_speed(changes: dict[str, Any], message: str) -> None
     wrong = measured(OURS, **changes)
     assert message in wrong.problem
     assert all(getattr(wrong, name) is None for name in SPEEDS)
-    assert all(getattr(measured(OURS), name) is not None for name in SPEEDS)
+    of_drafting = {"ms_per_token", "ms_per_draft_pass"}
+    assert all(getattr(measured(OURS), name) for name in set(SPEEDS) - of_drafting)
 
 
 def test_a_model_without_diffusion_counters_is_refused() -> None:
@@ -242,6 +246,9 @@ class FakeServer(Server):
         first = len(self.bodies) if self.sloppy else 0
         return Response(200, (first,) * body["max_tokens"])
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
 
 def contestant(name: str, server: Server | None = None, **more: Any) -> Contestant:
     return Contestant(name, MODEL, COMMITS.get(name, OVERLAPPED), server, **more)
@@ -327,6 +334,47 @@ def test_the_others_stand_still() -> None:
         assert paused() == [True, True, True]
         raise RuntimeError("failed")
     assert paused() == [False, False, False]
+
+
+def test_servers_start_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    racing = [contestant(name, IdleServer(name)) for name in "abc"]
+    started: list[tuple[list[str], list[bool]]] = []
+
+    def start(some: list[Contestant], *_: object) -> None:
+        still = [one.server.is_paused for one in racing]  # type: ignore[union-attr]
+        started.append(([one.name for one in some], still))
+
+    monkeypatch.setattr(race, "start_all", start)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    race.start_in_turn(racing, SHAPE, 1, ExitStack())
+    assert started == [(["a", "b"], [False] * 3), (["c"], [True, True, False])]
+    assert not any(one.server.is_paused for one in racing)  # type: ignore[union-attr]
+
+
+def test_a_run_has_what_it_added_to_the_counters(tmp_path: Path) -> None:
+    class Drafting(IdleServer):
+        passes = 0.0
+
+        def counters(self) -> dict[str, float]:
+            self.passes += 10
+            return {"draft_passes": self.passes, "drafting_seconds": 0.2 * self.passes}
+
+    one = contestant("a", Drafting("a"))
+    ((_, found),) = Race([one], [WORKLOAD], 1, FakeClient(tmp_path)).run()  # type: ignore[arg-type]
+    assert found.ms_per_draft_pass == pytest.approx(200)
+
+
+def test_our_counters_are_read_from_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """# TYPE dllm:draft_passes_total counter
+dllm:draft_passes_total{engine="0"} 3.0
+dllm:draft_passes_total{engine="1"} 4.0
+# TYPE dllm:draft_passes_created gauge
+dllm:draft_passes_created{engine="0"} 1e9
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{engine="0"} 5.0
+"""
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(text.encode()))
+    assert Server(ServerOptions("a", "model", ()), Path("log")).counters() == {"draft_passes": 7.0}
 
 
 def test_each_round_begins_with_another_contestant(tmp_path: Path) -> None:

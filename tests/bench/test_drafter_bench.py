@@ -1,33 +1,53 @@
 """What the drafter's benchmark makes of its runs. No servers."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from bench.context import as_text, read_csv, write_csv
 from bench.drafter import (
-    FILE,
-    PLAIN,
+    INFLATED,
     SHAPE,
+    STOCK_DRAFTS,
+    Pair,
+    Way,
     as_right_as_plain,
-    contestants,
-    drafting,
+    contestant,
     loads,
+    memory,
+    pairs,
     parse,
-    speculate,
-    table,
+    rows_of,
+    ways_to_decode,
 )
-from bench.measure import NO_CANVAS, Measurement, csv_rows, measurement
+from bench.drafter_tables import (
+    FAMILIES_SHOWN,
+    FILE,
+    IN_PROCESS,
+    PLAIN,
+    costs,
+    drafting,
+    report,
+    speeds,
+)
+from bench.inflate import DRAFTER, LAYERS, TARGET, num_layers_of
+from bench.measure import NO_CANVAS, Measurement, measurement
 from bench.servers import SERVE_FLAGS
 from bench.tables import markdown
 from bench.workloads import ADAPTIVE, MIXED, Workload
 from dllm.tasks.suite import FAMILIES
 
 LOAD = Workload(ADAPTIVE, 2, SHAPE, 8, families=("edit",))
+ALONE = replace(LOAD, concurrency=1, families=tuple(FAMILIES))
+ABOUT = {"commit": "abc", "machine": "a machine", "versions": "vllm 0", "command": "python x"}
+TINY = Pair("tiny-ar", TARGET, DRAFTER, None)
+WAYS = [Way(PLAIN), Way(IN_PROCESS), Way("adaptive", model=DRAFTER)]
 
 
 def run(
-    name: str, pair: int, tokens_per_s: float, accepted: int = 0, steps: int = 0
+    name: str, pair: int, tokens_per_s: float, accepted: int = 0, steps: int = 0, passes: int = 0
 ) -> Measurement:
     saved = {
         "completed": 2,
@@ -39,48 +59,106 @@ def run(
         "latencies": [0.2, 0.3],
         "spec_decode_num_drafts": steps,
         "spec_decode_accepted_tokens": accepted,
+        "spec_decode_per_position_acceptance_rates": [0.9, 0.625, 0.5],
+        "draft_passes": passes,
+        "drafting_seconds": 0.0025 * passes,
     }
     return measurement(name, pair, NO_CANVAS, saved, LOAD)
 
 
-def test_ratios_are_taken_round_by_round_and_tokens_per_verifying_step(tmp_path):
+def rows(load: Workload, runs: list[Measurement], pair: Pair = TINY) -> list[dict[str, str]]:
+    return as_text(rows_of(pair, WAYS, [(load, one) for one in runs], ABOUT))
+
+
+def test_ratios_are_taken_round_by_round_and_tokens_per_verifying_step(tmp_path: Path) -> None:
     runs = [run(PLAIN, 0, 100), run("adaptive", 0, 250, accepted=30, steps=10)]
     runs += [run("adaptive", 1, 150, accepted=10, steps=10), run(PLAIN, 1, 50)]
-    assert "Not measured" in drafting(tmp_path)
-    about = {"commit": "abc", "machine": "a machine", "versions": "vllm 0", "command": "python x"}
-    rows = csv_rows([(LOAD, one) for one in runs], about)
-    write_csv(tmp_path / FILE, [{"family": LOAD.family} | row for row in rows])
-    text = markdown(table(read_csv(tmp_path / FILE)))
-    assert text in drafting(tmp_path)
-    line = next(line for line in text.splitlines() if line.startswith("| edit"))
-    assert line == "| edit | 8 | 75 | 2.75 [2.50 .. 3.00] · 3.0 |"
+    runs += [run(IN_PROCESS, 0, 125), run(IN_PROCESS, 1, 100)]
+    line = markdown(speeds(rows(LOAD, runs))).splitlines()[-1]
+    assert line == (
+        "| tiny-ar | edit | 8 | 75 | 2.75 [2.50 .. 3.00] (1.75) · 3.0 | 1.62 [1.25 .. 2.00] |"
+    )
     assert runs[1].acceptance_length == 4.0 and runs[0].acceptance_length is None
-    assert as_text(rows)[0]["acceptance_length"] == ""
+    assert runs[0].accepted_by_position == "" and runs[0].ms_per_draft_pass is None
 
 
-def test_contestants(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    given = ["--target", str(tmp_path), "--drafter", str(tmp_path), "--widths", "3", "7"]
-    options = parse([*given, "--pilot", str(tmp_path), "--families", "edit"])
-    asked = loads(options)
-    assert [(load.family, load.concurrency) for load in asked] == [
-        (family, n) for family in (MIXED, "edit") for n in (1, 8, 32)
+def test_costs_and_the_page(tmp_path: Path) -> None:
+    assert "Not measured" in drafting(tmp_path)
+    runs = [run(PLAIN, 0, 100), run(IN_PROCESS, 0, 90), run("adaptive", 0, 250, 30, 10, passes=20)]
+    found = rows(ALONE, runs)
+    assert [cells[:5] for cells in costs(found)[1]] == [
+        ["tiny-ar", PLAIN, "150.0", "-", "-"],
+        ["tiny-ar", IN_PROCESS, "150.0", "-", "-"],
+        ["tiny-ar", "adaptive", "150.0", "2.5", "0.90, 0.62"],
     ]
-    assert {load.num_requests for load in asked} == {96}
+    # 500 ms for 22 tokens; tiny-ar has 5 layers of 2 * 2 * 32 bf16 numbers a token.
+    assert "passes of the drafter: tiny-ar 9.1;" in report(found)
+    assert costs(found)[1][2][5:] == ["0.7 (1.7)", "512 (1280)"]
+    path = tmp_path / FILE
+    write_csv(path, [*found, *rows(LOAD, runs)])
+    assert markdown(speeds(found)) in drafting(tmp_path) and "edit" not in drafting(tmp_path)
+    assert "| edit |" in report(read_csv(path)) and "--layers" not in report(read_csv(path))
+
+
+def test_layers_that_match_follow_from_two_targets(tmp_path: Path) -> None:
+    options = parse(["--target", INFLATED, "--layers", "9"])
+    (deeper,) = pairs(options, tmp_path)
+    runs = [run(IN_PROCESS, 0, 90), run("adaptive", 0, 250, 30, 10, passes=20)]
+    faster, slower = ([replace(runs[0], ms_per_token=ms), runs[1]] for ms in (10.0, 14.0))
+    found = rows(ALONE, faster) + rows(ALONE, slower, deeper)
+    # 10 ms at 5 layers and 1 ms a layer; a pass takes 2.5 ms, of which a step shall take 4.53.
+    assert "--layers 6 would cost as much" in report(found) and "(here: 9)" in report(found)
+    assert "tiny-ar 4.0, inflated 5.6;" in report(found)
+
+
+def test_loads() -> None:
+    asked = loads(parse(["--families", "edit"]))
+    found = [(load.family, load.concurrency, load.num_requests) for load in asked]
+    assert found == [(MIXED, 1, 32), (MIXED, 8, 32), (MIXED, 32, 64), ("edit", 1, 32)]
     assert asked[0].families == tuple(FAMILIES)
-    named = {one.name: one.server.options.flags for one in contestants(options, tmp_path)}
-    in_process = f"{PLAIN}, in process"
-    assert list(named) == [PLAIN, in_process, "fixed 3", "fixed 7", "adaptive", "pilot"]
-    assert named[in_process][-1].endswith(".UniProcExecutor") and named[PLAIN] == SERVE_FLAGS
-    assert named["fixed 3"][-2:] == speculate(options, 3, {})
-    assert '"num_speculative_tokens": 7' in " ".join(named["adaptive"])
-    assert '"policy": "adaptive"' in named["adaptive"][-1]
-    assert str(tmp_path) in named["pilot"][-1]
+    assert parse([]).families == FAMILIES_SHOWN
+
+
+def test_pairs(tmp_path: Path) -> None:
+    tiny, deeper = pairs(parse([]), tmp_path)
+    assert (tiny.target, tiny.drafter, tiny.name) == (TARGET, DRAFTER, "tiny-ar")
+    assert num_layers_of(deeper.target) == LAYERS
+    assert tiny.draft_model == deeper.draft_model is not None
+    assert num_layers_of(tiny.draft_model) < num_layers_of(TARGET)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "config.json").write_text("{}")
+    (pair,) = pairs(parse(["--target", str(own)]), tmp_path)
+    assert (pair.target, pair.draft_model) == (own, None)
     with pytest.raises(SystemExit):
         parse(["--target", str(tmp_path / "none")])
 
 
-def test_a_run_that_is_right_less_often_than_plain_decoding_has_no_speed():
+def test_who_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "pilot.safetensors").write_bytes(bytes(2_000_000))
+    options = parse(["--widths", "3", "7", "--pilot", str(tmp_path)])
+    pair = replace(TINY, draft_model=TARGET)
+    named = {way.name: way for way in ways_to_decode(options, pair)}
+    assert list(named) == [
+        *(PLAIN, IN_PROCESS, "fixed 3", "fixed 7", "adaptive", "pilot", "n-gram", "draft model")
+    ]
+    assert named[IN_PROCESS].flags[-1].endswith(".UniProcExecutor")
+    config = json.loads(named["adaptive"].flags[1])
+    assert (config["num_speculative_tokens"], config["model"]) == (7, str(DRAFTER))
+    assert '"policy": "adaptive"' in named["adaptive"].flags[-1]
+    assert str(tmp_path) in named["pilot"].flags[-1]
+    assert memory(pair, named["pilot"])["pilot_mb"] == 2.0
+    assert memory(pair, named["draft model"])["draft_kv_bytes"] == 1280
+    assert memory(pair, named["n-gram"])["draft_mb"] == 0
+    started = contestant(options, pair, named["n-gram"], tmp_path / "log").server
+    assert started and started.options.environment == (("DLLM_DISABLE", "1"),)
+    assert started.options.flags[: len(SERVE_FLAGS)] == SERVE_FLAGS
+    assert json.loads(started.options.flags[-1])["num_speculative_tokens"] == STOCK_DRAFTS
+    without = ways_to_decode(parse(["--no-stock"]), pair)
+    assert not any(way.is_stock for way in without)
+
+
+def test_a_run_that_is_right_less_often_than_plain_decoding_has_no_speed() -> None:
     load = replace(LOAD, num_requests=100)
 
     def right(name: str, num_correct: int) -> tuple[Workload, Measurement]:
