@@ -20,6 +20,10 @@ COMMANDS = {
         "train a small model: diffusion, autoregressive or a pilot",
     ),
     "calibrate": ("dllm.train.drafter.command", "train a drafter on what a target says"),
+    "recalibrate": (
+        "dllm.train.drafter.recalibrate",
+        "go on training a server's drafter on its traffic",
+    ),
     "check-drafter": (
         "dllm.train.drafter.check_command",
         "look for what keeps drafts from fitting",

@@ -6,11 +6,12 @@ it (``attention.context_kv``). ``project`` and ``store`` are its definition, and
 the kernel cannot: on a CPU, with quantized weights, with another attention backend.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -49,6 +50,28 @@ class ContextProjection:
             if first.qkv_proj.bias is not None:
                 self.bias = torch.cat([proj.bias.data[skipped:] for proj in projections])
         self._kernel_weights = self._for_kernel()
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take over the weights of another drafter of the same shape.
+
+        In place, because CUDA graphs have recorded where the weights lie.
+
+        Args:
+            weights: of a whole checkpoint, by their names in ``DFlashDrafter``.
+        """
+        layers, _, heads, head_dim = self.shape
+        group = get_tp_group()
+        for index in range(layers):
+            name = f"model.layers.{index}.self_attn"
+            self.k_norm[index].copy_(weights[f"{name}.k_norm.weight"])
+            for part, projection in enumerate(("k_proj", "v_proj")):
+                for own, kind in ((self.weight, "weight"), (self.bias, "bias")):
+                    if own is None:  # quantized: the layers' own projections are used
+                        continue
+                    whole = weights[f"{name}.{projection}.{kind}"]
+                    first = group.rank_in_group * (len(whole) // head_dim) // group.world_size
+                    rows = whole[first * head_dim : (first + heads) * head_dim]
+                    own.view(layers, 2, len(rows), *whole.shape[1:])[index, part].copy_(rows)
 
     def _for_kernel(self) -> "ContextWeights | None":
         """The weights as the kernel takes them; None where it cannot take them."""

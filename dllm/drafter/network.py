@@ -26,6 +26,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.models.interfaces import SupportsEagle3
 from vllm.model_executor.models.qwen2 import Qwen2MLP
 from vllm.model_executor.models.utils import (
@@ -228,6 +232,7 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         """
         # t2d (target id -> draft id) is the inverse of d2t and is not needed.
         own = {_own_name(name): tensor for name, tensor in weights if "t2d" not in name}
+        self._loaded_shapes = {name: tensor.shape for name, tensor in own.items()}
         self._set_vocabulary(own)
         self._set_mask_embedding()
         self.has_own_embed_tokens = "model.embed_tokens.weight" in own
@@ -238,8 +243,35 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         missing = {name for name, _ in self.named_parameters()} - loaded - shared
         if missing - {"draft_to_target"}:
             raise ValueError(f"The drafter's checkpoint lacks {', '.join(sorted(missing))}.")
-        self._context = self._make_context()
+        if self._context is None:
+            self._context = self._make_context()
+        else:
+            self._context.load(own)
         return loaded | shared | {"draft_to_target"}
+
+    def reload_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Copy another checkpoint of the same shape over the weights in use.
+
+        Args:
+            weights: all of its tensors, by name.
+
+        Raises:
+            ValueError: as ``load_weights``; the weights are then as before.
+        """
+        own = {_own_name(name): tensor for name, tensor in weights.items()}
+        expected = self._loaded_shapes
+        found = {name: tensor.shape for name, tensor in own.items()}
+        if found != expected:
+            odd = sorted(found.items() ^ expected.items())
+            raise ValueError(f"its tensors differ from those in use, for instance {odd[:2]}")
+        network = self.model
+        parts = nn.ModuleList([network.fc, network.hidden_norm, network.norm, network.layers])
+        parts += [network.embed_tokens] * self.has_own_embed_tokens
+        parts += [self.lm_head] * self.has_own_lm_head
+        # vLLM's loader of running servers: it packs and shards as at the first time, in place.
+        initialize_layerwise_reload(parts)
+        self.load_weights(weights.items())
+        finalize_layerwise_reload(parts, self.draft_model_config)
 
     def _set_vocabulary(self, own: dict[str, torch.Tensor]) -> None:
         """Set ``draft_to_target``, the target's id of each token of a reduced vocabulary.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.transformers_utils.repo_utils import get_hf_file_bytes
@@ -73,6 +74,8 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
             f"{WHERE}: record_layers with a drafter, which says itself what it reads "
             f"({list(drafter.target_layer_ids)}). Leave record_layers out."
         )
+    if drafter_options(vllm_config).renew is not None:
+        refuse_renewal_of(speculative.draft_model_config.model)
     target = vllm_config.model_config
     if (pilot := drafter_options(vllm_config).pilot) is not None:
         PilotConfig.load(pilot).check_against(
@@ -94,6 +97,19 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
         _vocabulary(target.tokenizer, target.tokenizer_revision),
     )
     return drafter
+
+
+def refuse_renewal_of(drafter: str) -> None:
+    """Refuse ``renew`` for a drafter that is not in a folder of this machine.
+
+    Raises:
+        ValueError: a worse drafter could not be given up for this one.
+    """
+    if not Path(drafter).is_dir():
+        raise ValueError(
+            f"{WHERE}: renew with the drafter {drafter}, which is no folder of this machine; "
+            "allowed: a drafter in a folder, which the server can go back to."
+        )
 
 
 def refuse_other_rules(speculative: SpeculativeConfig, has_watermark: bool) -> None:

@@ -8,6 +8,7 @@ and how many of its drafts are verified. Neither changes the text (``verificatio
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from dllm.drafter.deferred import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, DraftingCounts
 from dllm.drafter.pair import drafter_options, end_ids
 from dllm.drafter.recording import make_recorder, recorded_step
+from dllm.drafter.renewal import Renewal
 from dllm.drafter.schedule import reveal_counts, reveal_surest
 from dllm.drafter.step import TargetStep
 from dllm.drafter.widths.choice import make_policy
@@ -66,6 +68,10 @@ class Drafter(DFlashSpeculator):
         )
         self.policy: WidthPolicy = make_policy(options, num_drafts, self.max_num_reqs)
         self._recorder = make_recorder(vllm_config)
+        self._renewal = None
+        if options.renew is not None:
+            initial = Path(self.draft_model_config.model)
+            self._renewal = Renewal(Path(options.renew), initial, self._reload)
         self._context = DeferredContext()
         self._counts = DraftingCounts.none(num_drafts)  # of the steps after the last report
         # [rows, N]: the drafter's probability of its likeliest token, 0 where that ends the answer.
@@ -199,8 +205,12 @@ class Drafter(DFlashSpeculator):
 
     def _observe(self, step: TargetStep) -> None:
         """Tell the policy and the recorder what the target's step did."""
-        if self.policy.reads_outcomes:
-            self.policy.observe(self._verified(step))
+        if self.policy.reads_outcomes or self._renewal is not None:
+            verified = self._verified(step)
+            self.policy.observe(verified)
+            if self._renewal is not None:
+                rows = int((verified.verified > 0).sum())
+                self._renewal.after_step(int(verified.accepted.sum()), rows)
         if self._recorder is not None:
             self._recorder.observe(recorded_step(step))
 
@@ -239,7 +249,7 @@ class Drafter(DFlashSpeculator):
             return True
         wants = not bool(self._is_prompt_unfinished(batch).all())
         wants = wants and self.policy.wants_drafts(batch.idx_mapping_np)
-        return answer_of_first_rank(wants) if self.policy.reads_outcomes else wants
+        return bool(answer_of_first_rank(wants)) if self.policy.reads_outcomes else wants
 
     def _choose_widths(self, batch: InputBatch) -> np.ndarray:
         """``[rows]``: how many drafts of each row the policy lets the next step verify."""
@@ -288,6 +298,11 @@ class Drafter(DFlashSpeculator):
         """Load the network. It shares the target's embedding and head unless it has its own."""
         self._target_logits = cast(Logits, target_model.compute_logits)
         return super().load_draft_model(target_model, target_attn_layer_names)
+
+    def _reload(self, weights: dict[str, torch.Tensor]) -> None:
+        """Use the weights of another checkpoint. What waits is projected by the ones before."""
+        self._store_context()
+        self.model.reload_weights(weights)
 
     def _generate_draft(
         self,

@@ -93,7 +93,7 @@ class DenoiseLoop:
         goes_on = in_time and not bool(num_emitted.any())
         self._last = now
         if self._is_parallel:
-            goes_on = answer_of_first_rank(goes_on)
+            goes_on = bool(answer_of_first_rank(goes_on))
         self.num_passes += goes_on
         return goes_on
 

@@ -8,11 +8,11 @@ import torch
 from vllm.distributed import get_tp_group
 
 
-def answer_of_first_rank(answer: bool) -> bool:
+def answer_of_first_rank(answer: int) -> int:
     """The first rank's answer, on every rank; each of them has to ask. Does not use the device."""
     group = get_tp_group()
     if group.world_size == 1:
         return answer
-    shared = torch.tensor([answer])
+    shared = torch.tensor([answer], dtype=torch.int64)
     torch.distributed.broadcast(shared, group.ranks[0], group=group.cpu_group)
-    return bool(shared)
+    return int(shared)

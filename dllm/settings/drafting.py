@@ -50,6 +50,8 @@ class DrafterOptions:
         record_layers: for a server without a drafter: layers of the target (0-based) whose outputs
             are recorded; a drafter says itself which ones it reads.
         record_mb: limit of that folder, MB (10^6 bytes); the oldest recordings are deleted first.
+        renew: folder in which ``dllm recalibrate`` publishes newer drafters; the server takes them
+            while it runs (``dllm.drafter.renewal``). None keeps the drafter that it started with.
     """
 
     policy: str = "fixed"
@@ -65,6 +67,7 @@ class DrafterOptions:
     record: str | None = None
     record_layers: Sequence[int] | None = None
     record_mb: int = 1000
+    renew: str | None = None
 
     def __post_init__(self) -> None:
         for key, at_least in (("width", 0), ("window", 1), ("mask_token_id", 0)):
@@ -73,7 +76,7 @@ class DrafterOptions:
         check_int(f"{WHERE}: denoise_steps", self.denoise_steps, 1)
         check_int(f"{WHERE}: record_mb", self.record_mb, 1)
         self._check_record_layers()
-        for key in ("mask_token", "record"):
+        for key in ("mask_token", "record", "renew"):
             if getattr(self, key) is not None and not isinstance(getattr(self, key), str):
                 raise ValueError(f"{WHERE}: {key} = {getattr(self, key)!r}; allowed: a string.")
         for key, allowed in (

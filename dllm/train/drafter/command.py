@@ -259,16 +259,21 @@ def report_disk(
     estimate.check(given.out, given.resume)
 
 
+class TooFewSamples(CommandError):
+    """A recording is too short to train on."""
+
+
 def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], list[Sample]]:
     """Recorded samples: those to train on, and those held out.
 
     Raises:
-        CommandError: there are too few, or their hidden states are of other layers.
+        TooFewSamples: there are too few.
+        CommandError: their hidden states are of other layers.
     """
     samples = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
     if len(samples) <= HELDOUT_EVERY:
-        raise CommandError(
-            f"--from-buffer {folder} holds {len(samples)} samples with something to draft; needed: "
+        raise TooFewSamples(
+            f"{folder} holds {len(samples)} samples with something to draft; needed: "
             f"more than {HELDOUT_EVERY}. Record for longer."
         )
     wanted = drafter.target_layer_ids

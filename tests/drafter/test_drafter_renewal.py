@@ -1,0 +1,215 @@
+"""A running server takes a newer drafter, and takes it back; the text stays the target's."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from dllm.drafter import renewal
+from dllm.drafter.pair import refuse_renewal_of
+from dllm.drafter.renewal import (
+    MOST_LOSS,
+    PROBATION,
+    REJECTED,
+    STALE,
+    STEPS_BETWEEN_LOOKS,
+    Renewal,
+    checkpoint,
+    published,
+    read_weights,
+)
+from tests.support.drafter_harness import (
+    assert_greedy,
+    drafting_engine,
+    greedy,
+    plain_engine,
+    watch_drafts,
+)
+from tests.support.drafter_pairs import (
+    drafter_config,
+    random_drafter,
+    write_drafter,
+    write_target,
+)
+
+NUM_DRAFTS = 5
+
+
+def publish(folder: Path, number: int, seed: int) -> Path:
+    path = checkpoint(folder, number)
+    path.mkdir(parents=True)
+    return write_drafter(path, drafter_config(), random_drafter(seed))
+
+
+# --- when a drafter is taken, and taken back ------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(renewal, "answer_of_first_rank", lambda answer: answer)
+
+
+class Server:
+    """Steps of a renewal whose drafters are kept at given rates."""
+
+    def __init__(self, folder: Path, initial: Path) -> None:
+        self.loaded: list[dict[str, torch.Tensor]] = []
+        self.renewal = Renewal(folder, initial, self.loaded.append)
+
+    def serve(self, num_steps: int, rate: float, rows: int = 8) -> None:
+        for _ in range(num_steps):
+            self.renewal.after_step(round(rate * rows), rows)
+            reading = self.renewal._reading
+            if reading is not None:
+                reading.thread.join()  # so that the next look finds it read
+
+    @property
+    def probation(self) -> int:
+        """Steps until a drafter is judged, with two looks before: one begins to read it."""
+        return 2 * STEPS_BETWEEN_LOOKS + (PROBATION + STALE) // 8 + 2
+
+
+def test_a_newer_drafter_is_taken_and_a_worse_one_taken_back(tmp_path):
+    initial = publish(tmp_path / "initial", 1, seed=1)
+    folder = tmp_path / "newer"
+    server = Server(folder, initial)
+    server.serve(400, rate=2.0)  # nothing is published
+    assert server.loaded == [] and server.renewal.current == 0
+
+    publish(folder, 1, seed=2)
+    server.serve(server.probation, rate=2.0)
+    assert server.renewal.current == 1 and len(server.loaded) == 1
+    expected = read_weights(checkpoint(folder, 1))
+    assert all((server.loaded[0][name] == tensor).all() for name, tensor in expected.items())
+
+    publish(folder, 2, seed=3)
+    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=2.0)
+    assert server.renewal.current == 2
+    server.serve(server.probation, rate=2.0 * (1 - 4 * MOST_LOSS))
+    assert server.renewal.current == 1
+    assert (folder / REJECTED).read_text().split() == ["000002"]
+    assert published(folder) == [1]
+    server.serve(400, rate=2.0)
+    assert server.renewal.current == 1 and len(server.loaded) == 3
+
+    publish(folder, 3, seed=4)
+    server.serve(server.probation, rate=2.2)
+    server.serve(server.probation, rate=1.0)  # its probation is over: traffic may become harder
+    assert server.renewal.current == 3
+
+
+def test_back_to_the_drafter_of_the_start(tmp_path):
+    initial = publish(tmp_path / "initial", 1, seed=1)
+    folder = tmp_path / "newer"
+    server = Server(folder, initial)
+    server.serve(400, rate=3.0)
+    publish(folder, 1, seed=2)
+    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=3.0)
+    assert server.renewal.current == 1
+    server.serve(server.probation, rate=1.0)
+    assert server.renewal.current == 0
+    expected = read_weights(initial)
+    assert all((server.loaded[-1][name] == tensor).all() for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("damage", ["cut short", "no weights", "incomplete"])
+def test_what_cannot_be_read_is_not_used(tmp_path, damage):
+    initial = publish(tmp_path / "initial", 1, seed=1)
+    path = publish(tmp_path / "newer", 1, seed=2)
+    (weights,) = path.glob("*.safetensors")
+    if damage == "cut short":
+        weights.write_bytes(weights.read_bytes()[:100])
+    elif damage == "no weights":
+        weights.unlink()
+    else:
+        (path / "config.json").unlink()  # still being written
+
+    def load(weights: dict[str, torch.Tensor]) -> None:
+        assert weights, "no tensors"
+
+    server = Server(tmp_path / "newer", initial)
+    server.renewal.load = load
+    server.serve(400, rate=2.0)
+    assert server.renewal.current == 0
+    assert (tmp_path / "newer" / REJECTED).exists() is (damage != "incomplete")
+
+
+# --- in an engine ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+PROMPTS = [[(20 + 7 * index + salt) % 450 for index in range(30)] for salt in range(3)]
+
+
+def test_renewed_weights_draft_as_those_of_a_server_that_started_with_them(target, tmp_path):
+    first = write_drafter(tmp_path / "first", drafter_config(), random_drafter(1))
+    second = write_drafter(tmp_path / "second", drafter_config(), random_drafter(9))
+    renewed = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(tmp_path / "none")})
+    started = drafting_engine(target, second, NUM_DRAFTS)
+    drafts = []
+    for engine in (renewed, started):
+        if engine is renewed:
+            speculator = engine.runner.speculator
+            addresses = [param.data_ptr() for param in speculator.model.parameters()]
+            context = speculator.model._context.weight.data_ptr()
+            with torch.inference_mode():
+                speculator._reload(read_weights(second))
+            assert [param.data_ptr() for param in speculator.model.parameters()] == addresses
+            assert speculator.model._context.weight.data_ptr() == context
+        engine.reset_prefix_cache()
+        with watch_drafts(engine) as seen:
+            engine.generate(PROMPTS, greedy(12))
+        drafts.append([(draft.drafts, draft.logits) for draft in seen])
+    assert len(drafts[0]) == len(drafts[1]) > 10
+    for (tokens, logits), (same_tokens, same_logits) in zip(*drafts, strict=True):
+        assert tokens == same_tokens
+        torch.testing.assert_close(logits, same_logits, rtol=0, atol=0)
+
+
+def test_weights_of_another_shape_are_refused_and_those_in_use_stay(target, tmp_path):
+    first = write_drafter(tmp_path / "first", drafter_config(), random_drafter(1))
+    engine = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(tmp_path / "none")})
+    model = engine.runner.speculator.model
+    before = [param.clone() for param in model.parameters()]
+    weights = read_weights(first)
+    weights["norm.weight"] = weights["norm.weight"][:-1]
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        model.reload_weights(weights)
+    assert all((old == new).all() for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_the_text_is_the_targets_while_drafters_change(target, tmp_path):
+    """A new drafter every few steps, some of them unusable; greedy and sampled requests."""
+    first = write_drafter(tmp_path / "first", drafter_config(), random_drafter(1))
+    folder = tmp_path / "newer"
+    engine = drafting_engine(target, first, NUM_DRAFTS, {"renew": str(folder)})
+    params = [greedy(80), greedy(80, temperature=1.0, seed=4), greedy(80)]
+    expected = plain_engine(target).generate(PROMPTS, params)
+    renewal = engine.runner.speculator._renewal
+    ids = [engine.add(given, param) for given, param in zip(PROMPTS, params, strict=True)]
+    for number in range(1, 7):
+        path = publish(folder, number, seed=number)
+        if number % 3 == 0:
+            shutil.copy(path / "config.json", next(path.glob("*.safetensors")))
+        for _ in range(2):  # the first look begins to read, the second uses what was read
+            renewal._look()
+            if renewal._reading is not None:
+                renewal._reading.thread.join()
+        for _ in range(6):
+            engine.step()
+    finished = engine.run()
+    assert [list(finished[req_id].outputs[0].token_ids) for req_id in ids] == expected
+    assert renewal.current == 5
+    assert sorted((folder / REJECTED).read_text().split()) == ["000003", "000006"]
+    assert_greedy(target, PROMPTS[0], expected[0])
+
+
+def test_only_a_drafter_in_a_folder_can_be_renewed(tmp_path):
+    refuse_renewal_of(str(tmp_path))
+    with pytest.raises(ValueError, match="renew with the drafter somebody/drafter"):
+        refuse_renewal_of("somebody/drafter")

@@ -1,0 +1,110 @@
+"""Recalibration beside a server: what is better on held-out traffic is published, nothing else."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from dllm import cli
+from dllm.drafter.renewal import REJECTED, checkpoint, published, read_weights
+from dllm.drafter.samples import Sample, write_shard
+from dllm.settings.command import CommandError
+from dllm.train.drafter import recalibrate
+from tests.support.calibrate_cases import target, target_path
+from tests.support.drafter_pairs import drafter_config, random_drafter, write_drafter
+
+__all__ = ["target", "target_path"]  # fixtures
+
+LAYERS = (1, 3)
+
+
+def record(target, folder: Path, number: int, tokens: list[int], count: int = 30) -> None:
+    """A shard of responses that repeat these tokens."""
+    rng = random.Random(number)
+    samples = []
+    for _ in range(count):
+        start = rng.randrange(len(tokens))
+        text = (tokens * 9)[start : start + 24]
+        samples.append(Sample(tuple(text), 4, "traffic"))
+    hidden = [target.hidden_states(torch.tensor([one.tokens]), LAYERS)[0] for one in samples]
+    folder.mkdir(exist_ok=True)
+    write_shard(folder / f"0-{number:012}.safetensors", samples, hidden, layers=LAYERS)
+
+
+@pytest.fixture
+def start(target, target_path, tmp_path):
+    """The arguments of the command, with a recording of one shard."""
+    config = drafter_config(block_size=6)
+    config["dflash_config"] = config["dflash_config"] | {"target_layer_ids": list(LAYERS)}
+    write_drafter(tmp_path / "drafter", config, random_drafter())
+    record(target, tmp_path / "buffer", 0, [5, 6, 7])
+    folders = {"target": target_path, "drafter": tmp_path / "drafter"}
+    folders |= {"buffer": tmp_path / "buffer", "out": tmp_path / "newer"}
+    return ["recalibrate", *(f"--{name}={path}" for name, path in folders.items())]
+
+
+def test_a_better_drafter_is_published_and_the_next_round_goes_on_from_it(
+    start, target, tmp_path, capsys, monkeypatch
+):
+    newer, waits = tmp_path / "newer", []
+
+    def next_recording(seconds: float) -> None:
+        waits.append(seconds)
+        record(target, tmp_path / "buffer", len(waits), [9, 8, 7, 6])
+
+    monkeypatch.setattr(recalibrate.time, "sleep", next_recording)
+    assert cli.main([*start, "--rounds=2", "--steps=120"]) == 0
+    printed = capsys.readouterr().out
+    assert len(waits) == 1  # the second round waited for a shard that it had not seen
+    assert published(newer) == [1, 2], printed
+    first, second = (read_weights(checkpoint(newer, number)) for number in (1, 2))
+    initial = read_weights(tmp_path / "drafter")
+    assert {name: tensor.shape for name, tensor in first.items()} == {
+        name.removeprefix("model."): tensor.shape for name, tensor in initial.items()
+    }
+    assert any((first[name] != second[name]).any() for name in first)
+    gains = [line for line in printed.splitlines() if line.startswith("round")]
+    assert all("published as" in line for line in gains), gains
+    # The second begins with what the first has learned: some of its tokens are the same.
+    begins = [float(line.split("a step ")[1].split(" ")[0]) for line in gains]
+    assert begins[1] > begins[0] + 0.2, gains
+    assert not [path for path in newer.iterdir() if path.name.startswith(("round-", "new-"))]
+
+
+def test_what_is_not_better_is_not_published(start, tmp_path, capsys):
+    assert cli.main([*start, "--rounds=1", "--steps=60"]) == 0
+    # The server took it back, so the next round begins with the first drafter again.
+    (tmp_path / "newer" / REJECTED).write_text("000001\n")
+    for shard in (tmp_path / "buffer").iterdir():
+        shutil.copy(shard, shard.with_name("0-000000000009.safetensors"))
+    assert cli.main([*start, "--rounds=1", "--steps=1"]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert "not published" in last
+    assert published(tmp_path / "newer") == []
+
+
+def test_a_short_recording_is_waited_for(start, target, tmp_path, capsys):
+    shutil.rmtree(tmp_path / "buffer")
+    record(target, tmp_path / "buffer", 0, [5, 6, 7], count=3)
+    assert cli.main([*start, "--rounds=1", "--steps=1"]) == 0
+    assert "3 samples" in capsys.readouterr().out
+
+
+def test_a_recording_of_other_layers_is_refused(start, tmp_path):
+    config = json.loads((tmp_path / "drafter/config.json").read_text())
+    config["dflash_config"]["target_layer_ids"] = [0, 3]
+    (tmp_path / "drafter/config.json").write_text(json.dumps(config))
+    arguments = recalibrate.parse(start[1:])
+    ends = recalibrate.TargetEnds.read(arguments.target, "cpu")
+    with pytest.raises(CommandError, match=r"layers \[1, 3\]"):
+        recalibrate.one_round(arguments, ends, arguments.buffer)
+
+
+def test_old_drafters_are_deleted(tmp_path):
+    config, weights = drafter_config(), random_drafter()
+    for _ in range(6):
+        recalibrate.publish(tmp_path, config, weights)
+    assert published(tmp_path) == [4, 5, 6]
