@@ -106,3 +106,6 @@ def test_the_check_compares_passes(capsys):
     assert best.endswith("; 4 responses")
     assert cli.main([*command, "16"]) == 1
     assert "--passes 16; allowed: 1 to 15" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*command[:4], "0"])
+    assert "at least 2" in capsys.readouterr().err

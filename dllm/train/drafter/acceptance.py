@@ -224,12 +224,10 @@ def _draft_in_passes(
     for count in reveal:
         for at, logits in enumerate(_logits(network, target, batch, ids, anchors)):
             some = slice(at * ANCHORS_AT_ONCE, (at + 1) * ANCHORS_AT_ONCE)
-            shape = drafts[:, some].shape
-            tokens = drafts[:, some].flatten(0, 1)
-            sure, masked = confidence[:, some].flatten(0, 1), is_masked[:, some].flatten(0, 1)
-            reveal_surest(tokens, sure, masked, logits.flatten(0, 1), count)
-            drafts[:, some], confidence[:, some] = tokens.view(shape), sure.view(shape)
-            is_masked[:, some] = masked.view(shape)
+            of_some = [tensor[:, some].flatten(0, 1) for tensor in (drafts, confidence, is_masked)]
+            reveal_surest(of_some[0], of_some[1], of_some[2], logits.flatten(0, 1), count)
+            for tensor, part in zip((drafts, confidence, is_masked), of_some, strict=True):
+                tensor[:, some] = part.view_as(tensor[:, some])
         ids[..., 1:] = drafts.masked_fill(is_masked, mask)
     return drafts
 

@@ -41,12 +41,12 @@ def main(argv: Sequence[str]) -> int:
     target = Target(given.target, given.device)
     network = network.to(target.device).requires_grad_(False)
     samples = respond(target, load_prompts(given), given.max_tokens)
+    block = int(str(config.get("block_size", 8)))
     if given.passes:
-        return compare_passes(given, network, target, samples, int(str(config["block_size"])))
+        return compare_passes(given, network, target, samples, block)
     conventions = Conventions(
         facts.num_layers, special_tokens(given.target), rope_parameters(target_config)
     )
-    block = int(str(config.get("block_size", 8)))
     checker = Checker(network, target, samples, block, conventions)
     verdict = replace(checker.run(reading), refusal=refusal)
     best = total(possible(samples, block - 1)).length
@@ -72,16 +72,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="text or JSONL, at least --num-prompts; default: shipped general prompts (for our "
         "small models: the task suite)",
     )
-    parser.add_argument(
-        "--num-prompts", type=int, default=NUM_PROMPTS, metavar="N", help=f"{NUM_PROMPTS}"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=MAX_TOKENS,
-        metavar="N",
-        help=f"of a response; {MAX_TOKENS}",
-    )
+    for flag, default, text in (
+        ("--num-prompts", NUM_PROMPTS, "prompts to answer"),
+        ("--max-tokens", MAX_TOKENS, "tokens of a response, at most"),
+    ):
+        help_text = f"{text} (default: {default})"
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=help_text)
     parser.add_argument(
         "--passes",
         type=int,
@@ -95,7 +91,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found; -: print")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if given.num_prompts < 2 or given.max_tokens < 2:
+        parser.error("--num-prompts and --max-tokens are at least 2.")
+    return given
 
 
 def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading, str | None]:
