@@ -93,6 +93,7 @@ class Renewal:
     def __init__(self, folder: Path, initial: Path, load: Callable[[Weights], None]) -> None:
         self.folder, self.initial, self.load = folder, initial, load
         self.current = self._before = 0
+        self._refused: set[int] = set()  # also where the folder cannot be written to
         self._tally, self._tally_before = Tally(), Tally()
         self._num_stale = self._num_steps = 0
         self._is_on_probation = False
@@ -122,7 +123,7 @@ class Renewal:
     def _look(self) -> None:
         """Begin to read a newer checkpoint; use one whose reading is over."""
         if self._reading is None:
-            newest = answer_of_first_rank(max(published(self.folder), default=0))
+            newest = answer_of_first_rank(self._newest())
             if newest > self.current:
                 self._reading = _Reading(checkpoint(self.folder, newest), newest)
         elif answer_of_first_rank(not self._reading.thread.is_alive()):
@@ -131,6 +132,15 @@ class Renewal:
             if self._use(reading.number, reading.result()):
                 self._before, self._tally_before = before, tally
                 self._is_on_probation = True
+
+    def _newest(self) -> int:
+        """Number of the newest checkpoint that may be used; 0 if there is none."""
+        try:
+            numbers = set(published(self.folder))
+        except OSError as error:  # serving must go on
+            logger.warning_once("The folder %s cannot be read: %s", str(self.folder), str(error))
+            return 0
+        return max(numbers - self._refused, default=0)
 
     def _use(self, number: int, weights: Weights | None) -> bool:
         """Copy weights over those in use; a checkpoint that does not fit is rejected instead.
@@ -170,9 +180,14 @@ class Renewal:
         return checkpoint(self.folder, number) if number else self.initial
 
     def _reject(self, number: int) -> None:
-        if number in published(self.folder):
-            with (self.folder / REJECTED).open("a") as file:
-                file.write(f"{number:0{DIGITS}}\n")
+        """Never use this checkpoint again, and tell the trainer."""
+        self._refused.add(number)
+        try:
+            if number in published(self.folder):
+                with (self.folder / REJECTED).open("a") as file:
+                    file.write(f"{number:0{DIGITS}}\n")
+        except OSError as error:
+            logger.warning("The trainer is not told of it: %s", error)
 
 
 class _Reading:

@@ -135,6 +135,31 @@ def test_what_cannot_be_read_is_not_used(tmp_path, damage):
     assert (tmp_path / "newer" / REJECTED).exists() is (damage != "incomplete")
 
 
+def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path, monkeypatch):
+    """The damaged checkpoint is read once, and never again."""
+    initial = publish(tmp_path / "initial", 1, seed=1)
+    publish(tmp_path / "newer", 1, seed=2)
+    reads, open_file = [], Path.open
+
+    def read(path: Path) -> None:
+        reads.append(path)
+        raise ValueError("damaged")
+
+    def open_to_read(path: Path, mode: str = "r", *rest, **options):
+        if mode == "a":
+            raise OSError("read-only file system")
+        return open_file(path, mode, *rest, **options)
+
+    monkeypatch.setattr(renewal, "read_weights", read)
+    monkeypatch.setattr(Path, "open", open_to_read)
+    server = Server(tmp_path / "newer", initial)
+    server.serve(10 * STEPS_BETWEEN_LOOKS, rate=2.0)
+    assert reads == [checkpoint(tmp_path / "newer", 1)] and server.loaded == []
+    (tmp_path / "newer" / REJECTED).mkdir()  # nor can it be read
+    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=2.0)
+    assert server.renewal.current == 0
+
+
 # --- in an engine ---------------------------------------------------------------------------------
 
 
