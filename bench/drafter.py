@@ -40,7 +40,7 @@ import torch
 
 from bench.client import Client
 from bench.context import RESULTS, ROOT, as_text, provenance, reporting_failures, write_csv
-from bench.drafter_tables import FAMILIES_SHOWN, FILE, IN_PROCESS, PLAIN, report
+from bench.drafter_tables import FILE, IN_PROCESS, PLAIN, report
 from bench.inflate import (
     DRAFTER,
     LAYERS,
@@ -61,6 +61,7 @@ from dllm.tasks.suite import FAMILIES
 INFLATED = "inflated"
 # Not a temporary folder: vLLM finds what it compiled by the model's path.
 MADE = ROOT / "build/bench"
+MEASURED = ["schema", "extract", "report", "compare"]  # long answers, and the shortest
 SHAPE = Shape(canvas_length=1, input_len=32, output_len=32)  # of the request that admits a server
 # vLLM's documentation drafts 5 tokens in its examples, too.
 STOCK_DRAFTS = 5
@@ -271,7 +272,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-model", type=Path, help="folder of an autoregressive checkpoint")
     parser.add_argument("--stock", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
-    parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=FAMILIES_SHOWN)
+    parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=MEASURED)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--num-requests", type=int, default=32, help="of a run, at least")
     parser.add_argument("--rounds", type=int, default=3)

@@ -9,6 +9,7 @@ import pytest
 from bench.context import as_text, read_csv, write_csv
 from bench.drafter import (
     INFLATED,
+    MEASURED,
     SHAPE,
     STOCK_DRAFTS,
     Pair,
@@ -23,7 +24,6 @@ from bench.drafter import (
     ways_to_decode,
 )
 from bench.drafter_tables import (
-    FAMILIES_SHOWN,
     FILE,
     IN_PROCESS,
     PLAIN,
@@ -116,7 +116,7 @@ def test_loads() -> None:
     found = [(load.family, load.concurrency, load.num_requests) for load in asked]
     assert found == [(MIXED, 1, 32), (MIXED, 8, 32), (MIXED, 32, 64), ("edit", 1, 32)]
     assert asked[0].families == tuple(FAMILIES)
-    assert parse([]).families == FAMILIES_SHOWN
+    assert parse([]).families == MEASURED
 
 
 def test_pairs(tmp_path: Path) -> None:
