@@ -256,8 +256,10 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
             weights: all of its tensors, by name.
 
         Raises:
-            ValueError: as ``load_weights``; the weights are then as before.
+            ValueError: other names or shapes; the weights are then as before. After any other error
+                they are a mixture.
         """
+        self.refuse_renewal()
         own = {_own_name(name): tensor for name, tensor in weights.items()}
         expected = self._loaded_shapes
         found = {name: tensor.shape for name, tensor in own.items()}
@@ -266,12 +268,34 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
             raise ValueError(f"its tensors differ from those in use, for instance {odd[:2]}")
         network = self.model
         parts = nn.ModuleList([network.fc, network.hidden_norm, network.norm, network.layers])
-        parts += [network.embed_tokens] * self.has_own_embed_tokens
-        parts += [self.lm_head] * self.has_own_lm_head
         # vLLM's loader of running servers: it packs and shards as at the first time, in place.
         initialize_layerwise_reload(parts)
-        self.load_weights(weights.items())
-        finalize_layerwise_reload(parts, self.draft_model_config)
+        try:
+            self.load_weights(weights.items())
+        finally:
+            finalize_layerwise_reload(parts, self.draft_model_config)
+
+    def refuse_renewal(self) -> None:
+        """Refuse a drafter whose weights cannot be replaced while a server runs.
+
+        An own embedding or head may be the target's tensors (vLLM shares equal ones), which must
+        not be written to. A reduced vocabulary and a mask row lie where CUDA graphs look for them.
+
+        Raises:
+            ValueError: names what the drafter has.
+        """
+        found = {
+            "an embedding": self.has_own_embed_tokens,
+            "a head": self.has_own_lm_head,
+            "a vocabulary": self.draft_to_target is not None,
+            "a mask embedding": self.model.mask_embedding is not None,
+        }
+        own = [name for name, is_own in found.items() if is_own]
+        if own:
+            raise ValueError(
+                f"renew: the drafter has {' and '.join(own)} of its own; allowed: one that shares "
+                "the target's. Leave renew out."
+            )
 
     def _set_vocabulary(self, own: dict[str, torch.Tensor]) -> None:
         """Set ``draft_to_target``, the target's id of each token of a reduced vocabulary.

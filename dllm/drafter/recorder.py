@@ -273,8 +273,8 @@ class ShardRing:
         self.folder, self.max_bytes, self.worker, self.layers = folder, max_bytes, worker, layers
         for leftover in folder.glob(f"{worker}-*.part"):
             leftover.unlink()
-        names = [path.stem for path in self.shards()]
-        self.next = int(names[-1].rsplit("-", 1)[1]) + 1 if names else 0
+        numbers = [path.stem.rsplit("-", 1)[1] for path in self.shards()]
+        self.next = 1 + max((int(each) for each in numbers if each.isdecimal()), default=-1)
 
     def shards(self) -> list[Path]:
         """This worker's shards in the folder, oldest first."""

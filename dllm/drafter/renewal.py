@@ -19,12 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm.logger import init_logger
 
 from dllm import LOGGER
-from dllm.engine.ranks import answer_of_first_rank
+from dllm.engine.ranks import all_ranks_say_yes, answer_of_first_rank
 
 logger = init_logger(LOGGER)
 
@@ -32,7 +33,9 @@ REJECTED, DIGITS, WEIGHTS = "rejected", 6, "*.safetensors"
 STEPS_BETWEEN_LOOKS = 64
 PROBATION = 1024  # drafted rows whose acceptance is compared with that of as many before
 STALE = 256  # drafted rows after a change that do not count: their context is of older weights
+LONGEST_PROBATION = 8192  # steps, where few rows are drafted for
 MOST_LOSS = 0.05  # share of the accepted drafts that a renewed drafter may lose
+CERTAINTY = 3.0  # standard errors of the difference that count as chance
 
 Weights = dict[str, Tensor]
 
@@ -40,7 +43,7 @@ Weights = dict[str, Tensor]
 def published(folder: Path) -> list[int]:
     """Numbers of a folder's complete checkpoints that are not rejected, ascending."""
     path = folder / REJECTED
-    rejected = set(path.read_text().split()) if path.exists() else set()
+    rejected = set(path.read_text(errors="replace").split()) if path.is_file() else set()
     names = {path.parent.name for path in folder.glob(f"{'[0-9]' * DIGITS}/config.json")}
     return sorted(int(name) for name in names - rejected)
 
@@ -60,22 +63,35 @@ def read_weights(path: Path) -> Weights:
 
 @dataclass
 class Tally:
-    """Accepted drafts of the rows that were drafted for."""
+    """Accepted drafts of the rows that were drafted for: how many rows, their sum, and squares."""
 
-    accepted: int = 0
     rows: int = 0
+    accepted: float = 0.0
+    squares: float = 0.0
 
-    def add(self, accepted: int, rows: int) -> None:
-        """Add a step; the older half is forgotten when it would count twice the probation."""
-        self.accepted += accepted
-        self.rows += rows
+    def add(self, accepted: np.ndarray) -> None:
+        """Add a step's rows; what is older counts half when there are twice the rows needed."""
+        self.rows += len(accepted)
+        self.accepted += float(accepted.sum())
+        self.squares += float(np.square(accepted, dtype=np.float64).sum())
         if self.rows >= 2 * PROBATION:
-            self.accepted, self.rows = self.accepted // 2, self.rows // 2
+            self.rows, self.accepted = self.rows // 2, self.accepted / 2
+            self.squares /= 2
 
     @property
     def rate(self) -> float:
         """Accepted drafts of a row."""
         return self.accepted / max(self.rows, 1)
+
+    @property
+    def variance(self) -> float:
+        """Of ``rate``, if the rows were independent."""
+        return (self.squares / max(self.rows, 1) - self.rate**2) / max(self.rows, 1)
+
+    def is_worse_than(self, other: "Tally") -> bool:
+        """Whether MOST_LOSS was lost, and more than chance explains."""
+        chance = CERTAINTY * (self.variance + other.variance) ** 0.5
+        return self.rate < (1 - MOST_LOSS) * other.rate - chance
 
 
 class Renewal:
@@ -96,28 +112,29 @@ class Renewal:
         self._refused: set[int] = set()  # also where the folder cannot be written to
         self._tally, self._tally_before = Tally(), Tally()
         self._num_stale = self._num_steps = 0
-        self._is_on_probation = False
+        self._probation_left = 0  # steps
         self._reading: _Reading | None = None
 
-    def after_step(self, accepted: int, rows: int) -> None:
+    def after_step(self, accepted: np.ndarray) -> None:
         """Count a step of the target; now and then look for a newer drafter, or take one back.
 
         All ranks call this after every step, and change weights after the same one: drafts that
         differ between ranks would give them different inputs.
 
         Args:
-            accepted: drafts that the target kept.
-            rows: requests whose drafts it verified.
+            accepted: ``[rows]``, drafts that the target kept of each request that had some.
         """
         self._num_steps += 1
         if self._num_stale > 0:
-            self._num_stale -= rows
+            self._num_stale -= len(accepted)
         else:
-            self._tally.add(accepted, rows)
-        if self._is_on_probation and self._tally.rows >= PROBATION:
-            self._is_on_probation = False
-            self._judge()
-        if self._num_steps % STEPS_BETWEEN_LOOKS == 0 and not self._is_on_probation:
+            self._tally.add(accepted)
+        if self._probation_left:
+            self._probation_left -= 1
+            if self._tally.rows >= PROBATION or not self._probation_left:
+                self._probation_left = 0
+                self._judge()
+        elif self._num_steps % STEPS_BETWEEN_LOOKS == 0:
             self._look()
 
     def _look(self) -> None:
@@ -125,45 +142,52 @@ class Renewal:
         if self._reading is None:
             newest = answer_of_first_rank(self._newest())
             if newest > self.current:
-                self._reading = _Reading(checkpoint(self.folder, newest), newest)
+                self._reading = _Reading(self._path(newest), newest)
         elif answer_of_first_rank(not self._reading.thread.is_alive()):
             reading, self._reading = self._reading, None
             before, tally = self.current, self._tally
             if self._use(reading.number, reading.result()):
                 self._before, self._tally_before = before, tally
-                self._is_on_probation = True
+                self._probation_left = LONGEST_PROBATION
 
     def _newest(self) -> int:
         """Number of the newest checkpoint that may be used; 0 if there is none."""
         try:
-            numbers = set(published(self.folder))
+            return max(set(published(self.folder)) - self._refused, default=0)
         except OSError as error:  # serving must go on
             logger.warning_once("The folder %s cannot be read: %s", str(self.folder), str(error))
             return 0
-        return max(numbers - self._refused, default=0)
 
     def _use(self, number: int, weights: Weights | None) -> bool:
-        """Copy weights over those in use; a checkpoint that does not fit is rejected instead.
+        """Copy weights over those in use, on all ranks or on none. Returns whether it was done.
 
         Args:
-            weights: None if they cannot be read.
+            weights: None if they cannot be read; the checkpoint is rejected then.
         """
-        try:
-            if weights is None:
-                raise ValueError("it cannot be read")
-            self.load(weights)
-        except Exception as error:  # a checkpoint of another shape; serving must go on
-            logger.warning("The drafter %s is not used: %s", self._path(number), error)
+        if not all_ranks_say_yes(weights is not None and self._loads(number, weights)):
             self._reject(number)
+            if weights is not None:  # loaded by this rank, in part at least
+                in_use = _read(self._path(self.current))
+                if in_use is None or not self._loads(self.current, in_use):
+                    logger.error("The drafter is damaged, and drafts are bad: restart the server.")
             return False
         logger.info("The drafter is that of %s", self._path(number))
         self.current, self._tally, self._num_stale = number, Tally(), STALE
         return True
 
+    def _loads(self, number: int, weights: Weights) -> bool:
+        """Copy weights over those in use; False if they do not fit."""
+        try:
+            self.load(weights)
+        except Exception as error:  # serving must go on
+            logger.warning("The drafter %s does not fit: %s", self._path(number), error)
+            return False
+        return True
+
     def _judge(self) -> None:
         """The end of a probation: keep the renewed drafter, or take the one before."""
         before = self._tally_before
-        if before.rows < PROBATION or self._tally.rate >= (1 - MOST_LOSS) * before.rate:
+        if before.rows < PROBATION or not self._tally.is_worse_than(before):
             return  # too little is known of the one before, or it was not better
         worse, rate = self.current, self._tally.rate
         logger.warning(
@@ -173,8 +197,10 @@ class Renewal:
             before.rate,
         )
         self._reject(worse)
-        if self._use(self._before, read_weights(self._path(self._before))):
-            self._tally = before
+        for number in dict.fromkeys((self._before, 0)):  # the one before may be deleted by now
+            if self._use(number, _read(self._path(number))):
+                self._tally = before
+                return
 
     def _path(self, number: int) -> Path:
         return checkpoint(self.folder, number) if number else self.initial
@@ -190,6 +216,15 @@ class Renewal:
             logger.warning("The trainer is not told of it: %s", error)
 
 
+def _read(path: Path) -> Weights | None:
+    """``read_weights``; None and a warning if they cannot be read."""
+    try:
+        return read_weights(path)
+    except Exception as error:  # cut short, or deleted meanwhile
+        logger.warning("The drafter %s cannot be read: %s", path, error)
+        return None
+
+
 class _Reading:
     """A checkpoint that a thread reads into host memory."""
 
@@ -197,14 +232,11 @@ class _Reading:
         self.number = number
         self._path = path
         self._weights: Weights | None = None
-        self.thread = threading.Thread(target=self._read, name="dllm-renewal", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="dllm-renewal", daemon=True)
         self.thread.start()
 
-    def _read(self) -> None:
-        try:
-            self._weights = read_weights(self._path)
-        except Exception as error:  # cut short, or deleted meanwhile
-            logger.warning("The drafter %s cannot be read: %s", self._path, error)
+    def _run(self) -> None:
+        self._weights = _read(self._path)
 
     def result(self) -> Weights | None:
         """The weights, when the thread is over; None if they cannot be read."""

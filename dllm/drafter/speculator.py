@@ -186,7 +186,8 @@ class Drafter(DFlashSpeculator):
             self._store_context()
         self._context.append(step, self.block_tables.slot_mappings, self.draft_kv_cache_group_ids)
         has_groups = len(self.kv_cache_config.kv_cache_groups) > 1
-        if has_groups or self.vllm_config.kv_transfer_config is not None:
+        is_full = not self._context.admits(0)  # a single step may be larger than the limit
+        if is_full or has_groups or self.vllm_config.kv_transfer_config is not None:
             self._store_context()
 
     def _store_context(self) -> None:
@@ -209,8 +210,7 @@ class Drafter(DFlashSpeculator):
             verified = self._verified(step)
             self.policy.observe(verified)
             if self._renewal is not None:
-                rows = int((verified.verified > 0).sum())
-                self._renewal.after_step(int(verified.accepted.sum()), rows)
+                self._renewal.after_step(verified.accepted[verified.verified > 0])
         if self._recorder is not None:
             self._recorder.observe(recorded_step(step))
 
@@ -245,10 +245,10 @@ class Drafter(DFlashSpeculator):
 
     def _wants_drafts(self, batch: InputBatch) -> bool:
         """Whether this step drafts; all ranks get the same answer."""
+        wants = self.policy.wants_drafts(batch.idx_mapping_np)
         if not self._may_skip:
             return True
-        wants = not bool(self._is_prompt_unfinished(batch).all())
-        wants = wants and self.policy.wants_drafts(batch.idx_mapping_np)
+        wants = wants and not bool(self._is_prompt_unfinished(batch).all())
         return bool(answer_of_first_rank(wants)) if self.policy.reads_outcomes else wants
 
     def _choose_widths(self, batch: InputBatch) -> np.ndarray:
@@ -297,7 +297,10 @@ class Drafter(DFlashSpeculator):
     ) -> torch.nn.Module:
         """Load the network. It shares the target's embedding and head unless it has its own."""
         self._target_logits = cast(Logits, target_model.compute_logits)
-        return super().load_draft_model(target_model, target_attn_layer_names)
+        model = super().load_draft_model(target_model, target_attn_layer_names)
+        if self._renewal is not None:
+            model.refuse_renewal()
+        return model
 
     def _reload(self, weights: dict[str, torch.Tensor]) -> None:
         """Use the weights of another checkpoint. What waits is projected by the ones before."""

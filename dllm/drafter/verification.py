@@ -38,6 +38,8 @@ class DrafterInvariantSampler(RejectionSampler):
     ) -> None:
         super().__init__(sampler, spec_config, *others, **options)
         refuse_other_rules(spec_config, self.watermark_key is not None)
+        # FlashInfer would draw with other random numbers in steps without drafts.
+        sampler.use_flashinfer = False
 
     def _verify(
         self,

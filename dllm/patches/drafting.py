@@ -1,6 +1,7 @@
 """Patches for drafting: with ``method: dflash`` vLLM runs our drafter network and speculator.
 
-Servers with another method, or without a drafter, behave as without these patches.
+Servers with another method, or without a drafter, behave as without these patches, except that our
+CPU worker verifies the drafts of every method by our rule.
 """
 
 import functools
@@ -110,6 +111,8 @@ def _configure_recording(vllm_config: Any) -> None:
     from dllm.settings.server import PluginOptions
 
     options = PluginOptions.from_vllm(vllm_config).drafter
+    if options.renew is not None:
+        raise ValueError(f"{WHERE}: renew without a DFlash drafter. Leave it out.")
     if options.record is None:
         return
     is_diffusion = vllm_config.model_config.architecture in FAMILIES

@@ -166,6 +166,11 @@ class DrafterOptions:
                 "'probabilistic': several passes reveal the most likely tokens. Leave one of them "
                 "out."
             )
+        if is_trimmed_by_vllm and (self.record is not None or self.renew is not None):
+            raise ValueError(
+                f"{WHERE}: record or renew with enable_adaptive_verification: what is verified is "
+                "then decided on the device, and nobody else knows it. Leave one of them out."
+            )
         if is_trimmed_by_vllm and (
             not always_verifies_all(self, num_drafts) or self.denoise_steps > 1
         ):

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,7 @@ def publish(folder: Path, number: int, seed: int) -> Path:
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
     monkeypatch.setattr(renewal, "answer_of_first_rank", lambda answer: answer)
+    monkeypatch.setattr(renewal, "all_ranks_say_yes", lambda answer: answer)
 
 
 class Server:
@@ -59,7 +61,8 @@ class Server:
 
     def serve(self, num_steps: int, rate: float, rows: int = 8) -> None:
         for _ in range(num_steps):
-            self.renewal.after_step(round(rate * rows), rows)
+            kept = int(rate) + (np.arange(rows) < round((rate - int(rate)) * rows))
+            self.renewal.after_step(kept)
             reading = self.renewal._reading
             if reading is not None:
                 reading.thread.join()  # so that the next look finds it read

@@ -1,5 +1,7 @@
 """With a drafter, a seed gives the text of plain decoding, whatever was drafted and verified."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -49,17 +51,24 @@ def plain(target) -> list[list[int]]:
     return engine.generate(PROMPTS, SAMPLED)
 
 
-@pytest.fixture(scope="module", params=METHODS)
-def engine(request, target, tmp_path_factory) -> Engine:
-    drafter = tmp_path_factory.mktemp("drafter")
-    write_drafter(drafter, repeating_config(), repeating_drafter())
-    return drafting_engine(
-        target,
-        drafter,
-        NUM_DRAFTS,
-        skip_tokenizer_init=True,
-        speculative={"draft_sample_method": request.param},
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A drafter."""
+    return write_drafter(
+        tmp_path_factory.mktemp("drafter"), repeating_config(), repeating_drafter()
     )
+
+
+def drafting(target: Path, folder: Path, method: str) -> Engine:
+    """The engine with this ``draft_sample_method``."""
+    speculative = {"draft_sample_method": method}
+    options = dict(skip_tokenizer_init=True, speculative=speculative)
+    return drafting_engine(target, folder, NUM_DRAFTS, **options)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def engine(request, target, folder) -> Engine:
+    return drafting(target, folder, request.param)
 
 
 @pytest.mark.parametrize("widths", ["full", "none", "random", "other random", "adaptive"])
@@ -76,29 +85,27 @@ def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, widths):
         assert engine.generate(PROMPTS, SAMPLED) == plain
 
 
-def test_sampled_drafts_are_kept_more_often_than_likeliest_ones(target, engine):
+class Watching(FixedWidth):
+    """Full width, and a count of drafts verified and kept."""
+
+    reads_outcomes = True
+    verified = accepted = 0
+
+    def observe(self, step) -> None:
+        self.verified += step.verified.sum()
+        self.accepted += step.accepted.sum()
+
+
+def test_sampled_drafts_are_kept_more_often_than_likeliest_ones(target, folder):
     """At temperature 2 the likeliest token is not likely."""
-    speculator = engine.runner.speculator
-    kept = []
-    verified = type(speculator)._verified
-
-    class Watching(FixedWidth):
-        reads_outcomes = True
-
-        def observe(self, step) -> None:
-            kept.append((step.verified.sum(), step.accepted.sum()))
-
-    with policy_of(engine, Watching(NUM_DRAFTS)):
-        engine.generate(PROMPTS * 4, [greedy(60, temperature=2.0, seed=seed) for seed in range(16)])
-    assert type(speculator)._verified is verified
-    offered, accepted = np.sum(kept, axis=0)
-    rate = accepted / offered
-    RATES[engine.runner.vllm_config.speculative_config.draft_sample_method] = rate
-    if len(RATES) == len(METHODS):
-        assert RATES["probabilistic"] > RATES["greedy"] + 0.02, RATES
-
-
-RATES: dict[str, float] = {}
+    rates = {}
+    for method in METHODS:
+        engine = drafting(target, folder, method)
+        with policy_of(engine, Watching(NUM_DRAFTS)) as seen:
+            params = [greedy(60, temperature=2.0, seed=seed) for seed in range(16)]
+            engine.generate(PROMPTS * 4, params)
+        rates[method] = seen.accepted / seen.verified
+    assert rates["probabilistic"] > rates["greedy"] + 0.02, rates
 
 
 def test_the_drafters_distributions_are_not_kept(engine):

@@ -10,8 +10,11 @@ import argparse
 import itertools
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +23,12 @@ import torch
 
 from dllm.drafter.checkpoint import DrafterConfig, check_pair
 from dllm.drafter.renewal import DIGITS, checkpoint, published
-from dllm.drafter.samples import SUFFIX
+from dllm.drafter.samples import SUFFIX, Sample
 from dllm.settings.command import OK, CommandError
 from dllm.settings.drafting import DrafterOptions
 from dllm.train.drafter import export
 from dllm.train.drafter.acceptance import total
-from dllm.train.drafter.command import TooFewSamples, split_buffer
+from dllm.train.drafter.command import HELDOUT_EVERY, TooFewSamples, split_buffer
 from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.presets import CONTINUED
@@ -36,6 +39,7 @@ MIN_GAIN = 0.01  # share by which a published drafter's tokens a step exceed tho
 KEPT = 3  # published drafters that stay on disk: the one in use, the one before, a newer one
 LOWEST_PRIORITY = 19
 SECONDS_BETWEEN_LOOKS = 5.0
+SNAPSHOT = "round-"  # folders of links to the shards, inside the recording's
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,10 +53,14 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     ends = TargetEnds.read(given.target, given.device)
     given.out.mkdir(parents=True, exist_ok=True)
+    # Recordings are private: none may be left behind when the command is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for leftover in given.buffer.glob(f"{SNAPSHOT}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     seen: set[str] = set()
     for number in itertools.count(1) if given.rounds is None else range(1, given.rounds + 1):
         seen = wait_for_news(given.buffer, seen)
-        with tempfile.TemporaryDirectory(dir=given.out, prefix="round-") as snapshot:
+        with tempfile.TemporaryDirectory(dir=given.buffer, prefix=SNAPSHOT) as snapshot:
             link_shards(given.buffer, Path(snapshot))
             try:
                 happened = one_round(given, ends, Path(snapshot))
@@ -76,21 +84,41 @@ def one_round(given: argparse.Namespace, ends: TargetEnds, buffer: Path) -> str:
         check_pair(read, target_facts(read_config(given.target)))
     except ValueError as error:
         raise CommandError(str(error)) from None
-    samples, heldout = split_buffer(buffer, read)
+    samples, heldout = split(*split_buffer(buffer, read))
     settings = replace(CONTINUED, steps=given.steps, evaluate_every=given.steps, threads=1)
     block = int(str(config["block_size"]))
     learner = DraftLearner(settings, read, block, ends, samples, heldout, weights)
     run = Run(learner, None)
-    steps = run.run()
-    next(steps)  # evaluates the weights that it begins with
+    learner.evaluate(run.average)
     before = total(learner.acceptance).length
-    for _ in steps:
+    for _ in run.run():
         pass
     after = total(learner.acceptance).length
     result = f"held-out tokens a step {before:.2f} -> {after:.2f}, {len(samples)} samples"
-    if after < before * (1 + MIN_GAIN):
+    if not is_better(before, after):
         return f"{result}; not published"
     return f"{result}; published as {publish(given.out, config, run.average.state_dict())}"
+
+
+def is_better(before: float, after: float) -> bool:
+    """Whether a drafter is published, by held-out tokens a step of its base and of itself."""
+    return after >= before * (1 + MIN_GAIN)
+
+
+def split(*parts: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """(samples to train on, held-out ones): the same in every round, whatever was deleted.
+
+    Raises:
+        TooFewSamples: none is held out.
+    """
+    train: list[Sample] = []
+    heldout: list[Sample] = []
+    for sample in itertools.chain(*parts):
+        digest = zlib.crc32(repr(sample.tokens).encode())
+        (train if digest % HELDOUT_EVERY else heldout).append(sample)
+    if not heldout or not train:
+        raise TooFewSamples(f"{len(train)} samples, of which none is held out. Record for longer.")
+    return train, heldout
 
 
 def publish(out: Path, config: dict[str, object], weights: dict[str, torch.Tensor]) -> Path:
