@@ -83,9 +83,8 @@ class Automaton:
         self._stack_bytes = [0]  # fewest bytes until each stack is empty
         self._states: list[frozenset[Item]] = []
         self._numbers: dict[frozenset[Item], int] = {}
-        self.rows = np.zeros(
-            (0, 256), dtype=np.int32
-        )  # next state for each byte, once `row` made it
+        # [states or more, 256]: the state behind each byte, once `row` has made it.
+        self.rows = np.zeros((0, 256), dtype=np.int32)
         self._has_row: list[bool] = []
         root = self._rule_starts[grammar["root_rule_id"]]
         if self._number(self._closure([(root, 0)])) != START:
@@ -271,12 +270,8 @@ def _without_controls(edges: list[Any]) -> list[Any]:
     """The edges without raw control characters, except for single spaces between JSON's tokens."""
     kept = []
     for low, high, target in edges:
-        if (
-            low < 0
-            or low >= CONTROL
-            or (low == high and low in JSON_SPACES)
-            or (low, high) == (9, 10)
-        ):
+        is_space = (low == high and low in JSON_SPACES) or (low, high) == (9, 10)
+        if low < 0 or low >= CONTROL or is_space:
             kept.append([low, high, target])
         elif high >= CONTROL:
             kept.append([CONTROL, high, target])

@@ -16,6 +16,7 @@ from dllm.grammar.automaton import DEAD, START, Automaton, Unsupported
 
 NEVER = 1 << 30  # tokens to the end of the text from a state that has none
 MOST_BYTE_STATES = 1 << 14
+HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio, odd
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,7 @@ def build(
         check_time()
         reached = walk.from_state(state)
         with np.errstate(over="ignore"):
-            signature = (signature ^ (reached + 2).astype(np.uint64)) * np.uint64(
-                0x9E3779B97F4A7C15
-            )
+            signature = (signature ^ (reached + 2).astype(np.uint64)) * HASH_FACTOR
             signature ^= signature >> np.uint64(29)
         for found in np.unique(reached).tolist():
             if found != DEAD and found not in numbers:

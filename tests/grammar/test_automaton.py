@@ -1,5 +1,6 @@
 """The automaton allows the texts that xgrammar's own matcher allows."""
 
+import json
 import random
 
 import pytest
@@ -44,7 +45,7 @@ def test_random_schemas():
     for _ in range(150):
         schema = {"type": "object", "properties": {"v": random_schema(rng)}, "required": ["v"]}
         compiled = compiler().compile_json_schema(
-            __import__("json").dumps(schema), any_whitespace=rng.random() < 0.3
+            json.dumps(schema), any_whitespace=rng.random() < 0.3
         )
         made = Automaton(compiled.serialize_json(), is_json=True)
         for _ in range(5):

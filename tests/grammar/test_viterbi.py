@@ -117,7 +117,7 @@ def test_padding_behind_the_end_costs_nothing():
     assert (padded.tokens[4:] == PADDING).all()
 
 
-# --- whole answers, of several canvases, by xgrammar's matcher and jsonschema ----------------------
+# --- whole answers of several canvases, by xgrammar's matcher and jsonschema ----------------------
 
 
 def generate(found: Table, rng: random.Random, draws: np.random.Generator, most: int):
