@@ -1,0 +1,87 @@
+"""The automaton allows the texts that xgrammar's own matcher allows."""
+
+import json
+import random
+
+import pytest
+import xgrammar
+
+from dllm.grammar.automaton import DEAD, START, Automaton, Unsupported
+from tests.support.grammars import GRAMMARS, automaton, compiler, random_schema
+
+
+def same_as_the_matcher(made: Automaton, compiled, rng: random.Random, length: int) -> bytes:
+    """Walk at random, mostly along what is allowed; compare at every byte. Returns the text."""
+    matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+    state, text = START, b""
+    for _ in range(length):
+        allowed = [byte for byte, target in enumerate(made.row(state)) if target != DEAD]
+        byte = rng.choice(allowed) if allowed and rng.random() < 0.95 else rng.randrange(256)
+        following = int(made.row(state)[byte])
+        is_control = byte < 32  # refused by ours inside strings of JSON
+        accepted = matcher.accept_string(bytes([byte])) if byte < 128 else following != DEAD
+        if accepted != (following != DEAD):
+            assert is_control and following == DEAD, (text, byte)
+            return text
+        if following == DEAD:
+            return text
+        state, text = following, text + bytes([byte])
+        if byte >= 128:
+            return text  # the matcher takes whole characters only
+        assert made.accepts(state) == matcher.is_completed(), text
+    return text
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_random_texts(name):
+    made, compiled = automaton(*GRAMMARS[name])
+    rng = random.Random(0)
+    texts = {same_as_the_matcher(made, compiled, rng, 40) for _ in range(100)}
+    assert max(map(len, texts)) > 1
+
+
+def test_random_schemas():
+    rng = random.Random(1)
+    for _ in range(150):
+        schema = {"type": "object", "properties": {"v": random_schema(rng)}, "required": ["v"]}
+        compiled = compiler().compile_json_schema(
+            json.dumps(schema), any_whitespace=rng.random() < 0.3
+        )
+        made = Automaton(compiled.serialize_json(), is_json=True)
+        for _ in range(5):
+            same_as_the_matcher(made, compiled, rng, 60)
+
+
+def test_equal_continuations_are_one_state():
+    made, _ = automaton(*GRAMMARS["list"])
+    first, second = made.read(START, b"[ab,"), made.read(START, b"[[x],c,")
+    assert first == second != DEAD
+    assert made.read(START, b"[a") != first
+    assert made.read(START, b"[a]]") == DEAD
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('root ::= root "a" | "b"', "left-recursive"),
+        ('root ::= "a" root', "no finite text"),
+    ],
+)
+def test_what_is_refused(text, words):
+    with pytest.raises((Unsupported, RuntimeError), match=words):
+        automaton("ebnf", text)
+
+
+def test_there_are_no_surrogates():
+    made, _ = automaton("json", '{"type": "string"}')
+    assert made.read(START, '"\ud7ff\ue000\U0001f600'.encode()) != DEAD
+    for second in range(0xA0, 0xC0):
+        assert made.read(START, bytes([ord('"'), 0xED, second])) == DEAD
+
+
+def test_too_many_states_are_refused():
+    compiled = compiler().compile_regex("(a|b)*a(a|b){12}")
+    made = Automaton(compiled.serialize_json(), most_states=100)
+    with pytest.raises(Unsupported, match="more than 100 states"):
+        for state in range(200):
+            made.row(state)

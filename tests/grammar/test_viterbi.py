@@ -1,0 +1,191 @@
+"""The best path is the best of all texts, complete if it can be, and always a text's beginning."""
+
+import itertools
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+import xgrammar
+
+from dllm.grammar.automaton import DEAD, Unsupported
+from dllm.grammar.table import NEVER, Table, build
+from dllm.grammar.viterbi import STOPPED, Path, allowed_tokens, best_path, budget_of
+from tests.support.grammars import (
+    GRAMMARS,
+    PADDING,
+    STOP,
+    VOCABULARY,
+    WORDS,
+    automaton,
+    compiler,
+    random_schema,
+    table,
+)
+
+STOPS = np.array([STOP])
+SHORT = ("words", "optional", "counted")
+
+
+def of_all_texts(found: Table, scores: np.ndarray, budget: int) -> float:
+    """The best score, by trying all texts of the first five tokens."""
+    relative = scores - scores.max(axis=1, keepdims=True)
+    best = -np.inf
+    for length in range(len(scores) + 1):
+        for text in itertools.product(range(5), repeat=length):
+            state, score, is_allowed = 0, 0.0, True
+            for place, token in enumerate(text):
+                state = found.read(state, [token])
+                is_allowed = state != DEAD and found.left[state] <= budget - place - 1
+                if not is_allowed:
+                    break
+                score += relative[place, token]
+            if is_allowed and (length == len(scores) or found.accepts[state]):
+                best = max(best, score + relative[length:, STOP].sum())
+    return best
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_it_is_the_best_of_all_texts(name):
+    rng = np.random.default_rng(0)
+    found, _ = table(*GRAMMARS[name])
+    for _ in range(40):
+        width, tokens_left = int(rng.integers(1, 6)), int(rng.integers(1, 9))
+        scores = np.full((width, len(WORDS)), -1e4)
+        scores[:, :STOP] = rng.normal(0, 3, (width, STOP))
+        scores[:, STOP] = rng.normal(0, 3, width)
+        budget = budget_of(found, 0, tokens_left)
+        path = best_path(found, scores, STOPS, 0, budget)
+        assert path.score == pytest.approx(of_all_texts(found, scores, budget), abs=1e-6)
+        check(found, path, budget)
+
+
+def check(found: Table, path: Path, budget: int) -> None:
+    """The path's states are those of its tokens, and each may be entered."""
+    for place, token in enumerate(path.tokens.tolist()):
+        before, behind = path.states[place], path.states[place + 1]
+        if before == STOPPED:
+            assert behind == STOPPED
+        elif behind == STOPPED:
+            assert token == STOP and found.accepts[before]
+        else:
+            assert found.read(before, [token]) == behind
+            assert found.left[behind] <= budget - place - 1
+        allowed = allowed_tokens(found, before, budget - place, STOPS)
+        assert before == STOPPED or allowed[token]
+        assert before == STOPPED or allowed.any()
+
+
+def test_where_positions_are_independent_it_is_the_best_of_each():
+    found, _ = table("regex", "[a-z]*")
+    scores = np.random.default_rng(1).normal(0, 3, (12, len(WORDS)))
+    letters = [i for i, word in enumerate(WORDS) if word.isalpha() and word.islower()]
+    letters = [i for i in letters if all(97 <= byte < 123 for byte in WORDS[i])]
+    scores[:, STOP] = -100
+    path = best_path(found, scores, STOPS, 0, NEVER - 1)
+    expected = np.array(letters)[scores[:, letters].argmax(axis=1)]
+    np.testing.assert_array_equal(path.tokens, expected)
+
+
+def test_what_is_a_text_already_stays():
+    found, _ = table(*GRAMMARS["person"])
+    text = b'{"name": "ab", "age": 12}'
+    tokens = []
+    while text:
+        token = max(
+            (i for i, word in enumerate(WORDS) if word and text.startswith(word)),
+            key=lambda i: len(WORDS[i]),
+        )
+        tokens.append(token)
+        text = text[len(WORDS[token]) :]
+    scores = np.random.default_rng(2).normal(0, 1, (30, len(WORDS)))
+    scores[np.arange(len(tokens)), tokens] += 50
+    scores[len(tokens) :, STOP] += 50
+    path = best_path(found, scores, STOPS, 0, 30)
+    assert path.score == 0.0
+    np.testing.assert_array_equal(path.tokens, scores.argmax(axis=1))
+
+
+def test_padding_behind_the_end_costs_nothing():
+    found, _ = table(*GRAMMARS["choice"])
+    scores = np.zeros((8, len(WORDS)))
+    scores[:, PADDING] = 9.0
+    stop_only = best_path(found, scores, STOPS, 0, 8)
+    padded = best_path(found, scores, STOPS, 0, 8, np.array([PADDING]))
+    assert padded.score > stop_only.score
+    assert (padded.tokens[4:] == PADDING).all()
+
+
+# --- whole answers of several canvases, by xgrammar's matcher and jsonschema ----------------------
+
+
+def generate(found: Table, rng: random.Random, draws: np.random.Generator, most: int):
+    """(tokens, whether it stopped): canvases of random scores, one behind the other."""
+    width = rng.choice([1, 3, 8, 32])
+    state, tokens_left, tokens = 0, most, []
+    while tokens_left > 0:
+        places = min(width, tokens_left)
+        scores = draws.normal(0, rng.choice([0.1, 3, 30]), (places, len(WORDS)))
+        if rng.random() < 0.3:
+            scores[:, STOP] += 20
+        budget = budget_of(found, state, tokens_left)
+        path = best_path(found, scores, STOPS, state, budget)
+        check(found, path, budget)
+        for place, token in enumerate(path.tokens.tolist()):
+            if path.states[place + 1] == STOPPED:
+                return tokens, True
+            tokens.append(token)
+        state = int(path.states[-1])
+        tokens_left -= places
+    return tokens, bool(found.accepts[state])
+
+
+def test_random_schemas_are_complete_wherever_the_budget_allows_it():
+    rng, draws = random.Random(0), np.random.default_rng(0)
+    complete = cut_short = 0
+    for _ in range(150):
+        schema = {
+            "type": "object",
+            "properties": {"v": random_schema(rng)},
+            "required": ["v"],
+            "additionalProperties": False,
+        }
+        compiled = compiler().compile_json_schema(json.dumps(schema), any_whitespace=False)
+        try:
+            made, _ = automaton("json", json.dumps(schema))
+            found = build(made, VOCABULARY, most_states=rng.choice([300, 4096]))
+        except Unsupported as reason:
+            assert "limit of states" in str(reason)
+            continue
+        for _ in range(2):
+            most = rng.randint(1, 60)
+            tokens, is_over = generate(found, rng, draws, most)
+            matcher = xgrammar.GrammarMatcher(compiled)
+            assert all(matcher.accept_token(token) for token in tokens), (schema, tokens)
+            assert is_over or len(tokens) == most
+            if found.left[0] <= most:
+                assert is_over, (schema, tokens)
+                text = b"".join(WORDS[token] for token in tokens).decode()
+                jsonschema.validate(json.loads(text), schema)
+                complete += 1
+            else:
+                cut_short += 1
+    assert complete > 100 and cut_short > 20
+
+
+def test_a_table_that_was_cut_holds_texts_of_the_grammar():
+    found, compiled = table(*GRAMMARS["list"], most_states=12)
+    assert found.is_cut and len(found.accepts) == 12
+    rng, draws = random.Random(3), np.random.default_rng(3)
+    for _ in range(20):
+        tokens, is_over = generate(found, rng, draws, 30)
+        matcher = xgrammar.GrammarMatcher(compiled)
+        assert is_over and all(matcher.accept_token(token) for token in tokens)
+
+
+def test_a_table_that_takes_too_long_is_refused():
+    made, _ = automaton(*GRAMMARS["person"])
+    ticks = itertools.count(step=0.2)
+    with pytest.raises(Unsupported, match="more than 1 s"):
+        build(made, VOCABULARY, seconds=1.0, clock=lambda: next(ticks))

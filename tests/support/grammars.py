@@ -1,0 +1,112 @@
+"""Grammars for tests, compiled by xgrammar, with a small vocabulary of odd tokens."""
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import xgrammar
+
+from dllm.grammar.automaton import Automaton
+from dllm.grammar.table import Table, Vocabulary, build
+
+STOP, PADDING = 5, 6
+WORDS = (
+    *(b"a", b"b", b"ab", b"ba", b"aab", b"", b""),
+    *(b'{"', b'":', b'": "', b'"}', b"true", b"null", b"12", b"0.5", b"name", b"red", b", "),
+    *(bytes([byte]) for byte in range(256)),
+    *("é".encode(), "日本".encode(), "日".encode()[:2]),
+)
+VOCABULARY = Vocabulary(WORDS, (STOP,))
+
+
+@cache
+def compiler() -> xgrammar.GrammarCompiler:
+    """xgrammar's, for this vocabulary."""
+    info = xgrammar.TokenizerInfo(
+        list(WORDS),
+        vocab_type=xgrammar.VocabType.RAW,
+        vocab_size=len(WORDS),
+        stop_token_ids=[STOP],
+    )
+    return xgrammar.GrammarCompiler(info, max_threads=1)
+
+
+def automaton(kind: str, text: str) -> tuple[Automaton, Any]:
+    """Our automaton, and xgrammar's compiled grammar."""
+    compile_one = {
+        "regex": compiler().compile_regex,
+        "ebnf": compiler().compile_grammar,
+        "json": lambda schema: compiler().compile_json_schema(schema, any_whitespace=False),
+    }[kind]
+    compiled = compile_one(text)
+    return Automaton(compiled.serialize_json(), is_json=kind == "json"), compiled
+
+
+def table(kind: str, text: str, **limits: Any) -> tuple[Table, Any]:
+    """Our table, and xgrammar's compiled grammar."""
+    made, compiled = automaton(kind, text)
+    return build(made, VOCABULARY, **limits), compiled
+
+
+GRAMMARS = {
+    "words": ("regex", "(ab)*"),
+    "choice": ("ebnf", 'root ::= "yes" | "no" | "é"'),
+    "optional": ("regex", "a*b?"),
+    "counted": ("regex", "(aab|ba){1,3}"),
+    "date": ("regex", "[0-9]{4}-[0-9]{2}"),
+    "nested": ("ebnf", 'root ::= "(" root ")" | [0-9]+'),
+    "list": ("ebnf", 'root ::= "[" (item ("," item)*)? "]"\nitem ::= [a-z]+ | root'),
+    "anything": ("json", '{"type": "object"}'),
+    "person": (
+        "json",
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string"},
+                    "age": {"type": "integer", "minimum": 0, "maximum": 120},
+                    "red": {"enum": ["red", "blue", 1, None]},
+                },
+                "required": ["name", "age"],
+                "additionalProperties": False,
+            }
+        ),
+    ),
+    "short text": ("json", '{"type": "string", "minLength": 2, "maxLength": 4}'),
+}
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A JSON schema of up to three levels."""
+    simple = ["string", "integer", "number", "boolean", "null"]
+    simple += ["enum", "pattern", "range", "length"]
+    kind = rng.choice(simple if depth == 2 else [*simple, "array", "object", "anyOf"])
+    if kind == "enum":
+        values = ["red", "blue", "x", "a b", 1, 2.5, None, True, "é"]
+        return {"enum": rng.sample(values, rng.randint(1, 4))}
+    if kind == "pattern":
+        patterns = ["^[0-9]{4}-[0-9]{2}$", "^(ab)+$", "^[A-Z][a-z]*$"]
+        return {"type": "string", "pattern": rng.choice(patterns)}
+    if kind == "range":
+        least = rng.randint(-50, 50)
+        return {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 99)}
+    if kind == "length":
+        least = rng.randint(0, 5)
+        return {"type": "string", "minLength": least, "maxLength": least + rng.randint(0, 9)}
+    if kind == "array":
+        least = rng.randint(0, 2)
+        most = least + rng.randint(0, 2)
+        items = random_schema(rng, depth + 1)
+        return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
+    if kind == "object":
+        keys = rng.sample(["a", "bb", "name", "long key", "n"], rng.randint(0, 3))
+        return {
+            "type": "object",
+            "properties": {key: random_schema(rng, depth + 1) for key in keys},
+            "required": [key for key in keys if rng.random() < 0.7],
+            "additionalProperties": rng.random() < 0.2,
+        }
+    return {"type": kind}
