@@ -31,15 +31,9 @@ from attention.masks import QuerySpan, Window, visible_range
 from attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
 from attention.tuning import TileConfig
 from tests.support.attention_cases import CAUSAL, Case, CaseSpec, make_batch, make_case
-from tests.support.interpreter import speed_up
+from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
 
 speed_up()
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-UNIT_ROUNDOFF = {
-    torch.float32: 2**-24,
-    torch.float16: 2**-11,
-    torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7,
-}
 TINY = TileConfig(16, 32, 4, 1, min_keys_per_split=32, max_splits=3)
 UNSPLIT = dataclasses.replace(TINY, max_splits=1)
 # Causal, denoise, fused; a single row; a head of one row; odd lengths; a canvas that starts cold.

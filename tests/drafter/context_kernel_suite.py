@@ -31,16 +31,9 @@ from attention.context_kv import ContextTiles, context_tiles, write_context_kv
 from dllm.drafter.attention import NO_SLOT
 from dllm.drafter.cache import OWN_DTYPES
 from dllm.drafter.context import ContextProjection
-from tests.support.interpreter import speed_up
+from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
 
 speed_up()
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# The interpreter truncates to bf16 instead of rounding.
-UNIT_ROUNDOFF = {
-    torch.float32: 2**-24,
-    torch.float16: 2**-11,
-    torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7,
-}
 EPSILON = 2**-24  # unit roundoff of fp32
 POSITIONS = 4096  # of the table of RoPE
 

@@ -22,11 +22,10 @@ from dllm.ops.row_stats import RowStats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
 from dllm.ops.soft_embedding import Shard, exact_product
 from dllm.ops.soft_embedding_gpu import ProductTiles, sparse_product_kernels
-from tests.support.interpreter import speed_up
+from tests.support.interpreter import DEVICE, speed_up
 from tests.support.soft_embedding_cases import rows_of_every_kind, table
 
 speed_up()
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF = math.inf
 CUTS = [KernelTiles(64, 16, 4), KernelTiles(256, 16, 4), KernelTiles(1024, 64, 4)]
 TOLERANCE = dict(rtol=3e-5, atol=1e-30)  # of a probability; that of test_row_stats.py

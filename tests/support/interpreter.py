@@ -10,7 +10,17 @@ import dataclasses
 import re
 from typing import Any
 
+import torch
+
 from tests.support.process import run_python
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of a suite's tensors
+# Of one rounding in each dtype. The interpreter truncates to bf16 instead of rounding.
+UNIT_ROUNDOFF = {
+    torch.float32: 2**-24,
+    torch.float16: 2**-11,
+    torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7,
+}
 
 
 def run_suite(path: str, is_interpreted: bool) -> int:
