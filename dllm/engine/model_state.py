@@ -32,6 +32,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.family import Family
+from dllm.engine.grammars import CanvasGrammars
 from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.spans import Spans, VirtualSequences
@@ -56,6 +57,7 @@ class DiffusionModelState(ModelState):
         self.family: Family = model.make_family(vllm_config)  # type: ignore[operator]
         vocab_size = self.model_config.get_vocab_size()
         self.canvases = CanvasState(self.family, self.max_num_reqs, vocab_size, self.dtype, device)
+        self.grammars = CanvasGrammars(vllm_config, self.max_num_reqs)
         hidden_size = self.model_config.hf_text_config.hidden_size
         # The model's inputs stay in the same memory: a captured CUDA graph reads these addresses.
         self._inputs_embeds = torch.zeros(
@@ -77,7 +79,9 @@ class DiffusionModelState(ModelState):
         """Our sampler in place of vLLM's, and no rejection sampler: no draft is ever rejected."""
         forward = CanvasForward(self, sampler.req_states.draft_tokens)
         self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
-        ours = DiffusionSampler(self.vllm_config, self.family, self.canvases, sampler, self.loop)
+        ours = DiffusionSampler(
+            self.vllm_config, self.family, self.canvases, sampler, self.grammars, self.loop
+        )
         return ours, None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
@@ -86,6 +90,7 @@ class DiffusionModelState(ModelState):
         options = RequestOptions.read(new_req_data.sampling_params, self.family.settings)
         seed = request_seed(options, new_req_data.req_id, self.model_config.seed)
         self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
+        self.grammars.add_request(req_index, new_req_data)
 
     def prepare_inputs_embeds(
         self,

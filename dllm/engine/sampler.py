@@ -1,7 +1,8 @@
 """DiffusionSampler: denoise steps for every canvas of the batch, until one has converged.
 
-    logits of the canvas rows -> logit edits -> the family's denoise step -> state of the next step
-                                                                          -> tokens to emit
+    logits of the canvas rows -> logit edits -> grammars -> the family's denoise step
+                                                         -> state of the next step
+                                                         -> tokens to emit
 
 vLLM's runner calls the sampler once in a visit, with the logits of its own forward pass. Then
 ``engine.loop`` may repeat the forward pass and the denoise step.
@@ -25,7 +26,8 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.edits import LogitEdits, clean_lengths
-from dllm.engine.family import Denoised, Family
+from dllm.engine.family import FREE, Denoised, Family
+from dllm.engine.grammars import CanvasGrammars
 from dllm.engine.logit_rows import LogitRows, rows_at_once, tiles_of_batch
 from dllm.engine.logprobs import BlockLogprobs
 from dllm.engine.loop import DenoiseLoop
@@ -72,15 +74,19 @@ class Tile(NamedTuple):
         batch: their requests alone.
         rows: where the canvases are in it.
         filters: top-k, top-p and min-p; None if no request uses them.
+        free: ``[N]`` int64, FREE everywhere: no grammar has chosen a token.
         is_edited, forbids_words: whether a request edits logits, and whether it has bad words.
+        has_grammar: whether a request has structured outputs.
     """
 
     logit_rows: slice
     batch: InputBatch
     rows: CanvasRows
     filters: RowFilters | None
+    free: torch.Tensor
     is_edited: bool
     forbids_words: bool
+    has_grammar: bool
 
 
 class DiffusionSampler:
@@ -91,6 +97,7 @@ class DiffusionSampler:
         family: of the model that is served.
         state: of all canvases; updated in place.
         sampler: vLLM's own, whose tables of requests and sampling parameters are used.
+        grammars: of requests with structured outputs.
         loop: decides how often the forward pass and the denoise step are repeated.
     """
 
@@ -100,9 +107,11 @@ class DiffusionSampler:
         family: Family,
         state: CanvasState,
         sampler: Sampler,
+        grammars: CanvasGrammars,
         loop: DenoiseLoop,
     ) -> None:
         self.family = family
+        self.grammars = grammars
         self.state = state
         self.loop = loop
         self.req_states = sampler.req_states
@@ -115,6 +124,10 @@ class DiffusionSampler:
         self.logprobs = BlockLogprobs(sampler)
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self._rows_at_once = rows_at_once(vllm_config)
+        longest_batch = vllm_config.scheduler_config.max_num_batched_tokens
+        self._free = torch.full(
+            (longest_batch,), FREE, dtype=torch.int64, device=state.seeds.device
+        )
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
         self._fresh_canvas = maybe_compile(family.fresh_canvas, vllm_config)
         self._new_slots: list[int] = []  # of requests that have no canvas yet
@@ -183,8 +196,10 @@ class DiffusionSampler:
                 batch=batch,
                 rows=CanvasRows.of_batch(batch, self.family.settings.canvas_length),
                 filters=self._filters(batch),
+                free=self._free[: int(batch.cu_num_logits_np[-1])],
                 is_edited=self.edits.are_wanted(batch),
                 forbids_words=self.edits.may_forbid_words(batch),
+                has_grammar=self.grammars.are_wanted(batch),
             )
             for logit_rows, batch in parts
         ]
@@ -200,9 +215,13 @@ class DiffusionSampler:
         if tile.is_edited:
             context = self.edits.context(rows, self.state, tile.batch)
             logits = self.edits.apply(logits, context)
+        written = None
+        if tile.has_grammar:
+            written = self.grammars.write(logits, rows, tile.batch)
         result = self._denoise_rows(
             logits,
             self.req_states.draft_tokens[tile.batch.expanded_idx_mapping, rows.place],
+            tile.free if written is None else written.chosen,
             rows.at_least_two(self.state.spare_slot),
             self.state,
             self.family,
@@ -214,6 +233,8 @@ class DiffusionSampler:
             is_bad = self.edits.completes_bad_word(logits, result.step.stats.argmax, context)
             num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
             result = self._trim_at_bad_word(rows, result, num_emitted)
+        if written is not None:
+            self.grammars.emitted(written, num_emitted, tile.batch)
         self._store_state(rows, result)
         return self._emit(logits, rows, result.step, num_emitted, tile.batch)
 
@@ -333,6 +354,7 @@ def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
 def denoise_rows(
     logits: torch.Tensor,
     ids: torch.Tensor,
+    chosen: torch.Tensor,
     rows: CanvasRows,
     state: CanvasState,
     family: Family,
@@ -343,10 +365,11 @@ def denoise_rows(
     Args:
         logits: ``[N, V]`` fp32, edited.
         ids: ``[N]`` int64, the canvas tokens that entered the model.
+        chosen: ``[N]`` int64, the tokens that grammars have chosen; FREE in other rows.
         rows: at least two of them (``CanvasRows.at_least_two``).
         state: read only.
     """
-    step = family.denoise(logits, rows, state.canvases(rows.slots, ids), filters)
+    step = family.denoise(logits, rows, state.canvases(rows.slots, ids, chosen), filters)
     goes_on = (rows.widths > 0) & ~step.converged  # [R]
     pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
     canvas = torch.where(pins, state.seed_canvas[rows.slots], step.canvas)

@@ -18,6 +18,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from dllm.engine import visit
+from dllm.engine.emitted_blocks import EmittedBlocks
 from dllm.engine.prompt_logprobs import PendingPromptLogprobs
 from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import PluginOptions
@@ -35,6 +36,11 @@ class CanvasScheduler(Scheduler):
         self._overlaps_first_step = options.first_step == "overlapped"
         self._prompt_logprobs = PendingPromptLogprobs()
         self._num_passes = 1  # of the visit whose output is being counted
+        self.structured_output_manager = EmittedBlocks(self.structured_output_manager)
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> None:
+        """Nothing: the worker masks canvases itself (``engine.grammars``)."""
+        return None
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Take the canvases from the worker, each cut to the width that its request asked for."""

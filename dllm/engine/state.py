@@ -94,13 +94,21 @@ class CanvasState:
             self.is_pinned[slot] = False
             self.is_pinned[slot, list(options.pinned)] = True
 
-    def canvases(self, slots: torch.Tensor, ids: torch.Tensor) -> Canvases:
-        """The state of the canvases in ``slots`` ``[R]``, whose tokens are ``ids`` ``[N]``."""
+    def canvases(
+        self, slots: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor
+    ) -> Canvases:
+        """The state of the canvases in ``slots`` ``[R]``.
+
+        Args:
+            ids: ``[N]``, their tokens.
+            chosen: ``[N]``, what grammars have chosen.
+        """
         return Canvases(
             ids=ids,
             seeds=self.seeds[slots],
             steps_done=self.steps_done[slots].long(),
             argmax_canvas=self.argmax_canvas[slots],
+            chosen=chosen,
             is_greedy=self.is_greedy[slots],
             is_stop=self.is_stop,
             numbers={name: column[slots] for name, column in self.numbers.items()},

@@ -20,6 +20,8 @@ from dllm.grammar.table import NEVER, Table
 STOPPED = -2  # in the place of a state: the text is over
 # In the place of a score of -inf: a text made of impossible tokens is still one of the grammar.
 WORST = -1e30
+UNLIMITED = NEVER - 1  # a budget
+KEPT_MASK_BYTES = 16 << 20  # what states allow, kept for each table
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def budget_of(table: Table, state: int, tokens_left: int) -> int:
     """How many tokens a text may still have: all that are left if it can end, else any number."""
     if state == STOPPED:
         return tokens_left
-    return tokens_left if table.left[state] <= tokens_left else NEVER - 1
+    return tokens_left if table.left[state] <= tokens_left else UNLIMITED
 
 
 class Canvas:
@@ -71,6 +73,7 @@ class Canvas:
         self._accepting = np.flatnonzero(table.accepts)
         self._longest = int(table.left.max(initial=0, where=table.left < NEVER))
         self._following: dict[int, list[int]] = {}
+        self._masks: dict[int, np.ndarray] = {}
 
     def best_path(self, scores: np.ndarray, state: int, budget: int) -> Path:
         """The allowed text with the highest score.
@@ -107,21 +110,35 @@ class Canvas:
                 states.append(state)
         return states, len(tokens)
 
-    def allowed_tokens(self, state: int, budget: int) -> np.ndarray:
-        """``[V]`` bool: tokens that may follow a state, if ``budget`` tokens are left before it."""
+    def forbidden(self, path: Path, budget: int) -> np.ndarray:
+        """``[C, V]`` bool: tokens that may not stand at each position, behind those in front of it.
+
+        Args:
+            path: what ``best_path`` returned for this budget.
+        """
+        states = path.states[:-1].tolist()
+        return np.stack([self._forbidden(at, budget - place) for place, at in enumerate(states)])
+
+    def _forbidden(self, state: int, budget: int) -> np.ndarray:
+        """``[V]`` bool: tokens that may not follow a state, with ``budget`` tokens left."""
+        if budget - 1 < self._longest and state != STOPPED:
+            return self._make_forbidden(state, budget)
+        if state not in self._masks:
+            if (len(self._masks) + 1) * len(self.table.class_of) > KEPT_MASK_BYTES:
+                self._masks.clear()
+            self._masks[state] = self._make_forbidden(state, UNLIMITED)
+        return self._masks[state]
+
+    def _make_forbidden(self, state: int, budget: int) -> np.ndarray:
         table = self.table
         if state == STOPPED:
-            return np.ones(len(table.class_of), dtype=bool)
+            return np.zeros(len(table.class_of), dtype=bool)
         following = table.next[state]
-        fits = (following != DEAD) & (np.append(table.left, NEVER)[following] <= budget - 1)
-        # Class -1 is the last: not allowed.
-        allowed: np.ndarray = np.append(fits, False)[table.class_of]
-        allowed[self.stops] = table.accepts[state]
-        return allowed
-
-    def is_tight(self, budget: int) -> bool:
-        """Whether ``allowed_tokens`` may depend on this budget."""
-        return budget - 1 < self._longest
+        too_long = np.append(table.left, NEVER)[following] > budget - 1  # DEAD is the last
+        # Class -1 is the last: never allowed.
+        found: np.ndarray = np.append(too_long, True)[table.class_of]
+        found[self.stops] = not table.accepts[state]
+        return found
 
     def _row(self, state: int) -> list[int]:
         """The states behind ``state`` as a list, which Python reads faster than an array."""

@@ -43,18 +43,8 @@ def _parse_requests() -> None:
         vocab_size = self.model_config.get_vocab_size()
         RequestOptions.parse(params, configs[self], vocab_size)
         is_watermarked = validate_params(self, params, supported_tasks)
-        refuse_impossible_edits(_with_resolved_ids(self, params), vocab_size)
+        refuse_impossible_edits(with_resolved_ids(self, params), vocab_size)
         return is_watermarked
-
-    def _with_resolved_ids(self: Any, params: Any) -> Any:
-        """A copy with stop tokens and bad words as ids; vLLM makes these ids only later."""
-        params = params.clone()
-        params.update_from_generation_config(
-            self.generation_config_fields, self.renderer.get_eos_token_id()
-        )
-        if self.tokenizer is not None:
-            params.update_from_tokenizer(self.tokenizer)
-        return params
 
     def _validate_diffusion(self: Any, model_config: Any) -> None:
         if model_config.architecture not in FAMILIES:
@@ -62,6 +52,21 @@ def _parse_requests() -> None:
 
     InputProcessor._validate_params = _validate_params  # type: ignore[method-assign]
     SamplingParams._validate_diffusion = _validate_diffusion  # type: ignore[method-assign]
+
+
+def with_resolved_ids(processor: Any, params: Any) -> Any:
+    """A copy with stop tokens and bad words as ids; vLLM makes these ids only later.
+
+    Args:
+        processor: vLLM's InputProcessor.
+    """
+    params = params.clone()
+    params.update_from_generation_config(
+        processor.generation_config_fields, processor.renderer.get_eos_token_id()
+    )
+    if processor.tokenizer is not None:
+        params.update_from_tokenizer(processor.tokenizer)
+    return params
 
 
 def _explain_missing_images() -> None:

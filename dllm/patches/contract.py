@@ -56,8 +56,35 @@ PATCHES = (
     ),
     Patch(
         "vllm.v1.engine.async_llm.AsyncLLM.generate",
+        "wrap, twice",
+        "a bad streaming request gets HTTP 400, not 200 and then an error; also a bad grammar",
+    ),
+    Patch(
+        "vllm.sampling_params.SamplingParams._validate_structured_outputs",
         "wrap",
-        "a bad streaming request gets HTTP 400, not 200 and then an error",
+        "admits structured outputs, which vLLM refuses for diffusion models",
+    ),
+    Patch(
+        "vllm.v1.engine.async_llm.AsyncLLM.add_request",
+        "wrap",
+        "the request's grammar is compiled and sent with it",
+    ),
+    Patch(
+        "vllm.v1.engine.llm_engine.LLMEngine.add_request",
+        "wrap",
+        "the same for the offline engine",
+    ),
+    *(
+        Patch(
+            f"vllm.entrypoints.openai.{target}",
+            "wrap",
+            "a stream is not returned before its grammar is compiled",
+        )
+        for target in (
+            "chat_completion.serving.OpenAIServingChat.create_chat_completion",
+            "completion.serving.OpenAIServingCompletion.create_completion",
+            "responses.serving.OpenAIServingResponses.create_responses",
+        )
     ),
     Patch(
         "vllm.renderers.base.BaseRenderer.validate_token_ids",

@@ -17,6 +17,7 @@ from dllm.patches.admission import check_requests_at_admission
 from dllm.patches.configure import configure_dllm
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, set_cpu_worker
 from dllm.patches.drafting import serve_drafters
+from dllm.patches.grammars import serve_structured_outputs
 
 logger = init_logger(LOGGER)
 
@@ -129,6 +130,7 @@ def _serve_families() -> None:
         ModelRegistry.register_model(architecture, served.model_class())
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm)
     check_requests_at_admission()
+    serve_structured_outputs()
 
 
 def _keep_builtin() -> None:

@@ -16,11 +16,14 @@ from dllm.settings.denoising import DenoiseSettings, Parameter
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-# Keys that vLLM itself puts into extra_args, and the type of value that it expects there.
+GRAMMAR_ARG = "dllm_grammar"  # of structured outputs (``settings.structured``)
+# Keys that the server itself puts into extra_args, and the type of value that is expected there.
+# JSON has no bytes, so that no client can send a grammar's table.
 ENGINE_EXTRA_ARGS = {
     "kv_transfer_params": dict,
     "ec_transfer_params": dict,
     "kv_cache_report_mode": str,
+    GRAMMAR_ARG: bytes,
 }
 
 # Extra arguments of every family, beside the family's own parameters.
@@ -187,7 +190,7 @@ def _shown(value: object) -> str:
 
 
 def _refuse_unknown(extra: Mapping[str, object], settings: DenoiseSettings) -> None:
-    """Refuse what is left in ``extra`` after all ``_take_*`` calls, except vLLM's own keys."""
+    """Refuse what is left in ``extra`` after all ``_take_*`` calls, except the server's keys."""
     known = extra_args(settings)
     for key, value in extra.items():
         expected = ENGINE_EXTRA_ARGS.get(key)
@@ -201,8 +204,8 @@ def _refuse_unknown(extra: Mapping[str, object], settings: DenoiseSettings) -> N
         if value is not None and not isinstance(value, expected):
             refuse(
                 key,
-                f"{key} = {_shown(value)}; allowed: a {expected.__name__}. Leave it out: it is "
-                "vLLM's own, for servers that exchange caches.",
+                f"{key} = {_shown(value)}; allowed: a {expected.__name__}. Leave it out: the "
+                "server sets it.",
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.gemma import self_conditioning
 from dllm.ops.dispatch import row_stats
@@ -57,12 +58,17 @@ def params(**options: Any) -> SamplingParams:
 
 # Prefills without any canvas row, several blocks, requests at different points; and what needs the
 # logits of the whole vocabulary, such as a constrained request, which the built-in class refuses.
-CONTEXTS = [prompt(130), prompt(9, salt=3), prompt(40), prompt(20)]
+CONTEXTS = [prompt(130), prompt(9, salt=3), prompt(40), prompt(20), prompt(30)]
 PARAMS = [
     params(),
     params(min_p=0.05, top_k=20, prompt_logprobs=1),
     params(presence_penalty=1.0, bad_words=["a"], logit_bias={33: 8.0}, logprobs=2),
     params(logprob_token_ids=[40, 41, 300], extra_args={"diffusion_constrained": True}),
+    SamplingParams(
+        max_tokens=2 * CANVAS,
+        seed=11,
+        structured_outputs=StructuredOutputsParams(regex="([a-f]{3}-){9,30}[0-9]{2}"),
+    ),
 ]
 
 

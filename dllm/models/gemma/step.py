@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases, Column, Denoised
+from dllm.engine.family import FREE, Canvases, Column, Denoised
 from dllm.models.gemma import rule
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops import noise
@@ -53,6 +53,8 @@ def denoise(
     )[rows.row_of]  # [R] -> [N]
     keys = drawn.keys[rows.row_of, rows.place]  # [N]
     stats = row_stats(logits, temperature, keys, probs_dtype, filters)
+    is_free = canvases.chosen == FREE
+    stats = stats._replace(argmax=torch.where(is_free, stats.argmax, canvases.chosen))
     sample = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)
     argmax = stats.argmax[rows.padded]  # [R, C], the shape of everything below
     outcome = rule.denoise_step(
@@ -115,6 +117,7 @@ def first_canvases(
         seeds=seeds,
         steps_done=torch.zeros_like(seeds),
         argmax_canvas=torch.zeros(num_rows, length, dtype=torch.int64, device=device),
+        chosen=torch.full((num_rows * length,), FREE, dtype=torch.int64, device=device),
         is_greedy=torch.zeros(num_rows, dtype=torch.bool, device=device),
         is_stop=is_stop.expand(num_rows, -1),
         numbers={

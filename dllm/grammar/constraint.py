@@ -1,0 +1,82 @@
+"""What a request ships to every worker: the table of its grammar, and how its thoughts end.
+
+A reasoning model thinks in front of its answer. Its thoughts are free; the grammar starts behind
+the token that ends them.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from dllm.grammar.automaton import DEAD, START
+from dllm.grammar.table import NEVER, Table
+
+
+@dataclass(frozen=True)
+class Thoughts:
+    """Free text in front of an answer.
+
+    Attributes:
+        end: the token that ends it.
+        forbidden: tokens that may not be in it.
+    """
+
+    end: int
+    forbidden: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The grammar of one answer.
+
+    Attributes:
+        table: of the grammar.
+        thoughts: in front of the answer; None: the answer starts at once.
+    """
+
+    table: Table
+    thoughts: Thoughts | None = None
+
+    def to_bytes(self) -> bytes:
+        """As it is sent; ``from_bytes`` is the inverse."""
+        thoughts = self.thoughts and [self.thoughts.end, self.thoughts.forbidden]
+        return json.dumps(thoughts).encode() + b"\n" + self.table.to_bytes()
+
+    @classmethod
+    def from_bytes(cls, shipped: bytes) -> "Constraint":
+        """The inverse of ``to_bytes``."""
+        header, _, packed = shipped.partition(b"\n")
+        found = json.loads(header)
+        thoughts = found and Thoughts(found[0], tuple(found[1]))
+        return cls(Table.from_bytes(packed), thoughts)
+
+    def with_start(self, stops: Collection[int], fillers: Collection[int]) -> tuple[Table, int]:
+        """(a table of thoughts and answer, the state in which both start).
+
+        Args:
+            stops, fillers: not in thoughts, so that an answer follows.
+        """
+        if self.thoughts is None:
+            return self.table, START
+        forbidden = {*self.thoughts.forbidden, *stops, *fillers} - {self.thoughts.end}
+        return _behind_thoughts(self.table, self.thoughts.end, sorted(forbidden))
+
+
+def _behind_thoughts(table: Table, end: int, forbidden: list[int]) -> tuple[Table, int]:
+    """The table with one more state, in which every token may come; ``end`` leads to the start.
+
+    Tokens that are in no text of the grammar become a class of their own, and so does ``end``.
+    """
+    thinking, num_classes = len(table.accepts), table.num_classes
+    class_of = np.where(table.class_of < 0, num_classes, table.class_of).astype(np.int32)
+    class_of[end] = num_classes + 1
+    following = np.full((thinking + 1, num_classes + 2), DEAD, dtype=np.int32)
+    following[:thinking, :num_classes] = table.next
+    following[thinking] = thinking
+    following[thinking, num_classes + 1] = START
+    class_of[forbidden] = -1
+    left = np.append(table.left, min(int(table.left[START]) + 1, NEVER)).astype(np.int32)
+    accepts = np.append(table.accepts, False)
+    return Table(class_of, following, accepts, left, table.is_cut), thinking

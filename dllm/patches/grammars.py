@@ -1,0 +1,235 @@
+"""Patches of the API server for structured outputs: grammars are compiled there, and shipped.
+
+    admission       a request's combination of parameters and xgrammar's own checks  -> HTTP 400
+    before engine   the grammar's table is compiled, in a thread                     -> HTTP 400
+    engine core     vLLM compiles the grammar once more; its matcher checks what is emitted
+    worker          reads the table from the request (``engine.grammars``)
+
+So no worker compiles anything, and all of them hold the same table.
+"""
+
+import asyncio
+import weakref
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache
+from types import AsyncGeneratorType
+from typing import Any
+
+from dllm.grammar.automaton import Unsupported
+from dllm.grammar.compile import Compiler
+from dllm.grammar.constraint import Constraint, Thoughts
+from dllm.models import FAMILIES
+from dllm.patches.admission import with_resolved_ids
+from dllm.settings.request import refuse
+from dllm.settings.structured import (
+    has_structured_outputs,
+    refuse_beside_structured_outputs,
+    with_grammar,
+)
+
+def serve_structured_outputs() -> None:
+    """Admit structured outputs and ship their tables, for our architectures."""
+    _admit()
+    _compile_before_the_engine()
+    _compile_before_the_stream_starts()
+
+
+def _admit() -> None:
+    """Replace vLLM's refusal of structured outputs by its own checks of a grammar, and ours."""
+    from vllm.sampling_params import SamplingParams
+
+    validate = SamplingParams._validate_structured_outputs
+
+    def _validate_structured_outputs(
+        self: Any, model_config: Any, structured_outputs_config: Any, tokenizer: Any
+    ) -> None:
+        if model_config.architecture not in FAMILIES or not has_structured_outputs(self):
+            validate(self, model_config, structured_outputs_config, tokenizer)
+            return
+        refuse_beside_structured_outputs(self)
+        # With "auto" vLLM takes another library where xgrammar refuses; here is only xgrammar's.
+        config = replace(structured_outputs_config, backend="xgrammar")
+        validate(self, _CausalConfig(model_config), config, tokenizer)
+
+    SamplingParams._validate_structured_outputs = _validate_structured_outputs  # type: ignore[method-assign]
+
+
+class _CausalConfig:
+    """A model's configuration that does not say that it is a diffusion model."""
+
+    is_diffusion = False
+
+    def __init__(self, model_config: Any) -> None:
+        self._model_config = model_config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model_config, name)
+
+
+def _compile_before_the_engine() -> None:
+    """Wrap both of vLLM's engines: a request goes on with its table."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    add_async, add = AsyncLLM.add_request, LLMEngine.add_request
+
+    async def async_add_request(
+        self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _needs_table(self, params):
+            ended = kwargs.get("reasoning_ended")
+            shipped = await _compiled_in_a_thread(self, params, prompt, ended)
+            params = with_grammar(params, shipped)
+        return await add_async(self, request_id, prompt, params, *args, **kwargs)
+
+    def add_request(
+        self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _needs_table(self, params):
+            params = with_grammar(params, _compiled(self, params, prompt))
+        return add(self, request_id, prompt, params, *args, **kwargs)
+
+    AsyncLLM.add_request = async_add_request  # type: ignore[method-assign]
+    LLMEngine.add_request = add_request  # type: ignore[method-assign]
+
+
+_asked: ContextVar[list[Callable[[], Awaitable[Any]]] | None] = ContextVar("asked", default=None)
+
+
+def _compile_before_the_stream_starts() -> None:
+    """Refuse a grammar of a streaming request with HTTP 400 as well.
+
+    vLLM adds a streaming request to the engine when the first item is taken from the stream; by
+    then it has sent HTTP 200. So the compilation is waited for before the stream is returned.
+    """
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    generate = AsyncLLM.generate
+
+    def noted_generate(self: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = _asked.get()
+        if asked is not None and _needs_table(self, params):
+            asked.append(lambda: _compiled_in_a_thread(self, params, prompt))
+        return generate(self, prompt, params, *args, **kwargs)
+
+    AsyncLLM.generate = noted_generate  # type: ignore[method-assign]
+    for owner, name in (
+        (OpenAIServingChat, "create_chat_completion"),
+        (OpenAIServingCompletion, "create_completion"),
+        (OpenAIServingResponses, "create_responses"),
+    ):
+        setattr(owner, name, _waiting_for_grammars(getattr(owner, name)))
+
+
+def _waiting_for_grammars(create: Any) -> Any:
+    async def created(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked: list[Callable[[], Awaitable[Any]]] = []
+        token = _asked.set(asked)
+        try:
+            made = await create(self, *args, **kwargs)
+        finally:
+            _asked.reset(token)
+        if isinstance(made, AsyncGeneratorType):
+            for compiling in asked:
+                await compiling()
+        return made
+
+    return created
+
+
+def _needs_table(engine: Any, params: Any) -> bool:
+    """Whether a request to this engine has structured outputs that we compile."""
+    from vllm.sampling_params import SamplingParams
+
+    is_ours = engine.model_config.architecture in FAMILIES
+    return is_ours and isinstance(params, SamplingParams) and has_structured_outputs(params)
+
+
+async def _compiled_in_a_thread(*args: Any) -> bytes:
+    return await asyncio.get_running_loop().run_in_executor(_threads(), _compiled, *args)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+
+
+def _compiled(
+    engine: Any, params: Any, prompt: Any = None, reasoning_ended: bool | None = None
+) -> bytes:
+    """The request's grammar, as the worker gets it.
+
+    Raises:
+        VLLMValidationError: it is refused; the client gets HTTP 400.
+    """
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    processor = engine.input_processor
+    params = with_resolved_ids(processor, params)
+    kind, text = get_structured_output_key(params.structured_outputs)
+    config = processor.structured_outputs_config
+    try:
+        table = _compiler_of(processor).table(
+            kind.name.lower(),
+            text,
+            stops=tuple(sorted(params.all_stop_token_ids)),
+            any_whitespace=not config.disable_any_whitespace,
+        )
+    except Unsupported as reason:
+        refuse("structured_outputs", str(reason))
+    thoughts = _thoughts(processor, config, prompt, reasoning_ended)
+    return Constraint(table, thoughts).to_bytes()
+
+
+def _compiler_of(processor: Any) -> Compiler:
+    """One for each engine: it keeps what it has compiled."""
+    if processor not in _compilers:
+        if processor.tokenizer is None:
+            refuse("structured_outputs", "Structured outputs need a tokenizer. Serve with one.")
+        vocab_size = processor.model_config.get_vocab_size()
+        _compilers[processor] = Compiler.of_tokenizer(processor.tokenizer, vocab_size)
+    return _compilers[processor]
+
+
+_compilers: weakref.WeakKeyDictionary[Any, Compiler] = weakref.WeakKeyDictionary()
+
+
+def _thoughts(
+    processor: Any, config: Any, prompt: Any, reasoning_ended: bool | None
+) -> Thoughts | None:
+    """The thoughts in front of the answer; None if it starts at once."""
+    from vllm.reasoning import ReasoningParserManager
+
+    if not config.reasoning_parser or config.enable_in_reasoning or reasoning_ended:
+        return None
+    parser = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)
+    reasoner = parser(tokenizer=processor.tokenizer)
+    if reasoning_ended is None and reasoner.is_reasoning_end(_token_ids(processor, prompt)):
+        return None
+    text = reasoner.reasoning_end_str or ""
+    end = processor.tokenizer.get_vocab().get(text)
+    if end is None:
+        refuse(
+            "structured_outputs",
+            f"structured outputs with the reasoning parser {config.reasoning_parser}: its thoughts "
+            f"end with {text!r}, which is not one token of this model. Serve without a reasoning "
+            "parser, or send include_reasoning: false.",
+        )
+    # Some parsers take the first token of a tool call as the end, too. Here every thought is ended.
+    others = set(getattr(reasoner, "reasoning_end_token_ids", ())) - {end}
+    return Thoughts(end, tuple(sorted(others)))
+
+
+def _token_ids(processor: Any, prompt: Any) -> list[int]:
+    """The token ids of a prompt, which vLLM has made ids of unless it is plain text."""
+    if isinstance(prompt, dict):
+        if prompt.get("prompt_token_ids") is not None:
+            return list(prompt["prompt_token_ids"])
+        prompt = prompt.get("prompt", "")
+    return list(processor.tokenizer.encode(prompt))

@@ -1,0 +1,299 @@
+"""Structured outputs through vLLM's engine: always valid, and nothing else changes.
+
+The model has random weights: it knows no format at all. What it would like to write is noise, and
+what is emitted must be a text of the grammar nevertheless.
+"""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output import StructuredOutputManager
+
+from dllm.grammar.viterbi import Canvas
+from tests.engine.test_parity import CANVAS, prompt
+from tests.support.engine_harness import assert_same_runs, blocks_of, get_engine
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<call>",
+        "content": {"type": "json_schema", "json_schema": SCHEMA},
+        "end": "</call>",
+    },
+}
+
+
+def is_of_schema(text: str) -> bool:
+    jsonschema.validate(json.loads(text), SCHEMA)
+    return True
+
+
+# name: (what is asked for, whether a text is right)
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "json": ({"json": SCHEMA}, is_of_schema),
+    "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+    "regex": (
+        {"regex": "([a-f]{3}-){2,30}[0-9]{2}"},
+        re.compile("([a-f]{3}-){2,30}[0-9]{2}").fullmatch,
+    ),
+    "choice": ({"choice": ["yes", "no", "perhaps"]}, {"yes", "no", "perhaps"}.__contains__),
+    "grammar": (
+        {"grammar": 'root ::= "(" root ")" | [0-9]+'},
+        lambda text: (
+            re.fullmatch(r"\(*[0-9]+\)*", text) and text.count("(") == text.count(")")
+        ),
+    ),
+    "structural_tag": (
+        {"structural_tag": json.dumps(TAG)},
+        lambda text: is_of_schema(text.removeprefix("<call>").removesuffix("</call>")),
+    ),
+}
+
+
+def params(kind: str | None, max_tokens: int = 4 * CANVAS, seed: int = 1, **options) -> Any:
+    asked = StructuredOutputsParams(**KINDS[kind][0]) if kind else None
+    return SamplingParams(
+        max_tokens=max_tokens, seed=seed, structured_outputs=asked, **options
+    )
+
+
+def text_of(engine, answer: Any) -> str:
+    """The answer alone. vLLM's detokenizer may put a piece of an odd prompt in front of it."""
+    return engine.llm.get_tokenizer().decode(answer.token_ids, skip_special_tokens=True)
+
+
+def shipped(engine, sampling: SamplingParams, **options) -> bytes:
+    """The table that a request would ship."""
+    from dllm.patches.grammars import _compiled
+
+    return _compiled(engine.llm.llm_engine, sampling, prompt=[], **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_is_a_text_of_the_grammar(engine, kind):
+    is_right = KINDS[kind][1]
+    options = [{}, {"temperature": 0.0}, {"temperature": 2.0, "top_k": 5}, {"min_p": 0.2}]
+    asked = [params(kind, seed=seed, **option) for seed, option in enumerate(options)]
+    for output in engine.outputs([prompt(20 + i) for i in range(len(asked))], asked):
+        (answer,) = output.outputs
+        assert is_right(text_of(engine, answer)), answer
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_a_text_is_complete_if_it_can_be_and_else_a_beginning(engine, kind):
+    """Budgets from one token to more than is needed, and canvases of many widths."""
+    from dllm.grammar.constraint import Constraint
+
+    shortest = int(Constraint.from_bytes(shipped(engine, params(kind))).table.left[0])
+    assert 1 <= shortest < CANVAS
+    budgets = [*range(1, 2 * shortest + 3), 3 * CANVAS]
+    asked = [
+        params(kind, budget, seed=budget, extra_args={"diffusion_canvas_length": 1 + budget % 9})
+        for budget in budgets
+    ]
+    outputs = engine.outputs([prompt(9)] * len(asked), asked)
+    for budget, output in zip(budgets, outputs, strict=True):
+        (answer,) = output.outputs
+        assert len(answer.token_ids) <= budget
+        if budget >= shortest:
+            assert KINDS[kind][1](text_of(engine, answer)), (budget, answer)
+        else:
+            assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_any_number_of_steps_gives_a_text(engine, num_steps):
+    asked = [
+        params(kind, extra_args={"diffusion_max_steps": num_steps}, seed=num_steps)
+        for kind in KINDS
+    ]
+    outputs = engine.outputs([prompt(30)] * len(asked), asked)
+    for kind, output in zip(KINDS, outputs, strict=True):
+        assert KINDS[kind][1](text_of(engine, output.outputs[0])), output
+
+
+def test_neighbours_without_a_grammar_do_not_notice(engine):
+    """Not by one bit: the same tokens, and the same logits in every denoise step."""
+    free = [params(None, seed=seed, ignore_eos=True, max_tokens=2 * CANVAS) for seed in range(2)]
+    contexts = [prompt(20), prompt(33)]
+    engine.reset_prefix_cache()
+    padding = [params(None, seed=9, ignore_eos=True, max_tokens=2 * CANVAS)] * 2
+    alone = engine.runs([*contexts, prompt(12), prompt(13)], [*free, *padding])[:2]
+    engine.reset_prefix_cache()
+    bound = [params("json"), params("regex")]
+    beside = engine.runs([*contexts, prompt(12), prompt(13)], [*free, *bound])[:2]
+    assert_same_runs(beside, alone)
+
+
+def test_answers_do_not_depend_on_the_batch_and_follow_from_the_seed(engine):
+    asked = [params(kind, seed=seed) for seed, kind in enumerate(KINDS)]
+    contexts = [prompt(15, salt=seed) for seed in range(len(asked))]
+    together = engine.generate(contexts, asked)
+    alone = [engine.generate([one], [of]) for one, of in zip(contexts, asked, strict=True)]
+    assert [[tokens] for tokens in together] == alone
+    other = engine.generate(contexts, [params(kind, seed=77) for kind in KINDS])
+    assert other != together
+
+
+def test_several_samples_of_one_request(engine):
+    (output,) = engine.outputs([prompt(10)], params("json", n=3))
+    texts = [text_of(engine, answer) for answer in output.outputs]
+    assert len(set(texts)) == 3 and all(map(is_of_schema, texts))
+
+
+def test_what_stands_on_several_canvases_is_one_text(engine):
+    asked = params("regex", extra_args={"diffusion_canvas_length": 5}, logit_bias={1: -50, 6: -50})
+    with engine.watch() as watched:
+        (output,) = engine.outputs([prompt(10)], asked)
+    assert KINDS["regex"][1](text_of(engine, output.outputs[0]))
+    assert len(blocks_of(watched[output.request_id])) > 2
+
+
+def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch):
+    """The state of the text follows from the tokens that were emitted."""
+    tight = get_engine(
+        checkpoint(),
+        max_num_batched_tokens=72,
+        max_model_len=288,
+        block_size=32,
+        num_gpu_blocks_override=24,
+    )
+    # No end: every answer needs all of its five blocks.
+    asked = [params("regex", 5 * CANVAS, seed, logit_bias={1: -90, 6: -90}) for seed in range(4)]
+    contexts = [prompt(60, salt=salt) for salt in range(4)]
+    expected = [engine.generate([one], [of])[0] for one, of in zip(contexts, asked, strict=True)]
+    preempted = []
+    preempt = tight.scheduler._preempt_request
+    monkeypatch.setattr(
+        tight.scheduler,
+        "_preempt_request",
+        lambda *args, **kwargs: (preempted.append(args), preempt(*args, **kwargs))[1],
+    )
+    assert tight.generate(contexts, asked) == expected
+    assert preempted, "the cache was large enough for everybody"
+
+
+def test_vllms_own_matcher_checks_every_block(engine, monkeypatch):
+    """A block that is no text would end its request with an error, and not be served."""
+    accept, answers = StructuredOutputManager.accept_tokens, []
+
+    def spy(self: Any, request: Any, tokens: list[int]) -> bool:
+        answers.append(accept(self, request, tokens))
+        return answers[-1]
+
+    monkeypatch.setattr(StructuredOutputManager, "accept_tokens", spy)
+    engine.outputs([prompt(10)], params("json"))
+    assert answers and all(answers)
+    # If the worker wrote what it liked:
+    monkeypatch.setattr("dllm.engine.sampler.CanvasGrammars.are_wanted", lambda self, batch: False)
+    (output,) = engine.outputs([prompt(10)], params("json"))
+    assert output.outputs[0].finish_reason == "error" and answers[-1] is False
+
+
+def test_both_ways_through_a_canvas_are_taken(engine, monkeypatch):
+    """Noise is searched; a canvas that the model writes right is only read."""
+    search, searched = Canvas._search, []
+    monkeypatch.setattr(
+        Canvas, "_search", lambda *args: (searched.append(1), search(*args))[1]
+    )
+    engine.outputs([prompt(10)], params("json"))
+    assert searched
+    searched.clear()
+    # With a strong bias every most likely token is allowed in every step.
+    biased = params("regex", CANVAS, logit_bias={41: 1000.0})
+    biased.structured_outputs = StructuredOutputsParams(regex="(.|\n)*")
+    engine.outputs([prompt(10)], biased)
+    assert not searched
+
+
+def test_logprobs_are_of_the_masked_distribution(engine):
+    (output,) = engine.outputs([prompt(10)], params("choice", logprobs=20))
+    (answer,) = output.outputs
+    first = {token: entry.logprob for token, entry in answer.logprobs[0].items()}
+    text = engine.llm.get_tokenizer().decode
+    possible = [token for token, logprob in first.items() if logprob > -torch.inf]
+    assert answer.token_ids[0] in possible
+    assert all(
+        any(choice.startswith(text([token])) for choice in KINDS["choice"][0]["choice"])
+        for token in possible
+    )
+    total = sum(torch.tensor([first[token] for token in possible]).exp())
+    assert total == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(logit_bias={token: 30.0 for token in range(40, 90)}),
+        dict(repetition_penalty=1.8, presence_penalty=2.0, frequency_penalty=2.0),
+        dict(stop_token_ids=[35, 60]),
+        dict(
+            extra_args={
+                "diffusion_seed_canvas": prompt(CANVAS, salt=9),
+                "diffusion_pinned": [0, 3],
+            }
+        ),
+        dict(extra_args={"diffusion_eos_stop": False}),
+        dict(top_k=1),
+        dict(top_p=0.01, min_p=0.9),
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_it_holds_beside_other_parameters(engine, options):
+    (output,) = engine.outputs([prompt(10)], params("json", **options))
+    assert is_of_schema(text_of(engine, output.outputs[0]))
+
+
+def test_a_stop_string_ends_a_text_early(engine):
+    (output,) = engine.outputs([prompt(10)], params("json", stop=['"age"']))
+    (answer,) = output.outputs
+    assert answer.stop_reason == '"age"' and '"age"' not in answer.text
+    assert text_of(engine, answer).lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "options"),
+    [
+        ("ignore_eos", dict(ignore_eos=True)),
+        ("min_tokens", dict(min_tokens=3)),
+        ("allowed_token_ids", dict(allowed_token_ids=[40, 41])),
+        ("bad_words", dict(bad_words=["a"])),
+        ("diffusion_read_only", dict(extra_args={"diffusion_read_only": True})),
+        (
+            "diffusion_constrained",
+            dict(extra_args={"diffusion_constrained": True}, logprob_token_ids=[40]),
+        ),
+    ],
+)
+def test_what_cannot_stand_beside_it_is_refused(engine, parameter, options):
+    with pytest.raises(VLLMValidationError, match=rf"{parameter} beside structured outputs \(json"):
+        engine.add(prompt(10), params("json", **options))
+
+
+def test_aborted_requests_leave_nothing_behind(engine):
+    expected = engine.generate([prompt(12)], [params("regex", seed=5)])
+    req_id = engine.add(prompt(12), params("json", logit_bias={1: -50, 6: -50}))
+    for _ in range(3):
+        engine.step()
+    engine.llm.llm_engine.abort_request([req_id])
+    assert engine.generate([prompt(12)], [params("regex", seed=5)]) == expected
+    free = params(None, ignore_eos=True, max_tokens=CANVAS)
+    assert len(engine.generate([prompt(12)], [free])[0]) == CANVAS
