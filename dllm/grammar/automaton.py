@@ -274,7 +274,7 @@ class Automaton:
         for name, repeat in self._repeats.items():
             self._repeats[name] = repeat._replace(rule=rules[repeat.rule])
             names[name] = named.setdefault(self._repeats[name], name)
-        called = {RULE: rules, REPEAT: names}
+        called: dict[int, dict[int, int]] = {RULE: dict(enumerate(rules)), REPEAT: names}
         for edges in self._edges:
             edges[:] = [
                 [low, called[low][high] if low in called else high, number[target]]

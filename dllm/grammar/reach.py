@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dllm.grammar.automaton import DEAD, Automaton, Unsupported
+from dllm.grammar.automaton import DEAD, START, Automaton, Unsupported
 from dllm.grammar.packing import pack, unpack
 
 NEVER = 1 << 30  # steps to the end of the text from a state that has none
@@ -62,8 +62,8 @@ def nearest(
         check_time: called now and then; may raise.
 
     Raises:
-        Unsupported: more states than ``most_states`` without recursion, or with one level of it;
-            no text ends within the kept levels.
+        Unsupported: more states than ``most_states`` without recursion, or at the beginning of a
+            text with one level of it; no text ends within the kept levels.
     """
     states, levels = _by_level(automaton, start, most_states, check_time)
     number = np.full(len(automaton) + 1, DEAD, dtype=np.int16)  # the last one is for DEAD
@@ -100,7 +100,8 @@ def _by_level(
         found = list(todo)
         while todo:
             if len(seen) > most_states:
-                if num_levels < 2:
+                # The way out of where it starts, and at the beginning of a text a level inwards.
+                if num_levels < (2 if start == START else 1):
                     raise Unsupported(
                         f"The grammar is over the limit of states, {most_states}. Make it smaller: "
                         "fewer optional parts and choices, shorter lists and texts, less nesting."
