@@ -1,8 +1,12 @@
 """A grammar as a finite automaton over classes of tokens, in a few arrays.
 
 Tokens that every state treats alike form a class: a few hundred classes are left of a vocabulary of
-hundreds of thousands. A table holds all states that tokens lead to, up to a limit. What lies beyond
-is cut off: the texts that remain are still texts of the grammar, less deeply nested ones.
+hundreds of thousands. A table holds all states that tokens lead to. Where recursion has no end of
+them it holds those of so many levels (`reach`): its texts are still texts of the grammar.
+
+What a token does is a map from each state to the one behind it. The map of a word is that of the
+word without its last byte, and then that byte's. Few of the maps are different, so each is computed
+once for all words that share it, along the tree of the beginnings of all words.
 """
 
 import time
@@ -13,30 +17,16 @@ from functools import cached_property
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START, Automaton, Unsupported
+from dllm.grammar.packing import pack, unpack
+from dllm.grammar.reach import NEVER, ByteTable, nearest, only, steps_to_end
+from dllm.grammar.vocabulary import Trie, Vocabulary
 
-NEVER = 1 << 30  # tokens to the end of the text from a state that has none
-MOST_BYTE_STATES = 1 << 14
-HASH_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio, odd
+__all__ = ["NEVER", "Table", "Vocabulary", "build", "by_tokens"]
 
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """What each token stands for.
-
-    Attributes:
-        words: the bytes of every token id; empty for special tokens, which are never in a text.
-        stops: ids that end a text.
-    """
-
-    words: Sequence[bytes]
-    stops: tuple[int, ...]
-
-    @cached_property
-    def is_text(self) -> np.ndarray:
-        """``[V]`` bool: tokens that may be in a text."""
-        found = np.array([bool(word) for word in self.words])
-        found[list(self.stops)] = False
-        return found
+MOST_STATES = 4096
+VERSION = 1  # of the arrays in a file; another one when they, or what makes them, change
+# Entries of all maps together, int16 each.
+MOST_MAP_ENTRIES = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -47,8 +37,10 @@ class Table:
         class_of: ``[V]`` int32, the class of each token; -1 for those that are in no text.
         next: ``[S, K]`` int32, the state behind a token of each class; DEAD if it is not allowed.
         accepts: ``[S]`` bool, the text may end here.
-        left: ``[S]`` int32, fewest tokens to a state that accepts; NEVER if there is none.
-        is_cut: states were left out.
+        left: ``[S]`` int32, fewest tokens to a state that accepts.
+        is_cut: texts that are nested deeper than ``levels`` were left out.
+        levels: recursive calls (in JSON: objects and lists) that the table holds, one inside the
+            other, counted from its start; -1 if nothing was left out.
     """
 
     class_of: np.ndarray
@@ -56,6 +48,7 @@ class Table:
     accepts: np.ndarray
     left: np.ndarray
     is_cut: bool
+    levels: int = -1
 
     @property
     def num_classes(self) -> int:
@@ -70,6 +63,30 @@ class Table:
                 return DEAD
             state = int(self.next[state, kind])
         return state
+
+    def to_bytes(self) -> bytes:
+        """For a file or another process: `from_bytes` reads it."""
+        about = np.array([VERSION, self.levels, self.is_cut])
+        small = [array.astype(np.int16) for array in (self.class_of, self.next)]
+        return pack([about, *small, self.accepts, self.left])
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> "Table":
+        """What `to_bytes` wrote. Raises ValueError for anything else."""
+        (version, levels, is_cut), class_of, following, accepts, left = unpack(packed, 5)
+        if version != VERSION:
+            raise ValueError(f"a table of version {version}; this is {VERSION}")
+        num_states, num_classes = following.shape
+        assert accepts.shape == left.shape == (num_states,), (accepts.shape, left.shape)
+        assert class_of.max(initial=-1) < num_classes and following.max(initial=-1) < num_states
+        wide = class_of.astype(np.int32), following.astype(np.int32)
+        return cls(*wide, accepts, left, bool(is_cut), int(levels))
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Memory of the arrays, and of those that are made of them when they are used."""
+        num_edges = int((self.next != DEAD).sum())
+        return 12 * len(self.class_of) + 4 * self.next.size + 24 * num_edges + 5 * len(self.left)
 
     @cached_property
     def edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -90,15 +107,30 @@ class Table:
 def build(
     automaton: Automaton,
     vocabulary: Vocabulary,
-    most_states: int = 4096,
+    most_states: int = MOST_STATES,
     seconds: float = 10.0,
     clock: Callable[[], float] = time.monotonic,
+    start: int | bytes = START,
 ) -> Table:
     """Explore an automaton by tokens.
 
+    Args:
+        start: where the table's texts begin: a state of the automaton, or a text that leads there.
+
     Raises:
-        Unsupported: it took longer than ``seconds``, or no text of kept states ends.
+        Unsupported: it took longer than ``seconds``, has too many states, or no text of kept states
+            ends.
+        ValueError: ``start`` is not the beginning of a text.
     """
+    check_time = time_limit(seconds, clock)
+    root = automaton.read(START, start) if isinstance(start, bytes) else start
+    if root == DEAD:
+        raise ValueError(f"no text of the grammar begins with {start!r}")
+    return by_tokens(nearest(automaton, root, most_states, check_time), vocabulary, check_time)
+
+
+def time_limit(seconds: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
+    """A function that raises Unsupported when it is called after the time."""
     deadline = clock() + seconds
 
     def check_time() -> None:
@@ -107,115 +139,100 @@ def build(
                 f"The grammar took more than {seconds:g} s to compile. Make it smaller."
             )
 
-    rows, is_cut = _explore_bytes(automaton, check_time)
-    walk, string_of = _spellings(rows, vocabulary)
-    # Breadth first over tokens; states of the table in the order in which they are found.
-    order, numbers = [START], {START: 0}
-    signature = np.zeros(walk.num_strings, dtype=np.uint64)
-    for state in order:
+    return check_time
+
+
+def by_tokens(
+    states: ByteTable, vocabulary: Vocabulary, check_time: Callable[[], None] = lambda: None
+) -> Table:
+    """The table over tokens of one over bytes.
+
+    Raises:
+        Unsupported: no text can be spelled, or the words do too many different things.
+    """
+    maps, map_of = _maps(states, vocabulary.trie, check_time)
+    map_of[~vocabulary.is_text] = NOWHERE
+    used, kind_of = np.unique(map_of, return_inverse=True)
+    following = np.stack([maps[each] for each in used], axis=1)  # [states, kinds]
+    # Only states that tokens lead to, and from which tokens lead to an end.
+    is_kept = _reached(following) & (steps_to_end(following, states.accepts) < NEVER)
+    if not is_kept[0]:
+        raise Unsupported("No text of the grammar can be spelled by the tokens. Make it wider.")
+    following, accepts = only(is_kept, following), states.accepts[is_kept]
+    columns: dict[bytes, int] = {bytes(2 * len(accepts) * b"\xff"): -1}  # DEAD everywhere
+    first: list[int] = []
+    class_of_kind = np.empty(len(used), dtype=np.int32)
+    for kind, column in enumerate(np.ascontiguousarray(following.T)):
+        known = columns.setdefault(column.tobytes(), len(first))
+        if known == len(first):
+            first.append(kind)
+        class_of_kind[kind] = known
+    following = following[:, first].astype(np.int32)
+    return Table(
+        class_of=class_of_kind[kind_of],
+        next=following,
+        accepts=accepts,
+        left=steps_to_end(following, accepts),
+        is_cut=states.levels >= 0,
+        levels=states.levels,
+    )
+
+
+IDENTITY, NOWHERE = 0, 1  # the first maps: of the empty word, and of a word that is never allowed
+
+
+def _maps(
+    states: ByteTable, trie: Trie, check_time: Callable[[], None]
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """(different maps, ``[states]`` int16 each; ``[V]``, the map of each word)."""
+    num_states, num_kinds = states.rows.shape
+    # A last row for DEAD, so that -1 as an index leads to DEAD again.
+    by_kind = np.full((num_kinds, num_states + 1), DEAD, dtype=np.int16)
+    by_kind[:, :-1] = states.rows.T
+    maps = [np.arange(num_states, dtype=np.int16), np.full(num_states, DEAD, dtype=np.int16)]
+    numbers = {each.tobytes(): number for number, each in enumerate(maps)}
+    behind: dict[int, int] = {}  # map * num_kinds + kind of byte -> map
+    map_of = np.full(trie.num_nodes, NOWHERE, dtype=np.int32)
+    map_of[0] = IDENTITY
+    first = 1
+    for parent, byte in trie.levels:
         check_time()
-        reached = walk.from_state(state)
-        with np.errstate(over="ignore"):
-            signature = (signature ^ (reached + 2).astype(np.uint64)) * HASH_FACTOR
-            signature ^= signature >> np.uint64(29)
-        for found in np.unique(reached).tolist():
-            if found != DEAD and found not in numbers:
-                if len(order) == most_states:
-                    is_cut = True
-                    continue
-                numbers[found] = len(order)
-                order.append(found)
-    _, first, class_of_string = np.unique(signature, return_index=True, return_inverse=True)
-    number_of = np.full(len(rows) + 1, DEAD, dtype=np.int32)  # the last one is for DEAD
-    number_of[order] = np.arange(len(order))
-    following = np.stack([number_of[walk.from_state(state)[first]] for state in order])
-    class_of = np.where(string_of >= 0, class_of_string[string_of], -1).astype(np.int32)
-    accepts = np.array([automaton.accepts(state) for state in order])
-    left = _tokens_left(following, accepts)
-    if left[0] == NEVER:
-        raise Unsupported("No text of the grammar is within the limit of states. Make it smaller.")
-    return Table(class_of, following, accepts, left, is_cut)
+        before = map_of[parent]
+        alive = np.flatnonzero(before != NOWHERE)
+        pair, which = np.unique(
+            before[alive].astype(np.int64) * num_kinds + states.class_of[byte[alive]],
+            return_inverse=True,
+        )
+        found = np.empty(len(pair), dtype=np.int32)
+        for index, key in enumerate(pair.tolist()):
+            if key not in behind:
+                if len(behind) % 64 == 0:
+                    check_time()
+                one = by_kind[key % num_kinds][maps[key // num_kinds]]
+                spelled = one.tobytes()
+                if spelled not in numbers:
+                    if len(maps) * num_states > MOST_MAP_ENTRIES:
+                        raise Unsupported(
+                            f"The grammar has {num_states} states, between which tokens lead in "
+                            f"more than {len(maps)} different ways. Make it smaller: shorter texts "
+                            "and lists."
+                        )
+                    numbers[spelled] = len(maps)
+                    maps.append(one)
+                behind[key] = numbers[spelled]
+            found[index] = behind[key]
+        map_of[first + alive] = found[which]
+        first += len(parent)
+    return maps, map_of[trie.end]
 
 
-def _explore_bytes(automaton: Automaton, check_time: Callable[[], None]) -> tuple[np.ndarray, bool]:
-    """(rows ``[states, 256]``, whether states were cut off), nearest states first."""
-    state = START
-    while state < min(len(automaton), MOST_BYTE_STATES):
-        automaton.row(state)
-        state += 1
-        if state % 64 == 0:
-            check_time()
-    rows = automaton.rows[:state].copy()
-    is_beyond = rows >= state
-    rows[is_beyond] = DEAD
-    return rows, bool(is_beyond.any())
-
-
-class _Spellings:
-    """Different strings of byte classes, as a tree; walked by all strings at once.
-
-    Args:
-        strings: each of them once.
-        rows: ``[states, byte classes]``, the state behind each.
-    """
-
-    def __init__(self, strings: Sequence[bytes], rows: np.ndarray) -> None:
-        self.num_strings = len(strings)
-        nodes: dict[bytes, int] = {b"": 0}
-        levels: list[list[tuple[int, int, int]]] = []  # (node, parent, byte class), by length
-        for string in strings:
-            for length in range(len(string), 0, -1):
-                prefix = string[:length]
-                if prefix in nodes:
-                    break
-                nodes[prefix] = len(nodes)
-        for prefix, node in nodes.items():
-            if prefix:
-                while len(levels) < len(prefix):
-                    levels.append([])
-                levels[len(prefix) - 1].append((node, nodes[prefix[:-1]], prefix[-1]))
-        self._levels = [np.array(level, dtype=np.int64).T for level in levels]
-        self._end = np.array([nodes[string] for string in strings], dtype=np.int64)
-        self._num_nodes = len(nodes)
-        # A last row and column for DEAD, so that -1 as an index leads to DEAD again.
-        self._rows = np.vstack([rows, np.full((1, rows.shape[1]), DEAD, dtype=rows.dtype)])
-
-    def from_state(self, state: int) -> np.ndarray:
-        """``[strings]`` int: the state behind each string."""
-        at = np.full(self._num_nodes, DEAD, dtype=np.int32)
-        at[0] = state
-        for node, parent, kind in self._levels:
-            before = at[parent]
-            alive = np.flatnonzero(before != DEAD)
-            if not len(alive):
-                break
-            at[node[alive]] = self._rows[before[alive], kind[alive]]
-        reached: np.ndarray = at[self._end]
-        return reached
-
-
-def _spellings(rows: np.ndarray, vocabulary: Vocabulary) -> tuple[_Spellings, np.ndarray]:
-    """Tokens spelled in classes of bytes that all states treat alike.
-
-    Returns:
-        The different spellings, and the number of each token's, ``[V]``; -1 for tokens in no text.
-    """
-    columns, byte_class = np.unique(rows, axis=1, return_inverse=True)
-    translation = bytes(byte_class.reshape(-1).astype(np.uint8).tolist())
-    numbers: dict[bytes, int] = {}
-    string_of = np.full(len(vocabulary.words), -1, dtype=np.int64)
-    for token in np.flatnonzero(vocabulary.is_text).tolist():
-        spelling = vocabulary.words[token].translate(translation)
-        string_of[token] = numbers.setdefault(spelling, len(numbers))
-    return _Spellings(list(numbers), columns), string_of
-
-
-def _tokens_left(following: np.ndarray, accepts: np.ndarray) -> np.ndarray:
-    """``[S]``: fewest tokens to a state that accepts, by relaxation."""
-    left = np.where(accepts, 0, NEVER).astype(np.int64)
-    while True:
-        behind = np.append(left, NEVER)[following].min(axis=1, initial=NEVER)  # DEAD is the last
-        better = np.minimum(left, behind + 1)
-        if (better == left).all():
-            return np.minimum(left, NEVER).astype(np.int32)
-        left = better
+def _reached(following: np.ndarray) -> np.ndarray:
+    """``[S]`` bool: states that some steps lead to from the first."""
+    is_reached = np.zeros(len(following) + 1, dtype=bool)
+    latest = np.array([0])
+    is_reached[[0, -1]] = True  # the last one is for DEAD
+    while len(latest):
+        targets = np.unique(following[latest])
+        latest = targets[~is_reached[targets]]
+        is_reached[latest] = True
+    return is_reached[:-1]

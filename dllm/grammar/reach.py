@@ -1,0 +1,155 @@
+"""The states of an automaton that a table holds: all, or those of so many levels of nesting.
+
+A grammar without recursion has a limited number of states; if they are too many it is refused,
+because a part of them would be an arbitrary part of its texts. Recursion has no end of states.
+There the states are taken level by level: first those that no further recursive call leads to, then
+those behind one, and so on, as long as all states of a level fit. Every text of the kept states is
+a text of the grammar: one that is nested less deeply.
+
+The level of a state counts from the state where the table starts. So a table that starts deep
+inside a text holds the way out of there, and again some levels inwards.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dllm.grammar.automaton import DEAD, START, Automaton, Unsupported
+from dllm.grammar.packing import pack, unpack
+
+NEVER = 1 << 30  # steps to the end of the text from a state that has none
+
+
+@dataclass(frozen=True)
+class ByteTable:
+    """States over bytes; S of them, numbered from 0, the start. A text leads on from each.
+
+    Attributes:
+        rows: ``[S, B]`` int16, the state behind each class of bytes; DEAD if it is not allowed.
+        class_of: ``[256]`` uint8, the class of each byte: bytes that all states treat alike.
+        accepts: ``[S]`` bool, the text may end here.
+        levels: recursive calls, one inside the other, up to which all texts are kept; -1 for all.
+    """
+
+    rows: np.ndarray
+    class_of: np.ndarray
+    accepts: np.ndarray
+    levels: int
+
+    def to_bytes(self) -> bytes:
+        """For another process: `from_bytes` reads it."""
+        return pack([self.rows, self.class_of, self.accepts, np.array(self.levels)])
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> "ByteTable":
+        """What `to_bytes` wrote."""
+        rows, class_of, accepts, levels = unpack(packed, 4)
+        return cls(rows, class_of, accepts, int(levels))
+
+
+def nearest(
+    automaton: Automaton,
+    start: int,
+    most_states: int,
+    check_time: Callable[[], None] = lambda: None,
+) -> ByteTable:
+    """The states that texts lead to from ``start``.
+
+    Args:
+        most_states: up to 32,767.
+        check_time: called now and then; may raise.
+
+    Raises:
+        Unsupported: more states than ``most_states`` without recursion, or at the beginning of a
+            text with one level of it; no text ends within the kept levels.
+    """
+    states, levels = _by_level(automaton, start, most_states, check_time)
+    number = np.full(len(automaton) + 1, DEAD, dtype=np.int16)  # the last one is for DEAD
+    number[states] = np.arange(len(states))
+    rows = number[automaton.rows[states]]
+    accepts = np.array([automaton.accepts(state) for state in states])
+    # What leads only to states that were left out is left out too.
+    has_end = steps_to_end(rows, accepts) < NEVER
+    if not has_end[0]:
+        raise Unsupported(
+            f"No text of the grammar is within the limit of {most_states} states. Make it smaller: "
+            "fewer parts, less nesting."
+        )
+    rows, accepts = only(has_end, rows), accepts[has_end]
+    columns: dict[bytes, int] = {}
+    by_byte = np.ascontiguousarray(rows.T)
+    class_of = np.array([columns.setdefault(row.tobytes(), len(columns)) for row in by_byte])
+    first = np.unique(class_of, return_index=True)[1]
+    return ByteTable(rows[:, first], class_of.astype(np.uint8), accepts, levels)
+
+
+def _by_level(
+    automaton: Automaton, start: int, most_states: int, check_time: Callable[[], None]
+) -> tuple[list[int], int]:
+    """(states in the order of level and distance, last level that is whole, or -1 for all)."""
+    waiting: dict[int, list[int]] = {0: [start]}  # by open calls more than at the start
+    kept: list[int] = []
+    seen: set[int] = set()
+    num_levels = 0
+    while waiting:
+        calls = min(waiting)
+        todo = deque(state for state in dict.fromkeys(waiting.pop(calls)) if state not in seen)
+        seen.update(todo)
+        found = list(todo)
+        while todo:
+            if len(seen) > most_states:
+                # The way out of where it starts, and at the beginning of a text a level inwards.
+                if num_levels < (2 if start == START else 1):
+                    raise Unsupported(
+                        f"The grammar is over the limit of states, {most_states}. Make it smaller: "
+                        "fewer optional parts and choices, shorter lists and texts, less nesting."
+                    )
+                return kept, num_levels - 1
+            if len(seen) % 64 == 0:
+                check_time()
+            state = todo.popleft()
+            depth = automaton.level(state)
+            for target in np.unique(automaton.row(state)).tolist():
+                if target == DEAD or target in seen:
+                    continue
+                deeper = automaton.level(target) - depth
+                if deeper > 0:
+                    waiting.setdefault(calls + deeper, []).append(target)
+                else:
+                    seen.add(target)
+                    found.append(target)
+                    todo.append(target)
+        kept += found
+        num_levels += bool(found)
+    return kept, -1
+
+
+def steps_to_end(following: np.ndarray, accepts: np.ndarray) -> np.ndarray:
+    """``[S]`` int32: fewest steps to a state that accepts, NEVER if there is no way.
+
+    Args:
+        following: ``[S, K]``, the state behind each kind of step, or DEAD.
+    """
+    num_states = len(accepts)
+    # [target, state]; the last row is for DEAD.
+    leads_to = np.zeros((num_states + 1, num_states), dtype=bool)
+    for kind in range(following.shape[1]):
+        leads_to[following[:, kind], np.arange(num_states)] = True
+    steps = np.where(accepts, 0, NEVER).astype(np.int32)
+    reached = np.flatnonzero(accepts)
+    distance = 0
+    while len(reached):
+        distance += 1
+        is_new = leads_to[reached].any(axis=0) & (steps == NEVER)
+        steps[is_new] = distance
+        reached = np.flatnonzero(is_new)
+    return steps
+
+
+def only(is_kept: np.ndarray, following: np.ndarray) -> np.ndarray:
+    """The kept states' rows of ``following``, numbered anew; DEAD in the place of the others."""
+    number = np.full(len(is_kept) + 1, DEAD, dtype=following.dtype)  # the last one is for DEAD
+    number[:-1][is_kept] = np.arange(is_kept.sum())
+    return number[following[is_kept]]

@@ -1,0 +1,77 @@
+"""What the tokens of a tokenizer stand for, and the tree of all their beginnings."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Trie:
+    """The different beginnings of words; node 0 is the empty one.
+
+    Attributes:
+        levels: for each length from 1 on (parents, bytes): a node for each, numbered on from those
+            of the shorter length.
+        end: ``[V]`` int32, the node of each word; 0 for an empty one.
+        num_nodes: in total.
+    """
+
+    levels: tuple[tuple[np.ndarray, np.ndarray], ...]
+    end: np.ndarray
+    num_nodes: int
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What each token stands for. Make one for a tokenizer, and share it: its tree is kept.
+
+    Attributes:
+        words: the bytes of every token id; empty for special tokens, which are never in a text.
+        stops: ids that end a text.
+    """
+
+    words: Sequence[bytes]
+    stops: tuple[int, ...]
+
+    @cached_property
+    def is_text(self) -> np.ndarray:
+        """``[V]`` bool: tokens that may be in a text."""
+        found = np.array([bool(word) for word in self.words])
+        found[list(self.stops)] = False
+        return found
+
+    @cached_property
+    def digest(self) -> str:
+        """Differs for different vocabularies (SHA-256)."""
+        lengths = np.array([len(word) for word in self.words], dtype=np.int64)
+        whole = hashlib.sha256(lengths.tobytes())
+        whole.update(np.array(self.stops, dtype=np.int64).tobytes())
+        whole.update(b"".join(self.words))
+        return whole.hexdigest()
+
+    @cached_property
+    def trie(self) -> Trie:
+        """Of all words: 0.3 s and 5 MB for 262,144."""
+        lengths = np.array([len(word) for word in self.words])
+        first = np.cumsum(lengths) - lengths
+        letters = np.frombuffer(b"".join(self.words), dtype=np.uint8)
+        end = np.zeros(len(self.words), dtype=np.int32)
+        # Words in order of the alphabet, so that those with one beginning are side by side.
+        words = np.array(sorted(range(len(self.words)), key=self.words.__getitem__), dtype=np.int64)
+        at = np.zeros(len(words), dtype=np.int64)  # the node of each one's beginning so far
+        levels, num_nodes = [], 1
+        for length in range(int(lengths.max(initial=0))):
+            is_longer = lengths[words] > length
+            words, at = words[is_longer], at[is_longer]
+            letter = letters[first[words] + length]
+            is_new = np.ones(len(words), dtype=bool)
+            is_new[1:] = (letter[1:] != letter[:-1]) | (at[1:] != at[:-1])
+            levels.append((at[is_new].astype(np.int32), letter[is_new]))
+            at = np.cumsum(is_new) - 1 + num_nodes
+            num_nodes += len(levels[-1][0])
+            is_end = lengths[words] == length + 1
+            end[words[is_end]] = at[is_end]
+        return Trie(tuple(levels), end, num_nodes)

@@ -1,0 +1,151 @@
+"""A table holds what its automaton holds, cut only by levels of recursion, and survives packing."""
+
+import random
+
+import numpy as np
+import pytest
+
+from dllm.grammar import table as tables
+from dllm.grammar.automaton import DEAD, START, Unsupported
+from dllm.grammar.reach import NEVER
+from dllm.grammar.table import Table, Vocabulary, build
+from tests.support.grammars import GRAMMARS, VOCABULARY, WORDS, automaton, table
+
+WHOLE = [name for name in GRAMMARS if name not in ("nested", "list", "anything")]
+
+
+def assert_same(one: Table, other: Table) -> None:
+    for name in ("class_of", "next", "accepts", "left"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert (one.is_cut, one.levels) == (other.is_cut, other.levels)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_it_allows_the_tokens_that_the_automaton_allows(name):
+    made, _ = automaton(*GRAMMARS[name])
+    found = build(made, VOCABULARY, most_states=300)
+    rng = random.Random(0)
+    checked = 0
+    for _ in range(200):
+        state, here = START, 0
+        for _ in range(rng.randint(0, 12)):
+            allowed = np.flatnonzero(np.append(found.next[here] != DEAD, False)[found.class_of])
+            if not len(allowed):
+                break
+            token = int(rng.choice(allowed.tolist()))
+            state, here = made.read(state, WORDS[token]), found.read(here, [token])
+            assert state != DEAD and made.accepts(state) == found.accepts[here]
+        for token in range(len(WORDS)):
+            is_allowed = found.read(here, [token]) != DEAD
+            should = VOCABULARY.is_text[token] and made.read(state, WORDS[token]) != DEAD
+            assert is_allowed == should or (found.is_cut and should)
+            checked += is_allowed
+    assert checked > (0 if name == "choice" else 100)
+    assert found.is_cut == (name not in WHOLE)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_every_state_leads_to_an_end(name):
+    found, _ = table(*GRAMMARS[name], most_states=300)
+    assert (found.left < NEVER).all()
+    for state in range(len(found.left)):
+        behind = found.left[found.next[state][found.next[state] != DEAD]]
+        expected = 0 if found.accepts[state] else behind.min() + 1
+        assert found.left[state] == expected
+
+
+def test_spellings_do_not_matter():
+    """Every way to cut a text into tokens leads to one state."""
+    found, _ = table(*GRAMMARS["words"])
+    words = {word: token for token, word in enumerate(WORDS)}
+    a, b, ab, ba = (words[word] for word in (b"a", b"b", b"ab", b"ba"))
+    assert found.read(0, [a, b, a, b]) == found.read(0, [ab, ab]) == found.read(0, [a, ba, b])
+
+
+def test_levels_are_taken_whole():
+    for most_states in (150, 300, 1000):
+        made, _ = automaton(*GRAMMARS["anything"])
+        found = build(made, VOCABULARY, most_states=most_states)
+        assert found.is_cut and found.levels >= 1 and len(found.left) <= most_states
+        deep = ['{"a": ' * n + "1" + "}" * n for n in range(1, 9)]
+        mixed = ['{"a": [' * n + "1" + "]}" * n for n in range(1, 5)]
+        for texts, step in ((deep, 1), (mixed, 2)):
+            for number, text in enumerate(texts):
+                tokens = [WORDS.index(bytes([byte])) for byte in text.encode()]
+                state = found.read(0, tokens)
+                assert (state != DEAD) == ((number + 1) * step <= found.levels), text
+
+
+def test_a_table_may_start_deep_inside_a_text():
+    made, _ = automaton(*GRAMMARS["anything"])
+    prefix = b'{"a": ' * 30
+    found = build(made, VOCABULARY, most_states=4096, start=prefix)
+    closing = [WORDS.index(b"}")] * 30
+
+    def read(text: bytes, then: list[int]) -> int:
+        return found.read(0, [WORDS.index(bytes([byte])) for byte in text] + then)
+
+    assert found.accepts[read(b"1", closing)]
+    assert found.accepts[read(b'{"b": 1}', closing)]
+    assert read(b"1", [*closing, closing[0]]) == DEAD
+    assert found.left[0] <= 31
+    with pytest.raises(ValueError, match="begins with"):
+        build(made, VOCABULARY, start=b"[")
+
+
+def test_states_without_recursion_are_not_cut():
+    for text in ("[a-z]{400}", "(a|b)*a(a|b){9}"):
+        with pytest.raises(Unsupported, match="limit of states, 300"):
+            table("regex", text, most_states=300)
+
+
+def test_too_many_different_maps_are_refused(monkeypatch):
+    monkeypatch.setattr(tables, "MOST_MAP_ENTRIES", 1000)
+    with pytest.raises(Unsupported, match="different ways"):
+        table(*GRAMMARS["person"])
+
+
+def test_a_grammar_that_no_token_spells_is_refused():
+    made, _ = automaton("regex", "[xy]+")
+    with pytest.raises(Unsupported, match="spelled"):
+        build(made, Vocabulary((b"a", b"b", b""), (2,)))
+
+
+def test_special_and_stop_tokens_are_in_no_text():
+    found, _ = table("regex", "[^x]*")
+    allowed = found.class_of >= 0
+    np.testing.assert_array_equal(allowed & ~VOCABULARY.is_text, False)
+
+
+@pytest.mark.parametrize("name", ["person", "anything", "words"])
+def test_bytes_and_back(name):
+    found, _ = table(*GRAMMARS[name], most_states=300)
+    assert_same(Table.from_bytes(found.to_bytes()), found)
+
+
+def test_damaged_bytes_are_noticed():
+    packed = table(*GRAMMARS["person"])[0].to_bytes()
+    for damaged in (b"", packed[:-5], packed[:40] + b"?" + packed[41:], b"x" + packed):
+        with pytest.raises(ValueError):
+            Table.from_bytes(damaged)
+
+
+def test_vocabularies_differ_by_any_word_or_stop():
+    digests = {
+        Vocabulary(words, stops).digest
+        for words in ((b"ab", b"c"), (b"a", b"bc"), (b"a", b"b"), (b"a", b"b", b""))
+        for stops in ((0,), (1,))
+    }
+    assert len(digests) == 8
+
+
+def test_the_trie_holds_every_word_once():
+    trie = VOCABULARY.trie
+    spelled = [b""]
+    for parents, letters in trie.levels:
+        spelled += [
+            spelled[parent] + bytes([letter])
+            for parent, letter in zip(parents.tolist(), letters.tolist(), strict=True)
+        ]
+    assert len(set(spelled)) == len(spelled) == trie.num_nodes
+    assert [spelled[node] for node in trie.end.tolist()] == list(WORDS)
