@@ -32,7 +32,6 @@ from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
 from dllm.settings.denoising import DenoiseSettings
 
-
 FREE = -1  # in the place of a token: the family chooses it
 
 
@@ -53,8 +52,8 @@ class Canvases(NamedTuple):
         steps_done: ``[R]`` int64, how many denoise steps the canvas has taken.
         argmax_canvas: ``[R, C]`` int64, the most likely tokens of the step before. They would have
             been emitted if the canvas had converged then.
-        chosen: ``[N]`` int64, the token that a grammar has chosen for a row, which counts as its most
-            likely token; FREE in the others.
+        chosen: ``[N]`` int64, the token that a grammar has chosen for a row, which counts as its
+            most likely token; FREE in the others.
         is_greedy: ``[R]`` bool, the most likely token is taken instead of a sample.
         is_stop: ``[slots, V]`` bool, tokens that end the request. What follows the first of them is
             never emitted and need not converge. Indexed by slot (``CanvasRows.slots``) instead of

@@ -36,7 +36,7 @@ class CanvasScheduler(Scheduler):
         self._overlaps_first_step = options.first_step == "overlapped"
         self._prompt_logprobs = PendingPromptLogprobs()
         self._num_passes = 1  # of the visit whose output is being counted
-        self.structured_output_manager = EmittedBlocks(self.structured_output_manager)
+        self.structured_output_manager: Any = EmittedBlocks(self.structured_output_manager)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> None:
         """Nothing: the worker masks canvases itself (``engine.grammars``)."""

@@ -94,9 +94,7 @@ class CanvasState:
             self.is_pinned[slot] = False
             self.is_pinned[slot, list(options.pinned)] = True
 
-    def canvases(
-        self, slots: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor
-    ) -> Canvases:
+    def canvases(self, slots: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor) -> Canvases:
         """The state of the canvases in ``slots`` ``[R]``.
 
         Args:

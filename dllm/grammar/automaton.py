@@ -29,7 +29,7 @@ MOST_FORCED_CALLS = 16
 MERGING_ROUNDS = 4  # each finds what the one before made equal
 CONTROL = 32  # bytes below are control characters
 JSON_SPACES = (9, 10, 13)
-IN_STRINGS = range(ord('"') - 1, ord('"'))  # characters up to the one before the quote
+IN_STRINGS = {(0, 9), (11, 12)}  # what xgrammar lets into strings of a bounded length, by mistake
 
 
 class Unsupported(ValueError):
@@ -81,7 +81,10 @@ class Automaton:
         if is_json:
             self._edges = [_without_controls(edges) for edges in self._edges]
         elif is_tag:
-            self._edges = [_without_controls(edges, IN_STRINGS) for edges in self._edges]
+            self._edges = [
+                _without_controls(edges) if _are_in_string(edges) else edges
+                for edges in self._edges
+            ]
         _remove_surrogates(self._edges)
         extra = fsm["edge_aux_data"]
         self._repeats = {
@@ -406,16 +409,17 @@ def _remove_surrogates(edges: list[list[Any]]) -> None:
             state += [part for part in parts if part[0] <= part[1]]
 
 
-def _without_controls(edges: list[Any], only: range = range(256)) -> list[Any]:
-    """The edges without raw control characters, except for single spaces between JSON's tokens.
+def _are_in_string(edges: list[Any]) -> bool:
+    """Whether the edges are those of a JSON string of bounded length."""
+    return {(low, high) for low, high, _ in edges} >= IN_STRINGS
 
-    Args:
-        only: the last bytes of ranges that are changed.
-    """
+
+def _without_controls(edges: list[Any]) -> list[Any]:
+    """The edges without raw control characters, except for single spaces between JSON's tokens."""
     kept = []
     for low, high, target in edges:
         is_space = (low == high and low in JSON_SPACES) or (low, high) == (9, 10)
-        if low < 0 or low >= CONTROL or is_space or high not in only:
+        if low < 0 or low >= CONTROL or is_space:
             kept.append([low, high, target])
         elif high >= CONTROL:
             kept.append([CONTROL, high, target])

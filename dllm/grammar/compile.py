@@ -10,13 +10,14 @@ import json
 import threading
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from dllm.grammar.automaton import Unsupported
 from dllm.grammar.cache import Files, Recent
 from dllm.grammar.children import Children, TooSlow
-from dllm.grammar.table import MOST_STATES, VERSION, Table, by_tokens, time_limit
+from dllm.grammar.table import MOST_STATES, Table, by_tokens, time_limit
 from dllm.grammar.vocabulary import Vocabulary
 
 MOST_TEXT = 1 << 18  # bytes of a schema, regular expression or grammar
@@ -77,9 +78,8 @@ class Compiler:
         self._refusals: dict[str, str] = {}
         self._running: dict[str, Future[Table]] = {}
         self._lock = threading.Lock()
-        self._made_with = [
-            importlib.metadata.version("xgrammar"), VERSION, vocabulary.digest, most_states
-        ]  # fmt: skip
+        versions = importlib.metadata.version("xgrammar"), _own_digest()
+        self._made_with = [*versions, vocabulary.digest, most_states]
 
     def start(self) -> None:
         """Do ahead what the first grammar would wait for."""
@@ -142,3 +142,10 @@ class Compiler:
         if self._files:
             self._files.put(key, table)
         return table
+
+
+@cache
+def _own_digest() -> str:
+    """Of this package's source: a table that another version of it has made is not used."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

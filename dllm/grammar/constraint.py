@@ -39,14 +39,19 @@ class Constraint:
     table: Table
     thoughts: Thoughts | None = None
 
-    def to_bytes(self) -> bytes:
-        """As it is sent; ``from_bytes`` is the inverse."""
-        thoughts = self.thoughts and [self.thoughts.end, self.thoughts.forbidden]
-        return json.dumps(thoughts).encode() + b"\n" + self.table.to_bytes()
+    @staticmethod
+    def shipped(table: bytes, thoughts: Thoughts | None) -> bytes:
+        """A constraint as it is sent; ``from_bytes`` is the inverse.
+
+        Args:
+            table: from ``Table.to_bytes``.
+        """
+        header = thoughts and [thoughts.end, thoughts.forbidden]
+        return json.dumps(header).encode() + b"\n" + table
 
     @classmethod
     def from_bytes(cls, shipped: bytes) -> "Constraint":
-        """The inverse of ``to_bytes``."""
+        """The inverse of ``shipped``."""
         header, _, packed = shipped.partition(b"\n")
         found = json.loads(header)
         thoughts = found and Thoughts(found[0], tuple(found[1]))

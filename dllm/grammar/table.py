@@ -10,8 +10,8 @@ once for all words that share it, along the tree of the beginnings of all words.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,7 @@ from dllm.grammar.vocabulary import Trie, Vocabulary
 __all__ = ["NEVER", "Table", "Vocabulary", "build", "by_tokens"]
 
 MOST_STATES = 4096
-VERSION = 1  # of the arrays in a file; another one when they, or what makes them, change
+VERSION = 1  # of the arrays as bytes
 # Entries of all maps together, int16 each.
 MOST_MAP_ENTRIES = 1 << 27
 
@@ -63,6 +63,27 @@ class Table:
                 return DEAD
             state = int(self.next[state, kind])
         return state
+
+    def without(self, tokens: Collection[int]) -> "Table":
+        """The texts in which these tokens do not come.
+
+        Raises:
+            Unsupported: there is none.
+        """
+        removed = [token for token in tokens if self.class_of[token] >= 0]
+        if not removed:
+            return self
+        class_of = self.class_of.copy()
+        class_of[removed] = -1
+        following = self.next.copy()
+        following[:, np.bincount(class_of[class_of >= 0], minlength=self.num_classes) == 0] = DEAD
+        left = steps_to_end(following, self.accepts)
+        if left[START] == NEVER:
+            raise Unsupported(
+                "The grammar has no text without the tokens that end the request (stop_token_ids) "
+                "and special tokens. Leave some of the stop_token_ids out."
+            )
+        return replace(self, class_of=class_of, next=following, left=left)
 
     def to_bytes(self) -> bytes:
         """For a file or another process: `from_bytes` reads it."""

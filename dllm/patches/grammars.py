@@ -15,12 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import AsyncGeneratorType
 from typing import Any
 
 from dllm.grammar.automaton import Unsupported
-from dllm.grammar.compile import Compiler
+from dllm.grammar.compile import Spec
 from dllm.grammar.constraint import Constraint, Thoughts
+from dllm.grammar.tokenizer import TokenizerGrammars
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
 from dllm.settings.request import refuse
@@ -29,6 +31,7 @@ from dllm.settings.structured import (
     refuse_beside_structured_outputs,
     with_grammar,
 )
+
 
 def serve_structured_outputs() -> None:
     """Admit structured outputs and ship their tables, for our architectures."""
@@ -89,6 +92,7 @@ def _compile_before_the_engine() -> None:
         self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if _needs_table(self, params):
+            self.input_processor._validate_params(params, ("generate",))
             params = with_grammar(params, _compiled(self, params, prompt))
         return add(self, request_id, prompt, params, *args, **kwargs)
 
@@ -168,36 +172,45 @@ def _compiled(
     Raises:
         VLLMValidationError: it is refused; the client gets HTTP 400.
     """
-    from vllm.v1.structured_output.request import get_structured_output_key
-
     processor = engine.input_processor
     params = with_resolved_ids(processor, params)
-    kind, text = get_structured_output_key(params.structured_outputs)
     config = processor.structured_outputs_config
     try:
-        table = _compiler_of(processor).table(
-            kind.name.lower(),
-            text,
-            stops=tuple(sorted(params.all_stop_token_ids)),
-            any_whitespace=not config.disable_any_whitespace,
-        )
+        spec = _spec(params.structured_outputs, config.disable_any_whitespace)
+        table = _grammars_of(processor).packed(spec, params.all_stop_token_ids)
     except Unsupported as reason:
         refuse("structured_outputs", str(reason))
-    thoughts = _thoughts(processor, config, prompt, reasoning_ended)
-    return Constraint(table, thoughts).to_bytes()
+    return Constraint.shipped(table, _thoughts(processor, config, prompt, reasoning_ended))
 
 
-def _compiler_of(processor: Any) -> Compiler:
+def _spec(asked: Any, is_compact: bool) -> Spec:
+    """A grammar as vLLM's xgrammar backend reads it. Choices are a grammar already."""
+    from vllm.v1.structured_output.request import get_structured_output_key
+    from vllm.v1.structured_output.utils import grammar_is_likely_lark
+
+    option, text = get_structured_output_key(asked)
+    kind = option.name.lower()
+    if kind == "json_object":
+        kind, text = "json", '{"type": "object"}'
+    elif kind == "grammar" and grammar_is_likely_lark(text):
+        kind = "lark"
+    return Spec(kind, text, not is_compact, (",", ":") if is_compact else None)
+
+
+_grammars: weakref.WeakKeyDictionary[Any, TokenizerGrammars] = weakref.WeakKeyDictionary()
+
+
+def _grammars_of(processor: Any) -> TokenizerGrammars:
     """One for each engine: it keeps what it has compiled."""
-    if processor not in _compilers:
+    from vllm import envs
+
+    if processor not in _grammars:
         if processor.tokenizer is None:
             refuse("structured_outputs", "Structured outputs need a tokenizer. Serve with one.")
+        folder = Path(envs.VLLM_CACHE_ROOT) / "dllm" / "grammars"
         vocab_size = processor.model_config.get_vocab_size()
-        _compilers[processor] = Compiler.of_tokenizer(processor.tokenizer, vocab_size)
-    return _compilers[processor]
-
-
-_compilers: weakref.WeakKeyDictionary[Any, Compiler] = weakref.WeakKeyDictionary()
+        _grammars[processor] = TokenizerGrammars(processor.tokenizer, vocab_size, folder)
+    return _grammars[processor]
 
 
 def _thoughts(

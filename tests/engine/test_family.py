@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases, Column, Denoised, Family
+from dllm.engine.family import FREE, Canvases, Column, Denoised, Family
 from dllm.engine.sampler import denoise_rows
 from dllm.engine.state import CanvasState
 from dllm.models.gemma import step as gemma
@@ -122,7 +122,8 @@ def test_it_denoises_two_requests_to_the_end(state):
     rows = CanvasRows.whole(torch.tensor([5, 5]), CANVAS)._replace(slots=torch.tensor([0, 2]))
     canvas = Masked().fresh_canvas(torch.zeros(2), torch.zeros(2))
     logits = logits_of([9.0, 0.5, 9.0, 0.5] * 2)
-    first = denoise_rows(logits, canvas.flatten(), rows, state, Masked(), None)
+    free = torch.full((canvas.numel(),), FREE)
+    first = denoise_rows(logits, canvas.flatten(), free, rows, state, Masked(), None)
     assert first.step.converged.tolist() == [False, True]
     assert first.next_canvas[0].tolist() == [0, MASK, 2, MASK]
     assert first.next_canvas[1].tolist() == [MASK] * CANVAS  # the canvas behind the emitted one
@@ -130,7 +131,7 @@ def test_it_denoises_two_requests_to_the_end(state):
     assert first.step.steps_done.tolist() == [1, 0]
     assert first.step.carried["last_kept"].tolist() == [[1, 0, 1, 0], [0] * CANVAS]
     sure = logits_of([9.0] * 8)
-    second = denoise_rows(sure, first.next_canvas.flatten(), rows, state, Masked(), None)
+    second = denoise_rows(sure, first.next_canvas.flatten(), free, rows, state, Masked(), None)
     assert second.step.converged.tolist() == [True, True]
     assert second.step.argmax_canvas[0].tolist() == [0, 1, 2, 3]
 

@@ -57,9 +57,7 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "choice": ({"choice": ["yes", "no", "perhaps"]}, {"yes", "no", "perhaps"}.__contains__),
     "grammar": (
         {"grammar": 'root ::= "(" root ")" | [0-9]+'},
-        lambda text: (
-            re.fullmatch(r"\(*[0-9]+\)*", text) and text.count("(") == text.count(")")
-        ),
+        lambda text: re.fullmatch(r"\(*[0-9]+\)*", text) and text.count("(") == text.count(")"),
     ),
     "structural_tag": (
         {"structural_tag": json.dumps(TAG)},
@@ -70,9 +68,7 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
 
 def params(kind: str | None, max_tokens: int = 4 * CANVAS, seed: int = 1, **options) -> Any:
     asked = StructuredOutputsParams(**KINDS[kind][0]) if kind else None
-    return SamplingParams(
-        max_tokens=max_tokens, seed=seed, structured_outputs=asked, **options
-    )
+    return SamplingParams(max_tokens=max_tokens, seed=seed, structured_outputs=asked, **options)
 
 
 def text_of(engine, answer: Any) -> str:
@@ -84,7 +80,8 @@ def shipped(engine, sampling: SamplingParams, **options) -> bytes:
     """The table that a request would ship."""
     from dllm.patches.grammars import _compiled
 
-    return _compiled(engine.llm.llm_engine, sampling, prompt=[], **options)
+    engine.llm.llm_engine.input_processor._validate_params(sampling, ("generate",))
+    return _compiled(engine.llm.llm_engine, sampling, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,9 +208,7 @@ def test_vllms_own_matcher_checks_every_block(engine, monkeypatch):
 def test_both_ways_through_a_canvas_are_taken(engine, monkeypatch):
     """Noise is searched; a canvas that the model writes right is only read."""
     search, searched = Canvas._search, []
-    monkeypatch.setattr(
-        Canvas, "_search", lambda *args: (searched.append(1), search(*args))[1]
-    )
+    monkeypatch.setattr(Canvas, "_search", lambda *args: (searched.append(1), search(*args))[1])
     engine.outputs([prompt(10)], params("json"))
     assert searched
     searched.clear()

@@ -11,6 +11,7 @@ from vllm import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.family import FREE
 from dllm.engine.sampler import StepResult, denoise_rows
 from dllm.engine.state import CanvasState
 from dllm.models.gemma.settings import GemmaSettings
@@ -53,7 +54,7 @@ def step(steps_done: int = 0, entropy_bound: float = 1e5, **options) -> StepResu
     )
     logits = LOGITS.expand(num_rows, VOCAB).contiguous()
     ids = torch.zeros(num_rows, dtype=torch.int32)
-    return denoise_rows(logits, ids, rows, canvases, gemma, filters)
+    return denoise_rows(logits, ids, torch.full_like(ids, FREE), rows, canvases, gemma, filters)
 
 
 def distribution(
