@@ -21,6 +21,7 @@ from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.roofline import floors
 from bench.sampling_step import sampling_step
+from bench.structured import structured
 from bench.tables import answers, headline, markdown, serving, settings
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -66,6 +67,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "step-time": lambda results: step_time(results / "profile_cpu.csv"),
     "answers": answers,
     "recovery": recovery,
+    "structured": structured,
     "sampling-step": sampling_step,
     "drafting": drafting,
     "floors": floors,

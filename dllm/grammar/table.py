@@ -75,8 +75,8 @@ class Table:
             return self
         class_of = self.class_of.copy()
         class_of[removed] = -1
-        following = self.next.copy()
-        following[:, np.bincount(class_of[class_of >= 0], minlength=self.num_classes) == 0] = DEAD
+        used, class_of[class_of >= 0] = np.unique(class_of[class_of >= 0], return_inverse=True)
+        following = self.next[:, used]
         left = steps_to_end(following, self.accepts)
         if left[START] == NEVER:
             raise Unsupported(

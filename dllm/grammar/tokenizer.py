@@ -6,8 +6,9 @@ those around a tool call; where a tag does, the token may stand for its name.
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Collection
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,26 @@ class TokenizerGrammars:
         self._children = Children()
         self._lock = threading.Lock()
 
-        self._packed = lru_cache(KEPT_PACKED)(self._pack)
+        self._packed: OrderedDict[tuple[Spec, frozenset[int]], bytes] = OrderedDict()
+
+    def known(self, spec: Spec, stops: Collection[int]) -> bytes | None:
+        """What ``packed`` has returned for these arguments, if it is still kept; at once."""
+        key = spec, frozenset(stops)
+        with self._lock:
+            if key in self._packed:
+                self._packed.move_to_end(key)
+            return self._packed.get(key)
 
     def packed(self, spec: Spec, stops: Collection[int]) -> bytes:
         """``table`` as bytes (``Table.to_bytes``)."""
-        return self._packed(spec, frozenset(stops))
-
-    def _pack(self, spec: Spec, stops: frozenset[int]) -> bytes:
-        return self.table(spec, stops).to_bytes()
+        if packed := self.known(spec, stops):
+            return packed
+        packed = self.table(spec, stops).to_bytes()
+        with self._lock:
+            self._packed[spec, frozenset(stops)] = packed
+            if len(self._packed) > KEPT_PACKED:
+                self._packed.popitem(last=False)
+        return packed
 
     def table(self, spec: Spec, stops: Collection[int]) -> Table:
         """The table of a grammar, in whose texts the tokens ``stops`` do not come.

@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import AsyncGeneratorType
 from typing import Any
 
 from dllm.grammar.automaton import Unsupported
+from dllm.grammar.children import MOST_CHILDREN
 from dllm.grammar.compile import Spec
 from dllm.grammar.constraint import Constraint, Thoughts
 from dllm.grammar.tokenizer import TokenizerGrammars
@@ -84,7 +85,7 @@ def _compile_before_the_engine() -> None:
     ) -> Any:
         if _needs_table(self, params):
             ended = kwargs.get("reasoning_ended")
-            shipped = await _compiled_in_a_thread(self, params, prompt, ended)
+            shipped = await _shipped(self, params, prompt, ended)
             params = with_grammar(params, shipped)
         return await add_async(self, request_id, prompt, params, *args, **kwargs)
 
@@ -93,7 +94,7 @@ def _compile_before_the_engine() -> None:
     ) -> Any:
         if _needs_table(self, params):
             self.input_processor._validate_params(params, ("generate",))
-            params = with_grammar(params, _compiled(self, params, prompt))
+            params = with_grammar(params, _Asked.of(self, params).shipped(prompt, None))
         return add(self, request_id, prompt, params, *args, **kwargs)
 
     AsyncLLM.add_request = async_add_request  # type: ignore[method-assign]
@@ -119,7 +120,7 @@ def _compile_before_the_stream_starts() -> None:
     def noted_generate(self: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         asked = _asked.get()
         if asked is not None and _needs_table(self, params):
-            asked.append(lambda: _compiled_in_a_thread(self, params, prompt))
+            asked.append(lambda: _shipped(self, params, prompt, True))
         return generate(self, prompt, params, *args, **kwargs)
 
     AsyncLLM.generate = noted_generate  # type: ignore[method-assign]
@@ -155,32 +156,54 @@ def _needs_table(engine: Any, params: Any) -> bool:
     return is_ours and isinstance(params, SamplingParams) and has_structured_outputs(params)
 
 
-async def _compiled_in_a_thread(*args: Any) -> bytes:
-    return await asyncio.get_running_loop().run_in_executor(_threads(), _compiled, *args)
+async def _shipped(engine: Any, params: Any, prompt: Any, reasoning_ended: bool | None) -> bytes:
+    """The request's grammar, as the worker gets it; other requests go on meanwhile."""
+    asked = _Asked.of(engine, params)
+    if asked.grammars.known(asked.spec, asked.stops) is None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(_threads(), asked.packed)
+    return asked.shipped(prompt, reasoning_ended)
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar")
+    return ThreadPoolExecutor(max_workers=MOST_CHILDREN, thread_name_prefix="grammar")
 
 
-def _compiled(
-    engine: Any, params: Any, prompt: Any = None, reasoning_ended: bool | None = None
-) -> bytes:
-    """The request's grammar, as the worker gets it.
+@dataclass(frozen=True)
+class _Asked:
+    """The grammar that a request asks for."""
 
-    Raises:
-        VLLMValidationError: it is refused; the client gets HTTP 400.
-    """
-    processor = engine.input_processor
-    params = with_resolved_ids(processor, params)
-    config = processor.structured_outputs_config
-    try:
-        spec = _spec(params.structured_outputs, config.disable_any_whitespace)
-        table = _grammars_of(processor).packed(spec, params.all_stop_token_ids)
-    except Unsupported as reason:
-        refuse("structured_outputs", str(reason))
-    return Constraint.shipped(table, _thoughts(processor, config, prompt, reasoning_ended))
+    processor: Any
+    grammars: TokenizerGrammars
+    spec: Spec
+    stops: frozenset[int]
+
+    @classmethod
+    def of(cls, engine: Any, params: Any) -> "_Asked":
+        processor = engine.input_processor
+        resolved = with_resolved_ids(processor, params)
+        is_compact = processor.structured_outputs_config.disable_any_whitespace
+        spec = _spec(params.structured_outputs, is_compact)
+        stops = frozenset(resolved.all_stop_token_ids)
+        return cls(processor, _grammars_of(processor), spec, stops)
+
+    def packed(self) -> bytes:
+        """The table.
+
+        Raises:
+            VLLMValidationError: the grammar is refused; the client gets HTTP 400.
+        """
+        try:
+            return self.grammars.packed(self.spec, self.stops)
+        except Unsupported as reason:
+            refuse("structured_outputs", str(reason))
+
+    def shipped(self, prompt: Any, reasoning_ended: bool | None) -> bytes:
+        """The table and what is known of the thoughts, as the worker gets them."""
+        config = self.processor.structured_outputs_config
+        thoughts = _thoughts(self.processor, config, prompt, reasoning_ended)
+        return Constraint.shipped(self.packed(), thoughts)
 
 
 def _spec(asked: Any, is_compact: bool) -> Spec:

@@ -17,6 +17,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm.grammar.viterbi import Canvas
+from dllm.patches.grammars import _Asked
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import assert_same_runs, blocks_of, get_engine
 
@@ -76,12 +77,12 @@ def text_of(engine, answer: Any) -> str:
     return engine.llm.get_tokenizer().decode(answer.token_ids, skip_special_tokens=True)
 
 
-def shipped(engine, sampling: SamplingParams, **options) -> bytes:
-    """The table that a request would ship."""
-    from dllm.patches.grammars import _compiled
-
-    engine.llm.llm_engine.input_processor._validate_params(sampling, ("generate",))
-    return _compiled(engine.llm.llm_engine, sampling, **options)
+def shortest_text(engine, sampling: SamplingParams) -> int:
+    """Tokens of the shortest text that a request allows."""
+    llm_engine = engine.llm.llm_engine
+    llm_engine.input_processor._validate_params(sampling, ("generate",))
+    asked = _Asked.of(llm_engine, sampling)
+    return int(asked.grammars.table(asked.spec, asked.stops).left[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,9 +98,7 @@ def test_every_answer_is_a_text_of_the_grammar(engine, kind):
 @pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
 def test_a_text_is_complete_if_it_can_be_and_else_a_beginning(engine, kind):
     """Budgets from one token to more than is needed, and canvases of many widths."""
-    from dllm.grammar.constraint import Constraint
-
-    shortest = int(Constraint.from_bytes(shipped(engine, params(kind))).table.left[0])
+    shortest = shortest_text(engine, params(kind))
     assert 1 <= shortest < CANVAS
     budgets = [*range(1, 2 * shortest + 3), 3 * CANVAS]
     asked = [

@@ -1,0 +1,229 @@
+"""Structured outputs: valid and right answers, denoise steps, and what a grammar costs.
+
+    python -m bench.structured                  # the tables of docs/structured.md
+    python -m bench.structured --num 20 --rounds 3
+
+Two servers answer the same held-out questions in forms that the models were, or were not, trained
+to write (``bench.structured_tasks``): tiny-dllm with our plugin, and its autoregressive twin
+tiny-ar with vLLM's own masks from left to right. Then tiny-dllm answers questions whose form it
+knows, with and without the grammar of that form, in alternating runs.
+
+Writes ``structured.csv`` (one row a form) and ``structured_cost.csv`` (one row a run).
+"""
+
+import argparse
+import itertools
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from bench.context import RESULTS, ROOT, Rows, as_text, progress, provenance, read_csv, write_csv
+from bench.servers import SERVE_FLAGS, Server, ServerOptions
+from bench.structured_tasks import FORMATS, Format, is_valid_answer
+from bench.tables import Table, markdown, measured_with, ratios
+from dllm.tasks.suite import Question, questions
+from dllm.tools.client import Connection, connect
+from dllm.tools.eval_report import Answer
+from dllm.tools.eval_server import denoise_counts
+
+MODELS = {"tiny-dllm": ROOT / "checkpoints/tiny-dllm", "tiny-ar": ROOT / "checkpoints/tiny-ar"}
+MAX_TOKENS = 96
+CONCURRENCY = 8
+KNOWN = "as trained"  # the form of the costs
+SEED = 100
+
+
+@dataclass(frozen=True)
+class Score:
+    """What one model made of the questions of one form."""
+
+    form: str
+    model: str
+    num_questions: int
+    num_valid: int
+    num_right: int
+    steps: int | None
+    blocks: int | None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One run: questions whose form the model knows, with or without its grammar."""
+
+    concurrency: int
+    pair: int
+    is_constrained: bool
+    num_right: int
+    num_questions: int
+    steps: int | None
+    blocks: int | None
+    answers_per_s: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the CSV files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num", type=int, default=50, help="questions of each form (50)")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of runs of the costs (5)")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
+    options = parser.parse_args(arguments)
+    about = provenance("bench.structured")
+    scores: list[Score] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for model, path in MODELS.items():
+            flags = (*SERVE_FLAGS, "--max-num-seqs", "32")
+            log = Path(folder) / f"{model}.log"
+            with Server(ServerOptions(model, str(path), flags), log) as server:
+                server.start()
+                server.wait_until_ready()
+                connection = connect(server.url, None)
+                for form in FORMATS:
+                    scores.append(score(connection, model, form, options.num))
+                    progress(str(scores[-1]))
+                if model == "tiny-dllm":
+                    costs = [
+                        cost
+                        for concurrency in options.concurrency
+                        for cost in costs_of(connection, concurrency, options.rounds)
+                    ]
+    rows = [asdict(one) | about for one in scores]
+    cost_rows = [asdict(one) | about for one in costs]
+    write_csv(options.results / "structured.csv", rows)
+    write_csv(options.results / "structured_cost.csv", cost_rows)
+    print(markdown(table(as_text(rows))), "", markdown(cost_table(as_text(cost_rows))), sep="\n")
+    return 0
+
+
+def score(connection: Connection, model: str, name: str, count: int) -> Score:
+    """Ask for answers in one form."""
+    form = FORMATS[name]
+    asked = asked_of(form, count)
+    texts, steps, blocks, _ = ask(connection, form.body, asked, CONCURRENCY)
+    is_valid = [is_valid_answer(form, text) for text in texts]
+    is_right = [
+        valid and form.is_right(question, text)
+        for valid, question, text in zip(is_valid, asked, texts, strict=True)
+    ]
+    return Score(name, model, len(asked), sum(is_valid), sum(is_right), steps, blocks)
+
+
+def asked_of(form: Format, count: int) -> list[Question]:
+    """Held-out questions that can be answered in this form."""
+    drawn = questions([form.family], "heldout", 4 * count)
+    return list(itertools.islice(filter(form.concerns, drawn), count))
+
+
+def costs_of(connection: Connection, concurrency: int, rounds: int) -> list[Cost]:
+    """Pairs of runs with and without the grammar, each first in every other pair."""
+    form = FORMATS[KNOWN]
+    asked = asked_of(form, max(2 * concurrency, 24))
+    ask(connection, form.body, asked, concurrency)  # compiles the grammar
+    found = []
+    for pair in range(rounds):
+        for is_constrained in (pair % 2 == 0, pair % 2 == 1):
+            body = form.body if is_constrained else {}
+            texts, steps, blocks, seconds = ask(connection, body, asked, concurrency)
+            right = sum(one.is_correct(text) for one, text in zip(asked, texts, strict=True))
+            speed = len(asked) / seconds
+            found.append(
+                Cost(concurrency, pair, is_constrained, right, len(asked), steps, blocks, speed)
+            )
+            progress(str(found[-1]))
+    return found
+
+
+def ask(
+    connection: Connection, body: Any, asked: Sequence[Question], concurrency: int
+) -> tuple[list[str], int | None, int | None, float]:
+    """(texts, denoise steps, blocks, seconds); the last but one None for tiny-ar."""
+
+    def one(index: int) -> Answer:
+        completion = connection.client.chat.completions.create(
+            model=connection.model,
+            messages=[{"role": "user", "content": asked[index].prompt}],
+            max_tokens=MAX_TOKENS,
+            seed=SEED + index,
+            extra_body=body,
+        )
+        used = completion.usage
+        text = completion.choices[0].message.content or ""
+        return Answer(text, used.completion_tokens if used else None)
+
+    before, start = connection.metrics(), perf_counter()
+    with ThreadPoolExecutor(concurrency) as pool:
+        answers = list(pool.map(one, range(len(asked))))
+    seconds = perf_counter() - start
+    steps, blocks = denoise_counts(before, connection.metrics(), answers)
+    return [answer.text for answer in answers], steps, blocks, seconds
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def table(rows: Rows) -> Table:
+    """One line a form: both models."""
+    heading = ["form of the answer", "tiny-dllm valid", "right", "denoise steps a block"]
+    heading += ["tiny-ar valid", "right"]
+    lines = []
+    for form in dict.fromkeys(row["form"] for row in rows):
+        of_model = {row["model"]: row for row in rows if row["form"] == form}
+        ours, theirs = of_model["tiny-dllm"], of_model["tiny-ar"]
+        lines.append([form, *counts(ours), steps_per_block(ours), *counts(theirs)])
+    return heading, lines
+
+
+def counts(row: dict[str, str]) -> list[str]:
+    """How many answers are valid, and how many right."""
+    return [f"{row[name]} / {row['num_questions']}" for name in ("num_valid", "num_right")]
+
+
+def steps_per_block(row: dict[str, str]) -> str:
+    """A dash where the server counts none."""
+    return f"{int(row['steps']) / int(row['blocks']):.2f}" if row["steps"] else "-"
+
+
+def cost_table(rows: Rows) -> Table:
+    """One line a load: answers a second with the grammar over without it, in the same pair."""
+    heading = ["at once", "with / without, answers/s", "steps a block with", "without"]
+    lines = []
+    for load in dict.fromkeys(row["concurrency"] for row in rows):
+        of_load = [row for row in rows if row["concurrency"] == load]
+        bound = [row for row in of_load if row["is_constrained"] == "True"]
+        free = [row for row in of_load if row["is_constrained"] != "True"]
+        lines.append(
+            [
+                load,
+                ratios(bound, free, "answers_per_s"),
+                steps_per_block(bound[0]),
+                steps_per_block(free[0]),
+            ]
+        )
+    return heading, lines
+
+
+def structured(results: Path) -> str:
+    """Section of docs/structured.md: forms, and costs."""
+    rows, cost_rows = (
+        read_csv(results / "structured.csv"),
+        read_csv(results / "structured_cost.csv"),
+    )
+    if not rows or not cost_rows:
+        return "Not measured yet: `python -m bench.structured`."
+    return "\n\n".join(
+        [
+            markdown(table(rows)),
+            markdown(cost_table(cost_rows)),
+            measured_with(rows, "structured.csv"),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
