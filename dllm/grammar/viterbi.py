@@ -9,6 +9,7 @@ A state is entered only if the text can still be ended within the budget of toke
 complete whenever the budget allowed that at the beginning.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,10 @@ from dllm.grammar.automaton import DEAD
 from dllm.grammar.table import NEVER, Table
 
 STOPPED = -2  # in the place of a state: the text is over
+# In the place of a score of -inf: a text made of impossible tokens is still one of the grammar.
+WORST = -1e30
+UNLIMITED = NEVER - 1  # a budget
+KEPT_MASK_BYTES = 16 << 20  # what states allow, kept for each table
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,11 @@ class Path:
     """The best text of a canvas of C positions.
 
     Attributes:
-        tokens: ``[C]``; behind the one that stops, whatever scores best.
-        states: ``[C + 1]``: before each position and behind the last; STOPPED behind the stop.
+        tokens: ``[C]`` int64; behind the one that stops, whatever scores best.
+        states: ``[C + 1]`` int64: before each position and behind the last; STOPPED behind the
+            stop.
         score: sum over positions of the token's score less the best score there; at most 0.
+            Behind a stop the best of stops and fillers counts.
     """
 
     tokens: np.ndarray
@@ -36,121 +43,172 @@ class Path:
 
 def budget_of(table: Table, state: int, tokens_left: int) -> int:
     """How many tokens a text may still have: all that are left if it can end, else any number."""
-    return tokens_left if table.left[state] <= tokens_left else NEVER - 1
+    if state == STOPPED:
+        return tokens_left
+    return tokens_left if table.left[state] <= tokens_left else UNLIMITED
 
 
-def best_path(
-    table: Table,
-    scores: np.ndarray,
-    stops: np.ndarray,
-    state: int,
-    budget: int,
-    fillers: np.ndarray | None = None,
-) -> Path:
-    """The allowed text with the highest score.
+class Canvas:
+    """What a table allows on canvases.
 
     Args:
-        scores: ``[C, V]``, finite or -inf; at least one finite in each row.
+        table: of the grammar.
         stops: ids that end a text.
-        state: before the first position.
-        budget: tokens that the text may have from there (``budget_of``).
         fillers: further ids that may stand behind the end, for instance padding.
     """
-    best = scores.max(axis=1)
-    order, starts = table.members
-    by_class = np.maximum.reduceat(scores[:, order], starts, axis=1) - best[:, None]  # [C, K]
-    stop = scores[:, stops].max(axis=1) - best
-    filled = stop if fillers is None else np.maximum(stop, scores[:, fillers].max(axis=1) - best)
-    back, stopped_from, total = _forward(table, by_class, stop, filled, state, budget)
-    return _trace(table, scores, stops, back, stopped_from, total)
 
+    def __init__(self, table: Table, stops: Sequence[int], fillers: Sequence[int] = ()) -> None:
+        self.table = table
+        self.stops = np.array(sorted(stops), dtype=np.int64)
+        self._fillers = np.array(sorted({*stops, *fillers}), dtype=np.int64)
+        self._is_stop = frozenset(stops)
+        source, kind, target = table.edges
+        can_end = table.left[target] < NEVER
+        self._source, self._kind, target = source[can_end], kind[can_end], target[can_end]
+        # Edges come sorted by target: one segment for each state that has any.
+        self._reached, self._segment = np.unique(target, return_index=True)
+        self._segment_end = np.append(self._segment[1:], len(target))
+        self._segment_of = np.full(len(table.accepts), -1)
+        self._segment_of[self._reached] = np.arange(len(self._reached))
+        self._accepting = np.flatnonzero(table.accepts)
+        self._longest = int(table.left.max(initial=0, where=table.left < NEVER))
+        self._following: dict[int, list[int]] = {}
+        self._masks: dict[int, np.ndarray] = {}
 
-def _forward(
-    table: Table,
-    by_class: np.ndarray,
-    stop: np.ndarray,
-    filled: np.ndarray,
-    state: int,
-    budget: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scores of the best paths, position by position.
+    def best_path(self, scores: np.ndarray, state: int, budget: int) -> Path:
+        """The allowed text with the highest score.
 
-    Returns:
-        ``[C, S]`` the edge into each state; ``[C]`` the state in which a text stops best at each
-        position, STOPPED if it had stopped before; ``[S + 1]`` the scores behind the last position,
-        the last one that of stopped texts.
-    """
-    source, kind, target = table.edges
-    num_states, num_places = len(table.accepts), len(by_class)
-    # Edges come sorted by target: one segment for each state that has any.
-    reached, segment = np.unique(target, return_index=True)
-    score = np.full(num_states, -np.inf)
-    score[state] = 0.0
-    stopped = -np.inf
-    back = np.full((num_places, num_states), -1, dtype=np.int32)
-    stopped_from = np.full(num_places, STOPPED, dtype=np.int32)
-    for place in range(num_places):
-        ending = np.where(table.accepts, score, -np.inf)
-        where = int(ending.argmax())
-        goes_on = stopped + filled[place]
-        stops_here = ending[where] + stop[place]
-        if stops_here > goes_on:
-            stopped_from[place] = where
-        stopped = max(goes_on, stops_here)
-        through = score[source] + by_class[place, kind]
-        best = np.maximum.reduceat(through, segment)
-        lengths = np.diff(np.append(segment, len(target)))
-        is_best = through == np.repeat(best, lengths)
-        edge = np.flatnonzero(is_best)
-        # The first of equal edges: later ones are written over by going backwards.
-        back[place, target[edge[::-1]]] = edge[::-1]
-        score = np.full(num_states, -np.inf)
-        score[reached] = best
-        score[table.left > budget - place - 1] = -np.inf
-    return back, stopped_from, np.append(score, stopped)
+        A canvas whose most likely tokens are a text already stays as it is, whatever stands behind
+        its stop. In any other text what stands there has to be stops or fillers, or has the cost of
+        one: else the shortest text would be the best one wherever the model is unsure.
 
+        Args:
+            scores: ``[C, V]`` fp32.
+            state: before the first position.
+            budget: tokens that the text may have from there (``budget_of``).
+        """
+        likeliest = scores.argmax(axis=1)
+        states, num_valid = self.read(likeliest.tolist(), state, budget)
+        if num_valid == len(scores):
+            return Path(likeliest, np.array(states), 0.0)
+        return self._search(scores, likeliest, state, budget)
 
-def _trace(
-    table: Table,
-    scores: np.ndarray,
-    stops: np.ndarray,
-    back: np.ndarray,
-    stopped_from: np.ndarray,
-    total: np.ndarray,
-) -> Path:
-    """Follow the best path from its end."""
-    source, kind, _ = table.edges
-    order, starts = table.members
-    ends = np.append(starts[1:], len(order))
-    num_places = len(scores)
-    end = int(total.argmax())
-    at = STOPPED if end == len(total) - 1 else end
-    states = np.empty(num_places + 1, dtype=np.int64)
-    tokens = scores.argmax(axis=1)
-    states[num_places] = at
-    for place in range(num_places - 1, -1, -1):
-        if at == STOPPED:
-            before = int(stopped_from[place])
-            if before != STOPPED:
-                tokens[place] = stops[scores[place, stops].argmax()]
-                at = before
+    def read(self, tokens: Sequence[int], state: int, budget: int) -> tuple[list[int], int]:
+        """(states before and behind each token, how many tokens are allowed, from the start)."""
+        table, states = self.table, [state]
+        class_of = table.class_of[np.asarray(tokens, dtype=np.int64)].tolist()
+        for place, (token, kind) in enumerate(zip(tokens, class_of, strict=True)):
+            if state == STOPPED:
+                states.append(state)
+            elif token in self._is_stop and table.accepts[state]:
+                state = STOPPED
+                states.append(state)
+            else:
+                state = DEAD if kind < 0 else self._row(state)[kind]
+                if state == DEAD or table.left[state] > budget - place - 1:
+                    return states, place
+                states.append(state)
+        return states, len(tokens)
+
+    def forbidden(self, path: Path, budget: int) -> np.ndarray:
+        """``[C, V]`` bool: tokens that may not stand at each position, behind those in front of it.
+
+        Args:
+            path: what ``best_path`` returned for this budget.
+        """
+        states = path.states[:-1].tolist()
+        return np.stack([self._forbidden(at, budget - place) for place, at in enumerate(states)])
+
+    def _forbidden(self, state: int, budget: int) -> np.ndarray:
+        """``[V]`` bool: tokens that may not follow a state, with ``budget`` tokens left."""
+        if budget - 1 < self._longest and state != STOPPED:
+            return self._make_forbidden(state, budget)
+        if state not in self._masks:
+            if (len(self._masks) + 1) * len(self.table.class_of) > KEPT_MASK_BYTES:
+                self._masks.clear()
+            self._masks[state] = self._make_forbidden(state, UNLIMITED)
+        return self._masks[state]
+
+    def _make_forbidden(self, state: int, budget: int) -> np.ndarray:
+        table = self.table
+        if state == STOPPED:
+            return np.zeros(len(table.class_of), dtype=bool)
+        following = table.next[state]
+        too_long = np.append(table.left, NEVER)[following] > budget - 1  # DEAD is the last
+        # Class -1 is the last: never allowed.
+        found: np.ndarray = np.append(too_long, True)[table.class_of]
+        found[self.stops] = not table.accepts[state]
+        return found
+
+    def _row(self, state: int) -> list[int]:
+        """The states behind ``state`` as a list, which Python reads faster than an array."""
+        if state not in self._following:
+            self._following[state] = self.table.next[state].tolist()
+        return self._following[state]
+
+    def _search(
+        self, scores: np.ndarray, likeliest: np.ndarray, state: int, budget: int
+    ) -> Path:
+        num_places, table = len(scores), self.table
+        best = np.take_along_axis(scores, likeliest[:, None], axis=1)
+        order, starts = table.members
+        by_class = np.maximum.reduceat(scores[:, order], starts, axis=1) - best  # [C, K]
+        through = _finite(by_class)[:, self._kind]  # [C, E]: along each edge
+        stop = _finite(scores[:, self.stops].max(axis=1) - best[:, 0])
+        filled = _finite(scores[:, self._fillers].max(axis=1) - best[:, 0])
+        at = self._forward(through, state, budget)  # [C + 1, S]
+        # A text that stops at a place: what led there, the stop, and what fills the rest.
+        rest = np.append(np.cumsum(filled[:0:-1])[::-1], 0.0)
+        ending = at[:num_places, self._accepting].max(axis=1, initial=-np.inf) + stop + rest
+        place = int(ending.argmax())
+        last = int(at[num_places].argmax())
+        tokens, states = likeliest.copy(), np.full(num_places + 1, STOPPED, dtype=np.int64)
+        if ending[place] >= at[num_places, last]:
+            score = ending[place]
+            last = int(self._accepting[at[place, self._accepting].argmax()])
+            tokens[place] = self.stops[scores[place, self.stops].argmax()]
         else:
-            edge = int(back[place, at])
-            some = order[starts[kind[edge]] : ends[kind[edge]]]
-            tokens[place] = some[scores[place, some].argmax()]
-            at = int(source[edge])
-        states[place] = at
-    return Path(tokens, states, float(total[end]))
+            place, score = num_places, at[num_places, last]
+        self._trace(scores, through, at, place, last, tokens, states)
+        return Path(tokens, states, float(score))
+
+    def _forward(self, through: np.ndarray, state: int, budget: int) -> np.ndarray:
+        """``[C + 1, S]`` fp64: the score of the best path to each state, before each position."""
+        num_places, left = len(through), self.table.left
+        at = np.full((num_places + 1, len(left)), -np.inf)
+        at[0, state] = 0.0
+        for place in range(num_places):
+            arriving = at[place, self._source]
+            arriving += through[place]
+            at[place + 1, self._reached] = np.maximum.reduceat(arriving, self._segment)
+            if self._longest > budget - place - 1:
+                at[place + 1, left > budget - place - 1] = -np.inf
+        return at
+
+    def _trace(
+        self,
+        scores: np.ndarray,
+        through: np.ndarray,
+        at: np.ndarray,
+        place: int,
+        state: int,
+        tokens: np.ndarray,
+        states: np.ndarray,
+    ) -> None:
+        """Write the path that leads to ``state`` before ``place``, from its end to its start."""
+        order, starts = self.table.members
+        ends = np.append(starts[1:], len(order))
+        states[place] = state
+        for before in range(place - 1, -1, -1):
+            segment = self._segment_of[states[before + 1]]
+            low, high = self._segment[segment], self._segment_end[segment]
+            edge = low + (at[before, self._source[low:high]] + through[before, low:high]).argmax()
+            some = order[starts[self._kind[edge]] : ends[self._kind[edge]]]
+            tokens[before] = some[scores[before, some].argmax()]
+            states[before] = self._source[edge]
 
 
-def allowed_tokens(table: Table, state: int, budget: int, stops: np.ndarray) -> np.ndarray:
-    """``[V]`` bool: tokens that may follow a state, if ``budget`` tokens are left before it."""
-    if state == STOPPED:
-        return np.ones(len(table.class_of), dtype=bool)
-    following = table.next[state]
-    fits = (following != DEAD) & (np.append(table.left, NEVER)[following] <= budget - 1)
-    allowed: np.ndarray = np.append(fits, False)[
-        table.class_of
-    ]  # class -1 is the last: not allowed
-    allowed[stops] = table.accepts[state]
-    return allowed
+def _finite(scores: np.ndarray) -> np.ndarray:
+    """Scores in fp64, at least ``WORST``; NaN becomes ``WORST``."""
+    finite: np.ndarray = np.fmax(scores.astype(np.float64), WORST)
+    return finite
