@@ -146,9 +146,7 @@ class Canvas:
             self._following[state] = self.table.next[state].tolist()
         return self._following[state]
 
-    def _search(
-        self, scores: np.ndarray, likeliest: np.ndarray, state: int, budget: int
-    ) -> Path:
+    def _search(self, scores: np.ndarray, likeliest: np.ndarray, state: int, budget: int) -> Path:
         num_places, table = len(scores), self.table
         best = np.take_along_axis(scores, likeliest[:, None], axis=1)
         order, starts = table.members
