@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dllm.ops.grammar_paths import NO_TABLE, ClassMaxima, PackedTables
 
+LARGE = 0.25  # of the vocabulary: a class that is not put in order
+
 
 def class_maxima_cpu(logits: Tensor, tables: PackedTables, table_of: Tensor) -> ClassMaxima:
     """`dispatch.class_maxima` on a CPU."""
@@ -22,10 +24,7 @@ def class_maxima_cpu(logits: Tensor, tables: PackedTables, table_of: Tensor) -> 
             continue
         classes = _Classes(tables.class_of[table].numpy())
         for row in torch.nonzero(table_of == table)[:, 0].tolist():
-            x = logits[row].float().numpy()
-            if np.isnan(x).any():
-                x = np.where(np.isnan(x), -np.inf, x)
-            classes.reduce(x, best[row].numpy(), token[row].numpy())
+            classes.reduce(logits[row].float().numpy(), best[row].numpy(), token[row].numpy())
     return ClassMaxima(best, token)
 
 
@@ -35,11 +34,13 @@ class _Classes:
     def __init__(self, class_of: np.ndarray) -> None:
         self._class_of = class_of
         members = np.flatnonzero(class_of >= 0)
-        self._largest = int(np.bincount(class_of[members]).argmax())
-        self._is_other = class_of != self._largest
-        self._first = int(np.flatnonzero(~self._is_other)[0])
-        small = members[class_of[members] != self._largest]
-        self._order = small[np.argsort(class_of[small], kind="stable")]
+        sizes = np.bincount(class_of[members])
+        self._large = int(sizes.argmax()) if sizes.max() > LARGE * len(class_of) else -1
+        if self._large >= 0:
+            self._is_large = class_of == self._large
+            self._not_large = np.flatnonzero(~self._is_large)
+            members = members[class_of[members] != self._large]
+        self._order = members[np.argsort(class_of[members], kind="stable")]
         kinds = class_of[self._order]
         self._starts = np.flatnonzero(np.diff(kinds, prepend=-1))
         self._kinds = kinds[self._starts]
@@ -47,14 +48,21 @@ class _Classes:
 
     def reduce(self, x: np.ndarray, best: np.ndarray, token: np.ndarray) -> None:
         """Write the maxima of one row."""
-        top = int(x.argmax())
-        if self._is_other[top]:
-            among = np.where(self._is_other, -np.inf, x)
-            top = int(among.argmax())
-            top = self._first if among[top] == -np.inf else top
-        best[self._largest], token[self._largest] = x[top], top
+        if self._large >= 0:
+            top = int(x.argmax())
+            if np.isnan(x[top]):  # the first one, if there are any
+                x = np.where(np.isnan(x), -np.inf, x)
+                top = int(x.argmax())
+            if not self._is_large[top]:
+                among = x.copy()
+                among[self._not_large] = -np.inf
+                top = int(among.argmax())
+                if among[top] == -np.inf:
+                    top = int(self._is_large.argmax())
+            best[self._large], token[self._large] = x[top], top
         if len(self._order):
             ordered = np.take(x, self._order, mode="clip")
+            ordered[np.isnan(ordered)] = -np.inf
             highest = np.maximum.reduceat(ordered, self._starts)
             best[self._kinds] = highest
             # Of equal ones the first: it is written last.

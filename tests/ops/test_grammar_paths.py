@@ -16,7 +16,7 @@ from dllm.ops.grammar_paths import (
     pack,
     reference_class_maxima,
 )
-from tests.support.grammar_path_cases import batch
+from tests.support.grammar_path_cases import VOCAB, MadeTable, batch
 from tests.support.grammars import GRAMMARS, PADDING, STOP, WORDS, table
 
 UNLIMITED = (1 << 30) - 1
@@ -33,6 +33,28 @@ def test_class_maxima_on_a_cpu(seed, dtype):
     expected = reference_class_maxima(made.logits, made.tables, made.table_of)
     assert torch.equal(ours.best, expected.best) and torch.equal(ours.token, expected.token)
     assert (ours.token[made.table_of == NO_TABLE] == -1).all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.3, 0.9, 1.0])
+def test_class_maxima_with_a_large_class(share):
+    """It is the row's best, another one's, or -inf."""
+    rng = np.random.default_rng(int(10 * share))
+    made = MadeTable(
+        class_of=np.where(rng.random(VOCAB) < share, 1, rng.integers(-1, 4, VOCAB)).astype(
+            np.int32
+        ),
+        next=np.zeros((1, 4), dtype=np.int32),
+        accepts=np.ones(1, dtype=bool),
+        left=np.zeros(1, dtype=np.int32),
+    )
+    tables, logits = pack([made]), torch.from_numpy(rng.normal(size=(40, VOCAB)).round(1))
+    logits[:9, torch.from_numpy(made.class_of == 1)] = -math.inf
+    logits[5:20, 70] = math.nan
+    logits[20] = math.nan
+    table_of = torch.zeros(40, dtype=torch.int32)
+    ours = class_maxima(logits.float(), tables, table_of)
+    expected = reference_class_maxima(logits.float(), tables, table_of)
+    assert torch.equal(ours.best, expected.best) and torch.equal(ours.token, expected.token)
 
 
 def test_class_maxima_by_hand():
