@@ -35,6 +35,22 @@ def test_class_maxima_on_a_cpu(seed, dtype):
     assert (ours.token[made.table_of == NO_TABLE] == -1).all()
 
 
+@pytest.mark.parametrize("empty", [0, 1, 3])
+def test_a_class_without_tokens(empty):
+    class_of = np.where(np.arange(VOCAB) % 4 == empty, -1, np.arange(VOCAB) % 4).astype(np.int32)
+    following = np.zeros((1, 4), dtype=np.int32)
+    following[0, empty] = -1
+    made = MadeTable(class_of, following, np.ones(1, dtype=bool), np.zeros(1, dtype=np.int32))
+    tables, table_of = pack([made]), torch.zeros(3, dtype=torch.int32)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    ours = class_maxima(logits, tables, table_of)
+    assert (ours.token[:, empty] == -1).all() and (ours.best[:, empty] == -math.inf).all()
+    assert ours.token[0].tolist() == [
+        -1 if kind == empty else 4 * int(logits[0, kind::4].argmax()) + kind for kind in range(4)
+    ]
+    assert empty not in tables.chunk_class
+
+
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.3, 0.9, 1.0])
 def test_class_maxima_with_a_large_class(share):
     """It is the row's best, another one's, or -inf."""
