@@ -55,7 +55,10 @@ class Children:
             TooSlow: it took too long.
         """
         with self._may_run:
-            child = self._idle.pop() if self._idle else self._new()
+            try:
+                child = self._idle.pop()
+            except IndexError:  # asking first would leave time for another thread
+                child = self._new()
             try:
                 is_table, answer = self._ask(child, request)
             except BaseException:

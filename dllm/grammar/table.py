@@ -26,7 +26,8 @@ __all__ = ["NEVER", "Table", "Vocabulary", "build", "by_tokens"]
 MOST_STATES = 4096
 VERSION = 1  # of the arrays as bytes
 # Entries of all maps together, int16 each.
-MOST_MAP_ENTRIES = 1 << 27
+MOST_MAP_ENTRIES = 1 << 25
+MOST_CELLS = 1 << 22  # states times classes
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Table:
     def to_bytes(self) -> bytes:
         """For a file or another process: `from_bytes` reads it."""
         about = np.array([VERSION, self.levels, self.is_cut])
-        small = [array.astype(np.int16) for array in (self.class_of, self.next)]
+        narrow = np.int16 if self.num_classes < 1 << 15 else np.int32
+        small = [self.class_of.astype(narrow), self.next.astype(np.int16)]
         return pack([about, *small, self.accepts, self.left])
 
     @classmethod
@@ -188,6 +190,11 @@ def by_tokens(
         if known == len(first):
             first.append(kind)
         class_of_kind[kind] = known
+    if len(accepts) * len(first) > MOST_CELLS:
+        raise Unsupported(
+            f"The grammar has {len(accepts)} states that tell {len(first)} kinds of tokens apart; "
+            f"allowed: a product of {MOST_CELLS:,}. Make it smaller: fewer choices and patterns."
+        )
     following = following[:, first].astype(np.int32)
     return Table(
         class_of=class_of_kind[kind_of],

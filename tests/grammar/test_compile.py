@@ -172,6 +172,22 @@ def test_equal_requests_at_one_time_build_once(children):
     assert held.num_asked == 1 and all(each is found[0] for each in found)
 
 
+def test_threads_get_their_own_tables(children):
+    compiler, found = Compiler(VOCABULARY, children=children), {}
+
+    def build_one(length: int) -> None:
+        found[length] = compiler.table(Spec("regex", f"a{{{length}}}"))
+
+    threads = [threading.Thread(target=build_one, args=(length,)) for length in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {length: len(each.accepts) for length, each in found.items()} == {
+        length: length + 1 for length in range(1, 9)
+    }
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 

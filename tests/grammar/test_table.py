@@ -105,6 +105,12 @@ def test_too_many_different_maps_are_refused(monkeypatch):
         table(*GRAMMARS["person"])
 
 
+def test_too_many_cells_are_refused(monkeypatch):
+    monkeypatch.setattr(tables, "MOST_CELLS", 1000)
+    with pytest.raises(Unsupported, match=r"a product of 1,000"):
+        table(*GRAMMARS["person"])
+
+
 def test_a_grammar_that_no_token_spells_is_refused():
     made, _ = automaton("regex", "[xy]+")
     with pytest.raises(Unsupported, match="spelled"):
@@ -120,6 +126,13 @@ def test_special_and_stop_tokens_are_in_no_text():
 @pytest.mark.parametrize("name", ["person", "anything", "words"])
 def test_bytes_and_back(name):
     found, _ = table(*GRAMMARS[name], most_states=300)
+    assert_same(Table.from_bytes(found.to_bytes()), found)
+
+
+def test_more_classes_than_16_bits_count():
+    num = 40_000
+    arrays = np.arange(num, dtype=np.int32), np.zeros((1, num), dtype=np.int32)
+    found = Table(*arrays, np.ones(1, dtype=bool), np.zeros(1, dtype=np.int32), False)
     assert_same(Table.from_bytes(found.to_bytes()), found)
 
 

@@ -1,0 +1,340 @@
+"""Class maxima, best paths and row masks on a GPU, in Triton (defined in `grammar_paths`).
+
+Class maxima: tokens are listed class by class, in chunks of one class each. A program reduces some
+chunks of one row and merges each with the row's other chunks of that class by an atomic maximum of
+(logit, -token) in one integer of 64 bits, whose order does not depend on who comes first.
+
+Best paths: one program a canvas. A first kernel reads the likeliest tokens; if they are a text that
+is all. Else, position by position, the second one goes over the edges, which are sorted by the
+state that they lead to, in blocks. A segmented scan finds the best edge into each state; a state
+whose edges begin in one block and end in another is carried over. Nothing but the scores is kept:
+on the way back the best edge into the path's own state is found again.
+
+Row masks: one program for a block of tokens of one row. What is allowed is not written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dllm.ops import grammar_paths
+from dllm.ops.grammar_paths import CHUNK, Canvases, ClassMaxima, Ends, PackedTables, Paths
+
+DEAD = tl.constexpr(grammar_paths.DEAD)
+STOPPED = tl.constexpr(grammar_paths.STOPPED)
+NO_TABLE = tl.constexpr(grammar_paths.NO_TABLE)
+WORST = tl.constexpr(grammar_paths.WORST)
+NEVER = tl.constexpr(2**31 - 1)
+HIGHEST = tl.constexpr(0x7FFFFFFF)
+NOTHING = -(2**63)
+
+
+@dataclass(frozen=True)
+class PathTiles:
+    """How the kernels cut their work; powers of two. No result depends on it."""
+
+    chunks: int = 16  # of a program of class maxima
+    edges: int = 1024
+    tokens: int = 4096  # of a program of row masks
+    num_warps: int = 8
+
+
+def class_maxima_kernels(
+    logits: Tensor, tables: PackedTables, table_of: Tensor, cut: PathTiles
+) -> ClassMaxima:
+    """`dispatch.class_maxima` on a GPU."""
+    num_rows, most = len(logits), tables.most_classes
+    assert logits.stride(1) == 1, logits.stride()
+    keys = torch.full((num_rows, most), NOTHING, dtype=torch.int64, device=logits.device)
+    if num_rows and tables.most_chunks:
+        _chunk_kernel[(num_rows, triton.cdiv(tables.most_chunks, cut.chunks))](
+            logits, logits.stride(0), table_of, tables.chunk, tables.chunk_class,
+            tables.first_chunk, keys, most,
+            CHUNKS=cut.chunks, CHUNK=CHUNK, num_warps=cut.num_warps,
+        )  # fmt: skip
+    # The upper half is the logit with its bits in order, the lower one counts tokens backwards.
+    ordered = (keys >> 32).int()
+    best = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    token = (0x7FFFFFFF - (keys & 0xFFFFFFFF)).int()
+    is_there = keys != NOTHING
+    return ClassMaxima(torch.where(is_there, best, -torch.inf), torch.where(is_there, token, -1))
+
+
+@triton.jit
+def _chunk_kernel(
+    logits, row_stride, table_of, chunk, chunk_class, first_chunk, keys, most,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    table = tl.load(table_of + row)
+    if table == NO_TABLE:
+        return
+    index = tl.load(first_chunk + table) + tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+    is_there = index < tl.load(first_chunk + table + 1)
+    cells = index.to(tl.int64)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    token = tl.load(chunk + cells, mask=is_there[:, None], other=0)
+    x = tl.load(logits + row * row_stride + token, mask=is_there[:, None], other=0.0)
+    x = x.to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
+    x = tl.where(x == 0.0, 0.0, x)  # -0 is 0
+    bits = x.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & HIGHEST)
+    key = (ordered.to(tl.int64) << 32) + (-token + HIGHEST).to(tl.int64)
+    kind = tl.load(chunk_class + index, mask=is_there, other=0)
+    tl.atomic_max(keys + row * most + kind, tl.max(key, axis=1), mask=is_there)
+
+
+def best_paths_kernels(
+    maxima: ClassMaxima, found: Ends, tables: PackedTables, canvases: Canvases, cut: PathTiles
+) -> Paths:
+    """`dispatch.best_paths` on a GPU."""
+    num_rows, num_canvases = len(found.likeliest), len(canvases.table)
+    device = found.likeliest.device
+    paths = Paths(
+        tokens=torch.empty_like(found.likeliest),
+        states=torch.empty(num_rows, dtype=torch.int32, device=device),
+        end=torch.empty_like(canvases.state),
+        score=torch.empty(num_canvases, dtype=torch.float64, device=device),
+    )
+    if not num_canvases:
+        return paths
+    places = canvases.most_rows + 1
+    at = torch.full(
+        (num_canvases, places, tables.most_states), -torch.inf, dtype=torch.float64, device=device
+    )
+    accepted = torch.empty(num_canvases, places, dtype=torch.float64, device=device)
+    accepted_state = torch.empty(num_canvases, places, dtype=torch.int32, device=device)
+    is_text = torch.empty(num_canvases, dtype=torch.int8, device=device)
+    _read_kernel[(num_canvases,)](
+        found.likeliest, found.is_stop, *canvases[:5], tables.class_of, tables.next,
+        tables.first_next, tables.num_classes, tables.accepts, tables.left, tables.first_state,
+        paths.tokens, paths.states, paths.end, paths.score, is_text, tables.class_of.shape[1],
+        num_warps=1,
+    )  # fmt: skip
+    _search_kernel[(num_canvases,)](
+        maxima.best, maxima.token, maxima.best.shape[1],
+        found.peak, found.stop, found.stop_token, found.filled, *canvases[:5],
+        tables.source, tables.kind, tables.target, tables.is_last, tables.into, tables.first_edge,
+        tables.accepts, tables.left, tables.first_state, at, accepted, accepted_state,
+        places, tables.most_states, is_text, paths.tokens, paths.states, paths.end, paths.score,
+        BLOCK=cut.edges, num_warps=cut.num_warps,
+    )  # fmt: skip
+    return paths
+
+
+@triton.jit
+def _read_kernel(
+    likeliest, is_stop, first_row, length, table_of, state_of, budget_of, class_of, following,
+    first_next, num_classes, accepts, left, first_state, tokens, states, end, score, is_text,
+    vocab_size,
+):  # fmt: skip
+    canvas = tl.program_id(0)
+    table = tl.load(table_of + canvas)
+    row = tl.load(first_row + canvas).to(tl.int64)
+    num_places = tl.load(length + canvas)
+    has_table = table != NO_TABLE
+    table = tl.maximum(table, 0)
+    budget = tl.load(budget_of + canvas)
+    start = tl.load(state_of + canvas)
+    state = tl.where(has_table, start, STOPPED)
+    first = tl.load(first_state + table)
+    kinds = tl.load(num_classes + table)
+    matrix = following + tl.load(first_next + table)
+    for place in range(num_places):
+        token = tl.load(likeliest + row + place)
+        tl.store(tokens + row + place, token)
+        tl.store(states + row + place, state)
+        kind = tl.load(class_of + table.to(tl.int64) * vocab_size + token)
+        is_open = state >= 0
+        accepting = tl.load(accepts + first + state, mask=is_open, other=0) != 0
+        is_over = is_open & accepting & (tl.load(is_stop + row + place) != 0)
+        target = tl.load(matrix + state * kinds + kind, mask=is_open & (kind >= 0), other=DEAD)
+        needed = tl.load(left + first + target, mask=target >= 0, other=NEVER)
+        target = tl.where(needed <= budget - place - 1, target, DEAD)
+        state = tl.where(is_open, tl.where(is_over, STOPPED, target), state)
+    tl.store(end + canvas, tl.where(has_table, state, start))
+    tl.store(score + canvas, 0.0)
+    tl.store(is_text + canvas, (state != DEAD).to(tl.int8))
+
+
+@triton.jit
+def _better_of_segment(value, target, next_value, next_target):
+    same = tl.where(value > next_value, value, next_value)
+    return tl.where(target == next_target, same, next_value), next_target
+
+
+@triton.jit
+def _finite(score):
+    return tl.where(score > WORST, score.to(tl.float64), WORST)  # also for NaN
+
+
+@triton.jit
+def _search_kernel(
+    best, best_token, most_classes, peak, stop, stop_token, filled,
+    first_row, length, table_of, state_of, budget_of,
+    source, kind, target, is_last, into, first_edge, accepts, left, first_state,
+    at, accepted, accepted_state, num_places_kept, most_states, is_text,
+    tokens, states, end, score_of, BLOCK: tl.constexpr,
+):  # fmt: skip
+    canvas = tl.program_id(0)
+    if tl.load(is_text + canvas) != 0:
+        return
+    table = tl.load(table_of + canvas)
+    row = tl.load(first_row + canvas).to(tl.int64)
+    num_places = tl.load(length + canvas)
+    budget = tl.load(budget_of + canvas)
+    first = tl.load(first_state + table)
+    num_states = tl.load(first_state + table + 1) - first
+    low_edge = tl.load(first_edge + table)
+    high_edge = tl.load(first_edge + table + 1)
+    # Offsets within one canvas fit 32 bits.
+    at += canvas.to(tl.int64) * num_places_kept * most_states
+    accepted += canvas * num_places_kept
+    accepted_state += canvas * num_places_kept
+    lane = tl.arange(0, BLOCK)
+    tl.store(at + tl.load(state_of + canvas), 0.0)
+    tl.debug_barrier()  # what other threads have written is there
+
+    for place in range(num_places):
+        here = at + place * most_states
+        highest, which = _best_state(here, accepts + first, num_states, True, BLOCK)
+        tl.store(accepted + place, highest)
+        tl.store(accepted_state + place, which)
+        top = tl.load(peak + row + place)
+        of_row = best + (row + place) * most_classes
+        carried = tl.full((), float("-inf"), tl.float64)
+        carried_to = tl.full((), -2, tl.int32)
+        for begin in range(low_edge, high_edge, BLOCK):
+            edge = begin + lane
+            is_edge = edge < high_edge
+            to = tl.load(target + edge, mask=is_edge, other=-3)
+            before = tl.load(here + tl.load(source + edge, mask=is_edge, other=0))
+            weight = tl.load(of_row + tl.load(kind + edge, mask=is_edge, other=0)) - top
+            value = tl.where(is_edge, before + _finite(weight), float("-inf"))
+            value, _ = tl.associative_scan((value, to), 0, _better_of_segment)
+            value = tl.where((to == carried_to) & (carried > value), carried, value)
+            needed = tl.load(left + first + to, mask=is_edge, other=NEVER)
+            is_end = tl.load(is_last + edge, mask=is_edge, other=0) != 0
+            fits = is_end & (needed <= budget - place - 1)
+            tl.store(here + most_states + to, value, mask=fits)
+            carried = tl.max(tl.where(lane == BLOCK - 1, value, float("-inf")), axis=0)
+            carried_to = tl.max(tl.where(lane == BLOCK - 1, to, -3), axis=0)
+        tl.debug_barrier()
+
+    behind = at + num_places * most_states
+    total, state = _best_state(behind, accepts + first, num_states, False, BLOCK)
+    rest = tl.full((), 0.0, tl.float64)
+    ending = tl.full((), float("-inf"), tl.float64)
+    stop_place = num_places * 0
+    for step in range(num_places):
+        place = num_places - 1 - step
+        top = tl.load(peak + row + place)
+        value = tl.load(accepted + place) + _finite(tl.load(stop + row + place) - top) + rest
+        stop_place = tl.where(value >= ending, place, stop_place)
+        ending = tl.where(value >= ending, value, ending)
+        rest += _finite(tl.load(filled + row + place) - top)
+    stops = ending >= total
+    stop_place = tl.where(stops, stop_place, num_places)
+    tl.store(score_of + canvas, tl.where(stops, ending, total))
+    tl.store(end + canvas, tl.where(stops, STOPPED, state))
+    state = tl.where(stops, tl.load(accepted_state + stop_place, mask=stops, other=0), state)
+    its_stop = tl.load(stop_token + row + stop_place, mask=stops, other=0)
+    tl.store(tokens + row + stop_place, its_stop, mask=stops)
+    tl.store(states + row + stop_place, state, mask=stops)
+
+    for step in range(num_places):
+        place = num_places - 1 - step
+        tl.store(states + row + place, STOPPED, mask=place > stop_place)
+        if place < stop_place:
+            here = at + place * most_states
+            top = tl.load(peak + row + place)
+            of_row = (row + place) * most_classes
+            low = tl.load(into + first + state)
+            high = tl.load(into + first + state + 1)
+            highest = tl.full((), float("-inf"), tl.float64)
+            chosen = low
+            for begin in range(low, high, BLOCK):
+                edge = begin + lane
+                is_edge = edge < high
+                before = tl.load(here + tl.load(source + edge, mask=is_edge, other=0))
+                k = tl.load(kind + edge, mask=is_edge, other=0)
+                value = before + _finite(tl.load(best + of_row + k) - top)
+                value = tl.where(is_edge, value, float("-inf"))
+                largest = tl.max(value, axis=0)
+                earliest = tl.min(tl.where(value == largest, edge, HIGHEST), axis=0)
+                chosen = tl.where(largest > highest, earliest, chosen)
+                highest = tl.where(largest > highest, largest, highest)
+            k = tl.load(kind + chosen)
+            tl.store(tokens + row + place, tl.load(best_token + of_row + k).to(tl.int64))
+            state = tl.load(source + chosen)
+            tl.store(states + row + place, state)
+
+
+@triton.jit
+def _best_state(here, accepts, num_states, ONLY_ACCEPTING: tl.constexpr, BLOCK: tl.constexpr):
+    """(the highest score, the lowest state with it)."""
+    highest = tl.full((), float("-inf"), tl.float64)
+    which = tl.full((), 0, tl.int32)
+    for begin in range(0, num_states, BLOCK):
+        state = begin + tl.arange(0, BLOCK)
+        is_one = state < num_states
+        if ONLY_ACCEPTING:
+            is_one = is_one & (tl.load(accepts + state, mask=is_one, other=0) != 0)
+        value = tl.load(here + state, mask=is_one, other=float("-inf"))
+        largest = tl.max(value, axis=0)
+        lowest = tl.min(tl.where(value == largest, state, HIGHEST), axis=0)
+        which = tl.where(largest > highest, lowest, which)
+        highest = tl.where(largest > highest, largest, highest)
+    return highest, which
+
+
+def mask_rows_kernel(
+    logits: Tensor,
+    tables: PackedTables,
+    table_of: Tensor,
+    states: Tensor,
+    budgets: Tensor,
+    stops: Tensor,
+    cut: PathTiles,
+) -> None:
+    """`dispatch.mask_rows` on a GPU."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1 and stops.is_contiguous(), (logits.stride(), stops.stride())
+    if num_rows:
+        _mask_kernel[(num_rows, triton.cdiv(vocab_size, cut.tokens))](
+            logits, logits.stride(0), table_of, states, budgets, stops, stops.shape[1],
+            tables.class_of, tables.next, tables.first_next, tables.num_classes,
+            tables.accepts, tables.left, tables.first_state, vocab_size,
+            BLOCK=cut.tokens, num_warps=cut.num_warps,
+        )  # fmt: skip
+
+
+@triton.jit
+def _mask_kernel(
+    logits, row_stride, table_of, states, budgets, stops, num_stops, class_of, following,
+    first_next, num_classes, accepts, left, first_state, vocab_size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    table = tl.load(table_of + row)
+    state = tl.load(states + row)
+    if (table == NO_TABLE) | (state == STOPPED):
+        return
+    first = tl.load(first_state + table)
+    matrix = following + tl.load(first_next + table) + state * tl.load(num_classes + table)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = token < vocab_size
+    kind = tl.load(class_of + table.to(tl.int64) * vocab_size + token, mask=is_token, other=-1)
+    target = tl.load(matrix + kind, mask=kind >= 0, other=DEAD)
+    needed = tl.load(left + first + target, mask=target >= 0, other=NEVER)
+    is_allowed = needed <= tl.load(budgets + row) - 1
+    may_stop = tl.load(accepts + first + state) != 0
+    for index in range(num_stops):
+        is_stop = token == tl.load(stops + row * num_stops + index)
+        is_allowed = tl.where(is_stop, may_stop, is_allowed)
+    forbidden = tl.full((BLOCK,), float("-inf"), logits.dtype.element_ty)
+    tl.store(logits + row * row_stride + token, forbidden, mask=is_token & (is_allowed == 0))
