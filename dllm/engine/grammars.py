@@ -9,10 +9,15 @@ So entropies, samples, self-conditioning and logprobs are of the tokens that the
 what would be emitted is always the beginning of an allowed text. A slot's state moves when its
 canvas is emitted. Before that every step solves the whole canvas again, so that nothing depends on
 how many steps there are, or on their noise.
+
+On a CPU each canvas is solved by `grammar.viterbi`. On a GPU all canvases are solved by the kernels
+of `ops.grammar_paths`, and states stay on the device.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +29,12 @@ from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import FREE
 from dllm.grammar.constraint import Constraint
 from dllm.grammar.viterbi import UNLIMITED, Canvas, Path, budget_of
+from dllm.ops.dispatch import best_paths, class_maxima, mask_rows
+from dllm.ops.grammar_paths import NO_TABLE, Canvases, PackedTables, Paths, ends, pack
 from dllm.settings.structured import grammar_of
 
 KEPT_GRAMMARS = 64  # how many are kept unpacked
+KEPT_PACKS = 4  # sets of grammars that are kept on a GPU
 
 
 @dataclass
@@ -44,20 +52,14 @@ class SlotGrammar:
     end: int
 
 
-@dataclass(frozen=True)
-class Written:
-    """The result of a step.
-
-    Attributes:
-        chosen: ``[N]`` int64, the token of the best path; FREE in rows without a grammar.
-        paths: by batch row.
-    """
+class Written(NamedTuple):
+    """The result of a step: ``chosen`` ``[N]`` int64, FREE in rows without a grammar; and paths."""
 
     chosen: torch.Tensor
-    paths: dict[int, Path]
+    paths: Any
 
 
-class CanvasGrammars:
+class CanvasGrammars(ABC):
     """The grammars of the requests in all slots.
 
     Args:
@@ -69,7 +71,7 @@ class CanvasGrammars:
         self._longest = vllm_config.model_config.max_model_len
         padding = vllm_config.model_config.hf_text_config.pad_token_id
         self._fillers = () if padding is None else (int(padding),)
-        self._slots: list[SlotGrammar | None] = [None] * num_slots
+        self.slots: list[SlotGrammar | None] = [None] * num_slots
         self._has_grammar = np.zeros(num_slots, dtype=bool)
         self._unpacked = lru_cache(KEPT_GRAMMARS)(self._unpack)
 
@@ -84,7 +86,7 @@ class CanvasGrammars:
         assert params is not None, "a generation request has parameters"
         shipped = grammar_of(params)
         self._has_grammar[slot] = shipped is not None
-        self._slots[slot] = None
+        self.slots[slot] = None
         if shipped is None:
             return
         canvas, start = self._unpacked(shipped, tuple(sorted(params.all_stop_token_ids)))
@@ -93,46 +95,191 @@ class CanvasGrammars:
         assert num_valid == len(generated), "what was emitted is the beginning of an allowed text"
         most = params.max_tokens if params.max_tokens is not None else self._longest
         end = min(data.prompt_len + most, self._longest)
-        self._slots[slot] = SlotGrammar(canvas, states[-1], end)
+        self.slots[slot] = SlotGrammar(canvas, states[-1], end)
 
-    def are_wanted(self, input_batch: InputBatch) -> bool:
-        """Whether a request of the batch has a grammar. Does not wait for the device."""
-        return bool(self._has_grammar[input_batch.idx_mapping_np[: input_batch.num_reqs]].any())
+    def prepare(self, batch: InputBatch, rows: CanvasRows) -> Any:
+        """What a visit's steps need to know about a batch; None if no request has a grammar.
 
-    def write(self, logits: torch.Tensor, rows: CanvasRows, input_batch: InputBatch) -> Written:
+        Does not wait for the device.
+        """
+        if not self._has_grammar[batch.idx_mapping_np[: batch.num_reqs]].any():
+            return None
+        return self._prepare(batch, rows)
+
+    @abstractmethod
+    def _prepare(self, batch: InputBatch, rows: CanvasRows) -> Any:
+        """As ``prepare``, for a batch with a grammar."""
+
+    @abstractmethod
+    def write(self, logits: torch.Tensor, rows: CanvasRows, prepared: Any) -> Written:
         """Find the best path of every canvas with a grammar, and mask its logits along it.
-
-        Waits for the device.
 
         Args:
             logits: ``[N, vocab]`` fp32, edited; changed in place.
-            rows: where the canvases are in ``input_batch``.
+            rows: where the canvases are in the batch.
+            prepared: what ``prepare`` returned.
         """
-        slots = input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()
-        bounds = input_batch.cu_num_logits_np.tolist()
-        ends = rows.seq_lens.tolist()
+
+    @abstractmethod
+    def emitted(self, written: Written, num_emitted: torch.Tensor, prepared: Any) -> None:
+        """Move the states of slots behind what is emitted: ``num_emitted`` ``[R]``."""
+
+
+class HostGrammars(CanvasGrammars):
+    """Canvases are solved one after the other, on the host. Waits for the device."""
+
+    def _prepare(self, batch: InputBatch, rows: CanvasRows) -> list[tuple[int, SlotGrammar]]:
+        """(row, grammar) of those that have one."""
+        slots = batch.idx_mapping_np[: batch.num_reqs].tolist()
+        return [(row, found) for row, slot in enumerate(slots) if (found := self.slots[slot])]
+
+    def write(
+        self, logits: torch.Tensor, rows: CanvasRows, prepared: list[tuple[int, SlotGrammar]]
+    ) -> Written:
+        """As described; ``paths`` by batch row."""
+        widths, seq_lens = rows.widths.tolist(), rows.seq_lens.tolist()
+        ends_of_rows = np.cumsum(widths)
         chosen = np.full(len(logits), FREE, dtype=np.int64)
-        paths = {}
-        for row, slot in enumerate(slots):
-            grammar, low, high = self._slots[slot], bounds[row], bounds[row + 1]
-            if grammar is None or low == high:
+        paths: dict[int, Path] = {}
+        for row, grammar in prepared:
+            width, high = widths[row], int(ends_of_rows[row])
+            if not width:
                 continue
-            budget = budget_of(
-                grammar.canvas.table, grammar.state, grammar.end - (ends[row] - (high - low))
-            )
-            of_canvas = logits[low:high]
-            path = grammar.canvas.best_path(of_canvas.cpu().numpy(), grammar.state, budget)
-            is_forbidden = torch.from_numpy(grammar.canvas.forbidden(path, budget))
+            canvas, of_canvas = grammar.canvas, logits[high - width : high]
+            tokens_left = grammar.end - (seq_lens[row] - width)
+            budget = budget_of(canvas.table, grammar.state, tokens_left)
+            path = canvas.best_path(of_canvas.cpu().numpy(), grammar.state, budget)
+            is_forbidden = torch.from_numpy(canvas.forbidden(path, budget))
             of_canvas.masked_fill_(is_forbidden.to(logits.device), -torch.inf)
-            chosen[low:high] = path.tokens
+            chosen[high - width : high] = path.tokens
             paths[row] = path
         return Written(torch.from_numpy(chosen).to(logits.device), paths)
 
-    def emitted(self, written: Written, num_emitted: torch.Tensor, input_batch: InputBatch) -> None:
-        """Move the states of slots behind what is emitted: ``num_emitted`` ``[R]``."""
+    def emitted(
+        self,
+        written: Written,
+        num_emitted: torch.Tensor,
+        prepared: list[tuple[int, SlotGrammar]],
+    ) -> None:
+        """As described."""
         counts = num_emitted.tolist()
-        for row, path in written.paths.items():
-            grammar = self._slots[int(input_batch.idx_mapping_np[row])]
-            assert grammar is not None
+        for row, grammar in prepared:
             if counts[row]:
-                grammar.state = int(path.states[counts[row]])
+                grammar.state = int(written.paths[row].states[counts[row]])
+
+
+class PreparedTables(NamedTuple):
+    """What kernels need to know about R rows.
+
+    Attributes:
+        tables: of all grammars of the batch.
+        table_of: ``[R]`` int32, NO_TABLE without a grammar.
+        slots: ``[R]`` int64.
+        end: ``[R]`` int64, where answers end at the latest.
+        stops, fillers: ``[R, M]`` int64, ascending; the last one is repeated.
+        first_row: ``[R]`` int32, among the rows of logits.
+        most_rows: of one canvas.
+    """
+
+    tables: PackedTables
+    table_of: torch.Tensor
+    slots: torch.Tensor
+    end: torch.Tensor
+    stops: torch.Tensor
+    fillers: torch.Tensor
+    first_row: torch.Tensor
+    most_rows: int
+
+
+class DeviceGrammars(CanvasGrammars):
+    """All canvases are solved at once, by kernels. Does not wait for the device."""
+
+    def __init__(self, vllm_config: VllmConfig, num_slots: int, device: torch.device) -> None:
+        super().__init__(vllm_config, num_slots)
+        self._device = device
+        self._states = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self._packs = lru_cache(KEPT_PACKS)(self._pack)
+
+    def _pack(self, canvases: tuple[Canvas, ...]) -> PackedTables:
+        return pack([canvas.table for canvas in canvases], self._device)
+
+    def add_request(self, slot: int, data: NewRequestData) -> None:
+        """As described; the state goes to the device."""
+        super().add_request(slot, data)
+        found = self.slots[slot]
+        self._states[slot] = found.state if found else 0
+
+    def _prepare(self, batch: InputBatch, rows: CanvasRows) -> PreparedTables:
+        slots = batch.idx_mapping_np[: batch.num_reqs].tolist()
+        found = [self.slots[slot] for slot in slots]
+        canvases = sorted({one.canvas for one in found if one}, key=id)
+        number = {canvas: table for table, canvas in enumerate(canvases)}
+        of_row = [one.canvas if one else canvases[0] for one in found]  # any, without a grammar
+        starts = batch.cu_num_logits_np[: batch.num_reqs + 1]
+
+        def to_device(values: Any, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+        return PreparedTables(
+            tables=self._packs(tuple(canvases)),
+            table_of=to_device([number[o.canvas] if o else NO_TABLE for o in found], torch.int32),
+            slots=rows.slots,
+            end=to_device([one.end if one else 0 for one in found], torch.int64),
+            stops=to_device(_padded([canvas.stops for canvas in of_row]), torch.int64),
+            fillers=to_device(_padded([canvas.fillers for canvas in of_row]), torch.int64),
+            first_row=to_device(starts[:-1].tolist(), torch.int32),
+            most_rows=max(int(np.diff(starts).max()), 1),
+        )
+
+    def write(self, logits: torch.Tensor, rows: CanvasRows, prepared: PreparedTables) -> Written:
+        """As described; ``paths`` of all rows."""
+        tables, table_of = prepared.tables, prepared.table_of
+        row_of = rows.row_of
+        state = self._states[prepared.slots]
+        budget = self._budget(rows, prepared, state)
+        canvases = Canvases(
+            first_row=prepared.first_row,
+            length=rows.widths.int(),
+            table=table_of,
+            state=state,
+            budget=budget,
+            most_rows=prepared.most_rows,
+        )
+        likeliest = logits.argmax(dim=1)
+        maxima = class_maxima(logits, tables, table_of[row_of])
+        found = ends(logits, likeliest, row_of, prepared.stops, prepared.fillers)
+        paths = best_paths(maxima, found, tables, canvases)
+        mask_rows(
+            logits,
+            tables,
+            table_of[row_of],
+            paths.states,
+            (budget[row_of] - rows.place).int(),
+            prepared.stops[row_of],
+        )
+        is_free = table_of[row_of] == NO_TABLE
+        return Written(torch.where(is_free, FREE, paths.tokens), paths)
+
+    def _budget(
+        self, rows: CanvasRows, prepared: PreparedTables, state: torch.Tensor
+    ) -> torch.Tensor:
+        """``[R]`` int32, as ``viterbi.budget_of``."""
+        tokens_left = prepared.end - (rows.seq_lens - rows.widths)
+        first_state = prepared.tables.first_state[prepared.table_of.clamp(min=0).long()]
+        left = prepared.tables.left[(first_state + state.clamp(min=0)).long()]
+        can_end = (left <= tokens_left) | (state < 0)
+        return torch.where(can_end, tokens_left, UNLIMITED).int()
+
+    def emitted(
+        self, written: Written, num_emitted: torch.Tensor, prepared: PreparedTables
+    ) -> None:
+        """As described. Canvases with a grammar are emitted whole: none has bad words."""
+        paths: Paths = written.paths
+        before = self._states[prepared.slots]
+        self._states[prepared.slots] = torch.where(num_emitted > 0, paths.end, before)
+
+
+def _padded(lists: list[np.ndarray]) -> list[list[int]]:
+    """Lists of one length, by repeating the last number of each."""
+    longest = max(map(len, lists))
+    return [[*one.tolist(), *[int(one[-1])] * (longest - len(one))] for one in lists]

@@ -32,7 +32,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.family import Family
-from dllm.engine.grammars import CanvasGrammars
+from dllm.engine.grammars import CanvasGrammars, DeviceGrammars, HostGrammars
 from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.spans import Spans, VirtualSequences
@@ -57,7 +57,11 @@ class DiffusionModelState(ModelState):
         self.family: Family = model.make_family(vllm_config)  # type: ignore[operator]
         vocab_size = self.model_config.get_vocab_size()
         self.canvases = CanvasState(self.family, self.max_num_reqs, vocab_size, self.dtype, device)
-        self.grammars = CanvasGrammars(vllm_config, self.max_num_reqs)
+        self.grammars: CanvasGrammars = (
+            HostGrammars(vllm_config, self.max_num_reqs)
+            if device.type == "cpu"
+            else DeviceGrammars(vllm_config, self.max_num_reqs, device)
+        )
         hidden_size = self.model_config.hf_text_config.hidden_size
         # The model's inputs stay in the same memory: a captured CUDA graph reads these addresses.
         self._inputs_embeds = torch.zeros(

@@ -13,7 +13,7 @@ fresh one.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -76,7 +76,7 @@ class Tile(NamedTuple):
         filters: top-k, top-p and min-p; None if no request uses them.
         free: ``[N]`` int64, FREE everywhere: no grammar has chosen a token.
         is_edited, forbids_words: whether a request edits logits, and whether it has bad words.
-        has_grammar: whether a request has structured outputs.
+        grammars: what ``CanvasGrammars.prepare`` returned for the requests.
     """
 
     logit_rows: slice
@@ -86,7 +86,7 @@ class Tile(NamedTuple):
     free: torch.Tensor
     is_edited: bool
     forbids_words: bool
-    has_grammar: bool
+    grammars: Any
 
 
 class DiffusionSampler:
@@ -190,19 +190,20 @@ class DiffusionSampler:
         parts: Iterable[tuple[slice, InputBatch]] = [(slice(None), input_batch)]
         if not fits:
             parts = tiles_of_batch(input_batch, self._rows_at_once)
-        return [
-            Tile(
-                logit_rows=logit_rows,
-                batch=batch,
-                rows=CanvasRows.of_batch(batch, self.family.settings.canvas_length),
-                filters=self._filters(batch),
-                free=self._free[: int(batch.cu_num_logits_np[-1])],
-                is_edited=self.edits.are_wanted(batch),
-                forbids_words=self.edits.may_forbid_words(batch),
-                has_grammar=self.grammars.are_wanted(batch),
-            )
-            for logit_rows, batch in parts
-        ]
+        return [self._tile(logit_rows, batch) for logit_rows, batch in parts]
+
+    def _tile(self, logit_rows: slice, batch: InputBatch) -> Tile:
+        rows = CanvasRows.of_batch(batch, self.family.settings.canvas_length)
+        return Tile(
+            logit_rows=logit_rows,
+            batch=batch,
+            rows=rows,
+            filters=self._filters(batch),
+            free=self._free[: int(batch.cu_num_logits_np[batch.num_reqs])],
+            is_edited=self.edits.are_wanted(batch),
+            forbids_words=self.edits.may_forbid_words(batch),
+            grammars=self.grammars.prepare(batch, rows),
+        )
 
     def _denoise(self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]) -> SamplerOutput:
         """A denoise step of all canvases."""
@@ -216,8 +217,8 @@ class DiffusionSampler:
             context = self.edits.context(rows, self.state, tile.batch)
             logits = self.edits.apply(logits, context)
         written = None
-        if tile.has_grammar:
-            written = self.grammars.write(logits, rows, tile.batch)
+        if tile.grammars is not None:
+            written = self.grammars.write(logits, rows, tile.grammars)
         result = self._denoise_rows(
             logits,
             self.req_states.draft_tokens[tile.batch.expanded_idx_mapping, rows.place],
@@ -234,7 +235,7 @@ class DiffusionSampler:
             num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
             result = self._trim_at_bad_word(rows, result, num_emitted)
         if written is not None:
-            self.grammars.emitted(written, num_emitted, tile.batch)
+            self.grammars.emitted(written, num_emitted, tile.grammars)
         self._store_state(rows, result)
         return self._emit(logits, rows, result.step, num_emitted, tile.batch)
 

@@ -60,7 +60,7 @@ class Canvas:
     def __init__(self, table: Table, stops: Sequence[int], fillers: Sequence[int] = ()) -> None:
         self.table = table
         self.stops = np.array(sorted(stops), dtype=np.int64)
-        self._fillers = np.array(sorted({*stops, *fillers}), dtype=np.int64)
+        self.fillers = np.array(sorted({*stops, *fillers}), dtype=np.int64)
         self._is_stop = frozenset(stops)
         source, kind, target = table.edges
         can_end = table.left[target] < NEVER
@@ -150,10 +150,12 @@ class Canvas:
         num_places, table = len(scores), self.table
         best = np.take_along_axis(scores, likeliest[:, None], axis=1)
         order, starts = table.members
-        by_class = np.maximum.reduceat(scores[:, order], starts, axis=1) - best  # [C, K]
+        # [C, K]; row by row, because a copy of all rows in the order of classes is much slower.
+        by_class = np.stack([np.maximum.reduceat(np.take(row, order), starts) for row in scores])
+        by_class -= best
         through = _finite(by_class)[:, self._kind]  # [C, E]: along each edge
         stop = _finite(scores[:, self.stops].max(axis=1) - best[:, 0])
-        filled = _finite(scores[:, self._fillers].max(axis=1) - best[:, 0])
+        filled = _finite(scores[:, self.fillers].max(axis=1) - best[:, 0])
         at = self._forward(through, state, budget)  # [C + 1, S]
         # A text that stops at a place: what led there, the stop, and what fills the rest.
         rest = np.append(np.cumsum(filled[:0:-1])[::-1], 0.0)

@@ -32,10 +32,21 @@ CHUNK = 256  # tokens of one class that a kernel reduces at once
 class Table(Protocol):
     """What is needed of a `grammar.table.Table`."""
 
-    class_of: np.ndarray
-    next: np.ndarray
-    accepts: np.ndarray
-    left: np.ndarray
+    @property
+    def class_of(self) -> np.ndarray:
+        """``[V]`` int32, the class of each token; -1 for those in no text."""
+
+    @property
+    def next(self) -> np.ndarray:
+        """``[S, K]`` int32, the state behind a token of each class, or DEAD."""
+
+    @property
+    def accepts(self) -> np.ndarray:
+        """``[S]`` bool, a text may end here."""
+
+    @property
+    def left(self) -> np.ndarray:
+        """``[S]`` int32, fewest tokens to a state that accepts."""
 
     @property
     def edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

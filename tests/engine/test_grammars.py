@@ -16,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 
+from dllm.engine.grammars import DeviceGrammars, HostGrammars
 from dllm.grammar.viterbi import Canvas
 from dllm.patches.grammars import _Asked
 from tests.engine.test_parity import CANVAS, prompt
@@ -199,7 +200,7 @@ def test_vllms_own_matcher_checks_every_block(engine, monkeypatch):
     engine.outputs([prompt(10)], params("json"))
     assert answers and all(answers)
     # If the worker wrote what it liked:
-    monkeypatch.setattr("dllm.engine.sampler.CanvasGrammars.are_wanted", lambda self, batch: False)
+    monkeypatch.setattr(HostGrammars, "prepare", lambda *args: None)
     (output,) = engine.outputs([prompt(10)], params("json"))
     assert output.outputs[0].finish_reason == "error" and answers[-1] is False
 
@@ -216,6 +217,18 @@ def test_both_ways_through_a_canvas_are_taken(engine, monkeypatch):
     biased.structured_outputs = StructuredOutputsParams(regex="(.|\n)*")
     engine.outputs([prompt(10)], biased)
     assert not searched
+
+
+def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
+    """What a GPU does, with the definitions in the place of its kernels."""
+    asked = [params(kind, seed=seed) for seed, kind in enumerate(KINDS)] + [params(None, seed=9)]
+    contexts = [prompt(15, salt=seed) for seed in range(len(asked))]
+    expected = engine.generate(contexts, asked)
+    sampler, state = engine.runner.sampler, engine.runner.model_state
+    on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
+    monkeypatch.setattr(sampler, "grammars", on_device)
+    monkeypatch.setattr(state, "grammars", on_device)
+    assert engine.generate(contexts, asked) == expected
 
 
 def test_logprobs_are_of_the_masked_distribution(engine):

@@ -1,0 +1,132 @@
+"""Structured outputs over HTTP, through the real client. The server's model has random weights."""
+
+import json
+import re
+import threading
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+
+from tests.server.test_server import complete, prompt, tokens
+from tests.support.server_harness import MODEL, Server
+
+pytest_plugins = ["tests.support.server_harness"]
+
+ASK = [{"role": "user", "content": "Who is it?"}]
+LEFT_RECURSIVE = 'root ::= root "a" | "b"'
+
+
+class Person(pydantic.BaseModel):
+    """What is asked for."""
+
+    name: str = pydantic.Field(max_length=10)
+    age: int = pydantic.Field(ge=0, le=120)
+    mood: Literal["good", "bad"]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+def test_a_pydantic_model_is_parsed(client):
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=ASK, response_format=Person, max_tokens=120, seed=3
+    )
+    person = answer.choices[0].message.parsed
+    assert person is not None and person.mood in ("good", "bad")
+
+
+def test_a_stream_has_the_same_text(client):
+    options: dict[str, Any] = dict(
+        model=MODEL,
+        messages=ASK,
+        max_tokens=120,
+        seed=3,
+        extra_body={"structured_outputs": {"json": Person.model_json_schema()}},
+    )
+    whole = client.chat.completions.create(**options).choices[0].message.content
+    parts = client.chat.completions.create(stream=True, **options)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole
+    Person.model_validate_json(whole or "")
+
+
+def test_json_object_and_several_choices(client):
+    answers = client.chat.completions.create(
+        model=MODEL,
+        messages=ASK,
+        max_tokens=60,
+        n=3,
+        seed=1,
+        response_format={"type": "json_object"},
+    )
+    texts = [choice.message.content or "" for choice in answers.choices]
+    assert all(isinstance(json.loads(text), dict) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_right"),
+    [
+        ({"regex": "([a-f]{3}-){2,9}[0-9]"}, re.compile("([a-f]{3}-){2,9}[0-9]").fullmatch),
+        ({"choice": ["yes", "no"]}, {"yes", "no"}.__contains__),
+        ({"grammar": 'root ::= "<" [a-c]+ ">"'}, re.compile("<[a-c]+>").fullmatch),
+        ({"grammar": 'start: "yes" | "no"'}, {"yes", "no"}.__contains__),
+    ],
+    ids=["regex", "choice", "ebnf", "lark"],
+)
+def test_completions(client, asked, is_right):
+    answer = client.completions.create(
+        model=MODEL, prompt="ok", max_tokens=60, seed=2, extra_body={"structured_outputs": asked}
+    )
+    assert is_right(answer.choices[0].text), answer.choices[0].text
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"grammar": LEFT_RECURSIVE}, "left-recursive.*Write the recursion behind a symbol"),
+        ({"regex": "(a{1,99}){1,99}b{1,999}"}, "states|compile"),
+        ({"json": {"type": "object", "enum": [[["x" * 300_000]]]}}, "bytes; allowed"),
+        ({"regex": "a("}, "regex"),
+    ],
+    ids=["left recursion", "states", "size", "syntax"],
+)
+def test_what_cannot_be_compiled_is_refused(server, path, is_stream, asked, message):
+    """Also before a stream: with HTTP 200 sent, nobody would hear of it."""
+    given = {"messages": ASK} if "chat" in path else {"prompt": "ok"}
+    body = {"model": MODEL, "max_tokens": 9, "structured_outputs": asked, "stream": is_stream}
+    reply = server.post(path, body | given)
+    assert reply.status == 400 and re.search(message, reply.message), reply
+
+
+def test_a_client_cannot_send_a_table(server):
+    body = {"model": MODEL, "prompt": "ok", "vllm_xargs": {"dllm_grammar": "x"}}
+    reply = server.post("/v1/completions", body)
+    assert reply.status == 400 and "dllm_grammar" in reply.message
+
+
+def test_others_go_on_while_a_grammar_is_compiled(client, server):
+    """A grammar that takes seconds holds neither the API server nor the engine."""
+    expected = tokens(complete(client, prompt(20), max_tokens=32))
+    done = threading.Event()
+    replies = []
+
+    def ask() -> None:
+        slow = {"regex": "(((a{1,30}){1,30}){1,30}){1,30}"}  # more than the 10 s that are allowed
+        body = {"model": MODEL, "prompt": "ok", "max_tokens": 9, "structured_outputs": slow}
+        replies.append(server.post("/v1/completions", body))
+        done.set()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    answered = 0
+    while not done.is_set():
+        assert tokens(complete(client, prompt(20), max_tokens=32)) == expected
+        answered += 1
+    asking.join()
+    assert replies[0].status == 400 and "took more than" in replies[0].message
+    assert answered > 3
