@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable
 from random import Random
 from typing import Generic, TypeVar
 
+from dllm.tasks.chat import Asked
+
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
@@ -92,8 +94,11 @@ class Family(ABC, Generic[Content]):
         """
 
     @abstractmethod
-    def ask(self, content: Content, rng: Random) -> tuple[str, list[str]]:
-        """Put the content into words; returns the prompt and all right answers (at least one)."""
+    def ask(self, content: Content, rng: Random) -> tuple[str, list[str]] | Asked:
+        """Put the content into words; returns the prompt and all right answers (at least one).
+
+        A family that asks for more than a prompt returns an ``Asked``.
+        """
 
 
 class Add(Family[tuple[int, int]]):

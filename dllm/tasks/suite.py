@@ -11,21 +11,37 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from random import Random
 
+from dllm.tasks.chat import Asked, Chat
 from dllm.tasks.families import FAMILIES, Family
+from dllm.tasks.tools import TOOL_FAMILIES
 
-__all__ = ["FAMILIES", "SPLITS", "Family", "Question", "question", "questions", "split_of"]
+__all__ = [
+    "FAMILIES",
+    "SPLITS",
+    "TOOL_FAMILIES",
+    "Family",
+    "Question",
+    "question",
+    "questions",
+    "split_of",
+]
 
 SPLITS = ("train", "validation", "heldout")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and its answers: training shows ``answer``; ``accepted`` has all that are right."""
+    """A prompt and its answers: training shows ``answer``; ``accepted`` has all that are right.
+
+    ``chat`` is None in the eleven families of ``FAMILIES``. In those of ``TOOL_FAMILIES`` it says
+    how to ask, and the answers have the marks of calls and thoughts in them.
+    """
 
     family: str
     prompt: str
     answer: str
     accepted: frozenset[str]
+    chat: Chat | None = None
 
     def is_correct(self, text: str) -> bool:
         """Whether this text is a right answer; whitespace around it does not matter."""
@@ -45,19 +61,23 @@ def question(family: str, split: str, index: int, seed: int = 0) -> Question:
     Raises:
         ValueError: there is no such family or split.
     """
-    _check(family, FAMILIES, "family")
+    _check(family, [*FAMILIES, *TOOL_FAMILIES], "family")
     _check(split, SPLITS, "split")
     rng = Random(f"{family} {split} {index} {seed}")
-    kind = FAMILIES[family]
+    kind = FAMILIES.get(family) or TOOL_FAMILIES[family]
     content = kind.draw(rng)
     while split_of(family, content) != split:
         content = kind.draw(rng)
-    prompt, accepted = kind.ask(content, rng)
-    return Question(family, prompt, rng.choice(accepted), frozenset(accepted))
+    in_words = kind.ask(content, rng)
+    asked = in_words if isinstance(in_words, Asked) else Asked(*in_words)
+    answer = rng.choice(asked.accepted)
+    return Question(family, asked.prompt, answer, frozenset(asked.accepted), asked.chat)
 
 
 def questions(families: Iterable[str], split: str, count: int, seed: int = 0) -> list[Question]:
-    """``count`` questions of each family with different prompts, one family after the other.
+    """``count`` different questions of each family, one family after the other.
+
+    Questions differ if their prompts do, or what is asked beside the prompt (``Question.chat``).
 
     With a larger count every family has the same questions first, and then more.
 
@@ -66,7 +86,7 @@ def questions(families: Iterable[str], split: str, count: int, seed: int = 0) ->
     """
     found: list[Question] = []
     for family in families:
-        distinct: dict[str, Question] = {}
+        distinct: dict[tuple[str, Chat | None], Question] = {}
         draws = last_new = 0
         while len(distinct) < count:
             # So many draws without a new prompt: most likely all have been drawn.
@@ -77,7 +97,7 @@ def questions(families: Iterable[str], split: str, count: int, seed: int = 0) ->
                 )
             drawn = question(family, split, draws, seed)
             draws += 1
-            if distinct.setdefault(drawn.prompt, drawn) is drawn:
+            if distinct.setdefault((drawn.prompt, drawn.chat), drawn) is drawn:
                 last_new = draws
         found.extend(distinct.values())
     return found

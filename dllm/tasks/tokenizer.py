@@ -8,7 +8,7 @@ other, because a special token or a line break is always between them.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
@@ -70,8 +70,18 @@ CHAT_TEMPLATE = """\
 CORPUS_QUESTIONS = 1000
 
 
-def make_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of ``vocab_size`` tokens whose merges are learned from these texts."""
+def make_tokenizer(
+    corpus: Iterable[str],
+    vocab_size: int,
+    special: Sequence[str] = (),
+    plain: Sequence[str] = (),
+) -> Tokenizer:
+    """A byte-level BPE of ``vocab_size`` tokens whose merges are learned from these texts.
+
+    Args:
+        special: more special tokens, behind ``SPECIAL_TOKENS``.
+        plain: texts that are one token each, without being special; they have the last ids.
+    """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -81,12 +91,15 @@ def make_tokenizer(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS],
+        vocab_size=vocab_size - len(plain),
+        special_tokens=[
+            AddedToken(text, special=True, normalized=False) for text in (*SPECIAL_TOKENS, *special)
+        ],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in plain])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", TOKEN_ID["<bos>"])]
     )
@@ -102,12 +115,16 @@ def train_tokenizer() -> Tokenizer:
             drawn = question(family, "train", index)
             for text in ("user", "model", drawn.prompt, drawn.answer):
                 counts.update(piece for piece, _ in split.pre_tokenize_str(text))
-    # A piece counts with the square root of how often it occurs. Otherwise words such as "lives",
-    # which are in every report many times, would leave too few merges for rare words.
-    return make_tokenizer(
-        (piece for piece, count in sorted(counts.items()) for _ in range(math.isqrt(count))),
-        VOCAB_SIZE,
-    )
+    return make_tokenizer(weighted(counts), VOCAB_SIZE)
+
+
+def weighted(counts: Mapping[str, int]) -> Iterator[str]:
+    """Each piece as often as the square root of its count.
+
+    Otherwise words such as "lives", which are in every report many times, would leave too few
+    merges for rare words.
+    """
+    return (piece for piece, count in sorted(counts.items()) for _ in range(math.isqrt(count)))
 
 
 def encode_prompt(tokenizer: Tokenizer, question_text: str) -> list[int]:
@@ -127,7 +144,9 @@ def encode_answer(tokenizer: Tokenizer, text: str) -> list[int]:
     return [*tokenizer.encode(text, add_special_tokens=False).ids, TOKEN_ID["<eos>"]]
 
 
-def save_tokenizer(tokenizer: Tokenizer, path: Path, model_max_length: int) -> None:
+def save_tokenizer(
+    tokenizer: Tokenizer, path: Path, model_max_length: int, chat_template: str = CHAT_TEMPLATE
+) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into a directory."""
     tokenizer.save(str(path / "tokenizer.json"))
     config = {
@@ -142,4 +161,4 @@ def save_tokenizer(tokenizer: Tokenizer, path: Path, model_max_length: int) -> N
     }
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (path / "tokenizer_config.json").write_text(text)
-    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (path / "chat_template.jinja").write_text(chat_template)

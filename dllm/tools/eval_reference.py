@@ -98,7 +98,7 @@ class ReferenceModel:
         for index, question in enumerate(questions):
             torch.manual_seed(self.seed + index)
             counter.blocks = -1
-            answers.append(self._generate(question.prompt, counter))
+            answers.append(self._generate(question, counter))
             blocks += counter.blocks
             on_answer()
         seconds = time.monotonic() - start
@@ -106,20 +106,24 @@ class ReferenceModel:
             return Run(answers, seconds)
         return Run(answers, seconds, counter.denoise_steps, blocks)
 
-    def _generate(self, prompt: str, counter: StepCounter) -> Answer:
+    def _generate(self, question: Question, counter: StepCounter) -> Answer:
+        chat = question.chat
+        options = {} if chat is None else {"tools": chat.schemas or None} | chat.template_kwargs
         ids = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
+            [{"role": "user", "content": question.prompt}],
             add_generation_prompt=True,
             return_tensors="pt",
             return_dict=False,
+            **options,
         )
         streamer = {"streamer": counter} if self.is_diffusion else {}
         with torch.inference_mode():
             output = self.model.generate(ids, **self.options, **streamer)
         sequences = output.sequences if self.is_diffusion else output
         tokens = sequences[0, ids.shape[1] :].tolist()
-        length = next((i + 1 for i, t in enumerate(tokens) if t in self.eos_ids), len(tokens))
-        return Answer(self.tokenizer.decode(tokens[:length], skip_special_tokens=True), length)
+        end = next((i for i, t in enumerate(tokens) if t in self.eos_ids), len(tokens))
+        text = self.tokenizer.decode(tokens[:end], skip_special_tokens=question.chat is None)
+        return Answer(text, min(end + 1, len(tokens)))
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:

@@ -51,7 +51,7 @@ class ServedModel:
         """
 
         def ask(index: int) -> Answer:
-            answer = self._ask(questions[index].prompt, index)
+            answer = self._ask(questions[index], index)
             on_answer()
             return answer
 
@@ -67,13 +67,14 @@ class ServedModel:
         passes, blocks = denoise_counts(before, self.connection.metrics(), answers)
         return Run(answers, seconds, passes, blocks)
 
-    def _ask(self, prompt: str, index: int) -> Answer:
+    def _ask(self, question: Question, index: int) -> Answer:
         completion = self.connection.client.chat.completions.create(
             model=self.connection.model,
-            messages=[{"role": "user", "content": prompt}],
+            messages=[{"role": "user", "content": question.prompt}],
             max_tokens=self.max_tokens,
             temperature=if_given(self.temperature),
             seed=openai.omit if self.seed is None else self.seed + index,
+            extra_body=None if question.chat is None else question.chat.request,
         )
         usage = completion.usage
         text = completion.choices[0].message.content or ""

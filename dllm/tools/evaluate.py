@@ -12,12 +12,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dllm.settings.checks import did_you_mean
 from dllm.settings.command import OK, CommandError
-from dllm.tasks.suite import FAMILIES, SPLITS, Question, questions
+from dllm.tasks.suite import FAMILIES, SPLITS, TOOL_FAMILIES, Question, questions
 from dllm.tools import client
 from dllm.tools.eval_report import Run, Score, score, table, total, wrong_answers
 from dllm.tools.eval_server import ServedModel
 
 ALL = "all"
+TOOLS = "tools"
+GROUPS = {ALL: list(FAMILIES), TOOLS: list(TOOL_FAMILIES)}
+KNOWN = [family for group in GROUPS.values() for family in group]
 
 
 class Model(Protocol):
@@ -63,7 +66,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="DIR",
         help="instead of a server: a checkpoint, through Hugging Face transformers in this process",
     )
-    parser.add_argument("--tasks", default=ALL, help=f"all (default), or of: {', '.join(FAMILIES)}")
+    parser.add_argument(
+        "--tasks",
+        default=ALL,
+        help=f"all (default: {', '.join(FAMILIES)}), tools ({', '.join(TOOL_FAMILIES)}), or names",
+    )
     parser.add_argument("--num", type=_positive, default=200, help="questions a family (200)")
     parser.add_argument("--split", choices=SPLITS, default="heldout", help="(heldout)")
     parser.add_argument("--question-seed", type=int, default=0, help="of the questions (0)")
@@ -85,23 +92,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def chosen_families(tasks: str) -> list[str]:
-    """The families that ``--tasks`` names, in the order of ``FAMILIES``.
+    """The families that ``--tasks`` names, in the order in which they are defined.
 
     Raises:
         CommandError: a name does not exist, or none is given.
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    if names == [ALL]:
-        return list(FAMILIES)
+    if len(names) == 1 and names[0] in GROUPS:
+        return GROUPS[names[0]]
     for name in names:
-        if name not in FAMILIES:
+        if name not in KNOWN:
             raise CommandError(
-                f"--tasks: no family {name!r}{did_you_mean(name, list(FAMILIES))}; "
-                f"allowed: {ALL}, or some of {', '.join(FAMILIES)}."
+                f"--tasks: no family {name!r}{did_you_mean(name, KNOWN)}; "
+                f"allowed: {ALL}, {TOOLS}, or some of {', '.join(KNOWN)}."
             )
     if not names:
-        raise CommandError(f"--tasks {tasks!r} names no family; allowed: {', '.join(FAMILIES)}.")
-    return [name for name in FAMILIES if name in names]
+        raise CommandError(f"--tasks {tasks!r} names no family; allowed: {', '.join(KNOWN)}.")
+    return [name for name in KNOWN if name in names]
 
 
 def open_model(given: argparse.Namespace) -> Model:

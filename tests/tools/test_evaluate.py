@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dllm.cli import CommandError, main
-from dllm.tasks.suite import FAMILIES, Question, questions
+from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES, Question, questions
 from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from dllm.tools.eval_reference import ReferenceModel
 from dllm.tools.eval_report import Answer, Run, Score, score, total, wilson_interval
@@ -140,6 +140,21 @@ def test_a_server_that_counts_no_canvases_gets_a_dash(
     assert all("seed" not in r for r in stub.requests)
 
 
+def test_tools_are_sent_and_the_bare_answer_is_asked_for() -> None:
+    """With the marks that a parser would take away; plain questions are sent as ever."""
+    with serve(Stub(right_but_every(3, ["alarm", "add"], 12))) as stub:
+        assert main(["eval", "--base-url", stub.url, "--tasks", "add,alarm", "--num", "12"]) == 0
+    sent = {r["messages"][0]["content"]: r for r in stub.requests}
+    for item in questions(["alarm"], "heldout", 12):
+        assert item.chat is not None
+        body = sent[item.prompt]
+        assert body.get("tools", []) == item.chat.schemas
+        assert body["skip_special_tokens"] is False
+        assert body["chat_template_kwargs"] == item.chat.template_kwargs
+    for item in questions(["add"], "heldout", 12):
+        assert set(sent[item.prompt]) == {"model", "messages", "max_tokens"}
+
+
 def test_a_refusal_ends_the_evaluation_with_its_message(capsys: pytest.CaptureFixture[str]) -> None:
     with serve(Stub(str, status=400)) as stub:
         assert main(["eval", "--base-url", stub.url, "--tasks", "add", "--num", "20"]) == 1
@@ -149,6 +164,7 @@ def test_a_refusal_ends_the_evaluation_with_its_message(capsys: pytest.CaptureFi
 
 def test_tasks_are_checked() -> None:
     assert chosen_families("all") == list(FAMILIES)
+    assert chosen_families("tools") == list(TOOL_FAMILIES)
     assert chosen_families("sort, add") == ["add", "sort"]
     with pytest.raises(CommandError, match=r"no family 'sotr' \(did you mean 'sort'\?\)"):
         chosen_families("add,sotr")

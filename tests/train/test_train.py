@@ -16,6 +16,7 @@ from bench.workloads import card_accuracy
 from dllm import cli
 from dllm.tasks.suite import question
 from dllm.tasks.tokenizer import train_tokenizer
+from dllm.tasks.tool_tokenizer import TOOL_CHAT_TEMPLATE, VOCAB_SIZE, train_tool_tokenizer
 from dllm.tools.eval_report import Answer, score, total
 from dllm.tools.eval_report import Run as Answered
 from dllm.train.lm import command, model_card
@@ -59,6 +60,22 @@ def run(tmp_path: Path, objective: str, name: str, *args: str) -> Path:
 @pytest.fixture(scope="module", params=OBJECTIVES)
 def finished(request, tmp_path_factory) -> tuple[str, Path]:
     return request.param, run(tmp_path_factory.mktemp("run"), request.param, "out")
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_run_on_tools_has_their_tokenizer_and_template(objective, tmp_path):
+    """A model of either kind; its checkpoint and its card say what it was trained on."""
+    config = write_config(tmp_path / "c.toml", objective, families=["alarm", "record"])
+    out = tmp_path / "out"
+    assert cli.main(["train", objective, "--config", str(config), "--out", str(out)]) == 0
+    assert json.loads((out / "model" / "tokenizer.json").read_text()) == json.loads(
+        train_tool_tokenizer().to_str()
+    )
+    assert (out / "model" / "chat_template.jinja").read_text() == TOOL_CHAT_TEMPLATE
+    settings = json.loads((out / "model" / "config.json").read_text())
+    assert settings.get("text_config", settings)["vocab_size"] == VOCAB_SIZE
+    card = (out / "model" / "README.md").read_text()
+    assert "dllm/tasks/tools.py" in card and "| alarm |" in card and "| add |" not in card
 
 
 def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path):
@@ -211,6 +228,7 @@ def test_finished_run_is_not_started_over(finished, capsys):
         ({"ema": 1.0}, "ema = 1.0; allowed: a number of at least 0"),
         ({"matrix_lr": "fast"}, "matrix_lr = 'fast'"),
         ({"families": ["ad"]}, "families = 'ad'; allowed: add, sort"),
+        ({"families": ["alarm", "add"]}, "families = 'add'; allowed: weather, total, alarm"),
         ({"objective": "gan"}, "objective = 'gan'; allowed: diffusion or ar."),
         ({"objective": "ar"}, "run `dllm train ar`"),
     ],
@@ -249,8 +267,11 @@ def test_shipped_configs_are_valid():
         "tiny-ar-continued",
         "tiny-dllm",
         "tiny-dllm-continued",
+        "tiny-tools",
+        "tiny-tools-continued",
+        "tiny-tools-finished",
     ]
-    assert all(TrainSettings.load(path).steps > 1000 for path in paths)
+    assert all(TrainSettings.load(path).steps > 500 for path in paths)
     for path in paths:  # by which a card calls it
         assert model_card._config(TrainSettings.load(path)) == str(path.relative_to(ROOT))
     assert model_card._config(TrainSettings("ar", steps=3)) == "config.toml"
@@ -271,7 +292,7 @@ def test_overfits_ten_examples(objective, tmp_path, monkeypatch):
     monkeypatch.setattr(learner, "evaluate", lambda average: {})
     trainer = Run(learner, tmp_path)
     losses = [now.loss for now in trainer.run()]
-    answers = learner.objective.answer(trainer.average, [each.prompt for each in ten], seed=0)
+    answers = learner.objective.answer(trainer.average, ten, seed=0)
     right = [q.is_correct(text) for q, text in zip(ten, answers.texts, strict=True)]
     assert sum(right) >= 9, (answers.texts, losses[-1])
 

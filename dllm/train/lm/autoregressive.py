@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dllm.tasks.suite import Question
-from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE
+from dllm.tasks.tokenizer import TOKEN_ID
 from dllm.train.generate import continue_prompts
 from dllm.train.lm.objective import (
     EOS,
@@ -22,6 +22,7 @@ from dllm.train.lm.objective import (
     answer_mask,
     decode_until_end,
     pad_right,
+    padded_vocab_size,
 )
 from dllm.train.lm.settings import TrainSettings
 
@@ -42,7 +43,7 @@ class Autoregressive:
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
             "dtype": "bfloat16",
-            "vocab_size": VOCAB_SIZE,
+            "vocab_size": padded_vocab_size(self.tokenizer),
             "hidden_size": shape.hidden_size,
             "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": shape.num_layers,
@@ -89,11 +90,14 @@ class Autoregressive:
         logits = model.lm_head(hidden[:, :-1][is_answer[:, 1:]]).float()
         return answer_loss(logits, ids, is_answer)
 
-    def answer(self, model: Qwen3ForCausalLM, prompts: Sequence[str], seed: int) -> Answers:
+    def answer(self, model: Qwen3ForCausalLM, questions: Sequence[Question], seed: int) -> Answers:
         """Greedy answers."""
-        asked = [Question("", prompt, "", frozenset()) for prompt in prompts]
-        prompt_ids = Encoded.of(self.tokenizer, asked).prompts
+        prompt_ids = Encoded.of(self.tokenizer, questions).prompts
         rows = continue_prompts(
             model, prompt_ids, MAX_TOKENS, EOS, do_sample=False, eos_token_id=EOS
         )
-        return Answers([decode_until_end(self.tokenizer, row) for row in rows], 1.0)
+        texts = [
+            decode_until_end(self.tokenizer, row, question)
+            for row, question in zip(rows, questions, strict=True)
+        ]
+        return Answers(texts, 1.0)

@@ -9,6 +9,7 @@ import torch
 
 from dllm.settings.command import OK, CommandError
 from dllm.tasks.tokenizer import train_tokenizer
+from dllm.tasks.tool_tokenizer import train_tool_tokenizer
 from dllm.train.curve import Panel, draw, require_matplotlib
 from dllm.train.lm.autoregressive import Autoregressive
 from dllm.train.lm.diffusion import Diffusion
@@ -128,4 +129,5 @@ def make_objective(settings: TrainSettings) -> Objective:
     """The objective that the settings name."""
     kinds: dict[str, type[Diffusion] | type[Autoregressive]]
     kinds = {"diffusion": Diffusion, "ar": Autoregressive}
-    return kinds[settings.objective](settings, train_tokenizer())
+    tokenizer = train_tool_tokenizer() if settings.asks_for_tools else train_tokenizer()
+    return kinds[settings.objective](settings, tokenizer)

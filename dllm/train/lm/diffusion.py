@@ -30,7 +30,6 @@ from dllm.models.gemma.settings import GemmaSettings
 from dllm.models.gemma.step import denoise, first_canvases, next_step
 from dllm.models.gemma.tiny import generation_config, tiny_config
 from dllm.tasks.suite import Question
-from dllm.tasks.tokenizer import VOCAB_SIZE
 from dllm.train.lm.objective import (
     EOS,
     Answers,
@@ -39,6 +38,7 @@ from dllm.train.lm.objective import (
     answer_mask,
     decode_until_end,
     pad_right,
+    padded_vocab_size,
 )
 from dllm.train.lm.settings import TrainSettings
 
@@ -86,6 +86,7 @@ class Diffusion:
     def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
+        self.vocab_size = padded_vocab_size(tokenizer)
         self.canvas_length = settings.model.canvas_length
         self.sampling = GemmaSettings(
             canvas_length=self.canvas_length,
@@ -104,7 +105,7 @@ class Diffusion:
         is_full = [(index + 1) % 3 == 0 for index in range(shape.num_layers)]
         is_full[-1] = True
         return tiny_config(
-            vocab_size=VOCAB_SIZE,
+            vocab_size=self.vocab_size,
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.hidden_size // 32,
             num_key_value_heads=max(1, shape.hidden_size // 64),
@@ -172,7 +173,7 @@ class Diffusion:
             sequence,
             prompt_len[sequence] + block * length,
             clean,
-            torch.where(is_noise, _random_tokens(clean.shape, random), clean),
+            torch.where(is_noise, _random_tokens(clean, self.vocab_size, random), clean),
         )
 
     @torch.no_grad()
@@ -197,7 +198,7 @@ class Diffusion:
         chosen = order[: round(num_canvases * SELF_CONDITIONED)]
         is_conditioned = torch.zeros(num_canvases, dtype=torch.bool)
         is_conditioned[chosen] = True
-        prev_logits = torch.zeros(*canvases.clean.shape, VOCAB_SIZE)
+        prev_logits = torch.zeros(*canvases.clean.shape, self.vocab_size)
         if not len(chosen):
             return canvases.noised, prev_logits, is_conditioned
         earlier = _detached_rows(cache, chosen)
@@ -244,13 +245,11 @@ class Diffusion:
 
     @torch.no_grad()
     def answer(
-        self, model: DiffusionGemmaForBlockDiffusion, prompts: Sequence[str], seed: int
+        self, model: DiffusionGemmaForBlockDiffusion, questions: Sequence[Question], seed: int
     ) -> Answers:
         """Generate like a server: block after block, until every answer has ended."""
-        prompt_ids = Encoded.of(
-            self.tokenizer, [Question("", prompt, "", frozenset()) for prompt in prompts]
-        ).prompts
-        outputs: list[list[int]] = [[] for _ in prompts]
+        prompt_ids = Encoded.of(self.tokenizer, questions).prompts
+        outputs: list[list[int]] = [[] for _ in questions]
         steps: list[int] = []
         for _ in range(MAX_BLOCKS):
             open_rows = [row for row, output in enumerate(outputs) if EOS not in output]
@@ -261,7 +260,10 @@ class Diffusion:
             steps += block_steps.tolist()
             for row, block in zip(open_rows, blocks.tolist(), strict=True):
                 outputs[row] += block
-        texts = [decode_until_end(self.tokenizer, output) for output in outputs]
+        texts = [
+            decode_until_end(self.tokenizer, output, question)
+            for output, question in zip(outputs, questions, strict=True)
+        ]
         return Answers(texts, sum(steps) / len(steps))
 
     def _generate_block(
@@ -274,7 +276,7 @@ class Diffusion:
         start = torch.tensor([len(ids) for ids in context])
         seeds = torch.full((num_rows,), seed) + torch.arange(num_rows)
         rows = CanvasRows.whole(start, length)
-        canvases = first_canvases(seeds, start, self.sampling, [EOS], VOCAB_SIZE)
+        canvases = first_canvases(seeds, start, self.sampling, [EOS], self.vocab_size)
         prev_logits = None
         while bool((rows.widths > 0).any()):
             canvas = canvases.ids.view(num_rows, length)
@@ -328,17 +330,17 @@ def soft_capped(model: DiffusionGemmaForBlockDiffusion, hidden: Tensor) -> Tenso
 
 def _sampler_step(logits: Tensor, settings: GemmaSettings, random: torch.Generator) -> Tensor:
     """A canvas after a denoise step at temperature 1: ``[N, C, V]`` logits to ``[N, C]``."""
-    num_rows = len(logits)
+    num_rows, vocab_size = len(logits), logits.shape[-1]
     starts = torch.zeros(num_rows, dtype=torch.int64)
     seeds = torch.randint(2**62, (num_rows,), generator=random)
     unscaled = replace(settings, t_min=1.0, t_max=1.0)
-    canvases = first_canvases(seeds, starts, unscaled, (), VOCAB_SIZE)
+    canvases = first_canvases(seeds, starts, unscaled, (), vocab_size)
     rows = CanvasRows.whole(starts, settings.canvas_length)
     return denoise(logits.flatten(0, 1), rows, canvases, unscaled).canvas
 
 
-def _random_tokens(shape: torch.Size, random: torch.Generator) -> Tensor:
-    return torch.randint(VOCAB_SIZE, shape, generator=random)
+def _random_tokens(like: Tensor, vocab_size: int, random: torch.Generator) -> Tensor:
+    return torch.randint(vocab_size, like.shape, generator=random)
 
 
 def _detached_rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from dllm.tasks.tokenizer import save_tokenizer, train_tokenizer
+from dllm.tasks.tokenizer import CHAT_TEMPLATE, save_tokenizer
+from dllm.tasks.tool_tokenizer import TOOL_CHAT_TEMPLATE
 from dllm.train.lm.objective import Objective
 from dllm.train.run_files import write_json
 
@@ -27,5 +28,6 @@ def export(model: PreTrainedModel, objective: Objective, path: Path) -> None:
         leftover.unlink()
     write_json(path / "config.json", objective.config())
     write_json(path / "generation_config.json", objective.generation_config())
-    save_tokenizer(train_tokenizer(), path, model_max_length=MAX_POSITIONS)
+    template = TOOL_CHAT_TEMPLATE if objective.settings.asks_for_tools else CHAT_TEMPLATE
+    save_tokenizer(objective.tokenizer, path, MAX_POSITIONS, template)
     (path / "model.safetensors").chmod(0o644)  # safetensors writes it readable by its owner only

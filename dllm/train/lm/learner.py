@@ -74,9 +74,7 @@ class LanguageLearner(Learner):
         steps_per_block = []
         for family in self.errors:
             asked = questions([family], "validation", self.settings.validation_questions)
-            answers = self.objective.answer(
-                average, [each.prompt for each in asked], self.settings.seed
-            )
+            answers = self.objective.answer(average, asked, self.settings.seed)
             pairs = zip(asked, answers.texts, strict=True)
             self.errors[family] = 1 - sum(q.is_correct(text) for q, text in pairs) / len(asked)
             steps_per_block.append(answers.steps_per_block)

@@ -1,9 +1,10 @@
 """The model card of a language model: data, steps, seeds, scores, limits."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
-from dllm.tasks.suite import FAMILIES
+from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES
 from dllm.train.card import duration, settings_block
 from dllm.train.lm.learner import LanguageLearner
 from dllm.train.lm.settings import CONFIGS, TrainSettings
@@ -41,8 +42,8 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
         f"# A small {settings.objective} model",
         "",
         f"This is {KINDS[settings.objective]} of {num_params / 1e6:.2f}M parameters, in bf16. It "
-        "answers the questions of `dllm/tasks/suite.py` and nothing else: it knows no English "
-        "beyond them, and exists so that a server can be tested on real answers.",
+        f"answers the questions of `{_questions_of(settings)}` and nothing else: it knows no "
+        "English beyond them, and exists so that a server can be tested on real answers.",
         "",
         "## Training",
         "",
@@ -63,7 +64,8 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
     ]
     scores = out / SCORES
     if scores.exists():
-        lines += ["", "## Held-out answers correct", "", *_score_table(scores)]
+        families = TOOL_FAMILIES if settings.asks_for_tools else FAMILIES
+        lines += ["", "## Held-out answers correct", "", *_score_table(scores, families)]
     lines += [
         "",
         "## Limits",
@@ -73,6 +75,10 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
         "",
     ]
     (path / CARD).write_text("\n".join(lines))
+
+
+def _questions_of(settings: TrainSettings) -> str:
+    return f"dllm/tasks/{'tools' if settings.asks_for_tools else 'suite'}.py"
 
 
 def _config(settings: TrainSettings) -> str:
@@ -92,11 +98,12 @@ def _start(digest: object, card: Path) -> list[str]:
 
 def _validation_table(log: Path) -> list[str]:
     last = read_log(log)[-1]
-    rows = [f"| {name} | {100 * float(last[name]):.0f} % |" for name in FAMILIES if name in last]
+    names = (name for name in (*FAMILIES, *TOOL_FAMILIES) if name in last)
+    rows = [f"| {name} | {100 * float(last[name]):.0f} % |" for name in names]
     return ["| family | correct |", "|---|---|", *rows]
 
 
-def _score_table(path: Path) -> list[str]:
+def _score_table(path: Path, families: Iterable[str]) -> list[str]:
     """A table with a column for each run of ``dllm eval`` in ``scores.json``."""
     runs: dict[str, dict] = json.loads(path.read_text())
     asked = sorted({run[ALL]["num_questions"] for run in runs.values()})
@@ -108,7 +115,7 @@ def _score_table(path: Path) -> list[str]:
         "".join(header),
         "|---" * (len(runs) + 1) + "|",
     ]
-    for family in (*FAMILIES, ALL):
+    for family in (*families, ALL):
         found = [run["families"].get(family, run.get(family)) for run in runs.values()]
         lines.append(f"| {family} |{''.join(f' {_score(one)} |' for one in found)}")
     return lines

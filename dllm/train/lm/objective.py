@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID, encode_answer, encode_prompt
+from dllm.tasks.tool_tokenizer import encode_chat
+from dllm.train.lm.settings import TrainSettings
 
 EOS = TOKEN_ID["<eos>"]
 # Batches are padded to a multiple of so many tokens, so that few different shapes occur.
@@ -27,6 +29,9 @@ class Answers(NamedTuple):
 class Objective(Protocol):
     """A kind of model: how to build it, its loss, how it generates."""
 
+    settings: TrainSettings
+    tokenizer: Tokenizer
+
     def build_model(self) -> PreTrainedModel:
         """A new model in fp32; only the parameters that are trained require a gradient."""
 
@@ -35,8 +40,8 @@ class Objective(Protocol):
     ) -> Tensor:
         """The loss of a batch, a scalar with a gradient."""
 
-    def answer(self, model: PreTrainedModel, prompts: Sequence[str], seed: int) -> Answers:
-        """Answers to all prompts, generated in one batch."""
+    def answer(self, model: PreTrainedModel, questions: Sequence[Question], seed: int) -> Answers:
+        """Answers to all questions, generated in one batch."""
 
     def generation_config(self) -> dict[str, object]:
         """generation_config.json of the finished model."""
@@ -55,7 +60,12 @@ class Encoded(NamedTuple):
     def of(cls, tokenizer: Tokenizer, questions: Sequence[Question]) -> "Encoded":
         """Encode questions; prompts get the chat template."""
         return cls(
-            [encode_prompt(tokenizer, question.prompt) for question in questions],
+            [
+                encode_prompt(tokenizer, question.prompt)
+                if question.chat is None
+                else encode_chat(tokenizer, question)
+                for question in questions
+            ],
             [encode_answer(tokenizer, question.answer) for question in questions],
         )
 
@@ -71,11 +81,16 @@ def pad_right(sequences: Sequence[Sequence[int]], value: int = EOS) -> Tensor:
     return torch.tensor([[*s, *[value] * (length - len(s))] for s in sequences])
 
 
-def decode_until_end(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text before the first end-of-sequence token."""
+def padded_vocab_size(tokenizer: Tokenizer) -> int:
+    """Rows of the embedding: the size of the vocabulary, rounded up to a multiple of 64."""
+    return -(-tokenizer.get_vocab_size() // 64) * 64
+
+
+def decode_until_end(tokenizer: Tokenizer, tokens: Sequence[int], question: Question) -> str:
+    """The text before the first end-of-sequence token; with marks if the question has a chat."""
     tokens = list(tokens)
     end = tokens.index(EOS) if EOS in tokens else len(tokens)
-    return tokenizer.decode(tokens[:end], skip_special_tokens=True)
+    return tokenizer.decode(tokens[:end], skip_special_tokens=question.chat is None)
 
 
 def answer_loss(logits: Tensor, ids: Tensor, is_answer: Tensor) -> Tensor:

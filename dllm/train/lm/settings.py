@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from dllm.settings.checks import FloatRange, check_int, did_you_mean, refuse
-from dllm.tasks.suite import FAMILIES
+from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES
 from dllm.train.settings import RunSettings
 
 Objective = Literal["diffusion", "ar"]
@@ -41,7 +41,8 @@ class TrainSettings(RunSettings):
         batch_size: questions in each step.
         canvases: noised canvases a question (diffusion only).
         prefix_loss: weight of the next-token loss on the answer (diffusion only).
-        families: task families, or empty for all.
+        families: task families, or empty for the eleven; those of ``TOOL_FAMILIES`` go with none
+            of the eleven, because they have another tokenizer.
         focus: share of the questions that goes to families by their validation error.
         validation_questions: of each family, at every evaluation.
         model: table ``[model]``.
@@ -70,7 +71,13 @@ class TrainSettings(RunSettings):
             refuse("model.hidden_size", self.model.hidden_size, "32, 96 or a multiple of 64")
         if self.model.num_experts < 2:
             refuse("model.num_experts", self.model.num_experts, "an integer of at least 2")
+        allowed = TOOL_FAMILIES if self.asks_for_tools else FAMILIES
         for name in self.families:
-            if name not in FAMILIES:
-                known = f"{', '.join(FAMILIES)}{did_you_mean(str(name), list(FAMILIES))}"
-                refuse("families", name, known)
+            if name not in allowed:
+                near = did_you_mean(str(name), list(allowed))
+                refuse("families", name, f"{', '.join(allowed)}{near}")
+
+    @property
+    def asks_for_tools(self) -> bool:
+        """Whether the questions are those of ``TOOL_FAMILIES``; the first one decides."""
+        return bool(self.families) and self.families[0] in TOOL_FAMILIES

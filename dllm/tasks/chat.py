@@ -1,0 +1,120 @@
+"""What a question has beside its prompt: tools, a thought, and the style of both.
+
+The tools are fixed; a question lists some of them. Calls and thoughts are written with the marks
+that vLLM's parsers for Gemma 4 and Hermes look for (dllm/tasks/tool_tokenizer.py).
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+Style = Literal["gemma", "hermes"]
+STYLES: tuple[Style, ...] = ("gemma", "hermes")
+
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+UNITS = ("celsius", "fahrenheit")
+
+# Gemma's marks, as in the chat template and the answers.
+QUOTE = '<|"|>'
+THOUGHT, END_OF_THOUGHT = "<|channel>thought\n", "<channel|>"
+
+
+def _schema(name: str, description: str, /, **parameters: dict[str, object]) -> dict:
+    """A tool as an OpenAI client sends it; every parameter is required."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": parameters,
+                "required": list(parameters),
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+# Parameters in the order of the alphabet, which Gemma's template sorts them in: so a grammar that
+# asks for the order of the schema allows what the model has learned.
+_SCHEMAS = (
+    _schema(
+        "get_weather",
+        "The weather in a city.",
+        city={"type": "string"},
+        day={"type": "string", "enum": list(DAYS)},
+        unit={"type": "string", "enum": list(UNITS)},
+    ),
+    _schema("add", "The sum of two numbers.", a={"type": "integer"}, b={"type": "integer"}),
+    _schema(
+        "set_alarm",
+        "Sets an alarm.",
+        hour={"type": "integer", "minimum": 0, "maximum": 23},
+        label={"type": "string"},
+        minute={"type": "integer", "minimum": 0, "maximum": 59},
+    ),
+    _schema("lookup", "The phone number of a person.", name={"type": "string"}),
+)
+TOOLS: dict[str, dict] = {schema["function"]["name"]: schema for schema in _SCHEMAS}
+"""Every tool, by its name, as an OpenAI client sends it."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a chat request has beside its messages.
+
+    Attributes:
+        tools: names of the tools that it lists, in this order.
+        thinking: whether the answer begins with a thought.
+        style: how tools are listed and called.
+    """
+
+    tools: tuple[str, ...] = ()
+    thinking: bool = False
+    style: Style = "gemma"
+
+    @property
+    def schemas(self) -> list[dict]:
+        """The tools as an OpenAI client sends them."""
+        return [TOOLS[name] for name in self.tools]
+
+    @property
+    def request(self) -> dict[str, object]:
+        """Fields of a chat request that has the bare answer as its content, marks included."""
+        tools = {"tools": self.schemas, "tool_choice": "none"} if self.tools else {}
+        return tools | {
+            "chat_template_kwargs": self.template_kwargs,
+            "skip_special_tokens": False,
+        }
+
+    @property
+    def template_kwargs(self) -> dict[str, object]:
+        """Arguments of the chat template."""
+        return {"enable_thinking": self.thinking, "tool_style": self.style}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A problem in words: the prompt, all right answers, and the chat that it is asked in."""
+
+    prompt: str
+    accepted: list[str]
+    chat: Chat | None = None
+
+
+def call_text(name: str, arguments: dict[str, str | int], style: Style) -> str:
+    """A tool call as the model writes it; ``arguments`` in the order of the schema."""
+    if style == "hermes":
+        inner = json.dumps({"name": name, "arguments": arguments})
+        return f"<tool_call>\n{inner}\n</tool_call>"
+    values = ",".join(
+        f"{key}:{QUOTE}{value}{QUOTE}" if isinstance(value, str) else f"{key}:{value}"
+        for key, value in arguments.items()
+    )
+    return f"<|tool_call>call:{name}{{{values}}}<tool_call|>"
+
+
+def answer_text(thought: str, answer: str, chat: Chat) -> str:
+    """The answer, behind its thought if the chat asks for one."""
+    return f"{THOUGHT}{thought}{END_OF_THOUGHT}{answer}" if chat.thinking else answer

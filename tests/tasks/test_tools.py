@@ -1,0 +1,304 @@
+"""Questions answered with a tool call, with JSON or behind a thought, and their tokenizer."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import jsonschema
+import pytest
+from transformers import AutoTokenizer
+
+from dllm.tasks.chat import END_OF_THOUGHT, STYLES, THOUGHT, TOOLS, Chat, call_text
+from dllm.tasks.suite import (
+    FAMILIES,
+    SPLITS,
+    TOOL_FAMILIES,
+    Question,
+    question,
+    questions,
+    split_of,
+)
+from dllm.tasks.tokenizer import SPECIAL_TOKENS, encode_answer, save_tokenizer
+from dllm.tasks.tool_tokenizer import (
+    GEMMA_TOKENS,
+    HERMES_TOKENS,
+    TOOL_CHAT_TEMPLATE,
+    VOCAB_SIZE,
+    encode_chat,
+    train_tool_tokenizer,
+)
+from dllm.tasks.tools import NO_TOOL
+
+TOKENIZER = train_tool_tokenizer()
+TOOL_OF = {"weather": "get_weather", "total": "add", "alarm": "set_alarm", "phone": "lookup"}
+
+
+def drawn(family: str, split: str = "train", count: int = 300) -> list[Question]:
+    return [question(family, split, index) for index in range(count)]
+
+
+def chat_of(item: Question) -> Chat:
+    assert item.chat is not None
+    return item.chat
+
+
+def parts(item: Question) -> tuple[str | None, str]:
+    """Thought and rest of the answer."""
+    if not chat_of(item).thinking:
+        return None, item.answer
+    assert item.answer.startswith(THOUGHT)
+    thought, end, rest = item.answer.removeprefix(THOUGHT).partition(END_OF_THOUGHT)
+    assert end
+    return thought, rest
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(TOKENIZER, path, 512, TOOL_CHAT_TEMPLATE)
+    return path
+
+
+# --------------------------------------------------------------------------------------------------
+# Questions and splits
+
+
+def test_they_stand_apart_from_the_eleven() -> None:
+    assert ", ".join(TOOL_FAMILIES) == "weather, total, alarm, phone, record"
+    assert not set(FAMILIES) & set(TOOL_FAMILIES)
+    assert all(len(family.description) > 50 for family in TOOL_FAMILIES.values())
+    assert all(item.chat is None for name in FAMILIES for item in drawn(name, count=3))
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_every_problem_is_in_one_split(family: str) -> None:
+    """In whatever words, with whatever tools, in either style."""
+    kind, rng = TOOL_FAMILIES[family], Random(0)
+    contents = [kind.draw(rng) for _ in range(3000)]
+    shares = Counter(split_of(family, content) for content in contents)
+    # The smallest family has 224 problems: a tenth of them is 22, with a standard deviation of 4.5.
+    # Three of these are 180 of the 3000 draws.
+    assert abs(shares["heldout"] - 300) < 180 and abs(shares["validation"] - 300) < 180
+    by_prompt = {split: {q.prompt for q in drawn(family, split, 1000)} for split in SPLITS}
+    assert not by_prompt["train"] & by_prompt["heldout"]
+    assert not by_prompt["train"] & by_prompt["validation"]
+    assert not by_prompt["validation"] & by_prompt["heldout"]
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_a_question_is_a_function_of_its_arguments(family: str) -> None:
+    assert question(family, "train", 3) == question(family, "train", 3)
+    assert drawn(family, "train", 20) != [question(family, "train", i, seed=1) for i in range(20)]
+
+
+def test_many_distinct_questions_of_each_family() -> None:
+    """A prompt may come again, with other tools, in the other style, or with a thought."""
+    found = questions(TOOL_FAMILIES, "heldout", 200)
+    assert len({(q.family, q.prompt, q.chat) for q in found}) == len(found) == 1000
+
+
+def test_a_right_answer_is_accepted_and_a_changed_one_is_not() -> None:
+    for family in TOOL_FAMILIES:
+        for item in drawn(family, "heldout", 50):
+            assert item.accepted == {item.answer}
+            assert item.is_correct(f"{item.answer}\n")
+            assert not item.is_correct(item.answer[:-1]) and not item.is_correct("")
+
+
+def test_every_kind_of_chat_occurs() -> None:
+    for family in TOOL_FAMILIES:
+        chats = [chat_of(item) for item in drawn(family)]
+        assert {(chat.style, chat.thinking) for chat in chats} == {
+            (style, thinking) for style in STYLES for thinking in (False, True)
+        }
+        if family != "record":
+            fits = Counter(TOOL_OF[family] in chat.tools for chat in chats)
+            # 300 draws at 0.75: the standard deviation is 7.5.
+            assert abs(fits[True] - 225) < 40
+            assert {len(chat.tools) for chat in chats} == {0, 1, 2, 3}
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers, worked out again from the prompt
+
+
+def arguments_in(item: Question) -> dict[str, object]:
+    """What the prompt asks for, read with other means than those that wrote it."""
+    text = item.prompt
+    words = set(re.findall(r"[A-Za-z]+", text))
+    if item.family == "weather":
+        properties = TOOLS["get_weather"]["function"]["parameters"]["properties"]
+        (day,) = words & set(properties["day"]["enum"])
+        (unit,) = words & set(properties["unit"]["enum"])
+        rest = words - {day, unit, "What", "How", "Use", "Weather"}
+        (city,) = (word for word in rest if word[0].isupper())
+        return {"city": city, "day": day, "unit": unit}
+    if item.family == "total":
+        first, second = map(int, re.findall(r"\d+", text))
+        return {"a": first, "b": second}
+    if item.family == "alarm":
+        found = re.search(r"(\d+):(\d\d)", text)
+        label = re.search(r"(?:for|want) ([a-z]+)", text)
+        assert found and label
+        return {"hour": int(found[1]), "label": label[1], "minute": int(found[2])}
+    name = re.search(r"([A-Z]\w+ [A-Z]\w+)[.?]$", text)
+    assert name
+    return {"name": name[1]}
+
+
+@pytest.mark.parametrize("family", TOOL_OF)
+def test_calls_have_the_arguments_of_the_question(family: str) -> None:
+    tool = TOOL_OF[family]
+    schema = TOOLS[tool]["function"]["parameters"]
+    for item in drawn(family):
+        chat, (thought, answer) = chat_of(item), parts(item)
+        arguments = arguments_in(item)
+        jsonschema.validate(arguments, schema)
+        assert list(arguments) == sorted(schema["properties"]) == list(schema["properties"])
+        if tool in chat.tools:
+            assert answer == call_text(tool, arguments, chat.style)  # type: ignore[arg-type]
+            assert thought in (None, f"I call {tool}.")
+        elif family == "total":
+            first, second = arguments.values()
+            assert answer == str(first + second)  # type: ignore[operator]
+            if thought is not None:
+                left, right = thought.split(" = ")
+                assert sum(map(int, left.split(" + "))) == int(right)
+        else:
+            assert answer == NO_TOOL and thought in (None, "No tool fits.")
+
+
+def test_a_call_in_either_style() -> None:
+    arguments: dict[str, str | int] = {"hour": 7, "label": "tea", "minute": 5}
+    assert call_text("set_alarm", arguments, "gemma") == (
+        '<|tool_call>call:set_alarm{hour:7,label:<|"|>tea<|"|>,minute:5}<tool_call|>'
+    )
+    assert call_text("set_alarm", arguments, "hermes") == (
+        '<tool_call>\n{"name": "set_alarm", "arguments": '
+        '{"hour": 7, "label": "tea", "minute": 5}}\n</tool_call>'
+    )
+
+
+def test_records_have_the_keys_that_are_asked_for() -> None:
+    for item in drawn("record"):
+        asked, sentence = item.prompt.removeprefix("Write ").split(" as JSON: ")
+        thought, answer = parts(item)
+        record = json.loads(answer)
+        assert list(record) == asked.split(", ") and 2 <= len(record) <= 4
+        (age,) = map(int, re.findall(r"\d+", sentence))
+        assert record.get("age", age) == age
+        assert record.get("adult", age >= 18) is (age >= 18)
+        assert all(str(record[key]) in sentence for key in ("name", "city") if key in record)
+        assert thought in (None, f"{age} is {'' if age >= 18 else 'not '}18 or more.")
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizer and chat template
+
+
+def test_training_the_tokenizer_again_gives_the_same_one() -> None:
+    assert train_tool_tokenizer().to_str() == TOKENIZER.to_str()
+    size = TOKENIZER.get_vocab_size()
+    assert VOCAB_SIZE - 64 < size <= VOCAB_SIZE
+    marks = (*SPECIAL_TOKENS, *GEMMA_TOKENS)
+    assert [TOKENIZER.token_to_id(token) for token in marks] == list(range(len(marks)))
+    assert [TOKENIZER.token_to_id(token) for token in HERMES_TOKENS] == [size - 2, size - 1]
+
+
+def test_marks_are_single_tokens_and_gemmas_are_special() -> None:
+    for mark in (*GEMMA_TOKENS, *HERMES_TOKENS):
+        ids = TOKENIZER.encode(f"a{mark}b", add_special_tokens=False).ids
+        assert len(ids) == 3
+        assert TOKENIZER.decode(ids) == ("ab" if mark in GEMMA_TOKENS else f"a{mark}b")
+
+
+def test_prompts_are_encoded_as_the_chat_template_does(saved: Path) -> None:
+    reference = AutoTokenizer.from_pretrained(saved)
+    for family in TOOL_FAMILIES:
+        for item in drawn(family, "validation", 20):
+            expected = reference.apply_chat_template(
+                [{"role": "user", "content": item.prompt}],
+                tools=chat_of(item).schemas or None,
+                add_generation_prompt=True,
+                return_dict=False,
+                **chat_of(item).template_kwargs,
+            )
+            assert encode_chat(TOKENIZER, item) == expected
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_the_prompt_does_not_change_the_encoding_of_the_answer(family: str) -> None:
+    for item in drawn(family, "train", 50):
+        prompt, answer = encode_chat(TOKENIZER, item), encode_answer(TOKENIZER, item.answer)
+        text = f"{TOKENIZER.decode(prompt, skip_special_tokens=False)}{item.answer}<eos>"
+        assert TOKENIZER.encode(text, add_special_tokens=False).ids == prompt + answer
+        assert TOKENIZER.decode(answer[:-1], skip_special_tokens=False) == item.answer
+        assert len(prompt) <= 128 and len(answer) <= 64
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": " What is 34 + 7? "}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"b": 7, "a": 34}}}
+        ],
+    },
+    {"role": "tool", "name": "add", "tool_call_id": "1", "content": "41"},
+]
+
+
+def render(saved: Path, messages: list[dict], **options: object) -> str:
+    text = AutoTokenizer.from_pretrained(saved).apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **options
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def test_a_conversation_with_a_call_in_gemmas_style(saved: Path) -> None:
+    assert render(saved, CONVERSATION, tools=[TOOLS["add"]]) == (
+        "<bos><|turn>system\nBe brief.<|tool>declaration:add{a:INTEGER,b:INTEGER}<tool|><turn|>\n"
+        "<|turn>user\nWhat is 34 + 7?<turn|>\n"
+        "<|turn>model\n<|tool_call>call:add{a:34,b:7}<tool_call|><turn|>\n"
+        '<|turn>tool\n<|tool_response>response:add{value:<|"|>41<|"|>}<tool_response|><turn|>\n'
+        "<|turn>model\n<|channel>thought\n<channel|>"
+    )
+
+
+def test_a_conversation_with_a_call_in_hermess_style(saved: Path) -> None:
+    options = {"tool_style": "hermes", "enable_thinking": True}
+    assert render(saved, CONVERSATION, tools=[TOOLS["add"]], **options) == (
+        "<bos><|turn>system\n<|think|>\nBe brief.<tools>\n"
+        '{"name": "add", "parameters": {"a": "integer", "b": "integer"}}\n</tools><turn|>\n'
+        "<|turn>user\nWhat is 34 + 7?<turn|>\n"
+        '<|turn>model\n<tool_call>\n{"name": "add", "arguments": {"b": 7, "a": 34}}\n</tool_call>'
+        "<turn|>\n<|turn>tool\n<tool_response>\n41\n</tool_response><turn|>\n<|turn>model\n"
+    )
+
+
+def test_every_kind_of_argument_is_written_as_gemma_does(saved: Path) -> None:
+    arguments = {"s": "x", "l": [1, "y"], "o": {"k": None, "b": True}, "f": 1.5}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    text = render(saved, [{"role": "assistant", "tool_calls": [call]}])
+    written = '{f:1.5,l:[1,<|"|>y<|"|>],o:{b:true,k:null},s:<|"|>x<|"|>}'
+    assert f"<|tool_call>call:f{written}<tool_call|>" in text
+
+
+def test_tools_of_others_are_listed_too(saved: Path) -> None:
+    """Without parameters, or with parameters that have no type or several."""
+    bare = {"type": "function", "function": {"name": "now"}}
+    loose = {"any": {}, "some": {"type": ["string", "null"]}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": loose}}}
+    user = [{"role": "user", "content": "Hi"}]
+    text = render(saved, user, tools=[bare, tool])
+    assert "declaration:now{}<tool|><|tool>declaration:f{any:ANY,some:ANY}<tool|>" in text
+
+
+def test_an_unknown_role_is_refused(saved: Path) -> None:
+    with pytest.raises(Exception, match="Role robot; allowed: system first, user"):
+        render(saved, [{"role": "robot", "content": "Hi"}])
