@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START
-from dllm.grammar.table import NEVER, Table
+from dllm.grammar.table import NEVER, Table, without_empty
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,25 @@ class Constraint:
 
 
 def _behind_thoughts(table: Table, end: int, forbidden: list[int]) -> tuple[Table, int]:
-    """The table with one more state, in which every token may come; ``end`` leads to the start.
+    """The table with one more state, in which tokens may come freely; ``end`` leads to the start.
 
-    Tokens that are in no text of the grammar become a class of their own, and so does ``end``.
+    ``end``, tokens that are in no text of the grammar, and each token that only the grammar allows
+    become classes of their own.
     """
     thinking, num_classes = len(table.accepts), table.num_classes
-    class_of = np.where(table.class_of < 0, num_classes, table.class_of).astype(np.int32)
-    class_of[end] = num_classes + 1
-    following = np.full((thinking + 1, num_classes + 2), DEAD, dtype=np.int32)
+    others, of_end, first_forbidden = num_classes, num_classes + 1, num_classes + 2
+    class_of = np.where(table.class_of < 0, others, table.class_of).astype(np.int32)
+    class_of[end] = of_end
+    class_of[forbidden] = first_forbidden + np.arange(len(forbidden))
+    following = np.full((thinking + 1, first_forbidden + len(forbidden)), DEAD, dtype=np.int32)
     following[:thinking, :num_classes] = table.next
-    following[thinking] = thinking
-    following[thinking, num_classes + 1] = START
-    class_of[forbidden] = -1
+    for number, token in enumerate(forbidden):
+        if table.class_of[token] >= 0:
+            column = table.next[:, table.class_of[token]]
+            following[:thinking, first_forbidden + number] = column
+    following[thinking, :first_forbidden] = thinking
+    following[thinking, of_end] = START
+    class_of, following = without_empty(class_of, following)
     left = np.append(table.left, min(int(table.left[START]) + 1, NEVER)).astype(np.int32)
     accepts = np.append(table.accepts, False)
     return Table(class_of, following, accepts, left, table.is_cut), thinking

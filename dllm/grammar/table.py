@@ -76,8 +76,7 @@ class Table:
             return self
         class_of = self.class_of.copy()
         class_of[removed] = -1
-        used, class_of[class_of >= 0] = np.unique(class_of[class_of >= 0], return_inverse=True)
-        following = self.next[:, used]
+        class_of, following = without_empty(class_of, self.next)
         left = steps_to_end(following, self.accepts)
         if left[START] == NEVER:
             raise Unsupported(
@@ -125,6 +124,15 @@ class Table:
         order = np.argsort(self.class_of, kind="stable")
         order = order[np.searchsorted(self.class_of[order], 0) :]
         return order, np.searchsorted(self.class_of[order], np.arange(self.num_classes))
+
+
+def without_empty(class_of: np.ndarray, following: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Classes numbered anew, without those that have no token; and their columns."""
+    is_text = class_of >= 0
+    used, numbers = np.unique(class_of[is_text], return_inverse=True)
+    class_of = np.full_like(class_of, -1)
+    class_of[is_text] = numbers
+    return class_of, following[:, used]
 
 
 def build(

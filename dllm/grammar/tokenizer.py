@@ -5,6 +5,7 @@ name could be spelled there. Only the text of a structural tag may name special 
 those around a tool call; where a tag does, the token may stand for its name.
 """
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -66,7 +67,12 @@ class TokenizerGrammars:
         is_tag = spec.kind == "structural_tag"
         with self._lock:
             compiler = self._of_tags if is_tag else self._of_texts
-        unnamed = [token for token, name in self._names.items() if name not in spec.text]
+        # A structural tag is JSON, where quotes are escaped.
+        unnamed = [
+            token
+            for token, name in self._names.items()
+            if name not in spec.text and json.dumps(name)[1:-1] not in spec.text
+        ]
         return compiler.table(spec).without([*stops, *unnamed])
 
     @cached_property

@@ -10,7 +10,7 @@ So no worker compiles anything, and all of them hold the same table.
 
 import asyncio
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -32,6 +32,8 @@ from dllm.settings.structured import (
     refuse_beside_structured_outputs,
     with_grammar,
 )
+
+GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
 
 
 def serve_structured_outputs() -> None:
@@ -85,7 +87,8 @@ def _compile_before_the_engine() -> None:
     ) -> Any:
         if _needs_table(self, params):
             ended = kwargs.get("reasoning_ended")
-            shipped = await _shipped(self, params, prompt, ended)
+            of_parser = kwargs.get("reasoning_parser_kwargs") or {}
+            shipped = await _shipped(self, params, prompt, ended, of_parser)
             params = with_grammar(params, shipped)
         return await add_async(self, request_id, prompt, params, *args, **kwargs)
 
@@ -94,7 +97,7 @@ def _compile_before_the_engine() -> None:
     ) -> Any:
         if _needs_table(self, params):
             self.input_processor._validate_params(params, ("generate",))
-            params = with_grammar(params, _Asked.of(self, params).shipped(prompt, None))
+            params = with_grammar(params, _Asked.of(self, params).shipped(prompt, None, {}))
         return add(self, request_id, prompt, params, *args, **kwargs)
 
     AsyncLLM.add_request = async_add_request  # type: ignore[method-assign]
@@ -120,7 +123,7 @@ def _compile_before_the_stream_starts() -> None:
     def noted_generate(self: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         asked = _asked.get()
         if asked is not None and _needs_table(self, params):
-            asked.append(lambda: _shipped(self, params, prompt, True))
+            asked.append(lambda: _shipped(self, params, prompt, True, {}))
         return generate(self, prompt, params, *args, **kwargs)
 
     AsyncLLM.generate = noted_generate  # type: ignore[method-assign]
@@ -134,6 +137,8 @@ def _compile_before_the_stream_starts() -> None:
 
 def _waiting_for_grammars(create: Any) -> Any:
     async def created(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.model_config.architecture in FAMILIES:
+            _constrain_gemma_calls()
         asked: list[Callable[[], Awaitable[Any]]] = []
         token = _asked.set(asked)
         try:
@@ -148,6 +153,28 @@ def _waiting_for_grammars(create: Any) -> Any:
     return created
 
 
+@cache
+def _constrain_gemma_calls() -> None:
+    """Hold tool calls in Gemma 4's syntax to their schemas; vLLM leaves them free.
+
+    Called in an API server of one of our models, so that an autoregressive Gemma 4 stays as it is.
+    """
+    from vllm.tool_parsers.gemma4_engine_tool_parser import Gemma4EngineToolParser
+    from vllm.tool_parsers.structural_tag_registry import register_vllm_structural_tag
+
+    from dllm.grammar.gemma_calls import structural_tag
+
+    @register_vllm_structural_tag(GEMMA_CALLS)
+    def tag_of_calls(tools: Any, builtin_tools: Any, tool_choice: str, *_: Any) -> Any:
+        try:
+            given = [(tool.function.name, tool.function.parameters) for tool in tools]
+            return structural_tag(given, tool_choice)
+        except Unsupported as reason:
+            refuse("tools", str(reason))
+
+    Gemma4EngineToolParser.structural_tag_model = GEMMA_CALLS
+
+
 def _needs_table(engine: Any, params: Any) -> bool:
     """Whether a request to this engine has structured outputs that we compile."""
     from vllm.sampling_params import SamplingParams
@@ -156,13 +183,19 @@ def _needs_table(engine: Any, params: Any) -> bool:
     return is_ours and isinstance(params, SamplingParams) and has_structured_outputs(params)
 
 
-async def _shipped(engine: Any, params: Any, prompt: Any, reasoning_ended: bool | None) -> bytes:
+async def _shipped(
+    engine: Any,
+    params: Any,
+    prompt: Any,
+    reasoning_ended: bool | None,
+    of_parser: Mapping[str, Any],
+) -> bytes:
     """The request's grammar, as the worker gets it; other requests go on meanwhile."""
     asked = _Asked.of(engine, params)
     if asked.grammars.known(asked.spec, asked.stops) is None:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(_threads(), asked.packed)
-    return asked.shipped(prompt, reasoning_ended)
+    return asked.shipped(prompt, reasoning_ended, of_parser)
 
 
 @cache
@@ -199,10 +232,16 @@ class _Asked:
         except Unsupported as reason:
             refuse("structured_outputs", str(reason))
 
-    def shipped(self, prompt: Any, reasoning_ended: bool | None) -> bytes:
-        """The table and what is known of the thoughts, as the worker gets them."""
-        config = self.processor.structured_outputs_config
-        thoughts = _thoughts(self.processor, config, prompt, reasoning_ended)
+    def shipped(
+        self, prompt: Any, reasoning_ended: bool | None, of_parser: Mapping[str, Any]
+    ) -> bytes:
+        """The table and what is known of the thoughts, as the worker gets them.
+
+        Args:
+            reasoning_ended: None: the reasoning parser says it of the prompt.
+            of_parser: arguments of the reasoning parser.
+        """
+        thoughts = _thoughts(self.processor, prompt, reasoning_ended, of_parser)
         return Constraint.shipped(self.packed(), thoughts)
 
 
@@ -237,15 +276,16 @@ def _grammars_of(processor: Any) -> TokenizerGrammars:
 
 
 def _thoughts(
-    processor: Any, config: Any, prompt: Any, reasoning_ended: bool | None
+    processor: Any, prompt: Any, reasoning_ended: bool | None, of_parser: Mapping[str, Any]
 ) -> Thoughts | None:
     """The thoughts in front of the answer; None if it starts at once."""
     from vllm.reasoning import ReasoningParserManager
 
+    config = processor.structured_outputs_config
     if not config.reasoning_parser or config.enable_in_reasoning or reasoning_ended:
         return None
     parser = ReasoningParserManager.get_reasoning_parser(config.reasoning_parser)
-    reasoner = parser(tokenizer=processor.tokenizer)
+    reasoner = parser(tokenizer=processor.tokenizer, **of_parser)
     if reasoning_ended is None and reasoner.is_reasoning_end(_token_ids(processor, prompt)):
         return None
     text = reasoner.reasoning_end_str or ""

@@ -1,0 +1,216 @@
+"""Gemma 4's tool calls as a structural tag of xgrammar.
+
+    <|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:3}<tool_call|>
+
+Neither xgrammar nor vLLM has a tag for this syntax. Properties come in the order of the alphabet,
+which is the order in which Gemma's chat template lists them. Only properties that a schema declares
+are written; an object that declares none may have any.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from xgrammar import StructuralTag
+from xgrammar.structural_tag import (
+    ConstStringFormat,
+    Format,
+    JSONSchemaFormat,
+    OptionalFormat,
+    OrFormat,
+    RegexFormat,
+    SequenceFormat,
+    StarFormat,
+    TagFormat,
+    TagsWithSeparatorFormat,
+    TriggeredTagsFormat,
+)
+
+from dllm.grammar.automaton import Unsupported
+
+BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+ANY_STRING = r"([^<]|<[^|])*"  # without QUOTE
+ANY_NAME = "[A-Za-z_][A-Za-z0-9_]*"
+DEEPEST = 12  # levels of schemas, one inside the other
+SCALARS = ("integer", "number", "boolean", "null")
+# Keywords that change nothing, or that are read below.
+KNOWN = {
+    *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
+    *("properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
+    *("minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum"),
+    *("exclusiveMaximum", "title", "description", "default", "examples", "$schema", "strict"),
+    *("format", "nullable", "deprecated", "readOnly", "writeOnly"),
+}
+
+
+def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> StructuralTag:
+    """The tag of answers with calls.
+
+    Args:
+        tools: names, and JSON schemas of their arguments.
+        tool_choice: ``auto``: text with or without calls; ``required``: calls alone; ``forced``:
+            one call.
+
+    Raises:
+        Unsupported: a schema asks for what cannot be held to in this syntax.
+    """
+    tags = [
+        TagFormat(
+            begin=f"{BEGIN}call:{name}{{",
+            content=_Schema(schema if isinstance(schema, Mapping) else {}).arguments(),
+            end=f"}}{END}",
+        )
+        for name, schema in tools
+    ]
+    if tool_choice == "auto":
+        return StructuralTag(format=TriggeredTagsFormat(triggers=[BEGIN], tags=tags))
+    return StructuralTag(
+        format=TagsWithSeparatorFormat(
+            tags=tags,
+            separator="",
+            at_least_one=True,
+            stop_after_first=tool_choice == "forced",
+        )
+    )
+
+
+class _Schema:
+    """The formats of one schema's values."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._root = schema
+
+    def arguments(self) -> Format:
+        """What stands between the braces of a call."""
+        return self._members(self._root, 0)
+
+    def _value(self, schema: Any, depth: int) -> Format:
+        if schema is True or schema == {}:
+            return self._any_scalar()
+        if not isinstance(schema, Mapping) or depth > DEEPEST:
+            raise Unsupported(
+                f"A tool's schema is nested deeper than {DEEPEST} levels, or is recursive. Make it "
+                "flatter."
+            )
+        if unknown := sorted(set(schema) - KNOWN):
+            raise Unsupported(
+                f"A tool's schema uses {unknown[0]!r}, which Gemma's calls cannot be held to. "
+                "Leave it out."
+            )
+        if "$ref" in schema:
+            return self._value(self._referenced(str(schema["$ref"])), depth + 1)
+        if "const" in schema or "enum" in schema:
+            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            return _one_of([_constant(value) for value in values])
+        for key in ("anyOf", "oneOf", "allOf"):
+            if key in schema:
+                if key == "allOf" and len(schema[key]) != 1:
+                    raise Unsupported("A tool's schema uses 'allOf'. Write one schema instead.")
+                return _one_of([self._value(one, depth + 1) for one in schema[key]])
+        kinds = schema.get("type", "object" if "properties" in schema else None)
+        if kinds is None:
+            return self._any_scalar()
+        kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+        return _one_of([self._of_kind(kind, schema, depth) for kind in kinds])
+
+    def _of_kind(self, kind: str, schema: Mapping[str, Any], depth: int) -> Format:
+        if kind in SCALARS:
+            bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+            kept = {key: schema[key] for key in bounds if key in schema}
+            return JSONSchemaFormat(json_schema={"type": kind} | kept)
+        make: dict[str, Callable[[], Format]] = {
+            "string": lambda: _string(schema),
+            "array": lambda: self._array(schema, depth),
+            "object": lambda: SequenceFormat(
+                elements=[_text("{"), self._members(schema, depth), _text("}")]
+            ),
+        }
+        if kind not in make:
+            raise Unsupported(f"A tool's schema has the type {kind!r}, which JSON Schema has not.")
+        return make[kind]()
+
+    def _array(self, schema: Mapping[str, Any], depth: int) -> Format:
+        item = self._value(schema.get("items", True), depth + 1)
+        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        more = SequenceFormat(elements=[_text(","), item])
+        rest: list[Format] = [more] * max(least - 1, 0)
+        if most is None:
+            rest.append(StarFormat(content=more))
+        else:
+            rest += [OptionalFormat(content=more)] * (int(most) - max(least, 1))
+        filled = SequenceFormat(elements=[item, *rest])
+        if most == 0:
+            return _text("[]")
+        inside: Format = filled if least else OptionalFormat(content=filled)
+        return SequenceFormat(elements=[_text("["), inside, _text("]")])
+
+    def _members(self, schema: Mapping[str, Any], depth: int) -> Format:
+        """``key:value`` pairs with commas between them. Which comes first decides the rest."""
+        if "properties" not in schema and schema.get("additionalProperties") is not False:
+            return self._any_members()
+        properties = schema.get("properties") or {}
+        required = set(schema.get("required") or ())
+        if undeclared := sorted(required - set(properties)):
+            raise Unsupported(
+                f"A tool's schema requires {undeclared[0]!r} and does not declare it."
+            )
+        names = sorted(properties)
+        pairs = {
+            name: SequenceFormat(
+                elements=[_text(f"{name}:"), self._value(properties[name], depth + 1)]
+            )
+            for name in names
+        }
+        ways: list[Format] = []
+        for place, first in enumerate(names):
+            behind: list[Format] = []
+            for name in names[place + 1 :]:
+                pair = SequenceFormat(elements=[_text(","), pairs[name]])
+                behind.append(pair if name in required else OptionalFormat(content=pair))
+            ways.append(SequenceFormat(elements=[pairs[first], *behind]))
+            if first in required:
+                return _one_of(ways)
+        return OptionalFormat(content=_one_of(ways)) if ways else _text("")
+
+    def _any_scalar(self) -> Format:
+        return _one_of([_string({}), *(JSONSchemaFormat(json_schema={"type": k}) for k in SCALARS)])
+
+    def _any_members(self) -> Format:
+        """Of an object that declares nothing: any names, with values that are not nested."""
+        pair = SequenceFormat(elements=[RegexFormat(pattern=f"{ANY_NAME}:"), self._any_scalar()])
+        more = StarFormat(content=SequenceFormat(elements=[_text(","), pair]))
+        return OptionalFormat(content=SequenceFormat(elements=[pair, more]))
+
+    def _referenced(self, reference: str) -> Any:
+        found: Any = self._root
+        for part in reference.removeprefix("#/").split("/"):
+            if not isinstance(found, Mapping) or part not in found:
+                raise Unsupported(f"A tool's schema refers to {reference!r}, which is not in it.")
+            found = found[part]
+        return found
+
+
+def _text(value: str) -> ConstStringFormat:
+    return ConstStringFormat(value=value)
+
+
+def _one_of(formats: Sequence[Format]) -> Format:
+    return formats[0] if len(formats) == 1 else OrFormat(elements=list(formats))
+
+
+def _string(schema: Mapping[str, Any]) -> Format:
+    pattern = ANY_STRING
+    if "pattern" in schema:
+        pattern = str(schema["pattern"]).removeprefix("^").removesuffix("$")
+    elif "minLength" in schema or "maxLength" in schema:
+        pattern = f"[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+    return SequenceFormat(elements=[_text(QUOTE), RegexFormat(pattern=pattern), _text(QUOTE)])
+
+
+def _constant(value: Any) -> Format:
+    if isinstance(value, str):
+        return _text(f"{QUOTE}{value}{QUOTE}")
+    if isinstance(value, bool) or value is None:
+        return _text({True: "true", False: "false", None: "null"}[value])
+    if isinstance(value, int | float):
+        return _text(str(value))
+    raise Unsupported("A tool's schema has an 'enum' of objects or lists. Leave it out.")

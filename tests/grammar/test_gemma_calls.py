@@ -1,0 +1,157 @@
+"""Tool calls in Gemma's syntax: every text is a call that vLLM reads and the schema allows."""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from vllm.parser.gemma4 import _parse_gemma4_args
+
+from dllm.grammar.automaton import Unsupported
+from dllm.grammar.children import Children
+from dllm.grammar.compile import Compiler, Spec
+from dllm.grammar.gemma_calls import BEGIN, END, QUOTE, structural_tag
+from dllm.grammar.table import Table
+from dllm.grammar.viterbi import STOPPED, Canvas, budget_of
+from tests.support.grammars import STOP, VOCABULARY, WORDS
+
+DAY = {"type": "string", "enum": ["Monday", "Friday"]}
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "day": DAY},
+        "required": ["city"],
+    },
+    "all required": {
+        "type": "object",
+        "properties": {"b": {"type": "boolean"}, "a": {"type": "number"}},
+        "required": ["a", "b"],
+    },
+    "lists": {
+        "type": "object",
+        "properties": {
+            "some": {"type": "array", "items": DAY, "minItems": 1, "maxItems": 3},
+            "any": {"type": "array", "items": {"type": "integer"}},
+        },
+        "required": ["some", "any"],
+    },
+    "nested": {
+        "type": "object",
+        "properties": {
+            "who": {"$ref": "#/$defs/person"},
+            "note": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+        },
+        "required": ["who"],
+        "$defs": {
+            "person": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "pattern": "^[A-Z][a-z]+$"}},
+                "required": ["name"],
+            }
+        },
+    },
+    "ranges": {
+        "type": "object",
+        "properties": {
+            "hour": {"type": "integer", "minimum": 0, "maximum": 23},
+            "level": {"enum": [1, 2.5, True, None, "high"]},
+        },
+        "required": ["hour", "level"],
+    },
+    "nothing": {"type": "object", "properties": {}},
+}
+FREE = ({"type": "object"}, True, {})
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    children = Children()
+    yield Compiler(VOCABULARY, children=children)
+    children.close()
+
+
+def table_of(compiler, schema, choice: str) -> Table:
+    nothing = {"type": "object", "additionalProperties": False}
+    tag = structural_tag([("ask", schema), ("other", nothing)], choice)
+    return compiler.table(Spec("structural_tag", json.dumps(tag.model_dump())))
+
+
+def random_text(found: Table, draws: np.random.Generator) -> str:
+    """A text of random tokens that is complete."""
+    scores = draws.normal(0, 3, (120, len(WORDS)))
+    scores[:, STOP] += 5
+    path = Canvas(found, (STOP,)).best_path(scores, 0, budget_of(found, 0, 120))
+    text = [token for token, behind in zip(path.tokens, path.states[1:], strict=True)
+            if behind != STOPPED]  # fmt: skip
+    return b"".join(WORDS[token] for token in text).decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_text_is_a_call_that_the_schema_allows(compiler, name):
+    schema, draws = SCHEMAS[name], np.random.default_rng(0)
+    found = table_of(compiler, schema, "forced")
+    for _ in range(15):
+        text = random_text(found, draws)
+        if text.startswith(f"{BEGIN}call:other"):
+            assert text == f"{BEGIN}call:other{{}}{END}"
+            continue
+        inside = text.removeprefix(f"{BEGIN}call:ask{{").removesuffix(f"}}{END}")
+        assert text == f"{BEGIN}call:ask{{{inside}}}{END}"
+        arguments = as_json(inside)
+        jsonschema.validate(arguments, schema)
+        assert list(arguments) == sorted(arguments)
+        assert set(_parse_gemma4_args(inside)) == set(arguments), "vLLM reads other keys"
+
+
+def as_json(inside: str):
+    """The arguments, read independently of vLLM: quotes become JSON's, keys get theirs."""
+    parts = inside.split(QUOTE)
+    for place in range(0, len(parts), 2):
+        for key in ("city", "days", "day", "some", "any", "who", "note", "name", "hour", "level"):
+            parts[place] = parts[place].replace(f"{key}:", f'"{key}":')
+        for key in ("a", "b"):
+            if parts[place].startswith(f"{key}:") or f",{key}:" in parts[place]:
+                parts[place] = parts[place].replace(f"{key}:", f'"{key}":')
+    for place in range(1, len(parts), 2):
+        parts[place] = json.dumps(parts[place])
+    return json.loads("{" + "".join(parts) + "}")
+
+
+@pytest.mark.parametrize("schema", FREE, ids=str)
+def test_an_object_that_declares_nothing_has_any_names(compiler, schema):
+    draws = np.random.default_rng(1)
+    found, read = table_of(compiler, schema, "forced"), []
+    for _ in range(20):
+        text = random_text(found, draws)
+        if inside := text.removeprefix(f"{BEGIN}call:ask{{").removesuffix(f"}}{END}"):
+            read.append(_parse_gemma4_args(inside))
+    assert any(read)
+
+
+def test_auto_allows_text_and_required_does_not(compiler):
+    schema = SCHEMAS["weather"]
+    free = table_of(compiler, schema, "auto")
+    assert free.accepts[0] and free.read(0, [0, 1, 0]) >= 0
+    required = table_of(compiler, schema, "required")
+    assert not required.accepts[0] and required.read(0, [0]) < 0
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"properties": {"a": {"multipleOf": 3}}}, "'multipleOf'"),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, "refers to"),
+        ({"properties": {"a": {"type": "date"}}}, "'date'"),
+        ({"properties": {"a": {"allOf": [{}, {}]}}}, "'allOf'"),
+        ({"properties": {}, "required": ["a"]}, "requires 'a'"),
+        ({"properties": {"a": {"enum": [[1]]}}}, "'enum'"),
+        (
+            {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+            "deeper than|recursive|refers to",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_held_to_is_refused(schema, message):
+    with pytest.raises(Unsupported, match=message):
+        structural_tag([("ask", schema)], "required")
