@@ -23,7 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.context import RESULTS, progress, provenance, write_csv
+from bench.context import RESULTS, progress, provenance, read_csv, write_csv
+from bench.tables import markdown, measured_with
 from dllm.grammar.children import Children
 from dllm.grammar.compile import Compiler, Spec
 from dllm.grammar.table import Table
@@ -31,6 +32,7 @@ from dllm.grammar.vocabulary import Vocabulary
 
 NUM_SPECIAL = 32
 FILE = "grammar_build.csv"
+COLUMNS = ("cold_s", "file_s", "memory_s")
 
 
 def closed_object(properties: dict[str, object], required: Sequence[str]) -> dict[str, object]:
@@ -155,6 +157,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     children.close()
     write_csv(options.results / FILE, [asdict(line) | about for line in lines])
     return 0
+
+
+def grammar_build(results: Path) -> str:
+    """Section of docs/structured.md: how long grammars take."""
+    rows = read_csv(results / FILE)
+    if not rows:
+        return "Not measured yet: `python -m bench.grammar_build`."
+    heading = ["grammar", "states", "classes", "compiled", "from a file", "from memory"]
+    lines = [
+        [
+            row["grammar"],
+            row["states"] or "-",
+            row["classes"] or "-",
+            *(f"{float(row[name]):.2g} s" if row[name] else "-" for name in COLUMNS),
+        ]
+        for row in rows
+    ]
+    return f"{markdown((heading, lines))}\n\n{measured_with(rows, FILE)}"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench.context import RESULTS, ROOT
 from bench.drafter_tables import drafting
+from bench.grammar_build import grammar_build
 from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.roofline import floors
@@ -67,6 +68,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "step-time": lambda results: step_time(results / "profile_cpu.csv"),
     "answers": answers,
     "recovery": recovery,
+    "grammar-build": grammar_build,
     "structured": structured,
     "sampling-step": sampling_step,
     "drafting": drafting,
