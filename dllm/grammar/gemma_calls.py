@@ -28,7 +28,7 @@ from xgrammar.structural_tag import (
 from dllm.grammar.automaton import Unsupported
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
-ANY_STRING = r"([^<]|<[^|])*"  # without QUOTE
+ANY_STRING = r"([^<]|<+[^<|])*"  # without QUOTE, also where it meets the one that ends it
 ANY_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 DEEPEST = 12  # levels of schemas, one inside the other
 SCALARS = ("integer", "number", "boolean", "null")

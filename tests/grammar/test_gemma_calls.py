@@ -128,6 +128,19 @@ def test_an_object_that_declares_nothing_has_any_names(compiler, schema):
     assert any(read)
 
 
+def test_a_string_ends_at_the_first_quote(compiler):
+    found = table_of(compiler, {"properties": {"a": {"type": "string"}}}, "forced")
+
+    def state(text: str) -> int:
+        return found.read(0, [WORDS.index(bytes([byte])) for byte in text.encode()])
+
+    begin = f"{BEGIN}call:ask{{a:{QUOTE}"
+    for inside in ("a<b", "<<a", "a < b", "|>"):
+        assert found.accepts[state(f"{begin}{inside}{QUOTE}}}{END}")]
+    for inside in ("<<|", "<|", "a<", f"<{QUOTE}"):
+        assert state(f"{begin}{inside}{QUOTE}}}{END}") < 0
+
+
 def test_auto_allows_text_and_required_does_not(compiler):
     schema = SCHEMAS["weather"]
     free = table_of(compiler, schema, "auto")

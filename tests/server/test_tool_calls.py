@@ -1,0 +1,179 @@
+"""Tool calls and thoughts over HTTP, with a model that has learned both."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from dllm.tasks.chat import TOOLS
+from dllm.tasks.suite import Question, questions
+from tests.support.server_harness import MODEL, Server
+
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-tools"
+PARSERS = {"gemma": "gemma4", "hermes": "hermes"}
+FAMILIES = ("weather", "alarm", "phone")
+STRICT = {
+    name: tool | {"function": tool["function"] | {"strict": True}} for name, tool in TOOLS.items()
+}
+MAX_TOKENS = 120
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=PARSERS)
+def style(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def client(style: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    flags = (
+        f"--served-model-name={MODEL}",
+        "--dtype=float32",
+        "--enforce-eager",
+        "--max-model-len=512",
+        "--max-num-seqs=8",
+        "--enable-auto-tool-choice",
+        f"--tool-call-parser={PARSERS[style]}",
+        "--reasoning-parser=gemma4",
+        f'--default-chat-template-kwargs={{"tool_style": "{style}"}}',
+    )
+    with Server(CHECKPOINT, tmp_path_factory.mktemp(style) / "log", flags) as running:
+        running.wait_until_ready()
+        yield running.client()
+
+
+def asked(style: str, is_listed: bool, count: int = 6) -> list[Question]:
+    """Held-out questions of a style, with or without the tool that they need."""
+    found = questions(FAMILIES, "heldout", 60)
+    return [
+        item
+        for item in found
+        if item.chat is not None
+        and item.chat.tools
+        and item.chat.style == style
+        and ("I have no tool" not in item.answer) is is_listed
+    ][:count]
+
+
+def ask(client: openai.OpenAI, item: Question, **options: Any) -> Any:
+    assert item.chat is not None
+    thinking = options.pop("thinking", False)
+    return client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": item.prompt}],
+        tools=[STRICT[name] for name in item.chat.tools],
+        max_tokens=MAX_TOKENS,
+        seed=1,
+        extra_body={"chat_template_kwargs": {"enable_thinking": thinking}},
+        **options,
+    )
+
+
+def check(call: Any) -> dict[str, Any]:
+    """The arguments of a call, which its schema allows."""
+    arguments: dict[str, Any] = json.loads(call.function.arguments)
+    jsonschema.validate(arguments, TOOLS[call.function.name]["function"]["parameters"])
+    return arguments
+
+
+@pytest.mark.parametrize("thinking", [False, True], ids=["at once", "behind a thought"])
+def test_a_required_call_is_a_call_that_the_schema_allows(client, style, thinking):
+    for item in asked(style, is_listed=True):
+        (choice,) = ask(client, item, tool_choice="required", thinking=thinking).choices
+        assert choice.finish_reason == "tool_calls"
+        assert not (choice.message.content or "").strip()
+        for call in choice.message.tool_calls:
+            assert check(call) and call.function.name in item.chat.tools
+        assert bool(choice.message.reasoning) is thinking
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_named_tool_is_called_whatever_the_question(client, style, name):
+    item = asked(style, is_listed=True)[0]
+    choice = {"type": "function", "function": {"name": name}}
+    listed = [STRICT[tool] for tool in TOOLS]
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": item.prompt}],
+        tools=listed,
+        tool_choice=choice,
+        max_tokens=MAX_TOKENS,
+        seed=1,
+    )
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == name and check(call)
+
+
+def test_on_its_own_the_model_calls_or_says_that_it_cannot(client, style):
+    called = 0
+    for item in asked(style, is_listed=True):
+        (choice,) = ask(client, item, tool_choice="auto").choices
+        for call in choice.message.tool_calls or []:
+            called += bool(check(call))
+    assert called >= 4
+    for item in asked(style, is_listed=False, count=3):
+        (choice,) = ask(client, item, tool_choice="auto").choices
+        assert choice.message.content == "I have no tool for that."
+        assert not choice.message.tool_calls
+
+
+def test_a_stream_has_the_same_calls(client, style):
+    item = asked(style, is_listed=True)[0]
+    (whole,) = ask(client, item, tool_choice="required").choices[0].message.tool_calls
+    name = arguments = ""
+    for part in ask(client, item, tool_choice="required", stream=True):
+        for call in part.choices[0].delta.tool_calls or []:
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+    assert (name, json.loads(arguments)) == (whole.function.name, check(whole))
+
+
+def test_json_behind_a_thought(client):
+    """The thought is free, the answer is held to its schema."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "adult": {"type": "boolean"}},
+        "required": ["name", "adult"],
+        "additionalProperties": False,
+    }
+    for seed in range(4):
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Write name and adult as JSON: Ann is 33."}],
+            max_tokens=90,
+            seed=seed,
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "person", "schema": schema},
+            },
+            extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+        )
+        message = answer.choices[0].message
+        assert message.reasoning
+        jsonschema.validate(json.loads(message.content), schema)
+
+
+def test_a_schema_that_cannot_be_held_to_is_refused(client, style):
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "odd",
+            "strict": True,
+            "parameters": {"type": "object", "properties": {"a": {"multipleOf": 3}}},
+        },
+    }
+    if style == "hermes":
+        tool["function"]["parameters"] = {"$ref": "#/$defs/none"}
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "x"}],
+            tools=[tool],
+            tool_choice="required",
+            max_tokens=20,
+        )
