@@ -120,6 +120,11 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             "the last block of a request has no KV that another request may load",
         ),
         (
+            vllm_config.structured_outputs_config.backend not in ("auto", "xgrammar"),
+            "--structured-outputs-config.backend",
+            "canvases need xgrammar's automata, which is the default",
+        ),
+        (
             vllm_config.model_config.logits_processors,
             "--logits-processors",
             "the canvas sampler runs none",

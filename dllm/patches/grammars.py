@@ -21,7 +21,7 @@ from typing import Any
 
 from dllm.grammar.automaton import Unsupported
 from dllm.grammar.children import MOST_CHILDREN
-from dllm.grammar.compile import Spec
+from dllm.grammar.compile import Spec, check_length
 from dllm.grammar.constraint import Constraint, Thoughts
 from dllm.grammar.tokenizer import TokenizerGrammars
 from dllm.models import FAMILIES
@@ -56,6 +56,10 @@ def _admit() -> None:
             validate(self, model_config, structured_outputs_config, tokenizer)
             return
         refuse_beside_structured_outputs(self)
+        try:  # before xgrammar reads it, here and below
+            check_length(_spec(self.structured_outputs, is_compact=False))
+        except Unsupported as reason:
+            refuse("structured_outputs", str(reason))
         # With "auto" vLLM takes another library where xgrammar refuses; here is only xgrammar's.
         config = replace(structured_outputs_config, backend="xgrammar")
         validate(self, _CausalConfig(model_config), config, tokenizer)

@@ -17,7 +17,6 @@ from dllm.patches.admission import check_requests_at_admission
 from dllm.patches.configure import configure_dllm
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, set_cpu_worker
 from dllm.patches.drafting import serve_drafters
-from dllm.patches.grammars import serve_structured_outputs
 
 logger = init_logger(LOGGER)
 
@@ -123,6 +122,9 @@ def _serve_families() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    # Not loaded where vLLM's own classes serve.
+    from dllm.patches.grammars import serve_structured_outputs
 
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)

@@ -218,6 +218,10 @@ def test_plugin_options_arrive(checkpoint):
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not work .* Leave it out"),
         ({"enable_dbo": True}, "--enable-dbo does not work .* Leave it out"),
+        (
+            {"structured_outputs_config": {"backend": "guidance"}},
+            "--structured-outputs-config.backend does not work .* xgrammar",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
