@@ -33,7 +33,7 @@ from dllm.ops.dispatch import best_paths, class_maxima, mask_rows
 from dllm.ops.grammar_paths import NO_TABLE, Canvases, PackedTables, Paths, ends, pack
 from dllm.settings.structured import grammar_of
 
-KEPT_GRAMMARS = 64  # how many are kept unpacked
+KEPT_GRAMMARS = 32  # how many are kept unpacked
 KEPT_PACKS = 4  # sets of grammars that are kept on a GPU
 
 
@@ -267,8 +267,9 @@ class DeviceGrammars(CanvasGrammars):
         tokens_left = prepared.end - (rows.seq_lens - rows.widths)
         first_state = prepared.tables.first_state[prepared.table_of.clamp(min=0).long()]
         left = prepared.tables.left[(first_state + state.clamp(min=0)).long()]
+        has_room = (left < tokens_left) & (state >= 0)  # for the token that ends the text
         can_end = (left <= tokens_left) | (state < 0)
-        return torch.where(can_end, tokens_left, UNLIMITED).int()
+        return torch.where(can_end, tokens_left - has_room.long(), UNLIMITED).int()
 
     def emitted(
         self, written: Written, num_emitted: torch.Tensor, prepared: PreparedTables

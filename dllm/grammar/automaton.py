@@ -36,6 +36,10 @@ class Unsupported(ValueError):
     """A grammar that is refused; the message says why, and what to do."""
 
 
+class TooSlow(Unsupported):
+    """A grammar that took too long. It may not when the machine is less busy."""
+
+
 class Repeat(NamedTuple):
     """A rule that is repeated; ``most`` is -1 without a limit."""
 
@@ -188,8 +192,9 @@ class Automaton:
         while todo:
             if len(seen) > MOST_ITEMS:
                 raise Unsupported(
-                    "The grammar is left-recursive: a rule calls itself before it reads anything. "
-                    "Write the recursion behind a symbol."
+                    f"The grammar goes on in more than {MOST_ITEMS:,} ways without a character. It "
+                    "is left-recursive (a rule calls itself before it reads anything): write the "
+                    "recursion behind a symbol. Or its repetitions are nested: make them fewer."
                 )
             at, stack = todo.pop()
             reached: list[Item] = []

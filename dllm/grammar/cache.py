@@ -57,7 +57,7 @@ class Files:
         path = self._path(key)
         try:
             table = Table.from_bytes(path.read_bytes())
-        except (OSError, ValueError):
+        except Exception:  # whatever is wrong with the file, it is built again
             return None
         with contextlib.suppress(OSError):
             os.utime(path)  # used last

@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import IO, Any
 
 import dllm
-from dllm.grammar.automaton import Unsupported
+from dllm.grammar.automaton import TooSlow, Unsupported
 from dllm.grammar.packing import HEADER, OUT_OF_MEMORY, TABLE
 from dllm.grammar.reach import ByteTable
 
 SECONDS = 10.0  # for one grammar
 MOST_MEMORY = 1 << 30  # bytes for one grammar
 MOST_CHILDREN = 2  # at once; further requests wait
-
-
-class TooSlow(Unsupported):
-    """A grammar that took too long. It may not when the machine is less busy."""
+MOST_WAITING = 16  # further ones are refused
 
 
 class Children:
@@ -41,6 +38,8 @@ class Children:
         self.most_memory = most_memory
         self._may_run = threading.BoundedSemaphore(MOST_CHILDREN)
         self._idle: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._num_waiting = 0
 
     def start(self) -> None:
         """Start one ahead: it takes 2 to 3 s, most of it to import PyTorch for xgrammar."""
@@ -52,20 +51,32 @@ class Children:
 
         Raises:
             Unsupported: the grammar is refused.
-            TooSlow: it took too long.
+            TooSlow: it took too long, or too many others wait.
+            ChildProcessError: two processes failed with it.
         """
+        with self._lock:
+            if self._num_waiting >= MOST_WAITING:
+                raise TooSlow(
+                    f"{MOST_WAITING} other grammars wait to be compiled. Send the request later."
+                )
+            self._num_waiting += 1
         with self._may_run:
+            with self._lock:
+                self._num_waiting -= 1
             try:
-                child = self._idle.pop()
-            except IndexError:  # asking first would leave time for another thread
-                child = self._new()
-            try:
-                is_table, answer = self._ask(child, request)
-            except BaseException:
-                _end(child)
-                self.start()  # others need not wait for it
-                raise
-            self._idle.append(child)
+                return self._explore(request)
+            except ChildProcessError:  # killed from outside, perhaps before it was asked
+                return self._explore(request)
+
+    def _explore(self, request: dict[str, Any]) -> ByteTable:
+        child = self._idle.pop() if self._idle else self._new()
+        try:
+            is_table, answer = self._ask(child, request)
+        except BaseException:
+            _end(child)
+            self.start()  # others need not wait for it
+            raise
+        self._idle.append(child)
         if not is_table:
             raise Unsupported(answer.decode())
         return ByteTable.from_bytes(answer)
@@ -105,7 +116,7 @@ class Children:
                 f"The grammar took more than {self.most_memory >> 20} MiB to compile. Make it "
                 "smaller: fewer properties, choices and repetitions."
             )
-        raise Unsupported(f"The grammar's compiler failed with status {status}. Make it simpler.")
+        raise ChildProcessError(f"the grammar's compiler ended with status {status}")
 
 
 def _read(stream: IO[bytes], length: int) -> bytes:

@@ -14,13 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from dllm.grammar.automaton import Unsupported
+from dllm.grammar.automaton import TooSlow, Unsupported
 from dllm.grammar.cache import Files, Recent
-from dllm.grammar.children import Children, TooSlow
+from dllm.grammar.children import Children
 from dllm.grammar.table import MOST_STATES, Table, by_tokens, time_limit
 from dllm.grammar.vocabulary import Vocabulary
 
-MOST_TEXT = 1 << 18  # bytes of a schema, regular expression or grammar
+MOST_TEXT = 1 << 17  # bytes of a schema, regular expression or grammar
 TOKEN_SECONDS = 5.0  # from bytes to tokens
 MOST_TABLE_BYTES = 256 << 20  # of all tables in memory
 MOST_REFUSALS = 1024  # remembered

@@ -7,6 +7,7 @@ which is the order in which Gemma's chat template lists them. Only properties th
 are written; an object that declares none may have any.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +27,12 @@ from xgrammar.structural_tag import (
 )
 
 from dllm.grammar.automaton import Unsupported
+from dllm.grammar.json_schema import check_schema
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 ANY_STRING = r"([^<]|<+[^<|])*"  # without QUOTE, also where it meets the one that ends it
+PLAIN_NAME = r"[^\s:,{}\[\]<>]+"
+MOST_PARTS = 5000  # of a schema, references written out
 ANY_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 DEEPEST = 12  # levels of schemas, one inside the other
 SCALARS = ("integer", "number", "boolean", "null")
@@ -38,7 +42,7 @@ KNOWN = {
     *("properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
     *("minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum"),
     *("exclusiveMaximum", "title", "description", "default", "examples", "$schema", "strict"),
-    *("format", "nullable", "deprecated", "readOnly", "writeOnly"),
+    *("nullable", "deprecated", "readOnly", "writeOnly", "$id", "$comment", "discriminator"),
 }
 
 
@@ -77,13 +81,30 @@ class _Schema:
     """The formats of one schema's values."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
+        check_schema(schema)
         self._root = schema
+        self._num_parts = 0
 
     def arguments(self) -> Format:
         """What stands between the braces of a call."""
-        return self._members(self._root, 0)
+        schema: Any = self._root
+        for _ in range(DEEPEST):
+            if "$ref" in schema:
+                schema = self._referenced(str(schema["$ref"]))
+        if {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"} & set(schema):
+            raise Unsupported("A tool's arguments are no plain object. Declare its properties.")
+        return self._members(schema, 0)
+
+    def _count(self, number: int) -> None:
+        self._num_parts += number
+        if self._num_parts > MOST_PARTS:
+            raise Unsupported(
+                f"A tool's schema comes to more than {MOST_PARTS:,} parts. Make it smaller: fewer "
+                "optional properties, shorter lists, fewer references."
+            )
 
     def _value(self, schema: Any, depth: int) -> Format:
+        self._count(1)
         if schema is True or schema == {}:
             return self._any_scalar()
         if not isinstance(schema, Mapping) or depth > DEEPEST:
@@ -131,6 +152,9 @@ class _Schema:
     def _array(self, schema: Mapping[str, Any], depth: int) -> Format:
         item = self._value(schema.get("items", True), depth + 1)
         least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        self._count(max(least, int(most or 0)))
+        if most is not None and int(most) < least:
+            raise Unsupported(f"A tool's schema has minItems {least} and maxItems {most}.")
         more = SequenceFormat(elements=[_text(","), item])
         rest: list[Format] = [more] * max(least - 1, 0)
         if most is None:
@@ -154,6 +178,12 @@ class _Schema:
                 f"A tool's schema requires {undeclared[0]!r} and does not declare it."
             )
         names = sorted(properties)
+        self._count(len(names) ** 2 if len(required) < len(names) else len(names))
+        for name in names:
+            if not re.fullmatch(PLAIN_NAME, name):
+                raise Unsupported(
+                    f"A tool's property is called {name[:40]!r}; allowed: {PLAIN_NAME}"
+                )
         pairs = {
             name: SequenceFormat(
                 elements=[_text(f"{name}:"), self._value(properties[name], depth + 1)]
@@ -200,6 +230,10 @@ def _one_of(formats: Sequence[Format]) -> Format:
 def _string(schema: Mapping[str, Any]) -> Format:
     pattern = ANY_STRING
     if "pattern" in schema:
+        if "minLength" in schema or "maxLength" in schema:
+            raise Unsupported(
+                "A tool's schema has a 'pattern' and a length. Leave one of them out."
+            )
         pattern = str(schema["pattern"]).removeprefix("^").removesuffix("$")
     elif "minLength" in schema or "maxLength" in schema:
         pattern = f"[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
@@ -208,6 +242,8 @@ def _string(schema: Mapping[str, Any]) -> Format:
 
 def _constant(value: Any) -> Format:
     if isinstance(value, str):
+        if QUOTE in value or value.endswith("<"):
+            raise Unsupported(f"A tool's schema has the value {value[:40]!r}, which ends a string.")
         return _text(f"{QUOTE}{value}{QUOTE}")
     if isinstance(value, bool) or value is None:
         return _text({True: "true", False: "false", None: "null"}[value])

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dllm.grammar.automaton import DEAD, START, Automaton, Unsupported
+from dllm.grammar.automaton import DEAD, START, Automaton, TooSlow, Unsupported
 from dllm.grammar.packing import pack, unpack
 from dllm.grammar.reach import NEVER, ByteTable, nearest, only, steps_to_end
 from dllm.grammar.vocabulary import Trie, Vocabulary
@@ -27,6 +27,7 @@ MOST_STATES = 4096
 VERSION = 1  # of the arrays as bytes
 # Entries of all maps together, int16 each.
 MOST_MAP_ENTRIES = 1 << 25
+MOST_EDGES = 1 << 17  # every denoise step follows all of them, at each position of a canvas
 MOST_CELLS = 1 << 22  # states times classes
 
 
@@ -161,14 +162,12 @@ def build(
 
 
 def time_limit(seconds: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
-    """A function that raises Unsupported when it is called after the time."""
+    """A function that raises TooSlow when it is called after the time."""
     deadline = clock() + seconds
 
     def check_time() -> None:
         if clock() > deadline:
-            raise Unsupported(
-                f"The grammar took more than {seconds:g} s to compile. Make it smaller."
-            )
+            raise TooSlow(f"The grammar took more than {seconds:g} s to compile. Make it smaller.")
 
     return check_time
 
@@ -204,6 +203,12 @@ def by_tokens(
             f"allowed: a product of {MOST_CELLS:,}. Make it smaller: fewer choices and patterns."
         )
     following = following[:, first].astype(np.int32)
+    num_edges = int((following != DEAD).sum())
+    if num_edges > MOST_EDGES:
+        raise Unsupported(
+            f"The grammar has {num_edges:,} ways from state to state; allowed: {MOST_EDGES:,}. "
+            "Make it smaller: fewer choices and patterns."
+        )
     return Table(
         class_of=class_of_kind[kind_of],
         next=following,

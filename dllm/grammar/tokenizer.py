@@ -8,7 +8,7 @@ those around a tool call; where a tag does, the token may stand for its name.
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from dllm.grammar.compile import Compiler, Spec
 from dllm.grammar.table import Table
 from dllm.grammar.vocabulary import Vocabulary
 
+# Where a structural tag has texts, in either of xgrammar's forms.
+SPOKEN = ("begin", "end", "triggers", "value", "separator", "pattern", "grammar")
 KEPT_PACKED = 64  # tables; some hundred kilobytes each for a large vocabulary
 
 
@@ -67,12 +69,8 @@ class TokenizerGrammars:
         is_tag = spec.kind == "structural_tag"
         with self._lock:
             compiler = self._of_tags if is_tag else self._of_texts
-        # A structural tag is JSON, where quotes are escaped.
-        unnamed = [
-            token
-            for token, name in self._names.items()
-            if name not in spec.text and json.dumps(name)[1:-1] not in spec.text
-        ]
+        spoken = "\n".join(_spoken(json.loads(spec.text))) if is_tag else ""
+        unnamed = [token for token, name in self._names.items() if name not in spoken]
         return compiler.table(spec).without([*stops, *unnamed])
 
     @cached_property
@@ -99,3 +97,16 @@ class TokenizerGrammars:
         names = self._names
         words = [b"" if token in names else word for token, word in enumerate(self._words)]
         return Compiler(Vocabulary(words, ()), self._folder, self._children)
+
+
+def _spoken(tag: Any, key: str = "") -> Iterator[str]:
+    """The texts that a structural tag has answers written with; no names or descriptions."""
+    if isinstance(tag, str) and key in SPOKEN:
+        yield tag
+    elif isinstance(tag, list):
+        for one in tag:
+            yield from _spoken(one, key)
+    elif isinstance(tag, Mapping):
+        for name, value in tag.items():
+            if name not in ("json_schema", "schema"):
+                yield from _spoken(value, name)

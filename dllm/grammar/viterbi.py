@@ -21,7 +21,7 @@ STOPPED = -2  # in the place of a state: the text is over
 # In the place of a score of -inf: a text made of impossible tokens is still one of the grammar.
 WORST = -1e30
 UNLIMITED = NEVER - 1  # a budget
-KEPT_MASK_BYTES = 16 << 20  # what states allow, kept for each table
+KEPT_MASK_BYTES = 4 << 20  # what states allow, kept for each table
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,17 @@ class Path:
 
 
 def budget_of(table: Table, state: int, tokens_left: int) -> int:
-    """How many tokens a text may still have: all that are left if it can end, else any number."""
+    """How many tokens a text may still have.
+
+    All that are left but one, for the token that ends it; all of them if the shortest text needs
+    them; any number if it cannot end in time.
+    """
     if state == STOPPED:
         return tokens_left
-    return tokens_left if table.left[state] <= tokens_left else UNLIMITED
+    shortest = int(table.left[state])
+    if shortest < tokens_left:
+        return tokens_left - 1
+    return tokens_left if shortest == tokens_left else UNLIMITED
 
 
 class Canvas:
@@ -153,10 +160,10 @@ class Canvas:
         # [C, K]; row by row, because a copy of all rows in the order of classes is much slower.
         by_class = np.stack([np.maximum.reduceat(np.take(row, order), starts) for row in scores])
         by_class -= best
-        through = _finite(by_class)[:, self._kind]  # [C, E]: along each edge
+        by_class = _finite(by_class)
         stop = _finite(scores[:, self.stops].max(axis=1) - best[:, 0])
         filled = _finite(scores[:, self.fillers].max(axis=1) - best[:, 0])
-        at = self._forward(through, state, budget)  # [C + 1, S]
+        at = self._forward(by_class, state, budget)  # [C + 1, S]
         # A text that stops at a place: what led there, the stop, and what fills the rest.
         rest = np.append(np.cumsum(filled[:0:-1])[::-1], 0.0)
         ending = at[:num_places, self._accepting].max(axis=1, initial=-np.inf) + stop + rest
@@ -169,17 +176,17 @@ class Canvas:
             tokens[place] = self.stops[scores[place, self.stops].argmax()]
         else:
             place, score = num_places, at[num_places, last]
-        self._trace(scores, through, at, place, last, tokens, states)
+        self._trace(scores, by_class, at, place, last, tokens, states)
         return Path(tokens, states, float(score))
 
-    def _forward(self, through: np.ndarray, state: int, budget: int) -> np.ndarray:
+    def _forward(self, by_class: np.ndarray, state: int, budget: int) -> np.ndarray:
         """``[C + 1, S]`` fp64: the score of the best path to each state, before each position."""
-        num_places, left = len(through), self.table.left
+        num_places, left = len(by_class), self.table.left
         at = np.full((num_places + 1, len(left)), -np.inf)
         at[0, state] = 0.0
         for place in range(num_places):
             arriving = at[place, self._source]
-            arriving += through[place]
+            arriving += by_class[place, self._kind]
             at[place + 1, self._reached] = np.maximum.reduceat(arriving, self._segment)
             if self._longest > budget - place - 1:
                 at[place + 1, left > budget - place - 1] = -np.inf
@@ -188,7 +195,7 @@ class Canvas:
     def _trace(
         self,
         scores: np.ndarray,
-        through: np.ndarray,
+        by_class: np.ndarray,
         at: np.ndarray,
         place: int,
         state: int,
@@ -202,7 +209,8 @@ class Canvas:
         for before in range(place - 1, -1, -1):
             segment = self._segment_of[states[before + 1]]
             low, high = self._segment[segment], self._segment_end[segment]
-            edge = low + (at[before, self._source[low:high]] + through[before, low:high]).argmax()
+            through = at[before, self._source[low:high]] + by_class[before, self._kind[low:high]]
+            edge = low + through.argmax()
             some = order[starts[self._kind[edge]] : ends[self._kind[edge]]]
             tokens[before] = some[scores[before, some].argmax()]
             states[before] = self._source[edge]

@@ -10,7 +10,7 @@ So no worker compiles anything, and all of them hold the same table.
 
 import asyncio
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -23,6 +23,7 @@ from dllm.grammar.automaton import Unsupported
 from dllm.grammar.children import MOST_CHILDREN
 from dllm.grammar.compile import Spec, check_length
 from dllm.grammar.constraint import Constraint, Thoughts
+from dllm.grammar.json_schema import check_text
 from dllm.grammar.tokenizer import TokenizerGrammars
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
@@ -33,6 +34,7 @@ from dllm.settings.structured import (
     with_grammar,
 )
 
+EVENTS_BEFORE_THE_ENGINE = 4  # at most
 GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
 
 
@@ -57,7 +59,9 @@ def _admit() -> None:
             return
         refuse_beside_structured_outputs(self)
         try:  # before xgrammar reads it, here and below
-            check_length(_spec(self.structured_outputs, is_compact=False))
+            spec = _spec(self.structured_outputs, is_compact=False)
+            check_length(spec)
+            check_text(spec.kind, spec.text)
         except Unsupported as reason:
             refuse("structured_outputs", str(reason))
         # With "auto" vLLM takes another library where xgrammar refuses; here is only xgrammar's.
@@ -140,13 +144,15 @@ def _compile_before_the_stream_starts() -> None:
 
 
 def _waiting_for_grammars(create: Any) -> Any:
-    async def created(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def created(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self.model_config.architecture in FAMILIES:
             _constrain_gemma_calls()
         asked: list[Callable[[], Awaitable[Any]]] = []
         token = _asked.set(asked)
         try:
-            made = await create(self, *args, **kwargs)
+            made = await create(self, request, *args, **kwargs)
+            if isinstance(made, AsyncGeneratorType) and _is_response_with_format(request):
+                made = await _begun(made, asked)
         finally:
             _asked.reset(token)
         if isinstance(made, AsyncGeneratorType):
@@ -155,6 +161,34 @@ def _waiting_for_grammars(create: Any) -> Any:
         return made
 
     return created
+
+
+def _is_response_with_format(request: Any) -> bool:
+    """Whether it is a request of the Responses API that may have structured outputs."""
+    return getattr(getattr(request, "text", None), "format", None) is not None or (
+        hasattr(request, "text") and bool(request.tools)
+    )
+
+
+async def _begun(stream: Any, asked: Sequence[Any]) -> Any:
+    """The same stream, which has begun to generate.
+
+    The Responses API sends two events before it calls the engine.
+    """
+    events: list[Any] = []
+    while not asked and len(events) < EVENTS_BEFORE_THE_ENGINE:
+        try:
+            events.append(await anext(stream))
+        except StopAsyncIteration:
+            break
+
+    async def whole() -> Any:
+        for event in events:
+            yield event
+        async for event in stream:
+            yield event
+
+    return whole()
 
 
 @cache
@@ -175,6 +209,8 @@ def _constrain_gemma_calls() -> None:
             return structural_tag(given, tool_choice)
         except Unsupported as reason:
             refuse("tools", str(reason))
+        except (TypeError, ValueError, AttributeError) as error:
+            refuse("tools", f"A tool's schema is no valid JSON schema ({error}). Correct it.")
 
     Gemma4EngineToolParser.structural_tag_model = GEMMA_CALLS
 
@@ -233,7 +269,7 @@ class _Asked:
         """
         try:
             return self.grammars.packed(self.spec, self.stops)
-        except Unsupported as reason:
+        except (Unsupported, ChildProcessError) as reason:
             refuse("structured_outputs", str(reason))
 
     def shipped(

@@ -207,16 +207,21 @@ def test_vllms_own_matcher_checks_every_block(engine, monkeypatch):
 
 def test_both_ways_through_a_canvas_are_taken(engine, monkeypatch):
     """Noise is searched; a canvas that the model writes right is only read."""
-    search, searched = Canvas._search, []
+    search, best_path = Canvas._search, Canvas.best_path
+    searched, solved = [], []
     monkeypatch.setattr(Canvas, "_search", lambda *args: (searched.append(1), search(*args))[1])
+    monkeypatch.setattr(Canvas, "best_path", lambda *args: (solved.append(1), best_path(*args))[1])
     engine.outputs([prompt(10)], params("json"))
     assert searched
     searched.clear()
-    # With a strong bias every most likely token is allowed in every step.
-    biased = params("regex", CANVAS, logit_bias={41: 1000.0})
+    solved.clear()
+    # With a strong bias every most likely token is allowed, but for the end of the last canvas.
+    biased = params("regex", 4 * CANVAS, logit_bias={41: 1000.0})
     biased.structured_outputs = StructuredOutputsParams(regex="(.|\n)*")
-    engine.outputs([prompt(10)], biased)
-    assert not searched
+    with engine.watch() as watched:
+        (output,) = engine.outputs([prompt(10)], biased)
+    num_last = blocks_of(watched[output.request_id])[-1]
+    assert len(searched) == num_last < len(solved)
 
 
 def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):

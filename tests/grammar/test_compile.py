@@ -194,8 +194,8 @@ def test_threads_get_their_own_tables(children):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (Spec("json", " " * (compiling.MOST_TEXT + 1)), "262,145 bytes; allowed: 262,144"),
-        (Spec("regex", "é" * compiling.MOST_TEXT), "524,288 bytes"),
+        (Spec("json", " " * (compiling.MOST_TEXT + 1)), "131,073 bytes; allowed: 131,072"),
+        (Spec("regex", "é" * compiling.MOST_TEXT), "262,144 bytes"),
         (Spec("grammar", 'root ::= root "a" | "b"'), "left-recursive"),
         (Spec("grammar", 'root ::= x "a" | "b"\nx ::= root "c" | "d"'), "left-recursive"),
         (Spec("grammar", "root ::= " + "(" * 10_000 + '"a"' + ")" * 10_000), "xgrammar does not"),
@@ -247,10 +247,36 @@ def test_a_grammar_that_takes_too_much_memory_is_ended():
 
 
 def test_a_child_that_dies_is_replaced(children):
+    """Its death says nothing about the grammar that comes next."""
     compiler = Compiler(VOCABULARY, children=children)
     compiler.table(Spec("regex", "a"))
     children._idle[-1].send_signal(signal.SIGKILL)
     children._idle[-1].wait()
-    with pytest.raises(Unsupported, match="status -9"):
-        compiler.table(Spec("regex", "ab"))
-    assert len(compiler.table(Spec("regex", "aab")).accepts) == 4
+    assert len(compiler.table(Spec("regex", "ab")).accepts) == 3
+
+
+def test_a_grammar_that_kills_two_children_is_an_error_and_not_remembered(monkeypatch, children):
+    def killed(*args):
+        raise ChildProcessError("the grammar's compiler ended with status -11")
+
+    compiler = Compiler(VOCABULARY, children=children)
+    with monkeypatch.context() as patched:
+        patched.setattr(Children, "_ask", killed)
+        with pytest.raises(ChildProcessError, match="-11"):
+            compiler.table(Spec("regex", "abb"))
+    assert len(compiler.table(Spec("regex", "abb")).accepts) == 4
+
+
+def test_too_many_that_wait_are_refused(monkeypatch, children):
+    monkeypatch.setattr("dllm.grammar.children.MOST_WAITING", 0)
+    compiler = Compiler(VOCABULARY, children=children)
+    with pytest.raises(TooSlow, match="wait to be compiled"):
+        compiler.table(Spec("regex", "ba"))
+    monkeypatch.undo()
+    assert len(compiler.table(Spec("regex", "ba")).accepts) == 3  # not remembered
+
+
+def test_too_many_edges_are_refused(monkeypatch):
+    monkeypatch.setattr("dllm.grammar.table.MOST_EDGES", 10)
+    with pytest.raises(Unsupported, match="allowed: 10"):
+        table(*GRAMMARS["person"])

@@ -141,6 +141,12 @@ def test_a_string_ends_at_the_first_quote(compiler):
         assert state(f"{begin}{inside}{QUOTE}}}{END}") < 0
 
 
+def test_arguments_behind_a_reference(compiler):
+    schema = {"$ref": "#/$defs/ask", "$defs": {"ask": SCHEMAS["weather"]}}
+    behind, plain = (table_of(compiler, one, "forced") for one in (schema, SCHEMAS["weather"]))
+    assert (behind.next == plain.next).all()
+
+
 def test_auto_allows_text_and_required_does_not(compiler):
     schema = SCHEMAS["weather"]
     free = table_of(compiler, schema, "auto")
@@ -158,6 +164,14 @@ def test_auto_allows_text_and_required_does_not(compiler):
         ({"properties": {"a": {"allOf": [{}, {}]}}}, "'allOf'"),
         ({"properties": {}, "required": ["a"]}, "requires 'a'"),
         ({"properties": {"a": {"enum": [[1]]}}}, "'enum'"),
+        ({"properties": {"a": {"type": "string", "format": "date"}}}, "'format'"),
+        ({"properties": {"a": {"type": "string", "pattern": "x", "minLength": 3}}}, "a length"),
+        ({"properties": {"a:b": {}}}, "is called 'a:b'"),
+        ({"properties": {"a": {"const": 'x<|"|>'}}}, "ends a string"),
+        ({"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 1}}}, "maxItems 1"),
+        ({"properties": {"a": {"type": "array", "minItems": 10**10}}}, "parts"),
+        ({"properties": {f"p{i}": {} for i in range(300)}}, "parts"),
+        ({"anyOf": [{"type": "object"}]}, "no plain object"),
         (
             {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
             "deeper than|recursive|refers to",

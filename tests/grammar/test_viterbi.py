@@ -121,6 +121,18 @@ def test_what_is_a_text_already_stays():
     np.testing.assert_array_equal(path.tokens, scores.argmax(axis=1))
 
 
+def test_there_is_room_for_the_stop_if_the_text_can_be_shorter():
+    """A complete text that fills the whole budget would look as if it had been cut."""
+    found, _ = table("regex", "a{3,9}")
+    scores = np.zeros((9, len(WORDS)))
+    scores[:, WORDS.index(b"a")] = 5
+    for tokens_left, stops in ((9, True), (4, True), (3, False), (2, False)):
+        path = Canvas(found, STOPS).best_path(
+            scores[:tokens_left], 0, budget_of(found, 0, tokens_left)
+        )
+        assert bool(path.states[-1] == STOPPED) is stops, tokens_left
+
+
 def test_padding_behind_the_end_costs_nothing():
     found, _ = table(*GRAMMARS["choice"])
     scores = np.zeros((8, len(WORDS)))

@@ -88,7 +88,7 @@ def test_completions(client, asked, is_right):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"grammar": LEFT_RECURSIVE}, "left-recursive.*Write the recursion behind a symbol"),
+        ({"grammar": LEFT_RECURSIVE}, "left-recursive.*write the recursion behind a symbol"),
         ({"regex": "(a{1,99}){1,99}b{1,999}"}, "states|compile"),
         ({"json": {"type": "object", "enum": [[["x" * 300_000]]]}}, "bytes; allowed"),
         ({"regex": "a("}, "regex"),
@@ -101,6 +101,39 @@ def test_what_cannot_be_compiled_is_refused(server, path, is_stream, asked, mess
     body = {"model": MODEL, "max_tokens": 9, "structured_outputs": asked, "stream": is_stream}
     reply = server.post(path, body | given)
     assert reply.status == 400 and re.search(message, reply.message), reply
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_the_responses_api(server, client, is_stream):
+    form = {"type": "json_schema", "name": "answer", "schema": Person.model_json_schema()}
+    options: dict[str, Any] = dict(model=MODEL, input="Who?", max_output_tokens=120)
+    if is_stream:
+        events = list(client.responses.create(stream=True, text={"format": form}, **options))
+        text = events[-1].response.output_text
+    else:
+        text = client.responses.create(text={"format": form}, **options).output_text
+    Person.model_validate_json(text)
+    bad = form | {"schema": {"type": "object", "if": {}, "then": {}}}
+    slow = form | {"schema": {"type": "string", "pattern": "(((a{1,30}){1,30}){1,30}){1,30}"}}
+    for refused in (bad, slow):
+        body = options | {"stream": is_stream, "text": {"format": refused}}
+        assert server.post("/v1/responses", body).status == 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "object", "if": {}, "then": {}}, "'if'"),
+        ({"type": "string", "pattern": "(?=a)"}, "looks around"),
+        ({"type": "object", "properties": {"a": {}}, "anyOf": [{}]}, "beside 'anyOf'"),
+    ],
+    ids=["if", "pattern", "anyOf"],
+)
+def test_what_answers_cannot_be_held_to_is_refused(server, schema, message):
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    body = {"model": MODEL, "messages": ASK, "max_tokens": 9, "response_format": form}
+    reply = server.post("/v1/chat/completions", body)
+    assert reply.status == 400 and message in reply.message, reply
 
 
 def test_a_client_cannot_send_a_table(server):
@@ -116,7 +149,7 @@ def test_others_go_on_while_a_grammar_is_compiled(client, server):
     replies = []
 
     def ask() -> None:
-        slow = {"regex": "(((a{1,30}){1,30}){1,30}){1,30}"}  # more than the 10 s that are allowed
+        slow = {"regex": "(a{1,60}){1,100}q"}  # more than the 10 s that are allowed
         body = {"model": MODEL, "prompt": "ok", "max_tokens": 9, "structured_outputs": slow}
         replies.append(server.post("/v1/completions", body))
         done.set()

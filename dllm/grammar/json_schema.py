@@ -1,0 +1,119 @@
+"""Refuses JSON schemas that ask for more than xgrammar holds answers to.
+
+xgrammar 0.2.8 leaves out what it does not know, and vLLM refuses only a part of that. What is left
+out would make an answer wrong without a word.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dllm.grammar.automaton import Unsupported
+
+# Ignored by xgrammar.
+NEVER_HELD = (
+    *("if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
+)
+# Beside one of these, xgrammar ignores everything that is no note; a type is held to beside values.
+COMBINING = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const")
+VALUES = ("enum", "const")
+NOTES = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$defs", "definitions", "$schema", "$id", "$comment", "discriminator", "nullable"),
+}
+# Values that are not schemas, though they may look like one.
+DATA = ("enum", "const", "default", "examples", "example")
+
+
+def check_schema(schema: Any) -> None:
+    """Refuse a JSON schema that the answer would not be held to.
+
+    Raises:
+        Unsupported: the message names the keyword.
+    """
+    for part in _parts(schema):
+        for key in NEVER_HELD:
+            if key in part:
+                raise _refusal(key, "answers cannot be held to it")
+        given = [key for key in COMBINING if key in part]
+        notes = NOTES | {"type"} if set(given) <= set(VALUES) else NOTES
+        beside = sorted(set(part) - notes - set(given))
+        if given and (beside or len(given) > 1):
+            other = beside[0] if beside else given[1]
+            raise _refusal(other, f"beside {given[0]!r} answers cannot be held to it")
+        if isinstance(part.get("pattern"), str):
+            check_pattern(part["pattern"])
+
+
+def check_pattern(pattern: str) -> None:
+    """Refuse anchors inside of a regular expression, and groups that look around.
+
+    Raises:
+        Unsupported: xgrammar would leave them out.
+    """
+    # Without escaped characters and classes.
+    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)
+    if re.search(r"\(\?(?!:)", bare) or re.search(r"\\[bBAZz]", pattern):
+        raise Unsupported(
+            f"The pattern {pattern[:80]!r} looks around or has flags; allowed: groups with '(' and "
+            "'(?:'. Write it without."
+        )
+    if "^" in bare[1:] or "$" in bare[:-1]:
+        raise Unsupported(
+            f"The pattern {pattern[:80]!r} has '^' or '$' inside; allowed: '^' at the start and "
+            "'$' at the end. Leave the others out."
+        )
+
+
+def check_text(kind: str, text: str) -> None:
+    """As ``check_schema``, for the text of a grammar of any kind (``compile.Spec``)."""
+    try:
+        if kind == "json":
+            check_schema(json.loads(text))
+        elif kind == "regex":
+            check_pattern(text)
+        elif kind == "structural_tag":
+            for schema in _schemas_of_tag(json.loads(text)):
+                check_schema(schema)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, Unsupported):
+            raise
+        raise Unsupported("The grammar is no valid JSON. Correct it.") from error
+
+
+def _refusal(key: str, why: str) -> Unsupported:
+    return Unsupported(f"The schema uses {key!r}: {why}. Leave it out.")
+
+
+def _parts(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """The schema, and all schemas in it."""
+    if isinstance(schema, list):
+        for one in schema:
+            yield from _parts(one)
+    if not isinstance(schema, Mapping):
+        return
+    yield schema
+    for key, value in schema.items():
+        if key in DATA:
+            continue
+        if key in ("properties", "patternProperties", "$defs", "definitions"):
+            # The keys in there are names.
+            for one in value.values() if isinstance(value, Mapping) else ():
+                yield from _parts(one)
+        else:
+            yield from _parts(value)
+
+
+def _schemas_of_tag(tag: Any) -> Iterator[Any]:
+    """The JSON schemas in a structural tag, of either of xgrammar's forms."""
+    if isinstance(tag, list):
+        for one in tag:
+            yield from _schemas_of_tag(one)
+    if isinstance(tag, Mapping):
+        for key, value in tag.items():
+            if key in ("json_schema", "schema"):
+                yield value
+            else:
+                yield from _schemas_of_tag(value)
