@@ -21,6 +21,11 @@ KINDS = {
         "mixture of experts, self-conditioning, tied embeddings)"
     ),
     "ar": "an autoregressive language model in Qwen3's format",
+    "sdar": "a block-diffusion language model in SDAR's format (masked blocks on Qwen3)",
+    "llada2": (
+        "a block-diffusion language model in LLaDA2's format (masked blocks with editing, mixture "
+        "of experts)"
+    ),
 }
 
 
