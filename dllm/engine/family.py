@@ -50,6 +50,7 @@ class Canvases(NamedTuple):
         steps_done: ``[R]`` int64, how many denoise steps the canvas has taken.
         argmax_canvas: ``[R, C]`` int64, the most likely tokens of the step before. They would have
             been emitted if the canvas had converged then.
+        temperature: ``[R]`` fp32, of each request; 1 if it is greedy.
         is_greedy: ``[R]`` bool, the most likely token is taken instead of a sample.
         is_stop: ``[slots, V]`` bool, tokens that end the request. What follows the first of them is
             never emitted and need not converge. Indexed by slot (``CanvasRows.slots``) instead of
@@ -62,6 +63,7 @@ class Canvases(NamedTuple):
     seeds: Tensor
     steps_done: Tensor
     argmax_canvas: Tensor
+    temperature: Tensor
     is_greedy: Tensor
     is_stop: Tensor
     numbers: Mapping[str, Tensor]

@@ -35,11 +35,6 @@ def configure_dllm(vllm_config: Any) -> None:
     from dllm.settings.server import PluginOptions
 
     settings = settings_of(vllm_config)
-    if settings.block_size != 1:
-        raise ValueError(
-            f"block size {settings.block_size} of the checkpoint: prompts and emitted blocks are "
-            "causal here; allowed: 1. Serve another checkpoint."
-        )
     PluginOptions.from_vllm(vllm_config)
     if vllm_config.diffusion_config is None:
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=settings.canvas_length)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from dllm.settings.checks import FloatRange, IntRange, did_you_mean
+from dllm.settings.checks import Choices, FloatRange, IntRange, did_you_mean
 from dllm.settings.denoising import DenoiseSettings, Parameter
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class RequestOptions:
     Attributes:
         canvas_width: tokens per canvas, at most the served canvas_length.
         numbers: the values of the family's parameters, by the name of the ``Parameter``.
+        temperature: of the request; 1 if it is greedy.
         is_greedy: ``temperature`` is 0: the most likely token is taken instead of a sample.
             Entropies and stopping are those of the model's own temperature schedule.
         seed: of the request's noise; None: the server chooses one (``engine.state.request_seed``).
@@ -60,6 +61,7 @@ class RequestOptions:
 
     canvas_width: int
     numbers: Mapping[str, float]
+    temperature: float
     is_greedy: bool
     seed: int | None
     stops: frozenset[int]
@@ -115,7 +117,8 @@ class RequestOptions:
             for parameter in settings.parameters
         }
         is_greedy = params.temperature < 1e-5
-        numbers = settings.of_request(asked, 1.0 if is_greedy else params.temperature)
+        temperature = 1.0 if is_greedy else params.temperature
+        numbers = settings.of_request(asked, temperature)
         seed_canvas = _take_ids(extra, "diffusion_seed_canvas")
         if seed_canvas is not None and len(seed_canvas) != width:
             refuse(
@@ -134,6 +137,7 @@ class RequestOptions:
         return cls(
             canvas_width=int(width),
             numbers=numbers,
+            temperature=temperature,
             is_greedy=is_greedy,
             seed=params.seed,
             stops=frozenset(stops),
@@ -144,8 +148,13 @@ class RequestOptions:
 
 
 def _canvas_width(settings: DenoiseSettings) -> Parameter:
-    """The parameter that every family has: the width of the request's canvases."""
-    return Parameter("canvas_length", "canvas_length", IntRange(1, settings.canvas_length), "int32")
+    """The parameter that every family has: the width of the request's canvases.
+
+    With blocks there is nothing to choose: a canvas is the rest of its block.
+    """
+    least = 1 if settings.block_size == 1 else settings.canvas_length
+    allowed = IntRange(least, settings.canvas_length)
+    return Parameter("canvas_length", "canvas_length", allowed, "int32")
 
 
 def extra_args(settings: DenoiseSettings) -> list[str]:
@@ -217,16 +226,21 @@ def _check_int_range(name: str, value: int | None, at_least: int, at_most: int) 
 
 
 def _take_number(extra: dict[str, object], parameter: Parameter, default: float) -> float:
-    """Pop a parameter's value from ``extra``: an int if only integers are allowed, else a float."""
+    """Pop a parameter's value from ``extra``: an int if only integers are allowed, else a float.
+
+    Of a name, the result is the index. default: of the setting, as it stands there.
+    """
     value = extra.pop(parameter.key, None)
     if value is None:
-        return default
+        value = default
     if value not in parameter.allowed:
         refuse(
             parameter.key,
             f"{parameter.key} = {_shown(value)}; allowed: {parameter.allowed}. "
             f"Omit it for {default}.",
         )
+    if isinstance(parameter.allowed, Choices):
+        return parameter.allowed.names.index(value)  # type: ignore[arg-type]
     is_int = isinstance(parameter.allowed, IntRange)
     return value if is_int else float(value)  # type: ignore[return-value, arg-type]
 
