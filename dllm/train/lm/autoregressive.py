@@ -21,11 +21,10 @@ from dllm.train.lm.objective import (
     Encoded,
     answer_loss,
     answer_mask,
-    checkpoint_config,
+    check_kind,
     decode_until_end,
     pad_right,
     save_transformers,
-    transformers_weights,
 )
 from dllm.train.lm.settings import TrainSettings
 
@@ -84,8 +83,8 @@ class Autoregressive:
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of a model of this kind."""
-        config = checkpoint_config(path, "Qwen3ForCausalLM")
-        return transformers_weights(Qwen3ForCausalLM, config, path)
+        check_kind(path, "Qwen3ForCausalLM")
+        return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
 
     def save_weights(self, model: PreTrainedModel, path: Path) -> None:
         """Write them as Hugging Face does."""

@@ -1,4 +1,4 @@
-"""``dllm train diffusion``, ``ar``, ``sdar`` and ``llada2``: from a TOML file to a checkpoint directory."""
+"""``dllm train`` for a language model: from a TOML file to a checkpoint directory."""
 
 import argparse
 import shutil
@@ -32,7 +32,6 @@ from dllm.train.run_files import (
     started_with,
     write_start,
 )
-
 
 
 class Kind(NamedTuple):

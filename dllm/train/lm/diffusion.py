@@ -38,11 +38,10 @@ from dllm.train.lm.objective import (
     Encoded,
     answer_loss,
     answer_mask,
-    checkpoint_config,
+    check_kind,
     decode_until_end,
     pad_right,
     save_transformers,
-    transformers_weights,
 )
 from dllm.train.lm.settings import TrainSettings
 
@@ -139,8 +138,10 @@ class Diffusion:
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of a model of this kind."""
-        config = checkpoint_config(path, "DiffusionGemmaForBlockDiffusion")
-        return transformers_weights(DiffusionGemmaForBlockDiffusion, config, path)
+        check_kind(path, "DiffusionGemmaForBlockDiffusion")
+        return DiffusionGemmaForBlockDiffusion.from_pretrained(
+            path, dtype=torch.float32
+        ).state_dict()
 
     def save_weights(self, model: PreTrainedModel, path: Path) -> None:
         """Write them as Hugging Face does."""

@@ -10,28 +10,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel
+from transformers import Glm4MoeForCausalLM, PreTrainedModel
 
+from dllm.models.llada2.reference import glm4_config, load_reference, to_released
 from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE
-from dllm.train.lm.block_decoding import DecodingRule
-from dllm.train.lm.llada2_weights import from_released, glm4_config, to_released
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
-from dllm.train.lm.objective import EOS, WEIGHTS, checkpoint_config
-from dllm.train.lm.settings import TrainSettings
-
-THRESHOLD = 0.7  # diffusers' default
-EDITING_THRESHOLD = 0.9
+from dllm.train.lm.objective import EOS, WEIGHTS, check_kind
 
 
 class LLaDA2(MaskDiffusion):
     """The objective of masked blocks with editing, on a mixture of experts."""
 
-    def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
-        super().__init__(settings, tokenizer)
-        self.rule = DecodingRule(settings.model.canvas_length, THRESHOLD, EDITING_THRESHOLD)
+    threshold = 0.7  # diffusers' default
+    editing_threshold = 0.9
 
     def config(self) -> dict[str, object]:
         """config.json: groups of two experts, three quarters of them open to a token."""
@@ -41,7 +34,7 @@ class LLaDA2(MaskDiffusion):
             "architectures": ["LLaDA2MoeModelLM"],
             "model_type": "llada2_moe",
             "dtype": "bfloat16",
-            "block_length": shape.canvas_length,
+            "block_size": shape.canvas_length,
             "mask_token_id": MASK,
             "vocab_size": VOCAB_SIZE,
             "hidden_size": shape.hidden_size,
@@ -81,29 +74,18 @@ class LLaDA2(MaskDiffusion):
             "pad_token_id": TOKEN_ID["<pad>"],
         }
 
-    def generation_config(self) -> dict[str, object]:
-        """generation_config.json: the most probable tokens unless a request says otherwise."""
-        return {
-            "bos_token_id": TOKEN_ID["<bos>"],
-            "pad_token_id": TOKEN_ID["<pad>"],
-            "eos_token_id": [EOS, TOKEN_ID["<turn|>"]],
-            "do_sample": False,
-            "temperature": 0.0,
-        }
-
     def build_model(self) -> Glm4MoeForCausalLM:
         """A new model in fp32; all of it is trained but the biases of the router, which stay 0."""
         torch.manual_seed(self.settings.seed)
-        model = Glm4MoeForCausalLM(Glm4MoeConfig(**glm4_config(self.config()), dtype="float32"))
+        model = Glm4MoeForCausalLM(glm4_config(self.config()))
         model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
         model.set_experts_implementation("grouped_mm")
         return model
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of a LLaDA2."""
-        config = checkpoint_config(path, "LLaDA2MoeModelLM")
-        tensors = {name: tensor.float() for name, tensor in load_file(path / WEIGHTS).items()}
-        return from_released(tensors, config)
+        check_kind(path, "LLaDA2MoeModelLM")
+        return load_reference(path).state_dict()
 
     def save_weights(self, model: PreTrainedModel, path: Path) -> None:
         """Write them under the released names, the biases of the router in fp32."""

@@ -19,14 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from dllm.models.unmasking.reference import DecodingRule, additive, generate_blocks
 from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID
-from dllm.train.lm.block_decoding import DecodingRule, generate_blocks
 from dllm.train.lm.objective import EOS, Answers, Encoded, decode_until_end
 from dllm.train.lm.settings import TrainSettings
-from dllm.train.lm.two_copies import TwoCopies, additive
+from dllm.train.lm.two_copies import TwoCopies
 
 MASK = TOKEN_ID["<mask>"]
+STOPS = (EOS, TOKEN_ID["<turn|>"])
 PURE_NOISE = 0.3  # share of blocks that are MASK throughout
 TAIL_WEIGHT = 0.1  # in the loss, of a position behind the first end-of-sequence token
 GROUP = 8  # questions of about the same length that go through the model together
@@ -37,22 +38,38 @@ class MaskDiffusion(ABC):
     """The objective of masked blocks (see the module); a subclass adds the model's format.
 
     Attributes:
-        rule: how validation decodes.
+        threshold, editing_threshold: of validation and of the finished model.
     """
 
-    rule: DecodingRule
+    threshold: float
+    editing_threshold: float | None = None
 
     def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
+        self.rule = DecodingRule(
+            settings.model.canvas_length, MASK, STOPS, self.threshold, self.editing_threshold
+        )
 
     @abstractmethod
     def config(self) -> dict[str, object]:
         """config.json of the finished model."""
 
-    @abstractmethod
     def generation_config(self) -> dict[str, object]:
-        """generation_config.json of the finished model."""
+        """generation_config.json: the most probable tokens unless a request says otherwise.
+
+        Hugging Face reads ``do_sample`` of it, vLLM reads ``temperature``.
+        """
+        editing = {"editing": 1, "editing_threshold": self.editing_threshold}
+        return {
+            "bos_token_id": TOKEN_ID["<bos>"],
+            "pad_token_id": TOKEN_ID["<pad>"],
+            "eos_token_id": list(STOPS),
+            "do_sample": False,
+            "temperature": 0.0,
+            "threshold": self.threshold,
+            **(editing if self.editing_threshold is not None else {}),
+        }
 
     @abstractmethod
     def build_model(self) -> PreTrainedModel:
@@ -118,10 +135,10 @@ class MaskDiffusion(ABC):
     def answer(self, model: PreTrainedModel, prompts: Sequence[str], seed: int) -> Answers:
         """Generate like a server, with the block length of the config."""
         asked = [Question("", prompt, "", frozenset()) for prompt in prompts]
-        rows, steps = generate_blocks(
-            model, Encoded.of(self.tokenizer, asked).prompts, self.rule, MAX_TOKENS
-        )
-        return Answers([decode_until_end(self.tokenizer, row) for row in rows], steps)
+        prompts_ids = Encoded.of(self.tokenizer, asked).prompts
+        answers, steps, blocks = generate_blocks(model, prompts_ids, self.rule, MAX_TOKENS)
+        texts = [decode_until_end(self.tokenizer, ids) for ids in answers]
+        return Answers(texts, steps / blocks)
 
 
 def position_weights(copies: TwoCopies, counts: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from tokenizers import Tokenizer
@@ -116,29 +116,15 @@ def answer_mask(encoded: Encoded, length: int) -> Tensor:
     return (position >= start) & (position < end)
 
 
-def checkpoint_config(path: Path, *kinds: str) -> dict[str, Any]:
-    """config.json of a checkpoint directory of one of these architectures.
+def check_kind(path: Path, *kinds: str) -> None:
+    """Make sure that a checkpoint directory is of one of these architectures.
 
     Raises:
-        ValueError: it is of another kind.
+        ValueError: it is of another one.
     """
-    config = json.loads((path / "config.json").read_text())
-    kind = config["architectures"][0]
+    kind = json.loads((path / "config.json").read_text())["architectures"][0]
     if kind not in kinds:
         raise ValueError(f"{path} is a {kind}; allowed: a {' or a '.join(kinds)}.")
-    return config
-
-
-def transformers_weights(
-    model_class: type[PreTrainedModel], config: Mapping[str, Any], path: Path
-) -> dict[str, Tensor]:
-    """The fp32 weights of a checkpoint directory that Hugging Face's class loads, shared included.
-
-    Args:
-        config: fields of the class' config.
-    """
-    own = model_class.config_class(**config)
-    return model_class.from_pretrained(path, config=own, dtype=torch.float32).state_dict()
 
 
 def save_transformers(model: PreTrainedModel, path: Path) -> None:

@@ -70,14 +70,3 @@ class TwoCopies(NamedTuple):
         from_noised, to_noised = self.is_noised[:, None], self.is_noised[None, :]
         of_clean = torch.where(from_noised, key < query, key <= query)
         return torch.where(to_noised, from_noised & (key == query), of_clean)
-
-
-def block_causal(positions: Tensor, block_length: int) -> Tensor:
-    """Which positions see which, ``[L, L]`` bool: those of their own block and of earlier ones."""
-    block = positions // block_length
-    return block[None, :] <= block[:, None]
-
-
-def additive(visible: Tensor) -> Tensor:
-    """A mask for Hugging Face's eager attention, ``[N, 1, Q, K]`` fp32, from ``[N, Q, K]`` bool."""
-    return torch.where(visible, 0.0, torch.finfo(torch.float32).min)[:, None]

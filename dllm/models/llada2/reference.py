@@ -1,14 +1,22 @@
-"""LLaDA2's config and weight names, and those of Hugging Face's Glm4Moe.
+"""LLaDA2 in Hugging Face's Glm4Moe, which computes the same under other names.
+
+Both have RMS norms of queries and keys, rotary embedding of the first part of each head, a sigmoid
+router with a bias for the choice of experts, groups of experts, a shared expert, and dense first
+layers. transformers has no class of LLaDA2's own.
 
 Source of the released names: ``modeling_llada2_moe.py`` of inclusionAI/LLaDA2.0-mini, and
 ``bailing_moe.py`` of vLLM 0.32.
 """
 
+import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 Config = Mapping[str, object]
 
@@ -48,13 +56,32 @@ SHARED_FIELDS = (
 )
 
 
-def glm4_config(config: Config) -> dict[str, object]:
-    """The fields of ``Glm4MoeConfig`` for a config.json of LLaDA2."""
+def glm4_config(config: Config) -> Glm4MoeConfig:
+    """The config of a Glm4Moe for a config.json of LLaDA2."""
     fields = {name: config[name] for name in SHARED_FIELDS}
     fields |= {name: config[released] for released, name in FIELDS.items()}
-    rope = {"rope_type": "default"}
-    rope |= {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}  # type: ignore[dict-item]
-    return fields | {"rope_parameters": rope, "attention_bias": config["use_qkv_bias"]}
+    rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
+    return Glm4MoeConfig(
+        **fields,
+        rope_parameters={"rope_type": "default", **rope},
+        attention_bias=config["use_qkv_bias"],
+    )
+
+
+def load_reference(path: Path) -> Glm4MoeForCausalLM:
+    """The model of a checkpoint directory, in fp32 with eager attention.
+
+    Raises:
+        RuntimeError: a weight is missing, unexpected or of another shape.
+    """
+    config = json.loads((path / "config.json").read_text())
+    model = Glm4MoeForCausalLM(glm4_config(config))
+    model.set_attn_implementation("eager")
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    model.load_state_dict(from_released(tensors, config))
+    return model.eval()
 
 
 def from_released(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
