@@ -15,9 +15,11 @@ from torch import Tensor
 from transformers import Glm4MoeForCausalLM, PreTrainedModel
 
 from dllm.models.llada2.reference import glm4_config, load_reference, to_released
+from dllm.models.sdar.reference import load_reference as load_dense
 from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
 from dllm.train.lm.objective import EOS, WEIGHTS, check_kind
+from dllm.train.lm.upcycle import upcycle
 
 
 class LLaDA2(MaskDiffusion):
@@ -45,7 +47,7 @@ class LLaDA2(MaskDiffusion):
             "head_dim": 32,
             "hidden_act": "silu",
             "max_position_embeddings": 4096,
-            "rope_theta": 10000.0,
+            "rope_theta": 100.0,
             "rope_scaling": None,
             "partial_rotary_factor": 0.5,
             "rotary_dim": 16,
@@ -83,9 +85,12 @@ class LLaDA2(MaskDiffusion):
         return model
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
-        """Weights of a LLaDA2."""
-        check_kind(path, "LLaDA2MoeModelLM")
-        return load_reference(path).state_dict()
+        """Weights of a LLaDA2, or of a dense SDAR or Qwen3, which are dealt out to experts."""
+        kind = check_kind(path, "LLaDA2MoeModelLM", "SDARForCausalLM", "Qwen3ForCausalLM")
+        if kind == "LLaDA2MoeModelLM":
+            return load_reference(path).state_dict()
+        fresh = self.build_model()
+        return upcycle(load_dense(path).state_dict(), fresh.state_dict(), fresh.config)
 
     def save_weights(self, model: PreTrainedModel, path: Path) -> None:
         """Write them under the released names, the biases of the router in fp32."""

@@ -116,8 +116,8 @@ def answer_mask(encoded: Encoded, length: int) -> Tensor:
     return (position >= start) & (position < end)
 
 
-def check_kind(path: Path, *kinds: str) -> None:
-    """Make sure that a checkpoint directory is of one of these architectures.
+def check_kind(path: Path, *kinds: str) -> str:
+    """The architecture of a checkpoint directory, which is one of these.
 
     Raises:
         ValueError: it is of another one.
@@ -125,6 +125,7 @@ def check_kind(path: Path, *kinds: str) -> None:
     kind = json.loads((path / "config.json").read_text())["architectures"][0]
     if kind not in kinds:
         raise ValueError(f"{path} is a {kind}; allowed: a {' or a '.join(kinds)}.")
+    return kind
 
 
 def save_transformers(model: PreTrainedModel, path: Path) -> None:
