@@ -47,7 +47,9 @@ class AttentionOptions:
         if self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}, it must be 1 (causal) or above")
         if self.block_size > 1 and self.window is not None:
-            raise ValueError(f"block_size is {self.block_size} beside {self.window}: only one of them")
+            raise ValueError(
+                f"block_size is {self.block_size} beside {self.window}: only one of them"
+            )
 
 
 @dataclass(frozen=True)

@@ -184,9 +184,7 @@ class CanvasForward:
             starts, tokens, in_part = (
                 torch.from_numpy(array).to(device) for array in (starts_np, tokens_np, in_part_np)
             )
-            torch.index_select(
-                input_batch.input_ids, 0, tokens, out=self._input_ids[: len(tokens)]
-            )
+            torch.index_select(input_batch.input_ids, 0, tokens, out=self._input_ids[: len(tokens)])
         num_tokens = len(tokens)
         torch.index_select(input_batch.positions, 0, tokens, out=self._positions[:num_tokens])
         widths = input_batch.num_draft_tokens_per_req

@@ -116,7 +116,7 @@ class DiffusionModelState(ModelState):
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
     def canvas_inputs(self, canvases: InputBatch) -> dict[str, Any]:
-        """As ``prepare_inputs``, for a batch of canvases and the tails of heads in front of them."""
+        """As ``prepare_inputs``, for canvases and the tails of heads in front of them."""
         embeds = self._inputs_embeds[: canvases.num_tokens]
         is_canvas_row = self._is_canvas_row[: canvases.num_tokens]
         ids = self.model.embed_input_ids(canvases.input_ids)

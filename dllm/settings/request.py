@@ -230,8 +230,8 @@ def _refuse_whole_canvas_args(extra: Mapping[str, object]) -> None:
         if extra.get(key) is not None:
             refuse(
                 key,
-                f"{key} is not served for this model: a canvas is the rest of a block, and how much "
-                "that is depends on the prompt. Leave it out.",
+                f"{key} is not served for this model: a canvas is the rest of a block, and its "
+                "width depends on the prompt. Leave it out.",
             )
 
 
