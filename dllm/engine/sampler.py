@@ -162,7 +162,7 @@ class DiffusionSampler:
             draft_logits: an argument that vLLM passes to samplers; not used.
         """
         if input_batch.num_draft_tokens == 0:
-            return _nothing_sampled(input_batch)
+            return _nothing_sampled(input_batch, self.family.settings.block_size)
         tiles = self._tiles(input_batch, isinstance(logits, torch.Tensor))
         output = self._denoise(logits, tiles)
         if self.loop.may_repeat(input_batch) and self.loop.goes_on(output.num_sampled):
@@ -211,7 +211,8 @@ class DiffusionSampler:
         self._store_soft_embeddings(logits, rows, result)
         num_emitted = torch.where(result.step.converged, rows.widths, 0)
         if context is not None and tile.forbids_words:
-            is_bad = self.edits.completes_bad_word(logits, result.step.stats.argmax, context)
+            tokens = result.step.argmax_canvas[rows.row_of, rows.place]  # [N]
+            is_bad = self.edits.completes_bad_word(logits, tokens, context)
             num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
             result = self._trim_at_bad_word(rows, result, num_emitted)
         self._store_state(rows, result)
@@ -285,7 +286,8 @@ class DiffusionSampler:
 
         Every canvas token counts as rejected, also of a converged canvas. So vLLM does not advance
         the KV position. That is right because this step wrote bidirectional KV; an emitted block
-        gets its causal KV in the next step.
+        gets its causal KV in the next step. Head tokens of a block that is not whole yet count as
+        rejected, too: they saw this canvas.
         """
         logprobs = None
         if self.logprobs.are_wanted(input_batch):
@@ -294,24 +296,26 @@ class DiffusionSampler:
             logprobs = self.logprobs.of_blocks(
                 logits, temperature, step.argmax_canvas, num_emitted, rows, input_batch
             )
+        tails = (rows.seq_lens - rows.widths) % self.family.settings.block_size
         return SamplerOutput(
             sampled_token_ids=step.argmax_canvas.to(torch.int32),
             logprobs_tensors=logprobs,
             num_nans=None,
             num_sampled=num_emitted.to(torch.int32),
-            num_rejected=rows.widths.to(torch.int32),
+            num_rejected=(rows.widths + tails).to(torch.int32),
         )
 
 
-def _nothing_sampled(input_batch: InputBatch) -> SamplerOutput:
+def _nothing_sampled(input_batch: InputBatch, block_size: int) -> SamplerOutput:
     """The output of a batch without canvases: prompt chunks, and blocks in a pass of their own."""
-    nothing = torch.zeros_like(input_batch.seq_lens[: input_batch.num_reqs])
+    seq_lens = input_batch.seq_lens[: input_batch.num_reqs]
+    nothing = torch.zeros_like(seq_lens)
     return SamplerOutput(
         sampled_token_ids=nothing[:, None],
         logprobs_tensors=None,
         num_nans=None,
         num_sampled=nothing,
-        num_rejected=nothing,
+        num_rejected=seq_lens % block_size,
     )
 
 

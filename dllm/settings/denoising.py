@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from dllm.settings.checks import Choices, FloatRange, IntRange
 
@@ -69,3 +69,8 @@ class DenoiseSettings(Protocol):
             VLLMValidationError: the values do not fit each other (``settings.request.refuse``).
         """
         ...
+
+
+def block_size_of(vllm_config: Any) -> int:
+    """``DenoiseSettings.block_size`` of a server's model, as config.json says it; else 1."""
+    return getattr(vllm_config.model_config.hf_config, "block_size", None) or 1

@@ -32,6 +32,10 @@ CANVAS_ARGS = (
     "diffusion_eos_stop",
 )
 
+# Those of them that a model with blocks does not take: its first canvas is as wide as the prompt
+# leaves room in its block, which the client does not know.
+WHOLE_CANVAS_ARGS = ("diffusion_seed_canvas", "diffusion_pinned", "diffusion_read_only")
+
 # Sampling parameters that our sampler does not apply; they are refused.
 UNSUPPORTED_PARAMETERS = ("thinking_token_budget", "trace_decode_token_ids")
 
@@ -98,6 +102,8 @@ class RequestOptions:
         _check_float("repetition_penalty", params.repetition_penalty, REPETITION_PENALTIES)
         for bias in (params.logit_bias or {}).values():
             _check_float("logit_bias", bias, LOGIT_BIASES)
+        if settings.block_size > 1:
+            _refuse_prompt_logprobs(params)
         options = cls.read(params, settings)
         for token in options.seed_canvas or ():
             _check_int_range("diffusion_seed_canvas", token, 0, vocab_size - 1)
@@ -111,6 +117,8 @@ class RequestOptions:
             VLLMValidationError: a value in ``extra_args`` is not allowed.
         """
         extra = dict(params.extra_args or {})
+        if settings.block_size > 1:
+            _refuse_whole_canvas_args(extra)
         width = _take_number(extra, _canvas_width(settings), settings.canvas_length)
         asked = {
             parameter.name: _take_number(extra, parameter, getattr(settings, parameter.setting))
@@ -160,7 +168,9 @@ def _canvas_width(settings: DenoiseSettings) -> Parameter:
 def extra_args(settings: DenoiseSettings) -> list[str]:
     """The names of all extra arguments that a request may send to a model with these settings."""
     numbers = [parameter.key for parameter in settings.parameters]
-    return [_canvas_width(settings).key, *numbers, *CANVAS_ARGS]
+    refused = WHOLE_CANVAS_ARGS if settings.block_size > 1 else ()
+    others = [key for key in CANVAS_ARGS if key not in refused]
+    return [_canvas_width(settings).key, *numbers, *others]
 
 
 def requested_canvas_width(params: "SamplingParams | None", canvas_length: int) -> int:
@@ -213,6 +223,27 @@ def _refuse_unknown(extra: Mapping[str, object], settings: DenoiseSettings) -> N
                 f"{key} = {_shown(value)}; allowed: a {expected.__name__}. Leave it out: it is "
                 "vLLM's own, for servers that exchange caches.",
             )
+
+
+def _refuse_whole_canvas_args(extra: Mapping[str, object]) -> None:
+    for key in WHOLE_CANVAS_ARGS:
+        if extra.get(key) is not None:
+            refuse(
+                key,
+                f"{key} is not served for this model: a canvas is the rest of a block, and its "
+                "width depends on the prompt. Leave it out.",
+            )
+
+
+def _refuse_prompt_logprobs(params: "SamplingParams") -> None:
+    """Refuse prompt logprobs: with blocks, a token's logits come from a row that sees the token."""
+    if params.prompt_logprobs is not None:
+        refuse(
+            "prompt_logprobs",
+            f"prompt_logprobs = {params.prompt_logprobs} is not served for this model: every token "
+            "of a prompt sees its whole block, itself included. Leave it out (and `echo` with "
+            "`logprobs`).",
+        )
 
 
 def _check_int_range(name: str, value: int | None, at_least: int, at_most: int) -> None:

@@ -31,7 +31,7 @@ STATIC, DYNAMIC, SEQUENTIAL, ENTROPY = range(len(STRATEGIES))
 class UnmaskRules(NamedTuple):
     """The parameters of a step, `[R]` each."""
 
-    max_steps: Tensor  # int
+    max_steps: Tensor  # int; a canvas that needs them all is emitted without further editing
     threshold: Tensor  # a probability
     strategy: Tensor  # int, an index of STRATEGIES
     entropy_bound: Tensor  # nats
@@ -65,6 +65,7 @@ def transfer_count(step: Tensor, max_steps: Tensor, block_size: int) -> Tensor:
     The first `block_size % max_steps` steps replace one more. step: [R] int, the steps with masks
     before this one. Source: `get_num_transfer_tokens` of both references.
     """
+    max_steps = max_steps.clamp(min=1)  # 0 in the empty row of `CanvasRows.at_least_two`
     extra = (step < block_size % max_steps).to(step.dtype)
     return (block_size // max_steps + extra).clamp(min=1)
 
@@ -128,7 +129,8 @@ def unmask_step(
     replaced = masks_to_replace(
         is_mask, proposal, transfer_count(step, rules.max_steps, block_size), rules
     )
-    replaced |= is_mask & (step + 1 >= rules.max_steps)[:, None]
+    is_last = step + 1 >= rules.max_steps
+    replaced |= is_mask & is_last[:, None]
     edited = is_valid & ~is_mask & rules.editing[:, None] & (proposal.token != ids)
     edited &= proposal.confidence > rules.editing_threshold[:, None]
     decided = replaced | edited
@@ -137,9 +139,8 @@ def unmask_step(
     left = is_mask & ~replaced
     post_steps = post_steps + (~had_masks).to(post_steps.dtype)
     has_edited_enough = ~edited.any(dim=-1) | (post_steps > rules.max_post_steps)
-    is_finished = torch.where(
-        rules.editing, ~had_masks & has_edited_enough, ~left.any(dim=-1)
-    )
+    is_settled = torch.where(had_masks, is_last, has_edited_enough)
+    is_finished = torch.where(rules.editing, is_settled, ~left.any(dim=-1))
     is_stop = torch.where(decided, proposal.is_stop, proposal.was_stop) & is_valid
     has_new_stop = (decided & proposal.is_stop).any(dim=-1)
     is_finished |= _has_stopped(is_stop, left) & (has_new_stop | ~rules.editing)

@@ -35,9 +35,9 @@ def denoise(
     """
     length = settings.canvas_length
     starts = rows.seq_lens - rows.widths
-    keys = noise.row_keys(
-        canvases.seeds, starts, canvases.steps_done, length, noise.STREAM_GUMBEL
-    )[rows.row_of, rows.place]  # [N, 2]
+    keys = noise.row_keys(canvases.seeds, starts, canvases.steps_done, length, noise.STREAM_GUMBEL)[
+        rows.row_of, rows.place
+    ]  # [N, 2]
     temperature = canvases.temperature[rows.row_of]  # [N]
     stats = row_stats(logits, temperature, keys, None, filters)
     token = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)
