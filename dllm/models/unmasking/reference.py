@@ -114,8 +114,9 @@ def _decode_blocks(
     position = torch.arange(longest)
     is_canvas = (position >= starts[:, None]) & (position < ends[:, None])
     mask = additive(block_causal(position, size)[None])
-    post_steps = torch.zeros(len(contexts), dtype=torch.int64)
-    is_open = torch.ones(len(contexts), dtype=torch.bool)
+    mask_steps = torch.zeros(len(contexts), dtype=torch.int64)
+    post_steps = torch.zeros_like(mask_steps)
+    is_open = torch.ones_like(mask_steps, dtype=torch.bool)
     num_steps = 0
     while bool(is_open.any()):
         rows = is_open.nonzero().squeeze(1)
@@ -123,11 +124,13 @@ def _decode_blocks(
         before = ids[rows]
         ids[rows], is_edited = decide(logits.float(), before, is_canvas[rows], rule)
         had_masks = ((before == rule.mask_token_id) & is_canvas[rows]).any(dim=1)
+        mask_steps[rows] += had_masks
         post_steps[rows] += ~had_masks
         num_steps += len(rows)
-        is_open[rows] = ~_is_settled(
-            before, ids[rows], is_canvas[rows], had_masks, is_edited, post_steps[rows], rule
-        )
+        # A canvas that took a step for each token of a block is not edited further.
+        is_done = mask_steps[rows] >= size
+        is_done |= (post_steps[rows] > rule.max_post_steps) | (~had_masks & ~is_edited)
+        is_open[rows] = ~_is_settled(before, ids[rows], is_canvas[rows], is_done, rule)
     canvases = [row[keep].tolist() for row, keep in zip(ids, is_canvas, strict=True)]
     return canvases, num_steps
 
@@ -153,24 +156,23 @@ def decide(
 
 
 def _is_settled(
-    before: Tensor,
-    after: Tensor,
-    is_canvas: Tensor,
-    had_masks: Tensor,
-    is_edited: Tensor,
-    post_steps: Tensor,
-    rule: DecodingRule,
+    before: Tensor, after: Tensor, is_canvas: Tensor, is_edited_enough: Tensor, rule: DecodingRule
 ) -> Tensor:
-    """Which canvases are done after a step: ``[N]`` bool."""
+    """Which canvases are emitted after a step: ``[N]`` bool.
+
+    Args:
+        before, after: ``[N, L]``, the ids; is_canvas: ``[N, L]`` bool.
+        is_edited_enough: ``[N]`` bool; without editing it does not matter.
+    """
     is_mask = (after == rule.mask_token_id) & is_canvas
     is_stop = torch.isin(after, torch.tensor(rule.stop_ids)) & is_canvas
-    # Nothing is open in front of a stop token. diffusers asks only in steps that put one in.
+    # Nothing is open in front of a stop token.
     ends = (is_stop & (is_mask.cumsum(dim=1) == 0)).any(dim=1)
     if rule.editing_threshold is None:
         return ends | ~is_mask.any(dim=1)
+    # With editing, diffusers asks only in steps that put a stop token in.
     has_new_stop = (is_stop & (before != after)).any(dim=1)
-    has_edited_enough = ~is_edited | (post_steps > rule.max_post_steps)
-    return (ends & has_new_stop) | (~had_masks & has_edited_enough)
+    return (ends & has_new_stop) | (is_edited_enough & ~is_mask.any(dim=1))
 
 
 def block_causal(positions: Tensor, block_size: int) -> Tensor:
