@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dllm.models.llada2 import reference as llada2
 from dllm.models.sdar import reference as sdar
 from dllm.models.unmasking.reference import (
     DecodingRule,
+    _is_settled,
     additive,
     block_causal,
     decide,
@@ -55,10 +56,8 @@ def test_the_fused_matrix_holds_queries_then_keys_then_values() -> None:
     """Four query heads, two key heads of 32: rows 0 to 127, 128 to 191, 192 to 255."""
     name = "model.layers.0.attention.query_key_value.weight"
     fused = torch.arange(256)[:, None].expand(256, 64)
-    split = llada2.from_released(
-        {name: fused, "model.word_embeddings.weight": fused},
-        LLADA2 | {"tie_word_embeddings": False},
-    )
+    untied = LLADA2 | {"tie_word_embeddings": False}
+    split = llada2.from_released({name: fused}, untied)
     first = {part: split[f"model.layers.0.self_attn.{part}_proj.weight"][:, 0] for part in "qkv"}
     assert {part: (int(rows[0]), len(rows)) for part, rows in first.items()} == {
         "q": (0, 128),
@@ -86,8 +85,6 @@ def test_a_missing_weight_is_refused(missing: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model", LLADA2)
     tensors = load_file(path / "model.safetensors")
     del tensors[missing]
-    from safetensors.torch import save_file
-
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(RuntimeError, match="Missing key"):
         llada2.load_reference(path)
@@ -178,8 +175,6 @@ def test_one_by_one_is_the_surest_mask_each_time(small) -> None:
 
 def test_nothing_is_decided_behind_a_stop_token() -> None:
     """Of five positions the last stands behind it; the one in front of it keeps the canvas open."""
-    from dllm.models.unmasking.reference import _is_settled
-
     rule = replace(RULE, stop_ids=(7,))
     canvas = torch.ones(3, 3, dtype=torch.bool)
     after = torch.tensor([[5, 7, MASK], [MASK, 7, 5], [5, 6, 6]])
@@ -192,10 +187,11 @@ def test_nothing_is_decided_behind_a_stop_token() -> None:
 
 
 def test_editing_replaces_a_decided_token_above_its_own_threshold() -> None:
-    logits = torch.log(torch.tensor([[[0.1, 0.8, 0.1], [0.1, 0.3, 0.6], [0.9, 0.05, 0.05]]]))
+    likely = [[0.1, 0.8, 0.1, 0.0], [0.1, 0.3, 0.6, 0.0], [0.9, 0.05, 0.05, 0.0]]
+    logits = torch.tensor([likely]).log()
     ids = torch.tensor([[0, 0, 1]])
     canvas = torch.tensor([[True, True, False]])  # the last is no canvas
-    rule = DecodingRule(4, 2, (), threshold=0.9, editing_threshold=0.7)
+    rule = DecodingRule(4, 3, (), threshold=0.9, editing_threshold=0.7)
     after, edited = decide(logits.clone(), ids, canvas, rule)
     assert after.tolist() == [[1, 0, 1]] and edited.tolist() == [True]
     after, edited = decide(logits.clone(), ids, canvas, replace(rule, editing_threshold=None))

@@ -28,7 +28,7 @@ def upcycle(
         fresh: of a new Glm4Moe; what has no counterpart in ``dense`` stays as it is there.
 
     Raises:
-        ValueError: an expert would be wider than the MLP that it comes from.
+        ValueError: the dense model has too few layers, or narrower MLPs than an expert.
     """
     weights = dict(fresh)
     for name, tensor in dense.items():
@@ -38,6 +38,8 @@ def upcycle(
             weights[name] = tensor
     for layer in range(config.first_k_dense_replace, config.num_hidden_layers):
         mlp = f"model.layers.{layer}.mlp."
+        if f"{mlp}up_proj.weight" not in dense:
+            raise ValueError(f"the dense model has no layer {layer}; give one that is as deep.")
         parts = (dense[f"{mlp}{part}_proj.weight"] for part in ("gate", "up", "down"))
         for name, tensor in _deal_neurons(*parts, config).items():
             weights[mlp + name] = tensor
