@@ -30,6 +30,13 @@ def _diffusers() -> Any:
     return diffusers
 
 
+def scheduler(block_size: int, num_steps: int) -> Any:
+    """The pipeline's scheduler, as it is at the start of a block."""
+    made = _diffusers().BlockRefinementScheduler(block_length=block_size)
+    made.set_timesteps(num_steps, block_length=block_size)
+    return made
+
+
 class BlockMasked(torch.nn.Module):
     """What the pipeline calls: a model that sees everything so far, without a cache.
 
