@@ -101,3 +101,16 @@ def generate(
     )
     tokens: list[int] = output.sequences[0].tolist()
     return tokens
+
+
+class AllVisible(BlockMasked):
+    """The same model, without hiding what the pipeline calls padding."""
+
+    def __init__(self, hiding: BlockMasked) -> None:
+        super().__init__(hiding.model, hiding.block_size, hiding.mask_token_id)
+
+    def forward(
+        self, ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> SimpleNamespace:
+        """Logits ``[1, length, vocab]``."""
+        return super().forward(ids, torch.ones_like(attention_mask), position_ids)
