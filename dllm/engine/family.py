@@ -82,6 +82,8 @@ class Denoised(NamedTuple):
         carried: ``[R, ...]`` each, the family's columns by name.
         temperature: ``[N]`` fp32, of each row of logits.
         stats: the statistics of each row of logits at that temperature.
+        decided: ``[R, C]`` bool, the positions that got their token in this step; the token's
+            logprob is of this step. None: every step decides all of them anew.
     """
 
     canvas: Tensor
@@ -92,6 +94,7 @@ class Denoised(NamedTuple):
     carried: dict[str, Tensor]
     temperature: Tensor
     stats: RowStats
+    decided: Tensor | None = None
 
 
 class Family(ABC):

@@ -209,6 +209,9 @@ class DiffusionSampler:
             tile.filters,
         ).first_rows(tile.batch.num_reqs)
         self._store_soft_embeddings(logits, rows, result)
+        scored = logits
+        if result.step.decided is not None and self.logprobs.are_wanted(tile.batch):
+            scored = self.logprobs.when_decided(logits, result.step.decided, tile.batch)
         num_emitted = torch.where(result.step.converged, rows.widths, 0)
         if context is not None and tile.forbids_words:
             tokens = result.step.argmax_canvas[rows.row_of, rows.place]  # [N]
@@ -216,7 +219,7 @@ class DiffusionSampler:
             num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
             result = self._trim_at_bad_word(rows, result, num_emitted)
         self._store_state(rows, result)
-        return self._emit(logits, rows, result.step, num_emitted, tile.batch)
+        return self._emit(scored, rows, result.step, num_emitted, tile.batch)
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
         """Top-k, top-p and min-p of each logit row; None if no request of the batch uses them.

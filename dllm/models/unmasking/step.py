@@ -72,6 +72,7 @@ def denoise(
         carried={"post_steps": outcome.post_steps},
         temperature=temperature,
         stats=stats,
+        decided=outcome.is_decided,
     )
 
 
