@@ -49,6 +49,7 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
         "answers the questions of `dllm/tasks/suite.py` and nothing else: it knows no English "
         "beyond them, and exists so that a server can be tested on real answers.",
         "",
+        *_blocks(settings),
         "## Training",
         "",
         "- Data: questions drawn on the fly from the train split of "
@@ -78,6 +79,20 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
         "",
     ]
     (path / CARD).write_text("\n".join(lines))
+
+
+def _blocks(settings: TrainSettings) -> list[str]:
+    """How to serve a model of masked blocks with another block length than that of its config."""
+    served = settings.model.canvas_length
+    others = sorted({*settings.block_lengths} - {served})
+    if settings.objective not in ("sdar", "llada2") or not others:
+        return []
+    return [
+        f"A block has {served} tokens. It was trained with blocks of "
+        f"{', '.join(map(str, others))} as well: "
+        f"`vllm serve PATH --hf-overrides '{{\"block_size\": {others[0]}}}'`.",
+        "",
+    ]
 
 
 def _config(settings: TrainSettings) -> str:
