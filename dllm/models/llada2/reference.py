@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
+from dllm.models.llada2.config import DEFAULTS
+
 Config = Mapping[str, object]
 
 # Released names as patterns, and Glm4Moe's; the order does not matter.
@@ -57,7 +59,8 @@ SHARED_FIELDS = (
 
 
 def glm4_config(config: Config) -> Glm4MoeConfig:
-    """The config of a Glm4Moe for a config.json of LLaDA2."""
+    """The config of a Glm4Moe for a config.json of LLaDA2, which may leave fields out."""
+    config = {**DEFAULTS, **config}
     fields = {name: config[name] for name in SHARED_FIELDS}
     fields |= {name: config[released] for released, name in FIELDS.items()}
     rope = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
@@ -106,7 +109,7 @@ def from_released(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Te
         pairs = [torch.cat((parts[i, "gate"], parts[i, "up"])) for i in indices]
         renamed[f"{prefix}gate_up_proj"] = torch.stack(pairs)
         renamed[f"{prefix}down_proj"] = torch.stack([parts[i, "down"] for i in indices])
-    if config["tie_word_embeddings"]:
+    if config.get("tie_word_embeddings"):
         renamed["lm_head.weight"] = renamed["model.embed_tokens.weight"]
     return renamed
 
@@ -115,7 +118,7 @@ def to_released(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Tens
     """Glm4Moe's weights under LLaDA2's names; the inverse of ``from_released``."""
     released: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+        if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
         if SEPARATE[0] in name:
             parts = [tensors[name.replace(SEPARATE[0], part)] for part in SEPARATE]
