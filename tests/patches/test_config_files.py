@@ -1,4 +1,4 @@
-"""Which config.json files vLLM reads with the plugin, and what it says about those of other models."""
+"""Which config.json files are read with the plugin, and what is said about other models."""
 
 import json
 from pathlib import Path
