@@ -1,9 +1,11 @@
 """Logprobs of emitted blocks, computed with vLLM's own functions in the step that emits a block.
 
 They are the log-probabilities of softmax(edited logits / temperature of the step), before top-k,
-top-p and min-p. If a family decides tokens one after the other (``Denoised.decided``), the step is
-the one that decided the token: in later steps the model sees it as an input. (These filters would put the tokens that they leave out at -inf and raise the
+top-p and min-p. (These filters would put the tokens that they leave out at -inf and raise the
 others.) For a read-only request (``diffusion_read_only``) the temperature is 1.
+
+If a family decides tokens one after the other (``Denoised.decided``), the step is the one that
+decided the token: in later steps the model sees it as an input.
 """
 
 from collections.abc import Sequence

@@ -237,13 +237,14 @@ def _refuse_whole_canvas_args(extra: Mapping[str, object]) -> None:
 
 def _refuse_prompt_logprobs(params: "SamplingParams") -> None:
     """Refuse prompt logprobs: with blocks, a token's logits come from a row that sees the token."""
-    if params.prompt_logprobs is not None:
-        refuse(
-            "prompt_logprobs",
-            f"prompt_logprobs = {params.prompt_logprobs} is not served for this model: every token "
-            "of a prompt sees its whole block, itself included. Leave it out (and `echo` with "
-            "`logprobs`).",
-        )
+    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+        value = getattr(params, name)
+        if value is not None:
+            refuse(
+                name,
+                f"{name} = {_shown(value)} is not served for this model: every token of a prompt "
+                "sees its whole block, itself included. Leave it out (and `echo` with `logprobs`).",
+            )
 
 
 def _check_int_range(name: str, value: int | None, at_least: int, at_most: int) -> None:

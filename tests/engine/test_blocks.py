@@ -74,9 +74,7 @@ def test_a_canvas_is_the_rest_of_its_block_and_tails_are_computed_with_it(engine
     assert all(len(step.canvas) == size - step.canvas_start % size for step in steps)
     starts = list(dict.fromkeys(step.canvas_start for step in steps))
     assert starts == [length, 3 * size, 4 * size]
-    heads = [
-        [step.head_len for step in steps if step.canvas_start == start] for start in starts
-    ]
+    heads = [[step.head_len for step in steps if step.canvas_start == start] for start in starts]
     # The prompt; then its tail in every step. The block that the tail begins is committed as a
     # whole, and so is the next one. The last block is not.
     assert heads[0] == [length] + [3] * (len(heads[0]) - 1)
@@ -196,9 +194,7 @@ def test_without_that_refusal_the_prefix_cache_gives_wrong_answers(tmp_path, mon
 def test_requests_at_different_points_of_one_batch_do_not_disturb_each_other(engine, model):
     size = model.block_size
     contexts = [prompt(n, salt=n) for n in (1, size, 2 * size + 1, 3 * size - 1, 5)]
-    sampling = [
-        model.params(blocks=1 + i % 3, seed=i, temperature=float(i % 2)) for i in range(5)
-    ]
+    sampling = [model.params(blocks=1 + i % 3, seed=i, temperature=float(i % 2)) for i in range(5)]
     expected = [engine.quiet_run(*pair) for pair in zip(contexts, sampling, strict=True)]
     engine.reset_prefix_cache()
     assert_same_runs(engine.runs(contexts, sampling), expected)

@@ -15,9 +15,7 @@ from vllm import SamplingParams
 from tests.support import family_checkpoints, llada2_pipeline
 from tests.support.engine_harness import Engine, get_engine
 
-pytestmark = pytest.mark.skipif(
-    not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING
-)
+pytestmark = pytest.mark.skipif(not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING)
 # Every length modulo 4; with blocks of 32 those around their ends.
 LENGTHS = {4: [1, 2, 3, 4, 41, 42, 43, 44], 32: [1, 17, 31, 32, 33, 47, 63, 64, 65]}
 THRESHOLD = 0.4

@@ -157,8 +157,10 @@ def test_it_is_the_step_of_diffusers(steps: int, editing_threshold: float | None
         for row in range(6):
             # Logits whose largest probability is the confidence, at the proposed token.
             top = (proposal.confidence[row] * 0.9 + 0.05)[:, None]
-            probs = ((1 - top) / (VOCAB - 1)).expand(-1, VOCAB).scatter(
-                1, proposal.token[row][:, None], top
+            probs = (
+                ((1 - top) / (VOCAB - 1))
+                .expand(-1, VOCAB)
+                .scatter(1, proposal.token[row][:, None], top)
             )
             expected = scheduler.step(
                 model_output=probs.log()[None],

@@ -15,6 +15,7 @@ from dllm.models.unmasking.settings import UnmaskingSettings
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
+from dllm.ops.row_stats import RowStats
 
 
 def denoise(
@@ -33,24 +34,7 @@ def denoise(
         settings: of the model; what a request can change is in ``canvases.numbers``.
         filters: top-k, top-p and min-p of each row of logits; None: no filters.
     """
-    length = settings.canvas_length
-    starts = rows.seq_lens - rows.widths
-    keys = noise.row_keys(canvases.seeds, starts, canvases.steps_done, length, noise.STREAM_GUMBEL)[
-        rows.row_of, rows.place
-    ]  # [N, 2]
-    temperature = canvases.temperature[rows.row_of]  # [N]
-    stats = row_stats(logits, temperature, keys, None, filters)
-    token = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)
-    chosen = logits.gather(1, token[:, None]).squeeze(1)
-    confidence = torch.exp((chosen - stats.peak) / temperature - stats.log_z)
-    ids, padded = canvases.ids[rows.padded].long(), token[rows.padded]  # [R, C]
-    proposal = rule.Proposal(
-        token=padded,
-        is_stop=canvases.is_stop[rows.slots[:, None], padded],
-        was_stop=canvases.is_stop[rows.slots[:, None], ids],
-        confidence=confidence[rows.padded],
-        entropy=stats.entropy[rows.padded],
-    )
+    proposal, ids, stats = propose(logits, rows, canvases, settings, filters)
     outcome = rule.unmask_step(
         ids=ids,
         proposal=proposal,
@@ -70,10 +54,41 @@ def denoise(
         converged=outcome.converged,
         steps_done=canvases.steps_done + (rows.widths > 0),
         carried={"post_steps": outcome.post_steps},
-        temperature=temperature,
+        temperature=canvases.temperature[rows.row_of],
         stats=stats,
         decided=outcome.is_decided,
     )
+
+
+def propose(
+    logits: torch.Tensor,
+    rows: CanvasRows,
+    canvases: Canvases,
+    settings: UnmaskingSettings,
+    filters: RowFilters | None = None,
+) -> tuple[rule.Proposal, torch.Tensor, RowStats]:
+    """What the model says about every position, the canvases ``[R, C]``, and the statistics.
+
+    The confidence is the token's probability in the distribution that it is drawn from.
+    """
+    length = settings.canvas_length
+    starts = rows.seq_lens - rows.widths
+    keys = noise.row_keys(canvases.seeds, starts, canvases.steps_done, length, noise.STREAM_GUMBEL)
+    temperature = canvases.temperature[rows.row_of]  # [N]
+    stats = row_stats(logits, temperature, keys[rows.row_of, rows.place], None, filters)
+    token = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)  # [N]
+    chosen = logits.gather(1, token[:, None]).squeeze(1)
+    confidence = torch.exp((chosen - stats.peak) / temperature - stats.log_z)
+    ids, padded = canvases.ids[rows.padded].long(), token[rows.padded]  # [R, C]
+    is_stop, slots = canvases.is_stop, rows.slots[:, None]
+    proposal = rule.Proposal(
+        token=padded,
+        is_stop=is_stop[slots, padded],
+        was_stop=is_stop[slots, ids],
+        confidence=confidence[rows.padded],
+        entropy=stats.entropy[rows.padded],
+    )
+    return proposal, ids, stats
 
 
 def _rules(canvases: Canvases, settings: UnmaskingSettings) -> rule.UnmaskRules:
