@@ -1,6 +1,5 @@
 """Answers questions with a SDAR or a LLaDA2 in transformers: the plain loop of ``reference``."""
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,18 +7,10 @@ from pathlib import Path
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from dllm.models.llada2 import reference as llada2
-from dllm.models.sdar import reference as sdar
-from dllm.models.unmasking.reference import DecodingRule, generate_blocks
+from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from dllm.settings.command import CommandError
 from dllm.tasks.suite import Question
 from dllm.tools.eval_report import Answer, Run
-
-LOADERS = {
-    "SDARForCausalLM": sdar.load_reference,
-    "SDARMoeForCausalLM": sdar.load_reference,
-    "LLaDA2MoeModelLM": llada2.load_reference,
-}
 
 
 class MaskedReference:
@@ -41,9 +32,8 @@ class MaskedReference:
                 "tokens; allowed: 0, or leave it out."
             )
         disable_progress_bar()
-        architecture = json.loads((path / "config.json").read_text())["architectures"][0]
         self.name = f"{path} in transformers"
-        self.model = LOADERS[architecture](path)
+        self.model = load_model(path)
         self.rule = DecodingRule.of_checkpoint(path)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.max_tokens = max_tokens

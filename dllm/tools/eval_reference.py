@@ -19,9 +19,10 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from dllm.models.unmasking.reference import LOADERS
 from dllm.settings.command import CommandError
 from dllm.tasks.suite import Question
-from dllm.tools.eval_masked import LOADERS, MaskedReference
+from dllm.tools.eval_masked import MaskedReference
 from dllm.tools.eval_report import Answer, Run
 
 DIFFUSION = "DiffusionGemmaForBlockDiffusion"

@@ -103,7 +103,7 @@ def from_released(tensors: Mapping[str, Tensor], config: Config) -> dict[str, Te
         elif match := EXPERT.fullmatch(name):
             experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
         else:
-            renamed[_glm4_name(name)] = tensor
+            renamed[glm4_name(name)] = tensor
     for prefix, parts in experts.items():
         indices = sorted({index for index, _ in parts})
         pairs = [torch.cat((parts[i, "gate"], parts[i, "up"])) for i in indices]
@@ -143,8 +143,9 @@ def _qkv_rows(config: Config) -> list[int]:
     return [heads * size, key_heads * size, key_heads * size]
 
 
-def _glm4_name(name: str) -> str:
-    for pattern, theirs in RENAMES:
+def glm4_name(name: str) -> str:
+    """Glm4Moe's name of a tensor; that of the queries for the fused matrix."""
+    for pattern, theirs in ((re.escape(FUSED), SEPARATE[0]), *RENAMES):
         name = re.sub(pattern, theirs, name)
     return name
 

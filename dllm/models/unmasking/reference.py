@@ -10,7 +10,7 @@ sampling and one transfer a step. Without editing this is SDAR's ``low_confidenc
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dllm.models import FAMILIES, load
+from dllm.models.llada2 import reference as llada2
+from dllm.models.sdar import reference as sdar
+
+# Read a checkpoint directory into transformers' class, by the architecture in config.json.
+LOADERS: dict[str, Callable[[Path], PreTrainedModel]] = {
+    "SDARForCausalLM": sdar.load_reference,
+    "SDARMoeForCausalLM": sdar.load_reference,
+    "LLaDA2MoeModelLM": llada2.load_reference,
+}
+
+
+def load_model(path: Path) -> PreTrainedModel:
+    """The model of a checkpoint directory in transformers, in fp32 with eager attention."""
+    architecture: str = json.loads((path / "config.json").read_text())["architectures"][0]
+    return LOADERS[architecture](path)
 
 
 @dataclass(frozen=True)
@@ -48,12 +63,13 @@ class DecodingRule:
     def of_checkpoint(cls, path: Path) -> "DecodingRule":
         """What a server uses for this checkpoint and a greedy request, unless told otherwise."""
         fields = json.loads((path / "config.json").read_text())
-        generation = json.loads((path / "generation_config.json").read_text())
+        file = path / "generation_config.json"
+        generation = json.loads(file.read_text()) if file.exists() else {}
         family = FAMILIES[fields["architectures"][0]]
         assert family.config is not None, fields["architectures"]
         config = load(family.config)(**fields)
         values = load(family.settings).defaults | generation
-        stops = generation["eos_token_id"]
+        stops = generation.get("eos_token_id", config.eos_token_id)
         return cls(
             config.block_size,
             config.mask_token_id,
