@@ -18,7 +18,7 @@ from dllm.models.llada2 import shapes as llada2
 from dllm.models.sdar import shapes as sdar
 from quant.schemes import shared_name
 
-# How names of linear layers end: all but the router, the head and the embedding.
+# How names of linear layers end: all but the head and the routers of SDAR-MoE and LLaDA2.
 LINEARS = ("proj", ".query_key_value", ".attention.dense")
 _FUSED = {
     "q_proj": "qkv_proj",
