@@ -40,8 +40,8 @@ def upcycle(
         mlp = f"model.layers.{layer}.mlp."
         if f"{mlp}up_proj.weight" not in dense:
             raise ValueError(f"the dense model has no layer {layer}; give one that is as deep.")
-        parts = (dense[f"{mlp}{part}_proj.weight"] for part in ("gate", "up", "down"))
-        for name, tensor in _deal_neurons(*parts, config).items():
+        gate, up, down = (dense[f"{mlp}{part}_proj.weight"] for part in ("gate", "up", "down"))
+        for name, tensor in _deal_neurons(gate, up, down, config).items():
             weights[mlp + name] = tensor
     return weights
 
