@@ -60,8 +60,8 @@ FAMILIES = {
     ),
 }
 
-# Diffusion models that cannot be served, by the model_type in config.json: each of their tokens sees
-# the whole sequence in every step, so there is no KV cache that could be kept.
+# Diffusion models that cannot be served, by the model_type in config.json: each of their tokens
+# sees the whole sequence in every step, so there is no KV cache that could be kept.
 WITHOUT_CACHE = {"Dream": "Dream, DiffuCoder or d3LLM", "llada": "LLaDA-8B, LLaDA-MoE or d3LLM"}
 
 
