@@ -60,14 +60,9 @@ FAMILIES = {
     ),
 }
 
-# Why other diffusion models are not served, by the model_type in config.json.
-_FULL = "its tokens see the whole sequence in every step, so it has no KV cache that could be kept"
-REFUSED = {
-    "Dream": f"Dream, DiffuCoder or d3LLM: {_FULL}",
-    "dream": f"Dream, DiffuCoder or d3LLM: {_FULL}",
-    "llada": f"LLaDA-8B: {_FULL}",
-    "llada_moe": f"LLaDA-MoE: {_FULL}",
-}
+# Diffusion models that cannot be served, by the model_type in config.json: each of their tokens
+# sees the whole sequence in every step, so there is no KV cache that could be kept.
+WITHOUT_CACHE = {"Dream": "Dream, DiffuCoder or d3LLM", "llada": "LLaDA-8B, LLaDA-MoE or d3LLM"}
 
 
 def settings_of(vllm_config: Any) -> DenoiseSettings:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dllm.models import FAMILIES, REFUSED, load
+from dllm.models import FAMILIES, WITHOUT_CACHE, load
 
 
 def read_config_files() -> None:
@@ -13,15 +13,19 @@ def read_config_files() -> None:
         if served.config is not None:
             config = load(served.config)
             _CONFIG_REGISTRY[config.model_type] = config
-    for model_type, why in REFUSED.items():
-        _CONFIG_REGISTRY[model_type] = _refusing(model_type, why)
+    for model_type, models in WITHOUT_CACHE.items():
+        _CONFIG_REGISTRY[model_type] = _refusing(model_type, models)
 
 
-def _refusing(model_type: str, why: str) -> Any:
+def _refusing(model_type: str, models: str) -> Any:
     """A config class that cannot be made; the server stops at start with the reason."""
     from transformers import PreTrainedConfig
 
     def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(f"{model_type} is not served. {why}.")
+        raise ValueError(
+            f"config.json: model_type = {model_type!r} ({models}) is not served: each token sees "
+            "the whole sequence in every step, so no KV cache could be kept. Allowed: the "
+            f"architectures {', '.join(FAMILIES)}."
+        )
 
     return type("Refused", (PreTrainedConfig,), {"from_dict": classmethod(refuse)})

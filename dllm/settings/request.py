@@ -104,6 +104,7 @@ class RequestOptions:
             _check_float("logit_bias", bias, LOGIT_BIASES)
         if settings.block_size > 1:
             _refuse_prompt_logprobs(params)
+            _refuse_structured_outputs(params)
         options = cls.read(params, settings)
         for token in options.seed_canvas or ():
             _check_int_range("diffusion_seed_canvas", token, 0, vocab_size - 1)
@@ -245,6 +246,16 @@ def _refuse_prompt_logprobs(params: "SamplingParams") -> None:
                 f"{name} = {_shown(value)} is not served for this model: every token of a prompt "
                 "sees its whole block, itself included. Leave it out (and `echo` with `logprobs`).",
             )
+
+
+def _refuse_structured_outputs(params: "SamplingParams") -> None:
+    """Refuse a grammar: tokens that are decided one after the other do not make one text of it."""
+    if params.structured_outputs is not None:
+        refuse(
+            "structured_outputs",
+            "structured outputs (response_format and the like) are not served for this model: the "
+            "masks of a canvas are replaced one after the other. Leave them out.",
+        )
 
 
 def _check_int_range(name: str, value: int | None, at_least: int, at_most: int) -> None:

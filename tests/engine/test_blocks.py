@@ -13,6 +13,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.patches import configure
 from tests.support import family_checkpoints
@@ -387,6 +388,10 @@ def test_what_blocks_cannot_honour_is_refused(engine, model):
     for params, message in (
         (model.params(prompt_logprobs=1), "prompt_logprobs = 1 is not served for this model"),
         (
+            model.params(structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
+            "structured outputs .* are not served for this model",
+        ),
+        (
             model.params(extra_args={"diffusion_seed_canvas": [5] * model.block_size}),
             "diffusion_seed_canvas is not served for this model",
         ),
@@ -409,3 +414,29 @@ def test_a_request_can_cap_its_denoise_steps(engine, model):
         engine.generate([prompt(model.block_size)], model.params(3, extra_args=extra))
     (steps,) = watched.values()
     assert blocks_of(steps) == [2, 2, 2]
+
+
+def test_a_request_chooses_sdars_strategy(tmp_path_factory):
+    fields = family_checkpoints.SDAR | {"block_size": 8}
+    path = family_checkpoints.write(tmp_path_factory.mktemp("sdar") / "model", fields)
+    model = Model(path, 8)
+    engine = model.engine()
+    orders = {}
+    for strategy, extra in (
+        ("sequential", {"diffusion_max_steps": 4}),
+        ("low_confidence_static", {"diffusion_max_steps": 4}),
+        ("entropy_bounded", {"diffusion_entropy_bound": 0.0}),
+        ("low_confidence_dynamic", {"diffusion_threshold": 0.0}),
+    ):
+        params = model.params(1, extra_args={"diffusion_strategy": strategy} | extra)
+        with engine.watch(keep_logits=True) as watched:
+            engine.generate([prompt(8)], params)
+        (steps,) = watched.values()
+        orders[strategy] = [[token == MASK for token in step.canvas] for step in steps]
+    assert orders["sequential"] == [[place >= 2 * step for place in range(8)] for step in range(4)]
+    assert [sum(masks) for masks in orders["low_confidence_static"]] == [8, 6, 4, 2]
+    assert [sum(masks) for masks in orders["entropy_bounded"]] == list(range(8, 0, -1))
+    assert len(orders["low_confidence_dynamic"]) == 1  # every probability is above 0
+    bad = model.params(1, extra_args={"diffusion_strategy": "random"})
+    with pytest.raises(VLLMValidationError, match=r"'random'; allowed: one of low_confidence_st"):
+        engine.add(prompt(5), bad)

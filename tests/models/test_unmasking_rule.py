@@ -48,7 +48,8 @@ def random_step(seed: int, rows: int = 16, **given: float) -> dict:
 def naive_transfers(step: dict, row: int) -> set[int]:
     """The masks that the references' loops replace in one canvas."""
     width = int(step["width"][row])
-    own = {name: column[row].item() for name, column in step["rules"]._asdict().items()}
+    columns = step["rules"]._asdict()
+    own = {name: column[row].item() for name, column in columns.items() if column is not None}
     confidence, entropy = step["proposal"].confidence[row], step["proposal"].entropy[row]
     masks = [at for at in range(width) if step["ids"][row, at] == MASK]
     done, total = int(step["steps_done"][row]), int(own["max_steps"])
@@ -86,6 +87,14 @@ def test_every_strategy_replaces_what_its_reference_replaces(strategy: int, max_
             for at in range(BLOCK):
                 source = step["proposal"].token if at in decided else step["ids"]
                 assert outcome.canvas[row, at] == source[row, at]
+
+
+def test_a_family_without_strategies_has_the_dynamic_one() -> None:
+    for seed in range(5):
+        step = random_step(seed, strategy=rule.DYNAMIC)
+        expected = rule.unmask_step(**step)
+        step["rules"] = step["rules"]._replace(strategy=None)
+        assert torch.equal(rule.unmask_step(**step).canvas, expected.canvas)
 
 
 def test_equal_confidences_are_taken_from_left_to_right() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from vllm.config import ModelConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_config
 
 from dllm import register
-from dllm.models import FAMILIES, REFUSED
+from dllm.models import FAMILIES, WITHOUT_CACHE
 from tests.support import family_checkpoints
 from tests.support.engine_harness import Engine
 
@@ -45,12 +46,12 @@ def test_what_a_released_llada2_leaves_out_has_the_released_models_value(tmp_pat
     assert (config.score_function, config.n_group, config.topk_group) == ("sigmoid", 8, 4)
 
 
-@pytest.mark.parametrize("model_type", sorted(REFUSED))
+@pytest.mark.parametrize("model_type", sorted(WITHOUT_CACHE))
 def test_other_diffusion_models_are_refused_with_the_reason(
     model_type: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path, dict(family_checkpoints.SDAR, model_type=model_type))
-    with pytest.raises(ValueError, match=f"{model_type} is not served.*sees? the whole sequence"):
+    with pytest.raises(ValueError, match=f"'{model_type}' .* is not served: each token sees"):
         ModelConfig(str(path))
 
 
@@ -78,3 +79,38 @@ def test_a_block_size_may_come_from_the_command_line(tmp_path: Path) -> None:
     )
     config = ModelConfig(str(path), hf_overrides={"block_size": 8})
     assert config.is_diffusion and config.hf_config.canvas_length == 8
+
+
+@pytest.mark.parametrize(("block_size", "page"), [(4, 128), (32, 128), (24, 384)])
+def test_pages_of_the_cache_hold_whole_blocks(block_size: int, page: int, tmp_path: Path) -> None:
+    fields = family_checkpoints.SDAR | {"block_size": block_size}
+    path = family_checkpoints.write(tmp_path / "model", fields)
+    config = EngineArgs(str(path)).create_engine_config()
+    assert config.cache_config.block_size == page  # 128 is vLLM's default on a CPU
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"block_size": 32}, "--block-size 32: .* Allowed: a multiple of 24"),
+        ({"prefix_match_unit": 16}, "--prefix-match-unit 16: .* Allowed: a multiple of 24"),
+        ({"max_num_batched_tokens": 23}, "--max-num-batched-tokens 23 .* at least 24"),
+        (
+            {"diffusion_config": {"canvas_length": 12}},
+            "--diffusion-config: canvas_length = 12; allowed: 24, the model's block_size",
+        ),
+        (
+            {"override_generation_config": {"remasking_strategy": "random"}},
+            "remasking_strategy = 'random'; allowed: one of low_confidence_static, ",
+        ),
+        ({"override_generation_config": {"threshold": 1.5}}, "threshold = 1.5; allowed: a number"),
+    ],
+    ids=str,
+)
+def test_flags_that_do_not_fit_the_blocks(
+    flags: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    fields = family_checkpoints.SDAR | {"block_size": 24}
+    path = family_checkpoints.write(tmp_path / "model", fields)
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(str(path), **flags).create_engine_config()

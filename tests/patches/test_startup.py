@@ -218,6 +218,7 @@ def test_plugin_options_arrive(checkpoint):
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size does not work .* Leave it out"),
         ({"enable_dbo": True}, "--enable-dbo does not work .* Leave it out"),
+        ({"enable_lora": True}, "--enable-lora does not work .* Leave it out"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip

@@ -33,7 +33,7 @@ class UnmaskRules(NamedTuple):
 
     max_steps: Tensor  # int; a canvas that needs them all is emitted without further editing
     threshold: Tensor  # a probability
-    strategy: Tensor  # int, an index of STRATEGIES
+    strategy: Tensor | None  # int, an index of STRATEGIES; None: dynamic
     entropy_bound: Tensor  # nats
     editing: Tensor  # bool
     editing_threshold: Tensor  # a probability
@@ -70,13 +70,6 @@ def transfer_count(step: Tensor, max_steps: Tensor, block_size: int) -> Tensor:
     return (block_size // max_steps + extra).clamp(min=1)
 
 
-def ranks(values: Tensor) -> Tensor:
-    """The place of each value in the order from large to small: [R, C] int; ties left to right."""
-    order = torch.sort(values, dim=-1, descending=True, stable=True).indices
-    place = torch.arange(values.shape[-1], device=values.device).expand_as(order)
-    return torch.zeros_like(order).scatter(-1, order, place)
-
-
 def masks_to_replace(
     is_mask: Tensor, proposal: Proposal, count: Tensor, rules: UnmaskRules
 ) -> Tensor:
@@ -85,16 +78,19 @@ def masks_to_replace(
     is_mask: [R, C] bool. count: [R] int, from `transfer_count`.
     """
     confidence = torch.where(is_mask, proposal.confidence, -torch.inf)
-    best = is_mask & (ranks(confidence) < count[:, None])
+    order = torch.sort(confidence, dim=-1, descending=True, stable=True).indices
+    place = torch.arange(is_mask.shape[-1], device=is_mask.device).expand_as(order)
+    best = is_mask & _unsorted(place < count[:, None], order)
     above = confidence > rules.threshold[:, None]
     dynamic = torch.where((above.sum(dim=-1) >= count)[:, None], above, best)
+    if rules.strategy is None:
+        return dynamic
     first = is_mask & (is_mask.long().cumsum(dim=-1) <= count[:, None])
-    # In order of entropy; positions that are no masks come last, and make the sum infinite.
-    negated = torch.where(is_mask, -proposal.entropy, -torch.inf)
-    place = ranks(negated)
-    total = -torch.sort(negated, dim=-1, descending=True, stable=True).values.cumsum(dim=-1)
-    within = total.gather(-1, place) < rules.entropy_bound[:, None]
-    surest = is_mask & (within | (place == 0))
+    # Positions that are no masks come last, and make the sum infinite.
+    entropy = torch.where(is_mask, proposal.entropy, torch.inf)
+    ordered, order = torch.sort(entropy, dim=-1, stable=True)
+    is_within = ordered.cumsum(dim=-1) < rules.entropy_bound[:, None]
+    surest = is_mask & _unsorted(is_within | (place == 0), order)
     strategy = rules.strategy[:, None]
     return torch.where(
         strategy == STATIC,
@@ -103,6 +99,11 @@ def masks_to_replace(
             strategy == DYNAMIC, dynamic, torch.where(strategy == SEQUENTIAL, first, surest)
         ),
     )
+
+
+def _unsorted(flags: Tensor, order: Tensor) -> Tensor:
+    """Flags of sorted values, back at the places that the values come from."""
+    return torch.zeros_like(flags).scatter(-1, order, flags)
 
 
 def unmask_step(

@@ -98,7 +98,7 @@ def _rules(canvases: Canvases, settings: UnmaskingSettings) -> rule.UnmaskRules:
     return rule.UnmaskRules(
         max_steps=numbers["max_steps"],
         threshold=numbers["threshold"],
-        strategy=numbers.get("strategy", zero + rule.DYNAMIC),
+        strategy=numbers.get("strategy"),
         entropy_bound=numbers.get("entropy_bound", zero),
         editing=numbers.get("editing", zero) > 0,
         editing_threshold=numbers.get("editing_threshold", zero),
