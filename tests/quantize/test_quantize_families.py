@@ -12,7 +12,7 @@ from dllm.quantize.checkpoint import INDEX, Checkpoint
 from dllm.quantize.linears import linears
 from dllm.quantize.verify import verify
 from tests.quantize.test_quantize import COMMAND, small_job, write
-from tests.support.engine_harness import Engine
+from tests.support.engine_harness import get_engine
 from tests.support.family_checkpoints import LLADA2, SDAR, SDAR_MOE
 from tests.support.family_checkpoints import write as write_source
 from tests.support.process import start_python
@@ -88,7 +88,7 @@ def test_llm_compressor_s_checkpoints_are_whole_and_served(
         assert not report.problems and not report.notes
         assert report.schemes == {scheme: COUNTS[kind]}
         # The first engine of this process has experts: vLLM makes their process group only then.
-        engine = Engine(tmp_path / scheme, dtype="bfloat16", max_num_batched_tokens=256)
+        engine = get_engine(tmp_path / scheme, dtype="bfloat16", max_num_batched_tokens=256)
         (run,) = engine.runs(
             [list(range(10, 50))], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
         )
