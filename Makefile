@@ -72,6 +72,12 @@ $(VENV)/.images: requirements/images.txt $(VENV)/.locked
 	$(PIP) --target $(VENV)/torchvision -r requirements/images.txt
 	@touch $@
 
+# Off Python's path: only the parity tests see it (tests/support/llada2_pipeline.py).
+$(VENV)/.diffusers: requirements/parity.txt $(VENV)/.locked
+	rm -rf $(VENV)/diffusers
+	$(PIP) --target $(VENV)/diffusers -r requirements/parity.txt
+	@touch $@
+
 # The KV cache is bounded because vLLM otherwise takes most of the memory, and clears it before it is
 # ready; ARGS can say otherwise. Processes are forked, because spawned ones import everything again.
 serve: export HF_HUB_OFFLINE ?= $(if $(wildcard $(MODEL)/config.json),1,0)
@@ -80,7 +86,7 @@ serve: setup
 	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 
 test: export HF_HUB_OFFLINE ?= 1
-test: setup setup-quant $(VENV)/.images
+test: setup setup-quant $(VENV)/.images $(VENV)/.diffusers
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
 check: lint types

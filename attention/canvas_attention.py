@@ -148,7 +148,7 @@ def canvas_attention_kernel(
     HAS_V_SCALE: tl.constexpr, IS_BOOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, SPLIT: tl.constexpr, PARTIAL_ROWS_PER_SEQ: tl.constexpr,
     SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
+    PROGRAMS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_V output columns of one row tile.
 
@@ -177,7 +177,9 @@ def canvas_attention_kernel(
     _, first_row, row, _, _ = pairs_of_tile(query_start_loc, seq, tile, GROUP, BLOCK_M)
     row += first_row  # [pairs]: the row of the span that each pair belongs to
     split_point = split_point_of(bidirectional_from, seq, query_len, IS_BOOL)
-    row_start, row_stop = row_bounds(row, query_len, seq_len, split_point, WINDOW, ANCHORED)
+    row_start, row_stop = row_bounds(
+        row, query_len, seq_len, split_point, WINDOW, ANCHORED, BLOCK_SIZE
+    )
     # Keys that any row of the tile sees, and keys that all of them see.
     union_low, union_high = tl.min(row_start, 0), tl.max(row_stop, 0)
     common_low, common_high = tl.max(row_start, 0), tl.min(row_stop, 0)
@@ -399,7 +401,7 @@ def _launch(
         IS_BOOL=batch.bidirectional_from.dtype == torch.bool,
         BLOCK_M=plan.block_m, BLOCK_N=config.block_n,
         BLOCK_V=plan.block_v, SPLIT=plan.is_split,
-        UPCAST=query.dtype == torch.bfloat16 and not _IS_COMPILED,
+        UPCAST=query.dtype == torch.bfloat16 and not _IS_COMPILED, BLOCK_SIZE=options.block_size,
         num_warps=config.num_warps, num_stages=config.num_stages, **shared,
     )  # fmt: skip
     if plan.is_split:

@@ -29,18 +29,27 @@ class AttentionOptions:
 
     scale: multiplies every logit. window: None lets every row see the whole sequence.
     logit_softcap: logits s become cap * tanh(s / cap); 0 leaves them as they are.
-    Raises ValueError for a scale that is not finite and positive or a negative soft cap.
+    block_size: positions of a block, which head rows see as a whole (`masks.py`); 1: causal.
+    Raises ValueError for a scale that is not finite and positive, a negative soft cap, a block size
+    below 1, and blocks together with a window.
     """
 
     scale: float
     window: Window | None = None
     logit_softcap: float = 0.0
+    block_size: int = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(f"scale is {self.scale}, it must be finite and above 0")
         if not (math.isfinite(self.logit_softcap) and self.logit_softcap >= 0):
             raise ValueError(f"logit_softcap is {self.logit_softcap}, it must be 0 (none) or above")
+        if self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size}, it must be 1 (causal) or above")
+        if self.block_size > 1 and self.window is not None:
+            raise ValueError(
+                f"block_size is {self.block_size} beside {self.window}: only one of them"
+            )
 
 
 @dataclass(frozen=True)

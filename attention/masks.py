@@ -14,6 +14,10 @@ they are bidirectional. So ``bidirectional_from`` says what kind of pass it is f
     0           all rows bidirectional: a denoise step
     between     both in one pass: a finished block, then the first denoise step of the next canvas
 
+A model may be trained with blocks of ``block_size`` B > 1 positions: [0, B), [B, 2 B), ... A head
+row at position p then sees its whole block, the keys before min((p // B + 1) * B, seq_len); B = 1
+is the causal rule. In the last block of the head, that includes the canvas, if there is one.
+
 On sliding-window layers a window of size W counts the query itself, as vLLM and Hugging Face's
 causal mask do: a causal row at position p sees keys p - W + 1 .. p. For bidirectional rows there
 are two kinds of window:
@@ -23,7 +27,8 @@ are two kinds of window:
                 Hugging Face's DiffusionGemma decoder, whose sliding cache holds W - 1 keys
 
 Hugging Face's ``sliding_window_bidirectional_overlay(w)`` includes both ends,
-``|pos_q - pos_k| <= w``: it is the symmetric window of size w + 1.
+``|pos_q - pos_k| <= w``: it is the symmetric window of size w + 1. No model has both windows and
+blocks.
 
 Every row sees one contiguous range of keys, so a kernel needs two integers per row and no mask.
 """
@@ -98,7 +103,9 @@ class QuerySpan:
         return row < self.split_point
 
 
-def may_attend(row: int, key: int, span: QuerySpan, window: Window | None = None) -> bool:
+def may_attend(
+    row: int, key: int, span: QuerySpan, window: Window | None = None, block_size: int = 1
+) -> bool:
     """Whether row ``row`` of the span sees the key at position ``key``.
 
     This is the definition. A key outside the sequence is never seen. Raises IndexError when the
@@ -108,7 +115,9 @@ def may_attend(row: int, key: int, span: QuerySpan, window: Window | None = None
     if not 0 <= key < span.seq_len:
         return False
     if span.is_causal(row):
-        return key <= pos and (window is None or pos - key < window.size)
+        return key // block_size <= pos // block_size and (
+            window is None or pos - key < window.size
+        )
     if window is None:
         return True
     if window.kind == "symmetric":
@@ -116,7 +125,9 @@ def may_attend(row: int, key: int, span: QuerySpan, window: Window | None = None
     return key > span.canvas_start - window.size
 
 
-def visible_range(row: int, span: QuerySpan, window: Window | None = None) -> tuple[int, int]:
+def visible_range(
+    row: int, span: QuerySpan, window: Window | None = None, block_size: int = 1
+) -> tuple[int, int]:
     """The keys that row ``row`` sees, as a half-open range ``(start, stop)``.
 
     The same answer as `may_attend`, without a loop over keys; `row_tiles.row_bounds` computes it on
@@ -125,7 +136,7 @@ def visible_range(row: int, span: QuerySpan, window: Window | None = None) -> tu
     pos = span.position(row)
     causal = span.is_causal(row)
     start = 0
-    stop = pos + 1 if causal else span.seq_len
+    stop = (pos // block_size + 1) * block_size if causal else span.seq_len
     if window is not None:
         is_anchored_row = window.kind == "anchored" and not causal
         start = (span.canvas_start if is_anchored_row else pos) - (window.size - 1)
@@ -135,9 +146,12 @@ def visible_range(row: int, span: QuerySpan, window: Window | None = None) -> tu
     return min(max(start, 0), stop), stop
 
 
-def picture(span: QuerySpan, window: Window | None = None) -> str:
+def picture(span: QuerySpan, window: Window | None = None, block_size: int = 1) -> str:
     """The mask of a span as text: a line for each row, in it an 'x' for each key that it sees."""
     return "\n".join(
-        "".join("x" if may_attend(row, key, span, window) else "." for key in range(span.seq_len))
+        "".join(
+            "x" if may_attend(row, key, span, window, block_size) else "."
+            for key in range(span.seq_len)
+        )
         for row in range(span.query_len)
     )

@@ -19,11 +19,11 @@ from attention.inputs import AttentionOptions
 from attention.masks import QuerySpan, Window, visible_range
 
 
-def dense_mask(span: QuerySpan, window: Window | None = None) -> Tensor:
+def dense_mask(span: QuerySpan, window: Window | None = None, block_size: int = 1) -> Tensor:
     """The mask of one span, ``[query_len, seq_len]`` bool on the CPU: True where a key is seen."""
     mask = torch.zeros(span.query_len, span.seq_len, dtype=torch.bool)
     for row in range(span.query_len):
-        start, stop = visible_range(row, span, window)
+        start, stop = visible_range(row, span, window, block_size)
         mask[row, start:stop] = True
     return mask
 
@@ -46,7 +46,7 @@ def dense_attention(
         )
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    mask = dense_mask(span, options.window).to(query.device)
+    mask = dense_mask(span, options.window, options.block_size).to(query.device)
     is_seen = mask.any(dim=0)[:, None, None]  # [seq_len, 1, 1]
     group = num_heads // num_kv_heads
     key = torch.where(is_seen, key.float(), 0.0).repeat_interleave(group, dim=1)

@@ -69,15 +69,22 @@ def split_point_of(bidirectional_from, seq, query_len, IS_BOOL: tl.constexpr):
 
 
 @triton.jit
-def row_bounds(row, query_len, seq_len, split_point, WINDOW: tl.constexpr, ANCHORED: tl.constexpr):
+def row_bounds(
+    row, query_len, seq_len, split_point,
+    WINDOW: tl.constexpr, ANCHORED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     """The keys [start, stop) that each row sees: `masks.visible_range` for a vector of rows.
 
     row ``[BLOCK_M]``, rows of the span. WINDOW: 0 for none. ANCHORED: the kind of window.
+    BLOCK_SIZE: of the model, 1 for causal heads.
     """
     context_len = seq_len - query_len
     pos = context_len + row
     is_causal = row < split_point
-    stop = tl.where(is_causal, pos + 1, seq_len)
+    if BLOCK_SIZE > 1:
+        stop = tl.where(is_causal, (pos // BLOCK_SIZE + 1) * BLOCK_SIZE, seq_len)
+    else:
+        stop = tl.where(is_causal, pos + 1, seq_len)
     start = tl.zeros_like(pos)
     if WINDOW > 0:
         if ANCHORED:

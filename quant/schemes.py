@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from quant.formats import NVFP4_GROUP, Numbers
 
 # The names of all linear layers that may be quantized end so; those of norms and routers do not.
-LINEAR_ENDING = "_proj"
+LINEAR_ENDING = ("_proj", ".query_key_value", ".attention.dense")
 
 # The encoder and the decoder share their weights, and a checkpoint may keep the one copy under any
 # of these names. Longest first, because the last is the start of the others.

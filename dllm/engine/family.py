@@ -54,6 +54,7 @@ class Canvases(NamedTuple):
             been emitted if the canvas had converged then.
         chosen: ``[N]`` int64, the token that a grammar has chosen for a row, which counts as its
             most likely token; FREE in the others.
+        temperature: ``[R]`` fp32, of each request; 1 if it is greedy.
         is_greedy: ``[R]`` bool, the most likely token is taken instead of a sample.
         is_stop: ``[slots, V]`` bool, tokens that end the request. What follows the first of them is
             never emitted and need not converge. Indexed by slot (``CanvasRows.slots``) instead of
@@ -67,6 +68,7 @@ class Canvases(NamedTuple):
     steps_done: Tensor
     argmax_canvas: Tensor
     chosen: Tensor
+    temperature: Tensor
     is_greedy: Tensor
     is_stop: Tensor
     numbers: Mapping[str, Tensor]
@@ -85,6 +87,8 @@ class Denoised(NamedTuple):
         carried: ``[R, ...]`` each, the family's columns by name.
         temperature: ``[N]`` fp32, of each row of logits.
         stats: the statistics of each row of logits at that temperature.
+        decided: ``[R, C]`` bool, the positions that got their token in this step; the token's
+            logprob is of this step. None: every step decides all of them anew.
     """
 
     canvas: Tensor
@@ -95,6 +99,7 @@ class Denoised(NamedTuple):
     carried: dict[str, Tensor]
     temperature: Tensor
     stats: RowStats
+    decided: Tensor | None = None
 
 
 class Family(ABC):

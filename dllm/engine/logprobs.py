@@ -3,10 +3,14 @@
 They are the log-probabilities of softmax(edited logits / temperature of the step), before top-k,
 top-p and min-p. (These filters would put the tokens that they leave out at -inf and raise the
 others.) For a read-only request (``diffusion_read_only``) the temperature is 1.
+
+If a family decides tokens one after the other (``Denoised.decided``), the step is the one that
+decided the token: in later steps the model sees it as an input.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 from vllm.sampling_params import SamplingParams
@@ -30,6 +34,8 @@ class BlockLogprobs:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        # By slot: the logits [C, vocab] from which the canvas tokens of a request were decided.
+        self._decided_from: dict[int, torch.Tensor] = {}
         self._reports_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
@@ -38,6 +44,7 @@ class BlockLogprobs:
         vLLM's SamplingStates stores how many top logprobs it asks for.
         """
         self._sampler.logprob_token_ids_state.add_request(slot, params)
+        self._decided_from.pop(slot, None)
 
     def apply_staged_writes(self) -> None:
         """Send what ``add_request`` stored to the device."""
@@ -46,6 +53,31 @@ class BlockLogprobs:
     def are_wanted(self, input_batch: InputBatch) -> bool:
         """Whether a request of the batch asks for logprobs. Does not wait for the device."""
         return self._dims(input_batch) is not None
+
+    def when_decided(
+        self, logits: torch.Tensor, decided: torch.Tensor, input_batch: InputBatch
+    ) -> torch.Tensor:
+        """The logits from which each canvas token was decided: ``[N, vocab]``, a copy.
+
+        Of tokens that have not been decided they mean nothing.
+
+        Args:
+            logits: ``[N, vocab]`` of this step, edited.
+            decided: ``[R, C]`` bool, from ``Denoised``.
+        """
+        starts, result = input_batch.cu_num_logits_np, logits.clone()
+        for row, slot in enumerate(input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()):
+            width = int(starts[row + 1] - starts[row])
+            if width == 0 or self._sampler.get_logprobs_dims(np.array([slot])) is None:
+                continue
+            mine = slice(int(starts[row]), int(starts[row + 1]))
+            kept = self._decided_from.get(slot)
+            if kept is None:
+                kept = logits.new_zeros(decided.shape[1], logits.shape[1])
+                self._decided_from[slot] = kept
+            kept[:width] = torch.where(decided[row, :width, None], logits[mine], kept[:width])
+            result[mine] = kept[:width]
+        return result
 
     def of_blocks(
         self,

@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
@@ -32,6 +33,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.logit_rows import LogitRows
 from dllm.engine.ranks import answer_of_first_rank
+from dllm.engine.spans import Spans
 from dllm.settings.server import PluginOptions
 
 CPU_LOOP_S = 0.05
@@ -118,6 +120,7 @@ class CanvasForward:
     def __init__(self, model_state: Any, draft_tokens: torch.Tensor) -> None:
         self._state = model_state
         self._draft_tokens = draft_tokens
+        self._block_size = model_state.family.settings.block_size
         num_tokens, device = model_state.max_num_tokens, model_state.device
         self._input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -127,8 +130,8 @@ class CanvasForward:
     def of_batch(self, input_batch: InputBatch) -> Iterator[Forward]:
         """The pass of the canvases of ``input_batch``, all of whose rows have one."""
         state, model = self._state, self._state.model
-        batch = self._canvases_alone(input_batch)
-        metadata, slot_mapping = state.canvas_attention(batch, input_batch.logits_indices)
+        batch, tokens = self._canvases_alone(input_batch)
+        metadata, slot_mapping = state.canvas_attention(batch, tokens)
         slots, places = batch.expanded_idx_mapping, batch.expanded_local_pos
         context = set_forward_context(
             metadata,
@@ -140,7 +143,11 @@ class CanvasForward:
         )
 
         def forward() -> torch.Tensor | LogitRows:
-            batch.input_ids.copy_(self._draft_tokens[slots, places])
+            if batch.num_draft_tokens == batch.num_tokens:
+                batch.input_ids.copy_(self._draft_tokens[slots, places])
+            else:
+                canvases = self._draft_tokens[slots, places].to(batch.input_ids.dtype)
+                batch.input_ids[batch.logits_indices] = canvases
             inputs = state.canvas_inputs(batch)
             hidden = model(
                 input_ids=batch.input_ids,
@@ -148,34 +155,71 @@ class CanvasForward:
                 intermediate_tensors=None,
                 **inputs,
             )
+            if batch.num_draft_tokens < batch.num_tokens:
+                hidden = hidden[batch.logits_indices]
             return model.compute_logits(hidden)
 
         with context:
             yield forward
 
-    def _canvases_alone(self, input_batch: InputBatch) -> InputBatch:
-        """The same requests, in a batch that holds nothing but their canvases."""
-        num_rows = input_batch.num_draft_tokens
-        torch.index_select(
-            input_batch.positions,
-            0,
-            input_batch.logits_indices,
-            out=self._positions[:num_rows],
+    def _canvases_alone(self, input_batch: InputBatch) -> tuple[InputBatch, torch.Tensor]:
+        """The same requests, in a batch that holds nothing but their canvases and their tails.
+
+        A *tail* is the part of a head that sees the canvas (``engine.spans``). Without blocks there
+        is none.
+
+        Returns:
+            The batch, and which tokens of ``input_batch`` it holds: ``[tokens]``.
+        """
+        spans = Spans.of_schedule(
+            input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
         )
+        seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
+        tails = spans.tail_lens(seq_lens, self._block_size)
+        tokens, in_part = input_batch.logits_indices, self._rows
+        starts, starts_np = input_batch.cu_num_logits, input_batch.cu_num_logits_np
+        if tails.any():
+            device = self._rows.device
+            starts_np, tokens_np, in_part_np = _with_tails(spans, tails)
+            starts, tokens, in_part = (
+                torch.from_numpy(array).to(device) for array in (starts_np, tokens_np, in_part_np)
+            )
+            torch.index_select(input_batch.input_ids, 0, tokens, out=self._input_ids[: len(tokens)])
+        num_tokens = len(tokens)
+        torch.index_select(input_batch.positions, 0, tokens, out=self._positions[:num_tokens])
         widths = input_batch.num_draft_tokens_per_req
-        heads = input_batch.num_scheduled_tokens - widths
-        return replace(
+        assert widths is not None, "every row has a canvas"
+        part = replace(
             input_batch,
-            num_scheduled_tokens=widths,
-            num_tokens=num_rows,
-            num_tokens_after_padding=num_rows,
+            num_scheduled_tokens=widths + tails,
+            num_tokens=num_tokens,
+            num_tokens_after_padding=num_tokens,
             num_reqs_after_padding=input_batch.num_reqs,
-            query_start_loc=input_batch.cu_num_logits,
-            query_start_loc_np=input_batch.cu_num_logits_np,
+            query_start_loc=starts,
+            query_start_loc_np=starts_np,
             seq_lens=input_batch.seq_lens[: input_batch.num_reqs],
-            num_computed_tokens_np=input_batch.num_computed_tokens_np + heads,
-            input_ids=self._input_ids[:num_rows],
-            positions=self._positions[:num_rows],
-            is_padding=input_batch.is_padding[:num_rows],
-            logits_indices=self._rows[:num_rows],
+            num_computed_tokens_np=input_batch.num_computed_tokens_np + spans.head_lens - tails,
+            input_ids=self._input_ids[:num_tokens],
+            positions=self._positions[:num_tokens],
+            is_padding=input_batch.is_padding[:num_tokens],
+            logits_indices=in_part[: input_batch.num_draft_tokens],
         )
+        return part, tokens
+
+
+def _with_tails(spans: Spans, tails: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which tokens of a batch are canvases or the tails in front of them.
+
+    Args:
+        tails: [R], from ``Spans.tail_lens``.
+
+    Returns:
+        [R + 1] int32, where each row starts among these tokens; [tokens] int64, which tokens of the
+        batch they are; [N] int64, which of them are canvas tokens.
+    """
+    lens = spans.canvas_widths + tails
+    starts = np.concatenate(([0], np.cumsum(lens)))
+    ends = np.cumsum(spans.head_lens + spans.canvas_widths)
+    tokens = np.arange(starts[-1]) + np.repeat(ends - starts[1:], lens)
+    is_canvas = np.arange(starts[-1]) - np.repeat(starts[:-1], lens) >= np.repeat(tails, lens)
+    return starts.astype(np.int32), tokens, np.flatnonzero(is_canvas)

@@ -125,10 +125,18 @@ class DiffusionModelState(ModelState):
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
     def canvas_inputs(self, canvases: InputBatch) -> dict[str, Any]:
-        """As ``prepare_inputs``, for a batch that holds nothing but canvases."""
+        """As ``prepare_inputs``, for canvases and the tails of heads in front of them."""
         embeds = self._inputs_embeds[: canvases.num_tokens]
-        embeds.copy_(self._conditioned(self.model.embed_input_ids(canvases.input_ids), canvases))
-        is_canvas_row = self._is_canvas_row[: canvases.num_tokens].fill_(True)
+        is_canvas_row = self._is_canvas_row[: canvases.num_tokens]
+        ids = self.model.embed_input_ids(canvases.input_ids)
+        if canvases.num_draft_tokens == canvases.num_tokens:
+            embeds.copy_(self._conditioned(ids, canvases))
+            is_canvas_row.fill_(True)
+        else:  # the tails of heads are in front of their canvases
+            rows = canvases.logits_indices
+            embeds.copy_(ids)
+            embeds[rows] = self._conditioned(ids[rows], canvases)
+            is_canvas_row.zero_()[rows] = True
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
     def _conditioned(self, embeds: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
@@ -175,8 +183,8 @@ class DiffusionModelState(ModelState):
         """Attention metadata, and where keys are written, of the canvases of the visit alone.
 
         Args:
-            canvases: a batch that holds nothing else.
-            rows: ``[N]``, which tokens of the visit's batch they are.
+            canvases: a batch that holds nothing else, but the tails of heads.
+            rows: ``[tokens]``, which tokens of the visit's batch they are.
         """
         block_tables, slot_mappings, attn_groups, kv_cache_config = self._attention
         slots = slot_mappings[:, rows]
@@ -240,7 +248,8 @@ class DiffusionModelState(ModelState):
 
     def _sequences(self, input_batch: InputBatch) -> VirtualSequences:
         seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
-        return _spans(input_batch).virtual_sequences(seq_lens)
+        block_size = self.family.settings.block_size
+        return _spans(input_batch).virtual_sequences(seq_lens, block_size)
 
     def _write_emitted_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
         """Write the token ids of emitted blocks into the heads of their rows.
@@ -250,7 +259,8 @@ class DiffusionModelState(ModelState):
         """
         computed = input_batch.num_computed_tokens_np
         prefill_len = input_batch.prefill_len_np
-        # [R]: the row is behind its prompt. A prompt length of 0 means one of vLLM's dummy runs.
+        # [R]: the row is behind its prompt. A prompt length of 0 means one of vLLM's dummy runs. If
+        # the row begins in the prompt, the runner has filled in what was emitted, too.
         is_generated = (computed >= prefill_len) & (prefill_len > 0)
         head_lens = np.where(is_generated, _spans(input_batch).head_lens, 0)
         if not head_lens.any():

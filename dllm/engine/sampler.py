@@ -175,7 +175,7 @@ class DiffusionSampler:
             draft_logits: an argument that vLLM passes to samplers; not used.
         """
         if input_batch.num_draft_tokens == 0:
-            return _nothing_sampled(input_batch)
+            return _nothing_sampled(input_batch, self.family.settings.block_size)
         tiles = self._tiles(input_batch, isinstance(logits, torch.Tensor))
         output = self._denoise(logits, tiles)
         if self.loop.may_repeat(input_batch) and self.loop.goes_on(output.num_sampled):
@@ -229,15 +229,19 @@ class DiffusionSampler:
             tile.filters,
         ).first_rows(tile.batch.num_reqs)
         self._store_soft_embeddings(logits, rows, result)
+        scored = logits
+        if result.step.decided is not None and self.logprobs.are_wanted(tile.batch):
+            scored = self.logprobs.when_decided(logits, result.step.decided, tile.batch)
         num_emitted = torch.where(result.step.converged, rows.widths, 0)
         if context is not None and tile.forbids_words:
-            is_bad = self.edits.completes_bad_word(logits, result.step.stats.argmax, context)
+            tokens = result.step.argmax_canvas[rows.row_of, rows.place]  # [N]
+            is_bad = self.edits.completes_bad_word(logits, tokens, context)
             num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
             result = self._trim_at_bad_word(rows, result, num_emitted)
         if written is not None:
             self.grammars.emitted(written, num_emitted, tile.grammars)
         self._store_state(rows, result)
-        return self._emit(logits, rows, result.step, num_emitted, tile.batch)
+        return self._emit(scored, rows, result.step, num_emitted, tile.batch)
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
         """Top-k, top-p and min-p of each logit row; None if no request of the batch uses them.
@@ -307,7 +311,8 @@ class DiffusionSampler:
 
         Every canvas token counts as rejected, also of a converged canvas. So vLLM does not advance
         the KV position. That is right because this step wrote bidirectional KV; an emitted block
-        gets its causal KV in the next step.
+        gets its causal KV in the next step. Head tokens of a block that is not whole yet count as
+        rejected, too: they saw this canvas.
         """
         logprobs = None
         if self.logprobs.are_wanted(input_batch):
@@ -316,24 +321,26 @@ class DiffusionSampler:
             logprobs = self.logprobs.of_blocks(
                 logits, temperature, step.argmax_canvas, num_emitted, rows, input_batch
             )
+        tails = (rows.seq_lens - rows.widths) % self.family.settings.block_size
         return SamplerOutput(
             sampled_token_ids=step.argmax_canvas.to(torch.int32),
             logprobs_tensors=logprobs,
             num_nans=None,
             num_sampled=num_emitted.to(torch.int32),
-            num_rejected=rows.widths.to(torch.int32),
+            num_rejected=(rows.widths + tails).to(torch.int32),
         )
 
 
-def _nothing_sampled(input_batch: InputBatch) -> SamplerOutput:
+def _nothing_sampled(input_batch: InputBatch, block_size: int) -> SamplerOutput:
     """The output of a batch without canvases: prompt chunks, and blocks in a pass of their own."""
-    nothing = torch.zeros_like(input_batch.seq_lens[: input_batch.num_reqs])
+    seq_lens = input_batch.seq_lens[: input_batch.num_reqs]
+    nothing = torch.zeros_like(seq_lens)
     return SamplerOutput(
         sampled_token_ids=nothing[:, None],
         logprobs_tensors=None,
         num_nans=None,
         num_sampled=nothing,
-        num_rejected=nothing,
+        num_rejected=seq_lens % block_size,
     )
 
 

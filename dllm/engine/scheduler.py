@@ -20,6 +20,7 @@ from vllm.v1.request import Request, RequestStatus
 from dllm.engine import visit
 from dllm.engine.emitted_blocks import EmittedBlocks
 from dllm.engine.prompt_logprobs import PendingPromptLogprobs
+from dllm.settings.denoising import block_size_of
 from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import PluginOptions
 
@@ -35,6 +36,9 @@ class CanvasScheduler(Scheduler):
         self._separate_commit = options.commit == "separate"
         self._overlaps_first_step = options.first_step == "overlapped"
         self._prompt_logprobs = PendingPromptLogprobs()
+        self._block_size = block_size_of(self.vllm_config)
+        # Lets the base class ask `_mamba_block_aligned_split` how long a prompt chunk may be.
+        self.need_mamba_block_aligned_split |= self._block_size > 1
         self._num_passes = 1  # of the visit whose output is being counted
         self.structured_output_manager: Any = EmittedBlocks(self.structured_output_manager)
 
@@ -73,14 +77,38 @@ class CanvasScheduler(Scheduler):
             visit.allow_more_passes(output)
         return output
 
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """How much of ``num_new_tokens`` to schedule: a chunk that is not the last ends a block.
+
+        What follows the end of a block would be computed once more with the next chunk. vLLM has
+        this hook for other models, whose chunks have to end at certain positions, too.
+        """
+        start = request.num_computed_tokens + num_new_local_computed_tokens
+        start += num_external_computed_tokens
+        end = start + num_new_tokens
+        if end < request.num_tokens:
+            end -= end % self._block_size
+        return max(end - start, 0)
+
     def _nobody_waits(self, output: SchedulerOutput) -> bool:
         """Whether no request waits for admission, or for room in the next step."""
         all_scheduled = all(one.request_id in output.num_scheduled_tokens for one in self.running)
         return all_scheduled and not self.waiting and not self.kv_holding_waiting
 
     def _canvas_width(self, request: Request) -> int:
-        """Tokens of a request's next canvas, which ends where the model's context ends."""
+        """Tokens of a request's next canvas, which ends where the model's context ends.
+
+        With blocks, it is the rest of the block in which the request ends.
+        """
         width = requested_canvas_width(request.sampling_params, self.num_spec_tokens)
+        if self._block_size > 1:
+            width = self._block_size - request.num_tokens % self._block_size
         return max(min(width, self.max_model_len - request.num_tokens), 0)
 
     def _give_canvases_to_chunked_prompts(self) -> None:
@@ -134,7 +162,8 @@ class CanvasScheduler(Scheduler):
             del request.spec_token_ids[self._canvas_width(request) :]
             head_len = request.num_tokens - request.num_computed_tokens
             needed = head_len + len(request.spec_token_ids)
-            is_block = head_len > 0 and not request.is_prefill_chunk
+            # The head ends at least one block, or it is only the tail that precedes every canvas.
+            is_block = head_len >= self._block_size and not request.is_prefill_chunk
             commits_alone = self._separate_commit and is_block
             if request.spec_token_ids and (needed > min(budget, cap) or commits_alone):
                 withheld.append((request, request.spec_token_ids))
@@ -149,7 +178,12 @@ class CanvasScheduler(Scheduler):
         """vLLM's accounting of a visit; prompt logprobs are kept until the first block."""
         self._prompt_logprobs.postpone(model_runner_output, self.requests)
         self._num_passes = visit.num_passes(model_runner_output)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(req_id)
+            if request is not None:  # KV of a block that is not whole yet does not count
+                request.num_computed_tokens -= request.num_computed_tokens % self._block_size
+        return outputs
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

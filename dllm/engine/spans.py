@@ -7,6 +7,10 @@ canvas counts as draft tokens (the core rule of ARCHITECTURE.md):
     head_len = query_len - num_draft_tokens
     tokens [0, head_len)          causal, KV kept, no logits  (a prompt chunk, or an emitted block)
     tokens [head_len, query_len)  the canvas: bidirectional, with logits
+
+In a model with blocks of B > 1 tokens, a head token at position p sees its own block, too: the keys
+before min((p // B + 1) * B, seq_len). Of a block that is not whole yet, no KV is kept. Its tokens
+are the *tail* of the head. They are in front of the canvas in every step, and see it.
 """
 
 from collections.abc import Sequence
@@ -96,12 +100,23 @@ class Spans:
         assert (head_lens >= 0).all(), f"canvas longer than its row: {query_lens=}, {head_lens=}"
         return cls(head_lens.astype(np.int32), num_draft_tokens.astype(np.int32))
 
-    def virtual_sequences(self, seq_lens: np.ndarray) -> VirtualSequences:
-        """The same batch as sequences that are causal or bidirectional as a whole.
+    def tail_lens(self, seq_lens: np.ndarray, block_size: int) -> np.ndarray:
+        """How many tokens of each head are in a block that is not whole yet: [R].
 
         Args:
             seq_lens: [R], tokens of context and query together, of each row.
         """
+        return np.minimum((seq_lens - self.canvas_widths) % block_size, self.head_lens)
+
+    def virtual_sequences(self, seq_lens: np.ndarray, block_size: int = 1) -> VirtualSequences:
+        """The same batch as sequences that are causal or bidirectional as a whole.
+
+        Args:
+            seq_lens: [R], tokens of context and query together, of each row.
+            block_size: of the model.
+        """
+        if block_size > 1:
+            return self._block_sequences(seq_lens, block_size)
         num_rows = len(self.head_lens)
         # [2 * R]: head, canvas, head, canvas, ... Empty heads and canvases are dropped below.
         lens = np.stack([self.head_lens, self.canvas_widths], axis=1).reshape(-1)
@@ -115,4 +130,22 @@ class Spans:
             query_start_loc=query_start_loc.astype(np.int32),
             seq_lens=ends[kept].astype(np.int32),
             is_causal=is_causal[kept],
+        )
+
+    def _block_sequences(self, seq_lens: np.ndarray, block_size: int) -> VirtualSequences:
+        """Each block of a head as a bidirectional sequence; the last one may hold the canvas."""
+        query_lens = self.head_lens + self.canvas_widths
+        starts = seq_lens - query_lens
+        # A row is cut at the ends of its blocks. A canvas ends with its block, or the context does.
+        num_blocks = -(-seq_lens // block_size) - starts // block_size
+        row_of = np.repeat(np.arange(len(seq_lens), dtype=np.int64), num_blocks)
+        nth = np.arange(len(row_of)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
+        first_block = starts[row_of] // block_size + nth
+        ends = np.minimum((first_block + 1) * block_size, seq_lens[row_of])
+        lens = ends - np.maximum(first_block * block_size, starts[row_of])
+        return VirtualSequences(
+            row_of=row_of,
+            query_start_loc=np.concatenate(([0], np.cumsum(lens))).astype(np.int32),
+            seq_lens=ends.astype(np.int32),
+            is_causal=np.zeros(len(row_of), dtype=np.int32),
         )

@@ -7,6 +7,7 @@ where the model runner puts it into the next batch. Everything else is here:
 | tensor           | shape            | written by              | read by                        |
 |------------------|------------------|-------------------------|--------------------------------|
 | seeds, is_greedy | [slots]          | reset                   | denoise                        |
+| temperatures     | [slots]          | reset                   | denoise                        |
 | is_read_only     | [slots]          | reset                   | sampler: logprobs              |
 | numbers          | [slots] each     | reset                   | denoise                        |
 | is_stop          | [slots, V] bool  | reset                   | denoise                        |
@@ -58,6 +59,7 @@ class CanvasState:
             parameter.name: zeros(dtype=getattr(torch, parameter.dtype))
             for parameter in family.settings.parameters
         }
+        self.temperatures = zeros(dtype=torch.float32)
         self.is_greedy = zeros(dtype=torch.bool)
         self.is_read_only = zeros(dtype=torch.bool)
         self.is_stop = zeros(vocab_size, dtype=torch.bool)
@@ -83,6 +85,7 @@ class CanvasState:
         self.seeds[slot] = seed
         for name, number in options.numbers.items():
             self.numbers[name][slot] = number
+        self.temperatures[slot] = options.temperature
         self.is_greedy[slot] = options.is_greedy
         self.is_read_only[slot] = options.is_read_only
         self.is_stop[slot] = False
@@ -107,6 +110,7 @@ class CanvasState:
             steps_done=self.steps_done[slots].long(),
             argmax_canvas=self.argmax_canvas[slots],
             chosen=chosen,
+            temperature=self.temperatures[slots],
             is_greedy=self.is_greedy[slots],
             is_stop=self.is_stop,
             numbers={name: column[slots] for name, column in self.numbers.items()},

@@ -20,11 +20,13 @@ class Served:
         model: the class that vLLM loads. Its ``make_family`` returns an ``engine.family.Family``.
         settings: a ``settings.denoising.DenoiseSettings`` with a method ``from_vllm``. Its module
             imports no model.
+        config: for a ``model_type`` that transformers does not know, the class of its config.json.
         model_with_images: the class that vLLM loads if torchvision is installed. None: the same.
     """
 
     model: str
     settings: str
+    config: str | None = None
     model_with_images: str | None = None
 
     def model_class(self) -> str:
@@ -41,7 +43,26 @@ FAMILIES = {
         settings="dllm.models.gemma.settings:GemmaSettings",
         model_with_images="dllm.models.gemma.images:DiffusionGemmaWithImages",
     ),
+    "SDARForCausalLM": Served(
+        model="dllm.models.sdar.backbone:SDARForCausalLM",
+        settings="dllm.models.sdar.settings:SDARSettings",
+        config="dllm.models.sdar.config:SDARConfig",
+    ),
+    "SDARMoeForCausalLM": Served(
+        model="dllm.models.sdar.backbone:SDARMoeForCausalLM",
+        settings="dllm.models.sdar.settings:SDARSettings",
+        config="dllm.models.sdar.config:SDARMoeConfig",
+    ),
+    "LLaDA2MoeModelLM": Served(
+        model="dllm.models.llada2.backbone:LLaDA2MoeModelLM",
+        settings="dllm.models.llada2.settings:LLaDA2Settings",
+        config="dllm.models.llada2.config:LLaDA2MoeConfig",
+    ),
 }
+
+# Diffusion models that cannot be served, by the model_type in config.json: each of their tokens
+# sees the whole sequence in every step, so there is no KV cache that could be kept.
+WITHOUT_CACHE = {"Dream": "Dream, DiffuCoder or d3LLM", "llada": "LLaDA-8B, LLaDA-MoE or d3LLM"}
 
 
 def settings_of(vllm_config: Any) -> DenoiseSettings:
@@ -50,11 +71,15 @@ def settings_of(vllm_config: Any) -> DenoiseSettings:
     Raises:
         ValueError: a value of the checkpoint or of a flag is not allowed.
     """
-    module, name = FAMILIES[vllm_config.model_config.architecture].settings.split(":")
-    settings: DenoiseSettings = getattr(importlib.import_module(module), name).from_vllm(
-        vllm_config
-    )
+    served = FAMILIES[vllm_config.model_config.architecture]
+    settings: DenoiseSettings = load(served.settings).from_vllm(vllm_config)
     return settings
+
+
+def load(path: str) -> Any:
+    """The class that "module:Class" names."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def takes_images(hf_config: Any) -> bool:

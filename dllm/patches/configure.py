@@ -4,6 +4,7 @@ vLLM calls ``configure_dllm`` before anything is loaded, through the entry of ou
 its ``MODELS_CONFIG_MAP``. Flags that cannot work are refused with what to do.
 """
 
+import math
 from typing import Any
 
 from vllm.logger import init_logger
@@ -13,6 +14,7 @@ from dllm.models import settings_of
 from dllm.models.quantized import emulate_on_cpu
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER, SCHEDULER
 from dllm.patches.cpu import set_cpu_worker
+from dllm.settings.denoising import DenoiseSettings
 
 logger = init_logger(LOGGER)
 
@@ -35,17 +37,13 @@ def configure_dllm(vllm_config: Any) -> None:
     from dllm.settings.server import PluginOptions
 
     settings = settings_of(vllm_config)
-    if settings.block_size != 1:
-        raise ValueError(
-            f"block size {settings.block_size} of the checkpoint: prompts and emitted blocks are "
-            "causal here; allowed: 1. Serve another checkpoint."
-        )
     PluginOptions.from_vllm(vllm_config)
     if vllm_config.diffusion_config is None:
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=settings.canvas_length)
     _set_scheduler(vllm_config, settings.canvas_length)
     _refuse_unsupported(vllm_config)
-    _choose_attention(vllm_config, settings.canvas_window)
+    _choose_pages(vllm_config.cache_config, settings.block_size)
+    _choose_attention(vllm_config, settings)
     if vllm_config.model_config.is_multimodal_model and vllm_config.model_config.is_mm_prefix_lm:
         # The tokens of an image see each other, so they have to come in one chunk of the prompt.
         vllm_config.scheduler_config.disable_chunked_mm_input = True
@@ -103,6 +101,7 @@ def _refuse_unsupported(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     for given, flag, why in (
         (vllm_config.speculative_config, "--speculative-config", "a canvas is its own draft"),
+        (vllm_config.lora_config, "--enable-lora", "no adapter has been tried on a canvas"),
         (
             parallel.pipeline_parallel_size > 1,
             "--pipeline-parallel-size",
@@ -134,7 +133,34 @@ def _refuse_unsupported(vllm_config: Any) -> None:
             raise ValueError(f"{flag} does not work with diffusion models: {why}. Leave it out.")
 
 
-def _choose_attention(vllm_config: Any, canvas_window: str) -> None:
+def _choose_pages(cache: Any, block_size: int) -> None:
+    """Make every page of the KV cache hold whole blocks.
+
+    A key depends on the whole block of its token, but the prefix cache recognizes a page by the
+    tokens up to the page's end. A page that ends within a block would be reused for another block.
+
+    Raises:
+        ValueError: the user asks for other pages.
+    """
+    from vllm.platforms import current_platform
+
+    for flag, size in (
+        ("--block-size", cache.block_size if cache.user_specified_block_size else None),
+        ("--prefix-match-unit", cache.prefix_match_unit),
+    ):
+        if size is not None and size % block_size != 0:
+            raise ValueError(
+                f"{flag} {size}: the prefix cache would reuse parts of the model's blocks of "
+                f"{block_size} tokens, behind which other tokens follow. Allowed: a multiple of "
+                f"{block_size}. Leave the flag out."
+            )
+    default = 128 if current_platform.is_cpu() else cache.DEFAULT_BLOCK_SIZE
+    if not cache.user_specified_block_size and default % block_size != 0:
+        cache.block_size = math.lcm(default, block_size)
+        cache.user_specified_block_size = True  # or vLLM sets its default later
+
+
+def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:
     """On CUDA, use our attention backend unless the user asks for another; a CPU has only one.
 
     Raises:
@@ -157,7 +183,12 @@ def _choose_attention(vllm_config: Any, canvas_window: str) -> None:
             f"--attention-backend {attention.backend.name}: allowed for diffusion models are "
             f"{', '.join(FLAG_BACKENDS)} and CUSTOM. Leave the flag out for CUSTOM."
         )
-    if canvas_window == "anchored":
+    if settings.block_size > 1:
+        raise ValueError(
+            f"--attention-backend {attention.backend.name} has no heads that see blocks. Leave the "
+            "flag out."
+        )
+    if settings.canvas_window == "anchored":
         raise ValueError(
             f"--attention-backend {attention.backend.name} has no anchored canvas window. Leave "
             """the flag out, or serve with --hf-overrides '{"canvas_window": "symmetric"}'."""

@@ -35,6 +35,11 @@ PATCHES = (
         "our classes serve the architectures",
     ),
     Patch(
+        "vllm.transformers_utils.config._CONFIG_REGISTRY",
+        "add entries",
+        "config.json of SDAR and LLaDA2 without remote code; other diffusion models are refused",
+    ),
+    Patch(
         "vllm.model_executor.models.config.MODELS_CONFIG_MAP",
         "replace our entry",
         "scheduler, worker, canvas length and limits are set for these architectures only",

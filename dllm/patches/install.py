@@ -14,6 +14,7 @@ import dllm
 from dllm import LOGGER
 from dllm.models import FAMILIES
 from dllm.patches.admission import check_requests_at_admission
+from dllm.patches.config_files import read_config_files
 from dllm.patches.configure import configure_dllm
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, set_cpu_worker
 from dllm.patches.drafting import serve_drafters
@@ -128,6 +129,7 @@ def _serve_families() -> None:
 
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
+    read_config_files()
     for architecture, served in FAMILIES.items():
         ModelRegistry.register_model(architecture, served.model_class())
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm)

@@ -74,7 +74,8 @@ def measure_inputs(
         path, dtype="auto", device_map={"": device}
     ).eval()
     share_halves(model)
-    observers = observe_inputs(model, modules, preset)
+    layers = dict(model.model.decoder.named_modules(prefix=DECODER.removesuffix(".")))
+    observers = observe_inputs({module: layers[module] for module in modules}, preset)
     tokenizer = AutoTokenizer.from_pretrained(path)
     length = calibration.blocks * model.config.canvas_length
     for index, messages in enumerate(calibration.prompts):
@@ -106,21 +107,18 @@ def share_halves(model: DiffusionGemmaForBlockDiffusion) -> None:
                 reading.set_submodule(name, module)
 
 
-def observe_inputs(
-    model: DiffusionGemmaForBlockDiffusion, modules: Sequence[str], preset: str
-) -> dict[str, Observer]:
-    """Put an observer on each layer's inputs; returns them by the layer's name in a checkpoint."""
+def observe_inputs(layers: Mapping[str, nn.Module], preset: str) -> dict[str, Observer]:
+    """Put an observer on each layer's inputs; returns them by the same names."""
     scheme = preset_name_to_scheme(preset, ["Linear"]).input_activations
     assert scheme is not None and scheme.observer is not None
-    layers = dict(model.model.decoder.named_modules())
     observers = {}
-    for module in modules:
+    for name, layer in layers.items():
         observer = Observer.load_from_registry(scheme.observer, base_name="input", args=scheme)
         # "and None": what a hook returns would replace the inputs.
-        layers[module.removeprefix(DECODER)].register_forward_pre_hook(
+        layer.register_forward_pre_hook(
             lambda _, inputs, observer=observer: observer(inputs[0]) and None
         )
-        observers[module] = observer
+        observers[name] = observer
     return observers
 
 

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Check a checkpoint; returns 0 if it has no problem, else 1."""
     parser = argparse.ArgumentParser(
         prog="dllm check-quant",
-        description="Check a quantized DiffusionGemma checkpoint.",
+        description="Check a quantized checkpoint.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", type=Path, help="directory of a quantized checkpoint")

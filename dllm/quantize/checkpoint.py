@@ -13,7 +13,13 @@ from safetensors import SafetensorError, safe_open
 
 from dllm.settings.command import CommandError
 
-ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"
+DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
+ARCHITECTURES = (
+    DIFFUSION_GEMMA,
+    "LLaDA2MoeModelLM",
+    "SDARForCausalLM",
+    "SDARMoeForCausalLM",
+)
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -68,9 +74,9 @@ class Checkpoint:
             )
         config = _read_json(file)
         architectures = config.get("architectures")
-        if not isinstance(architectures, list) or ARCHITECTURE not in architectures:
+        if not isinstance(architectures, list) or not {*architectures} & {*ARCHITECTURES}:
             raise CommandError(
-                f"{file}: architectures = {architectures!r}; supported: {ARCHITECTURE}."
+                f"{file}: architectures = {architectures!r}; supported: {', '.join(ARCHITECTURES)}."
             )
         return config
 

@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line of ``dllm quantize``."""
     found = argparse.ArgumentParser(
         prog="dllm quantize",
-        description="Quantize a DiffusionGemma checkpoint with LLM Compressor.",
+        description="Quantize a checkpoint with LLM Compressor.",
         allow_abbrev=False,
     )
     found.add_argument("model", type=Path, help="directory of a checkpoint in bf16")

@@ -1,19 +1,25 @@
 """The linear layers of the text model: their names and places in a checkpoint.
 
-In an unquantized checkpoint the experts of a layer are two tensors, ``experts.gate_up_proj`` and
-``experts.down_proj``, with a matrix for each expert. In a quantized one every expert has three
-layers of its own (``experts.3.gate_proj.weight``), as vLLM and LLM Compressor expect. vLLM fuses
-some layers into one (q, k and v; gate and up); these have to share an NVFP4 global scale.
+In an unquantized DiffusionGemma the experts of a layer are two tensors, ``experts.gate_up_proj``
+and ``experts.down_proj``, with a matrix for each expert. In a quantized one, and always in SDAR-MoE
+and LLaDA2, every expert has three layers of its own (``experts.3.gate_proj.weight``), as vLLM and
+LLM Compressor expect. vLLM fuses some layers into one (q, k and v; gate and up); these have to
+share an NVFP4 global scale. In LLaDA2 q, k and v are one layer in the checkpoint, too.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dllm.models.gemma.shapes import Config, tensor_shapes
-from dllm.models.gemma.weights import DECODER
+from dllm.models.gemma import shapes as gemma
+from dllm.models.gemma.shapes import Config
+from dllm.models.gemma.weights import DECODER, ENCODER
+from dllm.models.llada2 import shapes as llada2
+from dllm.models.sdar import shapes as sdar
 from quant.schemes import shared_name
 
+# How names of linear layers end: all but the head and the routers of SDAR-MoE and LLaDA2.
+LINEARS = ("proj", ".query_key_value", ".attention.dense")
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -53,7 +59,12 @@ def text_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
     Layer scalars are not among them: they may be missing, and count as 1 then.
     """
-    shapes = tensor_shapes({**config, "vision_config": None})
+    kind = config["architectures"][0]  # type: ignore[index]
+    if kind == "LLaDA2MoeModelLM":
+        return llada2.tensor_shapes(config)
+    if kind in ("SDARForCausalLM", "SDARMoeForCausalLM"):
+        return sdar.tensor_shapes(config)
+    shapes = gemma.tensor_shapes({**config, "vision_config": None})
     return {name: shape for name, shape in shapes.items() if not name.endswith(".layer_scalar")}
 
 
@@ -62,7 +73,7 @@ def linears(config: Config) -> list[Linear]:
     found: list[Linear] = []
     for name, shape in text_shapes(config).items():
         parent, _, leaf = name.rpartition(".")
-        if leaf == "weight" and parent.endswith("proj"):
+        if leaf == "weight" and parent.endswith(LINEARS):
             found.append(Linear(parent, (shape[0], shape[1]), name))
         elif name.endswith("experts.gate_up_proj"):
             inner = shape[1] // 2
@@ -96,7 +107,7 @@ def one_name(name: str) -> str:
     Weights of vision and layer scalars are not shared: their names are returned unchanged.
     """
     shared = shared_name(name)
-    if shared == name or shared.startswith("encoder.") or shared.endswith(".layer_scalar"):
+    if not name.startswith((DECODER, ENCODER)) or shared.endswith(".layer_scalar"):
         return name
     return DECODER + shared
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from dllm.quantize.checkpoint import INDEX, byte_size, in_units, read_header
+from dllm.quantize.checkpoint import DIFFUSION_GEMMA, INDEX, byte_size, in_units, read_header
 from dllm.quantize.groups import QuantizeFused, Tensors, quantize_group
 from dllm.quantize.job import COMPANIONS, Job, prepare
 from dllm.quantize.recipes import IGNORED
@@ -131,7 +131,10 @@ def resident() -> str:
 def _measure(job: Job, say: Say) -> Tensors:
     """Calibrate with LLM Compressor's observers."""
     from dllm.quantize.calibrate import Calibration, measure_inputs
+    from dllm.quantize.calibrate_masked import measure_masked_inputs
 
+    kind = job.source.config["architectures"][0]  # type: ignore[index]
+    measure = measure_inputs if kind == DIFFUSION_GEMMA else measure_masked_inputs
     modules = [layer.module for group in job.groups for layer in group.layers]
     start = time.monotonic()
 
@@ -140,7 +143,7 @@ def _measure(job: Job, say: Say) -> Tensors:
             seconds = time.monotonic() - start
             say(f"calibration: {number}/{len(job.prompts)} prompts, {seconds:.1f} s, {resident()}")
 
-    return measure_inputs(
+    return measure(
         job.source.path,
         modules,
         job.recipe.preset,

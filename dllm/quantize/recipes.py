@@ -14,6 +14,7 @@ from quant.schemes import SCHEMES, Plan, Scheme
 IGNORED: Mapping[str, str] = {
     "lm_head": "tied to the embedding, which every soft embedding is a mix of",
     "re:.*router.*": "a rounded router logit sends a token to another expert; 0.02% of the weights",
+    "re:.*mlp\\.gate$": "the router of SDAR-MoE and LLaDA2: as above",
     "re:.*self_conditioning.*": "feeds each denoise step's beliefs into the next: errors add up",
     "re:.*vision_tower.*": "text calibration never runs it",
     "re:.*embed_vision.*": "text calibration never runs it",

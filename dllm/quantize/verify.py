@@ -233,7 +233,9 @@ def _layer_scalars(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
     Compared in this form, because a checkpoint may store them for one half only.
     """
-    text = checkpoint.config["text_config"]
+    text = checkpoint.config.get("text_config")
+    if text is None:  # another family, which has none
+        return {}
     scalars = ((n, checkpoint.read(n)) for n in checkpoint.shapes if n.endswith(LAYER_SCALAR))
     return dict(merge_shared_copies(scalars, text["num_hidden_layers"]))  # type: ignore[index]
 

@@ -52,6 +52,19 @@ class IntRange:
         return f"an integer of at least {self.low} and at most {self.high}"
 
 
+@dataclass(frozen=True)
+class Choices:
+    """Some names; the text completes "allowed: "."""
+
+    names: tuple[str, ...]
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.names
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.names)}"
+
+
 def refuse(name: str, value: object, allowed: str) -> NoReturn:
     """Raise a ValueError that names the field, its value and what is allowed."""
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")

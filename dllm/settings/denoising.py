@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
-from dllm.settings.checks import FloatRange, IntRange
+from dllm.settings.checks import Choices, FloatRange, IntRange
 
 CanvasWindow = Literal["symmetric", "anchored"]
 CANVAS_WINDOWS: tuple[CanvasWindow, ...] = ("symmetric", "anchored")
@@ -17,13 +17,13 @@ class Parameter:
     Attributes:
         name: its key in ``RequestOptions.numbers`` and ``CanvasState.numbers``.
         setting: the attribute of the settings that holds the default.
-        allowed: what a request may send.
+        allowed: what a request may send. The number of one of several names is its index.
         dtype: of the tensor that holds it for all requests, as torch names it.
     """
 
     name: str
     setting: str
-    allowed: FloatRange | IntRange
+    allowed: FloatRange | IntRange | Choices
     dtype: Literal["int32", "float32", "float64"]
 
     @property
@@ -40,7 +40,7 @@ class DenoiseSettings(Protocol):
         one_step: extra arguments of a request whose canvases are emitted after one denoise step.
             The server's warm-up sends them.
         block_size: a row of a prompt or of an emitted block sees all keys in its own group of this
-            many positions. 1 means that it is causal; a server refuses anything else at start.
+            many positions. 1 means that it is causal. With more, a canvas is the rest of a group.
         canvas_length: tokens of a canvas; a request may ask for fewer.
         canvas_window: which context canvas rows see on sliding layers (``attention.masks``).
     """
@@ -69,3 +69,8 @@ class DenoiseSettings(Protocol):
             VLLMValidationError: the values do not fit each other (``settings.request.refuse``).
         """
         ...
+
+
+def block_size_of(vllm_config: Any) -> int:
+    """``DenoiseSettings.block_size`` of a server's model, as config.json says it; else 1."""
+    return getattr(vllm_config.model_config.hf_config, "block_size", None) or 1

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from dllm.settings.checks import FloatRange, IntRange, did_you_mean
+from dllm.settings.checks import Choices, FloatRange, IntRange, did_you_mean
 from dllm.settings.denoising import DenoiseSettings, Parameter
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ CANVAS_ARGS = (
     "diffusion_eos_stop",
 )
 
+# Those of them that a model with blocks does not take: its first canvas is as wide as the prompt
+# leaves room in its block, which the client does not know.
+WHOLE_CANVAS_ARGS = ("diffusion_seed_canvas", "diffusion_pinned", "diffusion_read_only")
+
 # Sampling parameters that our sampler does not apply; they are refused.
 UNSUPPORTED_PARAMETERS = ("thinking_token_budget", "trace_decode_token_ids")
 
@@ -51,6 +55,7 @@ class RequestOptions:
     Attributes:
         canvas_width: tokens per canvas, at most the served canvas_length.
         numbers: the values of the family's parameters, by the name of the ``Parameter``.
+        temperature: of the request; 1 if it is greedy.
         is_greedy: ``temperature`` is 0: the most likely token is taken instead of a sample.
             Entropies and stopping are those of the model's own temperature schedule.
         seed: of the request's noise; None: the server chooses one (``engine.state.request_seed``).
@@ -63,6 +68,7 @@ class RequestOptions:
 
     canvas_width: int
     numbers: Mapping[str, float]
+    temperature: float
     is_greedy: bool
     seed: int | None
     stops: frozenset[int]
@@ -99,6 +105,9 @@ class RequestOptions:
         _check_float("repetition_penalty", params.repetition_penalty, REPETITION_PENALTIES)
         for bias in (params.logit_bias or {}).values():
             _check_float("logit_bias", bias, LOGIT_BIASES)
+        if settings.block_size > 1:
+            _refuse_prompt_logprobs(params)
+            _refuse_structured_outputs(params)
         options = cls.read(params, settings)
         for token in options.seed_canvas or ():
             _check_int_range("diffusion_seed_canvas", token, 0, vocab_size - 1)
@@ -112,13 +121,16 @@ class RequestOptions:
             VLLMValidationError: a value in ``extra_args`` is not allowed.
         """
         extra = dict(params.extra_args or {})
+        if settings.block_size > 1:
+            _refuse_whole_canvas_args(extra)
         width = _take_number(extra, _canvas_width(settings), settings.canvas_length)
         asked = {
             parameter.name: _take_number(extra, parameter, getattr(settings, parameter.setting))
             for parameter in settings.parameters
         }
         is_greedy = params.temperature < 1e-5
-        numbers = settings.of_request(asked, 1.0 if is_greedy else params.temperature)
+        temperature = 1.0 if is_greedy else params.temperature
+        numbers = settings.of_request(asked, temperature)
         seed_canvas = _take_ids(extra, "diffusion_seed_canvas")
         if seed_canvas is not None and len(seed_canvas) != width:
             refuse(
@@ -137,6 +149,7 @@ class RequestOptions:
         return cls(
             canvas_width=int(width),
             numbers=numbers,
+            temperature=temperature,
             is_greedy=is_greedy,
             seed=params.seed,
             stops=frozenset(stops),
@@ -147,14 +160,21 @@ class RequestOptions:
 
 
 def _canvas_width(settings: DenoiseSettings) -> Parameter:
-    """The parameter that every family has: the width of the request's canvases."""
-    return Parameter("canvas_length", "canvas_length", IntRange(1, settings.canvas_length), "int32")
+    """The parameter that every family has: the width of the request's canvases.
+
+    With blocks there is nothing to choose: a canvas is the rest of its block.
+    """
+    least = 1 if settings.block_size == 1 else settings.canvas_length
+    allowed = IntRange(least, settings.canvas_length)
+    return Parameter("canvas_length", "canvas_length", allowed, "int32")
 
 
 def extra_args(settings: DenoiseSettings) -> list[str]:
     """The names of all extra arguments that a request may send to a model with these settings."""
     numbers = [parameter.key for parameter in settings.parameters]
-    return [_canvas_width(settings).key, *numbers, *CANVAS_ARGS]
+    refused = WHOLE_CANVAS_ARGS if settings.block_size > 1 else ()
+    others = [key for key in CANVAS_ARGS if key not in refused]
+    return [_canvas_width(settings).key, *numbers, *others]
 
 
 def requested_canvas_width(params: "SamplingParams | None", canvas_length: int) -> int:
@@ -209,6 +229,38 @@ def _refuse_unknown(extra: Mapping[str, object], settings: DenoiseSettings) -> N
             )
 
 
+def _refuse_whole_canvas_args(extra: Mapping[str, object]) -> None:
+    for key in WHOLE_CANVAS_ARGS:
+        if extra.get(key) is not None:
+            refuse(
+                key,
+                f"{key} is not served for this model: a canvas is the rest of a block, and its "
+                "width depends on the prompt. Leave it out.",
+            )
+
+
+def _refuse_prompt_logprobs(params: "SamplingParams") -> None:
+    """Refuse prompt logprobs: with blocks, a token's logits come from a row that sees the token."""
+    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+        value = getattr(params, name)
+        if value is not None:
+            refuse(
+                name,
+                f"{name} = {_shown(value)} is not served for this model: every token of a prompt "
+                "sees its whole block, itself included. Leave it out (and `echo` with `logprobs`).",
+            )
+
+
+def _refuse_structured_outputs(params: "SamplingParams") -> None:
+    """Refuse a grammar: tokens that are decided one after the other do not make one text of it."""
+    if params.structured_outputs is not None:
+        refuse(
+            "structured_outputs",
+            "structured outputs (response_format and the like) are not served for this model: the "
+            "masks of a canvas are replaced one after the other. Leave them out.",
+        )
+
+
 def _check_int_range(name: str, value: int | None, at_least: int, at_most: int) -> None:
     """Refuse an integer out of range; None passes. The engine has 32- and 64-bit fields."""
     if value is not None and not at_least <= value <= at_most:
@@ -220,16 +272,21 @@ def _check_int_range(name: str, value: int | None, at_least: int, at_most: int) 
 
 
 def _take_number(extra: dict[str, object], parameter: Parameter, default: float) -> float:
-    """Pop a parameter's value from ``extra``: an int if only integers are allowed, else a float."""
+    """Pop a parameter's value from ``extra``: an int if only integers are allowed, else a float.
+
+    Of a name, the result is the index. default: of the setting, as it stands there.
+    """
     value = extra.pop(parameter.key, None)
     if value is None:
-        return default
+        value = default
     if value not in parameter.allowed:
         refuse(
             parameter.key,
             f"{parameter.key} = {_shown(value)}; allowed: {parameter.allowed}. "
             f"Omit it for {default}.",
         )
+    if isinstance(parameter.allowed, Choices):
+        return parameter.allowed.names.index(value)  # type: ignore[arg-type]
     is_int = isinstance(parameter.allowed, IntRange)
     return value if is_int else float(value)  # type: ignore[return-value, arg-type]
 

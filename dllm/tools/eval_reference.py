@@ -19,8 +19,10 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from dllm.models.unmasking.reference import LOADERS
 from dllm.settings.command import CommandError
 from dllm.tasks.suite import Question
+from dllm.tools.eval_masked import MaskedReference
 from dllm.tools.eval_report import Answer, Run
 
 DIFFUSION = "DiffusionGemmaForBlockDiffusion"
@@ -45,6 +47,26 @@ class StepCounter:
         """Called at the end; does nothing."""
 
 
+def open_reference(
+    path: Path, max_tokens: int, temperature: float | None, seed: int
+) -> "ReferenceModel | MaskedReference":
+    """The reference of a checkpoint; the arguments are those of the classes.
+
+    Raises:
+        CommandError: there is no checkpoint, or its reference does not allow this temperature.
+    """
+    if not (path / "config.json").exists():
+        raise CommandError(f"--reference {path}: no config.json; give a checkpoint's folder.")
+    if _architecture(path) in LOADERS:
+        return MaskedReference(path, max_tokens, temperature)
+    return ReferenceModel(path, max_tokens, temperature, seed)
+
+
+def _architecture(path: Path) -> str:
+    name: str = json.loads((path / "config.json").read_text())["architectures"][0]
+    return name
+
+
 class ReferenceModel:
     """A checkpoint in transformers; its config.json says whether diffusion or autoregressive.
 
@@ -56,16 +78,13 @@ class ReferenceModel:
         seed: question i is answered with ``seed + i``.
 
     Raises:
-        CommandError: there is no checkpoint, or the reference does not allow this temperature.
+        CommandError: the reference does not allow this temperature.
     """
 
     def __init__(
         self, path: Path, max_tokens: int, temperature: float | None = None, seed: int = 0
     ) -> None:
-        config = path / "config.json"
-        if not config.exists():
-            raise CommandError(f"--reference {path}: no config.json; give a checkpoint's folder.")
-        architecture = json.loads(config.read_text())["architectures"][0]
+        architecture = _architecture(path)
         self.name = f"{path} in transformers"
         self.is_diffusion = architecture == DIFFUSION
         kind = DiffusionGemmaForBlockDiffusion if self.is_diffusion else AutoModelForCausalLM

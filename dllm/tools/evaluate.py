@@ -122,9 +122,9 @@ def open_model(given: argparse.Namespace) -> Model:
         return ServedModel(
             connection, given.max_tokens, given.concurrency, given.temperature, given.seed
         )
-    from dllm.tools.eval_reference import ReferenceModel  # imports torch: seconds
+    from dllm.tools.eval_reference import open_reference  # imports torch: seconds
 
-    return ReferenceModel(given.reference, given.max_tokens, given.temperature, given.seed or 0)
+    return open_reference(given.reference, given.max_tokens, given.temperature, given.seed or 0)
 
 
 def evaluate(

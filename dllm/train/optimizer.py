@@ -77,7 +77,8 @@ def make_optimizers(model: nn.Module, settings: RunSettings) -> list[torch.optim
     others: list[Tensor] = []
     for name, param in model.named_parameters():
         if param.requires_grad:
-            is_matrix = param.ndim >= 2 and "embed" not in name and "router" not in name
+            is_router = "router" in name or name.endswith("mlp.gate.weight")
+            is_matrix = param.ndim >= 2 and "embed" not in name and not is_router
             (matrices if is_matrix else others).append(param)
     return [
         Muon(matrices, settings.matrix_lr),

@@ -38,6 +38,13 @@ TINY = TileConfig(16, 32, 4, 1, min_keys_per_split=32, max_splits=3)
 UNSPLIT = dataclasses.replace(TINY, max_splits=1)
 # Causal, denoise, fused; a single row; a head of one row; odd lengths; a canvas that starts cold.
 MIXED = ((5, 20, CAUSAL), (7, 33, 0), (9, 0, 4), (1, 70, CAUSAL), (3, 90, 1), (6, 0, 0))
+# With blocks: a prompt in two chunks, the second of which ends within a block; a tail with its
+# canvas; an emitted block with the next canvas; a commit alone; blocks that cross pages; a context
+# that ends within a block.
+BLOCKS = (
+    (64, 0, CAUSAL), (41, 64, CAUSAL), (32, 96, 9), (64, 96, 32), (32, 32, CAUSAL),
+    (7, 89, CAUSAL), (1, 96, CAUSAL),
+)  # fmt: skip
 WINDOWS = [None, Window("symmetric", 8), Window("anchored", 8)]
 
 
@@ -145,21 +152,49 @@ def test_canvases_wider_than_the_window(kind: str, size: int) -> None:
     check(case, run(case)[0])
 
 
-def tiles_of_rows(span: QuerySpan, window: Window | None) -> list[tuple[range, int, int]]:
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "block_size"),
+    [*((*dtypes, 32) for dtypes in DTYPES), *((*DTYPES[0], size) for size in (2, 4, 5, 64))],
+    ids=str,
+)
+def test_blocks(dtype: torch.dtype, cache_dtype: torch.dtype | None, block_size: int) -> None:
+    """Heads that see their own block: of every kind, also where blocks and pages do not match."""
+    spec = CaseSpec(
+        (*BLOCKS, *MIXED), dtype=dtype, cache_dtype=cache_dtype, block_size=block_size,
+        padding_tokens=3, padding_seqs=2, device=DEVICE,
+    )  # fmt: skip
+    out, plan = run(case := make_case(spec))
+    assert max(splits(case, plan)) > 1
+    check(case, out)
+
+
+def test_blocks_with_the_committed_tiles() -> None:
+    spec = CaseSpec(BLOCKS, num_heads=8, head_size=128, block_size=32, dtype=torch.bfloat16)
+    case = make_case(dataclasses.replace(spec, device=DEVICE))
+    check(case, run(case, config=None)[0])
+
+
+def tiles_of_rows(
+    span: QuerySpan, window: Window | None, block_size: int = 1
+) -> list[tuple[range, int, int]]:
     """Rows of each row tile (16 pairs, groups of 2), and from the specification the first and
     last-plus-one key that any of them sees."""
     tiles = []
     for first in range(0, span.query_len, 8):
         rows = range(first, min(first + 8, span.query_len))
-        bounds = [visible_range(row, span, window) for row in rows]
+        bounds = [visible_range(row, span, window, block_size) for row in rows]
         tiles.append((rows, min(low for low, _ in bounds), max(high for _, high in bounds)))
     return tiles
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts calls in the interpreter")
-@pytest.mark.parametrize("window", [None, Window("symmetric", 70), Window("anchored", 70)], ids=str)
+@pytest.mark.parametrize(
+    ("window", "block_size"),
+    [(None, 1), (None, 4), (None, 32), (Window("symmetric", 70), 1), (Window("anchored", 70), 1)],
+    ids=str,
+)
 def test_only_visible_tiles_are_taken_and_only_edges_masked(
-    window: Window | None, monkeypatch: pytest.MonkeyPatch
+    window: Window | None, block_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counts the tiles of 32 keys that each row tile takes, without and with a mask."""
     taken = []
@@ -172,13 +207,13 @@ def test_only_visible_tiles_are_taken_and_only_edges_masked(
     monkeypatch.setattr(kernel_module, "_attend", spy)
     spans = ((20, 110, CAUSAL), (20, 110, 0), (20, 110, 9))
     case = make_case(CaseSpec(spans, num_kv_heads=2, num_heads=4, head_size=16))
-    case = dataclasses.replace(case, options=dataclasses.replace(case.options, window=window))
-    _, plan = run(case, UNSPLIT)
+    options = dataclasses.replace(case.options, window=window, block_size=block_size)
+    _, plan = run(case := dataclasses.replace(case, options=options), UNSPLIT)
     assert (plan.block_m, plan.config.block_n) == (16, 32)
     expected = []
     for span in case.spans:
-        for rows, low, high in tiles_of_rows(span, window):
-            bounds = [visible_range(row, span, window) for row in rows]
+        for rows, low, high in tiles_of_rows(span, window, block_size):
+            bounds = [visible_range(row, span, window, block_size) for row in rows]
             whole = max(0, min(b[1] for b in bounds) // 32 - -(-max(b[0] for b in bounds) // 32))
             expected += [(False, whole), (True, -(-high // 32) - low // 32 - whole)]
     assert sorted(taken) == sorted(2 * expected)  # two KV heads
@@ -186,13 +221,20 @@ def test_only_visible_tiles_are_taken_and_only_edges_masked(
 
 
 @pytest.mark.parametrize("split", [0, 9, CAUSAL])
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("window", [*WINDOWS, 4, 32], ids=str)
 def test_a_row_tile_loads_nothing_that_its_rows_do_not_see(
-    window: Window | None, split: int
+    window: Window | int | None, split: int
 ) -> None:
-    """For each row tile, every key outside its rows' ranges is NaN: its rows do not notice."""
-    case = make_case(CaseSpec(((20, 60, split),), window=window, device=DEVICE))
-    for rows, low, high in tiles_of_rows(case.spans[0], window):
+    """For each row tile, every key outside its rows' ranges is NaN: its rows do not notice.
+
+    window: an integer is the size of blocks.
+    """
+    block_size = 1
+    if isinstance(window, int):
+        window, block_size = None, window
+    spec = CaseSpec(((20, 60, split),), window=window, block_size=block_size, device=DEVICE)
+    case = make_case(spec)
+    for rows, low, high in tiles_of_rows(case.spans[0], window, block_size):
         key, value = case.cache.key.clone(), case.cache.value.clone()
         for pos in (*range(low), *range(high, 80)):
             page = case.batch.block_tables[0, pos // 16]
@@ -394,14 +436,16 @@ WINDOW = st.none() | st.builds(
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2)]),
     page_size=st.sampled_from([4, 7, 16, 32]),
     config=st.sampled_from([TINY, UNSPLIT, TileConfig(64, 16, 4, 1, 32, 3, block_v=16)]),
+    block_size=st.sampled_from([1, 3, 4, 32]),
     seed=st.integers(0, 9),
 )
 def test_random_batches(
     spans: list[tuple[int, int, int]], window: Window | None, head_size: int,
-    heads: tuple[int, int], page_size: int, config: TileConfig, seed: int,
+    heads: tuple[int, int], page_size: int, config: TileConfig, block_size: int, seed: int,
 ) -> None:  # fmt: skip
     spec = CaseSpec(
         tuple(spans), heads[0], heads[1], head_size, page_size, window=window, seed=seed,
+        block_size=block_size if window is None else 1,
         padding_tokens=seed % 3, padding_seqs=seed % 2, device=DEVICE,
     )  # fmt: skip
     case = make_case(spec)

@@ -16,9 +16,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-import tests.support.engine_harness  # noqa: F401  sets vLLM's environment first
 from dllm.patches import configure
-from tests.support import hf_reference
+from tests.support import family_checkpoints, hf_reference
+from tests.support.engine_harness import Run, SamplingParams, assert_same_runs, get_engine
 from tests.support.process import run_python
 
 CANVAS, WINDOW = 12, 16
@@ -59,12 +59,28 @@ def test_one_pass_mixed_every_kind_of_row(engine_run):
     assert any(37 in points for points in splits), "no prompt"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SDAR", "LLADA2"])
+def test_models_with_blocks_do_the_same_as_on_vllms_cpu_kernel(name, tmp_path):
+    """There, each block of a head is a sequence of its own."""
+    path = family_checkpoints.write(tmp_path / "model", getattr(family_checkpoints, name))
+    run_python(
+        "-m", "tests.support.attention_backend_worker", str(path), str(tmp_path / "run.pt"), "32"
+    )
+    run = torch.load(tmp_path / "run.pt")
+    params = [SamplingParams(max_tokens=24, seed=seed, ignore_eos=True) for seed in (1, 2)]
+    expected = get_engine(path, max_model_len=128, max_num_batched_tokens=64)
+    runs = expected.runs(run["prompts"], params)
+    found = [Run(*pair) for pair in zip(run["tokens"], run["logits"], strict=True)]
+    assert_same_runs(found, runs)
+
+
 @pytest.fixture
 def choose(monkeypatch):
     """What the config hook makes of ``--attention-backend`` on CUDA."""
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
 
-    def choose(backend, window, flash_attn=None, mode=None, has_flash_4=True):
+    def choose(backend, window, flash_attn=None, mode=None, has_flash_4=True, block_size=1):
         monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: has_flash_4)
         attention = SimpleNamespace(
             backend=backend and AttentionBackendEnum[backend],
@@ -73,7 +89,8 @@ def choose(monkeypatch):
         )
         compilation = SimpleNamespace(cudagraph_mode=mode)
         config = SimpleNamespace(attention_config=attention, compilation_config=compilation)
-        configure._choose_attention(config, window)
+        settings = SimpleNamespace(canvas_window=window, block_size=block_size)
+        configure._choose_attention(config, settings)
         assert attention.use_non_causal
         return attention.backend.name, attention.flash_attn_version, compilation.cudagraph_mode
 
@@ -98,6 +115,12 @@ def test_backends_with_one_flag_a_sequence_keep_working(choose):
 def test_the_anchored_window_is_refused_where_it_cannot_be_had(choose, backend):
     with pytest.raises(ValueError, match=f"--attention-backend {backend} .*--hf-overrides"):
         choose(backend, "anchored")
+
+
+def test_heads_that_see_blocks_need_our_backend(choose):
+    assert choose(None, "symmetric", block_size=4)[0] == "CUSTOM"
+    with pytest.raises(ValueError, match="--attention-backend TRITON_ATTN has no heads that see"):
+        choose("TRITON_ATTN", "symmetric", block_size=4)
 
 
 def test_backends_that_know_no_flag_are_refused(choose):

@@ -59,7 +59,9 @@ for label, case in json.loads(sys.argv[1]).items():
 
 SPLIT = {"SPLIT_ROWS": 64, "MIN_KEYS": 1024, "MAX_SPLITS": 4, "PROGRAMS": 256}
 SHAPE = {"GROUP": 3, "NUM_KV_HEADS": 2, "HEAD_SIZE": 80, "PADDED_SIZE": 128}
-ATTEND = SHAPE | SPLIT | {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_V": 64, "UPCAST": False}
+ATTEND = SHAPE | SPLIT | {
+    "BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_V": 64, "UPCAST": False, "BLOCK_SIZE": 1,
+}  # fmt: skip
 CASES = {
     "bool flag, soft cap, symmetric window, odd sizes": {
         "kernel": "attend", "dtype": "fp16", "cache_dtype": "fp16",
@@ -67,6 +69,14 @@ CASES = {
             "PAGE_SIZE": 24, "WINDOW": 100, "ANCHORED": False, "SOFTCAP": True, "IS_BOOL": True,
             "HAS_K_SCALE": False, "HAS_V_SCALE": False, "k_scale": None, "v_scale": None,
             "SPLIT": True, "PARTIAL_ROWS_PER_SEQ": 64,
+        },
+    },
+    "heads that see blocks": {
+        "kernel": "attend", "dtype": "bf16", "cache_dtype": "bf16",
+        "constants": ATTEND | {
+            "PAGE_SIZE": 32, "WINDOW": 0, "ANCHORED": False, "SOFTCAP": False, "IS_BOOL": False,
+            "HAS_K_SCALE": False, "HAS_V_SCALE": False, "k_scale": None, "v_scale": None,
+            "SPLIT": True, "PARTIAL_ROWS_PER_SEQ": 64, "BLOCK_SIZE": 32,
         },
     },
     "few rows, fp8 cache with scales, one page a tile": {
@@ -127,6 +137,7 @@ for label, case in json.loads(sys.argv[1]).items():
         "BLOCK_V": config.columns(size), "SPLIT": case["split"], "PARTIAL_ROWS_PER_SEQ": 0,
         "SPLIT_ROWS": config.block_m, "MIN_KEYS": config.min_keys_per_split,
         "MAX_SPLITS": config.max_splits, "PROGRAMS": TARGET_PROGRAMS, "UPCAST": False,
+        "BLOCK_SIZE": 1,
         "k_stride_dim": 1, "v_stride_dim": 1,
     }
     constants |= {} if is_fp8 else {"k_scale": None, "v_scale": None}

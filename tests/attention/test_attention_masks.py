@@ -124,6 +124,76 @@ PICTURES = {
 }  # fmt: skip
 
 
+# span, block size, what it looks like
+BLOCK_PICTURES = {
+    "a prompt of two blocks and a tail, then the canvas": (
+        (8, 8, 5), 2,
+        """
+        xx......
+        xx......
+        xxxx....
+        xxxx....
+        xxxxxx..
+        xxxxxxxx
+        xxxxxxxx
+        xxxxxxxx
+        """,
+    ),
+    "a tail, and the canvas that it sees": (
+        (4, 8, 1), 4,
+        """
+        xxxxxxxx
+        xxxxxxxx
+        xxxxxxxx
+        xxxxxxxx
+        """,
+    ),
+    "an emitted block does not see the next canvas": (
+        (6, 9, 3), 3,
+        """
+        xxxxxx...
+        xxxxxx...
+        xxxxxx...
+        xxxxxxxxx
+        xxxxxxxxx
+        xxxxxxxxx
+        """,
+    ),
+    "a chunk that starts and ends within a block": (
+        (4, 7, 4), 4,
+        """
+        xxxx...
+        xxxxxxx
+        xxxxxxx
+        xxxxxxx
+        """,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLOCK_PICTURES)
+def test_pictures_of_blocks(name: str) -> None:
+    span, block_size, drawing = BLOCK_PICTURES[name]
+    expected = "\n".join(line.strip() for line in drawing.strip().splitlines())
+    assert picture(QuerySpan(*span), None, block_size) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    span=st.builds(QuerySpan, st.integers(0, 12), st.integers(0, 30), st.integers(-2, 14)),
+    block_size=st.integers(1, 9),
+)
+def test_the_range_of_a_row_in_a_block_is_the_predicate(span: QuerySpan, block_size: int) -> None:
+    for row in range(span.query_len):
+        start, stop = visible_range(row, span, None, block_size)
+        keys = range(-3, span.seq_len + 3)
+        seen = [key for key in keys if may_attend(row, key, span, None, block_size)]
+        assert seen == list(range(start, stop))
+        if span.is_causal(row):
+            end_of_block = (span.position(row) // block_size + 1) * block_size
+            assert stop == min(max(end_of_block, 0), span.seq_len)
+
+
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures(name: str) -> None:
     span, window, drawing = PICTURES[name]

@@ -28,6 +28,29 @@ def test_dense_attention_is_softmax_attention(split: int, window: Window | None)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_head_of_blocks_is_block_causal_attention() -> None:
+    torch.manual_seed(0)
+    span = QuerySpan(8, 12, 8)
+    query, key, value = torch.randn(8, 2, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+    got = dense_attention(query, key, value, span, AttentionOptions(0.3, block_size=4))
+    block = torch.arange(12) // 4
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=block[None, :] <= block[4:, None],
+        scale=0.3,
+    )[0].transpose(0, 1)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_beside_a_window_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"block_size is 4 beside Window\(.*\): only one"):
+        AttentionOptions(1.0, Window("anchored", 8), block_size=4)
+    with pytest.raises(ValueError, match="block_size is 0"):
+        AttentionOptions(1.0, block_size=0)
+
+
 def test_the_soft_cap_bounds_logits() -> None:
     """With a tiny cap all logits are nearly equal: the output is the mean of the values."""
     torch.manual_seed(0)

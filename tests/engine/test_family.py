@@ -19,7 +19,6 @@ from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
-from dllm.patches import configure
 from dllm.settings.checks import FloatRange
 from dllm.settings.denoising import CanvasWindow, Parameter
 from dllm.settings.request import RequestOptions
@@ -141,13 +140,6 @@ def test_what_the_warm_up_sends_is_admitted(state):
     for settings in (Masked.settings, GEMMA):
         params = SamplingParams(extra_args=dict(settings.one_step))
         RequestOptions.parse(params, settings, VOCAB)
-
-
-def test_a_checkpoint_with_larger_blocks_is_refused_at_start(monkeypatch):
-    blocks = type("Blocks", (MaskSettings,), {"block_size": 4})()
-    monkeypatch.setattr(configure, "settings_of", lambda vllm_config: blocks)
-    with pytest.raises(ValueError, match=r"block size 4 of the checkpoint: .* allowed: 1\."):
-        configure.configure_dllm(None)
 
 
 def test_the_columns_of_gemma_are_those_that_its_step_returns():

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attention.masks import QuerySpan, visible_range
 from dllm.engine.spans import Spans
 
 
@@ -91,3 +92,39 @@ def test_virtual_sequences_partition_the_tokens_of_a_batch(rows):
     # A canvas sees its whole sequence.
     canvases = sequences.is_causal == 0
     assert (sequences.seq_lens[canvases] == seq_lens[sequences.row_of[canvases]]).all()
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 20), st.booleans()), min_size=1, max_size=4
+    ),
+    block_size=st.integers(2, 7),
+)
+def test_blocks_as_sequences_see_what_the_specification_says(rows, block_size):
+    """rows: blocks computed before, tokens of the head, whether a canvas fills the last block."""
+    spans, seq_lens, heads = [], [], []
+    for blocks, head, has_canvas in rows:
+        start = blocks * block_size
+        canvas = block_size - (start + head) % block_size if has_canvas or head == 0 else 0
+        spans.append((head + canvas, canvas))
+        seq_lens.append(start + head + canvas)
+        heads.append(head)
+    sequences = spans_of(*spans).virtual_sequences(int32(*seq_lens), block_size)
+    assert not sequences.is_causal.any()
+    starts = sequences.query_start_loc
+    seen = np.repeat(sequences.seq_lens, np.diff(starts))  # of every token: it sees keys below
+    expected = [
+        visible_range(row, QuerySpan(query_len, seq_len, head), None, block_size)[1]
+        for (query_len, _), seq_len, head in zip(spans, seq_lens, heads, strict=True)
+        for row in range(query_len)
+    ]
+    assert seen.tolist() == expected
+    row_of_token = np.repeat(sequences.row_of, np.diff(starts))
+    assert row_of_token.tolist() == [row for row, (n, _) in enumerate(spans) for _ in range(n)]
+
+
+def test_the_tail_of_a_head_is_what_shares_a_block_with_the_canvas():
+    # a prompt with its first canvas, an emitted block with the next canvas, a whole canvas, a chunk
+    spans = spans_of((40, 3), (64, 32), (32, 32), (37, 0))
+    assert spans.tail_lens(int32(96, 160, 64, 101), 32).tolist() == [29, 0, 0, 5]
+    assert spans.tail_lens(int32(96, 160, 64, 101), 1).tolist() == [0, 0, 0, 0]

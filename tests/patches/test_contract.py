@@ -232,6 +232,7 @@ SIGNATURES = {
 OBJECTS = {  # not functions
     "vllm.v1.worker.gpu.model_runner.RejectionSampler": type,
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
+    "vllm.transformers_utils.config._CONFIG_REGISTRY": dict,
     "vllm.triton_utils.triton.next_power_of_2": object,
 }
 

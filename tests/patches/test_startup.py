@@ -222,6 +222,7 @@ def test_plugin_options_arrive(checkpoint):
             {"structured_outputs_config": {"backend": "guidance"}},
             "--structured-outputs-config.backend does not work .* xgrammar",
         ),
+        ({"enable_lora": True}, "--enable-lora does not work .* Leave it out"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip

@@ -54,6 +54,7 @@ def test_a_request_without_wishes_gets_the_servers_values():
             "entropy_bound": 1.0,
             "confidence": 0.2,
         },
+        temperature=1.0,
         is_greedy=False,
         seed=None,
         stops=frozenset(),
@@ -84,7 +85,8 @@ def test_every_extra_argument_is_read():
     )
     seed_canvas = (7, 0, 49, 3, 3, 3, 3, 3)
     numbers = {"max_steps": 3, "t_min": 0.1, "t_max": 2.0, "entropy_bound": 0.5, "confidence": 0.0}
-    assert options == RequestOptions(8, numbers, False, -5, frozenset(), seed_canvas, (0, 7), True)
+    rest = (False, -5, frozenset(), seed_canvas, (0, 7), True)
+    assert options == RequestOptions(8, numbers, 1.0, *rest)
 
 
 def test_null_means_the_servers_value():

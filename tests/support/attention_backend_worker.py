@@ -1,6 +1,6 @@
 """Runs vLLM's engine with our CUDA attention backend, in Triton's interpreter.
 
-    python attention_backend_worker.py CHECKPOINT OUTPUT
+    python attention_backend_worker.py CHECKPOINT OUTPUT [PAGE_SIZE]
 
 ``test_attention_backend.py`` starts it as a process of its own, because ``TRITON_INTERPRET=1`` has
 to be set before triton is imported. vLLM's CPU platform knows one backend only; here it returns
@@ -31,7 +31,7 @@ def serve_with_triton_kernel() -> None:
     CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
 
 
-def main(checkpoint: str, output: str) -> None:
+def main(checkpoint: str, output: str, page_size: str = "16") -> None:
     """Generate, and save the tokens, the logits of every step and the arguments of our kernel."""
     from attention import backend
 
@@ -40,7 +40,7 @@ def main(checkpoint: str, output: str) -> None:
         checkpoint,
         max_model_len=128,
         max_num_batched_tokens=64,
-        block_size=16,
+        block_size=int(page_size),
         attention_config={"backend": "CUSTOM"},
     )
     calls = []

@@ -31,6 +31,7 @@ class CaseSpec:
     cache_dtype: torch.dtype | None = None
     window: Window | None = None
     logit_softcap: float = 0.0
+    block_size: int = 1
     padding_tokens: int = 0
     padding_seqs: int = 0
     seed: int = 0
@@ -92,7 +93,9 @@ def make_case(spec: CaseSpec) -> Case:
     num_tokens = sum(span.query_len for span in spans) + spec.padding_tokens
     query = torch.randn(num_tokens, spec.num_heads, spec.head_size, generator=generator)
     query = query.to(spec.dtype).to(spec.device)
-    options = AttentionOptions(spec.head_size**-0.5, spec.window, spec.logit_softcap)
+    options = AttentionOptions(
+        spec.head_size**-0.5, spec.window, spec.logit_softcap, spec.block_size
+    )
     reference_tables = tables.clamp(min=0).to(spec.device)
     expected, magnitude = (
         paged_attention(query, key_seen, values, reference_tables, spans, options)

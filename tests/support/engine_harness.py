@@ -44,10 +44,17 @@ class Run:
     logits: torch.Tensor  # [denoise steps * canvas width, vocab]
 
     def difference(self, other: "Run") -> float:
-        """Largest difference of the logits in units of the largest logit; inf for other tokens."""
+        """Largest difference of the logits in units of the largest logit; inf for other tokens.
+
+        Tokens that a model excludes (-inf) have to be the same.
+        """
         if self.tokens != other.tokens or self.logits.shape != other.logits.shape:
             return float("inf")
-        return float((self.logits - other.logits).abs().max() / other.logits.abs().max())
+        is_out = self.logits == -torch.inf
+        if not torch.equal(is_out, other.logits == -torch.inf):
+            return float("inf")
+        ours, theirs = (run.logits.masked_fill(is_out, 0) for run in (self, other))
+        return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
 # Small, because engines live as long as the test session, and a cache is in memory from the start.

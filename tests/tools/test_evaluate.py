@@ -9,13 +9,21 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dllm.cli import CommandError, main
+from dllm.models.unmasking.reference import generate_blocks
 from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES, Question, questions
-from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE, save_tokenizer, train_tokenizer
-from dllm.tools.eval_reference import ReferenceModel
+from dllm.tasks.tokenizer import (
+    TOKEN_ID,
+    VOCAB_SIZE,
+    encode_prompt,
+    save_tokenizer,
+    train_tokenizer,
+)
+from dllm.tools.eval_reference import ReferenceModel, open_reference
 from dllm.tools.eval_report import Answer, Run, Score, score, total, wilson_interval
 from dllm.tools.eval_server import PASSES, counter, denoise_counts
 from dllm.tools.evaluate import chosen_families
 from tests.support.chat_stub import Stub, serve
+from tests.support.family_checkpoints import LLADA2, SDAR, write
 
 
 def right_but_every(nth: int, families: list[str], num: int):
@@ -239,3 +247,29 @@ def test_a_folder_without_a_checkpoint_is_refused(
 ) -> None:
     assert main(["eval", "--reference", str(tmp_path), "--num", "1"]) == 1
     assert "no config.json; give a checkpoint's folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", [SDAR, LLADA2])
+def test_the_reference_of_masked_blocks(config: dict, tmp_path: Path) -> None:
+    """Its answers are those of the plain loop, cut behind the first stop token; steps count."""
+    path = write(tmp_path / "model", config)
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 6]}')
+    model = open_reference(path, 40, None, 0)
+    asked = questions(["add"], "heldout", 3)
+    seen = []
+    run = model.answer(asked, lambda: seen.append(1))
+    assert len(seen) == 3 and run.blocks is not None and run.denoise_steps is not None
+    assert 3 <= run.blocks <= run.denoise_steps
+    ids = encode_prompt(train_tokenizer(), asked[0].prompt)
+    generated = generate_blocks(model.model, [ids], model.rule, 40).answers[0]
+    stops = [i for i, token in enumerate(generated) if token in (1, 6)] + [len(generated) - 1]
+    assert run.answers[0].num_tokens == stops[0] + 1
+    assert run.answers[0].text == model.tokenizer.decode(
+        generated[: stops[0] + 1], skip_special_tokens=True
+    )
+
+
+def test_the_reference_of_masked_blocks_is_greedy(tmp_path: Path) -> None:
+    path = write(tmp_path / "model", SDAR)
+    with pytest.raises(CommandError, match="allowed: 0, or leave it out"):
+        open_reference(path, 8, 0.5, 0)

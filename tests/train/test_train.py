@@ -14,6 +14,8 @@ from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
 from bench.workloads import card_accuracy
 from dllm import cli
+from dllm.models.llada2 import reference as llada2
+from dllm.models.sdar import reference as sdar
 from dllm.tasks.suite import question
 from dllm.tasks.tokenizer import train_tokenizer
 from dllm.tasks.tool_tokenizer import TOOL_CHAT_TEMPLATE, VOCAB_SIZE, train_tool_tokenizer
@@ -39,7 +41,7 @@ SHORT = {
     "validation_questions": 1,
     "families": ["compare", "report"],
 }
-OBJECTIVES = ("diffusion", "ar")
+OBJECTIVES = ("diffusion", "ar", "sdar", "llada2")
 
 
 def write_config(path: Path, objective: str, **fields: object) -> Path:
@@ -105,12 +107,16 @@ def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path):
 def test_checkpoint_loads_in_transformers(finished):
     """No missing, unexpected or mismatched key, and the averaged weights in bf16."""
     objective, out = finished
-    kind = DiffusionGemmaForBlockDiffusion if objective == "diffusion" else AutoModelForCausalLM
-    model, info = kind.from_pretrained(out / "model", output_loading_info=True)
-    assert not any(info.values()), info
+    if objective in ("sdar", "llada2"):  # which transformers has under other names
+        reference = sdar if objective == "sdar" else llada2
+        model = reference.load_reference(out / "model")
+    else:
+        kind = DiffusionGemmaForBlockDiffusion if objective == "diffusion" else AutoModelForCausalLM
+        model, info = kind.from_pretrained(out / "model", output_loading_info=True)
+        assert not any(info.values()), info
     average = torch.load(out / "state.pt", weights_only=True)["average"]
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(tensor, average[name].to(torch.bfloat16), rtol=0, atol=0)
+        torch.testing.assert_close(tensor.bfloat16(), average[name].bfloat16(), rtol=0, atol=0)
 
 
 def test_run_documents_itself(finished):
@@ -139,14 +145,14 @@ def test_run_that_starts_from_another(finished, tmp_path):
 def test_start_that_does_not_fit_is_refused(finished, tmp_path, capsys):
     """Another kind of model, other sizes, no checkpoint; nothing has been written then."""
     objective, start = finished
-    other = "ar" if objective == "diffusion" else "diffusion"
+    other = "diffusion" if objective != "diffusion" else "ar"
     wide = write_config(tmp_path / "wide.toml", objective)
     wide.write_text(wide.read_text().replace("hidden_size = 32", "hidden_size = 64"))
     same = write_config(tmp_path / "c.toml", other)
     empty = tmp_path / "empty"
     empty.mkdir()
     for kind, config, path, message in (
-        (other, same, start / "model", "ForBlockDiffusion"),
+        (other, same, start / "model", "allowed: a "),
         (objective, wide, start / "model", "embed_tokens.weight of shape (832, 32)"),
         (objective, wide, empty, "holds no config.json"),
     ):
@@ -229,8 +235,11 @@ def test_finished_run_is_not_started_over(finished, capsys):
         ({"matrix_lr": "fast"}, "matrix_lr = 'fast'"),
         ({"families": ["ad"]}, "families = 'ad'; allowed: add, sort"),
         ({"families": ["alarm", "add"]}, "families = 'add'; allowed: weather, total, alarm"),
-        ({"objective": "gan"}, "objective = 'gan'; allowed: diffusion or ar."),
+        ({"objective": "gan"}, "objective = 'gan'; allowed: diffusion or ar or sdar or llada2."),
         ({"objective": "ar"}, "run `dllm train ar`"),
+        ({"block_lengths": []}, "block_lengths = (); allowed: at least one"),
+        ({"block_lengths": [4, 0]}, "block_lengths[1] = 0; allowed: "),
+        ({"wrong_tokens": 1.5}, "wrong_tokens = 1.5; allowed: "),
     ],
 )
 def test_bad_config_is_refused_before_the_first_step(tmp_path, capsys, fields, message):
@@ -267,6 +276,9 @@ def test_shipped_configs_are_valid():
         "tiny-ar-continued",
         "tiny-dllm",
         "tiny-dllm-continued",
+        "tiny-llada2",
+        "tiny-sdar",
+        "tiny-sdar-continued",
         "tiny-tools",
         "tiny-tools-continued",
         "tiny-tools-finished",

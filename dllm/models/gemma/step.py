@@ -118,6 +118,7 @@ def first_canvases(
         steps_done=torch.zeros_like(seeds),
         argmax_canvas=torch.zeros(num_rows, length, dtype=torch.int64, device=device),
         chosen=torch.full((num_rows * length,), FREE, dtype=torch.int64, device=device),
+        temperature=torch.ones(num_rows, device=device),
         is_greedy=torch.zeros(num_rows, dtype=torch.bool, device=device),
         is_stop=is_stop.expand(num_rows, -1),
         numbers={

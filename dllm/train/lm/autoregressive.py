@@ -4,12 +4,13 @@ It is the baseline of the diffusion model and the target of the drafter. The los
 cross-entropy on the answers alone, because questions are never generated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID
@@ -20,9 +21,11 @@ from dllm.train.lm.objective import (
     Encoded,
     answer_loss,
     answer_mask,
+    check_kind,
     decode_until_end,
     pad_right,
     padded_vocab_size,
+    save_transformers,
 )
 from dllm.train.lm.settings import TrainSettings
 
@@ -78,6 +81,15 @@ class Autoregressive:
         model = Qwen3ForCausalLM(Qwen3Config(**(self.config() | {"dtype": "float32"})))
         model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
         return model
+
+    def load_start(self, path: Path) -> Mapping[str, Tensor]:
+        """Weights of a model of this kind."""
+        check_kind(path, "Qwen3ForCausalLM")
+        return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+
+    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
+        """Write them as Hugging Face does."""
+        save_transformers(model, path)
 
     def loss(
         self, model: Qwen3ForCausalLM, questions: Sequence[Question], random: torch.Generator

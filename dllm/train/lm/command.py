@@ -1,11 +1,13 @@
-"""``dllm train diffusion`` and ``dllm train ar``: from a TOML file to a checkpoint directory."""
+"""``dllm train`` for a language model: from a TOML file to a checkpoint directory."""
 
 import argparse
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from tokenizers import Tokenizer
 
 from dllm.settings.command import OK, CommandError
 from dllm.tasks.tokenizer import train_tokenizer
@@ -15,8 +17,10 @@ from dllm.train.lm.autoregressive import Autoregressive
 from dllm.train.lm.diffusion import Diffusion
 from dllm.train.lm.export import export
 from dllm.train.lm.learner import LanguageLearner, digest_of
+from dllm.train.lm.llada2 import LLaDA2
 from dllm.train.lm.model_card import CARD_OF_START, STARTED_FROM, write_model_card
 from dllm.train.lm.objective import Objective
+from dllm.train.lm.sdar import SDAR
 from dllm.train.lm.settings import CONFIGS, TrainSettings
 from dllm.train.progress import train_with_bar
 from dllm.train.run import Run
@@ -30,6 +34,20 @@ from dllm.train.run_files import (
     write_start,
 )
 
+
+class Kind(NamedTuple):
+    """A kind of model: its objective, and the config of the shipped one."""
+
+    make: Callable[[TrainSettings, Tokenizer], Objective]
+    config: str
+
+
+KINDS = {
+    "diffusion": Kind(Diffusion, "tiny-dllm.toml"),
+    "ar": Kind(Autoregressive, "tiny-ar.toml"),
+    "sdar": Kind(SDAR, "tiny-sdar.toml"),
+    "llada2": Kind(LLaDA2, "tiny-llada2.toml"),
+}
 ACCURACY = Panel("validation answers correct, %", lambda name: name != "steps_per_block", True)
 
 
@@ -60,7 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         epilog="`dllm train pilot --help`: a policy of draft widths, which is made another way.",
     )
-    parser.add_argument("objective", choices=("diffusion", "ar"), help="the kind of model")
+    parser.add_argument("objective", choices=tuple(KINDS), help="the kind of model")
     parser.add_argument("--config", type=Path, help="TOML; default: the one of the shipped model")
     parser.add_argument("--out", type=Path, required=True, help="directory of the run")
     parser.add_argument(
@@ -77,8 +95,7 @@ def load_settings(given: argparse.Namespace) -> TrainSettings:
     Raises:
         CommandError: the config is wrong, or for the other kind of model.
     """
-    shipped = CONFIGS / {"diffusion": "tiny-dllm.toml", "ar": "tiny-ar.toml"}[given.objective]
-    path = given.config or shipped
+    path = given.config or CONFIGS / KINDS[given.objective].config
     settings = TrainSettings.load(path)
     if settings.objective != given.objective:
         raise CommandError(
@@ -127,7 +144,5 @@ def open_run(
 
 def make_objective(settings: TrainSettings) -> Objective:
     """The objective that the settings name."""
-    kinds: dict[str, type[Diffusion] | type[Autoregressive]]
-    kinds = {"diffusion": Diffusion, "ar": Autoregressive}
     tokenizer = train_tool_tokenizer() if settings.asks_for_tools else train_tokenizer()
-    return kinds[settings.objective](settings, tokenizer)
+    return KINDS[settings.objective].make(settings, tokenizer)

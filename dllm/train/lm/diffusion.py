@@ -11,15 +11,16 @@ Training shows the model what generation will show it:
 - some of these have also been changed by a sampler step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.models.diffusion_gemma import (
     DiffusionGemmaConfig,
     DiffusionGemmaForBlockDiffusion,
@@ -36,9 +37,11 @@ from dllm.train.lm.objective import (
     Encoded,
     answer_loss,
     answer_mask,
+    check_kind,
     decode_until_end,
     pad_right,
     padded_vocab_size,
+    save_transformers,
 )
 from dllm.train.lm.settings import TrainSettings
 
@@ -133,6 +136,17 @@ class Diffusion:
         model.model.encoder.vision_tower.requires_grad_(False)
         model.model.encoder.embed_vision.requires_grad_(False)
         return model
+
+    def load_start(self, path: Path) -> Mapping[str, Tensor]:
+        """Weights of a model of this kind."""
+        check_kind(path, "DiffusionGemmaForBlockDiffusion")
+        return DiffusionGemmaForBlockDiffusion.from_pretrained(
+            path, dtype=torch.float32
+        ).state_dict()
+
+    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
+        """Write them as Hugging Face does."""
+        save_transformers(model, path)
 
     def loss(
         self,

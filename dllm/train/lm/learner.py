@@ -4,7 +4,6 @@ Tensors are on torch's default device.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dllm.tasks.suite import FAMILIES, Question, question, questions
-from dllm.train.lm.objective import Objective
+from dllm.train.lm.objective import WEIGHTS, Objective
 from dllm.train.lm.settings import TrainSettings
 from dllm.train.run import Learner, choices_of_step, noise_of_step
 
@@ -44,7 +43,7 @@ class LanguageLearner(Learner):
         self.model: PreTrainedModel = objective.build_model()
         self._is_evaluated = False
         if start_from is not None:
-            load_start(self.model, start_from)
+            load_start(self.model, objective, start_from)
 
     def loss(self, step: int) -> Tensor:
         """That of the objective, on fresh questions."""
@@ -98,16 +97,13 @@ class LanguageLearner(Learner):
         self.errors, self._is_evaluated = state["errors"], state["is_evaluated"]
 
 
-def load_start(model: PreTrainedModel, start_from: Path) -> None:
+def load_start(model: PreTrainedModel, objective: Objective, start_from: Path) -> None:
     """Give a model the weights of a checkpoint of the same kind and shape.
 
     Raises:
         ValueError: it is of another kind or shape.
     """
-    kind = json.loads((start_from / "config.json").read_text())["architectures"][0]
-    if kind != type(model).__name__:
-        raise ValueError(f"{start_from} is a {kind}; allowed: a {type(model).__name__}.")
-    start = type(model).from_pretrained(start_from, dtype=torch.float32).state_dict()
+    start = objective.load_start(start_from)
     for name, tensor in model.state_dict().items():
         has, wants = tuple(start[name].shape) if name in start else None, tuple(tensor.shape)
         if has != wants:
@@ -120,4 +116,4 @@ def load_start(model: PreTrainedModel, start_from: Path) -> None:
 
 def digest_of(checkpoint: Path) -> str:
     """SHA-256 of the weights of a checkpoint directory."""
-    return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256((checkpoint / WEIGHTS).read_bytes()).hexdigest()

@@ -22,6 +22,11 @@ KINDS = {
         "mixture of experts, self-conditioning, tied embeddings)"
     ),
     "ar": "an autoregressive language model in Qwen3's format",
+    "sdar": "a block-diffusion language model in SDAR's format (masked blocks on Qwen3)",
+    "llada2": (
+        "a block-diffusion language model in LLaDA2's format (masked blocks with editing, mixture "
+        "of experts)"
+    ),
 }
 
 
@@ -45,6 +50,7 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
         f"answers the questions of `{_questions_of(settings)}` and nothing else: it knows no "
         "English beyond them, and exists so that a server can be tested on real answers.",
         "",
+        *_blocks(settings),
         "## Training",
         "",
         "- Data: questions drawn on the fly from the train split of "
@@ -79,6 +85,20 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
 
 def _questions_of(settings: TrainSettings) -> str:
     return f"dllm/tasks/{'tools' if settings.asks_for_tools else 'suite'}.py"
+
+
+def _blocks(settings: TrainSettings) -> list[str]:
+    """How to serve a model of masked blocks with another block length than that of its config."""
+    served = settings.model.canvas_length
+    others = sorted({*settings.block_lengths} - {served})
+    if settings.objective not in ("sdar", "llada2") or not others:
+        return []
+    return [
+        f"A block has {served} tokens. It was trained with blocks of "
+        f"{', '.join(map(str, others))} as well: "
+        f"`vllm serve PATH --hf-overrides '{{\"block_size\": {others[0]}}}'`.",
+        "",
+    ]
 
 
 def _config(settings: TrainSettings) -> str:

@@ -1,6 +1,8 @@
 """What differs between kinds of language models in training: the interface, and shared helpers."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +17,7 @@ from dllm.tasks.tool_tokenizer import encode_chat
 from dllm.train.lm.settings import TrainSettings
 
 EOS = TOKEN_ID["<eos>"]
+WEIGHTS = "model.safetensors"  # in a checkpoint directory
 # Batches are padded to a multiple of so many tokens, so that few different shapes occur.
 PAD_MULTIPLE = 16
 
@@ -49,6 +52,16 @@ class Objective(Protocol):
     def config(self) -> dict[str, object]:
         """config.json of the finished model."""
 
+    def load_start(self, path: Path) -> Mapping[str, Tensor]:
+        """Initial weights from a checkpoint directory, by the names of ``build_model``.
+
+        Raises:
+            ValueError: it is of another kind.
+        """
+
+    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
+        """Write the weights of the finished model into a directory, in bf16."""
+
 
 class Encoded(NamedTuple):
     """Questions as token ids; every answer ends with end-of-sequence."""
@@ -70,13 +83,16 @@ class Encoded(NamedTuple):
         )
 
 
-def pad_right(sequences: Sequence[Sequence[int]], value: int = EOS) -> Tensor:
+def pad_right(sequences: Sequence[Sequence[int]], value: int = EOS, length: int = 0) -> Tensor:
     """Sequences of different length as one tensor ``[B, L]``, int64, with L a multiple of 16.
 
     The filler is end-of-sequence, because the embedding of PAD is never trained. The caller makes
     sure that nothing attends to it.
+
+    Args:
+        length: L is at least so many tokens.
     """
-    longest = max(len(sequence) for sequence in sequences)
+    longest = max(length, *(len(sequence) for sequence in sequences))
     length = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
     return torch.tensor([[*s, *[value] * (length - len(s))] for s in sequences])
 
@@ -113,3 +129,29 @@ def answer_mask(encoded: Encoded, length: int) -> Tensor:
     start = torch.tensor([len(prompt) for prompt in encoded.prompts])[:, None]
     end = start + torch.tensor([len(answer) for answer in encoded.answers])[:, None]
     return (position >= start) & (position < end)
+
+
+def check_kind(path: Path, *kinds: str) -> str:
+    """The architecture of a checkpoint directory, which is one of these.
+
+    Raises:
+        ValueError: it is of another one.
+    """
+    kind = json.loads((path / "config.json").read_text())["architectures"][0]
+    if kind not in kinds:
+        raise ValueError(f"{path} is a {kind}; allowed: a {' or a '.join(kinds)}.")
+    return kind
+
+
+def save_transformers(model: PreTrainedModel, path: Path) -> None:
+    """Write a model's weights in bf16, under Hugging Face's names.
+
+    ``save_pretrained`` knows which of them are shared (encoder and decoder of the diffusion model)
+    and writes these once.
+    """
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    copy = type(model)(model.config).to(torch.bfloat16)
+    copy.load_state_dict(half)
+    copy.save_pretrained(path)
+    for leftover in path.glob(f"{WEIGHTS}.index.json"):
+        leftover.unlink()

@@ -8,7 +8,7 @@ from dllm.settings.checks import FloatRange, check_int, did_you_mean, refuse
 from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES
 from dllm.train.settings import RunSettings
 
-Objective = Literal["diffusion", "ar"]
+Objective = Literal["diffusion", "ar", "sdar", "llada2"]
 CONFIGS = Path(__file__).parent / "configs"  # of the shipped models
 
 
@@ -18,9 +18,11 @@ class ModelShape:
 
     Attributes:
         num_layers: diffusion: every third layer and the last one attend to everything, the others
-            to a sliding window. Autoregressive: all attend to everything.
-        canvas_length, sliding_window: tokens (diffusion only).
-        num_experts, moe_intermediate_size: two experts a token are used (diffusion only).
+            to a sliding window. Otherwise all attend to everything.
+        canvas_length: tokens, of SDAR and LLaDA2 the block length of config.json (not ``ar``).
+        sliding_window: tokens (diffusion only).
+        num_experts, moe_intermediate_size: of these experts a token uses two (diffusion) or half
+            of them, beside one that every token uses (llada2).
     """
 
     hidden_size: int = 128
@@ -37,10 +39,13 @@ class TrainSettings(RunSettings):
     """One training run of a language model; the other fields are those of ``RunSettings``.
 
     Attributes:
-        objective: ``diffusion`` or ``ar`` (autoregressive).
+        objective: ``diffusion`` (DiffusionGemma), ``ar`` (autoregressive), ``sdar`` or ``llada2``.
         batch_size: questions in each step.
         canvases: noised canvases a question (diffusion only).
         prefix_loss: weight of the next-token loss on the answer (diffusion only).
+        block_lengths: tokens; every question gets one of them (sdar and llada2 only).
+        wrong_tokens: share of the tokens that are not masked that is replaced by a wrong one, for
+            a model that edits (sdar and llada2 only).
         families: task families, or empty for the eleven; those of ``TOOL_FAMILIES`` go with none
             of the eleven, because they have another tokenizer.
         focus: share of the questions that goes to families by their validation error.
@@ -54,13 +59,19 @@ class TrainSettings(RunSettings):
     decay_from: float = 0.5
     canvases: int = 2
     prefix_loss: float = 0.3
+    block_lengths: tuple[int, ...] = (32,)
+    wrong_tokens: float = 0.0
     families: tuple[str, ...] = ()
     focus: float = 0.5
     validation_questions: int = 24
     model: ModelShape = field(default_factory=ModelShape)
 
     AT_LEAST = RunSettings.AT_LEAST | {"canvases": 1, "validation_questions": 1}
-    RANGES = RunSettings.RANGES | {"prefix_loss": FloatRange(0, 10), "focus": FloatRange(0, 1)}
+    RANGES = RunSettings.RANGES | {
+        "prefix_loss": FloatRange(0, 10),
+        "wrong_tokens": FloatRange(0, 1),
+        "focus": FloatRange(0, 1),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,6 +82,12 @@ class TrainSettings(RunSettings):
             refuse("model.hidden_size", self.model.hidden_size, "32, 96 or a multiple of 64")
         if self.model.num_experts < 2:
             refuse("model.num_experts", self.model.num_experts, "an integer of at least 2")
+        if self.objective == "llada2" and self.model.num_experts % 2:
+            refuse("model.num_experts", self.model.num_experts, "an even integer, for groups of 2")
+        if not self.block_lengths:
+            refuse("block_lengths", self.block_lengths, "at least one block length")
+        for index, length in enumerate(self.block_lengths):
+            check_int(f"block_lengths[{index}]", length, 1)
         allowed = TOOL_FAMILIES if self.asks_for_tools else FAMILIES
         for name in self.families:
             if name not in allowed:

@@ -1,0 +1,73 @@
+"""How LLaDA2 fills in masks, and edits what it filled in: values of checkpoint and command line.
+
+``generation_config.json`` may hold defaults, under the names of the attributes; the released ones
+hold none, and those here are SGLang's (``threshold``) and diffusers' (the others).
+``--override-generation-config`` changes them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dllm.models.unmasking.settings import (
+    MAX_STEPS,
+    PROBABILITIES,
+    THRESHOLD,
+    UnmaskingSettings,
+)
+from dllm.settings.checks import IntRange
+from dllm.settings.denoising import Parameter
+from dllm.settings.request import MAX_INT32
+
+# Keys of LLaDA2.2, whose architecture has the same name.
+BLOCK_ROUTING = ("expert_capacity", "delete_token_id", "split_token_id")
+
+
+@dataclass(frozen=True)
+class LLaDA2Settings(UnmaskingSettings):
+    """How a canvas is filled in unless a request says otherwise.
+
+    Attributes:
+        editing: 1 if tokens that are no masks any more may be replaced, else 0. LLaDA2.1 was
+            trained for it and LLaDA2.0 was not, but their config.json do not say which they are.
+        editing_threshold: a probability; a token is replaced by another that is likelier than
+            this. 0 replaces every token that is not the model's choice. (In diffusers 0 means no
+            editing, in SGLang it is the default of editing; here ``editing`` says it.)
+        max_post_steps: how many denoise steps without a mask may edit, after the first such step.
+    """
+
+    parameters: ClassVar[tuple[Parameter, ...]] = (
+        MAX_STEPS,
+        THRESHOLD,
+        Parameter("editing", "editing", IntRange(0, 1), "int32"),
+        Parameter("editing_threshold", "editing_threshold", PROBABILITIES, "float32"),
+        Parameter("max_post_steps", "max_post_steps", IntRange(0, MAX_INT32), "int32"),
+    )
+    one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1, "diffusion_editing": 0}
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "threshold": 0.95,
+        "editing": 0,
+        "editing_threshold": 0.5,
+        "max_post_steps": 16,
+    }
+
+    editing: int
+    editing_threshold: float
+    max_post_steps: int
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> "LLaDA2Settings":
+        """The settings of a server.
+
+        Raises:
+            ValueError: as ``UnmaskingSettings.from_vllm``, or the checkpoint is a LLaDA2.2.
+        """
+        config = vllm_config.model_config.hf_config
+        found = [key for key in BLOCK_ROUTING if getattr(config, key, None)]
+        if found:
+            raise ValueError(
+                f"config.json: {', '.join(found)}: this is a LLaDA2.2, which inserts and deletes "
+                "tokens and routes blocks to experts; neither is served here. Serve LLaDA2.0 or "
+                "LLaDA2.1."
+            )
+        return super().from_vllm(vllm_config)

@@ -1,0 +1,51 @@
+"""Name and shape of every tensor of an SDAR, SDAR-MoE or TraDo, from its config.json.
+
+The names are those of transformers' Qwen3 and Qwen3-MoE, with three matrices for each expert, as
+the released checkpoints have them.
+"""
+
+from typing import Any
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a checkpoint.
+
+    config: the contents of config.json. With ``tie_word_embeddings`` there is no ``lm_head``.
+    """
+    hidden, vocab, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}{norm}.weight"] = (hidden,)
+        shapes |= {
+            f"{layer}self_attn.q_proj.weight": (heads * head, hidden),
+            f"{layer}self_attn.k_proj.weight": (kv_heads * head, hidden),
+            f"{layer}self_attn.v_proj.weight": (kv_heads * head, hidden),
+            f"{layer}self_attn.o_proj.weight": (hidden, heads * head),
+            f"{layer}self_attn.q_norm.weight": (head,),
+            f"{layer}self_attn.k_norm.weight": (head,),
+        }
+        if "num_experts" in config:
+            shapes[f"{layer}mlp.gate.weight"] = (config["num_experts"], hidden)
+            for expert in range(config["num_experts"]):
+                inner = config["moe_intermediate_size"]
+                shapes |= gated_mlp(f"{layer}mlp.experts.{expert}.", hidden, inner)
+        else:
+            shapes |= gated_mlp(f"{layer}mlp.", hidden, config["intermediate_size"])
+    return shapes
+
+
+def gated_mlp(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the three matrices of an MLP or of an expert."""
+    return {
+        f"{prefix}gate_proj.weight": (inner, hidden),
+        f"{prefix}up_proj.weight": (inner, hidden),
+        f"{prefix}down_proj.weight": (hidden, inner),
+    }

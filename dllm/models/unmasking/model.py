@@ -1,0 +1,114 @@
+"""UnmaskingModel: what turns an autoregressive model class of vLLM into one that fills in masks.
+
+It stands in front of that class in a list of bases. The backbone, its layers and its weight names
+are vLLM's. Attention differs (heads see blocks), and logits are those of canvas rows, in fp32.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+
+from attention.cpu_fp8_cache import write_rounded
+from dllm.engine.logit_rows import LogitRows, rows_at_once
+from dllm.models import quantized
+from dllm.models.unmasking.family import Unmasking
+from dllm.models.unmasking.settings import UnmaskingSettings
+from quant.loading import checked
+
+if TYPE_CHECKING:
+    from dllm.engine.model_state import DiffusionModelState
+
+
+class UnmaskingModel:
+    """A base class in front of a causal language model of vLLM.
+
+    The subclass calls ``serve_masks`` at the end of its constructor.
+    """
+
+    @staticmethod
+    def get_model_state_cls() -> "type[DiffusionModelState]":
+        """vLLM's hook that selects the model state of this model."""
+        from dllm.engine.model_state import DiffusionModelState
+
+        return DiffusionModelState
+
+    def serve_masks(self, vllm_config: VllmConfig, settings: UnmaskingSettings) -> None:
+        """Let heads see blocks in every attention layer, and remember the settings."""
+        self.settings = settings
+        self._rows_at_once = rows_at_once(vllm_config)
+        for layer in self.modules():  # type: ignore[attr-defined]
+            if isinstance(layer, Attention):
+                _see_blocks(layer, settings.block_size)
+                write_rounded(layer)
+
+    def make_family(self, vllm_config: VllmConfig) -> Unmasking:
+        """This model's implementation of the engine's interface."""
+        return Unmasking(self.settings)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        is_canvas_row: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One pass over heads and canvases, whose tokens are embedded alike: ``[tokens, hidden]``.
+
+        Args:
+            intermediate_tensors: always None; pipeline parallelism is refused at start.
+            is_canvas_row: not used.
+        """
+        model: Any = super()
+        hidden: torch.Tensor = model.forward(
+            input_ids, positions, intermediate_tensors, inputs_embeds
+        )
+        return hidden
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | LogitRows:
+        """Logits of canvas rows, ``[rows, vocab]`` fp32; -inf for the mask.
+
+        If there are too many rows for the workspace, the result is a ``LogitRows``, with which the
+        sampler computes them in tiles.
+        """
+        if hidden_states.shape[0] > self._rows_at_once:
+            return LogitRows(hidden_states, self._logits)
+        return self._logits(hidden_states)
+
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.shape[0] == 0:  # vLLM's all-gather on a CPU divides by the number of rows
+            vocab_size = self.logits_processor.vocab_size  # type: ignore[attr-defined]
+            return hidden_states.new_empty(0, vocab_size, dtype=torch.float32)
+        model: Any = super()
+        logits: torch.Tensor = model.compute_logits(hidden_states).float()
+        # A mask is never an answer: a position that "becomes" a mask would be no progress.
+        logits[:, self.settings.mask_token_id] = -torch.inf
+        return logits
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """vLLM's; a quantized checkpoint is checked, and its kernels are logged.
+
+        Raises:
+            ValueError: a scale of a quantized layer would make it compute NaN.
+        """
+        quant_config = self.quant_config  # type: ignore[attr-defined]
+        plan = quantized.plan_of(quant_config)
+        if quant_config is not None:
+            weights = checked(weights, plan)
+        model: Any = super()
+        loaded: set[str] = model.load_weights(weights)
+        quantized.log_kernels(self, plan)
+        return loaded
+
+
+def _see_blocks(layer: Attention, block_size: int) -> None:
+    """Let head rows of our CUDA backend see their whole block.
+
+    A CPU gets each block of a head as a sequence of its own (``engine.spans``).
+    """
+    if layer.attn_backend.get_name() == "CUSTOM":
+        layer.impl.options = replace(layer.impl.options, block_size=block_size)

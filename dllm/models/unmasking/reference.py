@@ -1,0 +1,202 @@
+"""Generation with Hugging Face's classes, as simply as possible: what served answers are held to.
+
+A canvas is a block of masks behind the tokens so far; if these end inside a block, the canvas is
+the rest of it. In each step the model sees everything up to the end of the canvas, block-causally
+and without a cache, and tokens that it is sure of replace masks. The model is any that takes a 4-D
+attention mask.
+
+Source: ``LLaDA2Pipeline`` and ``BlockRefinementScheduler.step`` of diffusers 0.42.1 with greedy
+sampling and one transfer a step. Without editing this is SDAR's ``low_confidence_dynamic``.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dllm.models import FAMILIES, load
+from dllm.models.llada2 import reference as llada2
+from dllm.models.sdar import reference as sdar
+
+# Read a checkpoint directory into transformers' class, by the architecture in config.json.
+LOADERS: dict[str, Callable[[Path], PreTrainedModel]] = {
+    "SDARForCausalLM": sdar.load_reference,
+    "SDARMoeForCausalLM": sdar.load_reference,
+    "LLaDA2MoeModelLM": llada2.load_reference,
+}
+
+
+def load_model(path: Path) -> PreTrainedModel:
+    """The model of a checkpoint directory in transformers, in fp32 with eager attention."""
+    architecture: str = json.loads((path / "config.json").read_text())["architectures"][0]
+    return LOADERS[architecture](path)
+
+
+@dataclass(frozen=True)
+class DecodingRule:
+    """Which tokens of a canvas a step decides, and when generation stops.
+
+    Attributes:
+        block_size: B, tokens.
+        mask_token_id: what a canvas starts as.
+        stop_ids: tokens that end an answer.
+        threshold: a mask is replaced when its token's probability is above this; at least the one
+            with the most probable token is.
+        editing_threshold: a token becomes another when that one's probability is above this; None:
+            it stays.
+        max_post_steps: steps that edit, after the first one without a mask.
+    """
+
+    block_size: int
+    mask_token_id: int
+    stop_ids: tuple[int, ...]
+    threshold: float
+    editing_threshold: float | None = None
+    max_post_steps: int = 16
+
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> "DecodingRule":
+        """What a server uses for this checkpoint and a greedy request, unless told otherwise."""
+        fields = json.loads((path / "config.json").read_text())
+        file = path / "generation_config.json"
+        generation = json.loads(file.read_text()) if file.exists() else {}
+        family = FAMILIES[fields["architectures"][0]]
+        assert family.config is not None, fields["architectures"]
+        config = load(family.config)(**fields)
+        values = load(family.settings).defaults | generation
+        stops = generation.get("eos_token_id", config.eos_token_id)
+        return cls(
+            config.block_size,
+            config.mask_token_id,
+            tuple(stops) if isinstance(stops, list) else (stops,),
+            values["threshold"],
+            values["editing_threshold"] if values.get("editing") else None,
+            values.get("max_post_steps", 0),
+        )
+
+
+class Generated(NamedTuple):
+    """Answers as token ids; a block was open for ``num_steps / num_blocks`` steps on average.
+
+    What follows the first stop token of an answer means nothing.
+    """
+
+    answers: list[list[int]]
+    num_steps: int
+    num_blocks: int
+
+
+@torch.no_grad()
+def generate_blocks(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], rule: DecodingRule, max_tokens: int
+) -> Generated:
+    """Greedy answers to all prompts, in one batch.
+
+    An answer ends with the first block that holds a stop token, or that reaches ``max_tokens``.
+    """
+    sequences = [list(prompt) for prompt in prompts]
+    open_rows = list(range(len(prompts)))
+    num_blocks = num_steps = 0
+    while open_rows:
+        canvases, steps = _decode_blocks(model, [sequences[row] for row in open_rows], rule)
+        num_blocks += len(open_rows)
+        num_steps += steps
+        still_open = []
+        for row, canvas in zip(open_rows, canvases, strict=True):
+            sequences[row] += canvas
+            has_stop = any(token in rule.stop_ids for token in canvas)
+            if not has_stop and len(sequences[row]) - len(prompts[row]) < max_tokens:
+                still_open.append(row)
+        open_rows = still_open
+    answers = [ids[len(prompt) :] for ids, prompt in zip(sequences, prompts, strict=True)]
+    return Generated(answers, num_steps, num_blocks)
+
+
+def _decode_blocks(
+    model: PreTrainedModel, contexts: list[list[int]], rule: DecodingRule
+) -> tuple[list[list[int]], int]:
+    """The next canvas of every context, and the steps that they took together."""
+    size = rule.block_size
+    starts = torch.tensor([len(ids) for ids in contexts])
+    ends = (starts // size + 1) * size
+    longest = int(ends.max())
+    # Masks stand behind shorter sequences, too: no earlier block sees them.
+    ids = torch.tensor([row + [rule.mask_token_id] * (longest - len(row)) for row in contexts])
+    position = torch.arange(longest)
+    is_canvas = (position >= starts[:, None]) & (position < ends[:, None])
+    mask = additive(block_causal(position, size)[None])
+    mask_steps = torch.zeros(len(contexts), dtype=torch.int64)
+    post_steps = torch.zeros_like(mask_steps)
+    is_open = torch.ones_like(mask_steps, dtype=torch.bool)
+    num_steps = 0
+    while bool(is_open.any()):
+        rows = is_open.nonzero().squeeze(1)
+        logits = model(input_ids=ids[rows], attention_mask=mask, use_cache=False).logits
+        before = ids[rows]
+        ids[rows], is_edited = decide(logits.float(), before, is_canvas[rows], rule)
+        had_masks = ((before == rule.mask_token_id) & is_canvas[rows]).any(dim=1)
+        mask_steps[rows] += had_masks
+        post_steps[rows] += ~had_masks
+        num_steps += len(rows)
+        # A canvas that took a step for each token of a block is not edited further.
+        is_done = mask_steps[rows] >= size
+        is_done |= (post_steps[rows] > rule.max_post_steps) | (~had_masks & ~is_edited)
+        is_open[rows] = ~_is_settled(before, ids[rows], is_canvas[rows], is_done, rule)
+    canvases = [row[keep].tolist() for row, keep in zip(ids, is_canvas, strict=True)]
+    return canvases, num_steps
+
+
+def decide(
+    logits: Tensor, ids: Tensor, is_canvas: Tensor, rule: DecodingRule
+) -> tuple[Tensor, Tensor]:
+    """One step: the ids after it ``[N, L]``, and which rows were edited ``[N]`` bool.
+
+    Args:
+        logits: ``[N, L, V]`` fp32, written in place; ids: ``[N, L]``; is_canvas: ``[N, L]`` bool.
+    """
+    logits[..., rule.mask_token_id] = -torch.inf  # a mask is never an answer
+    top, best = logits.softmax(dim=-1).max(dim=-1)
+    is_mask = (ids == rule.mask_token_id) & is_canvas
+    confidence = torch.where(is_mask, top, -torch.inf)
+    surest = confidence.argmax(dim=1, keepdim=True)
+    is_replaced = (confidence > rule.threshold).scatter(1, surest, True) & is_mask
+    is_edited = torch.zeros_like(is_mask)
+    if rule.editing_threshold is not None:
+        is_edited = is_canvas & ~is_mask & (top > rule.editing_threshold) & (best != ids)
+    return torch.where(is_replaced | is_edited, best, ids), is_edited.any(dim=1)
+
+
+def _is_settled(
+    before: Tensor, after: Tensor, is_canvas: Tensor, is_edited_enough: Tensor, rule: DecodingRule
+) -> Tensor:
+    """Which canvases are emitted after a step: ``[N]`` bool.
+
+    Args:
+        before, after: ``[N, L]``, the ids; is_canvas: ``[N, L]`` bool.
+        is_edited_enough: ``[N]`` bool; without editing it does not matter.
+    """
+    is_mask = (after == rule.mask_token_id) & is_canvas
+    is_stop = torch.isin(after, torch.tensor(rule.stop_ids)) & is_canvas
+    # Nothing is open in front of a stop token.
+    ends = (is_stop & (is_mask.cumsum(dim=1) == 0)).any(dim=1)
+    if rule.editing_threshold is None:
+        return ends | ~is_mask.any(dim=1)
+    # With editing, diffusers asks only in steps that put a stop token in.
+    has_new_stop = (is_stop & (before != after)).any(dim=1)
+    return (ends & has_new_stop) | (is_edited_enough & ~is_mask.any(dim=1))
+
+
+def block_causal(positions: Tensor, block_size: int) -> Tensor:
+    """Which positions see which, ``[L, L]`` bool: those of their own block and of earlier ones."""
+    block = positions // block_size
+    return block[None, :] <= block[:, None]
+
+
+def additive(visible: Tensor) -> Tensor:
+    """A mask for Hugging Face's eager attention, ``[N, 1, Q, K]`` fp32, from ``[N, Q, K]`` bool."""
+    return torch.where(visible, 0.0, torch.finfo(torch.float32).min)[:, None]

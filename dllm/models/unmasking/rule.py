@@ -1,0 +1,158 @@
+"""The decisions of a denoise step: which masks are replaced, which tokens edited, whether to stop.
+
+These are functions of tensors and nothing else. Tensors are padded to `[R, C]`: R canvases, C the
+served canvas length. Canvas r uses its first `width[r]` positions; padding is never a mask, is
+never edited, and ends no canvas. A row of width 0 has no canvas and never converges.
+
+References: `BlockRefinementScheduler.step` of diffusers 0.42.1 (LLaDA2), `generate.py` of
+JetAstra/SDAR and, for `entropy_bounded`, JetEngine of the same authors. Three differences:
+
+- The best masks are replaced, never more positions than there are masks. `generate.py` may take
+  positions that are no masks, and overwrite the end of a prompt.
+- Equal confidences are taken from left to right. `torch.topk` leaves the order open.
+- A canvas without editing has converged when its last mask is replaced. diffusers makes one more
+  pass, which changes nothing.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+STRATEGIES = (
+    "low_confidence_static",  # the best k
+    "low_confidence_dynamic",  # all above the threshold, at least the best k
+    "sequential",  # the first k
+    "entropy_bounded",  # those of least entropy, while their sum is below the bound; at least one
+)
+STATIC, DYNAMIC, SEQUENTIAL, ENTROPY = range(len(STRATEGIES))
+
+
+class UnmaskRules(NamedTuple):
+    """The parameters of a step, `[R]` each."""
+
+    max_steps: Tensor  # int; a canvas that needs them all is emitted without further editing
+    threshold: Tensor  # a probability
+    strategy: Tensor | None  # int, an index of STRATEGIES; None: dynamic
+    entropy_bound: Tensor  # nats
+    editing: Tensor  # bool
+    editing_threshold: Tensor  # a probability
+    max_post_steps: Tensor  # int
+
+
+class Proposal(NamedTuple):
+    """What the model says about every position, `[R, C]` each."""
+
+    token: Tensor  # int64: the sampled token, or the most likely one
+    is_stop: Tensor  # bool: this token ends the request
+    was_stop: Tensor  # bool: the canvas token that entered the model does
+    confidence: Tensor  # fp32: its probability
+    entropy: Tensor  # fp32, nats: of the distribution that it is from
+
+
+class Outcome(NamedTuple):
+    """The canvases after a step."""
+
+    canvas: Tensor  # [R, C] int64: the input of the next step
+    post_steps: Tensor  # [R] int: steps that began without a mask
+    converged: Tensor  # [R] bool
+    is_decided: Tensor  # [R, C] bool: the position got its token in this step
+
+
+def transfer_count(step: Tensor, max_steps: Tensor, block_size: int) -> Tensor:
+    """How many masks a step replaces at least: `block_size` spread over `max_steps`: [R] int.
+
+    The first `block_size % max_steps` steps replace one more. step: [R] int, the steps with masks
+    before this one. Source: `get_num_transfer_tokens` of both references.
+    """
+    max_steps = max_steps.clamp(min=1)  # 0 in the empty row of `CanvasRows.at_least_two`
+    extra = (step < block_size % max_steps).to(step.dtype)
+    return (block_size // max_steps + extra).clamp(min=1)
+
+
+def masks_to_replace(
+    is_mask: Tensor, proposal: Proposal, count: Tensor, rules: UnmaskRules
+) -> Tensor:
+    """Which masks get their proposed token: [R, C] bool.
+
+    is_mask: [R, C] bool. count: [R] int, from `transfer_count`.
+    """
+    confidence = torch.where(is_mask, proposal.confidence, -torch.inf)
+    order = torch.sort(confidence, dim=-1, descending=True, stable=True).indices
+    place = torch.arange(is_mask.shape[-1], device=is_mask.device).expand_as(order)
+    best = is_mask & _unsorted(place < count[:, None], order)
+    above = confidence > rules.threshold[:, None]
+    dynamic = torch.where((above.sum(dim=-1) >= count)[:, None], above, best)
+    if rules.strategy is None:
+        return dynamic
+    first = is_mask & (is_mask.long().cumsum(dim=-1) <= count[:, None])
+    # Positions that are no masks come last, and make the sum infinite.
+    entropy = torch.where(is_mask, proposal.entropy, torch.inf)
+    ordered, order = torch.sort(entropy, dim=-1, stable=True)
+    is_within = ordered.cumsum(dim=-1) < rules.entropy_bound[:, None]
+    surest = is_mask & _unsorted(is_within | (place == 0), order)
+    strategy = rules.strategy[:, None]
+    return torch.where(
+        strategy == STATIC,
+        best,
+        torch.where(
+            strategy == DYNAMIC, dynamic, torch.where(strategy == SEQUENTIAL, first, surest)
+        ),
+    )
+
+
+def _unsorted(flags: Tensor, order: Tensor) -> Tensor:
+    """Flags of sorted values, back at the places that the values come from."""
+    return torch.zeros_like(flags).scatter(-1, order, flags)
+
+
+def unmask_step(
+    ids: Tensor,
+    proposal: Proposal,
+    steps_done: Tensor,
+    post_steps: Tensor,
+    width: Tensor,
+    rules: UnmaskRules,
+    mask_token_id: int,
+    block_size: int,
+) -> Outcome:
+    """The whole step: the next canvases, and which have converged. Nothing is written in place.
+
+    Args:
+        ids: [R, C] int64, the canvases that entered the model.
+        steps_done, post_steps: [R] int, before this step.
+        width: [R] int.
+    """
+    is_valid = torch.arange(ids.shape[-1], device=width.device) < width[:, None]
+    is_mask = (ids == mask_token_id) & is_valid
+    had_masks = is_mask.any(dim=-1)
+    step = steps_done - post_steps
+    replaced = masks_to_replace(
+        is_mask, proposal, transfer_count(step, rules.max_steps, block_size), rules
+    )
+    is_last = step + 1 >= rules.max_steps
+    replaced |= is_mask & is_last[:, None]
+    edited = is_valid & ~is_mask & rules.editing[:, None] & (proposal.token != ids)
+    edited &= proposal.confidence > rules.editing_threshold[:, None]
+    decided = replaced | edited
+    canvas = torch.where(decided, proposal.token, ids)
+
+    left = is_mask & ~replaced
+    post_steps = post_steps + (~had_masks).to(post_steps.dtype)
+    has_edited_enough = ~edited.any(dim=-1) | (post_steps > rules.max_post_steps)
+    is_settled = torch.where(had_masks, is_last, has_edited_enough)
+    is_finished = torch.where(rules.editing, is_settled, ~left.any(dim=-1))
+    is_stop = torch.where(decided, proposal.is_stop, proposal.was_stop) & is_valid
+    has_new_stop = (decided & proposal.is_stop).any(dim=-1)
+    is_finished |= _has_stopped(is_stop, left) & (has_new_stop | ~rules.editing)
+    return Outcome(canvas, post_steps, is_finished & (width > 0), decided)
+
+
+def _has_stopped(is_stop: Tensor, left: Tensor) -> Tensor:
+    """Whether no mask is left in front of the first stop token of a canvas: [R] bool.
+
+    What follows that token is never emitted. is_stop, left: [R, C] bool. Source:
+    `check_eos_finished` of diffusers, which asks only in steps that put in a stop token. Without
+    editing the tokens in front of it cannot change any more, and it makes no difference.
+    """
+    return (is_stop & (left.long().cumsum(dim=-1) == 0)).any(dim=-1)

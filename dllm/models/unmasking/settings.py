@@ -1,0 +1,104 @@
+"""How canvases of masks are filled in: what SDAR and LLaDA2 have in common, checked at start."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from dllm.settings.checks import FloatRange, IntRange, check_int, refuse
+from dllm.settings.denoising import CanvasWindow, Parameter
+from dllm.settings.request import MAX_INT32
+
+PROBABILITIES = FloatRange(0.0, 1.0)
+
+MAX_STEPS = Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32")
+THRESHOLD = Parameter("threshold", "threshold", PROBABILITIES, "float32")
+
+
+@dataclass(frozen=True)
+class UnmaskingSettings:
+    """What every family of this kind has.
+
+    Attributes:
+        vocab_size: of the model.
+        block_size: tokens of a block. A canvas is what is left of its block.
+        mask_token_id: the token that stands for "not decided yet".
+        max_denoising_steps: a canvas has no masks left after this many denoise steps. The tokens
+            of a block are spread evenly over them.
+        threshold: a probability; masks whose token is likelier than this are replaced at once.
+    """
+
+    parameters: ClassVar[tuple[Parameter, ...]] = (MAX_STEPS, THRESHOLD)
+    one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1}
+    # Values of keys that generation_config.json may leave out.
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    canvas_window: ClassVar[CanvasWindow] = "symmetric"
+
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    max_denoising_steps: int
+    threshold: float
+
+    def __post_init__(self) -> None:
+        check_int("config.json: block_size", self.block_size, at_least=2)
+        check_int("max_denoising_steps", self.max_denoising_steps, at_least=1)
+        if self.mask_token_id not in IntRange(0, self.vocab_size - 1):
+            refuse(
+                "config.json: mask_token_id",
+                self.mask_token_id,
+                f"a token id below vocab_size = {self.vocab_size}",
+            )
+        for parameter in self.parameters:
+            value = getattr(self, parameter.setting)
+            if value not in parameter.allowed:
+                refuse(f"generation config: {parameter.setting}", value, str(parameter.allowed))
+
+    @property
+    def canvas_length(self) -> int:
+        """Tokens of the widest canvas."""
+        return self.block_size
+
+    def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
+        """The numbers of a request; it cannot raise the server's number of steps."""
+        return {**asked, "max_steps": min(asked["max_steps"], self.max_denoising_steps)}
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> Self:
+        """The settings of a server: the checkpoint's values, changed by the command line.
+
+        Raises:
+            ValueError: a key is missing or its value is not allowed.
+        """
+        model_config = vllm_config.model_config
+        config = model_config.hf_config
+        block_size = getattr(config, "block_size", None)
+        if block_size is None:
+            raise ValueError(
+                "config.json: block_size is missing, and a model works with the one that it was "
+                """trained with only. Give it with --hf-overrides '{"block_size": 4}'."""
+            )
+        if getattr(config, "use_sliding_window", False):
+            raise ValueError(
+                "config.json: use_sliding_window = true; allowed: false. No sliding-window layer "
+                "sees blocks here."
+            )
+        generation = {
+            **model_config.try_get_generation_config(),
+            **model_config.override_generation_config,
+        }
+        diffusion = vllm_config.diffusion_config
+        if diffusion is not None and diffusion.canvas_length != block_size:
+            raise ValueError(
+                f"--diffusion-config: canvas_length = {diffusion.canvas_length}; allowed: "
+                f"{block_size}, the model's block_size. Leave it out."
+            )
+        if diffusion is not None and diffusion.max_denoising_steps is not None:
+            generation["max_denoising_steps"] = diffusion.max_denoising_steps
+        given = {"max_denoising_steps": block_size, **cls.defaults}
+        given |= {key: generation[key] for key in given if generation.get(key) is not None}
+        return cls(
+            vocab_size=model_config.get_vocab_size(),
+            block_size=block_size,
+            mask_token_id=config.mask_token_id,
+            **given,
+        )

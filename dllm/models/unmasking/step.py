@@ -1,0 +1,108 @@
+"""One denoise step of a canvas of masks, from logits to the next canvas.
+
+    noise -> row statistics at the request's temperature -> which masks are replaced (``rule``)
+
+A greedy request takes the most likely token and its probability at temperature 1, without filters,
+as both references do.
+"""
+
+import torch
+
+from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.family import FREE, Canvases, Denoised
+from dllm.models.unmasking import rule
+from dllm.models.unmasking.settings import UnmaskingSettings
+from dllm.ops import noise
+from dllm.ops.dispatch import row_stats
+from dllm.ops.filters import RowFilters
+from dllm.ops.row_stats import RowStats
+
+
+def denoise(
+    logits: torch.Tensor,
+    rows: CanvasRows,
+    canvases: Canvases,
+    settings: UnmaskingSettings,
+    filters: RowFilters | None = None,
+) -> Denoised:
+    """One denoise step of R canvases, from their N rows of logits. Writes nothing in place.
+
+    Args:
+        logits: ``[N, V]`` fp32, edited; -inf for the mask.
+        rows: which rows of logits belong to which canvas.
+        canvases: the state before this step.
+        settings: of the model; what a request can change is in ``canvases.numbers``.
+        filters: top-k, top-p and min-p of each row of logits; None: no filters.
+    """
+    proposal, ids, stats = propose(logits, rows, canvases, settings, filters)
+    outcome = rule.unmask_step(
+        ids=ids,
+        proposal=proposal,
+        steps_done=canvases.steps_done,
+        post_steps=canvases.carried["post_steps"],
+        width=rows.widths,
+        rules=_rules(canvases, settings),
+        mask_token_id=settings.mask_token_id,
+        block_size=settings.block_size,
+    )
+    is_mask = outcome.canvas == settings.mask_token_id
+    return Denoised(
+        canvas=outcome.canvas,
+        fresh=torch.full_like(outcome.canvas, settings.mask_token_id),
+        # Behind a token that ends the request there may be masks left, and nobody reads them.
+        argmax_canvas=torch.where(is_mask, proposal.token, outcome.canvas),
+        converged=outcome.converged,
+        steps_done=canvases.steps_done + (rows.widths > 0),
+        carried={"post_steps": outcome.post_steps},
+        temperature=canvases.temperature[rows.row_of],
+        stats=stats,
+        decided=outcome.is_decided,
+    )
+
+
+def propose(
+    logits: torch.Tensor,
+    rows: CanvasRows,
+    canvases: Canvases,
+    settings: UnmaskingSettings,
+    filters: RowFilters | None = None,
+) -> tuple[rule.Proposal, torch.Tensor, RowStats]:
+    """What the model says about every position, the canvases ``[R, C]``, and the statistics.
+
+    The confidence is the token's probability in the distribution that it is drawn from.
+    """
+    length = settings.canvas_length
+    starts = rows.seq_lens - rows.widths
+    keys = noise.row_keys(canvases.seeds, starts, canvases.steps_done, length, noise.STREAM_GUMBEL)
+    temperature = canvases.temperature[rows.row_of]  # [N]
+    stats = row_stats(logits, temperature, keys[rows.row_of, rows.place], None, filters)
+    token = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)  # [N]
+    # What a grammar has chosen counts as drawn: only its tokens together are an allowed text.
+    token = torch.where(canvases.chosen == FREE, token, canvases.chosen)
+    logit = logits.gather(1, token[:, None]).squeeze(1)
+    confidence = torch.exp((logit - stats.peak) / temperature - stats.log_z)
+    ids, padded = canvases.ids[rows.padded].long(), token[rows.padded]  # [R, C]
+    is_stop, slots = canvases.is_stop, rows.slots[:, None]
+    proposal = rule.Proposal(
+        token=padded,
+        is_stop=is_stop[slots, padded],
+        was_stop=is_stop[slots, ids],
+        confidence=confidence[rows.padded],
+        entropy=stats.entropy[rows.padded],
+    )
+    return proposal, ids, stats
+
+
+def _rules(canvases: Canvases, settings: UnmaskingSettings) -> rule.UnmaskRules:
+    """The parameters of a step; what the family does not have is off."""
+    numbers = canvases.numbers
+    zero = torch.zeros_like(canvases.steps_done)
+    return rule.UnmaskRules(
+        max_steps=numbers["max_steps"],
+        threshold=numbers["threshold"],
+        strategy=numbers.get("strategy"),
+        entropy_bound=numbers.get("entropy_bound", zero),
+        editing=numbers.get("editing", zero) > 0,
+        editing_threshold=numbers.get("editing_threshold", zero),
+        max_post_steps=numbers.get("max_post_steps", zero),
+    )

@@ -1,0 +1,102 @@
+"""LLaDA2: masked blocks on a mixture of experts, trained in Hugging Face's Glm4Moe.
+
+LLaDA2.0 and 2.1 (T. Bie et al., 2025, https://arxiv.org/abs/2512.15745) have the layers of Ling-2,
+of which transformers has no class. Glm4Moe computes the same: RMS norms of queries and keys, rotary
+embedding of half of each head, sigmoid router with a bias for the choice of experts, groups of
+experts, a shared expert, a dense first layer. Weights are written under the released names.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Glm4MoeForCausalLM, PreTrainedModel
+
+from dllm.models.llada2.reference import glm4_config, load_reference, to_released
+from dllm.models.sdar.reference import load_reference as load_dense
+from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE
+from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
+from dllm.train.lm.objective import EOS, WEIGHTS, check_kind
+from dllm.train.lm.upcycle import upcycle
+
+
+class LLaDA2(MaskDiffusion):
+    """The objective of masked blocks with editing, on a mixture of experts."""
+
+    threshold = 0.7  # diffusers' default
+    editing_threshold = 0.9
+
+    def config(self) -> dict[str, object]:
+        """config.json: groups of two experts, three quarters of them open to a token."""
+        shape = self.settings.model
+        num_groups = shape.num_experts // 2
+        return {
+            "architectures": ["LLaDA2MoeModelLM"],
+            "model_type": "llada2_moe",
+            "dtype": "bfloat16",
+            "block_size": shape.canvas_length,
+            "mask_token_id": MASK,
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.hidden_size // 32,
+            "num_key_value_heads": max(1, shape.hidden_size // 64),
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "max_position_embeddings": 4096,
+            "rope_theta": 100.0,
+            "rope_scaling": None,
+            "partial_rotary_factor": 0.5,
+            "rotary_dim": 16,
+            "embedding_dropout": 0.0,
+            "rms_norm_eps": 1e-6,
+            "use_rmsnorm": True,
+            "use_bias": False,
+            "use_qkv_bias": False,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "num_experts": shape.num_experts,
+            "num_experts_per_tok": num_groups,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": shape.moe_intermediate_size,
+            "n_group": num_groups,
+            "topk_group": -(-3 * num_groups // 4),
+            "norm_topk_prob": True,
+            "score_function": "sigmoid",
+            "router_dtype": "fp32",
+            "moe_router_enable_expert_bias": True,
+            "routed_scaling_factor": 2.5,
+            "norm_head": False,
+            "tie_word_embeddings": True,
+            "bos_token_id": TOKEN_ID["<bos>"],
+            "eos_token_id": EOS,
+            "pad_token_id": TOKEN_ID["<pad>"],
+        }
+
+    def build_model(self) -> Glm4MoeForCausalLM:
+        """A new model in fp32; all of it is trained but the biases of the router, which stay 0."""
+        torch.manual_seed(self.settings.seed)
+        model = Glm4MoeForCausalLM(glm4_config(self.config()))
+        model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
+        model.set_experts_implementation("grouped_mm")
+        return model
+
+    def load_start(self, path: Path) -> Mapping[str, Tensor]:
+        """Weights of a LLaDA2, or of a dense SDAR or Qwen3, which are dealt out to experts."""
+        kind = check_kind(path, "LLaDA2MoeModelLM", "SDARForCausalLM", "Qwen3ForCausalLM")
+        if kind == "LLaDA2MoeModelLM":
+            return load_reference(path).state_dict()
+        fresh = self.build_model()
+        return upcycle(load_dense(path).state_dict(), fresh.state_dict(), fresh.config)
+
+    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
+        """Write them under the released names, the biases of the router in fp32."""
+        tensors = to_released(model.state_dict(), self.config())
+        half = {
+            name: tensor.to(torch.float32 if "expert_bias" in name else torch.bfloat16).contiguous()
+            for name, tensor in tensors.items()
+        }
+        save_file(half, path / WEIGHTS, metadata={"format": "pt"})

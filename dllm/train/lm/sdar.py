@@ -1,0 +1,67 @@
+"""SDAR: masked blocks on Qwen3, in Hugging Face's own class.
+
+SDAR is an autoregressive Qwen3 that was trained further (S. Cheng et al., 2025,
+https://arxiv.org/abs/2510.06303). Its layers and weight names are Qwen3's, and a token is predicted
+at its own position.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3ForCausalLM
+
+from dllm.models.sdar.reference import load_reference, qwen3_config
+from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE
+from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
+from dllm.train.lm.objective import EOS, check_kind, save_transformers
+
+
+class SDAR(MaskDiffusion):
+    """The objective of masked blocks, on Qwen3."""
+
+    threshold = 0.85  # of the dynamic rule in the released generate.py
+
+    def config(self) -> dict[str, object]:
+        """config.json: Qwen3's, with the block length and MASK."""
+        shape = self.settings.model
+        return {
+            "architectures": ["SDARForCausalLM"],
+            "model_type": "sdar",
+            "dtype": "bfloat16",
+            "block_size": shape.canvas_length,
+            "mask_token_id": MASK,
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": shape.hidden_size // 32,
+            "num_key_value_heads": max(1, shape.hidden_size // 64),
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "max_position_embeddings": 4096,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "bos_token_id": TOKEN_ID["<bos>"],
+            "eos_token_id": EOS,
+            "pad_token_id": TOKEN_ID["<pad>"],
+        }
+
+    def build_model(self) -> Qwen3ForCausalLM:
+        """A new model in fp32; all of it is trained."""
+        torch.manual_seed(self.settings.seed)
+        model = Qwen3ForCausalLM(qwen3_config(self.config()))
+        model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
+        return model
+
+    def load_start(self, path: Path) -> Mapping[str, Tensor]:
+        """Weights of an SDAR, or of the autoregressive Qwen3 that it begins as."""
+        check_kind(path, "SDARForCausalLM", "Qwen3ForCausalLM")
+        return load_reference(path).state_dict()
+
+    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
+        """Write them as Hugging Face does."""
+        save_transformers(model, path)

@@ -1,0 +1,73 @@
+"""vLLM's backbones of SDAR and LLaDA2 compute what transformers' do, in every denoise step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from dllm.models.llada2 import reference as llada2
+from dllm.models.sdar import reference as sdar
+from dllm.models.unmasking.reference import additive, block_causal
+from tests.support.engine_harness import DenoiseStep, get_engine
+from tests.support.family_checkpoints import LLADA2, SDAR, SDAR_MOE, write
+
+# Of the largest logit. Sums of 64 to 96 fp32 products in another order differ by less than this;
+# a head that sees one token less than its block differs by more than 1e-2.
+TOLERANCE = 1e-4
+
+# Experts first: vLLM makes the process group of experts with the first engine of a process, and
+# only if that has experts.
+KINDS: dict[str, tuple[dict[str, Any], Any]] = {
+    "llada2": (LLADA2, llada2.load_reference),
+    "llada2-4": (LLADA2 | {"block_size": 4, "topk_group": 4}, llada2.load_reference),
+    "sdar-moe": (SDAR_MOE | {"block_size": 8}, sdar.load_reference),
+    "sdar-4": (SDAR, sdar.load_reference),
+    "sdar-32": (SDAR | {"block_size": 32}, sdar.load_reference),
+    "sdar-tied": (SDAR | {"tie_word_embeddings": True}, sdar.load_reference),
+}
+
+
+@torch.no_grad()
+def reference_logits(model: Any, ids: list[int], block_size: int) -> torch.Tensor:
+    """Logits of every position, ``[L, V]``, seen block-causally in one pass without a cache."""
+    mask = additive(block_causal(torch.arange(len(ids)), block_size)[None])
+    logits = model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
+    return logits.float()
+
+
+def worst(
+    model: Any, prompt: list[int], tokens: list[int], steps: list[DenoiseStep], config: dict
+) -> float:
+    """Largest difference over all steps of a request, in units of the largest logit."""
+    found = 0.0
+    for step in steps:
+        before = (prompt + tokens)[: step.canvas_start]
+        theirs = reference_logits(model, before + step.canvas, config["block_size"])
+        theirs = theirs[step.canvas_start :]
+        is_token = torch.arange(theirs.shape[1]) != config["mask_token_id"]  # served as -inf
+        difference = (step.logits - theirs)[:, is_token].abs().max() / theirs.abs().max()
+        found = max(found, float(difference))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_every_denoise_step(kind: str, tmp_path: Path) -> None:
+    """Prompts in chunks and with tails, canvases behind them, and blocks that were emitted."""
+    config, load = KINDS[kind]
+    path = write(tmp_path / "model", config, seed=3)
+    model = load(path)
+    size = config["block_size"]
+    engine = get_engine(path, max_num_batched_tokens=4 * size + 64)
+    generator = torch.Generator().manual_seed(0)
+    lengths = (1, size - 1, size, 2 * size + 3, 150)
+    prompts = [torch.randint(10, 800, (n,), generator=generator).tolist() for n in lengths]
+    params = SamplingParams(max_tokens=2 * size + 3, temperature=0, ignore_eos=True)
+    with engine.watch(keep_logits=True) as watched:
+        outputs = engine.outputs(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        steps = watched[output.request_id]
+        tokens = list(output.outputs[0].token_ids)
+        assert len({step.canvas_start for step in steps}) >= 2, "one block tests no commit"
+        assert worst(model, prompt, tokens, steps, config) < TOLERANCE

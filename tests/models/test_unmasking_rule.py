@@ -1,0 +1,182 @@
+"""Which masks are replaced and which tokens edited: against plain loops, and against diffusers."""
+
+import numpy as np
+import pytest
+import torch
+
+from dllm.models.unmasking import rule
+from dllm.models.unmasking.rule import STRATEGIES, Proposal, UnmaskRules
+from tests.support import llada2_pipeline
+
+BLOCK, MASK, STOP, VOCAB = 8, 99, 7, 100
+
+
+def rules(rows: int, **given: float) -> UnmaskRules:
+    values = {
+        "max_steps": BLOCK, "threshold": 0.5, "strategy": rule.DYNAMIC, "entropy_bound": 0.4,
+        "editing": 0, "editing_threshold": 0.5, "max_post_steps": 2,
+    } | given  # fmt: skip
+    columns = {name: torch.full((rows,), value) for name, value in values.items()}
+    return UnmaskRules(**(columns | {"editing": columns["editing"] > 0}))
+
+
+def random_step(seed: int, rows: int = 16, **given: float) -> dict:
+    """Canvases with masks in some places, and what a model says about them."""
+    draw = np.random.default_rng(seed)
+    ids = draw.integers(10, 20, (rows, BLOCK))
+    ids[draw.random((rows, BLOCK)) < draw.choice([0.1, 0.5, 1.0], (rows, 1))] = MASK
+    token = draw.integers(5, 20, (rows, BLOCK))
+    steps = draw.integers(0, 4, rows)
+    return dict(
+        ids=torch.tensor(ids),
+        proposal=Proposal(
+            token=torch.tensor(token),
+            is_stop=torch.tensor(token == STOP),
+            was_stop=torch.tensor(ids == STOP),
+            confidence=torch.tensor(draw.random((rows, BLOCK)), dtype=torch.float32),
+            entropy=torch.tensor(draw.random((rows, BLOCK)), dtype=torch.float32),
+        ),
+        steps_done=torch.tensor(steps),
+        post_steps=torch.zeros(rows, dtype=torch.int64),
+        width=torch.tensor(draw.integers(1, BLOCK + 1, rows)),
+        rules=rules(rows, **given),
+        mask_token_id=MASK,
+        block_size=BLOCK,
+    )
+
+
+def naive_transfers(step: dict, row: int) -> set[int]:
+    """The masks that the references' loops replace in one canvas."""
+    width = int(step["width"][row])
+    columns = step["rules"]._asdict()
+    own = {name: column[row].item() for name, column in columns.items() if column is not None}
+    confidence, entropy = step["proposal"].confidence[row], step["proposal"].entropy[row]
+    masks = [at for at in range(width) if step["ids"][row, at] == MASK]
+    done, total = int(step["steps_done"][row]), int(own["max_steps"])
+    if done + 1 >= total:
+        return set(masks)
+    count = BLOCK // total + (done < BLOCK % total)
+    name = STRATEGIES[own["strategy"]]
+    by_confidence = sorted(masks, key=lambda at: -float(confidence[at]))
+    if name == "sequential":
+        return set(masks[:count])
+    if name == "low_confidence_static":
+        return set(by_confidence[:count])
+    if name == "low_confidence_dynamic":
+        sure = {at for at in masks if confidence[at] > own["threshold"]}
+        return sure if len(sure) >= count else set(by_confidence[:count])
+    taken: set[int] = set()
+    total_entropy = torch.zeros(())
+    for at in sorted(masks, key=lambda at: float(entropy[at])):
+        total_entropy = total_entropy + entropy[at]
+        if taken and total_entropy >= own["entropy_bound"]:
+            break
+        taken.add(at)
+    return taken
+
+
+@pytest.mark.parametrize("max_steps", [1, 3, 4, 8, 20])
+@pytest.mark.parametrize("strategy", range(len(STRATEGIES)), ids=STRATEGIES)
+def test_every_strategy_replaces_what_its_reference_replaces(strategy: int, max_steps: int) -> None:
+    for seed in range(10):
+        step = random_step(seed, strategy=strategy, max_steps=max_steps, entropy_bound=0.7)
+        outcome = rule.unmask_step(**step)
+        for row in range(len(step["ids"])):
+            decided = set(outcome.is_decided[row].nonzero().squeeze(1).tolist())
+            assert decided == naive_transfers(step, row), (seed, row)
+            for at in range(BLOCK):
+                source = step["proposal"].token if at in decided else step["ids"]
+                assert outcome.canvas[row, at] == source[row, at]
+
+
+def test_a_family_without_strategies_has_the_dynamic_one() -> None:
+    for seed in range(5):
+        step = random_step(seed, strategy=rule.DYNAMIC)
+        expected = rule.unmask_step(**step)
+        step["rules"] = step["rules"]._replace(strategy=None)
+        assert torch.equal(rule.unmask_step(**step).canvas, expected.canvas)
+
+
+def test_equal_confidences_are_taken_from_left_to_right() -> None:
+    step = random_step(0, rows=1, strategy=rule.STATIC, max_steps=4)
+    step["ids"][:], step["width"][:], step["steps_done"][:] = MASK, BLOCK, 0
+    step["proposal"] = step["proposal"]._replace(confidence=torch.full((1, BLOCK), 0.5))
+    outcome = rule.unmask_step(**step)
+    assert outcome.is_decided.nonzero()[:, 1].tolist() == [0, 1]
+
+
+def test_padding_is_neither_replaced_nor_edited_and_ends_nothing() -> None:
+    step = random_step(1, editing=1, editing_threshold=0.0)
+    step["width"][:] = 3
+    step["width"][0] = 0
+    outcome = rule.unmask_step(**step)
+    assert not outcome.is_decided[:, 3:].any() and not outcome.is_decided[0].any()
+    assert not outcome.converged[0]
+
+
+def test_editing_ends_when_nothing_changes_or_after_its_steps() -> None:
+    step = random_step(2, rows=3, editing=1, editing_threshold=0.5, max_post_steps=2)
+    step["ids"][:] = 11
+    step["width"][:] = BLOCK
+    token = torch.full((3, BLOCK), 11)
+    token[1, 4] = token[2, 4] = 12
+    step["proposal"] = step["proposal"]._replace(
+        token=token,
+        is_stop=token == STOP,
+        was_stop=token == STOP,
+        confidence=torch.full((3, BLOCK), 0.6),
+    )
+    step["steps_done"] = torch.tensor([5, 5, 5])
+    step["post_steps"] = torch.tensor([0, 0, 2])
+    outcome = rule.unmask_step(**step)
+    assert outcome.converged.tolist() == [True, False, True]
+    assert outcome.post_steps.tolist() == [1, 1, 3]
+    assert outcome.canvas[:, 4].tolist() == [11, 12, 12]
+
+
+@pytest.mark.parametrize("editing", [0, 1])
+def test_a_canvas_ends_at_a_stop_token_with_no_mask_in_front_of_it(editing: int) -> None:
+    step = random_step(3, rows=2, editing=editing, editing_threshold=1.0, threshold=0.5)
+    step["ids"][:] = torch.tensor([[11, 12] + [MASK] * 6, [11, MASK] + [MASK] * 6])
+    step["width"][:], step["steps_done"][:] = BLOCK, 0
+    token = torch.full((2, BLOCK), 13)
+    token[:, 3] = STOP
+    confidence = torch.full((2, BLOCK), 0.1)
+    confidence[0, 2:4], confidence[1, 2:4] = 0.9, 0.9
+    step["proposal"] = step["proposal"]._replace(
+        token=token, is_stop=token == STOP, was_stop=step["ids"] == STOP, confidence=confidence
+    )
+    assert rule.unmask_step(**step).converged.tolist() == [True, False]
+
+
+@pytest.mark.skipif(not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING)
+@pytest.mark.parametrize("editing_threshold", [None, 0.6])
+@pytest.mark.parametrize("steps", [3, 8])
+def test_it_is_the_step_of_diffusers(steps: int, editing_threshold: float | None) -> None:
+    scheduler = llada2_pipeline.scheduler(BLOCK, steps)
+    editing = {"editing": 0} if editing_threshold is None else {
+        "editing": 1, "editing_threshold": editing_threshold,
+    }  # fmt: skip
+    for seed in range(20):
+        step = random_step(seed, rows=6, max_steps=steps, threshold=0.7, **editing)
+        step["width"][:] = BLOCK
+        step["steps_done"].clamp_(max=steps - 2)  # its last step replaces all masks by its counts
+        outcome = rule.unmask_step(**step)
+        proposal = step["proposal"]
+        for row in range(6):
+            # Logits whose largest probability is the confidence, at the proposed token.
+            top = (proposal.confidence[row] * 0.9 + 0.05)[:, None]
+            probs = (
+                ((1 - top) / (VOCAB - 1))
+                .expand(-1, VOCAB)
+                .scatter(1, proposal.token[row][:, None], top)
+            )
+            expected = scheduler.step(
+                model_output=probs.log()[None],
+                timestep=int(step["steps_done"][row]),
+                sample=step["ids"][row][None],
+                mask_token_id=MASK,
+                threshold=0.7 * 0.9 + 0.05,
+                editing_threshold=None if editing_threshold is None else 0.6 * 0.9 + 0.05,
+            )
+            assert outcome.canvas[row].tolist() == expected.prev_sample[0].tolist(), (seed, row)

@@ -1,0 +1,96 @@
+"""From logits to a proposal: which distribution tokens are drawn from, and how sure they are."""
+
+import pytest
+import torch
+
+from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.family import FREE, Canvases
+from dllm.models.llada2.settings import LLaDA2Settings
+from dllm.models.unmasking import step
+from dllm.ops.filters import RowFilters
+from tests.support import llada2_pipeline
+
+VOCAB, BLOCK, MASK = 40, 8, 39
+SETTINGS = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.5, 0, 0.5, 16)
+
+
+def canvases(count: int, temperature: float, is_greedy: bool = False) -> Canvases:
+    return Canvases(
+        ids=torch.full((count * BLOCK,), MASK),
+        seeds=torch.arange(count),
+        steps_done=torch.zeros(count, dtype=torch.int64),
+        argmax_canvas=torch.zeros(count, BLOCK, dtype=torch.int64),
+        chosen=torch.full((count * BLOCK,), FREE),
+        temperature=torch.full((count,), temperature),
+        is_greedy=torch.full((count,), is_greedy),
+        is_stop=torch.zeros(count, VOCAB, dtype=torch.bool),
+        numbers={
+            parameter.name: torch.full((count,), getattr(SETTINGS, parameter.setting))
+            for parameter in SETTINGS.parameters
+        },
+        carried={"post_steps": torch.zeros(count, dtype=torch.int32)},
+    )
+
+
+def random_logits(count: int) -> torch.Tensor:
+    """The same rows for every canvas; a mask is never an answer."""
+    torch.manual_seed(0)
+    logits = (torch.randn(BLOCK, VOCAB) * 2).repeat(count, 1)
+    logits[:, MASK] = -torch.inf
+    return logits
+
+
+def filters(count: int, top_k: int, top_p: float) -> RowFilters:
+    rows = count * BLOCK
+    return RowFilters(
+        torch.full((rows,), top_k, dtype=torch.int32),
+        torch.full((rows,), top_p),
+        torch.zeros(rows),
+    )
+
+
+@pytest.mark.skipif(not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING)
+@pytest.mark.parametrize(("top_k", "top_p"), [(VOCAB, 1.0), (5, 1.0), (VOCAB, 0.7), (6, 0.6)])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_tokens_are_drawn_as_in_diffusers(temperature: float, top_k: int, top_p: float) -> None:
+    """The same filters and probabilities; 4000 draws of each row agree with them."""
+    count = 4000
+    logits = random_logits(count)
+    rows = CanvasRows.whole(torch.full((count,), 16), BLOCK)
+    proposal, _, _ = step.propose(
+        logits, rows, canvases(count, temperature), SETTINGS, filters(count, top_k, top_p)
+    )
+    reference = llada2_pipeline.scheduler(BLOCK, BLOCK)
+    scaled = logits[:BLOCK] / temperature
+    kept = reference._top_p_filtering(reference._top_k_filtering(scaled, top_k), top_p)
+    probs = kept.softmax(-1)  # [BLOCK, VOCAB]
+    expected = probs.expand(count, -1, -1).gather(2, proposal.token[..., None]).squeeze(2)
+    torch.testing.assert_close(proposal.confidence, expected, rtol=1e-5, atol=1e-6)
+    drawn = torch.stack([(proposal.token == token).float().mean(0) for token in range(VOCAB)], 1)
+    deviation = (probs * (1 - probs) / count).sqrt()
+    # Five standard deviations, which one of the 3800 frequencies here exceeds once in 400 runs.
+    assert ((drawn - probs).abs() <= 5 * deviation + 1e-6).all()
+
+
+def test_a_greedy_request_takes_the_likeliest_token_at_temperature_one() -> None:
+    logits = random_logits(2)
+    rows = CanvasRows.whole(torch.tensor([16, 24]), BLOCK)
+    proposal, _, _ = step.propose(logits, rows, canvases(2, 1.0, is_greedy=True), SETTINGS)
+    confidence, token = logits.softmax(-1).max(-1)
+    assert torch.equal(proposal.token.flatten(), token)
+    torch.testing.assert_close(proposal.confidence.flatten(), confidence)
+
+
+def test_the_mask_is_never_proposed_and_a_canvas_fills_up() -> None:
+    state = canvases(1, 1.0)
+    rows = CanvasRows.whole(torch.tensor([16]), BLOCK)
+    num_masks = [BLOCK]
+    while num_masks[-1]:
+        result = step.denoise(random_logits(1), rows, state, SETTINGS)
+        assert (result.argmax_canvas != MASK).all() and (result.fresh == MASK).all()
+        num_masks.append(int((result.canvas == MASK).sum()))
+        assert num_masks[-1] < num_masks[-2], "a step without progress"
+        assert bool(result.converged) == (num_masks[-1] == 0)
+        state = state._replace(
+            ids=result.canvas.flatten(), steps_done=result.steps_done, carried=result.carried
+        )

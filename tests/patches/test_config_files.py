@@ -1,0 +1,116 @@
+"""Which config.json files are read with the plugin, and what is said about other models."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config import ModelConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.transformers_utils.config import get_config
+
+from dllm import register
+from dllm.models import FAMILIES, WITHOUT_CACHE
+from tests.support import family_checkpoints
+from tests.support.engine_harness import Engine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> None:
+    register()
+
+
+def written(path: Path, config: dict[str, Any]) -> Path:
+    """A directory with this config.json, which names remote code that is not there."""
+    remote = {"auto_map": {"AutoConfig": "configuration_x.XConfig"}}
+    (path / "config.json").write_text(json.dumps(config | remote))
+    return path
+
+
+@pytest.mark.parametrize("name", ["SDAR", "SDAR_MOE", "LLADA2"])
+def test_a_family_is_read_without_remote_code(name: str, tmp_path: Path) -> None:
+    fields = getattr(family_checkpoints, name)
+    config = get_config(written(tmp_path, fields), trust_remote_code=False)
+    assert config.canvas_length == config.block_size == fields["block_size"]
+    assert config.mask_token_id == family_checkpoints.MASK
+    assert config.architectures[0] in FAMILIES
+    assert config.rope_parameters["rope_theta"] == fields["rope_theta"]
+
+
+def test_what_a_released_llada2_leaves_out_has_the_released_models_value(tmp_path: Path) -> None:
+    fields = dict(family_checkpoints.LLADA2, vocab_size=157184)
+    for name in ("block_size", "mask_token_id", "score_function", "n_group", "topk_group"):
+        del fields[name]
+    config = get_config(written(tmp_path, fields), trust_remote_code=False)
+    assert (config.block_size, config.mask_token_id) == (32, 156895)
+    assert (config.score_function, config.n_group, config.topk_group) == ("sigmoid", 8, 4)
+
+
+@pytest.mark.parametrize("model_type", sorted(WITHOUT_CACHE))
+def test_other_diffusion_models_are_refused_with_the_reason(
+    model_type: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, dict(family_checkpoints.SDAR, model_type=model_type))
+    with pytest.raises(ValueError, match=f"'{model_type}' .* is not served: each token sees"):
+        ModelConfig(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("SDAR", {"block_size": None}, r"block_size is missing, .* --hf-overrides '"),
+        ("SDAR", {"mask_token_id": 151669}, r"mask_token_id = 151669; allowed: a token id below"),
+        ("SDAR", {"use_sliding_window": True}, r"use_sliding_window = true; allowed: false"),
+        ("LLADA2", {"expert_capacity": 48, "delete_token_id": 5}, r"this is a LLaDA2\.2, which"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_stops_the_server_at_start(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    fields = getattr(family_checkpoints, name) | changes
+    path = family_checkpoints.write(tmp_path / "model", fields | {"vocab_size": 832})
+    with pytest.raises(ValueError, match=message):
+        Engine(path)
+
+
+def test_a_block_size_may_come_from_the_command_line(tmp_path: Path) -> None:
+    path = family_checkpoints.write(
+        tmp_path / "model", family_checkpoints.SDAR | {"block_size": None}
+    )
+    config = ModelConfig(str(path), hf_overrides={"block_size": 8})
+    assert config.is_diffusion and config.hf_config.canvas_length == 8
+
+
+@pytest.mark.parametrize(("block_size", "page"), [(4, 128), (32, 128), (24, 384)])
+def test_pages_of_the_cache_hold_whole_blocks(block_size: int, page: int, tmp_path: Path) -> None:
+    fields = family_checkpoints.SDAR | {"block_size": block_size}
+    path = family_checkpoints.write(tmp_path / "model", fields)
+    config = EngineArgs(str(path)).create_engine_config()
+    assert config.cache_config.block_size == page  # 128 is vLLM's default on a CPU
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"block_size": 32}, "--block-size 32: .* Allowed: a multiple of 24"),
+        ({"prefix_match_unit": 16}, "--prefix-match-unit 16: .* Allowed: a multiple of 24"),
+        ({"max_num_batched_tokens": 23}, "--max-num-batched-tokens 23 .* at least 24"),
+        (
+            {"diffusion_config": {"canvas_length": 12}},
+            "--diffusion-config: canvas_length = 12; allowed: 24, the model's block_size",
+        ),
+        (
+            {"override_generation_config": {"remasking_strategy": "random"}},
+            "remasking_strategy = 'random'; allowed: one of low_confidence_static, ",
+        ),
+        ({"override_generation_config": {"threshold": 1.5}}, "threshold = 1.5; allowed: a number"),
+    ],
+    ids=str,
+)
+def test_flags_that_do_not_fit_the_blocks(
+    flags: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    fields = family_checkpoints.SDAR | {"block_size": 24}
+    path = family_checkpoints.write(tmp_path / "model", fields)
+    with pytest.raises(ValueError, match=message):
+        EngineArgs(str(path), **flags).create_engine_config()

@@ -1,0 +1,70 @@
+"""`vllm serve` of models with blocks, through the real OpenAI client."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support import family_checkpoints
+from tests.support.server_harness import FLAGS, MODEL, Server
+
+CONFIGS = {"sdar": family_checkpoints.SDAR, "llada2": family_checkpoints.LLADA2}
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp(request.param)
+    path = family_checkpoints.write(folder / "model", CONFIGS[request.param])
+    with Server(path, folder / "log", FLAGS) as running:
+        running.wait_until_ready()
+        yield running
+
+
+def complete(client: openai.OpenAI, prompt: Any = "Sort these numbers", **options: Any) -> Any:
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    extra |= {"vllm_xargs": {"diffusion_threshold": 0.3} | options.pop("xargs", {})}
+    return client.completions.create(
+        model=MODEL,
+        prompt=prompt,
+        **({"max_tokens": 70, "seed": 1} | options),
+        extra_body=extra,
+    )
+
+
+@pytest.mark.slow
+def test_the_same_tokens_whichever_way_one_asks(server: Server) -> None:
+    client = server.client()
+    (whole,) = complete(client).choices
+    assert len(whole.token_ids) == 70
+    streamed = [chunk.choices[0].text for chunk in complete(client, stream=True) if chunk.choices]
+    assert len(streamed) > 1 and "".join(streamed) == whole.text
+    with ThreadPoolExecutor(6) as pool:
+        futures = [pool.submit(complete, client, seed=1 + at % 2) for at in range(6)]
+        together = [future.result().choices[0].token_ids for future in futures]
+    assert together[::2] == [whole.token_ids] * 3
+    assert together[1] == together[3] == together[5] != whole.token_ids
+    both = complete(client, n=2).choices
+    assert both[0].token_ids == whole.token_ids != both[1].token_ids
+    stop = whole.text[10:14]
+    (stopped,) = complete(client, stop=stop).choices
+    assert stopped.text == whole.text[: whole.text.index(stop)]
+    (scored,) = complete(client, logprobs=2, max_tokens=40).choices
+    assert len(scored.logprobs.token_logprobs) == 40 and max(scored.logprobs.token_logprobs) <= 0
+
+
+@pytest.mark.slow
+def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
+    client = server.client()
+    for options, message in (
+        ({"echo": True, "logprobs": 1}, "prompt_logprobs = 1 is not served for this model"),
+        ({"xargs": {"diffusion_threshold": 2}}, "diffusion_threshold = 2; allowed: a number of"),
+        ({"xargs": {"diffusion_seed_canvas": [4]}}, "diffusion_seed_canvas is not served"),
+        ({"xargs": {"diffusion_t_max": 1}}, "unknown extra argument 'diffusion_t_max'"),
+        ({"xargs": {"diffusion_max_steps": 0}}, "diffusion_max_steps = 0; allowed: an integer of"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            complete(client, **options)

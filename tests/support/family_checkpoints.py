@@ -1,0 +1,113 @@
+"""Small random checkpoints of SDAR and LLaDA2, with the names and fields of the released ones."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dllm.models.llada2 import shapes as llada2
+from dllm.models.sdar import shapes as sdar
+
+TOKENIZER = Path(__file__).parents[2] / "checkpoints" / "tiny-ar"
+VOCAB, MASK, EOS = 832, 831, 1
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+SDAR = {
+    "architectures": ["SDARForCausalLM"],
+    "model_type": "sdar",
+    "block_size": 4,
+    "mask_token_id": MASK,
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
+SDAR_MOE = SDAR | {
+    "architectures": ["SDARMoeForCausalLM"],
+    "model_type": "sdar_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+LLADA2 = {
+    "architectures": ["LLaDA2MoeModelLM"],
+    "model_type": "llada2_moe",
+    "block_size": 32,
+    "mask_token_id": MASK,
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_qk_norm": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 600000,
+    "rope_scaling": None,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "score_function": "sigmoid",
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+    "torch_dtype": "float32",
+}
+
+
+def write(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
+    """Write a checkpoint with these fields of config.json and random weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        shutil.copy(TOKENIZER / name, path / name)
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    kind = llada2 if config["model_type"] == "llada2_moe" else sdar
+    generator = torch.Generator().manual_seed(seed)
+    save_file(
+        {
+            name: _tensor(name, shape, generator)
+            for name, shape in kind.tensor_shapes(config).items()
+        },
+        path / "model.safetensors",
+    )
+    return path
+
+
+def _tensor(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name:
+        return 1 + 0.1 * noise
+    if name.endswith("expert_bias"):
+        return 0.1 * noise
+    # Sharp enough that the most likely token depends on the context.
+    return noise * (1.0 if "embed" in name else 3.0 * shape[-1] ** -0.5)

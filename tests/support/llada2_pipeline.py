@@ -1,0 +1,116 @@
+"""diffusers' LLaDA2Pipeline on a Hugging Face model: the reference for decoding.
+
+The set-up has diffusers in a folder of its own, off Python's path (`make test` installs it).
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+DIFFUSERS = Path(os.environ.get("DLLM_TEST_DIFFUSERS", Path(sys.prefix) / "diffusers"))
+MISSING = f"needs diffusers in {DIFFUSERS} (make test installs it)"
+
+
+def is_installed() -> bool:
+    """Whether the folder is there."""
+    return DIFFUSERS.exists()
+
+
+def _diffusers() -> Any:
+    if str(DIFFUSERS) not in sys.path:
+        sys.path.append(str(DIFFUSERS))
+    import diffusers
+
+    return diffusers
+
+
+def scheduler(block_size: int, num_steps: int) -> Any:
+    """The pipeline's scheduler, as it is at the start of a block."""
+    made = _diffusers().BlockRefinementScheduler(block_length=block_size)
+    made.set_timesteps(num_steps, block_length=block_size)
+    return made
+
+
+class BlockMasked(torch.nn.Module):
+    """What the pipeline calls: a model that sees everything so far, without a cache.
+
+    The released LLaDA2 makes its block mask by itself; the pipeline passes only which positions are
+    padding (0). As in the server, a mask is never an answer.
+
+    Attributes:
+        num_passes: how often it was called.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int, mask_token_id: int) -> None:
+        super().__init__()
+        self.model, self.block_size, self.mask_token_id = model, block_size, mask_token_id
+        self.config = SimpleNamespace()
+        self.num_passes = 0
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+
+    def forward(
+        self, ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> SimpleNamespace:
+        """Logits ``[1, length, vocab]``."""
+        self.num_passes += 1
+        block = position_ids[0] // self.block_size
+        is_seen = (block[None, :] <= block[:, None]) & (attention_mask[0] != 0)[None, :]
+        mask = torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+        logits = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False
+        ).logits.float()
+        logits[..., self.mask_token_id] = -1e9
+        return SimpleNamespace(logits=logits)
+
+
+def generate(
+    model: BlockMasked,
+    prompt: Sequence[int],
+    max_tokens: int,
+    editing_threshold: float | None,
+    **options: Any,
+) -> list[int]:
+    """The tokens that the pipeline generates, ``max_tokens`` of them.
+
+    options: of the pipeline; greedy unless they say otherwise.
+    """
+    diffusers = _diffusers()
+    block_size = model.block_size
+    pipeline = diffusers.LLaDA2Pipeline(
+        model=model,
+        scheduler=diffusers.BlockRefinementScheduler(block_length=block_size),
+        tokenizer=None,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    greedy = {"temperature": 0.0, "sampling_method": "greedy", "num_inference_steps": block_size}
+    output = pipeline(
+        input_ids=torch.tensor([list(prompt)]),
+        gen_length=max_tokens,
+        block_length=block_size,
+        editing_threshold=editing_threshold,
+        mask_token_id=model.mask_token_id,
+        output_type="seq",
+        use_chat_template=False,
+        **{**greedy, **options},
+    )
+    tokens: list[int] = output.sequences[0].tolist()
+    return tokens
+
+
+class AllVisible(BlockMasked):
+    """The same model, without hiding what the pipeline calls padding."""
+
+    def __init__(self, hiding: BlockMasked) -> None:
+        super().__init__(hiding.model, hiding.block_size, hiding.mask_token_id)
+
+    def forward(
+        self, ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> SimpleNamespace:
+        """Logits ``[1, length, vocab]``."""
+        return super().forward(ids, torch.ones_like(attention_mask), position_ids)
