@@ -75,6 +75,7 @@ class Denoised(NamedTuple):
         canvas: ``[R, C]`` int64, the input of the next step, if the canvas has not converged.
         fresh: ``[R, C]`` int64, a new canvas that starts behind the row's last token.
         argmax_canvas: ``[R, C]`` int64, the tokens to emit if the canvas has converged.
+        accepted: ``[R, C]`` bool, whether ``canvas`` keeps the model's token; else it is noise.
         converged: ``[R]`` bool.
         steps_done: ``[R]`` int64, including this step.
         carried: ``[R, ...]`` each, the family's columns by name.
@@ -85,6 +86,7 @@ class Denoised(NamedTuple):
     canvas: Tensor
     fresh: Tensor
     argmax_canvas: Tensor
+    accepted: Tensor
     converged: Tensor
     steps_done: Tensor
     carried: dict[str, Tensor]

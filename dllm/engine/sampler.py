@@ -26,6 +26,7 @@ from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.edits import LogitEdits, clean_lengths
 from dllm.engine.family import Denoised, Family
+from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.logit_rows import LogitRows, rows_at_once, tiles_of_batch
 from dllm.engine.logprobs import BlockLogprobs
 from dllm.engine.loop import DenoiseLoop
@@ -55,6 +56,7 @@ class StepResult(NamedTuple):
         return StepResult(
             step=step._replace(
                 argmax_canvas=step.argmax_canvas[:num_rows],
+                accepted=step.accepted[:num_rows],
                 converged=step.converged[:num_rows],
                 steps_done=step.steps_done[:num_rows],
                 carried={name: column[:num_rows] for name, column in step.carried.items()},
@@ -113,6 +115,7 @@ class DiffusionSampler:
             logit_bias, penalties, bad_words, num_slots=self.req_states.max_num_reqs
         )
         self.logprobs = BlockLogprobs(sampler)
+        self.frames = FrameTaker(num_slots=self.req_states.max_num_reqs)
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self._rows_at_once = rows_at_once(vllm_config)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
@@ -127,6 +130,7 @@ class DiffusionSampler:
         self.sampling_states.add_request(req_idx, sampling_params)
         self.edits.add_request(req_idx, constrained(sampling_params))
         self.logprobs.add_request(req_idx, sampling_params)
+        self.frames.add_request(req_idx, sampling_params)
         self._new_slots.append(req_idx)
 
     def apply_staged_writes(self) -> None:
@@ -214,6 +218,9 @@ class DiffusionSampler:
             is_bad = self.edits.completes_bad_word(logits, result.step.stats.argmax, context)
             num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
             result = self._trim_at_bad_word(rows, result, num_emitted)
+        if self.frames.are_wanted(tile.batch):
+            steps_before = self.state.steps_done
+            self.frames.take(rows, result.step, result.next_canvas, steps_before, tile.batch)
         self._store_state(rows, result)
         return self._emit(logits, rows, result.step, num_emitted, tile.batch)
 

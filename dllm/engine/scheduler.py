@@ -18,6 +18,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from dllm.engine import visit
+from dllm.engine.frames import FrameMail
 from dllm.engine.prompt_logprobs import PendingPromptLogprobs
 from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import PluginOptions
@@ -143,7 +144,10 @@ class CanvasScheduler(Scheduler):
         """vLLM's accounting of a visit; prompt logprobs are kept until the first block."""
         self._prompt_logprobs.postpone(model_runner_output, self.requests)
         self._num_passes = visit.num_passes(model_runner_output)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        frames = FrameMail(model_runner_output, self.requests)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        frames.add_to(outputs)
+        return outputs
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

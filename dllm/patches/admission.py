@@ -5,6 +5,12 @@ import weakref
 from typing import Any
 
 from dllm.models import FAMILIES, settings_of, takes_images
+from dllm.patches.streaming import (
+    refuse_offline_streams,
+    serving_of,
+    start_watching,
+    stream_canvases,
+)
 from dllm.settings.denoising import DenoiseSettings
 
 
@@ -17,6 +23,7 @@ def check_requests_at_admission() -> None:
     _refuse_before_the_stream_starts()
     _explain_refusals()
     _explain_missing_images()
+    stream_canvases()
 
 
 def _parse_requests() -> None:
@@ -42,6 +49,7 @@ def _parse_requests() -> None:
             configs[self] = settings_of(self.vllm_config)
         vocab_size = self.model_config.get_vocab_size()
         RequestOptions.parse(params, configs[self], vocab_size)
+        refuse_offline_streams(self, params)
         is_watermarked = validate_params(self, params, supported_tasks)
         refuse_impossible_edits(_with_resolved_ids(self, params), vocab_size)
         return is_watermarked
@@ -99,13 +107,17 @@ def _refuse_before_the_stream_starts() -> None:
 
     generate = AsyncLLM.generate
 
-    def checked_generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+    def checked_generate(  # type: ignore[no-untyped-def]
+        self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ):
         if self.model_config.architecture in FAMILIES:
             if isinstance(sampling_params, SamplingParams):
+                serving_of(self)
                 self.input_processor._validate_params(sampling_params, ("generate",))
+                start_watching(self, sampling_params, request_id)
             if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
                 self.renderer.validate_token_ids(prompt["prompt_token_ids"])
-        return generate(self, prompt, sampling_params, *args, **kwargs)
+        return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
 
     AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
 

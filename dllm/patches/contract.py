@@ -60,6 +60,26 @@ PATCHES = (
         "a bad streaming request gets HTTP 400, not 200 and then an error",
     ),
     Patch(
+        "vllm.v1.engine.core_client.AsyncMPClient.get_output_async",
+        "wrap",
+        "frames of unfinished canvases go to their streams; vLLM would count them as first tokens",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat.create_chat_completion",
+        "wrap",
+        "unfinished canvases in the stream of a chat",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion.create_completion",
+        "wrap",
+        "unfinished canvases in the stream of a completion",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.create_responses",
+        "wrap",
+        "Responses refuse to stream canvases with HTTP 400; their stream starts before the request",
+    ),
+    Patch(
         "vllm.renderers.base.BaseRenderer.validate_token_ids",
         "wrap",
         "token ids outside the model's vocabulary are refused with the range",

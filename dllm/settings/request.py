@@ -23,6 +23,11 @@ ENGINE_EXTRA_ARGS = {
     "kv_cache_report_mode": str,
 }
 
+# How a streaming request sees its unfinished canvases (``api.events``): each position, or the text
+# that they stand for; after each denoise step, or once for each visit of the worker.
+STREAM, STREAM_FORMS = "diffusion_stream", ("canvas", "text")
+STREAM_EVERY, STREAM_PERIODS = "diffusion_stream_every", ("pass", "visit")
+
 # Extra arguments of every family, beside the family's own parameters.
 CANVAS_ARGS = (
     "diffusion_seed_canvas",
@@ -30,6 +35,8 @@ CANVAS_ARGS = (
     "diffusion_read_only",
     "diffusion_constrained",
     "diffusion_eos_stop",
+    STREAM,
+    STREAM_EVERY,
 )
 
 # Sampling parameters that our sampler does not apply; they are refused.
@@ -129,6 +136,7 @@ class RequestOptions:
         if _take_flag(extra, "diffusion_constrained", default=False):
             _check_constrained(params)
         eos_stop = _take_flag(extra, "diffusion_eos_stop", default=True)
+        _take_stream(extra)
         stops = {params.eos_token_id, *(params.stop_token_ids or ())} - {None} if eos_stop else ()
         _refuse_unknown(extra, settings)
         return cls(
@@ -243,6 +251,24 @@ def _take_flag(extra: dict[str, object], key: str, default: bool) -> bool:
             f"Omit it for {str(default).lower()}.",
         )
     return bool(value)
+
+
+def _take_stream(extra: dict[str, object]) -> None:
+    """Pop how canvases are streamed; the worker reads it in ``engine.frames``."""
+    form = _take_choice(extra, STREAM, STREAM_FORMS)
+    every = _take_choice(extra, STREAM_EVERY, STREAM_PERIODS)
+    if every is not None and form is None:
+        refuse(STREAM_EVERY, f"{STREAM_EVERY} without {STREAM}. Send both, or omit both.")
+
+
+def _take_choice(extra: dict[str, object], key: str, allowed: tuple[str, ...]) -> str | None:
+    """Pop one of a few words from ``extra``; None if it is not there."""
+    value = extra.pop(key, None)
+    if value is None:
+        return None
+    if value not in allowed:
+        refuse(key, f"{key} = {_shown(value)}; allowed: {', '.join(allowed)}. Omit it for none.")
+    return str(value)
 
 
 def _take_ids(extra: dict[str, object], key: str) -> tuple[int, ...] | None:

@@ -129,6 +129,22 @@ SIGNATURES = {
         "reasoning_ended",
         "reasoning_parser_kwargs",
     ],
+    "vllm.v1.engine.core_client.AsyncMPClient.get_output_async": ["self"],
+    "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat.create_chat_completion": [
+        "self",
+        "request",
+        "raw_request",
+    ],
+    "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion.create_completion": [
+        "self",
+        "request",
+        "raw_request",
+    ],
+    "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.create_responses": [
+        "self",
+        "request",
+        "raw_request",
+    ],
     "vllm.renderers.base.BaseRenderer.validate_token_ids": ["self", "token_ids", "parameter"],
     "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search": [
         "self",
@@ -730,8 +746,9 @@ runner = ("vllm.v1.worker.gpu", "vllm.v1.worker.cpu", "vllm.v1.attention.backend
 layers = ("vllm.model_executor.layers.attention.", "vllm.model_executor.models.gemma")
 ours = ("dllm.models.gemma.backbone", "dllm.engine", "dllm.cpu", "attention")
 assert "ARCH" in ModelRegistry.models
-heavy = [name for name in sys.modules if name.startswith(runner + layers + ours)]
-print(heavy, torch.cuda.is_initialized())
+heavy = {name for name in sys.modules if name.startswith(runner + layers + ours)}
+light = {"dllm.engine", "dllm.engine.frames"}  # which the API server reads
+print(sorted(heavy - light), torch.cuda.is_initialized())
 """.replace("ARCH", install.BUILTIN_ARCHITECTURE)
     environment = {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     result = run_python("-c", script, environment=environment)

@@ -40,7 +40,10 @@ FLAGS = (
     f"--max-model-len={MAX_MODEL_LEN}",
     "--max-num-seqs=8",
     f"--max-num-batched-tokens={MAX_NUM_BATCHED_TOKENS}",
+    # Every frame of a watched canvas, however fast the machine is.
+    f"--additional-config={json.dumps({'dllm': {'canvas_frames_per_s': 1000}})}",
 )
+MAX_WATCHERS = 16  # the default of canvas_watchers
 ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",

@@ -61,6 +61,7 @@ class DenoiseOutcome(NamedTuple):
     argmax_canvas: Tensor
     stable_count: Tensor
     steps_done: Tensor
+    accepted: Tensor  # [R, C] bool: the sampled token is kept
     converged: Tensor  # [R] bool: emit `argmax_canvas`
 
 
@@ -88,6 +89,7 @@ def denoise_step(
         argmax_canvas=torch.where(valid, inputs.argmax, state.argmax_canvas),
         stable_count=torch.where(valid, stable_count, state.stable_count),
         steps_done=torch.where(active, steps_done, state.steps_done),
+        accepted=accept,
         converged=converged & active,
     )
 

@@ -83,6 +83,7 @@ def denoise(
         canvas=outcome.canvas,
         fresh=drawn.next_canvas,
         argmax_canvas=outcome.argmax_canvas,
+        accepted=outcome.accepted,
         converged=outcome.converged,
         steps_done=outcome.steps_done,
         carried={"stable_count": outcome.stable_count},
