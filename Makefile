@@ -74,8 +74,10 @@ $(VENV)/.images: requirements/images.txt $(VENV)/.locked
 
 # The KV cache is bounded because vLLM otherwise takes most of the memory, and clears it before it is
 # ready; ARGS can say otherwise. Processes are forked, because spawned ones import everything again.
+# The last of the plugins is the page /canvas.
 serve: export HF_HUB_OFFLINE ?= $(if $(wildcard $(MODEL)/config.json),1,0)
 serve: export VLLM_WORKER_MULTIPROC_METHOD ?= fork
+serve: export VLLM_PLUGINS ?= dllm,dllm_namesakes,dllm_canvas
 serve: setup
 	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 

@@ -54,6 +54,7 @@ class Canvases(NamedTuple):
         is_stop: ``[slots, V]`` bool, tokens that end the request. What follows the first of them is
             never emitted and need not converge. Indexed by slot (``CanvasRows.slots``) instead of
             by canvas: copying a row for each canvas would copy the length of the vocabulary.
+        held: ``[R, C]`` int64, the token that has to be emitted at a position; -1: any (``held``).
         numbers: ``[R]`` each, ``RequestOptions.numbers`` by name.
         carried: ``[R, ...]`` each, the family's columns by name.
     """
@@ -64,6 +65,7 @@ class Canvases(NamedTuple):
     argmax_canvas: Tensor
     is_greedy: Tensor
     is_stop: Tensor
+    held: Tensor
     numbers: Mapping[str, Tensor]
     carried: Mapping[str, Tensor]
 

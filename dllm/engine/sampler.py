@@ -30,7 +30,7 @@ from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.logit_rows import LogitRows, rows_at_once, tiles_of_batch
 from dllm.engine.logprobs import BlockLogprobs
 from dllm.engine.loop import DenoiseLoop
-from dllm.engine.state import CanvasState
+from dllm.engine.state import NOT_PINNED, CanvasState
 from dllm.ops.filters import RowFilters
 from dllm.settings.request import constrained
 
@@ -43,7 +43,7 @@ class StepResult(NamedTuple):
             canvas starts.
         next_canvas: ``[R, C]`` int64, the input of the next step.
         is_pinned: ``[R, C]`` bool, positions whose input token the request fixed
-            (``diffusion_pinned``).
+            (``settings.pins``).
     """
 
     step: Denoised
@@ -353,10 +353,10 @@ def denoise_rows(
         rows: at least two of them (``CanvasRows.at_least_two``).
         state: read only.
     """
-    step = family.denoise(logits, rows, state.canvases(rows.slots, ids), filters)
-    goes_on = (rows.widths > 0) & ~step.converged  # [R]
     pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
-    canvas = torch.where(pins, state.seed_canvas[rows.slots], step.canvas)
+    step = family.denoise(logits, rows, state.canvases(rows.slots, ids, pins), filters)
+    goes_on = (rows.widths > 0) & ~step.converged  # [R]
+    canvas = torch.where(pins != NOT_PINNED, pins, step.canvas)
     fresh = state.with_seeds(rows.slots, rows.seq_lens, step.fresh)
     return StepResult(
         step=step._replace(
@@ -367,5 +367,5 @@ def denoise_rows(
             },
         ),
         next_canvas=torch.where(goes_on[:, None], canvas, fresh),
-        is_pinned=pins,
+        is_pinned=pins != NOT_PINNED,
     )

@@ -5,11 +5,12 @@ import weakref
 from typing import Any
 
 from dllm.models import FAMILIES, settings_of, takes_images
+from dllm.patches.routes import extend_routes, offer_page, start_fill
 from dllm.patches.streaming import (
     refuse_offline_streams,
     serving_of,
     start_watching,
-    stream_canvases,
+    take_frames_out,
 )
 from dllm.settings.denoising import DenoiseSettings
 
@@ -23,7 +24,9 @@ def check_requests_at_admission() -> None:
     _refuse_before_the_stream_starts()
     _explain_refusals()
     _explain_missing_images()
-    stream_canvases()
+    extend_routes()
+    offer_page()
+    take_frames_out()
 
 
 def _parse_requests() -> None:
@@ -35,8 +38,9 @@ def _parse_requests() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from dllm.settings.edit_limits import refuse_impossible_edits
-    from dllm.settings.request import RequestOptions
+    from dllm.settings.edit_limits import refuse_impossible_edits, refuse_pins_behind_the_end
+    from dllm.settings.pins import without_noise
+    from dllm.settings.request import RequestOptions, constrained
 
     configs: weakref.WeakKeyDictionary[Any, DenoiseSettings] = weakref.WeakKeyDictionary()
     validate_params = InputProcessor._validate_params
@@ -50,8 +54,15 @@ def _parse_requests() -> None:
         vocab_size = self.model_config.get_vocab_size()
         RequestOptions.parse(params, configs[self], vocab_size)
         refuse_offline_streams(self, params)
-        is_watermarked = validate_params(self, params, supported_tasks)
-        refuse_impossible_edits(_with_resolved_ids(self, params), vocab_size)
+        extra = params.extra_args
+        params.extra_args = without_noise(extra) if extra else extra
+        try:
+            is_watermarked = validate_params(self, params, supported_tasks)
+        finally:
+            params.extra_args = extra
+        resolved = constrained(_with_resolved_ids(self, params))
+        refuse_impossible_edits(resolved, vocab_size)
+        refuse_pins_behind_the_end(resolved)
         return is_watermarked
 
     def _with_resolved_ids(self: Any, params: Any) -> Any:
@@ -115,6 +126,9 @@ def _refuse_before_the_stream_starts() -> None:
                 serving_of(self)
                 self.input_processor._validate_params(sampling_params, ("generate",))
                 start_watching(self, sampling_params, request_id)
+                given = (prompt, sampling_params, request_id, *args)
+                if (filled := start_fill(self, generate, *given, **kwargs)) is not None:
+                    return filled
             if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
                 self.renderer.validate_token_ids(prompt["prompt_token_ids"])
         return generate(self, prompt, sampling_params, request_id, *args, **kwargs)

@@ -67,17 +67,22 @@ PATCHES = (
     Patch(
         "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat.create_chat_completion",
         "wrap",
-        "unfinished canvases in the stream of a chat",
+        "unfinished canvases in the stream of a chat, and pins by text",
     ),
     Patch(
         "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion.create_completion",
         "wrap",
-        "unfinished canvases in the stream of a completion",
+        "the same for completions, and the hole in front of a suffix is filled",
     ),
     Patch(
         "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.create_responses",
         "wrap",
-        "Responses refuse to stream canvases with HTTP 400; their stream starts before the request",
+        "Responses refuse what they do not serve with HTTP 400; their stream starts before that",
+    ),
+    Patch(
+        "vllm.plugins.load_endpoint_plugins",
+        "wrap",
+        "/canvas where VLLM_PLUGINS names dllm_canvas; an entry point would warn everybody else",
     ),
     Patch(
         "vllm.renderers.base.BaseRenderer.validate_token_ids",

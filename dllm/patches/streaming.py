@@ -1,7 +1,7 @@
 """Patches of the API server: unfinished canvases in the streams of chats and completions.
 
-A route that can show canvases says so in ``api.watching.current_watch`` while it handles a request.
-Everywhere else ``diffusion_stream`` is refused.
+A route that can show canvases calls ``create_watched``, which says so in ``current_watch`` while
+the request starts. Everywhere else ``diffusion_stream`` is refused.
 """
 
 import weakref
@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 from dllm.api.events import CanvasWriter, Stream, TextWriter
 from dllm.api.watching import Watch, Watchers, Writer, current_watch, has_frames, interleaved
-from dllm.models import FAMILIES
 from dllm.settings.request import STREAM, refuse
 from dllm.settings.server import PluginOptions
+
+Create = Callable[[Any, Any, Any], Awaitable[Any]]  # a route's method: self, request, raw request
 
 
 @dataclass
@@ -31,24 +32,6 @@ _by_client: weakref.WeakKeyDictionary[Any, Serving] = weakref.WeakKeyDictionary(
 _online_processors: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def stream_canvases() -> None:
-    """Let chats and completions stream unfinished canvases."""
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-
-    _take_frames_out()
-    # Subclasses (Anthropic, Cohere) call the chat's method and translate what it streams, so only
-    # the class itself is served.
-    for served, name in (
-        (OpenAIServingChat, "create_chat_completion"),
-        (OpenAIServingCompletion, "create_completion"),
-    ):
-        setattr(served, name, _watched_route(served, getattr(served, name)))
-    respond = OpenAIServingResponses.create_responses
-    OpenAIServingResponses.create_responses = _refusing(respond)  # type: ignore[method-assign]
-
-
 def start_watching(llm: Any, params: Any, request_id: str) -> None:
     """Give a request that asks for its canvases to the stream of its route.
 
@@ -61,7 +44,7 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
         return
     watch = current_watch.get()
     if watch is None or watch.feed is None:
-        _refuse_route()
+        refuse_route()
     watch.feed.request_id = watch.feed.request_id or request_id
     serving_of(llm).watchers.start(request_id, watch)
 
@@ -86,7 +69,7 @@ def refuse_offline_streams(input_processor: Any, params: Any) -> None:
         refuse(STREAM, f"{STREAM} needs a server (vllm serve). Leave it out.")
 
 
-def _take_frames_out() -> None:
+def take_frames_out() -> None:
     """Take frames out of what arrives, before it changes metrics: a frame is no first token."""
     from vllm.v1.engine.core_client import AsyncMPClient
 
@@ -101,7 +84,8 @@ def _take_frames_out() -> None:
     AsyncMPClient.get_output_async = get_output_async  # type: ignore[method-assign]
 
 
-def _refuse_route() -> NoReturn:
+def refuse_route() -> NoReturn:
+    """Refuse a request whose route does not show canvases."""
     refuse(
         STREAM,
         f"{STREAM} is not served here; allowed: /v1/chat/completions and /v1/completions, with "
@@ -109,50 +93,34 @@ def _refuse_route() -> NoReturn:
     )
 
 
-def _refusing(create: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
-    """A route's method that refuses at once; Responses start their stream before the request."""
-
-    async def create_unwatched(self: Any, request: Any, raw_request: Any = None) -> Any:
-        if self.model_config.architecture in FAMILIES and _form_asked(request) is not None:
-            _refuse_route()
+async def create_watched(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
+    """What a route's method ``create`` returns, with canvases in the stream if it asks for them."""
+    form = form_asked(request)
+    if form is None:
         return await create(self, request, raw_request)
-
-    return create_unwatched
-
-
-def _watched_route(served: type, create: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
-    """The route's method, which streams canvases to those that ask for them."""
-
-    async def create_watched(self: Any, request: Any, raw_request: Any = None) -> Any:
-        is_ours = self.model_config.architecture in FAMILIES and type(self) is served
-        form = _form_asked(request) if is_ours else None
-        if form is None:
-            return await create(self, request, raw_request)
-        _refuse_what_is_not_shown(self, request)
-        serving = serving_of(self.engine_client)
-        feed = serving.watchers.open(serving.options.canvas_frames_per_s)
-        if feed is None:
-            return self.create_error_response(
-                f"{serving.options.canvas_watchers} canvas streams are open; more are not served. "
-                f"Try again later, or leave {STREAM} out.",
-                err_type="TooManyRequestsError",
-                status_code=HTTPStatus.TOO_MANY_REQUESTS,
-            )
-        watch = Watch(feed, request.n or 1)
-        token = current_watch.set(watch)
-        try:
-            lines = await create(self, request, raw_request)
-        finally:
-            current_watch.reset(token)
-            watch.feed = None  # tasks that were started meanwhile keep a copy of the context
-        if not hasattr(lines, "__anext__"):  # an ErrorResponse
-            return lines
-        return interleaved(lines, feed, _writer(self, form, feed.request_id))
-
-    return create_watched
+    _refuse_what_is_not_shown(self, request)
+    serving = serving_of(self.engine_client)
+    feed = serving.watchers.open(serving.options.canvas_frames_per_s)
+    if feed is None:
+        return self.create_error_response(
+            f"{serving.options.canvas_watchers} canvas streams are open; more are not served. "
+            f"Try again later, or leave {STREAM} out.",
+            err_type="TooManyRequestsError",
+            status_code=HTTPStatus.TOO_MANY_REQUESTS,
+        )
+    watch = Watch(feed, request.n or 1)
+    token = current_watch.set(watch)
+    try:
+        lines = await create(self, request, raw_request)
+    finally:
+        current_watch.reset(token)
+        watch.feed = None  # tasks that were started meanwhile keep a copy of the context
+    if not hasattr(lines, "__anext__"):  # an ErrorResponse
+        return lines
+    return interleaved(lines, feed, _writer(self, form, feed.request_id))
 
 
-def _form_asked(request: Any) -> str | None:
+def form_asked(request: Any) -> str | None:
     """How the client wants to see canvases; ``diffusing`` becomes ``diffusion_stream``."""
     if getattr(request, "diffusing", None) is True:
         request.vllm_xargs = {STREAM: "text", **(request.vllm_xargs or {})}

@@ -12,6 +12,20 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dllm.settings.checks import FloatRange, IntRange, did_you_mean
 from dllm.settings.denoising import DenoiseSettings, Parameter
+from dllm.settings.pins import (
+    NOISE,
+    PIN_ARGS,
+    PIN_AT,
+    PIN_IDS,
+    PIN_MODE,
+    PIN_MODES,
+    PINNED,
+    PINNED_CANVASES,
+    SEED_CANVAS,
+    held_length,
+    holds,
+    pins_of,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -30,8 +44,7 @@ STREAM_EVERY, STREAM_PERIODS = "diffusion_stream_every", ("pass", "visit")
 
 # Extra arguments of every family, beside the family's own parameters.
 CANVAS_ARGS = (
-    "diffusion_seed_canvas",
-    "diffusion_pinned",
+    *PIN_ARGS,
     "diffusion_read_only",
     "diffusion_constrained",
     "diffusion_eos_stop",
@@ -60,8 +73,9 @@ class RequestOptions:
         seed: of the request's noise; None: the server chooses one (``engine.state.request_seed``).
         stops: tokens that end the request. What follows the first of them in a canvas need not
             converge. Empty with ``diffusion_eos_stop: false``, the reference's rule.
-        seed_canvas: the first contents of the first canvas; None: noise.
-        pinned: positions of the first canvas whose input stays that of ``seed_canvas``.
+        seed_canvas: the first contents of the first canvas, -1 for noise; None: noise everywhere.
+        pins: given tokens by answer position (``settings.pins``). They stay in the input.
+        holds_pins: they are emitted, too.
         is_read_only: the whole output is one canvas, and its logprobs are those at temperature 1.
     """
 
@@ -71,7 +85,8 @@ class RequestOptions:
     seed: int | None
     stops: frozenset[int]
     seed_canvas: tuple[int, ...] | None
-    pinned: tuple[int, ...]
+    pins: Mapping[int, int]
+    holds_pins: bool
     is_read_only: bool
 
     @classmethod
@@ -105,7 +120,9 @@ class RequestOptions:
             _check_float("logit_bias", bias, LOGIT_BIASES)
         options = cls.read(params, settings)
         for token in options.seed_canvas or ():
-            _check_int_range("diffusion_seed_canvas", token, 0, vocab_size - 1)
+            _check_int_range(SEED_CANVAS, token, NOISE, vocab_size - 1)
+        for token in (params.extra_args or {}).get(PIN_IDS) or ():
+            _check_int_range(PIN_IDS, token, 0, vocab_size - 1)
         return options
 
     @classmethod
@@ -123,15 +140,15 @@ class RequestOptions:
         }
         is_greedy = params.temperature < 1e-5
         numbers = settings.of_request(asked, 1.0 if is_greedy else params.temperature)
-        seed_canvas = _take_ids(extra, "diffusion_seed_canvas")
+        seed_canvas = _take_ids(extra, SEED_CANVAS)
         if seed_canvas is not None and len(seed_canvas) != width:
             refuse(
-                "diffusion_seed_canvas",
-                f"diffusion_seed_canvas holds {len(seed_canvas)} ids; allowed: exactly {width}, "
+                SEED_CANVAS,
+                f"{SEED_CANVAS} holds {len(seed_canvas)} ids; allowed: exactly {width}, "
                 "one for each position of the canvas. Send that many, or set "
                 "diffusion_canvas_length.",
             )
-        pinned = _take_pins(extra, int(width), seed_canvas is not None)
+        pins, holds_pins = _take_pins(extra, int(width), settings.canvas_length, seed_canvas)
         is_read_only = _take_flag(extra, "diffusion_read_only", default=False)
         if _take_flag(extra, "diffusion_constrained", default=False):
             _check_constrained(params)
@@ -146,7 +163,8 @@ class RequestOptions:
             seed=params.seed,
             stops=frozenset(stops),
             seed_canvas=seed_canvas,
-            pinned=pinned,
+            pins=pins,
+            holds_pins=holds_pins,
             is_read_only=is_read_only,
         )
 
@@ -169,15 +187,20 @@ def requested_canvas_width(params: "SamplingParams | None", canvas_length: int) 
 
 
 def constrained(params: "SamplingParams") -> "SamplingParams":
-    """The parameters of a request with ``diffusion_constrained`` written as ``allowed_token_ids``.
+    """The parameters of a request with our own arguments written as vLLM's edits of logits.
 
-    The allowed tokens are then its ``logprob_token_ids``. The result is a copy. Without
-    ``diffusion_constrained`` it is ``params`` itself.
+    ``diffusion_constrained``: the allowed tokens are its ``logprob_token_ids``. Held pins: the
+    answer does not end before the last of them (``min_tokens``). The result is a copy, or
+    ``params`` itself if there is nothing to write.
     """
-    if not (params.extra_args or {}).get("diffusion_constrained"):
+    extra = params.extra_args or {}
+    held = pins_of(extra) if holds(extra) else {}
+    if not extra.get("diffusion_constrained") and not held:
         return params
     params = params.clone()
-    params.allowed_token_ids = params.logprob_token_ids
+    if extra.get("diffusion_constrained"):
+        params.allowed_token_ids = params.logprob_token_ids
+    params.min_tokens = max(params.min_tokens, held_length(held, params.all_stop_token_ids))
     return params
 
 
@@ -281,21 +304,48 @@ def _take_ids(extra: dict[str, object], key: str) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _take_pins(extra: dict[str, object], width: int, has_seed_canvas: bool) -> tuple[int, ...]:
-    """Pop the pinned positions of a seed canvas of ``width`` tokens from ``extra``."""
-    key = "diffusion_pinned"
-    pinned = _take_ids(extra, key)
-    if pinned is None:
-        return ()
-    if not has_seed_canvas:
+def _take_pins(
+    extra: dict[str, object], width: int, canvas_length: int, seed_canvas: tuple[int, ...] | None
+) -> tuple[dict[int, int], bool]:
+    """Pop the pins from ``extra``: tokens by position, and whether they are emitted.
+
+    Args:
+        width: of the request's canvases.
+        canvas_length: the served one.
+        seed_canvas: what the request sent.
+    """
+    given = {key: _take_ids(extra, key) for key in (PINNED, PIN_AT, PIN_IDS)}
+    mode = _take_choice(extra, PIN_MODE, PIN_MODES)
+    pinned, at, ids = (given[key] or () for key in (PINNED, PIN_AT, PIN_IDS))
+    if pinned and seed_canvas is None:
         refuse(
-            key,
-            f"{key} = {_shown(list(pinned))} without diffusion_seed_canvas; allowed: positions of "
-            "a canvas that is sent with it. Send both, or omit both.",
+            PINNED,
+            f"{PINNED} = {_shown(list(pinned))} without {SEED_CANVAS}; allowed: positions of a "
+            "canvas that is sent with it. Send both, or omit both.",
         )
     for position in pinned:
-        _check_int_range(key, position, 0, width - 1)
-    return pinned
+        _check_int_range(PINNED, position, 0, width - 1)
+        if seed_canvas is not None and seed_canvas[position] == NOISE:
+            refuse(
+                PINNED,
+                f"{PINNED} has position {position}, where {SEED_CANVAS} is {NOISE}; allowed: "
+                "positions with a token. Give one there, or leave the position out.",
+            )
+    if len(at) != len(ids):
+        refuse(
+            PIN_AT,
+            f"{PIN_AT} holds {len(at)} positions and {PIN_IDS} {len(ids)} ids; allowed: one id "
+            "for each position. Send as many.",
+        )
+    for position in at:
+        _check_int_range(PIN_AT, position, 0, PINNED_CANVASES * canvas_length - 1)
+    if len({*pinned, *at}) < len({*pinned}) + len(at):
+        refuse(
+            PIN_AT,
+            f"{PIN_AT} = {_shown(list(at))}; allowed: each position once, and none of {PINNED}. "
+            "Leave one out.",
+        )
+    return pins_of(given | {SEED_CANVAS: seed_canvas}), holds({PIN_MODE: mode})
 
 
 def _check_constrained(params: "SamplingParams") -> None:

@@ -145,6 +145,7 @@ SIGNATURES = {
         "request",
         "raw_request",
     ],
+    "vllm.plugins.load_endpoint_plugins": ["supported_tasks"],
     "vllm.renderers.base.BaseRenderer.validate_token_ids": ["self", "token_ids", "parameter"],
     "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search": [
         "self",

@@ -37,9 +37,9 @@ def test_hidden_reasoning_is_not_shown(parser, includes, is_refused):
 
 def test_mercurys_field_and_ours_are_one():
     asked = request(diffusing=True, vllm_xargs=None)
-    assert streaming._form_asked(asked) == "text"
+    assert streaming.form_asked(asked) == "text"
     assert asked.vllm_xargs == {"diffusion_stream": "text"}
     both = request(diffusing=True, vllm_xargs={"diffusion_stream": "canvas"})
-    assert streaming._form_asked(both) == "canvas"
-    assert streaming._form_asked(request(diffusing=False, vllm_xargs=None)) is None
-    assert streaming._form_asked(request(vllm_xargs={})) is None
+    assert streaming.form_asked(both) == "canvas"
+    assert streaming.form_asked(request(diffusing=False, vllm_xargs=None)) is None
+    assert streaming.form_asked(request(vllm_xargs={})) is None

@@ -12,6 +12,7 @@ import torch
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Canvases, Column, Denoised
+from dllm.engine.held import with_held_tokens
 from dllm.models.gemma import rule
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops import noise
@@ -53,6 +54,7 @@ def denoise(
     )[rows.row_of]  # [R] -> [N]
     keys = drawn.keys[rows.row_of, rows.place]  # [N]
     stats = row_stats(logits, temperature, keys, probs_dtype, filters)
+    stats = with_held_tokens(stats, canvases.held, rows)
     sample = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)
     argmax = stats.argmax[rows.padded]  # [R, C], the shape of everything below
     outcome = rule.denoise_step(
@@ -68,6 +70,7 @@ def denoise(
             entropy=stats.entropy[rows.padded],
             noise_tokens=drawn.renoise_tokens,
             is_stop=canvases.is_stop[rows.slots[:, None], argmax],
+            is_held=canvases.held >= 0,
         ),
         rows.widths,
         rule.DenoiseRules(
@@ -118,6 +121,7 @@ def first_canvases(
         argmax_canvas=torch.zeros(num_rows, length, dtype=torch.int64, device=device),
         is_greedy=torch.zeros(num_rows, dtype=torch.bool, device=device),
         is_stop=is_stop.expand(num_rows, -1),
+        held=torch.full((num_rows, length), -1, device=device),
         numbers={
             parameter.name: torch.full(
                 (num_rows,),
