@@ -14,7 +14,7 @@ from typing import Any
 
 PAGE = Path(__file__).parent / "canvas.html"
 HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]")  # a name, an IPv4 or an IPv6 address
-PORT = re.compile(r"\d{1,5}")
+PORT = re.compile(r"[0-9]{1,5}")
 
 
 class CanvasPage:

@@ -239,6 +239,11 @@ def test_too_many_watchers_are_refused_and_others_are_not(server, client):
     assert read(chat(client, max_tokens=CANVAS, stream=True, extra_body=CANVASES)).canvases
 
 
+def test_there_is_no_page_where_nobody_asks_for_it(server):
+    with openai.DefaultHttpxClient() as http_client:
+        assert http_client.get(f"{server.url}/canvas").status_code == 404
+
+
 # --- where it is refused --------------------------------------------------------------------------
 
 MESSAGES = [{"role": "user", "content": "hi"}]

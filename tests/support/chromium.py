@@ -121,8 +121,12 @@ class Page:
         self.command("Input.insertText", text=text)
 
     def picture(self) -> bytes:
-        """A PNG of the whole page."""
-        result = self.command("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        """A PNG of what is on the page."""
+        width, height = self.run("[document.body.clientWidth, document.body.clientHeight]")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        result = self.command(
+            "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
+        )
         return base64.b64decode(result["data"])
 
 

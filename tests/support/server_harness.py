@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +70,13 @@ class Reply(NamedTuple):
 class Server:
     """A process ``vllm serve CHECKPOINT``; leaving a ``with`` block stops it."""
 
-    def __init__(self, checkpoint: Path, log: Path, flags: Sequence[str] = FLAGS) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        log: Path,
+        flags: Sequence[str] = FLAGS,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.log = log
         self._reserved = _reserve_port()
         self.port = int(self._reserved.getsockname()[1])
@@ -88,7 +94,7 @@ class Server:
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=inherited | ENVIRONMENT,
+                env=inherited | ENVIRONMENT | dict(environment or {}),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
