@@ -52,11 +52,15 @@ class Stream:
             }
         )
 
+    def length(self, frame: Frame) -> int:
+        """How many tokens a canvas has up to the first that ends the answer, with it."""
+        ends = (n for n, token in enumerate(frame.argmax.tolist(), 1) if token in self.stops)
+        return next(ends, len(frame.argmax))
+
     def draft(self, frame: Frame) -> str:
         """The text of a canvas if it were emitted now."""
-        ids = frame.argmax.tolist()
-        end = next((place for place, token in enumerate(ids) if token in self.stops), len(ids))
-        return str(self.tokenizer.decode(ids[:end], skip_special_tokens=True))
+        ids = frame.argmax[: self.length(frame)].tolist()
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class CanvasWriter:
@@ -77,6 +81,7 @@ class CanvasWriter:
             "ids": ids,
             "tokens": [self._text_of(token) for token in ids],
             "argmax": frame.argmax.tolist(),
+            "length": self._stream.length(frame),
             "entropy": entropy.tolist(),
             "accepted": frame.accepted.astype(np.int8).tolist(),
         }

@@ -61,6 +61,7 @@ def test_a_canvas_event_reads_as_empty_to_others(is_chat):
         "ids": [3, 3],
         "tokens": ["d", "d"],
         "argmax": [0, 9],
+        "length": 2,
         "entropy": [500, 500],
         "accepted": [1, 0],
     }
