@@ -1,6 +1,6 @@
 """FrameTaker: in the worker, packs the canvases of watched requests after each denoise step.
 
-Where nobody watches it costs one look at a numpy array (``are_wanted``). It is a module of its own
+Where nobody watches it costs one comparison (``are_wanted``). It is a module of its own
 because ``engine.frames`` is imported by the API server, which has no worker's modules.
 """
 
@@ -23,6 +23,7 @@ class FrameTaker:
     def __init__(self, num_slots: int) -> None:
         self._every: list[str | None] = [None] * num_slots
         self._is_watched = np.zeros(num_slots, dtype=bool)
+        self._num_watched = 0  # slots; that of an ended request counts until it is used again
         self._pending: list[StepFrames] = []
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
@@ -32,12 +33,14 @@ class FrameTaker:
         """
         extra = params.extra_args or {}
         is_watched = extra.get(STREAM) is not None and get_tp_group().is_first_rank
+        self._num_watched += int(is_watched) - int(self._is_watched[slot])
         self._is_watched[slot] = is_watched
         self._every[slot] = extra.get(STREAM_EVERY) or "pass" if is_watched else None
 
     def are_wanted(self, input_batch: InputBatch) -> bool:
         """Whether a request of the batch is watched."""
-        return bool(self._is_watched[input_batch.idx_mapping_np[: input_batch.num_reqs]].any())
+        slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
+        return self._num_watched > 0 and bool(self._is_watched[slots].any())
 
     def take(
         self,
