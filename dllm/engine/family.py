@@ -54,7 +54,8 @@ class Canvases(NamedTuple):
         is_stop: ``[slots, V]`` bool, tokens that end the request. What follows the first of them is
             never emitted and need not converge. Indexed by slot (``CanvasRows.slots``) instead of
             by canvas: copying a row for each canvas would copy the length of the vocabulary.
-        held: ``[R, C]`` int64, the token that has to be emitted at a position; -1: any (``held``).
+        held: ``[R, C]`` int64, the token that has to be emitted at a position; -1: any. ``denoise``
+            honours it with ``engine.held.with_held_tokens``.
         numbers: ``[R]`` each, ``RequestOptions.numbers`` by name.
         carried: ``[R, ...]`` each, the family's columns by name.
     """

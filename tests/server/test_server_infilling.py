@@ -1,5 +1,6 @@
 """Pins by text and fill in the middle through a real server."""
 
+import http.client
 import json
 
 import openai
@@ -151,6 +152,35 @@ def test_a_hole_that_cannot_be_filled_is_refused(server, fields, message, stream
     body = {"model": MODEL, "prompt": "Sort these", "suffix": " and go", "max_tokens": 6}
     reply = server.post("/v1/completions", body | {"stream": stream} | fields)
     assert reply.status == 400 and message in reply.message, reply
+
+
+def num_finished(server: Server) -> float:
+    """How many requests of the engine came to their end; those that were aborted do not count."""
+    with openai.DefaultHttpxClient() as http_client:
+        lines = http_client.get(f"{server.url}/metrics").text.splitlines()
+    name = "vllm:request_success_total{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_a_client_that_leaves_ends_the_whole_search(server, client):
+    before = num_finished(server)
+    body = {
+        "model": MODEL,
+        "prompt": "Sort these",
+        "suffix": " and",
+        "max_tokens": 20,
+        "n": 16,
+        "vllm_xargs": {"diffusion_confidence": 0},  # every canvas takes all of its steps
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    while num_finished(server) == before:  # it is being served
+        assert server.is_healthy()
+    connection.close()
+    assert complete(client, max_tokens=1).choices  # waits behind what is left of the search
+    assert num_finished(server) - before < 16 * 20
 
 
 def test_widths_without_a_suffix_are_refused(server):
