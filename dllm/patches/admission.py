@@ -5,13 +5,6 @@ import weakref
 from typing import Any
 
 from dllm.models import FAMILIES, settings_of, takes_images
-from dllm.patches.routes import extend_routes, offer_page, start_fill
-from dllm.patches.streaming import (
-    refuse_offline_streams,
-    serving_of,
-    start_watching,
-    take_frames_out,
-)
 from dllm.settings.denoising import DenoiseSettings
 
 
@@ -20,6 +13,9 @@ def check_requests_at_admission() -> None:
 
     The message says what was given, what is allowed and what to do.
     """
+    from dllm.patches.routes import extend_routes, offer_page
+    from dllm.patches.streaming import take_frames_out
+
     _parse_requests()
     _refuse_before_the_stream_starts()
     _explain_refusals()
@@ -38,6 +34,7 @@ def _parse_requests() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
+    from dllm.patches.streaming import refuse_offline_streams
     from dllm.settings.edit_limits import refuse_impossible_edits, refuse_pins_behind_the_end
     from dllm.settings.pins import without_noise
     from dllm.settings.request import RequestOptions, constrained
@@ -115,6 +112,9 @@ def _refuse_before_the_stream_starts() -> None:
     """
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from dllm.patches.routes import start_fill
+    from dllm.patches.streaming import serving_of, start_watching
 
     generate = AsyncLLM.generate
 
