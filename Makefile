@@ -1,4 +1,4 @@
-# make serve | test | check | bench | bench-compare | setup | setup-quant | lock | clean
+# make serve | test | check | bench | bench-compare | setup | setup-quant | chromium | lock | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
@@ -31,7 +31,7 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quant serve test check lint types bench bench-compare lock clean
+.PHONY: help setup setup-quant chromium serve test check lint types bench bench-compare lock clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -77,11 +77,16 @@ $(VENV)/.diffusers: requirements/parity.txt $(VENV)/.locked
 	rm -rf $(VENV)/diffusers
 	$(PIP) --target $(VENV)/diffusers -r requirements/parity.txt
 	@touch $@
+# The browser in which tests/server/test_canvas_page.py tries the page; without it they are skipped.
+chromium:
+	command -v chromium || (apt-get update && apt-get install --yes --no-install-recommends chromium)
 
 # The KV cache is bounded because vLLM otherwise takes most of the memory, and clears it before it is
 # ready; ARGS can say otherwise. Processes are forked, because spawned ones import everything again.
+# The last of the plugins is the page /canvas.
 serve: export HF_HUB_OFFLINE ?= $(if $(wildcard $(MODEL)/config.json),1,0)
 serve: export VLLM_WORKER_MULTIPROC_METHOD ?= fork
+serve: export VLLM_PLUGINS ?= dllm,dllm_namesakes,dllm_canvas
 serve: setup
 	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 

@@ -41,14 +41,17 @@ def test_the_plugin_is_an_entry_point_of_vllm() -> None:
     assert callable(dllm.register) and callable(dllm.refuse_namesakes)
 
 
+KINDS = (".toml", ".json", ".jsonl", ".html")
+
+
 def test_what_is_no_python_is_installed_too() -> None:
     """`dllm train` reads its default config from the package, wherever that is."""
     files = (path for path in (ROOT / "dllm").rglob("*") if path.is_file())
-    shipped = [path for path in files if path.suffix in (".toml", ".json", ".jsonl")]
+    shipped = [path for path in files if path.suffix in KINDS]
     patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["dllm"]
     globbed = {path for pattern in patterns for path in (ROOT / "dllm").glob(pattern)}
     assert set(shipped) == globbed
-    assert {path.suffix for path in shipped} == {".toml", ".jsonl"}
+    assert {path.suffix for path in shipped} == {".toml", ".jsonl", ".html"}
 
 
 def test_nothing_that_is_always_installed_brings_vllm() -> None:

@@ -12,7 +12,7 @@ FLOORS = (
     ("attention", "quant"),
     ("dllm.settings", "dllm.tasks", "dllm.ops", "dllm.cpu", "dllm.grammar"),
     ("dllm.engine",),
-    ("dllm.models", "dllm.drafter"),
+    ("dllm.models", "dllm.drafter", "dllm.api"),
     ("dllm.patches", "dllm.quantize", "dllm.tools"),
     ("dllm.train",),
     ("dllm.cli",),

@@ -59,6 +59,8 @@ class Canvases(NamedTuple):
         is_stop: ``[slots, V]`` bool, tokens that end the request. What follows the first of them is
             never emitted and need not converge. Indexed by slot (``CanvasRows.slots``) instead of
             by canvas: copying a row for each canvas would copy the length of the vocabulary.
+        held: ``[R, C]`` int64, the token that has to be emitted at a position; -1: any. ``denoise``
+            honours it with ``engine.held.with_held_tokens``.
         numbers: ``[R]`` each, ``RequestOptions.numbers`` by name.
         carried: ``[R, ...]`` each, the family's columns by name.
     """
@@ -71,6 +73,7 @@ class Canvases(NamedTuple):
     temperature: Tensor
     is_greedy: Tensor
     is_stop: Tensor
+    held: Tensor
     numbers: Mapping[str, Tensor]
     carried: Mapping[str, Tensor]
 
@@ -82,6 +85,7 @@ class Denoised(NamedTuple):
         canvas: ``[R, C]`` int64, the input of the next step, if the canvas has not converged.
         fresh: ``[R, C]`` int64, a new canvas that starts behind the row's last token.
         argmax_canvas: ``[R, C]`` int64, the tokens to emit if the canvas has converged.
+        accepted: ``[R, C]`` bool, whether ``canvas`` keeps the model's token; else it is noise.
         converged: ``[R]`` bool.
         steps_done: ``[R]`` int64, including this step.
         carried: ``[R, ...]`` each, the family's columns by name.
@@ -94,6 +98,7 @@ class Denoised(NamedTuple):
     canvas: Tensor
     fresh: Tensor
     argmax_canvas: Tensor
+    accepted: Tensor
     converged: Tensor
     steps_done: Tensor
     carried: dict[str, Tensor]

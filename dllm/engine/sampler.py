@@ -27,11 +27,12 @@ from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.edits import LogitEdits, clean_lengths
 from dllm.engine.family import FREE, Denoised, Family
+from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.grammars import CanvasGrammars
 from dllm.engine.logit_rows import LogitRows, rows_at_once, tiles_of_batch
 from dllm.engine.logprobs import BlockLogprobs
 from dllm.engine.loop import DenoiseLoop
-from dllm.engine.state import CanvasState
+from dllm.engine.state import NOT_PINNED, CanvasState
 from dllm.ops.filters import RowFilters
 from dllm.settings.request import constrained
 
@@ -44,7 +45,7 @@ class StepResult(NamedTuple):
             canvas starts.
         next_canvas: ``[R, C]`` int64, the input of the next step.
         is_pinned: ``[R, C]`` bool, positions whose input token the request fixed
-            (``diffusion_pinned``).
+            (``settings.pins``).
     """
 
     step: Denoised
@@ -57,6 +58,7 @@ class StepResult(NamedTuple):
         return StepResult(
             step=step._replace(
                 argmax_canvas=step.argmax_canvas[:num_rows],
+                accepted=step.accepted[:num_rows],
                 converged=step.converged[:num_rows],
                 steps_done=step.steps_done[:num_rows],
                 carried={name: column[:num_rows] for name, column in step.carried.items()},
@@ -122,6 +124,7 @@ class DiffusionSampler:
             logit_bias, penalties, bad_words, num_slots=self.req_states.max_num_reqs
         )
         self.logprobs = BlockLogprobs(sampler)
+        self.frames = FrameTaker(num_slots=self.req_states.max_num_reqs)
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self._rows_at_once = rows_at_once(vllm_config)
         longest_batch = vllm_config.scheduler_config.max_num_batched_tokens
@@ -140,6 +143,7 @@ class DiffusionSampler:
         self.sampling_states.add_request(req_idx, sampling_params)
         self.edits.add_request(req_idx, constrained(sampling_params))
         self.logprobs.add_request(req_idx, sampling_params)
+        self.frames.add_request(req_idx, sampling_params)
         self._new_slots.append(req_idx)
 
     def apply_staged_writes(self) -> None:
@@ -240,6 +244,9 @@ class DiffusionSampler:
             result = self._trim_at_bad_word(rows, result, num_emitted)
         if written is not None:
             self.grammars.emitted(written, num_emitted, tile.grammars)
+        if self.frames.are_wanted(tile.batch):
+            steps_before = self.state.steps_done
+            self.frames.take(rows, result.step, result.next_canvas, steps_before, tile.batch)
         self._store_state(rows, result)
         return self._emit(scored, rows, result.step, num_emitted, tile.batch)
 
@@ -377,10 +384,11 @@ def denoise_rows(
         rows: at least two of them (``CanvasRows.at_least_two``).
         state: read only.
     """
-    step = family.denoise(logits, rows, state.canvases(rows.slots, ids, chosen), filters)
-    goes_on = (rows.widths > 0) & ~step.converged  # [R]
     pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
-    canvas = torch.where(pins, state.seed_canvas[rows.slots], step.canvas)
+    canvases = state.canvases(rows.slots, ids, chosen, pins)
+    step = family.denoise(logits, rows, canvases, filters)
+    goes_on = (rows.widths > 0) & ~step.converged  # [R]
+    canvas = torch.where(pins != NOT_PINNED, pins, step.canvas)
     fresh = state.with_seeds(rows.slots, rows.seq_lens, step.fresh)
     return StepResult(
         step=step._replace(
@@ -391,5 +399,5 @@ def denoise_rows(
             },
         ),
         next_canvas=torch.where(goes_on[:, None], canvas, fresh),
-        is_pinned=pins,
+        is_pinned=pins != NOT_PINNED,
     )

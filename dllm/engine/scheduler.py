@@ -19,6 +19,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm.engine import visit
 from dllm.engine.emitted_blocks import EmittedBlocks
+from dllm.engine.frames import FrameMail
 from dllm.engine.prompt_logprobs import PendingPromptLogprobs
 from dllm.settings.denoising import block_size_of
 from dllm.settings.request import requested_canvas_width
@@ -178,7 +179,9 @@ class CanvasScheduler(Scheduler):
         """vLLM's accounting of a visit; prompt logprobs are kept until the first block."""
         self._prompt_logprobs.postpone(model_runner_output, self.requests)
         self._num_passes = visit.num_passes(model_runner_output)
+        frames = FrameMail(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        frames.add_to(outputs)
         for req_id in scheduler_output.num_scheduled_tokens:
             request = self.requests.get(req_id)
             if request is not None:  # KV of a block that is not whole yet does not count

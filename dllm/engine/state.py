@@ -12,15 +12,17 @@ where the model runner puts it into the next batch. Everything else is here:
 | numbers          | [slots] each     | reset                   | denoise                        |
 | is_stop          | [slots, V] bool  | reset                   | denoise                        |
 | seed_canvas      | [slots, C] int64 | reset                   | sampler: the first canvas      |
-| seeded_at        | [slots]          | reset                   | sampler: the first canvas      |
-| is_pinned        | [slots, C] bool  | reset                   | sampler: the first canvas      |
+| pinned           | [slots, P] int32 | reset                   | sampler, each step             |
+| holds_pins       | [slots]          | reset                   | sampler, each step             |
+| given_from       | [slots]          | reset                   | sampler: canvases and pins     |
 | argmax_canvas    | [slots, C] int64 | sampler, each step      | denoise; edits                 |
 | steps_done       | [slots] int32    | sampler, each step      | denoise; prepare_inputs        |
 | carried          | [slots, ...]     | sampler, each step      | denoise                        |
 | soft_embeds      | [slots, C, S]    | sampler, each step      | prepare_inputs, if steps_done  |
 
 The family says which ``numbers`` and ``carried`` tensors there are, and S, the last dimension of
-``soft_embeds`` (``family``). C is the served canvas length, V the vocabulary size.
+``soft_embeds`` (``family``). C is the served canvas length, V the vocabulary size, P how many
+positions of an answer can be pinned.
 """
 
 import hashlib
@@ -28,7 +30,10 @@ import hashlib
 import torch
 
 from dllm.engine.family import Canvases, Family
+from dllm.settings.pins import NOISE, PINNED_CANVASES
 from dllm.settings.request import RequestOptions
+
+NOT_PINNED = -1
 
 
 class CanvasState:
@@ -65,9 +70,11 @@ class CanvasState:
         self.is_stop = zeros(vocab_size, dtype=torch.bool)
 
         self.seed_canvas = zeros(canvas_length, dtype=torch.int64)
-        self.is_pinned = zeros(canvas_length, dtype=torch.bool)
-        # The position of the seed canvas's first token in the sequence; -1: no seed canvas.
-        self.seeded_at = zeros(dtype=torch.int64).fill_(-1)
+        # By answer position: a token that is given, or NOT_PINNED.
+        self.pinned = zeros(PINNED_CANVASES * canvas_length, dtype=torch.int32).fill_(NOT_PINNED)
+        self.holds_pins = zeros(dtype=torch.bool)
+        # The position of the answer's first token in the sequence; -1: nothing is given.
+        self.given_from = zeros(dtype=torch.int64).fill_(-1)
 
     def reset(self, slot: int, options: RequestOptions, seed: int, prompt_len: int) -> None:
         """Prepare ``slot`` for a new (or resumed) request; what was there is overwritten.
@@ -90,19 +97,32 @@ class CanvasState:
         self.is_read_only[slot] = options.is_read_only
         self.is_stop[slot] = False
         self.is_stop[slot, sorted(options.stops)] = True
-        self.seeded_at[slot] = prompt_len if options.seed_canvas else -1
+        is_given = bool(options.seed_canvas or options.pins)
+        self.given_from[slot] = prompt_len if is_given else -1
+        self.holds_pins[slot] = options.holds_pins
+        if is_given:
+            self._give(slot, options)
+
+    def _give(self, slot: int, options: RequestOptions) -> None:
+        """Write the seed canvas and the pins of a request."""
+        device = self.pinned.device
+        self.seed_canvas[slot] = NOISE
         if options.seed_canvas:
             ids = torch.tensor(options.seed_canvas)
-            self.seed_canvas[slot, : len(ids)] = ids.to(self.seed_canvas.device)
-            self.is_pinned[slot] = False
-            self.is_pinned[slot, list(options.pinned)] = True
+            self.seed_canvas[slot, : len(ids)] = ids.to(device)
+        self.pinned[slot] = NOT_PINNED
+        tokens = torch.tensor(list(options.pins.values()), dtype=self.pinned.dtype)
+        self.pinned[slot, list(options.pins)] = tokens.to(device)
 
-    def canvases(self, slots: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor) -> Canvases:
+    def canvases(
+        self, slots: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor, pins: torch.Tensor
+    ) -> Canvases:
         """The state of the canvases in ``slots`` ``[R]``.
 
         Args:
             ids: ``[N]``, their tokens.
             chosen: ``[N]``, what grammars have chosen.
+            pins: ``[R, C]``, what ``pins`` returned for them.
         """
         return Canvases(
             ids=ids,
@@ -113,6 +133,7 @@ class CanvasState:
             temperature=self.temperatures[slots],
             is_greedy=self.is_greedy[slots],
             is_stop=self.is_stop,
+            held=torch.where(self.holds_pins[slots, None], pins, NOT_PINNED),
             numbers={name: column[slots] for name, column in self.numbers.items()},
             carried={name: column[slots] for name, column in self.carried.items()},
         )
@@ -120,24 +141,33 @@ class CanvasState:
     def with_seeds(
         self, slots: torch.Tensor, starts: torch.Tensor, drawn: torch.Tensor
     ) -> torch.Tensor:
-        """The first contents of canvases: the request's seed canvas, or ``drawn``. ``[R, C]``.
+        """The first contents of canvases: what the request gives, else ``drawn``. ``[R, C]``.
 
         Only the first canvas behind the prompt can be a seed canvas (``diffusion_seed_canvas``).
+        Pins may be in any.
 
         Args:
             slots: ``[R]``.
             starts: ``[R]`` int64, where each canvas starts in its sequence.
             drawn: ``[R, C]`` int64, from ``Family.fresh_canvas``.
         """
-        is_seeded = starts == self.seeded_at[slots]
-        return torch.where(is_seeded[:, None], self.seed_canvas[slots], drawn)
+        seed_canvas, pins = self.seed_canvas[slots], self.pins(slots, starts)
+        is_seeded = (starts == self.given_from[slots])[:, None] & (seed_canvas != NOISE)
+        contents = torch.where(is_seeded, seed_canvas, drawn)
+        return torch.where(pins != NOT_PINNED, pins, contents)
 
     def pins(self, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """The positions whose input token stays that of the seed canvas: ``[R, C]`` bool.
+        """The tokens that a request gives at each position, else NOT_PINNED: ``[R, C]`` int64.
 
         Arguments as of ``with_seeds``.
         """
-        return self.is_pinned[slots] & (starts == self.seeded_at[slots])[:, None]
+        length, num_positions = self.seed_canvas.shape[1], self.pinned.shape[1]
+        given_from = self.given_from[slots, None]
+        columns = torch.arange(length, device=starts.device)
+        place = starts[:, None] - given_from + columns  # [R, C], in the answer
+        is_known = (given_from >= 0) & (place >= 0) & (place < num_positions)
+        pins = self.pinned[slots[:, None], place.clamp(0, num_positions - 1)].long()
+        return torch.where(is_known, pins, NOT_PINNED)
 
 
 def request_seed(options: RequestOptions, request_id: str, server_seed: int) -> int:

@@ -13,10 +13,16 @@ def check_requests_at_admission() -> None:
 
     The message says what was given, what is allowed and what to do.
     """
+    from dllm.patches.routes import extend_routes, offer_page
+    from dllm.patches.streaming import take_frames_out
+
     _parse_requests()
     _refuse_before_the_stream_starts()
     _explain_refusals()
     _explain_missing_images()
+    extend_routes()
+    offer_page()
+    take_frames_out()
 
 
 def _parse_requests() -> None:
@@ -28,8 +34,10 @@ def _parse_requests() -> None:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from dllm.settings.edit_limits import refuse_impossible_edits
-    from dllm.settings.request import RequestOptions
+    from dllm.patches.streaming import refuse_offline_streams
+    from dllm.settings.edit_limits import refuse_impossible_edits, refuse_pins_behind_the_end
+    from dllm.settings.pins import without_noise
+    from dllm.settings.request import RequestOptions, constrained
 
     configs: weakref.WeakKeyDictionary[Any, DenoiseSettings] = weakref.WeakKeyDictionary()
     validate_params = InputProcessor._validate_params
@@ -42,8 +50,16 @@ def _parse_requests() -> None:
             configs[self] = settings_of(self.vllm_config)
         vocab_size = self.model_config.get_vocab_size()
         RequestOptions.parse(params, configs[self], vocab_size)
-        is_watermarked = validate_params(self, params, supported_tasks)
-        refuse_impossible_edits(with_resolved_ids(self, params), vocab_size)
+        refuse_offline_streams(self, params)
+        extra = params.extra_args
+        params.extra_args = without_noise(extra) if extra else extra
+        try:
+            is_watermarked = validate_params(self, params, supported_tasks)
+        finally:
+            params.extra_args = extra
+        resolved = constrained(with_resolved_ids(self, params))
+        refuse_impossible_edits(resolved, vocab_size)
+        refuse_pins_behind_the_end(resolved)
         return is_watermarked
 
     def _validate_diffusion(self: Any, model_config: Any) -> None:
@@ -102,15 +118,25 @@ def _refuse_before_the_stream_starts() -> None:
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from dllm.patches.routes import start_fill
+    from dllm.patches.streaming import serving_of, start_watching
+
     generate = AsyncLLM.generate
 
-    def checked_generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+    def checked_generate(  # type: ignore[no-untyped-def]
+        self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
+    ):
         if self.model_config.architecture in FAMILIES:
             if isinstance(sampling_params, SamplingParams):
+                serving_of(self)
                 self.input_processor._validate_params(sampling_params, ("generate",))
+                start_watching(self, sampling_params, request_id)
+                given = (prompt, sampling_params, request_id, *args)
+                if (filled := start_fill(self, generate, *given, **kwargs)) is not None:
+                    return filled
             if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
                 self.renderer.validate_token_ids(prompt["prompt_token_ids"])
-        return generate(self, prompt, sampling_params, *args, **kwargs)
+        return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
 
     AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
 

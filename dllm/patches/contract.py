@@ -92,6 +92,31 @@ PATCHES = (
         )
     ),
     Patch(
+        "vllm.v1.engine.core_client.AsyncMPClient.get_output_async",
+        "wrap",
+        "frames of unfinished canvases go to their streams; vLLM would count them as first tokens",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat.create_chat_completion",
+        "wrap",
+        "unfinished canvases in the stream of a chat, and pins by text",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion.create_completion",
+        "wrap",
+        "the same for completions, and the hole in front of a suffix is filled",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.create_responses",
+        "wrap",
+        "Responses refuse what they do not serve with HTTP 400; their stream starts before that",
+    ),
+    Patch(
+        "vllm.plugins.load_endpoint_plugins",
+        "wrap",
+        "/canvas where VLLM_PLUGINS names dllm_canvas; an entry point would warn everybody else",
+    ),
+    Patch(
         "vllm.renderers.base.BaseRenderer.validate_token_ids",
         "wrap",
         "token ids outside the model's vocabulary are refused with the range",

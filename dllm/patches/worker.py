@@ -23,11 +23,15 @@ class Visits:
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's, whose answer then holds the number of passes; it may still be copied."""
+        """vLLM's, whose answer then holds the number of passes, and frames of watched canvases.
+
+        It may still be copied from the device.
+        """
         answer = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self.serves_canvases and answer is not None:
             output = getattr(answer, "model_runner_output", answer)
             visit.report_passes(output, self.model_runner.model_state.loop.num_passes)
+            self.model_runner.sampler.frames.attach(output)
         return answer
 
 

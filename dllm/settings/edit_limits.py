@@ -1,4 +1,4 @@
-"""Refuses requests with too many logit edits, or with edits that forbid every token.
+"""Refuses requests with too many logit edits, with edits that forbid every token, or pins too far.
 
 If a list is too long for vLLM's tables, vLLM raises in the worker, which ends the server. And vLLM
 does not check that a request leaves at least one token to emit. Both are refused in the API server.
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
+
+from dllm.settings.pins import PIN_MODE, held_length, holds, pins_of
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -46,6 +48,26 @@ def refuse_impossible_edits(params: "SamplingParams", vocab_size: int) -> None:
             f"{parameter} leaves no token that may always be emitted; allowed: at least one that "
             "ends no bad word and, with min_tokens, is no stop token. Remove a restriction.",
             parameter=parameter,
+        )
+
+
+def refuse_pins_behind_the_end(params: "SamplingParams") -> None:
+    """Refuse a request whose held pins do not fit into its answer.
+
+    Args:
+        params: with stop tokens as ids.
+
+    Raises:
+        VLLMValidationError: the client gets HTTP 400.
+    """
+    extra = params.extra_args or {}
+    pins = pins_of(extra) if holds(extra) else {}
+    length = held_length(pins, params.all_stop_token_ids)
+    if pins and params.max_tokens is not None and length >= params.max_tokens:
+        raise VLLMValidationError(
+            f"{PIN_MODE} = 'hold' with a pin at {length} and max_tokens = {params.max_tokens}; "
+            f"allowed: max_tokens of at least {length + 1}. Raise it, or leave the pin out.",
+            parameter=PIN_MODE,
         )
 
 

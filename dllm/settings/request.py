@@ -12,6 +12,20 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dllm.settings.checks import Choices, FloatRange, IntRange, did_you_mean
 from dllm.settings.denoising import DenoiseSettings, Parameter
+from dllm.settings.pins import (
+    NOISE,
+    PIN_ARGS,
+    PIN_AT,
+    PIN_IDS,
+    PIN_MODE,
+    PIN_MODES,
+    PINNED,
+    PINNED_CANVASES,
+    SEED_CANVAS,
+    held_length,
+    holds,
+    pins_of,
+)
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -26,18 +40,24 @@ ENGINE_EXTRA_ARGS = {
     GRAMMAR_ARG: bytes,
 }
 
+# How a streaming request sees its unfinished canvases (``api.events``): each position, or the text
+# that they stand for; after each denoise step, or once for each visit of the worker.
+STREAM, STREAM_FORMS = "diffusion_stream", ("canvas", "text")
+STREAM_EVERY, STREAM_PERIODS = "diffusion_stream_every", ("pass", "visit")
+
 # Extra arguments of every family, beside the family's own parameters.
 CANVAS_ARGS = (
-    "diffusion_seed_canvas",
-    "diffusion_pinned",
+    *PIN_ARGS,
     "diffusion_read_only",
     "diffusion_constrained",
     "diffusion_eos_stop",
+    STREAM,
+    STREAM_EVERY,
 )
 
 # Those of them that a model with blocks does not take: its first canvas is as wide as the prompt
 # leaves room in its block, which the client does not know.
-WHOLE_CANVAS_ARGS = ("diffusion_seed_canvas", "diffusion_pinned", "diffusion_read_only")
+WHOLE_CANVAS_ARGS = (*PIN_ARGS, "diffusion_read_only")
 
 # Sampling parameters that our sampler does not apply; they are refused.
 UNSUPPORTED_PARAMETERS = ("thinking_token_budget", "trace_decode_token_ids")
@@ -61,8 +81,9 @@ class RequestOptions:
         seed: of the request's noise; None: the server chooses one (``engine.state.request_seed``).
         stops: tokens that end the request. What follows the first of them in a canvas need not
             converge. Empty with ``diffusion_eos_stop: false``, the reference's rule.
-        seed_canvas: the first contents of the first canvas; None: noise.
-        pinned: positions of the first canvas whose input stays that of ``seed_canvas``.
+        seed_canvas: the first contents of the first canvas, -1 for noise; None: noise everywhere.
+        pins: given tokens by answer position (``settings.pins``). They stay in the input.
+        holds_pins: they are emitted, too.
         is_read_only: the whole output is one canvas, and its logprobs are those at temperature 1.
     """
 
@@ -73,7 +94,8 @@ class RequestOptions:
     seed: int | None
     stops: frozenset[int]
     seed_canvas: tuple[int, ...] | None
-    pinned: tuple[int, ...]
+    pins: Mapping[int, int]
+    holds_pins: bool
     is_read_only: bool
 
     @classmethod
@@ -110,7 +132,9 @@ class RequestOptions:
             _refuse_structured_outputs(params)
         options = cls.read(params, settings)
         for token in options.seed_canvas or ():
-            _check_int_range("diffusion_seed_canvas", token, 0, vocab_size - 1)
+            _check_int_range(SEED_CANVAS, token, NOISE, vocab_size - 1)
+        for token in (params.extra_args or {}).get(PIN_IDS) or ():
+            _check_int_range(PIN_IDS, token, 0, vocab_size - 1)
         return options
 
     @classmethod
@@ -131,19 +155,20 @@ class RequestOptions:
         is_greedy = params.temperature < 1e-5
         temperature = 1.0 if is_greedy else params.temperature
         numbers = settings.of_request(asked, temperature)
-        seed_canvas = _take_ids(extra, "diffusion_seed_canvas")
+        seed_canvas = _take_ids(extra, SEED_CANVAS)
         if seed_canvas is not None and len(seed_canvas) != width:
             refuse(
-                "diffusion_seed_canvas",
-                f"diffusion_seed_canvas holds {len(seed_canvas)} ids; allowed: exactly {width}, "
+                SEED_CANVAS,
+                f"{SEED_CANVAS} holds {len(seed_canvas)} ids; allowed: exactly {width}, "
                 "one for each position of the canvas. Send that many, or set "
                 "diffusion_canvas_length.",
             )
-        pinned = _take_pins(extra, int(width), seed_canvas is not None)
+        pins, holds_pins = _take_pins(extra, int(width), settings.canvas_length, seed_canvas)
         is_read_only = _take_flag(extra, "diffusion_read_only", default=False)
         if _take_flag(extra, "diffusion_constrained", default=False):
             _check_constrained(params)
         eos_stop = _take_flag(extra, "diffusion_eos_stop", default=True)
+        _take_stream(extra)
         stops = {params.eos_token_id, *(params.stop_token_ids or ())} - {None} if eos_stop else ()
         _refuse_unknown(extra, settings)
         return cls(
@@ -154,7 +179,8 @@ class RequestOptions:
             seed=params.seed,
             stops=frozenset(stops),
             seed_canvas=seed_canvas,
-            pinned=pinned,
+            pins=pins,
+            holds_pins=holds_pins,
             is_read_only=is_read_only,
         )
 
@@ -184,15 +210,20 @@ def requested_canvas_width(params: "SamplingParams | None", canvas_length: int) 
 
 
 def constrained(params: "SamplingParams") -> "SamplingParams":
-    """The parameters of a request with ``diffusion_constrained`` written as ``allowed_token_ids``.
+    """The parameters of a request with our own arguments written as vLLM's edits of logits.
 
-    The allowed tokens are then its ``logprob_token_ids``. The result is a copy. Without
-    ``diffusion_constrained`` it is ``params`` itself.
+    ``diffusion_constrained``: the allowed tokens are its ``logprob_token_ids``. Held pins: the
+    answer does not end before the last of them (``min_tokens``). The result is a copy, or
+    ``params`` itself if there is nothing to write.
     """
-    if not (params.extra_args or {}).get("diffusion_constrained"):
+    extra = params.extra_args or {}
+    held = pins_of(extra) if holds(extra) else {}
+    if not extra.get("diffusion_constrained") and not held:
         return params
     params = params.clone()
-    params.allowed_token_ids = params.logprob_token_ids
+    if extra.get("diffusion_constrained"):
+        params.allowed_token_ids = params.logprob_token_ids
+    params.min_tokens = max(params.min_tokens, held_length(held, params.all_stop_token_ids))
     return params
 
 
@@ -305,6 +336,24 @@ def _take_flag(extra: dict[str, object], key: str, default: bool) -> bool:
     return bool(value)
 
 
+def _take_stream(extra: dict[str, object]) -> None:
+    """Pop how canvases are streamed; the worker reads it in ``engine.frames``."""
+    form = _take_choice(extra, STREAM, STREAM_FORMS)
+    every = _take_choice(extra, STREAM_EVERY, STREAM_PERIODS)
+    if every is not None and form is None:
+        refuse(STREAM_EVERY, f"{STREAM_EVERY} without {STREAM}. Send both, or omit both.")
+
+
+def _take_choice(extra: dict[str, object], key: str, allowed: tuple[str, ...]) -> str | None:
+    """Pop one of a few words from ``extra``; None if it is not there."""
+    value = extra.pop(key, None)
+    if value is None:
+        return None
+    if value not in allowed:
+        refuse(key, f"{key} = {_shown(value)}; allowed: {', '.join(allowed)}. Omit it for none.")
+    return str(value)
+
+
 def _take_ids(extra: dict[str, object], key: str) -> tuple[int, ...] | None:
     """Pop a list of integers from ``extra``; None if it is not there."""
     value = extra.pop(key, None)
@@ -315,21 +364,48 @@ def _take_ids(extra: dict[str, object], key: str) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _take_pins(extra: dict[str, object], width: int, has_seed_canvas: bool) -> tuple[int, ...]:
-    """Pop the pinned positions of a seed canvas of ``width`` tokens from ``extra``."""
-    key = "diffusion_pinned"
-    pinned = _take_ids(extra, key)
-    if pinned is None:
-        return ()
-    if not has_seed_canvas:
+def _take_pins(
+    extra: dict[str, object], width: int, canvas_length: int, seed_canvas: tuple[int, ...] | None
+) -> tuple[dict[int, int], bool]:
+    """Pop the pins from ``extra``: tokens by position, and whether they are emitted.
+
+    Args:
+        width: of the request's canvases.
+        canvas_length: the served one.
+        seed_canvas: what the request sent.
+    """
+    given = {key: _take_ids(extra, key) for key in (PINNED, PIN_AT, PIN_IDS)}
+    mode = _take_choice(extra, PIN_MODE, PIN_MODES)
+    pinned, at, ids = (given[key] or () for key in (PINNED, PIN_AT, PIN_IDS))
+    if pinned and seed_canvas is None:
         refuse(
-            key,
-            f"{key} = {_shown(list(pinned))} without diffusion_seed_canvas; allowed: positions of "
-            "a canvas that is sent with it. Send both, or omit both.",
+            PINNED,
+            f"{PINNED} = {_shown(list(pinned))} without {SEED_CANVAS}; allowed: positions of a "
+            "canvas that is sent with it. Send both, or omit both.",
         )
     for position in pinned:
-        _check_int_range(key, position, 0, width - 1)
-    return pinned
+        _check_int_range(PINNED, position, 0, width - 1)
+        if seed_canvas is not None and seed_canvas[position] == NOISE:
+            refuse(
+                PINNED,
+                f"{PINNED} has position {position}, where {SEED_CANVAS} is {NOISE}; allowed: "
+                "positions with a token. Give one there, or leave the position out.",
+            )
+    if len(at) != len(ids):
+        refuse(
+            PIN_AT,
+            f"{PIN_AT} holds {len(at)} positions and {PIN_IDS} {len(ids)} ids; allowed: one id "
+            "for each position. Send as many.",
+        )
+    for position in at:
+        _check_int_range(PIN_AT, position, 0, PINNED_CANVASES * canvas_length - 1)
+    if len({*pinned, *at}) < len({*pinned}) + len(at):
+        refuse(
+            PIN_AT,
+            f"{PIN_AT} = {_shown(list(at))}; allowed: each position once, and none of {PINNED}. "
+            "Leave one out.",
+        )
+    return pins_of(given | {SEED_CANVAS: seed_canvas}), holds({PIN_MODE: mode})
 
 
 def _check_constrained(params: "SamplingParams") -> None:

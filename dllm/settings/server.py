@@ -46,6 +46,10 @@ class PluginOptions:
             a CPU and exact on a GPU, where the sparse kernel has not been measured yet.
         logits_workspace_mib: MiB of fp32 logits that may exist at once. If a step has more, it is
             computed in tiles of whole canvases (``engine.logit_rows``).
+        canvas_watchers: how many requests of an API server may stream their unfinished canvases at
+            once; more get HTTP 429. 0: none.
+        canvas_frames_per_s: how many frames a second each of them gets on average. As many may come
+            at once; what is beyond is left out.
         drafter: options of drafting. A server with a DFlash drafter uses none of the others.
     """
 
@@ -54,10 +58,14 @@ class PluginOptions:
     denoise_loop_ms: float | Literal["auto"] = "auto"
     soft_embedding: SoftEmbedding = "auto"
     logits_workspace_mib: int = 1024
+    canvas_watchers: int = 16
+    canvas_frames_per_s: int = 30
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
 
     def __post_init__(self) -> None:
         check_int(f"{WHERE}: logits_workspace_mib", self.logits_workspace_mib, 1)
+        check_int(f"{WHERE}: canvas_watchers", self.canvas_watchers, 0)
+        check_int(f"{WHERE}: canvas_frames_per_s", self.canvas_frames_per_s, 1)
         if self.denoise_loop_ms != "auto" and self.denoise_loop_ms not in LOOP_MS:
             refuse(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, f"auto, or {LOOP_MS}")
         for key, value, allowed in (

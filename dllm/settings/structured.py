@@ -6,6 +6,7 @@ with the compiled table of its grammar (``dllm.grammar``), as bytes in ``extra_a
 
 from typing import TYPE_CHECKING
 
+from dllm.settings.pins import PIN_MODE, holds
 from dllm.settings.request import GRAMMAR_ARG, refuse
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ def refuse_beside_structured_outputs(params: "SamplingParams") -> None:
             "diffusion_read_only",
             extra.get("diffusion_read_only"),
             "a canvas that is only read has no answer",
+        ),
+        (
+            PIN_MODE,
+            holds(extra),
+            "the grammar may have no text with the tokens that are held",
         ),
         (
             "diffusion_constrained",

@@ -1,8 +1,9 @@
-"""``dllm watch``: answer a question without a server, and draw every denoise step.
+"""``dllm watch``: answer a question, and draw every denoise step.
 
-The forward pass is Hugging Face's, in fp32; the denoise step after it is the server's
-(`models.gemma.step`). With the same seed our server goes through the same canvases, apart from
-effects of rounding in its dtype.
+With ``--base-url`` a server answers (`tools.watch_server`). Else the model runs here: its forward
+pass is Hugging Face's, in fp32, and the denoise step after it is the server's
+(`models.gemma.step`). Tests compare the server with it. With the same seed the server goes through
+the same canvases, apart from effects of rounding in its dtype.
 """
 
 import argparse
@@ -23,7 +24,9 @@ from dllm.models.gemma import rule
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.models.gemma.step import denoise, first_canvases, next_step
 from dllm.settings.command import OK, CommandError
+from dllm.tools.client import connect
 from dllm.tools.watch_drawing import Frame, Labels, legend, picture
+from dllm.tools.watch_server import StreamedTexts, labels_of, served_frames
 from dllm.tools.watch_svg import animation
 
 BUNDLED = Path("checkpoints/tiny-dllm")  # the checkpoint of `make serve`
@@ -143,6 +146,24 @@ def block_frames(
 def main(argv: Sequence[str]) -> int:
     """Run ``dllm watch``: draw in the terminal and, with ``--svg``, into a file."""
     given = parse(argv)
+    drawn, labels = of_server(given) if given.base_url else of_this_process(given)
+    seen = show(drawn, labels, given.question, given.delay)
+    if given.svg:
+        given.svg.write_text(animation(seen, labels, given.question))
+        Console(stderr=True).print(f"Wrote {given.svg}", style="dim", highlight=False)
+    return OK
+
+
+def of_server(given: argparse.Namespace) -> tuple[Iterator[Frame], Labels]:
+    """The denoise steps of the server that the command line names."""
+    texts = StreamedTexts()
+    connection = connect(given.base_url, given.model)
+    drawn = served_frames(connection, texts, given.question, given.max_blocks, given.seed)
+    return drawn, labels_of(texts)
+
+
+def of_this_process(given: argparse.Namespace) -> tuple[Iterator[Frame], Labels]:
+    """The denoise steps of a checkpoint that is loaded here."""
     watched = Watched.load(given.model)
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     labels = Labels(tokenizer, watched.eos_ids)
@@ -151,26 +172,26 @@ def main(argv: Sequence[str]) -> int:
         add_generation_prompt=True,
         return_dict=False,
     )
-    drawn = frames(watched, prompt_ids, given.max_blocks, given.seed)
-    seen = show(drawn, labels, given.question, given.delay)
-    if given.svg:
-        given.svg.write_text(animation(seen, labels, given.question))
-        Console(stderr=True).print(f"Wrote {given.svg}", style="dim", highlight=False)
-    return OK
+    return frames(watched, prompt_ids, given.max_blocks, given.seed), labels
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Read the command line; exits with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm watch", description=__doc__)
     parser.add_argument("question")
+    parser.add_argument("--base-url", metavar="URL", help="of a server; without it none is needed")
     parser.add_argument(
-        "--model", type=Path, default=BUNDLED, metavar="DIR", help="a checkpoint (%(default)s)"
+        "--model",
+        metavar="NAME",
+        help=f"with --base-url a served model's, else a checkpoint's folder ({BUNDLED})",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
     parser.add_argument("--max-blocks", type=int, default=4, help="end after so many blocks (4)")
     parser.add_argument("--delay", type=float, default=0.4, help="seconds a denoise step (0.4)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write an animated SVG file")
     given = parser.parse_args(argv)
+    if not given.base_url:
+        given.model = Path(given.model or BUNDLED)
     if given.max_blocks < 1:
         parser.error(f"--max-blocks {given.max_blocks}; allowed: an integer of at least 1.")
     if not 0 <= given.delay < float("inf"):

@@ -9,7 +9,7 @@ entropy of the model's distribution there; its status is what the step did:
     unused    after the end of a converged answer          empty
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -38,9 +38,10 @@ class Frame:
     Attributes:
         block: counted from 0.
         step: counted from 1 in each block.
-        temperature: of the step.
+        temperature: of the step; None if it is not known.
         emitted: the tokens of all blocks before (of any length).
-        canvas: the tokens that the model saw.
+        canvas: the tokens that the model saw. In the first frame of a stream they are not known,
+            and it equals ``next_canvas``.
         argmax: the most likely tokens.
         entropy: of the model's distributions, nats.
         accepted: whether the sampled token stays.
@@ -50,7 +51,7 @@ class Frame:
 
     block: int
     step: int
-    temperature: float
+    temperature: float | None
     emitted: tuple[int, ...]
     canvas: tuple[int, ...]
     argmax: tuple[int, ...]
@@ -63,8 +64,9 @@ class Frame:
     def title(self) -> str:
         """One line that says which step it is, and what it did."""
         mean = sum(self.entropy) / len(self.entropy)
+        known = "" if self.temperature is None else f"temperature {self.temperature:.2f}, "
         return (
-            f"block {self.block + 1}, step {self.step}: temperature {self.temperature:.2f}, "
+            f"block {self.block + 1}, step {self.step}: {known}"
             f"{sum(self.accepted)}/{len(self.canvas)} accepted, mean entropy {mean:.3f}"
             + (", converged" if self.is_final else "")
         )
@@ -94,7 +96,7 @@ class Labels:
     """Turns token ids into text."""
 
     tokenizer: Decoder
-    eos_ids: frozenset[int]
+    eos_ids: Set[int]
 
     def token(self, token_id: int) -> str:
         """One token, short and on one line, with visible spaces."""

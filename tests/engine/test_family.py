@@ -70,6 +70,7 @@ class Masked(Family):
             canvas=canvas,
             fresh=self.fresh_canvas(canvases.seeds, rows.seq_lens),
             argmax_canvas=ids,
+            accepted=is_kept,
             converged=is_kept.all(dim=-1) & (rows.widths > 0),
             steps_done=canvases.steps_done + 1,
             carried={"last_kept": is_kept.int()},

@@ -444,6 +444,13 @@ def test_prompt_logprobs_of_an_aborted_request_are_forgotten(engine):
 SEED_CANVAS = prompt(CANVAS, salt=9)
 
 
+HELD = {
+    "diffusion_pin_at": [3, CANVAS + 5],
+    "diffusion_pin_ids": [40, 41],
+    "diffusion_pin_mode": "hold",
+}
+
+
 def seeded(**changes) -> dict:
     return {"diffusion_seed_canvas": SEED_CANVAS} | changes
 
@@ -540,6 +547,7 @@ def test_requests_of_every_kind_in_one_batch_are_as_they_are_alone(engine):
         params(2, 8, temperature=0),
         params(1, 9, prompt_logprobs=2, logprobs=2),
         params(1, 10, extra_args=seeded(diffusion_pinned=[0, 1], diffusion_max_steps=4)),
+        params(2, 13, extra_args=HELD),
         params(1, 11, logprob_token_ids=[5, 6], extra_args={"diffusion_constrained": 1}),
         params(2, 12, extra_args={"diffusion_canvas_length": 11}, presence_penalty=1.0),
     ]

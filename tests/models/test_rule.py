@@ -30,6 +30,7 @@ from dllm.ops.dispatch import row_stats
 from tests.support.hf_reference import generate_with_noise, one_step_logits, tiny_hf_model
 
 INF = math.inf
+NONE_HELD = torch.zeros(1, 1, dtype=torch.bool)
 SMALL = settings(deadline=None, max_examples=150, derandomize=True)
 
 
@@ -206,7 +207,7 @@ def test_stop_decision_equals_hugging_face(
         count = denoise.count_stable(argmax, previous, count)
         previous = argmax
         limits = rules(confidence=confidence, stability_window=threshold + 1)
-        ours = denoise.has_settled(count, entropy, full(2, width), limits)
+        ours = denoise.has_settled(count, entropy, full(2, width), limits, NONE_HELD)
         assert torch.equal(ours, criteria(argmax, logits))
 
 
@@ -216,7 +217,7 @@ def test_a_mean_entropy_at_the_threshold_is_not_confident() -> None:
     assert not StableAndConfidentStoppingCriteria(0, mean)(logits.argmax(-1), logits)
     limits = rules(confidence=mean, stability_window=1)
     count = torch.ones(1, 4, dtype=torch.int64)
-    assert not denoise.has_settled(count, hf_entropy(logits), full(1, 4), limits)
+    assert not denoise.has_settled(count, hf_entropy(logits), full(1, 4), limits, NONE_HELD)
 
 
 def test_out_of_steps_converges_whatever_the_canvas() -> None:
@@ -310,7 +311,8 @@ def random_step(
     state = denoise.DenoiseState(ids(), previous, stable_count, steps_done)
     entropy = torch.rand(num_rows, width, generator=g) * 0.2
     is_stop = torch.zeros(num_rows, width, dtype=torch.bool)
-    return state, denoise.StepInputs(argmax, ids(), entropy, ids(), is_stop)
+    is_held = torch.zeros_like(is_stop)
+    return state, denoise.StepInputs(argmax, ids(), entropy, ids(), is_stop, is_held)
 
 
 ROW_RULES = rules(confidence=0.11, entropy_bound=0.3, max_steps=4)

@@ -166,6 +166,7 @@ SIGNATURES = {
         "prompt_text",
         "kv_hints",
     ],
+    "vllm.v1.engine.core_client.AsyncMPClient.get_output_async": ["self"],
     "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat.create_chat_completion": [
         "self",
         "request",
@@ -181,6 +182,7 @@ SIGNATURES = {
         "request",
         "raw_request",
     ],
+    "vllm.plugins.load_endpoint_plugins": ["supported_tasks"],
     "vllm.renderers.base.BaseRenderer.validate_token_ids": ["self", "token_ids", "parameter"],
     "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin.beam_search": [
         "self",
@@ -783,8 +785,9 @@ runner = ("vllm.v1.worker.gpu", "vllm.v1.worker.cpu", "vllm.v1.attention.backend
 layers = ("vllm.model_executor.layers.attention.", "vllm.model_executor.models.gemma")
 ours = ("dllm.models.gemma.backbone", "dllm.engine", "dllm.cpu", "attention")
 assert "ARCH" in ModelRegistry.models
-heavy = [name for name in sys.modules if name.startswith(runner + layers + ours)]
-print(heavy, torch.cuda.is_initialized())
+heavy = {name for name in sys.modules if name.startswith(runner + layers + ours)}
+light = {"dllm.engine", "dllm.engine.frames"}  # which the API server reads
+print(sorted(heavy - light), torch.cuda.is_initialized())
 """.replace("ARCH", install.BUILTIN_ARCHITECTURE)
     environment = {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     result = run_python("-c", script, environment=environment)

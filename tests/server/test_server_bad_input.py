@@ -83,8 +83,8 @@ OURS = [
     xargs("diffusion_confidence = 'high'", "at least 0", diffusion_confidence="high"),
     # A canvas that the request brings.
     xargs("diffusion_seed_canvas holds 2 ids", f"exactly {CANVAS}", diffusion_seed_canvas=[1, 2]),
-    xargs(f"diffusion_seed_canvas = {VOCAB_SIZE}", IDS, diffusion_seed_canvas=[VOCAB_SIZE],
-          diffusion_canvas_length=1),
+    xargs(f"diffusion_seed_canvas = {VOCAB_SIZE}", f"from -1 to {VOCAB_SIZE - 1}",
+          diffusion_seed_canvas=[VOCAB_SIZE], diffusion_canvas_length=1),
     xargs("diffusion_seed_canvas = [1, 'a']", "a list of integers", diffusion_seed_canvas=[1, "a"]),
     xargs("diffusion_pinned = [0]", "positions of a canvas", diffusion_pinned=[0]),
     xargs("diffusion_pinned = 2", "from 0 to 1", diffusion_pinned=[1, 2],

@@ -59,7 +59,8 @@ def test_a_request_without_wishes_gets_the_servers_values():
         seed=None,
         stops=frozenset(),
         seed_canvas=None,
-        pinned=(),
+        pins={},
+        holds_pins=False,
         is_read_only=False,
     )
 
@@ -75,6 +76,9 @@ def test_every_extra_argument_is_read():
             "diffusion_confidence": 0,
             "diffusion_seed_canvas": [7, 0, 49, 3, 3, 3, 3, 3],
             "diffusion_pinned": [0, 7],
+            "diffusion_pin_at": [40, 2],
+            "diffusion_pin_ids": [5, 6],
+            "diffusion_pin_mode": "hold",
             "diffusion_read_only": 1,
             "diffusion_constrained": True,
             "diffusion_eos_stop": False,
@@ -83,9 +87,9 @@ def test_every_extra_argument_is_read():
         logprob_token_ids=[4, 5],
         stop_token_ids=[9],
     )
-    seed_canvas = (7, 0, 49, 3, 3, 3, 3, 3)
+    seed_canvas, pins = (7, 0, 49, 3, 3, 3, 3, 3), {0: 7, 2: 6, 7: 3, 40: 5}
     numbers = {"max_steps": 3, "t_min": 0.1, "t_max": 2.0, "entropy_bound": 0.5, "confidence": 0.0}
-    rest = (False, -5, frozenset(), seed_canvas, (0, 7), True)
+    rest = (False, -5, frozenset(), seed_canvas, pins, True, True)
     assert options == RequestOptions(8, numbers, 1.0, *rest)
 
 
@@ -268,11 +272,11 @@ def test_a_seed_canvas_of_another_length(length):
     assert f"holds {length} ids; allowed: exactly 32" in str(error) and "Send" in str(error)
 
 
-@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**40])
+@pytest.mark.parametrize("token", [-2, VOCAB_SIZE, 2**40])
 def test_a_seed_canvas_of_foreign_ids(token):
     error = refusal({"diffusion_seed_canvas": [token, *CANVAS[1:]]})
     assert error.parameter == "diffusion_seed_canvas"
-    assert f"diffusion_seed_canvas = {token}; allowed: an integer from 0 to 49." in str(error)
+    assert f"diffusion_seed_canvas = {token}; allowed: an integer from -1 to 49." in str(error)
 
 
 @pytest.mark.parametrize("position", [-1, 32, 2**40])
@@ -285,6 +289,40 @@ def test_a_pinned_position_beyond_the_canvas(position):
 def test_pins_without_a_canvas_to_hold():
     error = refusal({"diffusion_pinned": [3]})
     assert "diffusion_pinned = [3] without diffusion_seed_canvas; allowed:" in str(error)
+
+
+def test_a_pin_where_the_server_draws_noise():
+    seed_canvas = [-1, *CANVAS[1:]]
+    error = refusal({"diffusion_seed_canvas": seed_canvas, "diffusion_pinned": [1, 0]})
+    assert "diffusion_pinned has position 0, where diffusion_seed_canvas is -1" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("at", "ids", "complaint"),
+    [
+        ([1, 2], [3], "diffusion_pin_at holds 2 positions and diffusion_pin_ids 1 ids"),
+        ([1], None, "diffusion_pin_at holds 1 positions and diffusion_pin_ids 0 ids"),
+        ([1, 1], [3, 4], "each position once"),
+        ([-1], [3], "diffusion_pin_at = -1; allowed: an integer from 0 to 511."),
+        ([16 * 32], [3], "diffusion_pin_at = 512; allowed: an integer from 0 to 511."),
+        ([1], [-1], "diffusion_pin_ids = -1; allowed: an integer from 0 to 49."),
+        ([1], [VOCAB_SIZE], "diffusion_pin_ids = 50; allowed: an integer from 0 to 49."),
+        ([0], ["a"], "diffusion_pin_ids = ['a']; allowed: a list of integers."),
+    ],
+)
+def test_pins_that_are_none(at, ids, complaint):
+    assert complaint in str(refusal({"diffusion_pin_at": at, "diffusion_pin_ids": ids}))
+
+
+def test_a_position_pinned_in_two_ways():
+    extra = {"diffusion_seed_canvas": CANVAS, "diffusion_pinned": [3]}
+    error = refusal(extra | {"diffusion_pin_at": [3], "diffusion_pin_ids": [9]})
+    assert "each position once, and none of diffusion_pinned" in str(error)
+
+
+def test_a_pin_mode_that_is_none():
+    error = refusal({"diffusion_pin_mode": "force"})
+    assert "diffusion_pin_mode = 'force'; allowed: hint, hold." in str(error)
 
 
 FLAGS = ["diffusion_read_only", "diffusion_constrained", "diffusion_eos_stop"]

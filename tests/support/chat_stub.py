@@ -59,6 +59,9 @@ def serve(stub: Stub) -> Iterator[Stub]:
                 models = [{"id": name, "object": "model"} for name in stub.models]
                 self._send_json(200, {"object": "list", "data": models})
 
+        def do_OPTIONS(self) -> None:
+            self._send(200, b"", "text/plain")
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             stub.requests.append(body)
@@ -82,6 +85,8 @@ def serve(stub: Stub) -> Iterator[Stub]:
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
+            self.send_header("Access-Control-Allow-Origin", "*")  # as vLLM's servers do
+            self.send_header("Access-Control-Allow-Headers", "*")
             self.end_headers()
             self.wfile.write(body)
 

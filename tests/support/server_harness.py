@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,10 @@ FLAGS = (
     f"--max-model-len={MAX_MODEL_LEN}",
     "--max-num-seqs=8",
     f"--max-num-batched-tokens={MAX_NUM_BATCHED_TOKENS}",
+    # Every frame of a watched canvas, however fast the machine is.
+    f"--additional-config={json.dumps({'dllm': {'canvas_frames_per_s': 1000}})}",
 )
+MAX_WATCHERS = 16  # the default of canvas_watchers
 ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
@@ -67,7 +70,13 @@ class Reply(NamedTuple):
 class Server:
     """A process ``vllm serve CHECKPOINT``; leaving a ``with`` block stops it."""
 
-    def __init__(self, checkpoint: Path, log: Path, flags: Sequence[str] = FLAGS) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        log: Path,
+        flags: Sequence[str] = FLAGS,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.log = log
         self._reserved = _reserve_port()
         self.port = int(self._reserved.getsockname()[1])
@@ -85,7 +94,7 @@ class Server:
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=inherited | ENVIRONMENT,
+                env=inherited | ENVIRONMENT | dict(environment or {}),
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )

@@ -28,6 +28,7 @@ from dllm.tools.watch_drawing import (
 )
 from dllm.tools.watch_svg import LAST_S, STEP_S, animation
 from tests.support import hf_reference
+from tests.support.chat_stub import Stub, serve
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROOT = Path(__file__).parents[2]
@@ -237,6 +238,16 @@ def test_the_command_draws_and_writes(
 
 def test_the_bundled_model_is_watched_unless_another_is_named() -> None:
     assert parse(["?"]).model == BUNDLED and (ROOT / BUNDLED / "model.safetensors").exists()
+
+
+def test_a_server_without_canvases_cannot_be_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(Stub(lambda messages: "plain")) as stub:
+        assert main(["watch", "?", "--base-url", stub.url]) == 1
+        (body,) = stub.requests
+    assert "answered without canvases" in capsys.readouterr().err
+    assert body["vllm_xargs"] == {"diffusion_stream": "canvas"} and body["stream"]
+    assert main(["watch", "?", "--base-url", stub.url]) == 1
+    assert "no server answers" in capsys.readouterr().err
 
 
 def test_what_cannot_be_watched_is_refused(

@@ -10,8 +10,9 @@ The reference is Hugging Face transformers 5.19,
 every function with the class that its docstring names. Parameters are plain numbers, or tensors
 `[R]` with one number for each canvas.
 
-One rule is not in the reference: what follows the first token that ends the request is never
-emitted, so it need not converge (`is_stop` of `StepInputs`; all False is the reference's rule).
+Two rules are not in the reference. What follows the first token that ends the request is never
+emitted, so it need not converge (`is_stop` of `StepInputs`). What the request gives is settled from
+the start, and in no mean (`is_held`). With all False both are the reference's rule.
 """
 
 from typing import NamedTuple
@@ -52,6 +53,7 @@ class StepInputs(NamedTuple):
     entropy: Tensor  # [R, C] fp32, nats
     noise_tokens: Tensor  # [R, C] int64: a random token, used where the sample is not accepted
     is_stop: Tensor  # [R, C] bool: the argmax token ends the request
+    is_held: Tensor  # [R, C] bool: the token is given, and argmax, sample and entropy say so
 
 
 class DenoiseOutcome(NamedTuple):
@@ -61,6 +63,7 @@ class DenoiseOutcome(NamedTuple):
     argmax_canvas: Tensor
     stable_count: Tensor
     steps_done: Tensor
+    accepted: Tensor  # [R, C] bool: the sampled token is kept
     converged: Tensor  # [R] bool: emit `argmax_canvas`
 
 
@@ -76,9 +79,11 @@ def denoise_step(
     accept = accept_mask(inputs.entropy, width, rules.entropy_bound)
     stable_count = count_stable(inputs.argmax, state.argmax_canvas, state.stable_count)
     steps_done = state.steps_done + 1
+    entropy, is_held = inputs.entropy, inputs.is_held
+    stop_width = width_to_stop(inputs.is_stop, width)
     converged = (
-        has_settled(stable_count, inputs.entropy, width, rules)
-        | has_settled(stable_count, inputs.entropy, width_to_stop(inputs.is_stop, width), rules)
+        has_settled(stable_count, entropy, width, rules, is_held)
+        | has_settled(stable_count, entropy, stop_width, rules, is_held)
         | (steps_done >= rules.max_steps)
     )
     active = width > 0
@@ -88,6 +93,7 @@ def denoise_step(
         argmax_canvas=torch.where(valid, inputs.argmax, state.argmax_canvas),
         stable_count=torch.where(valid, stable_count, state.stable_count),
         steps_done=torch.where(active, steps_done, state.steps_done),
+        accepted=accept,
         converged=converged & active,
     )
 
@@ -158,23 +164,22 @@ def width_to_stop(is_stop: Tensor, width: Tensor) -> Tensor:
     return torch.minimum(length, width)
 
 
-def mean_entropy(entropy: Tensor, width: Tensor) -> Tensor:
-    """The mean entropy of the first `width` positions: [R] fp32, nats; 0 where width is 0."""
-    valid = valid_positions(width, entropy.shape[-1])
-    return torch.where(valid, entropy, 0.0).sum(dim=-1) / width.clamp(min=1)
+def mean_entropy(entropy: Tensor, counts: Tensor) -> Tensor:
+    """The mean entropy of the positions in `counts` [R, C] bool: [R] fp32, nats; 0 if none are."""
+    return torch.where(counts, entropy, 0.0).sum(dim=-1) / counts.sum(dim=-1).clamp(min=1)
 
 
 def has_settled(
-    stable_count: Tensor, entropy: Tensor, width: Tensor, rules: DenoiseRules
+    stable_count: Tensor, entropy: Tensor, width: Tensor, rules: DenoiseRules, is_held: Tensor
 ) -> Tensor:
-    """Whether the first `width` positions are stable and confident: [R] bool.
+    """Whether the first `width` positions, without those that are held, are stable and confident.
 
-    stable_count: [R, C] int and entropy: [R, C] fp32, after this step; width: [R] int.
-    Source: StableAndConfidentStoppingCriteria.
+    Returns [R] bool. stable_count: [R, C] int and entropy: [R, C] fp32, after this step; width: [R]
+    int; is_held: [R, C] bool. Source: StableAndConfidentStoppingCriteria.
     """
-    valid = valid_positions(width, entropy.shape[-1])
-    stable = ((stable_count >= _column(rules.stability_window)) | ~valid).all(dim=-1)
-    return stable & (mean_entropy(entropy, width) < rules.confidence)
+    counts = valid_positions(width, entropy.shape[-1]) & ~is_held
+    stable = ((stable_count >= _column(rules.stability_window)) | ~counts).all(dim=-1)
+    return stable & (mean_entropy(entropy, counts) < rules.confidence)
 
 
 def _column(value: PerRow) -> PerRow:

@@ -12,6 +12,7 @@ import torch
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import FREE, Canvases, Column, Denoised
+from dllm.engine.held import with_held_tokens
 from dllm.models.gemma import rule
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops import noise
@@ -55,6 +56,7 @@ def denoise(
     stats = row_stats(logits, temperature, keys, probs_dtype, filters)
     is_free = canvases.chosen == FREE
     stats = stats._replace(argmax=torch.where(is_free, stats.argmax, canvases.chosen))
+    stats = with_held_tokens(stats, canvases.held, rows)
     sample = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)
     argmax = stats.argmax[rows.padded]  # [R, C], the shape of everything below
     outcome = rule.denoise_step(
@@ -70,6 +72,7 @@ def denoise(
             entropy=stats.entropy[rows.padded],
             noise_tokens=drawn.renoise_tokens,
             is_stop=canvases.is_stop[rows.slots[:, None], argmax],
+            is_held=canvases.held >= 0,
         ),
         rows.widths,
         rule.DenoiseRules(
@@ -85,6 +88,7 @@ def denoise(
         canvas=outcome.canvas,
         fresh=drawn.next_canvas,
         argmax_canvas=outcome.argmax_canvas,
+        accepted=outcome.accepted,
         converged=outcome.converged,
         steps_done=outcome.steps_done,
         carried={"stable_count": outcome.stable_count},
@@ -121,6 +125,7 @@ def first_canvases(
         temperature=torch.ones(num_rows, device=device),
         is_greedy=torch.zeros(num_rows, dtype=torch.bool, device=device),
         is_stop=is_stop.expand(num_rows, -1),
+        held=torch.full((num_rows, length), -1, device=device),
         numbers={
             parameter.name: torch.full(
                 (num_rows,),

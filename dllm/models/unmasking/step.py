@@ -51,6 +51,7 @@ def denoise(
         fresh=torch.full_like(outcome.canvas, settings.mask_token_id),
         # Behind a token that ends the request there may be masks left, and nobody reads them.
         argmax_canvas=torch.where(is_mask, proposal.token, outcome.canvas),
+        accepted=~is_mask,
         converged=outcome.converged,
         steps_done=canvases.steps_done + (rows.widths > 0),
         carried={"post_steps": outcome.post_steps},

@@ -1,0 +1,139 @@
+"""Frames as server-sent events of a chat completion or a completion.
+
+canvas  events of our own between vLLM's: an empty delta, and ``canvas`` beside it
+text    the form of Inception's Mercury: every delta holds the whole text so far, drafts
+        included, and replaces the one before; ``diffusion_meta`` tells drafts apart
+"""
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from dllm.engine.frames import Frame
+
+_encode = msgspec.json.Encoder().encode
+# Thousandths of a nat. A position without a distribution has infinite entropy; JSON has none.
+MAX_ENTROPY = 10**6
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What the events of a stream have in common.
+
+    Attributes:
+        request_id: as in vLLM's own events.
+        is_chat: a chat completion, else a completion.
+        stops: tokens that end an answer; a draft is shown up to the first of them.
+    """
+
+    request_id: str
+    model: str
+    is_chat: bool
+    stops: frozenset[int]
+    tokenizer: Any
+
+    def event(self, choice: dict[str, Any], index: int, text: str, **top: Any) -> str:
+        """An event with one choice, whose new text is ``text``."""
+        said = {"delta": {"content": text}} if self.is_chat else {"text": text}
+        return _event(
+            {
+                "id": self.request_id,
+                "object": "chat.completion.chunk" if self.is_chat else "text_completion",
+                "created": int(time.time()),
+                "model": self.model,
+                "choices": [{"index": index, **said, "finish_reason": None, **choice}],
+                **top,
+            }
+        )
+
+    def length(self, frame: Frame) -> int:
+        """How many tokens a canvas has up to the first that ends the answer, with it."""
+        ends = (n for n, token in enumerate(frame.argmax.tolist(), 1) if token in self.stops)
+        return next(ends, len(frame.argmax))
+
+    def draft(self, frame: Frame) -> str:
+        """The text of a canvas if it were emitted now."""
+        ids = frame.argmax[: self.length(frame)].tolist()
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+class CanvasWriter:
+    """The form "canvas"."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._text_of = token_texts(stream.tokenizer)
+
+    def frame(self, choice: int, frame: Frame) -> str:
+        """An event that a client without interest reads as empty."""
+        ids = (frame.argmax if frame.is_final else frame.canvas).tolist()
+        entropy = np.fmin(frame.entropy * 1000 + 0.5, MAX_ENTROPY).astype(np.int32)
+        canvas = {
+            "offset": frame.offset,
+            "step": frame.step,
+            "final": frame.is_final,
+            "ids": ids,
+            "tokens": [self._text_of(token) for token in ids],
+            "argmax": frame.argmax.tolist(),
+            "length": self._stream.length(frame),
+            "entropy": entropy.tolist(),
+            "accepted": frame.accepted.astype(np.int8).tolist(),
+        }
+        return self._stream.event({"canvas": canvas}, choice, "")
+
+    def own(self, line: str) -> str:
+        """vLLM's line as it is."""
+        return line
+
+
+class TextWriter:
+    """The form "text"."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._said: dict[int, str] = {}  # by choice: the emitted text
+
+    def frame(self, choice: int, frame: Frame) -> str:
+        """The emitted text and the canvas as it stands."""
+        text = self._said.get(choice, "") + self._stream.draft(frame)
+        progress = round(float(frame.accepted.mean()), 3)
+        return self._stream.event({}, choice, text, diffusion_meta=_meta(progress))
+
+    def own(self, line: str) -> str:
+        """vLLM's line, with all of the emitted text in the place of what is new."""
+        if not line.startswith("data: {"):
+            return line
+        body = json.loads(line[len("data: ") :])
+        for choice in body.get("choices", ()):
+            holder, key = (choice["delta"], "content") if "delta" in choice else (choice, "text")
+            index = choice["index"]
+            self._said[index] = self._said.get(index, "") + (holder.get(key) or "")
+            holder[key] = self._said[index]
+            body["diffusion_meta"] = _meta(1.0)
+        return _event(body)
+
+
+def _meta(progress: float) -> dict[str, Any]:
+    """``diffusion_content``: the content replaces. ``diffusion_progress``: the settled share."""
+    return {"diffusion_content": True, "diffusion_progress": progress}
+
+
+def _event(body: Any) -> str:
+    return f"data: {_encode(body).decode()}\n\n"
+
+
+@functools.lru_cache(maxsize=4)
+def token_texts(tokenizer: Any) -> Callable[[int], str]:
+    """A function that gives the text of a token, and remembers it: canvases are full of noise."""
+
+    @functools.lru_cache(maxsize=1 << 19)
+    def text_of(token: int) -> str:
+        return str(tokenizer.decode([token]))
+
+    return text_of

@@ -1,0 +1,228 @@
+"""Fill in the middle: the hole between a prompt and a ``suffix``.
+
+The prompt is context as always. Suffix and end are held on the first canvas, behind a hole whose
+width nobody knows. So every width is tried, all of them in one batch. The few answers (hole, suffix
+and end) to which their canvases give the highest summed logprob are read once more, as prompts: the
+one that is the likeliest from left to right is taken. On a canvas each token is judged beside those
+behind it, too, and too short a hole often looks right.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dllm.settings.pins import PIN_ARGS, PIN_AT, PIN_IDS, PIN_MODE
+from dllm.settings.request import STREAM, refuse
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+WIDTHS, END = "diffusion_fill_widths", "diffusion_fill_end"
+DEFAULT_WIDTHS = (1, 32)
+MAX_CANDIDATES = 64
+FINALISTS = 4  # of the widths, which are read once more
+
+Generate = Callable[..., "AsyncGenerator[RequestOutput, None]"]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A hole to fill.
+
+    Attributes:
+        suffix: the text behind it, and ``suffix_ids`` its tokens.
+        end: the token that ends the answer.
+        widths: of the hole, the least and the greatest to try, in tokens.
+        canvas_width: hole, suffix and end must fit into it.
+    """
+
+    suffix: str
+    suffix_ids: tuple[int, ...]
+    end: int
+    widths: tuple[int, int]
+    canvas_width: int
+
+    def width_range(self, max_tokens: int, room: int) -> range:
+        """The widths to try.
+
+        Args:
+            max_tokens: of the hole, as the client asks.
+            room: tokens between the prompt and the end of the model's context.
+
+        Raises:
+            VLLMValidationError: there is none, or there are too many.
+        """
+        fixed = len(self.suffix_ids) + 1
+        low, high = self.widths
+        longest = min(self.canvas_width, room - 1)  # one token is behind it when it is read
+        widths = range(low, min(high, max_tokens, longest - fixed) + 1)
+        if not widths:
+            refuse(
+                "suffix",
+                f"suffix has {len(self.suffix_ids)} tokens and the hole at least {low}; allowed: a "
+                f"hole of at most max_tokens = {max_tokens}, and hole, suffix and an end token of "
+                f"at most {longest} together, the canvas or what is left of the context. Send a "
+                f"shorter suffix, or a narrower hole ({WIDTHS}).",
+            )
+        if len(widths) > MAX_CANDIDATES:
+            refuse(
+                WIDTHS,
+                f"{WIDTHS} = {list(self.widths)} comes to {len(widths)} widths; allowed: at most "
+                f"{MAX_CANDIDATES}. Send a smaller range.",
+            )
+        return widths
+
+    def candidate(self, params: "SamplingParams", width: int, sample: int) -> "SamplingParams":
+        """The parameters of the request that tries a width, for sample number ``sample`` of n."""
+        from vllm.sampling_params import RequestOutputKind
+
+        tokens = [*self.suffix_ids, self.end]
+        held = {
+            PIN_AT: list(range(width, width + len(tokens))),
+            PIN_IDS: tokens,
+            PIN_MODE: "hold",
+        }
+        params = params.clone()
+        params.n = 1
+        params.seed = None if params.seed is None else params.seed + sample
+        params.max_tokens = width + len(tokens)
+        params.logprobs = params.logprobs or 0
+        params.stop = []  # they end the hole (`_cut`), and may occur in the suffix
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        extra = {k: v for k, v in (params.extra_args or {}).items() if k not in (WIDTHS, END)}
+        params.extra_args = extra | held
+        return params
+
+
+# Set by the route that got a suffix, for the requests that it starts.
+current_fill: ContextVar[Fill | None] = ContextVar("current_fill", default=None)
+
+
+def fill_of(
+    suffix: str, extra: dict[str, Any], encode: Callable[[str], list[int]], end: int, canvas: int
+) -> Fill:
+    """The hole that a request describes.
+
+    Args:
+        suffix: of the request, not empty.
+        extra: its extra arguments.
+        encode: gives the ids of a text, without special tokens.
+        end: the token that ends an answer, if the request names no other.
+        canvas: the served canvas length.
+
+    Raises:
+        VLLMValidationError: it describes none.
+    """
+    for key in (STREAM, *PIN_ARGS):
+        if extra.get(key) is not None:
+            refuse(key, f"{key} beside suffix; allowed: one of them. Leave one out.")
+    widths, end = extra.get(WIDTHS) or DEFAULT_WIDTHS, extra.get(END) or end
+    is_pair = isinstance(widths, list | tuple) and len(widths) == 2
+    if (
+        not is_pair
+        or not all(type(one) is int for one in widths)
+        or not 0 <= widths[0] <= widths[1]
+    ):
+        refuse(
+            WIDTHS,
+            f"{WIDTHS} = {widths!r:.200}; allowed: [least, greatest] tokens of the hole. Omit it "
+            f"for {list(DEFAULT_WIDTHS)}.",
+        )
+    if type(end) is not int or end < 0:
+        refuse(END, f"{END} = {end!r:.200}; allowed: the id of a token. Omit it for the model's.")
+    width = extra.get("diffusion_canvas_length")
+    return Fill(
+        suffix=suffix,
+        suffix_ids=tuple(encode(suffix)),
+        end=end,
+        widths=(widths[0], widths[1]),
+        canvas_width=width if type(width) is int and width <= canvas else canvas,
+    )
+
+
+async def filled(
+    generate: Generate,
+    fill: Fill,
+    widths: Sequence[int],
+    prompt: Any,
+    params: "SamplingParams",
+    request_id: str,
+    **options: Any,
+) -> "AsyncGenerator[RequestOutput, None]":
+    """What ``generate`` would yield for a model that writes the hole: one output, at the end.
+
+    Args:
+        generate: vLLM's, with its arguments ``prompt``, ``params``, ``request_id``, ``options``.
+        widths: to try.
+    """
+
+    async def last_output(width: int, sample: int) -> "RequestOutput":
+        candidate = fill.candidate(params, width, sample)
+        outputs = generate(prompt, candidate, f"{request_id}-{sample}-{width}", **options)
+        output = [output async for output in outputs][-1]
+        assert output.finished, output
+        return output
+
+    async def best_answer(sample: int) -> "RequestOutput":
+        tried = await asyncio.gather(*(last_output(width, sample) for width in widths))
+        finalists = sorted(tried, key=_canvas_score)[-FINALISTS:]
+        readings = (
+            _reading_score(generate, prompt, output, f"{output.request_id}-read", options)
+            for output in finalists
+        )
+        scores = await asyncio.gather(*readings)
+        return finalists[scores.index(max(scores))]
+
+    best = await asyncio.gather(*(best_answer(sample) for sample in range(params.n)))
+    result = best[0]
+    result.request_id = request_id
+    result.outputs = [_cut(each.outputs[0], fill, params, i) for i, each in enumerate(best)]
+    yield result
+
+
+def _canvas_score(output: "RequestOutput") -> float:
+    """The summed logprob of an answer on its canvas, suffix and end included."""
+    (answer,) = output.outputs
+    assert answer.logprobs is not None
+    return sum(
+        answer.logprobs[place][token].logprob for place, token in enumerate(answer.token_ids)
+    )
+
+
+async def _reading_score(
+    generate: Generate, prompt: Any, output: "RequestOutput", name: str, options: dict[str, Any]
+) -> float:
+    """The summed logprob of an answer as the end of a prompt: each token after those before it."""
+    from vllm import SamplingParams
+
+    answer = list(output.outputs[0].token_ids)
+    read = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *answer]}
+    read.pop("prompt", None)  # the text, which is that of the ids before
+    cheapest = {"diffusion_canvas_length": 1, "diffusion_max_steps": 1}
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, extra_args=cheapest, seed=0)
+    outputs = [output async for output in generate(read, params, name, **options)]
+    logprobs = outputs[-1].prompt_logprobs
+    assert logprobs is not None
+    last = zip(answer, logprobs[-len(answer) :], strict=True)
+    return sum(of_place[token].logprob for token, of_place in last)
+
+
+def _cut(
+    answer: "CompletionOutput", fill: Fill, params: "SamplingParams", sample: int
+) -> "CompletionOutput":
+    """The hole alone, up to the first stop string of the request."""
+    width = len(answer.token_ids) - len(fill.suffix_ids) - 1
+    answer.index = sample
+    answer.text = answer.text.removesuffix(fill.suffix)
+    answer.token_ids = list(answer.token_ids[:width])
+    answer.logprobs = None if params.logprobs is None else answer.logprobs[:width]  # type: ignore[index]
+    answer.finish_reason, answer.stop_reason = "stop", None
+    stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    found = [(answer.text.find(stop), stop) for stop in stops if stop in answer.text]
+    if found:
+        place, answer.stop_reason = min(found)
+        answer.text = answer.text[:place]
+    return answer

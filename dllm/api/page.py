@@ -1,0 +1,73 @@
+"""``/canvas``: a page on which canvases settle, and where they are pinned, corrected and continued.
+
+The page is one file without data. It is served without a key; everything that it asks for is under
+``/v1``, where ``--api-key`` guards. It runs no script but its own, sends nothing to any other host,
+and shows what a model says as text, never as markup.
+"""
+
+import base64
+import functools
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).parent / "canvas.html"
+HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]")  # a name, an IPv4 or an IPv6 address
+PORT = re.compile(r"[0-9]{1,5}")
+
+
+class CanvasPage:
+    """An endpoint plugin of vLLM: adds the page to the API server."""
+
+    name = "dllm_canvas"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Add ``GET /canvas``."""
+        from fastapi import Request
+        from fastapi.responses import HTMLResponse
+
+        async def canvas(request: Request) -> HTMLResponse:
+            html = PAGE.read_text()
+            twin = twin_origins(request.url.hostname, request.query_params.get("twin"))
+            return HTMLResponse(html, headers=headers(html, twin))
+
+        app.add_api_route("/canvas", canvas, methods=["GET"], include_in_schema=False)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """The page asks the server nothing that it would have to remember."""
+
+
+def twin_origins(host: str | None, port: str | None) -> str:
+    """Where the page may ask the model that it compares with: this host, another port.
+
+    Only a port can be given. A link to the page must not send what its user types elsewhere.
+    """
+    host = f"[{host}]" if host and ":" in host else host
+    if not port or not host or not PORT.fullmatch(port) or not HOST.fullmatch(host):
+        return ""
+    return f" http://{host}:{port} https://{host}:{port}"
+
+
+@functools.lru_cache(maxsize=8)
+def headers(html: str, twin: str = "") -> dict[str, str]:
+    """Headers under which nothing runs, and nothing is asked, but what is written in the page."""
+    return {
+        "Content-Security-Policy": (
+            f"default-src 'none'; script-src 'sha256-{_digest(html, 'script')}'; "
+            f"style-src 'sha256-{_digest(html, 'style')}'; connect-src 'self'{twin}; "
+            "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+            "require-trusted-types-for 'script'"
+        ),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+    }
+
+
+def _digest(html: str, tag: str) -> str:
+    """The SHA-256 of the only element ``tag`` of the page, as a CSP writes it."""
+    (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,52 @@
+"""Pins as a client writes them: ``"diffusion_pins": [{"at": 5, "text": "..."}]`` in the request.
+
+They become the extra arguments that the engine reads (``settings.pins``): a text of several tokens
+takes as many positions, from ``at`` on.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from dllm.settings.pins import PIN_AT, PIN_IDS
+from dllm.settings.request import refuse
+
+FIELD = "diffusion_pins"
+SHAPE = (
+    'a list of {"at": answer position, "text": "..."}, or with "ids": [...] in the place of text'
+)
+
+
+def as_extra_args(given: Any, encode: Callable[[str], list[int]]) -> dict[str, list[int]]:
+    """The extra arguments for a list of pins.
+
+    Args:
+        given: what the client sent.
+        encode: gives the ids of a text, without special tokens.
+
+    Raises:
+        VLLMValidationError: ``given`` is no such list.
+    """
+    if not isinstance(given, list) or not given:
+        _refuse(given)
+    at: list[int] = []
+    ids: list[int] = []
+    for pin in given:
+        tokens = _tokens(pin, encode)
+        at += range(pin["at"], pin["at"] + len(tokens))
+        ids += tokens
+    return {PIN_AT: at, PIN_IDS: ids}
+
+
+def _tokens(pin: Any, encode: Callable[[str], list[int]]) -> list[int]:
+    """The ids of one pin."""
+    keys = set(pin) if isinstance(pin, dict) else set()
+    if keys not in ({"at", "text"}, {"at", "ids"}) or type(pin["at"]) is not int or pin["at"] < 0:
+        _refuse(pin)
+    tokens = encode(pin["text"]) if isinstance(pin.get("text"), str) else pin.get("ids")
+    if not isinstance(tokens, list) or not tokens or not all(type(one) is int for one in tokens):
+        _refuse(pin)
+    return tokens
+
+
+def _refuse(given: Any) -> None:
+    refuse(FIELD, f"{FIELD}: {given!r:.200}; allowed: {SHAPE}. Send that, or omit it.")

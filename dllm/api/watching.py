@@ -1,0 +1,188 @@
+"""Unread frames of watched requests, and how they get between the lines of a stream.
+
+    route      a Watch exists while the route handles the request, in a context variable
+    engine     the request that starts meanwhile gets a CanvasFeed
+    messages   ``deliver`` takes frames out before vLLM's output processor sees them
+    stream     ``interleaved`` writes them between vLLM's own lines, which stay as they are
+
+A client that reads slowly misses frames; nothing else waits for it.
+"""
+
+import asyncio
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from vllm.v1.engine import EngineCoreOutputs
+
+from dllm.engine.frames import Frame, frame_of, is_frame
+
+# Of more unread frames the oldest are dropped. A frame has 3 KB for 256 positions.
+MAX_UNREAD = 64
+
+
+class Pace:
+    """At most ``rate`` frames a second on average, and up to ``rate`` at once.
+
+    So a short answer of a fast model is seen whole.
+    """
+
+    def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._last = clock()
+        self._left = float(rate)
+
+    def allows(self, is_final: bool) -> bool:
+        """Whether one more frame may be sent; the last one of a canvas always may, and counts."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._last) * self._rate, self._rate)
+        self._last = now
+        if self._left < 1 and not is_final:
+            return False
+        self._left -= 1
+        return True
+
+
+class CanvasFeed:
+    """The unread frames of a stream.
+
+    Attributes:
+        request_id: of the stream, as its client sees it. Empty before a request has started.
+        bell: set while something is unread.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        self.request_id = ""
+        self.bell = asyncio.Event()
+        self._pace = pace
+        self._unread: deque[tuple[int, Frame]] = deque(maxlen=MAX_UNREAD)
+
+    def put(self, choice: int, frame: Frame) -> None:
+        """Add a frame of the answer number ``choice``; never waits."""
+        if self._pace.allows(frame.is_final):
+            self._unread.append((choice, frame))
+            self.bell.set()
+
+    def take(self) -> list[tuple[int, Frame]]:
+        """All unread frames, oldest first."""
+        unread = list(self._unread)
+        self._unread.clear()
+        self.bell.clear()
+        return unread
+
+
+class Watch:
+    """A request to watch, while its route handles it.
+
+    A route may start several requests of the engine: one for each prompt of a completion. Prompt i
+    has the choices from ``i * num_choices`` on.
+    """
+
+    def __init__(self, feed: CanvasFeed, num_choices: int) -> None:
+        self.feed: CanvasFeed | None = feed
+        self._num_choices = num_choices
+        self._num_started = 0
+
+    def next_choice(self) -> int:
+        """The first choice of the next request of the engine."""
+        self._num_started += 1
+        return (self._num_started - 1) * self._num_choices
+
+
+# Set by a route that can show canvases; None where a request would be watched in vain.
+current_watch: ContextVar[Watch | None] = ContextVar("current_watch", default=None)
+
+
+class Watchers:
+    """The feeds of an engine client.
+
+    Args:
+        processor: vLLM's output processor, which knows to whom an engine's request belongs.
+        limit: how many streams may be watched at once.
+    """
+
+    def __init__(self, processor: Any, limit: int) -> None:
+        self._processor = processor
+        self._limit = limit
+        self._streams: weakref.WeakSet[CanvasFeed] = weakref.WeakSet()
+        # By the request id that the route gave the engine: the feed, and its first choice.
+        self._feeds: weakref.WeakValueDictionary[str, CanvasFeed] = weakref.WeakValueDictionary()
+        self._first_choice: dict[str, int] = {}
+
+    def open(self, rate: int) -> CanvasFeed | None:
+        """A new feed, which lives as long as its stream; None if there are too many."""
+        if len(self._streams) >= self._limit:
+            return None
+        feed = CanvasFeed(Pace(rate))
+        self._streams.add(feed)
+        return feed
+
+    def start(self, request_id: str, watch: Watch) -> None:
+        """A request of the engine starts that belongs to a watched stream."""
+        assert watch.feed is not None, "its route has not returned yet"
+        for ended in self._first_choice.keys() - self._feeds.keys():
+            del self._first_choice[ended]
+        self._feeds[request_id] = watch.feed
+        self._first_choice[request_id] = watch.next_choice()
+
+    def deliver(self, outputs: EngineCoreOutputs) -> None:
+        """Take the frames out of a message of the engine core, and give them to their feeds."""
+        arrived = outputs.outputs
+        first = len(arrived)
+        while first and is_frame(arrived[first - 1]):  # they are the last ones
+            first -= 1
+        for output in arrived[first:]:
+            state = self._processor.request_states.get(output.request_id)
+            feed = self._feeds.get(state.external_req_id) if state is not None else None
+            if feed is not None:
+                choice = self._first_choice[state.external_req_id] + state.request_index
+                feed.put(choice, frame_of(output))
+        del arrived[first:]
+
+
+def has_frames(outputs: EngineCoreOutputs) -> bool:
+    """Whether a message of the engine core holds frames."""
+    return bool(outputs.outputs) and is_frame(outputs.outputs[-1])
+
+
+class Writer(Protocol):
+    """Writes a stream's lines (``api.events``)."""
+
+    def frame(self, choice: int, frame: Frame) -> str:
+        """A frame as a line of the stream."""
+        ...
+
+    def own(self, line: str) -> str:
+        """A line of vLLM's own."""
+        ...
+
+
+async def interleaved(
+    lines: AsyncGenerator[str, None], feed: CanvasFeed, writer: Writer
+) -> AsyncIterator[str]:
+    """vLLM's lines, and in front of each the frames that have come until then."""
+    line = asyncio.ensure_future(anext(lines))
+    bell = asyncio.ensure_future(feed.bell.wait())
+    try:
+        while True:
+            await asyncio.wait({line, bell}, return_when=asyncio.FIRST_COMPLETED)
+            for choice, frame in feed.take():
+                yield writer.frame(choice, frame)
+            if bell.done():
+                bell = asyncio.ensure_future(feed.bell.wait())
+            if line.done():
+                try:
+                    text = line.result()
+                except StopAsyncIteration:
+                    return
+                yield writer.own(text)
+                line = asyncio.ensure_future(anext(lines))
+    finally:
+        for task in (line, bell):
+            task.cancel()
+        await asyncio.gather(line, bell, return_exceptions=True)
+        await lines.aclose()  # aborts the request if it has not ended

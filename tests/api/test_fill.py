@@ -1,0 +1,168 @@
+"""Fill in the middle: which widths are tried, which answer is taken, and what the client gets."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from dllm.api.fill import Fill, fill_of, filled
+
+END = 1
+CANVAS = 12
+
+
+def encode(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def hole(suffix: str = "yz", extra: dict[str, Any] | None = None) -> Fill:
+    return fill_of(suffix, extra or {}, encode, END, CANVAS)
+
+
+# --- what is tried --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "max_tokens", "room", "expected"),
+    [
+        ({}, 5, 100, range(1, 6)),
+        ({}, 50, 100, range(1, 10)),  # 12 of the canvas, without two of the suffix and the end
+        ({}, 50, 9, range(1, 6)),
+        ({"diffusion_fill_widths": [0, 3]}, 50, 100, range(4)),
+        ({"diffusion_fill_widths": [4, 4]}, 50, 100, range(4, 5)),
+        ({"diffusion_canvas_length": 6}, 50, 100, range(1, 4)),
+    ],
+)
+def test_the_widths_that_fit(extra, max_tokens, room, expected):
+    assert hole(extra=extra).width_range(max_tokens, room) == expected
+
+
+@pytest.mark.parametrize(
+    ("suffix", "extra", "max_tokens"),
+    [
+        ("y" * 11, {}, 50),
+        ("yz", {"diffusion_fill_widths": [10, 20]}, 50),
+        ("yz", {"diffusion_fill_widths": [6, 8]}, 5),
+    ],
+)
+def test_a_hole_that_does_not_fit_is_refused(suffix, extra, max_tokens):
+    with pytest.raises(VLLMValidationError, match=f"suffix has {len(suffix)} tokens and the hole"):
+        hole(suffix, extra).width_range(max_tokens, 100)
+
+
+def test_too_many_widths_are_refused():
+    wide = fill_of("yz", {"diffusion_fill_widths": [0, 64]}, encode, END, 256)
+    with pytest.raises(VLLMValidationError, match=r"comes to 65 widths; allowed: at most 64"):
+        wide.width_range(1000, 1000)
+
+
+@pytest.mark.parametrize("widths", [[1], [1, 2, 3], [3, 2], [-1, 2], ["a", "b"], "ab", [1.5, 2]])
+def test_a_range_that_is_none(widths):
+    with pytest.raises(VLLMValidationError, match=r"diffusion_fill_widths = .*least, greatest"):
+        hole(extra={"diffusion_fill_widths": widths})
+
+
+def test_what_cannot_stand_beside_a_suffix():
+    for key in ("diffusion_stream", "diffusion_pin_at", "diffusion_seed_canvas"):
+        with pytest.raises(VLLMValidationError, match=f"{key} beside suffix"):
+            hole(extra={key: [1]})
+    with pytest.raises(VLLMValidationError, match="diffusion_fill_end = 'x'"):
+        hole(extra={"diffusion_fill_end": "x"})
+
+
+def test_a_candidate_holds_suffix_and_end_behind_its_hole():
+    params = SamplingParams(
+        n=3, seed=7, max_tokens=50, stop=["\n"], extra_args={"diffusion_max_steps": 9}
+    )
+    tried = hole(extra={"diffusion_fill_end": 6}).candidate(params, width=4, sample=2)
+    assert tried.extra_args == {
+        "diffusion_max_steps": 9,
+        "diffusion_pin_at": [4, 5, 6],
+        "diffusion_pin_ids": [121, 122, 6],
+        "diffusion_pin_mode": "hold",
+    }
+    assert (tried.n, tried.seed, tried.max_tokens, tried.logprobs) == (1, 9, 7, 0)
+    assert not tried.stop and params.stop == ["\n"] and params.n == 3
+
+
+# --- what is taken --------------------------------------------------------------------------------
+
+
+class Model:
+    """Writes ``a`` into holes. Canvases like width 3, 5 and 6 in that order, reading likes 5."""
+
+    canvas = {3: -1.0, 5: -2.0, 6: -3.0}
+    reading = {2: -1.0, 3: -9.0, 5: -2.0, 6: -4.0}
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, SamplingParams]] = []
+
+    async def generate(self, prompt: Any, params: SamplingParams, name: str, **_: Any) -> Any:
+        self.asked.append((name, params))
+        ids = prompt["prompt_token_ids"]
+        if params.prompt_logprobs is not None:
+            width = len(ids) - 2 - 3
+            logprobs = [None, *({token: SimpleNamespace(logprob=0.0)} for token in ids[1:])]
+            logprobs[-1] = {ids[-1]: SimpleNamespace(logprob=self.reading.get(width, -99.0))}
+            yield SimpleNamespace(prompt_logprobs=logprobs, finished=True)
+            return
+        tokens = [97] * params.max_tokens
+        at, held = (params.extra_args[f"diffusion_pin_{name}"] for name in ("at", "ids"))
+        tokens[at[0] :] = held
+        width = at[0]
+        scores = [self.canvas.get(width, -50.0 - width) / len(tokens)] * len(tokens)
+        yield SimpleNamespace(
+            request_id=name,
+            finished=True,
+            outputs=[
+                SimpleNamespace(
+                    index=0,
+                    text="".join(map(chr, tokens[:-1])),
+                    token_ids=tokens,
+                    logprobs=[
+                        {token: SimpleNamespace(logprob=score)}
+                        for token, score in zip(tokens, scores, strict=True)
+                    ],
+                )
+            ],
+        )
+
+
+def fill(params: SamplingParams, widths: range = range(1, 8)) -> tuple[Any, Model]:
+    async def run() -> Any:
+        model = Model()
+        prompt = {"prompt_token_ids": [50, 51], "prompt": "23"}
+        outputs = filled(model.generate, hole(), widths, prompt, params, "name")
+        return [output async for output in outputs], model
+
+    (output,), model = asyncio.run(run())
+    return output, model
+
+
+def test_the_likeliest_to_read_of_the_likeliest_canvases_is_taken():
+    output, model = fill(SamplingParams(max_tokens=50))
+    (answer,) = output.outputs
+    assert (answer.text, answer.token_ids, answer.logprobs) == ("aaaaa", [97] * 5, None)
+    assert (answer.finish_reason, answer.stop_reason, answer.index) == ("stop", None, 0)
+    assert output.request_id == "name"
+    # All widths once; four are read. Width 2 reads best of all, and is none of them.
+    assert len(model.asked) == 7 + 4
+    assert len({name for name, _ in model.asked}) == 11
+
+
+def test_each_sample_is_searched_for_itself():
+    output, model = fill(SamplingParams(max_tokens=50, n=2, seed=3, logprobs=0))
+    assert [answer.index for answer in output.outputs] == [0, 1]
+    assert all(len(answer.logprobs) == len(answer.token_ids) == 5 for answer in output.outputs)
+    seeds = {params.seed for _, params in model.asked if params.prompt_logprobs is None}
+    assert seeds == {3, 4}
+
+
+def test_a_stop_string_ends_the_hole():
+    (answer,) = fill(SamplingParams(max_tokens=50, stop=["aaa", "yz"]))[0].outputs
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("", "stop", "aaa")
+    (answer,) = fill(SamplingParams(max_tokens=50, stop=["z"]))[0].outputs
+    assert (answer.text, answer.stop_reason) == ("aaaaa", None)  # the suffix has it, the hole not

@@ -1,0 +1,234 @@
+"""Unread frames: how many are kept, who gets them, and what happens when a client leaves."""
+
+import asyncio
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+from dllm.api.watching import MAX_UNREAD, CanvasFeed, Pace, Watch, Watchers, has_frames, interleaved
+from dllm.engine.frames import Frame, FrameMail, StepFrames
+
+WIDTH = 4
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def frame(step: int = 1, is_final: bool = False, offset: int = 0) -> Frame:
+    ids = np.arange(WIDTH, dtype=np.int32)
+    return Frame(offset, step, is_final, ids, ids, np.zeros(WIDTH, np.float32), ids > 1)
+
+
+def packed(start: int = 10, step: int = 1, width: int = WIDTH, is_final: bool = False) -> Any:
+    rows = np.arange(4 * (WIDTH + 1), dtype=np.float32).reshape(4, WIDTH + 1)
+    rows[3, :-1] = [1, 0, 1, 0]
+    rows[:, -1] = [start, step, width, is_final]
+    return rows
+
+
+def answer(*steps: StepFrames) -> Any:
+    return SimpleNamespace(canvas_frames=list(steps)) if steps else SimpleNamespace()
+
+
+def requests(*names: str, server: int = 0) -> dict[str, Any]:
+    return {name: SimpleNamespace(num_prompt_tokens=7, client_index=server) for name in names}
+
+
+def watchers(*names: str, limit: int = 2) -> Watchers:
+    """Of engine requests that are called like the route's, with a number behind."""
+    states = {
+        f"{name}/{index}": SimpleNamespace(external_req_id=name, request_index=index)
+        for name in names
+        for index in range(2)
+    }
+    return Watchers(SimpleNamespace(request_states=states), limit)
+
+
+# --- how many -------------------------------------------------------------------------------------
+
+
+def test_as_many_as_the_rate_at_once_and_then_one_for_each_period():
+    clock = Clock()
+    pace = Pace(10, clock)
+    assert [pace.allows(False) for _ in range(12)] == [True] * 10 + [False] * 2
+    sent = 0
+    for _ in range(1000):
+        clock.now += 0.01
+        sent += pace.allows(False)
+    assert sent == pytest.approx(100, abs=1)  # 10 seconds
+
+
+def test_the_last_frame_of_a_canvas_is_always_sent_and_counts():
+    clock = Clock()
+    pace = Pace(1, clock)
+    assert [pace.allows(True) for _ in range(3)] == [True] * 3
+    clock.now = 2.9  # three were sent, one a second
+    assert not pace.allows(False)
+    clock.now = 3.1
+    assert pace.allows(False)
+
+
+def test_a_feed_keeps_the_newest():
+    feed = CanvasFeed(Pace(1000))
+    for step in range(MAX_UNREAD + 5):
+        feed.put(0, frame(step))
+    assert [unread.step for _, unread in feed.take()] == list(range(5, MAX_UNREAD + 5))
+    assert feed.take() == [] and not feed.bell.is_set()
+
+
+def test_a_place_is_free_again_when_its_stream_is_gone():
+    several = watchers(limit=2)
+    first, second = several.open(30), several.open(30)
+    assert first and second and several.open(30) is None
+    del first
+    gc.collect()
+    assert several.open(30) is not None
+
+
+# --- from the worker's answer to the feed ---------------------------------------------------------
+
+
+def test_frames_reach_the_choice_that_they_belong_to():
+    several = watchers("a", "b")
+    feed = several.open(30)
+    watch = Watch(feed, num_choices=2)
+    for name in ("a", "b"):  # the prompts of one completion
+        several.start(name, watch)
+    step = StepFrames(["a/1", "b/0"], ["pass"] * 2, np.stack([packed(12), packed(9, 3, 2, True)]))
+    outputs: dict[int, EngineCoreOutputs] = {}
+    FrameMail(answer(step), requests("a/1", "b/0")).add_to(outputs)
+    token = EngineCoreOutput(request_id="a/1", new_token_ids=[5])
+    outputs[0].outputs.insert(0, token)
+    assert has_frames(outputs[0])
+    several.deliver(outputs[0])
+    assert outputs[0].outputs == [token]  # all that vLLM gets to see
+    (one, first), (other, second) = feed.take()
+    assert (one, first.offset, first.step, first.is_final) == (1, 5, 1, False)
+    assert first.canvas.tolist() == [0, 1, 2, 3] and first.argmax.tolist() == [5, 6, 7, 8]
+    assert first.entropy.tolist() == [10, 11, 12, 13]
+    assert first.accepted.tolist() == [True, False, True, False]
+    assert (other, second.offset, second.step, second.is_final) == (2, 2, 3, True)
+    assert second.canvas.tolist() == [0, 1]  # of the request's own width
+
+
+def test_frames_of_a_visit_come_once_to_those_who_want_them_once():
+    steps = [
+        StepFrames(["a", "b"], ["pass", "visit"], np.stack([packed(step=n), packed(step=n)]))
+        for n in (1, 2, 3)
+    ]
+    outputs: dict[int, EngineCoreOutputs] = {}
+    FrameMail(answer(*steps), requests("a", "b")).add_to(outputs)
+    seen = [
+        (output.request_id, output.kv_transfer_params["dllm_frame"]["step"])
+        for output in outputs[0].outputs
+    ]
+    assert seen == [("a", 1), ("a", 2), ("a", 3), ("b", 3)]
+
+
+def test_each_api_server_gets_the_frames_of_its_requests_and_aborted_ones_have_none():
+    step = StepFrames(["a", "b", "gone"], ["pass"] * 3, np.stack([packed()] * 3))
+    outputs: dict[int, EngineCoreOutputs] = {}
+    both = requests("a", server=0) | requests("b", server=3)
+    FrameMail(answer(step), both).add_to(outputs)
+    assert {server: [o.request_id for o in of.outputs] for server, of in outputs.items()} == {
+        0: ["a"],
+        3: ["b"],
+    }
+
+
+def test_where_nobody_watches_there_is_nothing():
+    outputs: dict[int, EngineCoreOutputs] = {}
+    FrameMail(answer(), {}).add_to(outputs)
+    assert outputs == {}
+    assert not has_frames(EngineCoreOutputs(outputs=[]))
+    assert not has_frames(
+        EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="a", new_token_ids=[1])])
+    )
+
+
+def test_frames_of_an_ended_stream_are_dropped():
+    several = watchers("a")
+    feed = several.open(30)
+    several.start("a", Watch(feed, 1))
+    del feed
+    gc.collect()
+    outputs: dict[int, EngineCoreOutputs] = {}
+    FrameMail(answer(StepFrames(["a/0"], ["pass"], packed()[None])), requests("a/0")).add_to(
+        outputs
+    )
+    several.deliver(outputs[0])
+    assert outputs[0].outputs == []
+
+
+# --- the stream -----------------------------------------------------------------------------------
+
+
+class Steps:
+    """Writes the step of a frame, and vLLM's lines as they are."""
+
+    def frame(self, choice: int, frame: Frame) -> str:
+        return f"{choice}:{frame.step}"
+
+    def own(self, line: str) -> str:
+        return line
+
+
+def test_frames_come_in_front_of_the_line_that_followed_them():
+    async def run() -> list[str]:
+        feed = CanvasFeed(Pace(30))
+
+        async def lines() -> Any:
+            feed.put(0, frame(1))
+            feed.put(1, frame(2))
+            yield "first"
+            feed.put(0, frame(3))
+            yield "second"
+
+        return [line async for line in interleaved(lines(), feed, Steps())]
+
+    assert asyncio.run(run()) == ["0:1", "1:2", "first", "0:3", "second"]
+
+
+def test_a_frame_does_not_wait_for_a_line_and_leaving_closes_the_lines():
+    async def run() -> list[str]:
+        feed, closed = CanvasFeed(Pace(30)), []
+
+        async def lines() -> Any:
+            try:
+                await asyncio.Event().wait()  # for ever
+                yield "never"
+            finally:
+                closed.append("closed")
+
+        stream = interleaved(lines(), feed, Steps())
+        feed.put(0, frame(1))
+        got = [await anext(stream)]
+        feed.put(0, frame(2))
+        got.append(await anext(stream))
+        await stream.aclose()
+        return got + closed
+
+    assert asyncio.run(run()) == ["0:1", "0:2", "closed"]
+
+
+def test_an_error_in_the_lines_is_the_clients():
+    async def run() -> None:
+        async def lines() -> Any:
+            raise RuntimeError("engine died")
+            yield
+
+        async for _ in interleaved(lines(), CanvasFeed(Pace(30)), Steps()):
+            pass
+
+    with pytest.raises(RuntimeError, match="engine died"):
+        asyncio.run(run())

@@ -1,0 +1,107 @@
+"""Frames of the worker: the two ways to pack them are one, and only watched canvases are packed."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+
+from dllm.engine import frame_taker
+from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.frame_taker import FrameTaker
+
+C = 4
+WIDTHS = [4, 0, 2, 3]  # of rows; their slots are 3, 1, 0, 2
+SLOTS = [3, 1, 0, 2]
+
+
+@pytest.fixture
+def taker(monkeypatch: pytest.MonkeyPatch) -> FrameTaker:
+    group = SimpleNamespace(is_first_rank=True)
+    monkeypatch.setattr(frame_taker, "get_tp_group", lambda: group)
+    taker = FrameTaker(num_slots=4)
+    taker.group = group  # type: ignore[attr-defined]
+    return taker
+
+
+def watched(every: str | None = None, form: str | None = "canvas") -> SamplingParams:
+    extra = {"diffusion_stream": form, "diffusion_stream_every": every}
+    return SamplingParams(extra_args={key: value for key, value in extra.items() if value})
+
+
+def batch() -> Any:
+    return SimpleNamespace(
+        num_reqs=4,
+        req_ids=["a", "b", "c", "d"],
+        idx_mapping_np=np.array(SLOTS),
+        idx_mapping=torch.tensor(SLOTS),
+        cu_num_logits_np=np.cumsum([0, *WIDTHS]),
+        seq_lens=torch.tensor([104, 50, 32, 23]),
+        expanded_local_pos=torch.tensor([p for w in WIDTHS for p in range(w)]),
+    )
+
+
+def step() -> Any:
+    generator = torch.Generator().manual_seed(1)
+    return SimpleNamespace(
+        argmax_canvas=torch.randint(0, 262_144, (4, C), generator=generator),
+        accepted=torch.rand(4, C, generator=generator) < 0.5,
+        converged=torch.tensor([False, False, True, False]),
+        stats=SimpleNamespace(entropy=torch.rand(sum(WIDTHS), generator=generator)),
+    )
+
+
+def take(taker: FrameTaker) -> Any:
+    canvas = torch.arange(4 * C).view(4, C) + 262_000
+    rows = CanvasRows.of_batch(batch(), C)
+    taker.take(rows, step(), canvas, torch.tensor([5, 6, 7, 8, 0], dtype=torch.int32), batch())
+    answer: Any = SimpleNamespace()
+    taker.attach(answer)
+    return answer
+
+
+def test_watched_canvases_are_packed_and_others_are_not(taker):
+    taker.add_request(3, watched())
+    taker.add_request(1, watched())  # has no canvas in this step
+    taker.add_request(0, watched(every="visit"))
+    taker.add_request(2, SamplingParams())
+    (frames,) = take(taker).canvas_frames
+    assert frames.req_ids == ["a", "c"] and frames.every == ["pass", "visit"]
+    assert frames.packed.shape == (2, 4, C + 1)
+    first, second = frames.packed
+    assert first[:, -1].tolist() == [100, 9, 4, 0]  # start, step, width, has it converged
+    assert second[:, -1].tolist() == [30, 6, 2, 1]
+    assert first[0, :C].tolist() == [262_000, 262_001, 262_002, 262_003]
+    assert second[1, :2].tolist() == step().argmax_canvas[2, :2].tolist()
+    assert second[2, :2].tolist() == step().stats.entropy[4:6].tolist()
+    assert second[3, :2].tolist() == step().accepted[2, :2].tolist()
+
+
+def test_a_gpu_packs_what_the_host_packs(taker, monkeypatch):
+    for slot in range(4):
+        taker.add_request(slot, watched())
+    (expected,) = take(taker).canvas_frames
+    monkeypatch.setattr(frame_taker, "_pack_on_host", frame_taker._pack_on_device)
+    (found,) = take(taker).canvas_frames
+    assert isinstance(found.packed, torch.Tensor) and isinstance(expected.packed, np.ndarray)
+    width = torch.tensor(WIDTHS)[[0, 2, 3], None, None]
+    is_used = (torch.arange(C + 1) < width) | (torch.arange(C + 1) == C)
+    packed = torch.from_numpy(expected.packed)
+    assert torch.equal(found.packed * is_used, packed * is_used)
+
+
+def test_nothing_is_attached_where_nobody_watches(taker):
+    assert not taker.are_wanted(batch())
+    assert not hasattr(take(taker), "canvas_frames")
+    taker.add_request(2, watched())
+    assert taker.are_wanted(batch())
+    taker.add_request(2, SamplingParams())  # the slot's next request
+    assert not taker.are_wanted(batch())
+
+
+def test_only_the_first_rank_sends_frames(taker):
+    taker.group.is_first_rank = False
+    taker.add_request(3, watched())
+    assert not taker.are_wanted(batch())

@@ -1,0 +1,45 @@
+"""Which requests may show their canvases: where a real server would be needed for one refusal."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from dllm.patches import streaming
+
+
+def test_an_offline_engine_refuses(engine):
+    params = SamplingParams(max_tokens=4, extra_args={"diffusion_stream": "canvas"})
+    with pytest.raises(VLLMValidationError, match="needs a server"):
+        engine.add([20, 21], params)
+    assert engine.run() == {}
+
+
+def request(**fields: Any) -> Any:
+    return SimpleNamespace(stream=True, include_reasoning=True, **fields)
+
+
+@pytest.mark.parametrize(
+    ("parser", "includes", "is_refused"),
+    [(None, True, False), (None, False, False), (object, True, False), (object, False, True)],
+)
+def test_hidden_reasoning_is_not_shown(parser, includes, is_refused):
+    chat, asked = SimpleNamespace(parser_cls=parser), request()
+    asked.include_reasoning = includes
+    if is_refused:
+        with pytest.raises(VLLMValidationError, match="include_reasoning"):
+            streaming._refuse_what_is_not_shown(chat, asked)
+    else:
+        streaming._refuse_what_is_not_shown(chat, asked)
+
+
+def test_mercurys_field_and_ours_are_one():
+    asked = request(diffusing=True, vllm_xargs=None)
+    assert streaming.form_asked(asked) == "text"
+    assert asked.vllm_xargs == {"diffusion_stream": "text"}
+    both = request(diffusing=True, vllm_xargs={"diffusion_stream": "canvas"})
+    assert streaming.form_asked(both) == "canvas"
+    assert streaming.form_asked(request(diffusing=False, vllm_xargs=None)) is None
+    assert streaming.form_asked(request(vllm_xargs={})) is None

@@ -1,0 +1,189 @@
+"""Pins by text and fill in the middle through a real server."""
+
+import http.client
+import json
+
+import openai
+import pytest
+
+from tests.server.test_server import chat, complete
+from tests.server.test_server_stream import CHAT, read
+from tests.support.server_harness import CANVAS, MODEL, Server
+
+pytest_plugins = ["tests.support.server_harness"]
+
+HOLD = {"vllm_xargs": {"diffusion_pin_mode": "hold"}}
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+def tokenize(server: Server, text: str) -> list[int]:
+    body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
+    return json.loads(server.post("/tokenize", body).text)["tokens"]
+
+
+def filled(client: openai.OpenAI, suffix: str = " and go", **options):
+    """Without a random end of the sequence in front of what is compared."""
+    extra = {"return_token_ids": True} | options.pop("extra_body", {})
+    options = {"max_tokens": 6, "seed": 1} | options
+    return client.completions.create(
+        model=MODEL, prompt="Sort these", suffix=suffix, extra_body=extra, **options
+    )
+
+
+# --- pins by text ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+def test_texts_are_pinned_in_every_block(server, client, ask):
+    first, second = tokenize(server, "name"), tokenize(server, "city")
+    pins = [{"at": 3, "text": "name"}, {"at": CANVAS + 4, "text": "city"}]
+    (choice,) = ask(client, extra_body=HOLD | {"diffusion_pins": pins}).choices
+    assert choice.token_ids[3 : 3 + len(first)] == first
+    assert choice.token_ids[CANVAS + 4 : CANVAS + 4 + len(second)] == second
+
+
+def test_pins_are_seen_in_the_stream(client):
+    pins = [{"at": 2, "ids": [40, 41]}]
+    extra = {
+        "diffusion_pins": pins,
+        "vllm_xargs": HOLD["vllm_xargs"] | {"diffusion_stream": "canvas"},
+    }
+    seen = read(complete(client, max_tokens=CANVAS, stream=True, extra_body=extra))
+    assert all(canvas["ids"][2:4] == [40, 41] for canvas in seen.canvases[0])
+    assert all(canvas["entropy"][2:4] == [0, 0] for canvas in seen.canvases[0])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v1/chat/completions", {"diffusion_pins": [{"at": 1}]}, "allowed: a list of"),
+        (
+            "/v1/chat/completions",
+            {"diffusion_pins": [{"at": 1, "ids": [5]}], "vllm_xargs": {"diffusion_pin_at": [2]}},
+            "diffusion_pins beside diffusion_pin_at",
+        ),
+        ("/v1/chat/completions", {"diffusion_pins": [{"at": 1, "ids": [512]}]}, "from 0 to 511"),
+        (
+            "/v1/chat/completions",
+            {"diffusion_pins": [{"at": 9, "ids": [5]}], "max_tokens": 9} | HOLD,
+            "max_tokens of at least 10",
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "diffusion_pins": [{"at": 1, "ids": [5]}]},
+            "diffusion_pins is not served here",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_pins_that_cannot_be_served_are_refused(server, path, body, message, stream):
+    reply = server.post(path, CHAT | {"stream": stream} | body)
+    assert reply.status == 400 and message in reply.message, reply
+
+
+# --- fill in the middle ---------------------------------------------------------------------------
+
+
+def test_a_hole_of_one_width_is_what_pins_give(server, client):
+    suffix = tokenize(server, " and go")
+    pins = [{"at": 5, "ids": [*suffix, 1]}]
+    pinned = client.completions.create(
+        model=MODEL,
+        prompt="Sort these",
+        max_tokens=5 + len(suffix) + 1,
+        seed=1,
+        extra_body=HOLD | {"diffusion_pins": pins, "return_token_ids": True},
+    ).choices[0]
+    only = {"vllm_xargs": {"diffusion_fill_widths": [5, 5]}}
+    completion = filled(client, extra_body=only)
+    (choice,) = completion.choices
+    assert choice.token_ids == pinned.token_ids[:5]
+    assert choice.text + " and go" == pinned.text
+    assert choice.finish_reason == "stop" and completion.usage.completion_tokens == 5
+
+
+def test_a_stream_has_the_same_hole_and_so_has_every_repetition(client):
+    whole = filled(client)
+    stream = list(filled(client, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].text for c in stream if c.choices) == whole.choices[0].text
+    assert stream[-1].usage == whole.usage
+    assert filled(client).choices == whole.choices
+    assert 1 <= whole.usage.completion_tokens <= 6
+
+
+def test_samples_logprobs_and_several_prompts(client):
+    completion = client.completions.create(
+        model=MODEL, prompt=["Sort these", "Add these"], suffix=" and", n=2, max_tokens=4, seed=1,
+        logprobs=1, extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
+    for choice in completion.choices:
+        assert len(choice.logprobs.token_logprobs) == len(choice.token_ids) <= 4
+    alone = filled(client, " and", max_tokens=4)
+    assert completion.choices[0].token_ids == alone.choices[0].token_ids
+
+
+def test_an_empty_suffix_is_none(client):
+    plain = complete(client, "Sort these", max_tokens=6)
+    assert (
+        filled(client, "", extra_body={"ignore_eos": True}).choices[0].text == plain.choices[0].text
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"suffix": " and go" * CANVAS}, "hole, suffix and an end token of at most 32 together"),
+        ({"vllm_xargs": {"diffusion_fill_widths": [3, 2]}}, "least, greatest"),
+        ({"vllm_xargs": {"diffusion_fill_widths": [7, 9]}}, "a hole of at most max_tokens = 6"),
+        ({"vllm_xargs": {"diffusion_stream": "canvas"}, "stream": True}, "beside suffix"),
+        ({"diffusion_pins": [{"at": 1, "ids": [5]}]}, "diffusion_pin_at beside suffix"),
+        ({"echo": True}, "suffix beside echo"),
+        ({"temperature": -1}, "temperature"),
+        ({"vllm_xargs": {"diffusion_fill_end": 512}}, "from 0 to 511"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_hole_that_cannot_be_filled_is_refused(server, fields, message, stream):
+    body = {"model": MODEL, "prompt": "Sort these", "suffix": " and go", "max_tokens": 6}
+    reply = server.post("/v1/completions", body | {"stream": stream} | fields)
+    assert reply.status == 400 and message in reply.message, reply
+
+
+def num_finished(server: Server) -> float:
+    """How many requests of the engine came to their end; those that were aborted do not count."""
+    with openai.DefaultHttpxClient() as http_client:
+        lines = http_client.get(f"{server.url}/metrics").text.splitlines()
+    name = "vllm:request_success_total{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def test_a_client_that_leaves_ends_the_whole_search(server, client):
+    before = num_finished(server)
+    body = {
+        "model": MODEL,
+        "prompt": "Sort these",
+        "suffix": " and",
+        "max_tokens": 20,
+        "n": 16,
+        "vllm_xargs": {"diffusion_confidence": 0},  # every canvas takes all of its steps
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    while num_finished(server) == before:  # it is being served
+        assert server.is_healthy()
+    connection.close()
+    assert complete(client, max_tokens=1).choices  # waits behind what is left of the search
+    assert num_finished(server) - before < 16 * 20
+
+
+def test_widths_without_a_suffix_are_refused(server):
+    body = {"model": MODEL, "prompt": "a", "vllm_xargs": {"diffusion_fill_widths": [1, 2]}}
+    reply = server.post("/v1/completions", body)
+    assert reply.status == 400 and "unknown extra argument" in reply.message

@@ -1,0 +1,176 @@
+"""A headless Chromium, driven through its DevTools protocol (a WebSocket with JSON messages).
+
+``make chromium`` installs it from Debian's packages.
+"""
+
+import base64
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.client import ClientConnection, connect
+
+START_TIMEOUT_S = 30
+REPLY_TIMEOUT_S = 60
+STEP_S = 0.02  # between two looks at the page
+KEYS = {"Enter": 13, "Delete": 46, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9}
+
+
+def executable() -> str | None:
+    """Where Chromium is; None if it is not installed."""
+    return shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+class Page:
+    """One page of a browser.
+
+    Attributes:
+        hosts: that were asked for something.
+        errors: what the console said in red, scripts' exceptions included.
+    """
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+        self._last = 0
+        self.hosts: set[str] = set()
+        self.errors: list[str] = []
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.command(f"{domain}.enable")
+
+    def command(self, method: str, **params: Any) -> Any:
+        """Send a command and wait for its result; events that come meanwhile are noted."""
+        self._last += 1
+        self._socket.send(json.dumps({"id": self._last, "method": method, "params": params}))
+        while True:
+            message = json.loads(self._socket.recv(timeout=REPLY_TIMEOUT_S))
+            if message.get("id") == self._last:
+                assert "error" not in message, message
+                return message["result"]
+            self._note(message)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        params = event.get("params", {})
+        if event.get("method") == "Network.requestWillBeSent":
+            address = re.match(r"\w+://([^/]+)/", params["request"]["url"])
+            self.hosts |= {address[1]} if address else set()
+        elif event.get("method") == "Runtime.exceptionThrown":
+            self.errors.append(str(params["exceptionDetails"]))
+        elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(params["entry"]["text"])
+
+    def run(self, script: str) -> Any:
+        """The value of an expression; fails if it throws."""
+        result = self.command(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    def wait_until(self, condition: str, timeout_s: float = 60) -> Any:
+        """Wait until an expression is true, and return its value."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := self.run(condition)):
+            assert time.monotonic() < deadline, (condition, self.run("document.body.innerText"))
+            time.sleep(STEP_S)
+        return value
+
+    def open(self, url: str) -> None:
+        """Load a page."""
+        self.command("Page.navigate", url=url)
+        self.wait_until(f"location.href == {url!r} && document.readyState == 'complete'")
+
+    def click(self, selector: str, number: int = 0) -> None:
+        """A real click into the middle of an element."""
+        element = f"document.querySelectorAll({json.dumps(selector)})[{number}]"
+        self.run(f"{element}.scrollIntoView({{block: 'center'}})")
+        x, y = self.run(
+            f"(() => {{ const r = {element}.getBoundingClientRect();"
+            " return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.command(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
+            )
+
+    def press(self, key: str) -> None:
+        """A key of the keyboard: one of KEYS, or a character."""
+        code = KEYS.get(key)
+        text = "\r" if key == "Enter" else key if code is None else None
+        about = {"key": key, "windowsVirtualKeyCode": code or ord(key.upper())}
+        down = about | ({"text": text} if text else {})
+        self.command("Input.dispatchKeyEvent", type="keyDown", **down)
+        self.command("Input.dispatchKeyEvent", type="keyUp", **about)
+
+    def type(self, text: str) -> None:
+        """The keys of a text, one after the other."""
+        for key in text:
+            self.press(key)
+
+    def fill(self, selector: str, text: str) -> None:
+        """Put a text into a field, in the place of what is there."""
+        self.run(f"document.querySelector({json.dumps(selector)}).select()")
+        self.click(selector)
+        self.run(f"document.querySelector({json.dumps(selector)}).select()")
+        self.command("Input.insertText", text=text)
+
+    def picture(self) -> bytes:
+        """A PNG of what is on the page."""
+        width, height = self.run("[document.body.clientWidth, document.body.clientHeight]")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        result = self.command(
+            "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
+        )
+        return base64.b64decode(result["data"])
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Page]:
+    """A browser with one empty page; its profile is in ``folder``."""
+    command = [
+        str(executable()),
+        "--headless=new",
+        "--no-sandbox",  # tests may run as root, which Chromium's sandbox refuses
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--remote-debugging-port=0",
+        f"--user-data-dir={folder}",
+        "--window-size=1000,1100",
+        "about:blank",
+    ]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        with connect(_page_address(process, folder), max_size=2**26) as socket:
+            yield Page(socket)
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(START_TIMEOUT_S)
+        process.kill()
+        process.wait()
+
+
+def _page_address(process: subprocess.Popen[bytes], folder: Path) -> str:
+    """The WebSocket of the page; Chromium writes its port into the profile."""
+    import urllib.request
+
+    deadline = time.monotonic() + START_TIMEOUT_S
+    port_file = folder / "DevToolsActivePort"
+    while True:
+        assert process.poll() is None, (folder / "log").read_text(errors="replace")[-2000:]
+        assert time.monotonic() < deadline, "Chromium did not start"
+        if port_file.exists() and (lines := port_file.read_text().split()):
+            with urllib.request.urlopen(f"http://127.0.0.1:{lines[0]}/json") as reply:
+                pages = [one for one in json.load(reply) if one["type"] == "page"]
+            if pages:
+                return str(pages[0]["webSocketDebuggerUrl"])
+        time.sleep(STEP_S)
