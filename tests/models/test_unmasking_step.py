@@ -24,6 +24,7 @@ def canvases(count: int, temperature: float, is_greedy: bool = False) -> Canvase
         temperature=torch.full((count,), temperature),
         is_greedy=torch.full((count,), is_greedy),
         is_stop=torch.zeros(count, VOCAB, dtype=torch.bool),
+        held=torch.full((count, BLOCK), -1),
         numbers={
             parameter.name: torch.full((count,), getattr(SETTINGS, parameter.setting))
             for parameter in SETTINGS.parameters
