@@ -79,18 +79,6 @@ PATCHES = (
         "wrap",
         "the same for the offline engine",
     ),
-    *(
-        Patch(
-            f"vllm.entrypoints.openai.{target}",
-            "wrap",
-            "a stream is not returned before its grammar is compiled",
-        )
-        for target in (
-            "chat_completion.serving.OpenAIServingChat.create_chat_completion",
-            "completion.serving.OpenAIServingCompletion.create_completion",
-            "responses.serving.OpenAIServingResponses.create_responses",
-        )
-    ),
     Patch(
         "vllm.v1.engine.core_client.AsyncMPClient.get_output_async",
         "wrap",
@@ -99,7 +87,7 @@ PATCHES = (
     Patch(
         "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat.create_chat_completion",
         "wrap",
-        "unfinished canvases in the stream of a chat, and pins by text",
+        "unfinished canvases in the stream of a chat, pins by text; a stream waits for its grammar",
     ),
     Patch(
         "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion.create_completion",
