@@ -19,6 +19,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from dllm.engine.grammars import DeviceGrammars, HostGrammars
 from dllm.grammar.viterbi import Canvas
 from dllm.patches.grammars import _Asked
+from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import assert_same_runs, blocks_of, get_engine
 
@@ -177,13 +178,7 @@ def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monk
     asked = [params("regex", 5 * CANVAS, seed, logit_bias={1: -90, 6: -90}) for seed in range(4)]
     contexts = [prompt(60, salt=salt) for salt in range(4)]
     expected = [engine.generate([one], [of])[0] for one, of in zip(contexts, asked, strict=True)]
-    preempted = []
-    preempt = tight.scheduler._preempt_request
-    monkeypatch.setattr(
-        tight.scheduler,
-        "_preempt_request",
-        lambda *args, **kwargs: (preempted.append(args), preempt(*args, **kwargs))[1],
-    )
+    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
     assert tight.generate(contexts, asked) == expected
     assert preempted, "the cache was large enough for everybody"
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import (
@@ -180,13 +181,7 @@ def test_a_cut_canvas_survives_preemption(engine, checkpoint, monkeypatch):
     )
     contexts = [prompt(60, salt=salt) for salt in range(4)]
     expected = [tokens_of(engine, context, sampling) for context in contexts]
-    preempted = []
-    preempt = tight.scheduler._preempt_request
-    monkeypatch.setattr(
-        tight.scheduler,
-        "_preempt_request",
-        lambda *args, **kwargs: (preempted.append(args), preempt(*args, **kwargs))[1],
-    )
+    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
     assert tight.generate(contexts, sampling) == expected
     assert preempted, "the cache was large enough for everybody"
 

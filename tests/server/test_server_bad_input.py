@@ -103,8 +103,8 @@ OURS = [
     case("repetition_penalty = 1e+38", "at most 10000", repetition_penalty=1e38),
     # Parameters that canvases do not honour yet.
     case("thinking_token_budget = 3", "not served", thinking_token_budget=3),
-    case("`response_format`", "not yet supported", response_format={"type": "json_object"}),
-    case("`structured_outputs`", "not yet supported", structured_outputs={"regex": "a+"}),
+    case("min_tokens beside structured outputs", "Leave one of them out",
+         structured_outputs={"regex": "a+"}, min_tokens=2),
     case("use_beam_search = True", "allowed: False", use_beam_search=True),
     # Ids and lengths.
     case(str(VOCAB_SIZE), IDS, prompt=[5, VOCAB_SIZE]),
@@ -136,7 +136,12 @@ def test_refusals_say_what_was_given_what_is_allowed_and_what_to_do(
         case("thinking_token_budget = 2", "not served", thinking_token_budget=2),
         case("repetition_penalty = 1e-05", "of at least 0.0001", repetition_penalty=1e-5),
         case("leaves no token", "at least one", allowed_token_ids=[6], min_tokens=2),
-        case("`response_format`", "not yet supported", response_format={"type": "json_object"}),
+        case(
+            "bad_words beside structured outputs",
+            "Leave one of them out",
+            response_format={"type": "json_object"},
+            bad_words=["a"],
+        ),
         case(
             "at least 513 input tokens",
             f"{MAX_MODEL_LEN} tokens",
