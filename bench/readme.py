@@ -70,6 +70,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "recovery": recovery,
     "grammar-build": grammar_build,
     "structured": structured,
+    "families": families,
     "sampling-step": sampling_step,
     "drafting": drafting,
     "floors": floors,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.support import family_checkpoints, llada2_pipeline
+from bench import pipeline as llada2_pipeline
+from tests.support import family_checkpoints
 from tests.support.engine_harness import Engine, get_engine
 
 pytestmark = pytest.mark.skipif(not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING)

@@ -3,6 +3,7 @@
 The set-up has diffusers in a folder of its own, off Python's path (`make test` installs it).
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-DIFFUSERS = Path(os.environ.get("DLLM_TEST_DIFFUSERS", Path(sys.prefix) / "diffusers"))
+DIFFUSERS = Path(os.environ.get("DLLM_DIFFUSERS", Path(sys.prefix) / "diffusers"))
 MISSING = f"needs diffusers in {DIFFUSERS} (make test installs it)"
 
 
@@ -25,9 +26,7 @@ def is_installed() -> bool:
 def _diffusers() -> Any:
     if str(DIFFUSERS) not in sys.path:
         sys.path.append(str(DIFFUSERS))
-    import diffusers
-
-    return diffusers
+    return importlib.import_module("diffusers")
 
 
 def scheduler(block_size: int, num_steps: int) -> Any:
