@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench.context import RESULTS, ROOT
 from bench.drafter_tables import drafting
+from bench.families import families
 from bench.grammar_build import grammar_build
 from bench.profile_step import step_time
 from bench.recovery import recovery
