@@ -77,6 +77,7 @@ $(VENV)/.diffusers: requirements/parity.txt $(VENV)/.locked
 	rm -rf $(VENV)/diffusers
 	$(PIP) --target $(VENV)/diffusers -r requirements/parity.txt
 	@touch $@
+
 # The browser in which tests/server/test_canvas_page.py tries the page; without it they are skipped.
 chromium:
 	command -v chromium || (apt-get update && apt-get install --yes --no-install-recommends chromium)
