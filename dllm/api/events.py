@@ -20,6 +20,8 @@ from dllm.engine.frames import Frame
 _encode = msgspec.json.Encoder().encode
 # Thousandths of a nat. A position without a distribution has infinite entropy; JSON has none.
 MAX_ENTROPY = 10**6
+# The progress of a draft whose every token has settled: the model may still change them.
+ALMOST = 0.999
 
 
 @dataclass(frozen=True)
@@ -98,24 +100,31 @@ class TextWriter:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._said: dict[int, str] = {}  # by choice: the emitted text
+        self._shown: dict[int, tuple[str, float]] = {}  # by choice: the last event
 
     def frame(self, choice: int, frame: Frame) -> str:
         """The emitted text and the canvas as it stands."""
         text = self._said.get(choice, "") + self._stream.draft(frame)
-        progress = round(float(frame.accepted.mean()), 3)
+        progress = min(round(float(frame.accepted.mean()), 3), ALMOST)
+        self._shown[choice] = text, progress
         return self._stream.event({}, choice, text, diffusion_meta=_meta(progress))
 
     def own(self, line: str) -> str:
-        """vLLM's line, with all of the emitted text in the place of what is new."""
+        """vLLM's line, with all of the emitted text in the place of what is new.
+
+        A line that says nothing new (the role of a chat) repeats what was shown last.
+        """
         if not line.startswith("data: {"):
             return line
         body = json.loads(line[len("data: ") :])
         for choice in body.get("choices", ()):
             holder, key = (choice["delta"], "content") if "delta" in choice else (choice, "text")
             index = choice["index"]
-            self._said[index] = self._said.get(index, "") + (holder.get(key) or "")
-            holder[key] = self._said[index]
-            body["diffusion_meta"] = _meta(1.0)
+            if holder.get(key) or choice.get("finish_reason") or index not in self._shown:
+                self._said[index] = self._said.get(index, "") + (holder.get(key) or "")
+                self._shown[index] = self._said[index], 1.0
+            holder[key], progress = self._shown[index]
+            body["diffusion_meta"] = _meta(progress)
         return _event(body)
 
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dllm.settings.pins import PIN_ARGS, PIN_AT, PIN_IDS, PIN_MODE
 from dllm.settings.request import STREAM, refuse
@@ -24,8 +24,11 @@ WIDTHS, END = "diffusion_fill_widths", "diffusion_fill_end"
 DEFAULT_WIDTHS = (1, 32)
 MAX_CANDIDATES = 64
 FINALISTS = 4  # of the widths, which are read once more
+# Of the prompt, so many tokens are decoded with the hole: a first token may begin with a space.
+CONTEXT = 8
 
 Generate = Callable[..., "AsyncGenerator[RequestOutput, None]"]
+Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
@@ -33,39 +36,38 @@ class Fill:
     """A hole to fill.
 
     Attributes:
-        suffix: the text behind it, and ``suffix_ids`` its tokens.
+        suffix_ids: the tokens of the text behind it.
         end: the token that ends the answer.
         widths: of the hole, the least and the greatest to try, in tokens.
         canvas_width: hole, suffix and end must fit into it.
     """
 
-    suffix: str
     suffix_ids: tuple[int, ...]
     end: int
     widths: tuple[int, int]
     canvas_width: int
 
-    def width_range(self, max_tokens: int, room: int) -> range:
+    def width_range(self, min_tokens: int, max_tokens: int, room: int) -> range:
         """The widths to try.
 
         Args:
-            max_tokens: of the hole, as the client asks.
+            min_tokens, max_tokens: of the hole, as the client asks.
             room: tokens between the prompt and the end of the model's context.
 
         Raises:
             VLLMValidationError: there is none, or there are too many.
         """
         fixed = len(self.suffix_ids) + 1
-        low, high = self.widths
+        low, high = max(self.widths[0], min_tokens), self.widths[1]
         longest = min(self.canvas_width, room - 1)  # one token is behind it when it is read
         widths = range(low, min(high, max_tokens, longest - fixed) + 1)
         if not widths:
             refuse(
                 "suffix",
                 f"suffix has {len(self.suffix_ids)} tokens and the hole at least {low}; allowed: a "
-                f"hole of at most max_tokens = {max_tokens}, and hole, suffix and an end token of "
-                f"at most {longest} together, the canvas or what is left of the context. Send a "
-                f"shorter suffix, or a narrower hole ({WIDTHS}).",
+                f"hole of at most {min(high, max_tokens)} ({WIDTHS} and max_tokens), and hole, "
+                f"suffix and an end token of at most {longest} together, the canvas or what is "
+                "left of the context. Send a shorter suffix, or other widths.",
             )
         if len(widths) > MAX_CANDIDATES:
             refuse(
@@ -88,6 +90,7 @@ class Fill:
         params = params.clone()
         params.n = 1
         params.seed = None if params.seed is None else params.seed + sample
+        params.min_tokens = 0  # of the hole; no narrower one is tried
         params.max_tokens = width + len(tokens)
         params.logprobs = params.logprobs or 0
         params.stop = []  # they end the hole (`_cut`), and may occur in the suffix
@@ -102,7 +105,12 @@ current_fill: ContextVar[Fill | None] = ContextVar("current_fill", default=None)
 
 
 def fill_of(
-    suffix: str, extra: dict[str, Any], encode: Callable[[str], list[int]], end: int, canvas: int
+    suffix: str,
+    extra: dict[str, Any],
+    encode: Callable[[str], list[int]],
+    end: int,
+    canvas: int,
+    vocab_size: int,
 ) -> Fill:
     """The hole that a request describes.
 
@@ -112,14 +120,16 @@ def fill_of(
         encode: gives the ids of a text, without special tokens.
         end: the token that ends an answer, if the request names no other.
         canvas: the served canvas length.
+        vocab_size: of the model.
 
     Raises:
         VLLMValidationError: it describes none.
     """
     for key in (STREAM, *PIN_ARGS):
         if extra.get(key) is not None:
-            refuse(key, f"{key} beside suffix; allowed: one of them. Leave one out.")
-    widths, end = extra.get(WIDTHS) or DEFAULT_WIDTHS, extra.get(END) or end
+            refuse_beside_suffix(key)
+    widths = DEFAULT_WIDTHS if extra.get(WIDTHS) is None else extra[WIDTHS]
+    end = end if extra.get(END) is None else extra[END]
     is_pair = isinstance(widths, list | tuple) and len(widths) == 2
     if (
         not is_pair
@@ -131,11 +141,14 @@ def fill_of(
             f"{WIDTHS} = {widths!r:.200}; allowed: [least, greatest] tokens of the hole. Omit it "
             f"for {list(DEFAULT_WIDTHS)}.",
         )
-    if type(end) is not int or end < 0:
-        refuse(END, f"{END} = {end!r:.200}; allowed: the id of a token. Omit it for the model's.")
+    if type(end) is not int or not 0 <= end < vocab_size:
+        refuse(
+            END,
+            f"{END} = {end!r:.200}; allowed: the id of a token, from 0 to {vocab_size - 1}. Omit "
+            "it for the model's.",
+        )
     width = extra.get("diffusion_canvas_length")
     return Fill(
-        suffix=suffix,
         suffix_ids=tuple(encode(suffix)),
         end=end,
         widths=(widths[0], widths[1]),
@@ -143,10 +156,16 @@ def fill_of(
     )
 
 
+def refuse_beside_suffix(field: str) -> NoReturn:
+    """Refuse what cannot stand beside a suffix."""
+    refuse(field, f"{field} beside suffix; allowed: one of them. Leave one out.")
+
+
 async def filled(
     generate: Generate,
     fill: Fill,
     widths: Sequence[int],
+    decode: Decode,
     prompt: Any,
     params: "SamplingParams",
     request_id: str,
@@ -157,6 +176,7 @@ async def filled(
     Args:
         generate: vLLM's, with its arguments ``prompt``, ``params``, ``request_id``, ``options``.
         widths: to try.
+        decode: gives the text of ids.
     """
 
     async def last_output(width: int, sample: int) -> "RequestOutput":
@@ -166,20 +186,28 @@ async def filled(
         assert output.finished, output
         return output
 
-    async def best_answer(sample: int) -> "RequestOutput":
+    async def best_answer(sample: int) -> tuple["RequestOutput", int]:
         tried = await asyncio.gather(*(last_output(width, sample) for width in widths))
-        finalists = sorted(tried, key=_canvas_score)[-FINALISTS:]
+        places = sorted(range(len(tried)), key=lambda place: _canvas_score(tried[place]))
+        finalists = [tried[place] for place in places[-FINALISTS:]]
         readings = (
             _reading_score(generate, prompt, output, f"{output.request_id}-read", options)
             for output in finalists
         )
         scores = await asyncio.gather(*readings)
-        return finalists[scores.index(max(scores))]
+        best = scores.index(max(scores))
+        return finalists[best], widths[places[-FINALISTS:][best]]
 
     best = await asyncio.gather(*(best_answer(sample) for sample in range(params.n)))
-    result = best[0]
+    holes = [_hole(output.outputs[0], width, params) for output, width in best]
+    context = prompt["prompt_token_ids"][-CONTEXT:]
+    for sample, hole in enumerate(holes):
+        hole.index = sample
+        hole.text = decode([*context, *hole.token_ids]).removeprefix(decode(context))
+        _stop(hole, params)
+    result = best[0][0]
     result.request_id = request_id
-    result.outputs = [_cut(each.outputs[0], fill, params, i) for i, each in enumerate(best)]
+    result.outputs = holes
     yield result
 
 
@@ -210,19 +238,19 @@ async def _reading_score(
     return sum(of_place[token].logprob for token, of_place in last)
 
 
-def _cut(
-    answer: "CompletionOutput", fill: Fill, params: "SamplingParams", sample: int
-) -> "CompletionOutput":
-    """The hole alone, up to the first stop string of the request."""
-    width = len(answer.token_ids) - len(fill.suffix_ids) - 1
-    answer.index = sample
-    answer.text = answer.text.removesuffix(fill.suffix)
+def _hole(answer: "CompletionOutput", width: int, params: "SamplingParams") -> "CompletionOutput":
+    """The hole's tokens alone; the text is still that of the whole answer."""
     answer.token_ids = list(answer.token_ids[:width])
     answer.logprobs = None if params.logprobs is None else answer.logprobs[:width]  # type: ignore[index]
     answer.finish_reason, answer.stop_reason = "stop", None
-    stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    found = [(answer.text.find(stop), stop) for stop in stops if stop in answer.text]
-    if found:
-        place, answer.stop_reason = min(found)
-        answer.text = answer.text[:place]
     return answer
+
+
+def _stop(hole: "CompletionOutput", params: "SamplingParams") -> None:
+    """End the text of a hole where its first stop string is."""
+    stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    found = [(hole.text.find(stop), stop) for stop in stops if stop in hole.text]
+    if found:
+        place, stop = min(found)
+        hole.stop_reason = stop
+        hole.text = hole.text[: place + len(stop) * params.include_stop_str_in_output]

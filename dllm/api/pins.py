@@ -1,7 +1,8 @@
 """Pins as a client writes them: ``"diffusion_pins": [{"at": 5, "text": "..."}]`` in the request.
 
 They become the extra arguments that the engine reads (``settings.pins``): a text of several tokens
-takes as many positions, from ``at`` on.
+takes as many positions, from ``at`` on. Where two of a list overlap, the later one counts: a client
+need not know how many tokens a text has.
 """
 
 from collections.abc import Callable
@@ -28,13 +29,11 @@ def as_extra_args(given: Any, encode: Callable[[str], list[int]]) -> dict[str, l
     """
     if not isinstance(given, list) or not given:
         _refuse(given)
-    at: list[int] = []
-    ids: list[int] = []
+    token_at: dict[int, int] = {}
     for pin in given:
         tokens = _tokens(pin, encode)
-        at += range(pin["at"], pin["at"] + len(tokens))
-        ids += tokens
-    return {PIN_AT: at, PIN_IDS: ids}
+        token_at |= zip(range(pin["at"], pin["at"] + len(tokens)), tokens, strict=True)
+    return {PIN_AT: list(token_at), PIN_IDS: list(token_at.values())}
 
 
 def _tokens(pin: Any, encode: Callable[[str], list[int]]) -> list[int]:
@@ -42,7 +41,13 @@ def _tokens(pin: Any, encode: Callable[[str], list[int]]) -> list[int]:
     keys = set(pin) if isinstance(pin, dict) else set()
     if keys not in ({"at", "text"}, {"at", "ids"}) or type(pin["at"]) is not int or pin["at"] < 0:
         _refuse(pin)
-    tokens = encode(pin["text"]) if isinstance(pin.get("text"), str) else pin.get("ids")
+    text = pin.get("text")
+    if isinstance(text, str) and not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, which JSON may hold
+            _refuse(pin)
+    tokens = encode(text) if isinstance(text, str) else pin.get("ids")
     if not isinstance(tokens, list) or not tokens or not all(type(one) is int for one in tokens):
         _refuse(pin)
     return tokens

@@ -53,11 +53,13 @@ class CanvasFeed:
     Attributes:
         request_id: of the stream, as its client sees it. Empty before a request has started.
         bell: set while something is unread.
+        is_open: until its stream has ended.
     """
 
     def __init__(self, pace: Pace) -> None:
         self.request_id = ""
         self.bell = asyncio.Event()
+        self.is_open = True
         self._pace = pace
         self._unread: deque[tuple[int, Frame]] = deque(maxlen=MAX_UNREAD)
 
@@ -114,8 +116,8 @@ class Watchers:
         self._first_choice: dict[str, int] = {}
 
     def open(self, rate: int) -> CanvasFeed | None:
-        """A new feed, which lives as long as its stream; None if there are too many."""
-        if len(self._streams) >= self._limit:
+        """A new feed, for one stream; None if there are too many."""
+        if sum(feed.is_open for feed in self._streams) >= self._limit:
             return None
         feed = CanvasFeed(Pace(rate))
         self._streams.add(feed)
@@ -182,6 +184,7 @@ async def interleaved(
                 yield writer.own(text)
                 line = asyncio.ensure_future(anext(lines))
     finally:
+        feed.is_open = False
         for task in (line, bell):
             task.cancel()
         await asyncio.gather(line, bell, return_exceptions=True)

@@ -34,7 +34,6 @@ from dllm.engine.logprobs import BlockLogprobs
 from dllm.engine.loop import DenoiseLoop
 from dllm.engine.state import NOT_PINNED, CanvasState
 from dllm.ops.filters import RowFilters
-from dllm.settings.request import constrained
 
 
 class StepResult(NamedTuple):
@@ -141,7 +140,7 @@ class DiffusionSampler:
         ``DiffusionModelState.add_request`` has reset the slot's canvas already.
         """
         self.sampling_states.add_request(req_idx, sampling_params)
-        self.edits.add_request(req_idx, constrained(sampling_params))
+        self.edits.add_request(req_idx, sampling_params)
         self.logprobs.add_request(req_idx, sampling_params)
         self.frames.add_request(req_idx, sampling_params)
         self._new_slots.append(req_idx)

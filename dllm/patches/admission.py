@@ -42,6 +42,7 @@ def _parse_requests() -> None:
     configs: weakref.WeakKeyDictionary[Any, DenoiseSettings] = weakref.WeakKeyDictionary()
     validate_params = InputProcessor._validate_params
     validate_diffusion = SamplingParams._validate_diffusion
+    process = InputProcessor.process_inputs
 
     def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
         if not isinstance(params, SamplingParams) or self.model_config.architecture not in FAMILIES:
@@ -58,15 +59,24 @@ def _parse_requests() -> None:
         finally:
             params.extra_args = extra
         resolved = constrained(with_resolved_ids(self, params))
-        refuse_impossible_edits(resolved, vocab_size)
+        refuse_impossible_edits(resolved, vocab_size, configs[self].never_emitted)
         refuse_pins_behind_the_end(resolved)
         return is_watermarked
+
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process(self, *args, **kwargs)
+        if request.sampling_params is not None and self.model_config.architecture in FAMILIES:
+            # Here and not in the worker: vLLM's detokenizer, which finds stop strings, is to see
+            # the same `min_tokens`.
+            request.sampling_params = constrained(request.sampling_params)
+        return request
 
     def _validate_diffusion(self: Any, model_config: Any) -> None:
         if model_config.architecture not in FAMILIES:
             validate_diffusion(self, model_config)
 
     InputProcessor._validate_params = _validate_params  # type: ignore[method-assign]
+    InputProcessor.process_inputs = process_inputs  # type: ignore[method-assign]
     SamplingParams._validate_diffusion = _validate_diffusion  # type: ignore[method-assign]
 
 

@@ -60,6 +60,11 @@ PATCHES = (
         "RequestOptions.parse refuses bad requests in the API server, with HTTP 400",
     ),
     Patch(
+        "vllm.v1.engine.input_processor.InputProcessor.process_inputs",
+        "wrap",
+        "writes our arguments as vLLM's edits of logits: allowed tokens, min_tokens",
+    ),
+    Patch(
         "vllm.v1.engine.async_llm.AsyncLLM.generate",
         "wrap, twice",
         "a bad streaming request gets HTTP 400, not 200 and then an error; also a bad grammar",
@@ -98,6 +103,17 @@ PATCHES = (
         "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.create_responses",
         "wrap",
         "Responses refuse what they do not serve with HTTP 400; their stream starts before that",
+    ),
+    Patch(
+        "vllm.entrypoints.openai.chat_completion.batch_serving.OpenAIServingChatBatch"
+        ".create_batch_chat_completion",
+        "wrap",
+        "refuses what only chats and completions serve",
+    ),
+    Patch(
+        "vllm.entrypoints.anthropic.serving.AnthropicServingMessages.create_messages",
+        "wrap",
+        "refuses what only chats and completions serve",
     ),
     Patch(
         "vllm.plugins.load_endpoint_plugins",

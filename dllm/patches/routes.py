@@ -13,11 +13,23 @@ from dllm.api import fill, pins
 from dllm.api.page import CanvasPage
 from dllm.models import FAMILIES
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
-from dllm.settings.request import refuse
+from dllm.settings.denoising import block_size_of
+from dllm.settings.request import STREAM, refuse
+
+# Fields of completions that cannot stand beside a suffix.
+BESIDE_NO_SUFFIX = (
+    "echo",
+    "prompt_embeds",
+    "use_beam_search",
+    "response_format",
+    "structured_outputs",
+)
 
 
 def extend_routes() -> None:
-    """Let chats and completions take our fields; Responses refuse them."""
+    """Let chats and completions take our fields; all other routes refuse them."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
@@ -27,43 +39,61 @@ def extend_routes() -> None:
     OpenAIServingChat.create_chat_completion = _extended(  # type: ignore[method-assign]
         OpenAIServingChat, OpenAIServingChat.create_chat_completion
     )
-    OpenAIServingCompletion.create_completion = _extended(  # type: ignore[method-assign]
-        OpenAIServingCompletion, OpenAIServingCompletion.create_completion
+    OpenAIServingCompletion.create_completion = _filling(  # type: ignore[method-assign]
+        _extended(OpenAIServingCompletion, OpenAIServingCompletion.create_completion)
     )
-    OpenAIServingResponses.create_responses = _refusing(  # type: ignore[method-assign]
-        OpenAIServingResponses.create_responses
-    )
+    for route, method in (
+        (OpenAIServingResponses, "create_responses"),
+        (OpenAIServingChatBatch, "create_batch_chat_completion"),
+        (AnthropicServingMessages, "create_messages"),
+    ):
+        setattr(route, method, _refusing(getattr(route, method)))
 
 
 def _extended(served: type, create: Create) -> Callable[..., Any]:
-    """The method of a route, which takes our fields."""
+    """The method of a route, which takes pins, and shows canvases."""
 
     async def create_extended(self: Any, request: Any, raw_request: Any = None) -> Any:
         if self.model_config.architecture not in FAMILIES or type(self) is not served:
             return await create(self, request, raw_request)
         _write_pins(self, request)
-        suffix = getattr(request, "suffix", None)
-        if suffix == "":
-            request.suffix = None  # vLLM would refuse it
-        if not suffix:
-            return await create_watched(create, self, request, raw_request)
+        return await create_watched(create, self, request, raw_request)
+
+    return create_extended
+
+
+def _filling(create: Create) -> Callable[..., Any]:
+    """The method of completions, which takes a suffix."""
+
+    async def create_filling(self: Any, request: Any, raw_request: Any = None) -> Any:
+        if self.model_config.architecture not in FAMILIES:
+            return await create(self, request, raw_request)
+        if not request.suffix:
+            request.suffix = None  # vLLM would refuse an empty one
+            _refuse_hole_without_suffix(request)
+            return await create(self, request, raw_request)
         token = fill.current_fill.set(_take_fill(self, request))
         try:
             return await create(self, request, raw_request)
         finally:
             fill.current_fill.reset(token)
 
-    return create_extended
+    return create_filling
 
 
 def _refusing(create: Create) -> Callable[..., Any]:
-    """A route's method that refuses at once; Responses start their stream before the request."""
+    """A route's method that refuses our fields.
+
+    Responses start their stream before the request, and other routes drop the fields that they do
+    not know, so that nothing behind them could refuse.
+    """
 
     async def create_plain(self: Any, request: Any, raw_request: Any = None) -> Any:
-        if self.model_config.architecture in FAMILIES:
-            if form_asked(request) is not None:
+        if self.model_config.architecture in FAMILIES and raw_request is not None:
+            sent = await raw_request.json()
+            if sent.get("diffusing") is True or STREAM in (sent.get("vllm_xargs") or ()):
                 refuse_route()
-            if getattr(request, pins.FIELD, None) is not None:
+            if sent.get(pins.FIELD) is not None:
                 _refuse_pins()
         return await create(self, request, raw_request)
 
@@ -85,17 +115,21 @@ def start_fill(
     if hole is None:
         return None
     room = llm.model_config.max_model_len - len(prompt["prompt_token_ids"])
-    widths = hole.width_range(params.max_tokens, room)
+    widths = hole.width_range(params.min_tokens, params.max_tokens, room)
     candidate = hole.candidate(params, widths[-1], 0)
     llm.input_processor._validate_params(candidate, ("generate",))
     start = functools.partial(generate, llm)
-    return fill.filled(start, hole, widths, prompt, params, *args, **options)
+    decode = functools.partial(
+        llm.renderer.get_tokenizer().decode, skip_special_tokens=params.skip_special_tokens
+    )
+    return fill.filled(start, hole, widths, decode, prompt, params, *args, **options)
 
 
 def _write_pins(self: Any, request: Any) -> None:
     """Turn ``diffusion_pins`` into extra arguments."""
     given = getattr(request, pins.FIELD, None)
     if given is not None:
+        _refuse_blocks(self, pins.FIELD)
         written = pins.as_extra_args(given, _encoder(self))
         both = written.keys() & (request.vllm_xargs or {}).keys()
         if both:
@@ -105,16 +139,36 @@ def _write_pins(self: Any, request: Any) -> None:
 
 def _take_fill(self: Any, request: Any) -> fill.Fill:
     """Take the suffix out of a request of completions; vLLM refuses it for our models."""
-    for field in ("echo", "prompt_embeds", "use_beam_search"):
-        if getattr(request, field):
-            refuse("suffix", f"suffix beside {field}; allowed: one of them. Leave one out.")
+    _refuse_blocks(self, "suffix")
+    for field in (*BESIDE_NO_SUFFIX, pins.FIELD):
+        if getattr(request, field, None):
+            fill.refuse_beside_suffix(field)
+    if form_asked(request) is not None:
+        fill.refuse_beside_suffix(STREAM)
     llm, extra = self.engine_client, request.vllm_xargs or {}
     canvas = llm.vllm_config.diffusion_config.canvas_length
     end = llm.renderer.get_eos_token_id()
-    hole = fill.fill_of(request.suffix, extra, _encoder(self), end, canvas)
+    vocab_size = llm.model_config.get_vocab_size()
+    hole = fill.fill_of(request.suffix, extra, _encoder(self), end, canvas, vocab_size)
     request.suffix = None
     request.vllm_xargs = {k: v for k, v in extra.items() if k not in (fill.WIDTHS, fill.END)}
     return hole
+
+
+def _refuse_hole_without_suffix(request: Any) -> None:
+    for key in (fill.WIDTHS, fill.END):
+        if key in (request.vllm_xargs or {}):
+            refuse(key, f"{key} without suffix; allowed: beside it. Send both, or omit both.")
+
+
+def _refuse_blocks(self: Any, field: str) -> None:
+    """Refuse a field that counts positions of a canvas, where the client cannot know its width."""
+    if block_size_of(self.engine_client.vllm_config) > 1:
+        refuse(
+            field,
+            f"{field} is not served for this model: a canvas is the rest of a block, and its width "
+            "depends on the prompt. Leave it out.",
+        )
 
 
 def _encoder(self: Any) -> Callable[[str], list[int]]:

@@ -98,7 +98,7 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
     form = form_asked(request)
     if form is None:
         return await create(self, request, raw_request)
-    _refuse_what_is_not_shown(self, request)
+    _refuse_what_is_not_shown(self, request, form)
     serving = serving_of(self.engine_client)
     feed = serving.watchers.open(serving.options.canvas_frames_per_s)
     if feed is None:
@@ -110,14 +110,16 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
         )
     watch = Watch(feed, request.n or 1)
     token = current_watch.set(watch)
+    lines = None
     try:
         lines = await create(self, request, raw_request)
     finally:
         current_watch.reset(token)
         watch.feed = None  # tasks that were started meanwhile keep a copy of the context
-    if not hasattr(lines, "__anext__"):  # an ErrorResponse
+        feed.is_open = is_stream = hasattr(lines, "__anext__")
+    if not is_stream:  # an ErrorResponse
         return lines
-    return interleaved(lines, feed, _writer(self, form, feed.request_id))
+    return interleaved(lines, feed, _writer(self, form, feed.request_id, request))
 
 
 def form_asked(request: Any) -> str | None:
@@ -128,7 +130,7 @@ def form_asked(request: Any) -> str | None:
     return form
 
 
-def _refuse_what_is_not_shown(self: Any, request: Any) -> None:
+def _refuse_what_is_not_shown(self: Any, request: Any, form: str) -> None:
     """Refuse a request whose canvases cannot be shown, or must not be."""
     if not request.stream:
         refuse(STREAM, f'{STREAM} without "stream": true; allowed: with it. Send both, or none.')
@@ -141,9 +143,15 @@ def _refuse_what_is_not_shown(self: Any, request: Any) -> None:
             f'{STREAM} with "include_reasoning": false; canvases would show the reasoning. Leave '
             "one of them out.",
         )
+    if form == "text" and getattr(request, "echo", False):
+        refuse(
+            STREAM,
+            f'{STREAM} = "text" with echo; drafts hold no prompt, and each event replaces the one '
+            "before. Leave one of them out.",
+        )
 
 
-def _writer(self: Any, form: str, request_id: str) -> Writer:
+def _writer(self: Any, form: str, request_id: str, request: Any) -> Writer:
     """Writes the events of a stream of this route."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 
@@ -153,14 +161,17 @@ def _writer(self: Any, form: str, request_id: str) -> Writer:
         request_id=request_id if is_chat else request_id.rpartition("-")[0],
         model=self.models.model_name(),
         is_chat=is_chat,
-        stops=_stops(self.engine_client),
+        stops=_stops(self.engine_client, request),
         tokenizer=self.renderer.get_tokenizer(),
     )
     return TextWriter(stream) if form == "text" else CanvasWriter(stream)
 
 
-def _stops(llm: Any) -> frozenset[int]:
-    """The tokens with which the model ends an answer."""
+def _stops(llm: Any, request: Any) -> frozenset[int]:
+    """The tokens that end an answer to this request."""
+    asked = request.stop_token_ids or ()
+    if request.ignore_eos:
+        return frozenset(asked)
     ends = llm.input_processor.generation_config_fields.get("eos_token_id") or []
     ends = [ends] if isinstance(ends, int) else ends
-    return frozenset({*ends, llm.renderer.get_eos_token_id()} - {None})
+    return frozenset({*asked, *ends, llm.renderer.get_eos_token_id()} - {None})

@@ -43,6 +43,7 @@ class DenoiseSettings(Protocol):
             many positions. 1 means that it is causal. With more, a canvas is the rest of a group.
         canvas_length: tokens of a canvas; a request may ask for fewer.
         canvas_window: which context canvas rows see on sliding layers (``attention.masks``).
+        never_emitted: tokens that are no answer whatever a request asks for.
     """
 
     parameters: ClassVar[tuple[Parameter, ...]]
@@ -56,6 +57,9 @@ class DenoiseSettings(Protocol):
 
     @property
     def canvas_window(self) -> CanvasWindow: ...
+
+    @property
+    def never_emitted(self) -> tuple[int, ...]: ...
 
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
         """The numbers with which a request is denoised, by the names of the parameters.

@@ -4,6 +4,7 @@ If a list is too long for vLLM's tables, vLLM raises in the worker, which ends t
 does not check that a request leaves at least one token to emit. Both are refused in the API server.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from vllm import envs
@@ -15,12 +16,15 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 
-def refuse_impossible_edits(params: "SamplingParams", vocab_size: int) -> None:
+def refuse_impossible_edits(
+    params: "SamplingParams", vocab_size: int, never_emitted: Collection[int] = ()
+) -> None:
     """Refuse a request whose logit edits cannot be applied exactly.
 
     Args:
         params: with stop tokens and bad words as ids, as the worker will get them.
         vocab_size: of the model.
+        never_emitted: ``DenoiseSettings.never_emitted``.
 
     Raises:
         VLLMValidationError: the client gets HTTP 400.
@@ -40,13 +44,14 @@ def refuse_impossible_edits(params: "SamplingParams", vocab_size: int) -> None:
     _check_size("bad_words", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS)
     # Some token must be possible at every position. A token that ends no bad word always is, unless
     # it is a stop token that `min_tokens` forbids. One such token is enough.
-    forbidden = {word[-1] for word in words} | stops
+    forbidden = {word[-1] for word in words} | stops | set(never_emitted)
     num_left = len(set(allowed) - forbidden) if allowed else vocab_size - len(forbidden)
     if num_left < 1:
         parameter = "allowed_token_ids" if allowed else "bad_words"
         raise VLLMValidationError(
             f"{parameter} leaves no token that may always be emitted; allowed: at least one that "
-            "ends no bad word and, with min_tokens, is no stop token. Remove a restriction.",
+            "ends no bad word, is no mask and, with min_tokens, no stop token. Remove a "
+            "restriction.",
             parameter=parameter,
         )
 
@@ -67,6 +72,13 @@ def refuse_pins_behind_the_end(params: "SamplingParams") -> None:
         raise VLLMValidationError(
             f"{PIN_MODE} = 'hold' with a pin at {length} and max_tokens = {params.max_tokens}; "
             f"allowed: max_tokens of at least {length + 1}. Raise it, or leave the pin out.",
+            parameter=PIN_MODE,
+        )
+    if pins.get(length) in params.all_stop_token_ids and length < params.min_tokens:
+        raise VLLMValidationError(
+            f"{PIN_MODE} = 'hold' with a pin at {length} that ends the answer, and min_tokens = "
+            f"{params.min_tokens}; allowed: min_tokens of at most {length}. Lower it, or leave the "
+            "pin out.",
             parameter=PIN_MODE,
         )
 

@@ -3,7 +3,8 @@
 The number of denoise steps comes from two of vLLM's counters for diffusion models, read before and
 after the questions: canvas passes (vLLM's built-in implementation counts its commit passes too) and
 canvas positions. Positions / passes is the canvas width; the blocks of a request are its output
-tokens / canvas width, rounded up. Requests of other clients at the same time are counted as well.
+tokens / canvas width, rounded up. Where canvases differ in width (models with blocks), the counters
+do not say how many there were. Requests of other clients at the same time are counted as well.
 """
 
 import math
@@ -86,14 +87,15 @@ def denoise_counts(
 ) -> tuple[int | None, int | None]:
     """(canvas passes between two readings of the metrics, blocks of these answers).
 
-    (None, None) if the server has no such counters, or does not report the answers' tokens.
+    (None, None) if the server has no such counters, or does not report the answers' tokens, or if
+    canvases differed in width.
     """
     if before is None or after is None:
         return None, None
     passes = counter(after, PASSES) - counter(before, PASSES)
     positions = counter(after, POSITIONS) - counter(before, POSITIONS)
     lengths = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
-    if not passes or len(lengths) < len(answers):
+    if not passes or positions % passes or len(lengths) < len(answers):
         return None, None
     width = positions / passes
     return int(passes), sum(math.ceil(length / width) for length in lengths)

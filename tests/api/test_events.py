@@ -1,6 +1,7 @@
 """Frames as events: what is in them, and what a client that replaces content ends with."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,7 @@ def test_a_client_that_replaces_content_always_shows_the_whole_text():
         for line in (
             writer.own(own("", role="assistant")),
             writer.frame(0, frame([0, 1, 9, 5])),
+            writer.own(own("", role="assistant")),
             writer.own(own("ab")),
             writer.frame(0, frame([2, 9])),
             writer.own(own("cd")),
@@ -97,9 +99,15 @@ def test_a_client_that_replaces_content_always_shows_the_whole_text():
         )
     ]
     texts = [one["choices"][0]["delta"]["content"] for one in shown]
-    assert texts == ["", "ab", "ab", "abc", "abcd", "abcd"]
+    assert texts == ["", "ab", "ab", "ab", "abc", "abcd", "abcd"]
     progress = [one["diffusion_meta"]["diffusion_progress"] for one in shown]
-    assert progress == [1, 0.5, 1, 0.5, 1, 1]
+    assert progress == [1, 0.5, 0.5, 1, 0.5, 1, 1]
+
+
+def test_a_settled_draft_is_no_emitted_text():
+    settled = replace(frame([0]), accepted=np.array([True]))
+    (one,) = [body(TextWriter(stream()).frame(0, settled))]
+    assert one["diffusion_meta"]["diffusion_progress"] == 0.999
 
 
 def test_the_choices_of_a_replacing_stream_are_kept_apart():

@@ -19,7 +19,11 @@ def encode(text: str) -> list[int]:
 
 
 def hole(suffix: str = "yz", extra: dict[str, Any] | None = None) -> Fill:
-    return fill_of(suffix, extra or {}, encode, END, CANVAS)
+    return fill_of(suffix, extra or {}, encode, END, CANVAS, 128)
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
 
 
 # --- what is tried --------------------------------------------------------------------------------
@@ -37,7 +41,13 @@ def hole(suffix: str = "yz", extra: dict[str, Any] | None = None) -> Fill:
     ],
 )
 def test_the_widths_that_fit(extra, max_tokens, room, expected):
-    assert hole(extra=extra).width_range(max_tokens, room) == expected
+    assert hole(extra=extra).width_range(0, max_tokens, room) == expected
+
+
+def test_no_hole_is_narrower_than_min_tokens():
+    assert hole().width_range(3, 5, 100) == range(3, 6)
+    with pytest.raises(VLLMValidationError, match="the hole at least 6; allowed: a hole of at"):
+        hole().width_range(6, 5, 100)
 
 
 @pytest.mark.parametrize(
@@ -50,16 +60,18 @@ def test_the_widths_that_fit(extra, max_tokens, room, expected):
 )
 def test_a_hole_that_does_not_fit_is_refused(suffix, extra, max_tokens):
     with pytest.raises(VLLMValidationError, match=f"suffix has {len(suffix)} tokens and the hole"):
-        hole(suffix, extra).width_range(max_tokens, 100)
+        hole(suffix, extra).width_range(0, max_tokens, 100)
 
 
 def test_too_many_widths_are_refused():
-    wide = fill_of("yz", {"diffusion_fill_widths": [0, 64]}, encode, END, 256)
+    wide = fill_of("yz", {"diffusion_fill_widths": [0, 64]}, encode, END, 256, 128)
     with pytest.raises(VLLMValidationError, match=r"comes to 65 widths; allowed: at most 64"):
-        wide.width_range(1000, 1000)
+        wide.width_range(0, 1000, 1000)
 
 
-@pytest.mark.parametrize("widths", [[1], [1, 2, 3], [3, 2], [-1, 2], ["a", "b"], "ab", [1.5, 2]])
+@pytest.mark.parametrize(
+    "widths", [[], 0, [1], [1, 2, 3], [3, 2], [-1, 2], ["a", "b"], "ab", [1.5, 2]]
+)
 def test_a_range_that_is_none(widths):
     with pytest.raises(VLLMValidationError, match=r"diffusion_fill_widths = .*least, greatest"):
         hole(extra={"diffusion_fill_widths": widths})
@@ -69,13 +81,20 @@ def test_what_cannot_stand_beside_a_suffix():
     for key in ("diffusion_stream", "diffusion_pin_at", "diffusion_seed_canvas"):
         with pytest.raises(VLLMValidationError, match=f"{key} beside suffix"):
             hole(extra={key: [1]})
-    with pytest.raises(VLLMValidationError, match="diffusion_fill_end = 'x'"):
-        hole(extra={"diffusion_fill_end": "x"})
+    for end in ("x", 128, -1):
+        with pytest.raises(VLLMValidationError, match=f"diffusion_fill_end = {end!r}"):
+            hole(extra={"diffusion_fill_end": end})
+    assert hole(extra={"diffusion_fill_end": 0}).end == 0
 
 
 def test_a_candidate_holds_suffix_and_end_behind_its_hole():
     params = SamplingParams(
-        n=3, seed=7, max_tokens=50, stop=["\n"], extra_args={"diffusion_max_steps": 9}
+        n=3,
+        seed=7,
+        min_tokens=20,
+        max_tokens=50,
+        stop=["\n"],
+        extra_args={"diffusion_max_steps": 9},
     )
     tried = hole(extra={"diffusion_fill_end": 6}).candidate(params, width=4, sample=2)
     assert tried.extra_args == {
@@ -85,6 +104,7 @@ def test_a_candidate_holds_suffix_and_end_behind_its_hole():
         "diffusion_pin_mode": "hold",
     }
     assert (tried.n, tried.seed, tried.max_tokens, tried.logprobs) == (1, 9, 7, 0)
+    assert tried.min_tokens == 0  # vLLM's engine dies of more than max_tokens
     assert not tried.stop and params.stop == ["\n"] and params.n == 3
 
 
@@ -135,7 +155,7 @@ def fill(params: SamplingParams, widths: range = range(1, 8)) -> tuple[Any, Mode
     async def run() -> Any:
         model = Model()
         prompt = {"prompt_token_ids": [50, 51], "prompt": "23"}
-        outputs = filled(model.generate, hole(), widths, prompt, params, "name")
+        outputs = filled(model.generate, hole(), widths, decode, prompt, params, "name")
         return [output async for output in outputs], model
 
     (output,), model = asyncio.run(run())
@@ -166,3 +186,6 @@ def test_a_stop_string_ends_the_hole():
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("", "stop", "aaa")
     (answer,) = fill(SamplingParams(max_tokens=50, stop=["z"]))[0].outputs
     assert (answer.text, answer.stop_reason) == ("aaaaa", None)  # the suffix has it, the hole not
+    both = SamplingParams(max_tokens=50, stop=["aaa"], include_stop_str_in_output=True)
+    (answer,) = fill(both)[0].outputs
+    assert answer.text == "aaa"

@@ -19,6 +19,12 @@ def test_a_text_takes_as_many_positions_as_it_has_tokens():
     }
 
 
+def test_where_pins_overlap_the_later_one_counts():
+    given = [{"at": 5, "ids": [1, 2, 3]}, {"at": 6, "text": "a"}, {"at": 4, "text": "bc"}]
+    written = as_extra_args(given, encode)
+    assert dict(zip(*written.values(), strict=True)) == {4: 98, 5: 99, 6: 97, 7: 3}
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -38,6 +44,7 @@ def test_a_text_takes_as_many_positions_as_it_has_tokens():
         [{"at": 5, "text": "a", "ids": [7]}],
         [{"at": 5, "text": "a", "mode": "hold"}],
         [{"at": 0, "text": "a"}, None],
+        [{"at": 0, "text": "\ud83d"}],
     ],
 )
 def test_what_is_no_list_of_pins_is_refused(given):

@@ -95,6 +95,22 @@ def test_a_place_is_free_again_when_its_stream_is_gone():
     assert several.open(30) is not None
 
 
+def test_a_place_is_free_when_its_stream_has_ended_whoever_still_holds_it():
+    several = watchers(limit=1)
+
+    async def read_to_the_end() -> CanvasFeed:
+        feed = several.open(30)
+
+        async def lines() -> Any:
+            yield "only"
+
+        assert [line async for line in interleaved(lines(), feed, Steps())] == ["only"]
+        return feed
+
+    held = asyncio.run(read_to_the_end())
+    assert not held.is_open and several.open(30) is not None
+
+
 # --- from the worker's answer to the feed ---------------------------------------------------------
 
 

@@ -127,6 +127,15 @@ def test_vllm_reads_it_without_remote_code(
             assert getattr(config, name) == value, name
 
 
+def test_longer_contexts_are_read(tmp_path: Path) -> None:
+    """By rotary scaling, as model cards of LLaDA2 advise."""
+    register()
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(LLADA2_MINI | {"rope_scaling": scaling}))
+    rope = get_config(tmp_path, trust_remote_code=False).rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == ("yarn", 4.0, 600000)
+
+
 @pytest.mark.parametrize(
     ("fields", "billions"), [(LLADA2_MINI, 16.3), (LLADA2_FLASH, 102.9)], ids=["mini", "flash"]
 )

@@ -14,6 +14,15 @@ VOCAB, BLOCK, MASK = 40, 8, 39
 SETTINGS = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.5, 0, 0.5, 16)
 
 
+def test_a_request_cannot_raise_the_servers_numbers_of_steps():
+    """Or one request could keep its canvas for ever."""
+    asked = {"max_steps": 10**6, "max_post_steps": 10**6, "threshold": 0.3}
+    numbers = SETTINGS.of_request(asked, 1.0)
+    assert numbers == {"max_steps": BLOCK, "max_post_steps": 16, "threshold": 0.3}
+    fewer = {"max_steps": 1, "max_post_steps": 2}
+    assert SETTINGS.of_request(fewer, 1.0) == fewer
+
+
 def canvases(count: int, temperature: float, is_greedy: bool = False) -> Canvases:
     return Canvases(
         ids=torch.full((count * BLOCK,), MASK),

@@ -60,8 +60,10 @@ def test_other_diffusion_models_are_refused_with_the_reason(
     [
         ("SDAR", {"block_size": None}, r"block_size is missing, .* --hf-overrides '"),
         ("SDAR", {"mask_token_id": 151669}, r"mask_token_id = 151669; allowed: a token id below"),
-        ("SDAR", {"use_sliding_window": True}, r"use_sliding_window = true; allowed: false"),
+        ("SDAR", {"use_sliding_window": True}, "layers with a sliding window; allowed: full"),
+        ("SDAR", {"layer_types": ["sliding_attention"] * 3}, "layers with a sliding window"),
         ("LLADA2", {"expert_capacity": 48, "delete_token_id": 5}, r"this is a LLaDA2\.2, which"),
+        ("LLADA2", {"delete_token_id": 0}, r"delete_token_id: this is a LLaDA2\.2, which"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_served_stops_the_server_at_start(
@@ -104,6 +106,10 @@ def test_pages_of_the_cache_hold_whole_blocks(block_size: int, page: int, tmp_pa
             "remasking_strategy = 'random'; allowed: one of low_confidence_static, ",
         ),
         ({"override_generation_config": {"threshold": 1.5}}, "threshold = 1.5; allowed: a number"),
+        (
+            {"override_generation_config": {"editing": 1}},
+            "--override-generation-config: editing: not of this model; allowed: max_denoising",
+        ),
     ],
     ids=str,
 )

@@ -108,6 +108,22 @@ SIGNATURES = {
         "params",
         "supported_tasks",
     ],
+    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": [
+        "self",
+        "request_id",
+        "prompt",
+        "params",
+        "supported_tasks",
+        "arrival_time",
+        "lora_request",
+        "tokenization_kwargs",
+        "trace_headers",
+        "priority",
+        "data_parallel_rank",
+        "resumable",
+        "session_id",
+        "kv_hints",
+    ],
     "vllm.multimodal.registry.MultiModalRegistry.create_processor": [
         "self",
         "model_config",
@@ -173,6 +189,17 @@ SIGNATURES = {
         "raw_request",
     ],
     "vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion.create_completion": [
+        "self",
+        "request",
+        "raw_request",
+    ],
+    "vllm.entrypoints.openai.chat_completion.batch_serving.OpenAIServingChatBatch"
+    ".create_batch_chat_completion": [
+        "self",
+        "request",
+        "raw_request",
+    ],
+    "vllm.entrypoints.anthropic.serving.AnthropicServingMessages.create_messages": [
         "self",
         "request",
         "raw_request",

@@ -171,6 +171,28 @@ def test_only_what_is_uncertain_is_written_again(page):
 
 
 @needs_chromium
+def test_a_correction_of_several_tokens_lies_over_what_stays(page):
+    page.fill("#prompt", "Thank Ann for the map, from Bob.")
+    finish(page, "#go")
+    page.click("#canvas .cell", 1)
+    page.type("Zoe and Leo")
+    page.press("Enter")
+    assert "Zoe and Leo" in finish(page, "#doubt")
+    assert page.run("$('error').textContent") == ""
+
+
+@needs_chromium
+def test_a_refused_request_leaves_the_answer(page):
+    answer = finish(page, "#go")
+    page.run("$('tokens').value = 4")
+    page.click("#canvas .cell", 6)  # a held pin behind max_tokens
+    page.click("#again")
+    page.wait_until("$('error').textContent")
+    assert "max_tokens of at least 7" in page.run("$('error').textContent")
+    assert page.run("answer().map(one => one.token).join('')") == answer
+
+
+@needs_chromium
 def test_hostile_text_is_text(page):
     finish(page, "#go")
     page.run(

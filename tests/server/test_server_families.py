@@ -25,7 +25,7 @@ def server(
 
 
 def complete(client: openai.OpenAI, prompt: Any = "Sort these numbers", **options: Any) -> Any:
-    extra = {"return_token_ids": True, "ignore_eos": True}
+    extra = {"return_token_ids": True, "ignore_eos": True} | options.pop("extra", {})
     extra |= {"vllm_xargs": {"diffusion_threshold": 0.3} | options.pop("xargs", {})}
     return client.completions.create(
         model=MODEL,
@@ -64,6 +64,12 @@ def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
         ({"xargs": {"diffusion_threshold": 2}}, "diffusion_threshold = 2; allowed: a number of"),
         ({"xargs": {"diffusion_seed_canvas": [4]}}, "diffusion_seed_canvas is not served"),
         ({"xargs": {"diffusion_t_max": 1}}, "unknown extra argument 'diffusion_t_max'"),
+        ({"suffix": "a"}, "suffix is not served for this model: a canvas is the rest of a block"),
+        ({"extra": {"diffusion_pins": [{"at": 1, "text": "a"}]}}, "diffusion_pins is not served"),
+        (
+            {"extra": {"allowed_token_ids": [family_checkpoints.MASK]}},
+            "allowed_token_ids leaves no token .* is no mask",
+        ),
         ({"xargs": {"diffusion_max_steps": 0}}, "diffusion_max_steps = 0; allowed: an integer of"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):

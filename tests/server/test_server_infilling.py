@@ -77,12 +77,36 @@ def test_pins_are_seen_in_the_stream(client):
             {"input": "hi", "diffusion_pins": [{"at": 1, "ids": [5]}]},
             "diffusion_pins is not served here",
         ),
+        (
+            "/v1/messages",
+            {"diffusion_pins": [{"at": 1, "ids": [5]}], "max_tokens": 5},
+            "diffusion_pins is not served here",
+        ),
+        (
+            "/v1/chat/completions",
+            {"diffusion_pins": [{"at": 4, "ids": [1]}], "min_tokens": 20} | HOLD,
+            "a pin at 4 that ends the answer, and min_tokens = 20",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_pins_that_cannot_be_served_are_refused(server, path, body, message, stream):
     reply = server.post(path, CHAT | {"stream": stream} | body)
     assert reply.status == 400 and message in reply.message, reply
+
+
+def test_a_stop_string_does_not_end_an_answer_before_its_last_held_pin(server, client):
+    held = tokenize(server, "name")
+    free = chat(client, extra_body=HOLD | {"diffusion_pins": [{"at": 2, "text": "name"}]})
+    early = free.choices[0].message.content[:1]
+    pins = [{"at": 2, "text": "name"}, {"at": 20, "text": "name"}]
+    extra = HOLD | {"diffusion_pins": pins, "return_token_ids": True}
+    (choice,) = chat(client, stop=[early], extra_body=extra).choices
+    assert choice.token_ids[20 : 20 + len(held)] == held
+
+
+def test_a_suffix_of_a_chat_is_ignored_as_vllm_does(server):
+    assert server.post("/v1/chat/completions", CHAT | {"suffix": "x"}).status == 200
 
 
 # --- fill in the middle ---------------------------------------------------------------------------
@@ -141,7 +165,10 @@ def test_an_empty_suffix_is_none(client):
         ({"vllm_xargs": {"diffusion_fill_widths": [3, 2]}}, "least, greatest"),
         ({"vllm_xargs": {"diffusion_fill_widths": [7, 9]}}, "a hole of at most max_tokens = 6"),
         ({"vllm_xargs": {"diffusion_stream": "canvas"}, "stream": True}, "beside suffix"),
-        ({"diffusion_pins": [{"at": 1, "ids": [5]}]}, "diffusion_pin_at beside suffix"),
+        ({"diffusing": True, "stream": True}, "diffusion_stream beside suffix"),
+        ({"diffusion_pins": [{"at": 1, "ids": [5]}]}, "diffusion_pins beside suffix"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs beside suffix"),
+        ({"min_tokens": 7}, "the hole at least 7"),
         ({"echo": True}, "suffix beside echo"),
         ({"temperature": -1}, "temperature"),
         ({"vllm_xargs": {"diffusion_fill_end": 512}}, "from 0 to 511"),
@@ -186,4 +213,21 @@ def test_a_client_that_leaves_ends_the_whole_search(server, client):
 def test_widths_without_a_suffix_are_refused(server):
     body = {"model": MODEL, "prompt": "a", "vllm_xargs": {"diffusion_fill_widths": [1, 2]}}
     reply = server.post("/v1/completions", body)
-    assert reply.status == 400 and "unknown extra argument" in reply.message
+    assert reply.status == 400 and "diffusion_fill_widths without suffix" in reply.message
+
+
+def test_the_answer_is_the_hole_whatever_the_suffix_holds(server, client):
+    """A suffix may end with a token that ends answers, and its end may be a token with a text."""
+    eos = "<eos>"
+    only = {"vllm_xargs": {"diffusion_fill_widths": [4, 4]}}
+    plain = filled(client, " and", extra_body=only).choices[0]
+    for suffix, extra in ((" and" + eos, {}), (" and", {"diffusion_fill_end": 40})):
+        args = {"vllm_xargs": only["vllm_xargs"] | extra}
+        (choice,) = filled(client, suffix, extra_body=args).choices
+        assert len(choice.token_ids) == 4 and " and" not in choice.text, suffix
+    assert len(plain.token_ids) == 4
+
+
+def test_a_hole_has_at_least_min_tokens(client):
+    extra = {"min_tokens": 3}
+    assert filled(client, extra_body=extra).usage.completion_tokens >= 3

@@ -49,6 +49,7 @@ class GemmaSettings:
     parameters: ClassVar[tuple[Parameter, ...]] = PARAMETERS
     one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1}
     block_size: ClassVar[int] = 1
+    never_emitted: ClassVar[tuple[int, ...]] = ()
 
     canvas_length: int
     max_denoising_steps: int

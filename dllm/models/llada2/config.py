@@ -41,6 +41,8 @@ class LLaDA2MoeConfig(PreTrainedConfig):
     """config.json of LLaDA2; what it leaves out has the value of the released models."""
 
     model_type = "llada2_moe"
+    # The base class asks for it while it reads `rope_scaling`, before it sets the fields.
+    max_position_embeddings = 32768
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**DEFAULTS, **kwargs})

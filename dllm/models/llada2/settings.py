@@ -55,6 +55,11 @@ class LLaDA2Settings(UnmaskingSettings):
     editing_threshold: float
     max_post_steps: int
 
+    def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
+        """The numbers of a request; it cannot raise the server's numbers of steps."""
+        numbers = super().of_request(asked, temperature)
+        return {**numbers, "max_post_steps": min(asked["max_post_steps"], self.max_post_steps)}
+
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "LLaDA2Settings":
         """The settings of a server.
@@ -63,7 +68,7 @@ class LLaDA2Settings(UnmaskingSettings):
             ValueError: as ``UnmaskingSettings.from_vllm``, or the checkpoint is a LLaDA2.2.
         """
         config = vllm_config.model_config.hf_config
-        found = [key for key in BLOCK_ROUTING if getattr(config, key, None)]
+        found = [key for key in BLOCK_ROUTING if getattr(config, key, None) is not None]
         if found:
             raise ValueError(
                 f"config.json: {', '.join(found)}: this is a LLaDA2.2, which inserts and deletes "

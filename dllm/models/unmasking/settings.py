@@ -11,6 +11,16 @@ from dllm.settings.request import MAX_INT32
 PROBABILITIES = FloatRange(0.0, 1.0)
 
 MAX_STEPS = Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32")
+# Of all families with masks: one family's setting in the place of another's is refused.
+ALL_SETTINGS = {
+    "max_denoising_steps",
+    "threshold",
+    "remasking_strategy",
+    "entropy_bound",
+    "editing",
+    "editing_threshold",
+    "max_post_steps",
+}
 THRESHOLD = Parameter("threshold", "threshold", PROBABILITIES, "float32")
 
 
@@ -58,6 +68,11 @@ class UnmaskingSettings:
         """Tokens of the widest canvas."""
         return self.block_size
 
+    @property
+    def never_emitted(self) -> tuple[int, ...]:
+        """The mask."""
+        return (self.mask_token_id,)
+
     def of_request(self, asked: Mapping[str, float], temperature: float) -> dict[str, float]:
         """The numbers of a request; it cannot raise the server's number of steps."""
         return {**asked, "max_steps": min(asked["max_steps"], self.max_denoising_steps)}
@@ -77,15 +92,23 @@ class UnmaskingSettings:
                 "config.json: block_size is missing, and a model works with the one that it was "
                 """trained with only. Give it with --hf-overrides '{"block_size": 4}'."""
             )
-        if getattr(config, "use_sliding_window", False):
+        layers = set(getattr(config, "layer_types", None) or ())
+        if getattr(config, "use_sliding_window", False) or layers - {"full_attention"}:
             raise ValueError(
-                "config.json: use_sliding_window = true; allowed: false. No sliding-window layer "
-                "sees blocks here."
+                "config.json: use_sliding_window or layer_types asks for layers with a sliding "
+                "window; allowed: full attention. No other layer sees blocks here."
             )
         generation = {
             **model_config.try_get_generation_config(),
             **model_config.override_generation_config,
         }
+        given = {"max_denoising_steps": block_size, **cls.defaults}
+        unknown = model_config.override_generation_config.keys() & ALL_SETTINGS - given.keys()
+        if unknown:
+            raise ValueError(
+                f"--override-generation-config: {', '.join(sorted(unknown))}: not of this model; "
+                f"allowed: {', '.join(given)}."
+            )
         diffusion = vllm_config.diffusion_config
         if diffusion is not None and diffusion.canvas_length != block_size:
             raise ValueError(
@@ -94,7 +117,6 @@ class UnmaskingSettings:
             )
         if diffusion is not None and diffusion.max_denoising_steps is not None:
             generation["max_denoising_steps"] = diffusion.max_denoising_steps
-        given = {"max_denoising_steps": block_size, **cls.defaults}
         given |= {key: generation[key] for key in given if generation.get(key) is not None}
         return cls(
             vocab_size=model_config.get_vocab_size(),
