@@ -1,6 +1,5 @@
 """What a CUDA server of a released model chooses and refuses at start, rehearsed without a GPU."""
 
-import json
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from vllm.platforms import current_platform
 
 from bench.gpu import fp8_dynamic
 from dllm.patches.cuda_graphs import capture_sizes, choose_cuda_graphs
-from tests.support.process import run_python
+from tests.support.cuda_start import rehearse
 from tests.support.quant_checkpoints import OURS, quantization_config
 from tests.support.released import GEMMA, released, write_configs
 
@@ -28,16 +27,6 @@ EACH = range(1, MOST_TOKENS // CANVAS + 1)
 # [requests, tokens, tokens of each]: canvases alone, then one head of a canvas's size among them.
 ALONE = [[count, count * CANVAS, CANVAS] for count in EACH]
 WITH_HEAD = [[count, (count + 1) * CANVAS, None] for count in EACH[:-1]]
-
-
-def rehearse(gpu: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A report for each case; see ``cuda_start_worker``."""
-    lines = "\n".join(json.dumps({"flags": {}, "batches": []} | case) for case in cases)
-    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    worker = "tests.support.cuda_start_worker"
-    finished = run_python("-m", worker, gpu, environment=quiet, given=lines, timeout=600)
-    reports: list[dict[str, Any]] = json.loads(finished.stdout.splitlines()[-1])
-    return reports
 
 
 REFUSED = {

@@ -7,15 +7,17 @@
     model    a folder with config files
     flags    arguments of vLLM's EngineArgs
     batches  [[requests, tokens, tokens of each request or null], ...], for which a graph is chosen
+    loads    true: the checkpoint's weights are loaded, too
 
 The last line of the output is a JSON list with a report for each case: what ``report`` returns, or
-{"refusal": message}. The model is made on the meta device, so that nothing is computed and no
-weights are needed.
+{"refusal": message}. Nothing is computed. A model whose weights are not loaded is made on the meta
+device.
 """
 
 import json
 import sys
 import tempfile
+import zlib
 from typing import Any
 
 from tests.support.fake_cuda import GPUS, install
@@ -51,8 +53,11 @@ def report(case: dict[str, Any]) -> dict[str, Any]:
     arguments = EngineArgs(case["model"], skip_tokenizer_init=True, **case["flags"])
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     with set_current_vllm_config(config):
-        model = made_on_meta(config)
+        model = made(config, "cpu" if case["loads"] else "meta")
+        if case["loads"]:
+            load(model, config)
         return choices(config) | {
+            "experts": digests_of_experts(model) if case["loads"] else {},
             "class": type(model).__name__,
             "gigabytes": sum(p.nbytes for p in model.parameters()) / 1e9,
             "groups": kv_cache_groups(config),
@@ -81,7 +86,7 @@ def choices(config: Any) -> dict[str, Any]:
     }
 
 
-def made_on_meta(config: Any) -> Any:
+def made(config: Any, device: str) -> Any:
     """The model, without weights; its attention layers register themselves in ``config``."""
     import torch
     from vllm.distributed import (
@@ -96,8 +101,30 @@ def made_on_meta(config: Any) -> Any:
         store = tempfile.NamedTemporaryFile()  # noqa: SIM115  kept as long as the process group
         init_distributed_environment(1, 0, f"file://{store.name}", 0, backend="gloo")
         initialize_model_parallel(1, 1, backend="gloo")
-    with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+    with torch.device(device), set_default_torch_dtype(config.model_config.dtype):
         return initialize_model(config)
+
+
+def load(model: Any, config: Any) -> None:
+    """Load the checkpoint's weights, as vLLM does before it gives them the layout of its kernels.
+
+    Raises:
+        ValueError: they are refused.
+    """
+    from safetensors.torch import load_file
+
+    model.load_weights(load_file(f"{config.model_config.model}/model.safetensors").items())
+
+
+def digests_of_experts(model: Any) -> dict[str, int]:
+    """CRC-32 of the parameters of the first layer's experts, by the last part of their names."""
+    import torch
+
+    return {
+        name.rpartition(".")[2]: zlib.crc32(parameter.reshape(-1).view(torch.uint8).numpy().data)
+        for name, parameter in model.model.layers[0].named_parameters()
+        if "routed_experts" in name
+    }
 
 
 def kv_cache_groups(config: Any) -> list[dict[str, Any]]:

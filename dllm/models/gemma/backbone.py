@@ -233,7 +233,11 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             mapper=self.hf_to_vllm_mapper,
         )
         refuse_missing(
-            (name for name, _ in self.named_parameters()),
+            (
+                name
+                for name, _ in self.named_parameters()
+                if not quantized.is_unused_scale(name, plan)
+            ),
             filled | loaded,
             self.model.hf_to_vllm_mapper.orig_to_new_stacked,
             self.model.config.num_experts,
