@@ -11,12 +11,14 @@ import torch
 
 from quant.schemes import Scheme
 
-# How the names of tensors with scales end. The last three are not written here: they belong to
-# schemes that vLLM serves on CUDA alone (static scales of inputs, a calibrated KV cache).
+# How the names of tensors with scales end. The last four are not written here: they belong to
+# schemes that vLLM serves on CUDA alone (Model Optimizer's NVFP4, static scales of inputs, a
+# calibrated KV cache).
 SCALE_SUFFIXES = (
     "weight_scale",
     "weight_global_scale",
     "input_global_scale",
+    "weight_scale_2",
     "input_scale",
     "k_scale",
     "v_scale",
@@ -69,6 +71,13 @@ def implausible_scale(name: str, scales: torch.Tensor) -> str | None:
             f"plausible: {SMALLEST_MAGNITUDE:g} to {LARGEST_MAGNITUDE:g}"
         )
     return None
+
+
+def unexpected_codes(name: str, weight: torch.Tensor) -> str | None:
+    """What is wrong with the weight of a layer that is not quantized; None if nothing is."""
+    if weight.dtype != torch.uint8:
+        return None
+    return f"{name} holds packed codes, and this layer is served unquantized"
 
 
 def layer_problems(module: str, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list[str]:

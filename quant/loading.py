@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from quant.checks import is_scale, layer_problems, scale_problem
+from quant.checks import is_scale, layer_problems, scale_problem, unexpected_codes
 from quant.schemes import Plan, Scheme
 
 
@@ -21,8 +21,8 @@ def checked(
         plan: which layers are quantized, and how; None checks only the values of scales.
 
     Raises:
-        ValueError: naming every tensor of a layer whose scales are not finite and positive, or
-            whose tensors are incomplete or contradict each other.
+        ValueError: naming every tensor of a layer whose scales are not finite and positive, whose
+            tensors are incomplete or contradict each other, or that should not be quantized.
     """
     waiting: dict[str, tuple[Scheme, dict[str, torch.Tensor]]] = {}
     for name, tensor in weights:
@@ -30,6 +30,8 @@ def checked(
         if is_scale(name):
             _refuse([scale_problem(name, tensor)])
         scheme = plan.scheme_of(module) if plan is not None else None
+        if scheme is None and plan is not None and suffix == "weight":
+            _refuse([unexpected_codes(name, tensor)])
         if scheme is None or suffix not in scheme.suffixes:
             yield name, tensor
             continue

@@ -8,6 +8,7 @@ and describes the number formats of their weights and inputs.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quant.formats import NVFP4_GROUP, Numbers
 
@@ -19,6 +20,22 @@ LINEAR_ENDING = ("_proj", ".query_key_value", ".attention.dense")
 MODEL_PREFIXES = ("model.encoder.language_model.", "model.decoder.", "model.")
 
 
+class Nvfp4Names(NamedTuple):
+    """The last parts of the names of an NVFP4 layer's tensors, beside its ``weight_scale``.
+
+    The scale of the whole weight, and that of its inputs, is a divisor for compressed-tensors and a
+    factor for Model Optimizer.
+    """
+
+    codes: str
+    weight_scale: str
+    input_scale: str
+
+
+COMPRESSED_TENSORS = Nvfp4Names("weight_packed", "weight_global_scale", "input_global_scale")
+MODEL_OPTIMIZER = Nvfp4Names("weight", "weight_scale_2", "input_scale")
+
+
 @dataclass(frozen=True)
 class Scheme:
     """How one linear layer is quantized.
@@ -27,31 +44,34 @@ class Scheme:
         name: as users know it.
         weights: number format of its weight; FP8 and INT8 have a scale for each output channel.
         inputs: number format of its inputs, with a scale for each token; None: not quantized.
+        nvfp4_names: of the tensors, if the weight is NVFP4.
     """
 
     name: str
     weights: Numbers
     inputs: Numbers | None
+    nvfp4_names: Nvfp4Names = COMPRESSED_TENSORS
 
     @property
     def weight_suffix(self) -> str:
         """The last part of the name of the tensor that holds the weight's codes."""
-        return "weight_packed" if self.weights == "nvfp4" else "weight"
+        return self.nvfp4_names.codes if self.weights == "nvfp4" else "weight"
 
     @property
     def suffixes(self) -> tuple[str, ...]:
         """The last parts of the names of all tensors that such a layer has in a checkpoint."""
         if self.weights != "nvfp4":
             return ("weight", "weight_scale")
-        static_inputs = ("input_global_scale",) if self.inputs == "nvfp4" else ()
-        return ("weight_packed", "weight_scale", "weight_global_scale", *static_inputs)
+        names = self.nvfp4_names
+        static_inputs = (names.input_scale,) if self.inputs == "nvfp4" else ()
+        return (names.codes, "weight_scale", names.weight_scale, *static_inputs)
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor of such a layer, by the last part of its name."""
         if self.weights != "nvfp4":
             return {"weight": (out_features, in_features), "weight_scale": (out_features, 1)}
         shapes: dict[str, tuple[int, ...]] = {suffix: (1,) for suffix in self.suffixes}
-        shapes["weight_packed"] = (out_features, in_features // 2)
+        shapes[self.weight_suffix] = (out_features, in_features // 2)
         shapes["weight_scale"] = (out_features, in_features // NVFP4_GROUP)
         return shapes
 

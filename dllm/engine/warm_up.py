@@ -1,7 +1,9 @@
 """Runs made-up requests through the worker at start, so that no real request waits for a compiler.
 
 They visit every kind of batch that is compiled separately: prompt chunks (without logits), canvases
-alone, heads with canvases, one request and several, with and without top-k, top-p and min-p.
+alone, heads with canvases, one request and several, with and without top-k, top-p and min-p. Every
+canvas is emitted. Some requests have edited logits, and logprobs of the prompt and of blocks: each
+of these has kernels of its own, which a GPU compiles when they are first run.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 
 def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-    """Serve two made-up requests, then one, then one with a narrow canvas; then with filters.
+    """Serve two made-up requests, then one, then one with a narrow canvas; with filters; scored.
 
     Two requests come first. With one request, the number of logit rows equals the canvas length,
     and ``torch.compile`` would assume that the two sizes are always equal.
@@ -36,6 +38,24 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
     for params in (plain, filtered):
         for num_reqs, width in ((2, longest), (1, longest), (1, longest // 2 or 1)):
             _CanvasRequests(num_reqs, params, width).serve(runner, execute_model)
+    scored = SamplingParams(
+        max_tokens=1,
+        seed=0,
+        extra_args=one_step,
+        logprobs=1,
+        logprob_token_ids=[0],
+        prompt_logprobs=1,
+        logit_bias={0: 0.0},
+        min_tokens=1,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        _bad_words_token_ids=[[0], [0, 0]],
+    )
+    for num_reqs in (2, 1):
+        # The last token of a prompt has no logprobs of its own: it takes two to have some.
+        width = min(longest, runner.max_model_len - 2)
+        _CanvasRequests(num_reqs, scored, width, prompt_len=2).serve(runner, execute_model)
 
 
 def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> InputBatch:
@@ -64,7 +84,7 @@ def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> In
 
 @dataclass(frozen=True)
 class _CanvasRequests:
-    """Requests with a prompt of one token, whose canvases are ``width`` tokens wide.
+    """Requests with prompts of ``prompt_len`` tokens, whose canvases are ``width`` tokens wide.
 
     They are made of the messages that a scheduler sends to a worker.
     """
@@ -72,10 +92,12 @@ class _CanvasRequests:
     num_reqs: int
     params: SamplingParams
     width: int
+    prompt_len: int = 1
 
     def serve(self, runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
         """Run a prompt, a canvas, and a head with a canvas, as far as the server has room."""
-        pages = self.pages(runner, 1 + 2 * self.width)
+        prompt_len = self.prompt_len
+        pages = self.pages(runner, prompt_len + 2 * self.width)
         if pages is None:
             return
         output = SchedulerOutput.make_empty()
@@ -83,9 +105,9 @@ class _CanvasRequests:
         # For each pass: tokens computed before it, tokens scheduled, and how many of the scheduled
         # tokens are canvas tokens.
         for before, scheduled, canvas in (
-            (0, 1, 0),
-            (1, self.width, self.width),
-            (1, 2 * self.width, self.width),
+            (0, prompt_len, 0),
+            (prompt_len, self.width, self.width),
+            (prompt_len, 2 * self.width, self.width),
         ):
             fits_budget = self.num_reqs * scheduled <= runner.max_num_tokens
             if not fits_budget or before + scheduled > runner.max_model_len:
@@ -134,14 +156,14 @@ class _CanvasRequests:
             requests.append(
                 NewRequestData(
                     req_id=req_id,
-                    prompt_token_ids=[0],
+                    prompt_token_ids=[0] * self.prompt_len,
                     mm_features=[],
                     sampling_params=self.params,
                     pooling_params=None,
                     block_ids=tuple(block_ids),
                     num_computed_tokens=0,
                     lora_request=None,
-                    prefill_token_ids=[0],
+                    prefill_token_ids=[0] * self.prompt_len,
                 )
             )
         return requests

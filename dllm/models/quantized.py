@@ -10,6 +10,7 @@ from dllm import LOGGER
 logger = init_logger(LOGGER)
 
 METHOD = "compressed-tensors"
+MODEL_OPTIMIZER_NVFP4 = "modelopt_fp4"  # vLLM's name for NVFP4 checkpoints of Model Optimizer
 
 
 def emulate_on_cpu(vllm_config: Any) -> None:
@@ -36,18 +37,42 @@ def emulate_on_cpu(vllm_config: Any) -> None:
 def plan_of(quant_config: Any) -> Any:
     """The ``quant.schemes.Plan`` of a checkpoint: which layer has which scheme.
 
-    None if the checkpoint is not quantized, or has a scheme that ``quant.schemes`` does not know
-    (vLLM on CUDA serves more schemes). Its tensors are then not checked.
+    None if the checkpoint is not quantized, or has a scheme that ``quant`` does not know (vLLM on
+    CUDA serves more schemes). Then only the values of its scales are checked.
+
+    Raises:
+        ValueError: the checkpoint cannot be served.
     """
+    from quant import modelopt
     from quant.schemes import parse_plan
 
-    if quant_config is None or quant_config.get_name() != METHOD:
+    if quant_config is None:
+        return None
+    if quant_config.get_name() == MODEL_OPTIMIZER_NVFP4:
+        return modelopt.plan_of(
+            quant_config.quant_method, quant_config.group_size, quant_config.exclude_modules
+        )
+    if quant_config.get_name() != METHOD:
+        logger.warning(
+            "dllm: of this %s checkpoint only the values of scales are checked",
+            quant_config.get_name(),
+        )
         return None
     try:
         return parse_plan(quant_config.config)
     except ValueError as error:
         logger.warning("dllm: the layout of this checkpoint is not checked: %s", error)
         return None
+
+
+def is_unused_scale(parameter: str, plan: Any) -> bool:
+    """Whether a checkpoint may leave this parameter out, because no inputs are quantized.
+
+    For Model Optimizer's NVFP4, vLLM's experts have scales of inputs that are not quantized, too.
+    """
+    if plan is None or not parameter.endswith("_input_scale"):
+        return False
+    return all(scheme.inputs is None for _, scheme in plan.groups)
 
 
 def copy_k_proj_entries_to_v_proj(quant_config: Any, layer_types: Sequence[str]) -> None:
@@ -61,9 +86,12 @@ def copy_k_proj_entries_to_v_proj(quant_config: Any, layer_types: Sequence[str])
         quant_config: vLLM's; changed in place. None, or of another method: nothing happens.
         layer_types: of each layer, as in config.json.
     """
+    full = {index for index, kind in enumerate(layer_types) if kind == "full_attention"}
+    if quant_config is not None and quant_config.get_name() == MODEL_OPTIMIZER_NVFP4:
+        excluded = quant_config.exclude_modules
+        quant_config.exclude_modules = excluded + _missing_v_proj(excluded, full)
     if quant_config is None or quant_config.get_name() != METHOD:
         return
-    full = {index for index, kind in enumerate(layer_types) if kind == "full_attention"}
     quant_config.ignore = quant_config.ignore + _missing_v_proj(quant_config.ignore, full)
     targets = quant_config.target_scheme_map
     for name in _missing_v_proj(targets, full):
@@ -111,7 +139,7 @@ def _kernel_of(layer: Any) -> tuple[str, str | None] | None:
         method = layer.quant_method
         if hasattr(method, "scheme"):  # quant.cpu_experts
             return "experts", None
-        if not type(method).__name__.startswith("CompressedTensors"):
+        if not type(method).__name__.startswith(("CompressedTensors", "ModelOpt")):
             return None
         return "experts", getattr(method, "experts_cls", type(method)).__name__
     scheme = getattr(layer, "scheme", None)

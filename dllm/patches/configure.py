@@ -1,4 +1,4 @@
-"""Configures a server of a diffusion model: scheduler, worker, attention backend, limits.
+"""Configures a server of a diffusion model: scheduler, worker, attention, CUDA graphs, limits.
 
 vLLM calls ``configure_dllm`` before anything is loaded, through the entry of our architecture in
 its ``MODELS_CONFIG_MAP``. Flags that cannot work are refused with what to do.
@@ -14,6 +14,7 @@ from dllm.models import settings_of
 from dllm.models.quantized import emulate_on_cpu
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER, SCHEDULER
 from dllm.patches.cpu import set_cpu_worker
+from dllm.patches.cuda_graphs import choose_cuda_graphs
 from dllm.settings.denoising import DenoiseSettings
 
 logger = init_logger(LOGGER)
@@ -44,6 +45,7 @@ def configure_dllm(vllm_config: Any) -> None:
     _refuse_unsupported(vllm_config)
     _choose_pages(vllm_config.cache_config, settings.block_size)
     _choose_attention(vllm_config, settings)
+    choose_cuda_graphs(vllm_config, settings.canvas_length)
     if vllm_config.model_config.is_multimodal_model and vllm_config.model_config.is_mm_prefix_lm:
         # The tokens of an image see each other, so they have to come in one chunk of the prompt.
         vllm_config.scheduler_config.disable_chunked_mm_input = True
@@ -177,6 +179,7 @@ def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:
     attention.use_non_causal = True
     if attention.backend in (None, AttentionBackendEnum.CUSTOM):
         attention.backend = AttentionBackendEnum.CUSTOM
+        _refuse_cache_dtype(vllm_config.cache_config.cache_dtype)
         return
     if attention.backend.name not in FLAG_BACKENDS:
         raise ValueError(
@@ -207,3 +210,25 @@ def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:
     # step, which a full CUDA graph does not allow.
     if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
+
+
+def _refuse_cache_dtype(cache_dtype: str) -> None:
+    """Refuse a dtype of the KV cache that our kernels do not read on this GPU.
+
+    It may be the checkpoint's: those of NVIDIA Model Optimizer often ask for FP8.
+    """
+    from vllm.platforms import current_platform
+
+    if cache_dtype in ("auto", "float16", "bfloat16", "fp8_e5m2"):
+        return
+    if cache_dtype not in ("fp8", "fp8_e4m3"):
+        why = "the kernels of diffusion models read 16-bit and FP8 numbers"
+    elif not current_platform.has_device_capability(89):
+        has = current_platform.get_device_capability().as_version_str()
+        why = f"E4M3 needs a GPU of compute capability 8.9, and this one has {has}"
+    else:
+        return
+    raise ValueError(
+        f"--kv-cache-dtype {cache_dtype} (the flag's value, or what the checkpoint's "
+        f"quantization_config asks for): {why}. Use --kv-cache-dtype bfloat16."
+    )

@@ -6,8 +6,10 @@
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.drafter.cache import check_pages
+from dllm.engine.warm_up import warm_up
 from dllm.patches.contract import SCHEDULER
 from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
 from dllm.patches.recording import Records
@@ -23,6 +25,16 @@ class CanvasGPUWorker(Records, Visits, Worker):
             prepare_runner()
         draft_in_this_worker(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """vLLM's; before it, canvases are emitted and scored, so that no request waits for it.
+
+        Before, because CUDA graphs are captured at its end: a workspace that grew later would take
+        its memory from under them. ``--enforce-eager`` does without, as with vLLM's own kernels.
+        """
+        if self.serves_canvases and self.vllm_config.kernel_config.enable_jit_warmup:
+            warm_up(self.model_runner, self.execute_model)
+        return super().compile_or_warm_up_model()
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's: what each layer keeps in the KV cache; a drafter's is checked against it."""

@@ -3,16 +3,19 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm import envs
+from vllm import SamplingParams, envs
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 
 from dllm.engine.warm_up import canvas_batch, warm_up
-from tests.support.engine_harness import Engine
+from dllm.patches import gpu_worker
+from dllm.patches.recording import Records
+from tests.support.engine_harness import Engine, Run, assert_same_runs
 from tests.support.process import printed_json, run_python
 
 CANVAS = 32
@@ -69,8 +72,88 @@ def test_the_warm_up_visits_every_kind_of_batch(engine: Engine) -> None:
         [CANVAS // 2],
         [CANVAS // 2],
     ]
-    assert batches == once * 2
+    scored = [[], [CANVAS] * 2, [CANVAS] * 2, [], [CANVAS], [CANVAS]]
+    assert batches == once * 2 + scored
     assert engine.runner.req_states.req_id_to_index == requests
+
+
+def test_the_warm_up_emits_and_scores_blocks(engine: Engine, monkeypatch) -> None:
+    worker = engine.core.model_executor.driver_worker.worker
+    sampler, runner = engine.runner.sampler, engine.runner
+    emitted: list[list[int]] = []
+    scores: list[int] = []
+    calls: list[str] = []
+    emit, of_blocks = sampler._emit, sampler.logprobs.of_blocks
+    of_prompt = runner.prompt_logprobs_worker.compute_prompt_logprobs
+
+    def spy_emit(logits, rows, step, num_emitted, batch):
+        emitted.append(num_emitted.tolist())
+        return emit(logits, rows, step, num_emitted, batch)
+
+    def spy_blocks(*args):
+        found = of_blocks(*args)
+        scores.append(0 if found is None else len(found.logprobs))
+        return found
+
+    def spy_prompt(*args):
+        found = of_prompt(*args)
+        calls.extend(["prompt"] * len(found))
+        return found
+
+    monkeypatch.setattr(sampler, "_emit", spy_emit)
+    monkeypatch.setattr(sampler.logprobs, "of_blocks", spy_blocks)
+    monkeypatch.setattr(runner.prompt_logprobs_worker, "compute_prompt_logprobs", spy_prompt)
+    warm_up(runner, worker.execute_model)
+    assert all(count > 0 for counts in emitted for count in counts)
+    # Forbidden words may shorten a block, but not to nothing.
+    assert len(scores) == 4 and min(scores) > 0
+    assert calls == ["prompt"] * 3  # of two requests, then of one
+
+
+def test_the_warm_up_leaves_no_trace(engine: Engine) -> None:
+    """Tokens, logits and logprobs of the requests after it are those of the requests before it."""
+    worker = engine.core.model_executor.driver_worker.worker
+    prompts = [[20 + i for i in range(9)], [7, 8, 9]]
+    asked = SamplingParams(max_tokens=2 * CANVAS, seed=5, ignore_eos=True)
+    scored = SamplingParams(
+        max_tokens=2 * CANVAS, seed=5, ignore_eos=True, logprobs=2, presence_penalty=0.5
+    )
+
+    def answers() -> tuple[list[Run], list[list[int]]]:
+        outputs = engine.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts], scored, use_tqdm=False
+        )
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        return engine.runs(prompts, [asked, asked]), tokens
+
+    engine.llm.reset_prefix_cache()
+    before, tokens_before = answers()
+    free = list(engine.runner.req_states.free_indices)
+    warm_up(engine.runner, worker.execute_model)
+    engine.llm.reset_prefix_cache()
+    assert sorted(engine.runner.req_states.free_indices) == sorted(free)
+    assert not engine.runner.prompt_logprobs_worker.in_progress_prompt_logprobs
+    after, tokens_after = answers()
+    assert_same_runs(after, before)
+    assert tokens_after == tokens_before
+
+
+@pytest.mark.parametrize(
+    ("serves_canvases", "warms_kernels", "runs"),
+    [(True, True, ["ours", "vllm"]), (False, True, ["vllm"]), (True, False, ["vllm"])],
+)
+def test_a_gpu_worker_warms_up_before_graphs_are_captured(
+    monkeypatch, serves_canvases, warms_kernels, runs
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: ran.append("ours"))
+    monkeypatch.setattr(Records, "compile_or_warm_up_model", lambda self: ran.append("vllm"))
+    worker = object.__new__(gpu_worker.CanvasGPUWorker)
+    worker.serves_canvases, worker.model_runner = serves_canvases, None
+    kernels = SimpleNamespace(enable_jit_warmup=warms_kernels)
+    worker.vllm_config = SimpleNamespace(kernel_config=kernels)
+    worker.compile_or_warm_up_model()
+    assert ran == runs
 
 
 # --- compiled -------------------------------------------------------------------------------------

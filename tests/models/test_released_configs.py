@@ -1,14 +1,10 @@
 """Fields of released config.json files: vLLM reads them, and the references have the known sizes.
 
-The values are those of https://huggingface.co/inclusionAI/LLaDA2.0-mini and LLaDA2.0-flash (as in
-configs/model_configs of github.com/inclusionAI/dFactory) and of
-https://huggingface.co/JetLM/SDAR-1.7B-Chat (as in models/ of github.com/hxhcreate/DARE). No weights
-are at hand.
+The files are in ``released/``, each with its source. No weights are at hand.
 """
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,93 +14,11 @@ from vllm.transformers_utils.config import get_config
 from dllm import register
 from dllm.models.llada2.reference import glm4_config, to_released
 from dllm.models.sdar.reference import qwen3_config
+from tests.support.released import released
 
-LLADA2_MINI: dict[str, Any] = {
-    "architectures": ["LLaDA2MoeModelLM"],
-    "model_type": "llada2_moe",
-    "auto_map": {"AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig"},
-    "attention_dropout": 0.0,
-    "embedding_dropout": 0.0,
-    "first_k_dense_replace": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 5120,
-    "max_position_embeddings": 16384,
-    "max_window_layers": 28,
-    "moe_intermediate_size": 512,
-    "moe_router_enable_expert_bias": True,
-    "n_group": 8,
-    "norm_head": False,
-    "norm_softmax": False,
-    "norm_topk_prob": True,
-    "num_attention_heads": 16,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 20,
-    "num_key_value_heads": 4,
-    "num_shared_experts": 1,
-    "output_dropout": 0.0,
-    "output_router_logits": False,
-    "pad_token_id": 156892,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 600000,
-    "rotary_dim": 64,
-    "routed_scaling_factor": 2.5,
-    "router_dtype": "fp32",
-    "score_function": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "torch_dtype": "bfloat16",
-    "use_bias": False,
-    "use_cache": False,
-    "use_qkv_bias": False,
-    "use_rmsnorm": True,
-    "use_sliding_window": False,
-    "using_split_qkv_in_self_attention": False,
-    "vocab_size": 157184,
-}
-LLADA2_FLASH = LLADA2_MINI | {
-    "hidden_size": 4096,
-    "intermediate_size": 9216,
-    "moe_intermediate_size": 1024,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-}
-SDAR_1_7B: dict[str, Any] = {
-    "architectures": ["SDARForCausalLM"],
-    "model_type": "sdar",
-    "auto_map": {"AutoConfig": "configuration_sdar.SDARConfig"},
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "block_size": 4,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "fuse_cross_entropy": True,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 6144,
-    "mask_token_id": 151669,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+LLADA2_MINI, LLADA2_FLASH, SDAR_1_7B = (
+    released(name)["config"] for name in ("llada2.0-mini", "llada2.0-flash", "sdar-1.7b-chat")
+)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
+from dllm.models.gemma import weights as weights_module
 from dllm.models.gemma.weights import (
     CANVAS_SCALARS,
     DECODER,
     ENCODER,
     HEAD_SCALARS,
+    checkpoint_names,
     merge_shared_copies,
 )
 from tests.engine.test_parity import CANVAS, prompt
@@ -106,6 +108,64 @@ def test_every_difference_is_noticed(change):
     tensor = torch.randn(16, 16)
     with pytest.raises(ValueError, match=r"they differ: norm\.weight\."):
         merged({f"{ENCODER}norm.weight": tensor, f"{DECODER}norm.weight": change(tensor)})
+
+
+# --- which weights are compared -------------------------------------------------------------------
+
+
+@pytest.fixture
+def digested(monkeypatch) -> list[int]:
+    """Numbers of elements of the tensors that are read for comparison, in order."""
+    read = []
+    digest = weights_module._digest
+    monkeypatch.setattr(
+        weights_module, "_digest", lambda tensor: read.append(tensor.numel()) or digest(tensor)
+    )
+    return read
+
+
+TWICE = {f"{half}norm.weight": torch.ones(7) for half in (DECODER, ENCODER)}
+ONCE = {f"{DECODER}up.weight": torch.ones(5), f"{ENCODER}down.weight": torch.ones(3)}
+
+
+def test_only_weights_that_come_twice_are_read_for_comparison(digested):
+    weights = TWICE | ONCE | {"lm_head.weight": torch.ones(2)}
+    pairs = list(merge_shared_copies(weights.items(), LAYERS, weights))
+    assert [name for name, _ in pairs][:4] == [
+        f"{DECODER}norm.weight",
+        f"{DECODER}up.weight",
+        f"{DECODER}down.weight",
+        "lm_head.weight",
+    ]
+    assert digested == [7, 7]
+
+
+def test_all_weights_are_compared_if_the_names_are_not_known(digested):
+    list(merge_shared_copies((TWICE | ONCE).items(), LAYERS))
+    assert digested == [7, 7, 5, 3]
+
+
+def test_differing_copies_are_refused_with_known_names():
+    weights = TWICE | {f"{ENCODER}norm.weight": torch.zeros(7)}
+    with pytest.raises(ValueError, match=r"they differ: norm\.weight\."):
+        list(merge_shared_copies(weights.items(), LAYERS, weights))
+
+
+def test_a_second_copy_that_was_not_announced_is_refused():
+    """Its first copy was not compared, so nobody knows whether they are equal."""
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        list(merge_shared_copies(TWICE.items(), LAYERS, [f"{DECODER}norm.weight"]))
+
+
+def test_the_names_of_a_checkpoint_are_those_in_its_files(tmp_path):
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "model-1.safetensors")
+    save_file({"c": torch.ones(1)}, tmp_path / "model-2.safetensors")
+    assert checkpoint_names(str(tmp_path), None) == {"a", "b", "c"}
+
+
+def test_a_checkpoint_without_safetensors_has_no_known_names(tmp_path):
+    assert checkpoint_names(str(tmp_path), None) is None
+    assert checkpoint_names("nobody/has-downloaded-this", None) is None
 
 
 def test_other_names_pass_unchanged():

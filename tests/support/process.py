@@ -25,6 +25,7 @@ def run_python(
     environment: Mapping[str, str | None] | None = None,
     timeout: float = 300,
     status: int = 0,
+    given: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python ARGUMENTS`` in the repository's root, and check its exit status.
 
@@ -34,12 +35,14 @@ def run_python(
         environment: variables to set in addition to this process's; None removes one.
         timeout: seconds.
         status: the expected exit status.
+        given: standard input.
     """
     finished = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
         env=_changed_environment(environment or {}),
         capture_output=True,
+        input=given,
         text=True,
         timeout=timeout,
     )

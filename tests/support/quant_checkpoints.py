@@ -9,7 +9,7 @@ and names and config are written out. ``dequantized`` reads such a checkpoint.
 import copy
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -226,6 +226,65 @@ def quantization_config(scheme: str, layout: Layout, written: Tensors) -> dict:
         "global_compression_ratio": None,
         "ignore": ignore,
     }
+
+
+# Of NVIDIA Model Optimizer: its names for an NVFP4 layer's tensors, and what it does not quantize.
+MODEL_OPTIMIZER = {
+    "weight_packed": "weight",
+    "weight_scale": "weight_scale",
+    "weight_global_scale": "weight_scale_2",
+    "input_global_scale": "input_scale",
+}
+EXPERTS_ALONE = (
+    "lm_head",
+    "model.encoder.embed_vision*",
+    "*mlp*",
+    "*router*",
+    "*self_attn*",
+    "*self_conditioning*",
+    "*vision_tower*",
+)
+
+
+def write_modelopt(
+    source: Path,
+    target: Path,
+    excluded: Sequence[str] = EXPERTS_ALONE,
+    edit: Callable[[Tensors], object] | None = None,
+    **config: object,
+) -> Path:
+    """Quantize the checkpoint at ``source`` to NVFP4, as Model Optimizer writes it.
+
+    Args:
+        excluded: modules that are not quantized; parts of names with or without stars.
+        edit: may change tensors, by their names.
+        config: of the quantization_config, in addition or instead.
+    """
+
+    def keep(name: str) -> bool:
+        return any(part.strip("*") in name for part in excluded)
+
+    def rename(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(".weight_packed")]:
+            stem = name.removesuffix("weight_packed")
+            parts = {old: tensors.pop(f"{stem}{old}") for old in MODEL_OPTIMIZER}
+            for old, new in MODEL_OPTIMIZER.items():
+                is_divisor = old.endswith("_global_scale")
+                tensors[f"{stem}{new}"] = 1 / parts[old][0] if is_divisor else parts[old]
+        if edit is not None:
+            edit(tensors)
+
+    write_quantized(source, target, "nvfp4", keep=keep, edit=rename)
+    written = json.loads((target / "config.json").read_text())
+    numbers4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    written["quantization_config"] = {
+        "config_groups": {"group_0": {"input_activations": numbers4, "weights": numbers4}},
+        "ignore": list(excluded),
+        "quant_algo": "NVFP4",
+        "quant_method": "modelopt",
+    } | config
+    (target / "config.json").write_text(json.dumps(written))
+    return target
 
 
 def layers_of(path: Path) -> dict[str, Tensors]:

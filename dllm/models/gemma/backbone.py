@@ -26,7 +26,7 @@ from dllm.models import quantized
 from dllm.models.gemma.family import Gemma
 from dllm.models.gemma.self_conditioning import SelfConditioning
 from dllm.models.gemma.settings import GemmaSettings
-from dllm.models.gemma.weights import merge_shared_copies, refuse_missing
+from dllm.models.gemma.weights import checkpoint_names, merge_shared_copies, refuse_missing
 from dllm.ops.dispatch import uses_sparse_product
 from dllm.settings.server import PluginOptions
 from quant.loading import checked
@@ -126,6 +126,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         self.self_conditioning = SelfConditioning(
             config.hidden_size, config.intermediate_size, config.rms_norm_eps
         )
+        self._checkpoint = vllm_config.model_config.model, vllm_config.model_config.revision
         if GemmaSettings.from_vllm(vllm_config).canvas_window == "anchored":
             self._anchor_sliding_layers()
         for layer in self.model.layers:
@@ -224,12 +225,19 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
                 filled.add(self.hf_to_vllm_mapper.map_name(name) or name)
                 yield name, tensor
 
+        merged = merge_shared_copies(
+            weights, self.model.config.num_hidden_layers, checkpoint_names(*self._checkpoint)
+        )
         loaded = AutoWeightsLoader(self).load_weights(
-            noting_names(merge_shared_copies(weights, self.model.config.num_hidden_layers)),
+            noting_names(merged),
             mapper=self.hf_to_vllm_mapper,
         )
         refuse_missing(
-            (name for name, _ in self.named_parameters()),
+            (
+                name
+                for name, _ in self.named_parameters()
+                if not quantized.is_unused_scale(name, plan)
+            ),
             filled | loaded,
             self.model.hf_to_vllm_mapper.orig_to_new_stacked,
             self.model.config.num_experts,

@@ -170,7 +170,8 @@ class ImageModelState(DiffusionModelState):
     ) -> dict[str, Any]:
         """As the base class; a row with images becomes several sequences, each causal or not.
 
-        A full CUDA graph cannot replay a number of sequences that changes. There images are causal.
+        A full CUDA graph cannot replay a number of sequences that changes; ``patches.cuda_graphs``
+        keeps prompts with images out of it. Its dummy batches have none.
         """
         is_full = cudagraph_mode == CUDAGraphMode.FULL
         if is_full or self._sequences(input_batch).images is None:

@@ -1,0 +1,86 @@
+"""Chooses the batch sizes for which CUDA graphs are captured, and keeps images out of full graphs.
+
+vLLM chooses the graph of a batch from three numbers, before any attention metadata exists
+(``CudaGraphManager.dispatch``): tokens, requests, and the query length if it is the same for all
+requests and none reads its prompt. So the attention backend has no say in it. With vLLM's default
+mode, ``FULL_AND_PIECEWISE``,
+
+    canvases alone, all as wide as the model's    a FULL graph: it runs the attention, too
+    heads, prompts, narrow canvases, images       a PIECEWISE graph, between whose pieces the
+                                                  attention is launched
+
+A batch is padded to the next captured size. vLLM's default sizes end at 512 tokens, that is, two
+canvases of 256; a batch that is larger than all sizes runs without a graph.
+"""
+
+from typing import Any
+
+from vllm.logger import init_logger
+
+from dllm import LOGGER
+
+logger = init_logger(LOGGER)
+
+# Larger batches keep a GPU busy for longer than it takes to launch their kernels.
+MOST_TOKENS = 4096
+# Batches below a canvas are short prompts and narrow canvases.
+LEAST_TOKENS = 8
+# Up to here each number of canvases has a graph of its own; above, padding is at most an eighth.
+EACH_UP_TO = 16
+
+
+def choose_cuda_graphs(vllm_config: Any, canvas_length: int) -> None:
+    """Set the sizes of graphs unless the user gave some; call it when ``max_num_seqs`` is known.
+
+    A mode in which prompts run as full graphs is not allowed with bidirectional images: a full
+    graph replays a fixed number of sequences, and each such image is a sequence of its own.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    # What a user chose: vLLM sets its defaults after this.
+    sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    if sizes is None and largest is None:
+        compilation.cudagraph_capture_sizes = capture_sizes(
+            canvas_length, scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        )
+    model = vllm_config.model_config
+    has_images = model.is_multimodal_model and model.is_mm_prefix_lm
+    if has_images and compilation.cudagraph_mode == CUDAGraphMode.FULL:
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        logger.warning(
+            "dllm: the CUDA graph mode is FULL_AND_PIECEWISE instead of FULL, in which the tokens "
+            "of an image would not see each other"
+        )
+
+
+def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
+    """Numbers of tokens for which graphs are captured, ascending.
+
+    They are the multiples of a canvas up to what ``max_num_seqs`` requests need that all have an
+    emitted block in front of their canvas, but at most ``MOST_TOKENS`` (or one canvas); and halves
+    of a canvas. With blocks a row is a whole block wide in every denoise step, because the part of
+    the block that is in front of the canvas is computed again: multiples of a block, too.
+
+    Args:
+        canvas_length: of the widest canvas; tokens.
+        max_num_seqs: requests that run at a time.
+        max_num_batched_tokens: no batch is larger; at least a canvas.
+    """
+    most = min(2 * max_num_seqs * canvas_length, max(MOST_TOKENS, canvas_length))
+    most = min(most, max_num_batched_tokens)
+    sizes = []
+    part = canvas_length // 2
+    while part >= LEAST_TOKENS:
+        sizes.append(part)
+        part //= 2
+    count, step = 1, 1
+    while count * canvas_length <= most:
+        sizes.append(count * canvas_length)
+        if count >= EACH_UP_TO * step:
+            step *= 2
+        count += step
+    return sorted(sizes)

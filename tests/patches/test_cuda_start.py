@@ -1,0 +1,216 @@
+"""What a CUDA server of a released model chooses and refuses at start, rehearsed without a GPU."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+
+from bench.gpu import fp8_dynamic
+from dllm.patches.cuda_graphs import capture_sizes, choose_cuda_graphs
+from tests.support.cuda_start import rehearse
+from tests.support.quant_checkpoints import OURS, quantization_config
+from tests.support.released import GEMMA, released, write_configs
+
+CANVAS, MOST_TOKENS = 256, 4096
+GB_OF_VISION = 1.12  # of the released files; the vision tower is not made without torchvision
+FORMATS = {
+    "bf16": None,
+    "fp8": fp8_dynamic(),
+    "nvfp4": quantization_config("nvfp4", OURS, {}),
+    "modelopt": released(f"{GEMMA}-modelopt")["quantization_config"],
+}
+BLOCKS = {"llada2.0-mini": 32, "llada2.0-flash": 32, "sdar-1.7b-chat": 4}
+EACH = range(1, MOST_TOKENS // CANVAS + 1)
+# [requests, tokens, tokens of each]: canvases alone, then one head of a canvas's size among them.
+ALONE = [[count, count * CANVAS, CANVAS] for count in EACH]
+WITH_HEAD = [[count, (count + 1) * CANVAS, None] for count in EACH[:-1]]
+
+
+REFUSED = {
+    "FLASHINFER": (
+        {"attention_backend": "FLASHINFER"},
+        "--attention-backend FLASHINFER: allowed for diffusion models are TRITON_ATTN",
+    ),
+    "FLASH_ATTN": ({"attention_backend": "FLASH_ATTN"}, "need FlashAttention 4"),
+    "TRITON_ATTN": (
+        {"attention_backend": "TRITON_ATTN", "hf_overrides": {"canvas_window": "anchored"}},
+        "--attention-backend TRITON_ATTN has no anchored canvas window",
+    ),
+    "nvfp4 cache": (
+        {"kv_cache_dtype": "nvfp4"},
+        "--kv-cache-dtype nvfp4 (the flag's value, or what the checkpoint's quantization_config "
+        "asks for): the kernels of diffusion models read 16-bit and FP8 numbers",
+    ),
+}
+CHOSEN = {
+    "few": {"max_num_seqs": 2},
+    "sizes": {"cudagraph_capture_sizes": [256, 512]},
+    "largest": {"max_cudagraph_capture_size": 1024},
+    "eager": {"enforce_eager": True},
+    "triton": {"attention_backend": "TRITON_ATTN"},
+}
+
+
+@pytest.fixture(scope="module")
+def on_h200(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Reports of all cases on an H200, by name."""
+    folder = tmp_path_factory.mktemp("released")
+    cases: dict[str, dict[str, Any]] = {}
+    for name, quantization in FORMATS.items():
+        model = write_configs(folder / name, GEMMA, quantization)
+        cases[name] = {"model": str(model), "batches": ALONE + WITH_HEAD}
+    for name, block in BLOCKS.items():
+        batches = [[count, count * block, block] for count in range(1, 65)]
+        cases[name] = {"model": str(write_configs(folder / name, name)), "batches": batches}
+    for name, (flags, _) in REFUSED.items():
+        cases[name] = {"model": cases["bf16"]["model"], "flags": flags}
+    for name, flags in CHOSEN.items():
+        cases[name] = {"model": cases["bf16"]["model"], "flags": flags}
+    return dict(zip(cases, rehearse("h200", list(cases.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *BLOCKS])
+def test_our_parts_are_chosen(on_h200, name):
+    start = on_h200[name]
+    assert start["attention"] == "CUSTOM"
+    assert start["scheduler"] == "dllm.engine.scheduler.CanvasScheduler"
+    assert start["worker"] == "dllm.patches.gpu_worker.CanvasGPUWorker"
+    assert start["max_num_seqs"] == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "cache", "released_gb"),
+    [
+        ("bf16", None, "auto", 51.6476),
+        ("fp8", "compressed-tensors", "auto", 27.1977),
+        ("modelopt", "modelopt_fp4", "fp8_e4m3", 18.8181),
+    ],
+)
+def test_the_weights_are_as_large_as_the_released_files(on_h200, name, method, cache, released_gb):
+    """Their sizes: file id 68342975742 of the index of public GitHub files."""
+    start = on_h200[name]
+    assert (start["quantization"], start["cache_dtype"]) == (method, cache)
+    assert start["gigabytes"] + GB_OF_VISION == pytest.approx(released_gb, abs=0.03)
+
+
+def test_nvfp4_of_all_layers_is_smaller_than_of_experts_alone(on_h200):
+    assert on_h200["nvfp4"]["quantization"] == "compressed-tensors"
+    assert on_h200["nvfp4"]["gigabytes"] < on_h200["modelopt"]["gigabytes"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_kv_cache_has_six_groups_with_pages_of_the_same_bytes(on_h200, name):
+    groups = on_h200[name]["groups"]
+    assert [group["layers"] for group in groups] == [5] * 6
+    assert [group["spec"] for group in groups] == ["SlidingWindowSpec"] * 5 + ["FullAttentionSpec"]
+    item = 1 if name == "modelopt" else 2  # bytes of a number
+    for group in groups[:5]:  # 8 heads of 256, keys and values
+        assert group["page_bytes"] == group["page_size"] * 8 * 256 * 2 * item
+    full = groups[5]  # 2 heads of 512
+    assert full["page_bytes"] == full["page_size"] * 2 * 512 * 2 * item
+    assert len({group["page_bytes"] for group in groups}) == 1
+
+
+@pytest.mark.parametrize(("name", "block"), BLOCKS.items())
+def test_pages_hold_whole_blocks(on_h200, name, block):
+    (group,) = on_h200[name]["groups"]
+    assert group["spec"] == "FullAttentionSpec"
+    assert group["layers"] == released(name)["config"]["num_hidden_layers"]
+    assert group["page_size"] % block == 0
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_number_of_canvases_has_a_full_graph(on_h200, name):
+    """Without padding; a head among them makes a graph in pieces of it, without padding, too."""
+    graphs = on_h200[name]["graphs"]
+    assert graphs[: len(ALONE)] == [["FULL", tokens, count] for count, tokens, _ in ALONE]
+    assert graphs[len(ALONE) :] == [["PIECEWISE", tokens, None] for _, tokens, _ in WITH_HEAD]
+
+
+@pytest.mark.parametrize(("name", "block"), BLOCKS.items())
+def test_blocks_have_full_graphs_for_all_requests(on_h200, name, block):
+    for count, (mode, tokens, requests) in enumerate(on_h200[name]["graphs"], start=1):
+        assert mode == "FULL" and tokens == requests * block
+        assert count <= requests <= max(count, count * 9 / 8)
+
+
+def test_a_user_may_choose_other_graphs(on_h200):
+    assert on_h200["few"]["graph_sizes"][-1] == 2 * 2 * CANVAS
+    assert on_h200["sizes"]["graph_sizes"] == [256, 512]
+    assert on_h200["largest"]["graph_sizes"][-1] == 1024
+    assert (on_h200["eager"]["graph_mode"], on_h200["eager"]["graph_sizes"]) == ("NONE", [])
+    # Heads and canvases are separate sequences there, whose number changes.
+    assert on_h200["triton"]["attention"] == "TRITON_ATTN"
+    assert on_h200["triton"]["graph_mode"] == "PIECEWISE"
+
+
+@pytest.mark.parametrize("canvas", [4, 32, 256, 1000])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 500])
+@pytest.mark.parametrize("budget", [1000, 8192])
+def test_sizes_are_whole_canvases_and_halves_of_one(canvas, max_num_seqs, budget):
+    sizes = capture_sizes(canvas, max_num_seqs, budget)
+    assert all(small < large for small, large in pairwise(sizes))
+    assert sizes[-1] <= min(budget, max(MOST_TOKENS, canvas), 2 * max_num_seqs * canvas)
+    whole = [size for size in sizes if size >= canvas]
+    assert whole[0] == canvas and all(size % canvas == 0 for size in whole)
+    assert all(large - small <= max(canvas, large / 8) for small, large in pairwise(whole))
+    assert all(canvas // size >= 2 for size in sizes if size < canvas)
+
+
+@pytest.mark.parametrize(
+    ("sees_images", "given", "chosen"),
+    [
+        (True, CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE),
+        (True, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_DECODE_ONLY),
+        (True, CUDAGraphMode.PIECEWISE, CUDAGraphMode.PIECEWISE),
+        (True, None, None),  # vLLM's default, FULL_AND_PIECEWISE, comes later
+        (False, CUDAGraphMode.FULL, CUDAGraphMode.FULL),
+    ],
+)
+def test_prompts_with_images_run_in_no_full_graph(monkeypatch, sees_images, given, chosen):
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    compilation = SimpleNamespace(
+        cudagraph_capture_sizes=None, max_cudagraph_capture_size=None, cudagraph_mode=given
+    )
+    config = SimpleNamespace(
+        compilation_config=compilation,
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=8192),
+        model_config=SimpleNamespace(is_multimodal_model=sees_images, is_mm_prefix_lm=True),
+    )
+    choose_cuda_graphs(config, CANVAS)
+    assert compilation.cudagraph_mode == chosen
+
+
+# --- refusals and other GPUs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused(on_h200, name):
+    assert REFUSED[name][1] in on_h200[name]["refusal"]
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100", "b200"])
+def test_other_gpus(tmp_path, gpu):
+    """An A100 cannot read the FP8 cache that one of the checkpoints asks for."""
+    cases: dict[str, dict[str, Any]] = {}
+    for name, quantization in FORMATS.items():
+        model = write_configs(tmp_path / name, GEMMA, quantization)
+        cases[name] = {"model": str(model), "batches": ALONE}
+    cases["16-bit cache"] = cases["modelopt"] | {"flags": {"kv_cache_dtype": "bfloat16"}}
+    starts = dict(zip(cases, rehearse(gpu, list(cases.values())), strict=True))
+    if gpu == "a100":
+        refusal = starts.pop("modelopt")["refusal"]
+        assert "--kv-cache-dtype fp8_e4m3" in refusal and "this one has 8.0" in refusal
+        assert "Use --kv-cache-dtype bfloat16" in refusal
+    for start in starts.values():
+        assert start["attention"] == "CUSTOM"
+        # vLLM's default for an A100 is 2,048 tokens: no step has more.
+        scheduled = [batch for batch in ALONE if batch[1] <= start["max_num_batched_tokens"]]
+        full = [["FULL", tokens, count] for count, tokens, _ in scheduled]
+        assert start["graphs"][: len(full)] == full
