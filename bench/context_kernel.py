@@ -189,14 +189,19 @@ def measure(one: Drafter, num_tokens: int, device: str, ceilings: Gpu) -> list[d
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check and time every size."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, no GPU, no conclusions")
     parser.add_argument("--results", type=Path, default=RESULTS / "gpu", help="folder of the CSV")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check and time every size."""
+    options = parse(arguments)
     if importlib.util.find_spec("triton") is None:
         print("Triton is not installed", file=sys.stderr)
         return 2

@@ -230,11 +230,8 @@ def run_stage(chosen: dict[str, Any]) -> None:
     Path(chosen["path"]).write_text(json.dumps(found))
 
 
-def main(
-    arguments: Sequence[str] | None = None,
-    run: Callable[..., dict[str, Any]] = in_process,
-) -> int:
-    """Run the stages, print a line for each, write the CSV."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -245,9 +242,16 @@ def main(
     parser.add_argument("--worse-by", type=int, default=2, help="fewer right answers than on a CPU")
     parser.add_argument("--write", action="store_true", help="write --expected, on a CPU")
     parser.add_argument("--results", type=Path, default=RESULTS / "gpu", help="folder of the CSV")
-    parser.add_argument("--name", default="start", help="of the CSV")
     parser.add_argument("--here", type=json.loads, help=argparse.SUPPRESS)  # set by this command
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    run: Callable[..., dict[str, Any]] = in_process,
+) -> int:
+    """Run the stages, print a line for each, write the CSV."""
+    options = parse(arguments)
     if options.here:
         run_stage(options.here)
         return 0
@@ -260,7 +264,7 @@ def main(
         found = run(stage, options.model, options.expected, options.questions, options.worse_by)
         columns = ("status", "seconds", "ready_s", "detail")
         rows.append({"stage": stage} | {name: found.get(name) for name in columns} | about)
-        write_csv(options.results / f"{options.name}.csv", rows)
+        write_csv(options.results / "start.csv", rows)
         print(f"{stage:18} {found['status']:7} {found['seconds']:6.1f} s  {found['detail']}")
     return int(any(row["status"] != "ok" for row in rows))
 

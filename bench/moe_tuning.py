@@ -2,6 +2,7 @@
 
     python -m bench.moe_tuning --weights bf16 fp8 --seconds 50      # for each of them
     VLLM_TUNED_CONFIG_FOLDER=DIR vllm serve ...                     # takes the table
+    python -m bench.moe_tuning --tables-of moe.csv --results DIR    # tables, where only it was kept
     python -m bench.moe_tuning --smoke                              # tiny experts, no GPU
 
 vLLM 0.32 has no table for 128 experts of width 704 on an H200. Tried are, for every batch that
@@ -26,7 +27,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.context import RESULTS, provenance, write_csv
+from bench.context import RESULTS, provenance, read_csv, write_csv
 from bench.roofline import released_config
 
 Tiles = dict[str, int]  # BLOCK_SIZE_M, ..., as vLLM's tables have them
@@ -252,11 +253,17 @@ def table_name(experts: Experts, dtype: str | None) -> str:
     return name
 
 
-def write_table(path: Path, found: dict[int, Found], defaults: dict[int, Tiles]) -> None:
-    """The best tiles of each batch, in vLLM's format; its own choice where none was faster."""
-    table = {str(batch): one.tiles or defaults[batch] for batch, one in found.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=4) + "\n")
+def write_tables(rows: Sequence[Mapping[str, object]], folder: Path) -> None:
+    """The best tiles of each batch in vLLM's format, a file for each kind of weights.
+
+    Args:
+        rows: of moe.csv.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in dict.fromkeys(str(row["table"]) for row in rows):
+        mine = [row for row in rows if row["table"] == name]
+        table = {str(row["tokens"]): json.loads(str(row["tiles"])) for row in mine}
+        (folder / name).write_text(json.dumps(table, indent=4) + "\n")
 
 
 def default_tiles(experts: Experts, batch: int, dtype: str | None) -> Tiles:
@@ -270,9 +277,9 @@ def default_tiles(experts: Experts, batch: int, dtype: str | None) -> Tiles:
 
 
 def tune(
-    experts: Experts, weights: str, batches: Sequence[int], seconds: float, results: Path
+    experts: Experts, weights: str, batches: Sequence[int], seconds: float
 ) -> Iterator[list[dict[str, object]]]:
-    """Search; after every tile the table is written and the rows so far are yielded."""
+    """Search; the rows so far, after every tile."""
     dtype, deadline = WEIGHTS[weights], time.monotonic() + seconds
     is_kernel = torch.cuda.is_available()
     runs = {
@@ -284,7 +291,6 @@ def tune(
     defaults = {batch: default_tiles(experts, batch, dtype) for batch in batches}
     search = Search(runs, median_ms if is_kernel else wall_ms)
     for _ in search.go(tiles, deadline):
-        write_table(results / table_name(experts, dtype), search.found, defaults)
         yield [
             {
                 "weights": weights,
@@ -294,13 +300,14 @@ def tune(
                 "tried": one.tried,
                 "refused": one.refused,
                 "tiles": json.dumps(one.tiles or defaults[batch]),
+                "table": table_name(experts, dtype),
             }
             for batch, one in search.found.items()
         ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Search for each kind of weights, print the best, write tables and CSV."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -308,7 +315,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=50.0, help="for each kind of weights")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, no conclusions")
     parser.add_argument("--results", type=Path, default=RESULTS / "gpu", help="folder of the files")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--tables-of", type=Path, metavar="CSV", help="only write tables from it")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Search for each kind of weights, print the best, write tables and CSV."""
+    options = parse(arguments)
+    if options.tables_of:
+        write_tables(read_csv(options.tables_of), options.results)
+        return 0
     if not options.smoke and not torch.cuda.is_available():
         print("There is no GPU: --smoke tests the plumbing; nothing else runs.", file=sys.stderr)
         return 2
@@ -318,8 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, object]] = []
     for weights in options.weights:
         new: list[dict[str, object]] = []
-        for new in tune(experts, weights, batches, options.seconds, options.results):
+        for new in tune(experts, weights, batches, options.seconds):
             write_csv(options.results / "moe.csv", [row | shared for row in rows + new])
+            write_tables(rows + new, options.results)
         for row in new:
             line = "{weights} {tokens:5} tokens: {default_ms:.3f} -> {best_ms:.3f} ms  {tiles}"
             print(line.format_map(row), flush=True)

@@ -1,22 +1,18 @@
 """bench/context_kernel.py: the definition in torch, and what counts as agreement."""
 
-import dataclasses
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench.context import read_csv
-from bench.context_kernel import PAGE_SIZE, SMOKE_SIZES, TINY, disagreement, make_inputs
+from bench.context_kernel import PAGE_SIZE, SMOKE_SIZES, TINY, Inputs, disagreement
 from tests.support.process import run_python
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
 
-
-@needs_triton
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_smoke_run_agrees_and_writes_every_size(tmp_path: Path) -> None:
     """In a process of its own: the interpreter is chosen when Triton is imported."""
     run_python("-m", "bench.context_kernel", "--smoke", "--results", str(tmp_path))
@@ -26,11 +22,10 @@ def test_the_smoke_run_agrees_and_writes_every_size(tmp_path: Path) -> None:
     ]
 
 
-@needs_triton
 def test_a_wrong_number_or_none_is_a_disagreement() -> None:
-    inputs = make_inputs(TINY, 21, "cpu")
-    ones = [dataclasses.replace(one) for one in inputs.caches()]
-    others = inputs.caches()
+    nothing: Any = None
+    inputs = Inputs(TINY, nothing, torch.zeros(21, TINY.hidden), nothing, torch.arange(21))
+    ones, others = inputs.caches(), inputs.caches()
     for cache in (*ones, *others):
         cache.key.fill_(1.0)
         cache.value.fill_(1.0)

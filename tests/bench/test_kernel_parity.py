@@ -9,7 +9,7 @@ from bench.context import ROOT, read_csv
 from bench.kernel_parity import Case
 
 
-def stand_in(suite: str, parent: Connection, log: Path, is_smoke: bool) -> None:
+def stand_in(suite: str, parent: Connection, log: Path, chosen: slice) -> None:
     """A suite of two cases; "broken" ends after the first, "empty" before it."""
     log.write_text("what it printed")
     if suite != "empty":
@@ -22,8 +22,8 @@ def stand_in(suite: str, parent: Connection, log: Path, is_smoke: bool) -> None:
 
 def test_every_case_is_written_and_broken_suites_fail(tmp_path: Path) -> None:
     path = tmp_path / "parity.csv"
-    chosen = ["whole", "broken", "empty"]
-    cases = kernel_parity.run_all(chosen, path, tmp_path, is_smoke=False, run=stand_in)
+    processes = [(suite, slice(None)) for suite in ("whole", "broken", "empty")]
+    cases = kernel_parity.run_all(processes, path, tmp_path, stand_in)
     rows = {(row["suite"], row["name"]): (row["outcome"], row["why"]) for row in read_csv(path)}
     assert rows == {
         ("whole", "first"): ("passed", ""),
@@ -34,6 +34,27 @@ def test_every_case_is_written_and_broken_suites_fail(tmp_path: Path) -> None:
     }
     said = kernel_parity.summary(cases)
     assert "whole: 1 passed, 1 failed" in said and "FAILED whole second: AssertionError" in said
+
+
+SUITE = """
+import pytest
+
+@pytest.mark.parametrize("number", range(5))
+def test_it(number):
+    assert number != 3, "three"
+"""
+
+
+def test_processes_share_the_cases_of_a_suite(tmp_path: Path) -> None:
+    suite = tmp_path / "suite.py"
+    suite.write_text(SUITE)
+    processes = [(str(suite), slice(n, None, 2)) for n in range(2)]
+    cases = kernel_parity.run_all(processes, tmp_path / "parity.csv", tmp_path)
+    assert {case.name: case.outcome for case in cases} == {
+        f"test_it[{number}]": "failed" if number == 3 else "passed" for number in range(5)
+    }
+    assert len(cases) == 5
+    assert "three" in "".join(case.why for case in cases)
 
 
 def test_every_kernel_has_a_suite() -> None:

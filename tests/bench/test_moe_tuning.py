@@ -94,6 +94,11 @@ def test_the_smoke_run_writes_tables_that_vllm_reads(
         best = {int(r["tokens"]): json.loads(r["tiles"]) for r in rows if r["weights"] == weights}
         assert read == best
     fused_moe.get_moe_configs.cache_clear()
+    again = tmp_path / "again"
+    assert moe_tuning.main(["--tables-of", str(tmp_path / "moe.csv"), "--results", str(again)]) == 0
+    for path in again.iterdir():
+        assert path.read_text() == (tmp_path / path.name).read_text()
+    assert len(list(again.iterdir())) == 2
 
 
 def test_tables_of_the_released_experts_are_known() -> None:
