@@ -173,24 +173,27 @@ def difference(got: Tensor, expected: Tensor) -> float:
 # --- the kernel ----------------------------------------------------------------------------------
 
 
-def kernel(experts: Experts, weights: str, batch: int) -> Run:
+def kernel(experts: Experts, weights: str, batch: int, device: str = "cuda") -> Run:
     """vLLM's fused experts on random numbers; router scores choose experts evenly."""
-    from vllm.model_executor.layers.fused_moe import MoEActivation, fused_experts, override_config
+    from vllm.model_executor.layers.fused_moe import MoEActivation, override_config
     from vllm.model_executor.layers.fused_moe.config import (
         FUSED_MOE_UNQUANTIZED_CONFIG,
         fp8_w8a8_moe_quant_config,
     )
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
     torch.manual_seed(0)
-    up, up_scale = random_weight((experts.count, 2 * experts.width, experts.hidden), weights)
-    down, down_scale = random_weight((experts.count, experts.hidden, experts.width), weights)
+    shapes = (2 * experts.width, experts.hidden), (experts.hidden, experts.width)
+    (up, up_scale), (down, down_scale) = (
+        random_weight((experts.count, *shape), weights, device) for shape in shapes
+    )
     quantization = FUSED_MOE_UNQUANTIZED_CONFIG
     if weights == "fp8":
         quantization = fp8_w8a8_moe_quant_config(
             up_scale, down_scale, per_act_token_quant=True, per_out_ch_quant=True
         )
-    x = torch.randn(batch, experts.hidden, device="cuda", dtype=torch.bfloat16)
-    scores = torch.rand(batch, experts.count, device="cuda").topk(experts.chosen)
+    x = torch.randn(batch, experts.hidden, device=device, dtype=torch.bfloat16)
+    scores = torch.rand(batch, experts.count, device=device).topk(experts.chosen)
     share, ids = scores.values / scores.values.sum(-1, keepdim=True), scores.indices.int()
 
     def run(tiles: Tiles | None) -> Tensor:
@@ -203,10 +206,10 @@ def kernel(experts: Experts, weights: str, batch: int) -> Run:
     return run
 
 
-def random_weight(shape: tuple[int, int, int], weights: str) -> tuple[Tensor, Tensor]:
+def random_weight(shape: tuple[int, int, int], weights: str, device: str) -> tuple[Tensor, Tensor]:
     """[E, out, in] in bf16 or FP8, and a scale [E, out, 1] that makes products of size 1."""
-    weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    scale = torch.full((*shape[:2], 1), shape[2] ** -0.5, device="cuda")
+    weight = torch.randn(shape, device=device, dtype=torch.bfloat16)
+    scale = torch.full((*shape[:2], 1), shape[2] ** -0.5, device=device)
     if weights == "fp8":
         return weight.to(torch.float8_e4m3fn), scale
     return weight * shape[2] ** -0.5, scale

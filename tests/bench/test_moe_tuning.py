@@ -105,3 +105,32 @@ def test_tables_of_the_released_experts_are_known() -> None:
     assert table_name(RELEASED, "fp8_w8a8").startswith("E=128,N=704,device_name=")
     others = moe_tuning.tables_of_other_gpus(RELEASED, "fp8_w8a8")
     assert len(others) > 5 and all("BLOCK_SIZE_M" in one for one in others)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp8"])
+def test_the_kernel_is_asked_for_with_these_tiles(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM's operator is given, as far as a CPU can say; None leaves the choice to vLLM."""
+    from vllm.model_executor.layers.fused_moe import fused_moe
+
+    seen: list[tuple[Tiles, bool]] = []
+
+    def record(x: Tensor, up: Tensor, down: Tensor, share: Tensor, ids: Tensor, *rest: Any) -> Any:
+        activation, _, is_fp8, *_ = rest
+        assert activation == "gelu_tanh" and share.shape == ids.shape == (8, SMOKE.chosen)
+        assert up.shape == (SMOKE.count, 2 * SMOKE.width, x.shape[1])
+        assert down.shape == (SMOKE.count, x.shape[1], SMOKE.width)
+        assert (up.dtype == torch.float8_e4m3fn) is is_fp8
+        dtype = moe_tuning.WEIGHTS[weights]
+        chosen = fused_moe.try_get_optimal_moe_config(up.size(), down.size(), 2, dtype, len(x))
+        seen.append((chosen, is_fp8))
+        return torch.ones_like(x)
+
+    monkeypatch.setattr(fused_moe, "fused_experts_impl", record)
+    run = moe_tuning.kernel(SMOKE, weights, 8, "cpu")
+    assert run(tiles(16)).shape == (8, SMOKE.hidden)
+    run(None)
+    (mine, is_fp8), (own, _) = seen
+    assert mine == tiles(16) and is_fp8 is (weights == "fp8")
+    assert own.items() >= moe_tuning.default_tiles(SMOKE, 8, moe_tuning.WEIGHTS[weights]).items()
