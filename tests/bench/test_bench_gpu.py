@@ -176,6 +176,29 @@ def test_the_commands_of_the_parts_are_understood(part: Part, is_toy: bool, tmp_
         assert options.server == ["ours", "built-in"] and options.kernels
 
 
+@pytest.mark.parametrize("part", [one for one in PARTS if one.command[0] == "bench.serve"])
+def test_the_flags_of_contestants_are_those_of_a_server(part: Part, tmp_path: Path) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    write_without_weights(tmp_path / part.weights, released_config(), is_fp8=False)
+    options = serve.parse(part.arguments(tmp_path, tmp_path, is_toy=False)[1:])
+    racing = serve.contestants(options, serve.FIXED, tmp_path)
+    parser = make_arg_parser(FlexibleArgumentParser())
+    for one in racing:
+        assert one.server is not None
+        # Without the command itself, its subcommand and the model.
+        given = parser.parse_args(one.server.command[3:])
+        assert given.load_format == "dummy"
+        assert given.gpu_memory_utilization * len(racing) < 1
+        assert given.language_model_only is one.name.startswith("built-in")
+        assert given.kv_cache_memory_bytes == (12 if one.name.startswith("ours") else 4) << 30
+        mode = given.compilation_config.cudagraph_mode
+        assert (mode is not None and mode.name == "NONE") is ("cudagraph" in one.name)
+        dllm = given.additional_config.get("dllm", {})
+        assert dllm.get("denoise_loop_ms") == (0 if "denoise_loop_ms" in one.name else None)
+
+
 def test_what_is_compared() -> None:
     """Alternately, in one part: with and without the loop, with and without graphs."""
     commands = {part.name: " ".join(part.command) for part in PARTS}
