@@ -96,13 +96,14 @@ def table() -> list[Shape]:
     """Every shape of the benchmark, the most telling ones first."""
     shapes: list[Shape] = []
 
-    def add_steps(context: int) -> None:
-        for batch in (1, 8, 32):
+    def add_steps(batch: int, contexts: tuple[int, ...]) -> None:
+        for context in contexts:
             for layer in (FULL, SLIDING, SYMMETRIC, UNWINDOWED):
                 shapes.append(Shape(layer, "denoise", batch, context, CANVAS, (0,)))
             shapes.append(Shape(DRAFTER, "draft", batch, context, 16, (0,)))
 
-    add_steps(65536)
+    add_steps(1, (65536, 1024, 8192, 131072))
+    add_steps(8, (65536, 1024))
     for batch in (1, 8):
         for layer in (FULL, SLIDING):
             fused, mixed = (CANVAS,), (2 * CANVAS, 0, CANVAS)
@@ -110,8 +111,9 @@ def table() -> list[Shape]:
             shapes.append(Shape(layer, "mixed", batch, 8192, 2 * CANVAS, mixed))
             shapes.append(Shape(layer, "prefill", batch, 0, 4096, (4096,)))
             shapes.append(Shape(layer, "chunk", batch, 8192, 2048, (2048,)))
-    for context in (1024, 8192, 131072):
-        add_steps(context)
+    add_steps(32, (1024, 65536))
+    add_steps(8, (8192, 131072))
+    add_steps(32, (8192, 131072))
     return shapes
 
 

@@ -119,7 +119,7 @@ def measure(
     rows: list[dict[str, object]],
     about: dict[str, str],
 ) -> None:
-    """Measure a pair, append to ``rows`` one a run, and write all of them after each round."""
+    """Measure a pair, append to ``rows`` one a run, and write all of them after each load."""
     ways = list(ways_to_decode(options, pair))
     before = list(rows)
 

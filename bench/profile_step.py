@@ -2,7 +2,7 @@
 
     python -m bench.profile_step                                  # ours, eager and compiled
     python -m bench.profile_step --server ours built-in --concurrency 1 8
-    python -m bench.profile_step --traces DIR                     # and every kernel, for Perfetto
+    python -m bench.profile_step --kernels                        # and every kernel of a step
 
 Scheduler, worker and client run in one process (one for each server and mode: which implementation
 serves is fixed when a process imports vLLM). It answers requests whose blocks all take --steps
@@ -17,11 +17,14 @@ There is no table and no CSV, and the exit code is 1, unless
     the components cover --coverage of the time that the client waited.
 
 What the measurement costs is printed with each table: the same work without it, in turn.
+
+--kernels writes kernels_DEVICE.csv, too (``bench.kernel_table``): it needs two blocks or more.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -38,12 +41,14 @@ from typing import Any
 import torch
 
 from bench.context import RESULTS, ROOT, Rows, provenance, read_csv, write_csv
+from bench.kernel_table import kernel_times, shown, table_rows
 from bench.servers import child_environment
 from bench.step_parts import GROUPS, IDLE, Recorder, Step, step_functions
 from bench.tables import markdown, measured_with
 
 OURS, BUILTIN = SERVERS = ("ours", "built-in")
 MODES = ("eager", "compiled")
+PROFILE, KERNELS = NAMES = ("profile", "kernels")  # what the CSV files are called
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,21 +57,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.here:
         return measure_here(options)
-    rows: Rows = []
-    with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
-        for mode, server in itertools.product(options.mode, options.server):
-            path = Path(folder) / f"{server}-{mode}.csv"
-            chosen = ["--mode", mode, "--server", server, "--here", str(path)]
-            command = [sys.executable, "-m", "bench.profile_step", *arguments, *chosen]
-            code = subprocess.run(command, env=environment(server)).returncode
-            if code:
-                return code
-            rows += read_csv(path)
-    path = options.results / f"profile_{'cuda' if torch.cuda.is_available() else 'cpu'}.csv"
+    rows: dict[str, Rows] = {name: [] for name in NAMES}
+    code = 0
     shared = provenance("bench.profile_step")
-    write_csv(path, [row | shared for row in rows])
+    for mode, server in itertools.product(options.mode, options.server):
+        with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
+            chosen = ["--mode", mode, "--server", server, "--here", folder]
+            command = [sys.executable, "-m", "bench.profile_step", *arguments, *chosen]
+            code |= subprocess.run(command, env=environment(server)).returncode
+            for name in NAMES:
+                rows[name] += read_csv(Path(folder) / f"{name}.csv")
+                if rows[name]:
+                    write_csv(path_of(options, name), [row | shared for row in rows[name]])
+    path = path_of(options, PROFILE)
     print(f"{step_time(path)}\n\n{path}")
-    return 0
+    return code
+
+
+def path_of(options: argparse.Namespace, name: str) -> Path:
+    """The CSV of a name of ``NAMES``."""
+    folder: Path = options.results
+    return folder / f"{name}_{'cuda' if torch.cuda.is_available() else 'cpu'}.csv"
 
 
 def environment(server: str) -> dict[str, str]:
@@ -91,10 +102,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--coverage", type=float, default=0.9)
     parser.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM, as JSON")
-    parser.add_argument("--traces", type=Path, help="folder of torch.profiler's traces")
+    parser.add_argument("--kernels", action="store_true", help="and the time of each kernel")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
-    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # set by this command itself
+    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # a folder
     options = parser.parse_args(arguments)
+    if options.kernels and options.blocks < 2:
+        parser.error(f"--blocks {options.blocks}; --kernels needs at least 2.")
     options.model, options.results = options.model.resolve(), options.results.resolve()
     return options
 
@@ -103,24 +116,34 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure_here(options: argparse.Namespace) -> int:
-    """Print the tables of one server and mode and write their rows to ``options.here``."""
+    """Print the tables of one server and mode; their rows go to files in ``options.here``."""
     (server,), (mode,) = options.server, options.mode
     rows: list[dict[str, object]] = []
+    kernels: list[dict[str, object]] = []
+    code = 0
     try:
         engine = Engine(options, server, mode)
         for concurrency in options.concurrency:
-            engine.work(concurrency, seed=0)  # warms up, and compiles
-            taken = [engine.profile(concurrency, index) for index in range(options.rounds)]
-            title = f"{server}, {mode}, {concurrency} at a time"
             about = {"mode": mode, "server": server, "concurrency": concurrency}
-            rows += [about | row for row in report(title, taken, concurrency, options.coverage)]
-            if options.traces:
-                engine.trace(concurrency, options.traces / f"{server}-{mode}-{concurrency}.json.gz")
-    except (RuntimeError, ValueError) as error:
+            title = f"{server}, {mode}, {concurrency} at a time"
+            engine.work(concurrency, seed=0)  # warms up, and compiles
+            if options.kernels:
+                new = engine.kernels(concurrency)
+                print(f"{title}\n{shown(new)}", flush=True)
+                kernels += [about | row for row in new]
+                write_csv(options.here / f"{KERNELS}.csv", kernels)
+            taken = [engine.profile(concurrency, index) for index in range(options.rounds)]
+            try:
+                rows += [about | row for row in report(title, taken, concurrency, options.coverage)]
+            except ValueError as error:
+                print(f"No table, because:\n{error}", file=sys.stderr)
+                code = 1
+            else:
+                write_csv(options.here / f"{PROFILE}.csv", rows)
+    except RuntimeError as error:
         print(f"No table, because:\n{error}", file=sys.stderr)
         return 1
-    write_csv(options.here, rows)
-    return 0
+    return code
 
 
 @dataclass(frozen=True)
@@ -170,22 +193,27 @@ class Engine:
         rows = concurrency * self._options.blocks * self._canvas * self._passes
         return Taken(recorder.steps, plain_ms, wall_ms, rows)
 
-    def trace(self, concurrency: int, path: Path) -> None:
-        """Write what torch.profiler sees of the same work."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with torch.profiler.profile() as profiler:
-            self.work(concurrency, seed=0)
-        profiler.export_chrome_trace(str(path))
+    def kernels(self, concurrency: int) -> list[dict[str, object]]:
+        """The time of each kernel in a denoise step, as ``bench.kernel_table`` defines it."""
+        one, all_blocks = (
+            kernel_times(functools.partial(self.work, concurrency, seed, blocks))
+            for seed, blocks in ((-1, 1), (-2, self._options.blocks))
+        )
+        steps = (self._options.blocks - 1) * self._options.steps
+        return table_rows(one, all_blocks, steps)
 
-    def work(self, concurrency: int, seed: int) -> float:
+    def work(self, concurrency: int, seed: int, blocks: int | None = None) -> float:
         """Milliseconds until all answers are there; prompts differ, so nothing is found cached.
+
+        Args:
+            blocks: of every request; as the options say if it is None.
 
         Raises:
             RuntimeError: an answer has too few tokens.
         """
         from vllm import SamplingParams, TokensPrompt
 
-        output_len = self._options.blocks * self._canvas
+        output_len = (blocks or self._options.blocks) * self._canvas
         params = SamplingParams(max_tokens=output_len, ignore_eos=True, detokenize=False)
         prompts = [
             TokensPrompt(

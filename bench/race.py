@@ -90,11 +90,12 @@ class Race:
     client: Client
     budget_s: float = float("inf")
 
-    def run(self, after_round: Callable[[Measured], None] = lambda measured: None) -> Measured:
+    def run(self, save: Callable[[Measured], None] = lambda measured: None) -> Measured:
         """All rounds; in each, every workload, and in each of those every contestant.
 
         Args:
-            after_round: is given everything so far, so that an interrupted race is not lost.
+            save: is given everything so far, after each workload, so that an interrupted race is
+                not lost.
 
         Raises:
             RuntimeError: a server or client failed.
@@ -105,7 +106,7 @@ class Race:
             for workload in self.workloads:
                 progress(f"  round {pair + 1} of {self.rounds}: {workload.name}")
                 measured += [(workload, one) for one in self._round(workload, pair)]
-            after_round(withhold(measured, expected))
+                save(withhold(measured, expected))
         return withhold(measured, expected)
 
     def _round(self, workload: Workload, pair: int) -> list[Measurement]:

@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(
     options: argparse.Namespace, schedule: str, deadline: float, save: Callable[[Measured], None]
 ) -> Measured:
-    """All rounds of one schedule; what was measured is saved after each.
+    """All rounds of one schedule; what was measured is saved after each load.
 
     Args:
         deadline: of ``time.monotonic``; no round begins that would end later.

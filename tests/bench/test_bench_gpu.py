@@ -1,54 +1,93 @@
-"""bench/gpu.py without a GPU: what is run, what is not and why, and what is said at the end."""
+"""bench/gpu.py without a GPU: what is run, what is not and why, and how a part is ended."""
 
 import json
 import os
+import re
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench import gpu, profile_step, serve
+from bench import (
+    attention,
+    context_kernel,
+    engine_start,
+    gpu,
+    gpu_parts,
+    kernel_parity,
+    moe_tuning,
+    profile_step,
+    sampling_step,
+    serve,
+)
 from bench.context import read_csv
+from bench.dummy_models import write_without_weights
+from bench.gpu_parts import CALL_S, CALLS, PARTS, SETTLE_S, Part
 from bench.roofline import released_config
 from dllm.models.gemma.tiny import tiny_config
 
 ROOT = Path(__file__).parents[2]
+FILES_BACK = 8  # of a call to the lent machine, the log and gpu_parts.csv among them
 
 
-def test_the_parts_fit_into_nine_minutes(tmp_path: Path) -> None:
-    parts = gpu.parts(tmp_path, tmp_path)
-    assert sum(part.budget_s + gpu.SETTLE_S for part in parts) < 9 * 60
-    assert [part.name for part in parts][:1] == ["roofline"]
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_fits_into_its_time_and_its_files_come_back(call: int) -> None:
+    mine = [part for part in PARTS if part.call == call]
+    assert sum(part.budget_s + SETTLE_S for part in mine) < CALL_S
+    files = [f"{part.name}/{file}" for part in mine for file in part.files]
+    assert len(files) + 2 <= FILES_BACK
+    # Two folders down at most, in plain characters.
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+){0,2}", file) for file in files)
+
+
+def test_the_page_says_what_the_parts_are() -> None:
+    assert gpu.__doc__
+    lines = re.findall(r"^ +(\d?) +([a-z0-9-]+)  .* (\d+)$", gpu.__doc__, re.MULTILINE)
+    assert [(name, int(seconds)) for _, name, seconds in lines] == [
+        (part.name, part.budget_s) for part in PARTS
+    ]
+    firsts = [(int(call), name) for call, name, _ in lines if call]
+    assert firsts == [(call, next(p.name for p in PARTS if p.call == call)) for call in CALLS]
+
+
+def say_that_it_ran(part: Part, arguments: Sequence[str], budget_s: float) -> str:
+    """In the place of ``run``."""
+    return f"ran {arguments[0]}"
 
 
 def test_without_a_gpu_it_says_what_was_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "_has_gpu", lambda: False)
-    monkeypatch.setattr(gpu, "run", lambda part, **_: f"ran {part.name}")
+    monkeypatch.setattr(gpu, "run", say_that_it_ran)
     assert gpu.main(["--out", str(tmp_path)]) == 0
     outcome = {row["part"]: row["outcome"] for row in read_csv(tmp_path / "gpu_parts.csv")}
-    assert outcome.pop("roofline") == "ran roofline"
-    assert set(outcome.values()) == {"NOT RUN: no GPU"}
-    assert "No engine was measured." in capsys.readouterr().out
+    assert outcome.pop("roofline") == "ran bench.roofline"
+    assert set(outcome.values()) == {"NOT RUN: no GPU"} and len(outcome) == len(PARTS) - 1
+    out = capsys.readouterr().out
+    assert "No engine was measured." in out and "No step was profiled." in out
 
 
-def test_engines_need_vllm_and_nothing_else_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
-    reasons = {
-        part.name: gpu.obstacle(part, is_toy=False, has_gpu=True)
-        for part in gpu.parts(tmp_path, tmp_path)
-    }
-    assert {name for name, why in reasons.items() if why} == {
-        "serve-fp8",
-        "profile-fp8",
-        "serve-bf16",
-    }
-    assert "vLLM" in reasons["serve-fp8"]
+def test_a_call_is_a_selection_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_has_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "run", say_that_it_ran)
+    monkeypatch.setattr(gpu, "write_without_weights", lambda *_, **__: None)
+    gpu.main(["--call", "2", "--parts", "moe", "sampler", "attention", "--out", str(tmp_path)])
+    assert [row["part"] for row in read_csv(tmp_path / "gpu_parts.csv")] == ["attention", "sampler"]
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_parts.importlib.util, "find_spec", lambda name: None)
+    reasons = {part.name: part.obstacle(is_toy=False, has_gpu=True) for part in PARTS}
+    assert {name for name, why in reasons.items() if not why} == {"sampler", "roofline"}
+    assert reasons["serve-fp8"] == "vLLM is not installed"
+    assert reasons["attention"] == "Triton is not installed"
+    for part in PARTS:
+        assert part.obstacle(is_toy=True, has_gpu=False) == reasons[part.name]
 
 
 def test_a_part_that_takes_too_long_is_ended_with_its_children() -> None:
@@ -68,39 +107,33 @@ def test_a_part_that_takes_too_long_is_ended_with_its_children() -> None:
     os.close(child)
 
 
-def test_a_failure_is_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = gpu.Part("roofline", 60, ("bench.roofline", "--batch", "none"))
-    monkeypatch.setattr(gpu, "parts", lambda out, models: [broken])
+def test_a_failure_is_the_exit_code_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roofline = PARTS[-1]
+    broken = replace(roofline, command=("bench.roofline", "--batch", "none"))
+    monkeypatch.setattr(gpu, "PARTS", [broken, roofline])
     assert gpu.main(["--toy", "--out", str(tmp_path)]) == 1
-    (row,) = read_csv(tmp_path / "gpu_parts.csv")
-    assert row["outcome"].startswith("FAILED, exit code 2")
+    first, second = read_csv(tmp_path / "gpu_parts.csv")
+    assert first["outcome"].startswith("FAILED, exit code 2")
+    assert second["outcome"].startswith("ran,")
+    assert (tmp_path / "roofline" / "roofline.csv").exists()
 
 
 def test_what_needs_no_vllm_imports_without_it() -> None:
     program = (
         "import sys; sys.modules['vllm'] = None\n"
-        "from bench import attention, gpu, roofline, sampling_step\n"
+        "from bench import attention, context_kernel, gpu, gpu_report, kernel_parity\n"
+        "from bench import moe_tuning, roofline, sampling_step\n"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True)
     assert result.returncode == 0, result.stderr
 
 
-def test_the_summary_says_how_far_above_its_floor_a_step_is(tmp_path: Path) -> None:
-    (tmp_path / "roofline.csv").write_text("weights,batch,floor_ms\nfp8,1,5.0\n")
-    (tmp_path / "fp8").mkdir()
-    (tmp_path / "fp8" / "serve_compiled.csv").write_text(
-        "contestant,concurrency,ms_per_denoise_step,tokens_per_s,machine\n"
-        "ours,1,10.0,100.0,NVIDIA H200\nbuilt-in --x,1,,,NVIDIA H200\n"
-    )
-    (line,) = gpu.summary(tmp_path, is_toy=False).splitlines()  # a run without speed is left out
-    assert "2.00 x its floor (NVIDIA H200)" in line and "100.0 tokens/s" in line
-    assert "floor" not in gpu.summary(tmp_path, is_toy=True)
-
-
 def test_the_released_shape_is_written_without_weights(tmp_path: Path) -> None:
     for is_fp8 in (False, True):
         path = tmp_path / str(is_fp8)
-        gpu.write_without_weights(path, released_config(), is_fp8=is_fp8)
+        write_without_weights(path, released_config(), is_fp8=is_fp8)
         written = json.loads((path / "config.json").read_text())
         assert written["text_config"] == released_config()["text_config"]
         assert ("quantization_config" in written) is is_fp8
@@ -108,21 +141,67 @@ def test_the_released_shape_is_written_without_weights(tmp_path: Path) -> None:
         assert (path / "generation_config.json").exists() and (path / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("name", ["serve-fp8", "serve-bf16", "profile-fp8"])
-def test_the_commands_of_the_parts_are_understood(name: str, tmp_path: Path) -> None:
+PARSERS = {
+    "bench.serve": serve.parse,
+    "bench.profile_step": profile_step.parse,
+    "bench.engine_start": engine_start.parse,
+    "bench.attention": attention.parse,
+    "bench.context_kernel": context_kernel.parse,
+    "bench.kernel_parity": kernel_parity.parse,
+    "bench.sampling_step": sampling_step.parse,
+    "bench.moe_tuning": moe_tuning.parse,
+}
+
+
+@pytest.mark.parametrize("is_toy", [False, True], ids=["real", "toy"])
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_the_commands_of_the_parts_are_understood(part: Part, is_toy: bool, tmp_path: Path) -> None:
     """On a GPU there is no second try."""
-    (part,) = (one for one in gpu.parts(tmp_path, tmp_path / "models") if one.name == name)
-    weights = name.partition("-")[2]
-    for config, command in (
-        (released_config(), part.command),
-        (tiny_config(), part.command + part.toy),
-    ):
-        gpu.write_without_weights(tmp_path / "models" / weights, config, is_fp8=weights == "fp8")
-        module, *arguments = command
-        if module == "bench.serve":
-            options = serve.parse(arguments)
-            assert [one.kind for one in options.contestants] == ["ours", "built-in"]
-            (schedule,) = options.schedule
-            assert all(load.steps_per_block for load in serve.workloads(options, schedule))
-        else:
-            assert profile_step.parse(arguments).llm["load_format"] == "dummy"
+    models = tmp_path / "models"
+    if part.weights:
+        config = tiny_config() if is_toy else released_config()
+        write_without_weights(models / part.weights, config, is_fp8=part.weights == "fp8")
+    module, *arguments = part.arguments(tmp_path, models, is_toy=is_toy)
+    if module == "bench.roofline":  # it is run without a GPU, too
+        return
+    options = PARSERS[module](arguments)
+    assert options.results == tmp_path / part.name
+    if module == "bench.serve":
+        kinds = [one.kind for one in options.contestants]
+        assert kinds[0] == "ours" and "built-in" in kinds
+        (schedule,) = options.schedule
+        assert all(load.steps_per_block == 16 for load in serve.workloads(options, schedule))
+    if module == "bench.profile_step":
+        assert options.llm["load_format"] == "dummy"
+        assert options.server == ["ours", "built-in"] and options.kernels
+
+
+@pytest.mark.parametrize("part", [one for one in PARTS if one.command[0] == "bench.serve"])
+def test_the_flags_of_contestants_are_those_of_a_server(part: Part, tmp_path: Path) -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    write_without_weights(tmp_path / part.weights, released_config(), is_fp8=False)
+    options = serve.parse(part.arguments(tmp_path, tmp_path, is_toy=False)[1:])
+    racing = serve.contestants(options, serve.FIXED, tmp_path)
+    parser = make_arg_parser(FlexibleArgumentParser())
+    for one in racing:
+        assert one.server is not None
+        # Without the command itself, its subcommand and the model.
+        given = parser.parse_args(one.server.command[3:])
+        assert given.load_format == "dummy"
+        assert given.gpu_memory_utilization * len(racing) < 1
+        assert given.language_model_only is one.name.startswith("built-in")
+        assert given.kv_cache_memory_bytes == (12 if one.name.startswith("ours") else 4) << 30
+        mode = given.compilation_config.cudagraph_mode
+        assert (mode is not None and mode.name == "NONE") is ("cudagraph" in one.name)
+        dllm = given.additional_config.get("dllm", {})
+        assert dllm.get("denoise_loop_ms") == (0 if "denoise_loop_ms" in one.name else None)
+
+
+def test_what_is_compared() -> None:
+    """Alternately, in one part: with and without the loop, with and without graphs."""
+    commands = {part.name: " ".join(part.command) for part in PARTS}
+    assert "denoise_loop_ms 0" in commands["serve-fp8"]
+    assert "--concurrency 1 2 4 8 32" in commands["serve-fp8"]
+    assert commands["graphs-fp8"].count("cudagraph_mode NONE") == 2

@@ -153,7 +153,7 @@ def test_a_real_engine_is_accounted_for(tmp_path: Path) -> None:
     """
     model = Path(__file__).parents[2] / "checkpoints" / "tiny-random"
     arguments = ["--model", str(model), "--mode", "eager", "--concurrency", "2", "--rounds", "1"]
-    arguments += ["--blocks", "2", "--coverage", "0", "--results", str(tmp_path)]
+    arguments += ["--blocks", "2", "--coverage", "0", "--kernels", "--results", str(tmp_path)]
     assert profile_step.main(arguments) == 0
     rows = read_csv(tmp_path / "profile_cpu.csv")
     assert list(rows[0])[:4] == ["mode", "server", "concurrency", "component"]
@@ -163,3 +163,6 @@ def test_a_real_engine_is_accounted_for(tmp_path: Path) -> None:
     assert sum(shares.values()) == pytest.approx(1, abs=1e-4) and float(rows[0]["step_ms"]) > 0
     for part in (SCHEDULING, INPUTS, FORWARD, HEAD, STATISTICS, DECISIONS, SOFT_EMBEDDING, LOOP):
         assert shares[part] > 0, part
+    kernels = read_csv(tmp_path / "kernels_cpu.csv")
+    assert any(row["kernel"].startswith("aten::") for row in kernels)
+    assert sum(float(row["share"]) for row in kernels) == pytest.approx(1, abs=1e-4)

@@ -403,9 +403,10 @@ def test_rounds_end_with_the_budget_but_one_is_always_run(tmp_path: Path) -> Non
 def test_a_race_that_is_interrupted_is_not_lost(tmp_path: Path) -> None:
     seen: list[int] = []
     client = FakeClient(tmp_path)
-    race = Race([contestant("a", IdleServer("a"))], [WORKLOAD], 3, client)  # type: ignore[arg-type]
+    loads = [WORKLOAD, replace(WORKLOAD, concurrency=8)]
+    race = Race([contestant("a", IdleServer("a"))], loads, 2, client)  # type: ignore[arg-type]
     race.run(lambda so_far: seen.append(len(so_far)))
-    assert seen == [1, 2, 3]
+    assert seen == [1, 2, 3, 4]
 
 
 def test_who_takes_which_workload(tmp_path: Path) -> None:
