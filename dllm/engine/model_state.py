@@ -248,8 +248,9 @@ class DiffusionModelState(ModelState):
         seq_lens = torch.from_numpy(sequences.seq_lens).to(self.device)
         is_causal = torch.from_numpy(sequences.is_causal).to(self.device)
         if self._is_async:
-            seq_lens += pending.host_error(input_batch)[row_of]
-            is_causal |= pending.causal_lens(self.canvases, input_batch)[row_of] > 0
+            seq_lens = seq_lens + pending.host_error(input_batch)[row_of]
+            is_block = pending.causal_lens(self.canvases, input_batch)[row_of] > 0
+            is_causal = torch.where(is_block, 1, is_causal)
         return {
             "num_reqs": len(sequences.row_of),
             "num_tokens": input_batch.num_tokens,
