@@ -224,9 +224,11 @@ class DeviceGrammars(CanvasGrammars):
         def to_device(values: Any, dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
+        table_of = to_device([number[o.canvas] if o else NO_TABLE for o in found], torch.int32)
         return PreparedTables(
             tables=self._packs(tuple(canvases)),
-            table_of=to_device([number[o.canvas] if o else NO_TABLE for o in found], torch.int32),
+            # A row that only writes a block's KV has logits, but no canvas (`engine.pending`).
+            table_of=torch.where(rows.widths > 0, table_of, NO_TABLE),
             slots=rows.slots,
             end=to_device([one.end if one else 0 for one in found], torch.int64),
             stops=to_device(_padded([canvas.stops for canvas in of_row]), torch.int64),

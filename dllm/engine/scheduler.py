@@ -7,6 +7,8 @@ chunk of its prompt.
 When a block is emitted, its tokens are added to ``request.num_tokens`` but not to
 ``num_computed_tokens``. So vLLM's scheduler schedules the block's tokens once more in the next
 step, in front of the next canvas. That pass is causal, and writes the KV that is kept.
+
+``engine.async_scheduler`` derives from it, for visits that are scheduled ahead.
 """
 
 from typing import Any
@@ -154,8 +156,8 @@ class CanvasScheduler(Scheduler):
         """Take out the canvases that this step has no room for; return (request, canvas) pairs.
 
         With ``commit: separate``, also the canvases behind an emitted block: the block gets a pass
-        of its own. The last position counts as if every canvas in flight moved it; without
-        asynchronous scheduling none is in flight here.
+        of its own. Under asynchronous scheduling a canvas is scheduled behind those in flight, and
+        is withheld where it would end beyond the model's context.
         """
         budget = self.max_num_scheduled_tokens
         cap = self.scheduler_config.long_prefill_token_threshold or budget
