@@ -81,6 +81,9 @@ class Server:
     longest_chunk: int
     first_step: str
     commit: str
+    reset: (
+        int | None
+    )  # the visit before which all pages are dropped, also those of running requests
 
 
 def scheduler_of(config: Any, server: Server, kind: type[CanvasScheduler]) -> CanvasScheduler:
@@ -116,12 +119,13 @@ class Simulation:
         taken: how often each kind of row and each special case was seen.
     """
 
-    def __init__(self, scheduler: CanvasScheduler, window: int, asks: Sequence[Ask]) -> None:
+    def __init__(self, scheduler: CanvasScheduler, server: Server, asks: Sequence[Ask]) -> None:
         init_none_hash(sha256)
+        self.reset = server.reset
         self.scheduler, self.asks = scheduler, dict(enumerate(asks))
         self.depth = 2 if isinstance(scheduler, CanvasAsyncScheduler) else 1
         texts = {str(number): ask.text for number, ask in self.asks.items()}
-        self.worker = PageWorker([None, window], PAGE, texts)
+        self.worker = PageWorker([None, server.window], PAGE, texts)
         self.taken = self.worker.taken
         self.tokens: dict[str, list[int]] = {name: [] for name in texts}
         self.finished: set[str] = set()
@@ -141,6 +145,10 @@ class Simulation:
                     self.scheduler.add_request(request)
                     if ask.aborted is not None:
                         aborts.setdefault(visit + ask.aborted, []).append(str(number))
+            if visit == self.reset:
+                dropped = any(slot.pending for slot in self.worker.slots.values())
+                self.taken["pages dropped between emission and commit"] += dropped
+                assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
             if self.scheduler.has_requests():
                 message = self.scheduler.schedule()
                 self._in_flight.append((message, self.worker.visit(message)))
@@ -239,6 +247,7 @@ servers = st.builds(
     longest_chunk=st.sampled_from([0, 0, CANVAS, 7]),
     first_step=st.sampled_from(["overlapped", "separate"]),
     commit=st.sampled_from(["overlapped", "overlapped", "separate"]),
+    reset=st.none() | st.integers(2, 20),
 )
 
 CASES = {
@@ -252,13 +261,14 @@ CASES = {
     "aborted in flight",
     "aborted between emission and commit",
     "stopped within a block",
+    "pages dropped between emission and commit",
 }
 MET = 2
 
 
 def simulate(base: Any, server: Server, asks: Sequence[Ask], kind: Any) -> Simulation:
     """Run the requests to their end."""
-    run = Simulation(scheduler_of(base(), server, kind), server.window, asks)
+    run = Simulation(scheduler_of(base(), server, kind), server, asks)
     run.run()
     return run
 
