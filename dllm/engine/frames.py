@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # `kv_transfer_params` is the field of an output that may hold anything, and KV transfer is refused
 # for diffusion models. An output with this key holds a frame and nothing else.
 KEY = "dllm_frame"
+WIDTH = 2  # the row of `StepFrames.packed` whose last column is the canvas width
 
 
 @dataclass
@@ -34,7 +35,7 @@ class StepFrames:
         packed: ``[n, 4, C + 1]`` fp32, which holds ids and positions exactly up to 2^24. Rows: the
             next canvas, the argmax canvas, entropies in nats, whether the sampled token is kept.
             Last column: where the canvas starts, denoise steps done, its width, whether it has
-            converged.
+            converged. A width of 0 is no frame: an emitted block got its KV (``engine.pending``).
     """
 
     req_ids: list[str]
@@ -53,6 +54,8 @@ class FrameMail:
             seen_later = {req_id for later in steps[number + 1 :] for req_id in later.req_ids}
             packed = np.asarray(step.packed)
             for req_id, every, frame in zip(step.req_ids, step.every, packed, strict=True):
+                if not frame[WIDTH, -1]:
+                    continue
                 request = requests.get(req_id)
                 if request is not None and not (every == "visit" and req_id in seen_later):
                     output = _frame_output(req_id, request.num_prompt_tokens, frame)

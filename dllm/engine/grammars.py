@@ -128,30 +128,34 @@ class CanvasGrammars(ABC):
 class HostGrammars(CanvasGrammars):
     """Canvases are solved one after the other, on the host. Waits for the device."""
 
-    def _prepare(self, batch: InputBatch, rows: CanvasRows) -> list[tuple[int, SlotGrammar]]:
-        """(row, grammar) of those that have one."""
-        slots = batch.idx_mapping_np[: batch.num_reqs].tolist()
-        return [(row, found) for row, slot in enumerate(slots) if (found := self.slots[slot])]
+    def _prepare(self, batch: InputBatch, rows: CanvasRows) -> list[tuple[int, int, SlotGrammar]]:
+        """(row, its first row of logits, grammar) of those that have one."""
+        slots, starts = batch.idx_mapping_np[: batch.num_reqs], batch.cu_num_logits_np
+        return [
+            (row, int(starts[row]), found)
+            for row, slot in enumerate(slots.tolist())
+            if (found := self.slots[slot])
+        ]
 
     def write(
-        self, logits: torch.Tensor, rows: CanvasRows, prepared: list[tuple[int, SlotGrammar]]
+        self, logits: torch.Tensor, rows: CanvasRows, prepared: list[tuple[int, int, SlotGrammar]]
     ) -> Written:
         """As described; ``paths`` by batch row."""
         widths, seq_lens = rows.widths.tolist(), rows.seq_lens.tolist()
-        ends_of_rows = np.cumsum(widths)
         chosen = np.full(len(logits), FREE, dtype=np.int64)
         paths: dict[int, Path] = {}
-        for row, grammar in prepared:
-            width, high = widths[row], int(ends_of_rows[row])
+        for row, low, grammar in prepared:
+            width = widths[row]
             if not width:
                 continue
-            canvas, of_canvas = grammar.canvas, logits[high - width : high]
+            high = low + width
+            canvas, of_canvas = grammar.canvas, logits[low:high]
             tokens_left = grammar.end - (seq_lens[row] - width)
             budget = budget_of(canvas.table, grammar.state, tokens_left)
             path = canvas.best_path(of_canvas.cpu().numpy(), grammar.state, budget)
             is_forbidden = torch.from_numpy(canvas.forbidden(path, budget))
             of_canvas.masked_fill_(is_forbidden.to(logits.device), -torch.inf)
-            chosen[high - width : high] = path.tokens
+            chosen[low:high] = path.tokens
             paths[row] = path
         return Written(torch.from_numpy(chosen).to(logits.device), paths)
 
@@ -159,11 +163,11 @@ class HostGrammars(CanvasGrammars):
         self,
         written: Written,
         num_emitted: torch.Tensor,
-        prepared: list[tuple[int, SlotGrammar]],
+        prepared: list[tuple[int, int, SlotGrammar]],
     ) -> None:
         """As described."""
         counts = num_emitted.tolist()
-        for row, grammar in prepared:
+        for row, _, grammar in prepared:
             if counts[row]:
                 grammar.state = int(written.paths[row].states[counts[row]])
 
@@ -220,9 +224,11 @@ class DeviceGrammars(CanvasGrammars):
         def to_device(values: Any, dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
 
+        table_of = to_device([number[o.canvas] if o else NO_TABLE for o in found], torch.int32)
         return PreparedTables(
             tables=self._packs(tuple(canvases)),
-            table_of=to_device([number[o.canvas] if o else NO_TABLE for o in found], torch.int32),
+            # A row that only writes a block's KV has logits, but no canvas (`engine.pending`).
+            table_of=torch.where(rows.widths > 0, table_of, NO_TABLE),
             slots=rows.slots,
             end=to_device([one.end if one else 0 for one in found], torch.int64),
             stops=to_device(_padded([canvas.stops for canvas in of_row]), torch.int64),

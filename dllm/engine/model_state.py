@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
 from vllm.v1.worker.utils import AttentionGroup
 
+from dllm.engine import pending
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.family import Family
 from dllm.engine.grammars import CanvasGrammars, DeviceGrammars, HostGrammars
@@ -54,6 +55,7 @@ class DiffusionModelState(ModelState):
         device: torch.device,
     ) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
+        self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
         self.family: Family = model.make_family(vllm_config)  # type: ignore[operator]
         vocab_size = self.model_config.get_vocab_size()
         self.canvases = CanvasState(self.family, self.max_num_reqs, vocab_size, self.dtype, device)
@@ -115,13 +117,19 @@ class DiffusionModelState(ModelState):
         num_tokens = input_batch.num_tokens
         num_padded = input_batch.num_tokens_after_padding
         self._write_emitted_ids(input_batch, req_states)
+        is_block = None
+        if self._is_async:
+            is_block = pending.write_block_ids(self.canvases, input_batch)
         embeds = self._inputs_embeds[:num_padded]
         embeds[:num_tokens] = self.model.embed_input_ids(input_batch.input_ids[:num_tokens])
         is_canvas_row = self._is_canvas_row[:num_padded].zero_()
         if input_batch.num_draft_tokens > 0:
             rows = input_batch.logits_indices
-            is_canvas_row[rows] = True
-            embeds[rows] = self._conditioned(embeds[rows], input_batch)
+            is_canvas_row[rows] = True if is_block is None else ~is_block
+            conditioned = self._conditioned(embeds[rows], input_batch)
+            if is_block is not None:
+                conditioned = torch.where(is_block[:, None], embeds[rows], conditioned)
+            embeds[rows] = conditioned
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
     def canvas_inputs(self, canvases: InputBatch) -> dict[str, Any]:
@@ -167,6 +175,8 @@ class DiffusionModelState(ModelState):
     ) -> dict[str, Any]:
         """Metadata for the attention backend: heads are causal and canvases bidirectional."""
         assert ubatch_idx == 0, "batches of heads and canvases are not split"
+        if self._is_async:
+            pending.find_commits(self.canvases, input_batch)
         self._attention = block_tables, slot_mappings, attn_groups, kv_cache_config
         describe = self._rows if self._takes_split_points else self._virtual_sequences
         return build_attn_metadata(
@@ -205,6 +215,8 @@ class DiffusionModelState(ModelState):
         head_lens = torch.from_numpy(_spans(input_batch).head_lens)
         split_points = self._split_points[:num_rows].zero_()
         split_points[: input_batch.num_reqs].copy_(head_lens, non_blocking=True)
+        if self._is_async:
+            split_points[: input_batch.num_reqs] += pending.causal_lens(self.canvases, input_batch)
         return {
             "num_reqs": num_rows,
             "num_tokens": (
@@ -233,16 +245,22 @@ class DiffusionModelState(ModelState):
         sequences = self._sequences(input_batch)
         row_of = torch.from_numpy(sequences.row_of).to(self.device)
         query_start_loc = torch.from_numpy(sequences.query_start_loc)
+        seq_lens = torch.from_numpy(sequences.seq_lens).to(self.device)
+        is_causal = torch.from_numpy(sequences.is_causal).to(self.device)
+        if self._is_async:
+            seq_lens = seq_lens + pending.host_error(input_batch)[row_of]
+            is_block = pending.causal_lens(self.canvases, input_batch)[row_of] > 0
+            is_causal = torch.where(is_block, 1, is_causal)
         return {
             "num_reqs": len(sequences.row_of),
             "num_tokens": input_batch.num_tokens,
             "query_start_loc_gpu": query_start_loc.to(self.device),
             "query_start_loc_cpu": query_start_loc,
             "max_query_len": int(np.diff(sequences.query_start_loc).max()),
-            "seq_lens": torch.from_numpy(sequences.seq_lens).to(self.device),
+            "seq_lens": seq_lens,
             "max_seq_len": int(sequences.seq_lens.max()),
             "block_tables": [table[row_of] for table in block_tables],
-            "causal": torch.from_numpy(sequences.is_causal).to(self.device),
+            "causal": is_causal,
             "mm_req_doc_ranges": sequences.images,
         }
 

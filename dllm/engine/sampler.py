@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from dllm.engine import pending
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.edits import LogitEdits, clean_lengths
@@ -125,6 +126,7 @@ class DiffusionSampler:
         self.logprobs = BlockLogprobs(sampler)
         self.frames = FrameTaker(num_slots=self.req_states.max_num_reqs)
         self.vocab_size = vllm_config.model_config.get_vocab_size()
+        self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
         self._rows_at_once = rows_at_once(vllm_config)
         longest_batch = vllm_config.scheduler_config.max_num_batched_tokens
         self._free = torch.full(
@@ -178,7 +180,10 @@ class DiffusionSampler:
             draft_logits: an argument that vLLM passes to samplers; not used.
         """
         if input_batch.num_draft_tokens == 0:
-            return _nothing_sampled(input_batch, self.family.settings.block_size)
+            output = _nothing_sampled(input_batch, self.family.settings.block_size)
+            if self._is_async:
+                pending.store(self.state, input_batch, output.num_sampled)
+            return output
         tiles = self._tiles(input_batch, isinstance(logits, torch.Tensor))
         output = self._denoise(logits, tiles)
         if self.loop.may_repeat(input_batch) and self.loop.goes_on(output.num_sampled):
@@ -197,6 +202,8 @@ class DiffusionSampler:
 
     def _tile(self, logit_rows: slice, batch: InputBatch) -> Tile:
         rows = CanvasRows.of_batch(batch, self.family.settings.canvas_length)
+        if self._is_async:
+            rows = pending.without_commits(rows, self.state)
         return Tile(
             logit_rows=logit_rows,
             batch=batch,
@@ -327,13 +334,18 @@ class DiffusionSampler:
             logprobs = self.logprobs.of_blocks(
                 logits, temperature, step.argmax_canvas, num_emitted, rows, input_batch
             )
-        tails = (rows.seq_lens - rows.widths) % self.family.settings.block_size
+        if self._is_async:
+            num_rejected = pending.num_rejected(self.state, input_batch)
+            pending.store(self.state, input_batch, num_emitted)
+        else:
+            tails = (rows.seq_lens - rows.widths) % self.family.settings.block_size
+            num_rejected = rows.widths + tails
         return SamplerOutput(
             sampled_token_ids=step.argmax_canvas.to(torch.int32),
             logprobs_tensors=logprobs,
             num_nans=None,
             num_sampled=num_emitted.to(torch.int32),
-            num_rejected=(rows.widths + tails).to(torch.int32),
+            num_rejected=num_rejected.to(torch.int32),
         )
 
 

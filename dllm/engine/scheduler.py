@@ -7,6 +7,8 @@ chunk of its prompt.
 When a block is emitted, its tokens are added to ``request.num_tokens`` but not to
 ``num_computed_tokens``. So vLLM's scheduler schedules the block's tokens once more in the next
 step, in front of the next canvas. That pass is causal, and writes the KV that is kept.
+
+``engine.async_scheduler`` derives from it, for visits that are scheduled ahead.
 """
 
 from typing import Any
@@ -74,7 +76,7 @@ class CanvasScheduler(Scheduler):
                 request.spec_token_ids = canvas
         if self._overlaps_first_step:
             self._give_canvases_to_new_requests(output)
-        if self._nobody_waits(output):
+        if self._may_repeat(output):
             visit.allow_more_passes(output)
         return output
 
@@ -97,7 +99,7 @@ class CanvasScheduler(Scheduler):
             end -= end % self._block_size
         return max(end - start, 0)
 
-    def _nobody_waits(self, output: SchedulerOutput) -> bool:
+    def _may_repeat(self, output: SchedulerOutput) -> bool:
         """Whether no request waits for admission, or for room in the next step."""
         all_scheduled = all(one.request_id in output.num_scheduled_tokens for one in self.running)
         return all_scheduled and not self.waiting and not self.kv_holding_waiting
@@ -154,22 +156,25 @@ class CanvasScheduler(Scheduler):
         """Take out the canvases that this step has no room for; return (request, canvas) pairs.
 
         With ``commit: separate``, also the canvases behind an emitted block: the block gets a pass
-        of its own.
+        of its own. Under asynchronous scheduling a canvas is scheduled behind those in flight, and
+        is withheld where it would end beyond the model's context.
         """
         budget = self.max_num_scheduled_tokens
         cap = self.scheduler_config.long_prefill_token_threshold or budget
         withheld = []
         for request in self.running:
-            del request.spec_token_ids[self._canvas_width(request) :]
-            head_len = request.num_tokens - request.num_computed_tokens
-            needed = head_len + len(request.spec_token_ids)
+            canvas = request.spec_token_ids[: self._canvas_width(request)]
+            num_known = request.num_tokens + request.num_output_placeholders
+            head_len = num_known - request.num_computed_tokens
+            needed = head_len + len(canvas)
             # The head ends at least one block, or it is only the tail that precedes every canvas.
             is_block = head_len >= self._block_size and not request.is_prefill_chunk
             commits_alone = self._separate_commit and is_block
-            if request.spec_token_ids and (needed > min(budget, cap) or commits_alone):
-                withheld.append((request, request.spec_token_ids))
-                request.spec_token_ids = []
-                needed = head_len
+            is_beyond = num_known + len(canvas) > self.max_model_len
+            if canvas and (needed > min(budget, cap) or commits_alone or is_beyond):
+                withheld.append((request, canvas))
+                canvas, needed = [], head_len
+            request.spec_token_ids = canvas
             budget -= min(needed, budget, cap)
         return withheld
 

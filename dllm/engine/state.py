@@ -19,6 +19,8 @@ where the model runner puts it into the next batch. Everything else is here:
 | steps_done       | [slots] int32    | sampler, each step      | denoise; prepare_inputs        |
 | carried          | [slots, ...]     | sampler, each step      | denoise                        |
 | soft_embeds      | [slots, C, S]    | sampler, each step      | prepare_inputs, if steps_done  |
+| num_pending      | [slots] int32    | sampler, each step      | prepare_attn  (`pending`)      |
+| commits          | [slots] bool     | prepare_attn            | inputs, sampler  (`pending`)   |
 
 The family says which ``numbers`` and ``carried`` tensors there are, and S, the last dimension of
 ``soft_embeds`` (``family``). C is the served canvas length, V the vocabulary size, P how many
@@ -58,6 +60,8 @@ class CanvasState:
         self.steps_done = zeros(dtype=torch.int32)
         self.carried = {name: zeros(*shape, dtype=dtype) for name, shape, dtype in family.carried}
         self.soft_embeds = zeros(canvas_length, family.soft_size or 0, dtype=dtype)
+        self.num_pending = zeros(dtype=torch.int32)
+        self.commits = zeros(dtype=torch.bool)
 
         self.seeds = zeros(dtype=torch.int64)
         self.numbers = {
@@ -87,6 +91,7 @@ class CanvasState:
             prompt_len: in tokens; the first canvas starts there.
         """
         self.steps_done[slot] = 0
+        self.num_pending[slot] = 0
         for column in self.carried.values():
             column[slot] = 0
         self.seeds[slot] = seed

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.models import settings_of
 from dllm.models.quantized import emulate_on_cpu
-from dllm.patches.contract import CPU_WORKER, GPU_WORKER, SCHEDULER
+from dllm.patches.contract import ASYNC_SCHEDULER, CPU_WORKER, GPU_WORKER, SCHEDULER, SCHEDULERS
 from dllm.patches.cpu import set_cpu_worker
 from dllm.patches.cuda_graphs import choose_cuda_graphs
 from dllm.settings.denoising import DenoiseSettings
@@ -41,7 +41,7 @@ def configure_dllm(vllm_config: Any) -> None:
     PluginOptions.from_vllm(vllm_config)
     if vllm_config.diffusion_config is None:
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=settings.canvas_length)
-    _set_scheduler(vllm_config, settings.canvas_length)
+    _set_scheduler(vllm_config, settings)
     _refuse_unsupported(vllm_config)
     _choose_pages(vllm_config.cache_config, settings.block_size)
     _choose_attention(vllm_config, settings)
@@ -70,19 +70,15 @@ def configure_dllm(vllm_config: Any) -> None:
     vllm_config.model_config.override_generation_config.setdefault("max_new_tokens", None)
 
 
-def _set_scheduler(vllm_config: Any, canvas_length: int) -> None:
-    scheduler = vllm_config.scheduler_config
-    if scheduler.scheduler_cls not in (None, SCHEDULER):
+def _set_scheduler(vllm_config: Any, settings: DenoiseSettings) -> None:
+    scheduler, canvas_length = vllm_config.scheduler_config, settings.canvas_length
+    if scheduler.scheduler_cls not in (None, *SCHEDULERS):
         raise ValueError(
             f"--scheduler-cls {scheduler.scheduler_cls}: diffusion models need {SCHEDULER}. "
             "Leave the flag out."
         )
-    if scheduler.async_scheduling:
-        raise ValueError(
-            "--async-scheduling: canvases are scheduled synchronously. Leave the flag out."
-        )
-    scheduler.scheduler_cls = SCHEDULER
-    scheduler.async_scheduling = False
+    scheduler.async_scheduling = _is_asynchronous(vllm_config, settings)
+    scheduler.scheduler_cls = ASYNC_SCHEDULER if scheduler.async_scheduling else SCHEDULER
     for flag, limit in (
         ("--max-num-batched-tokens", scheduler.max_num_batched_tokens),
         ("--max-num-scheduled-tokens", scheduler.max_num_scheduled_tokens),
@@ -97,6 +93,49 @@ def _set_scheduler(vllm_config: Any, canvas_length: int) -> None:
     if scheduler.max_num_seqs >= scheduler.DEFAULT_MAX_NUM_SEQS:
         scheduler.max_num_seqs = DEFAULT_CONCURRENCY
         logger.info("dllm: --max-num-seqs is %d", scheduler.max_num_seqs)
+
+
+def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
+    """Whether visits are scheduled asynchronously: where vLLM does so, unless something forbids it.
+
+    Raises:
+        ValueError: the user asks for it with ``--async-scheduling``, and something forbids it.
+    """
+    from vllm.v1.executor.abstract import Executor
+
+    from dllm.settings.server import PluginOptions
+
+    given = vllm_config.scheduler_config.async_scheduling
+    if given is False:
+        return False
+    loop_ms = PluginOptions.from_vllm(vllm_config).denoise_loop_ms
+    for forbids, why in (
+        (_platform_is_synchronous(), "vLLM has none on a CPU"),
+        (
+            not Executor.get_class(vllm_config).supports_async_scheduling(),
+            "the executor of --distributed-executor-backend supports none",
+        ),
+        (
+            settings.block_size > 1,
+            f"how much of a block of {settings.block_size} tokens keeps its KV is known too late",
+        ),
+        (
+            loop_ms not in ("auto", 0),
+            f"denoise_loop_ms is {loop_ms}, and a loop needs the scheduler to wait for it",
+        ),
+    ):
+        if forbids and given:
+            raise ValueError(f"--async-scheduling does not work: {why}. Leave the flag out.")
+        if forbids:
+            return False
+    return True
+
+
+def _platform_is_synchronous() -> bool:
+    """Whether vLLM turns asynchronous scheduling off on this platform."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
 
 
 def _refuse_unsupported(vllm_config: Any) -> None:

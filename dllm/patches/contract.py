@@ -8,6 +8,8 @@ which other names of vLLM we import, override and read, and checks those, too.
 from dataclasses import dataclass
 
 SCHEDULER = "dllm.engine.scheduler.CanvasScheduler"
+ASYNC_SCHEDULER = "dllm.engine.async_scheduler.CanvasAsyncScheduler"
+SCHEDULERS = (SCHEDULER, ASYNC_SCHEDULER)
 CPU_WORKER = "dllm.patches.cpu_worker.CanvasCPUWorker"
 GPU_WORKER = "dllm.patches.gpu_worker.CanvasGPUWorker"
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"

@@ -14,7 +14,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.engine.warm_up import warm_up
 from dllm.models import FAMILIES
-from dllm.patches.contract import SCHEDULER
+from dllm.patches.contract import SCHEDULERS
 from dllm.patches.cpu import (
     allow_product_of_no_rows,
     register_cpu_kernels,
@@ -37,7 +37,7 @@ class CanvasCPUWorker(Records, Visits, CPUWorker):
         verify_by_our_rule()  # also of other methods' drafts: vLLM's rule needs Triton
         # False for vLLM's built-in DiffusionGemma, which has the same architecture name and may run
         # on this worker, too.
-        self.serves_canvases = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
+        self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
         if self.serves_canvases:
             prepare_runner()
         super().__init__(vllm_config, *args, **kwargs)

@@ -10,7 +10,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.drafter.cache import check_pages
 from dllm.engine.warm_up import warm_up
-from dllm.patches.contract import SCHEDULER
+from dllm.patches.contract import SCHEDULERS
 from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
 from dllm.patches.recording import Records
 from dllm.patches.worker import Visits, prepare_runner
@@ -20,7 +20,7 @@ class CanvasGPUWorker(Records, Visits, Worker):
     """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        self.serves_canvases = vllm_config.scheduler_config.scheduler_cls == SCHEDULER
+        self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
         if self.serves_canvases:
             prepare_runner()
         draft_in_this_worker(vllm_config)

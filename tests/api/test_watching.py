@@ -162,6 +162,13 @@ def test_each_api_server_gets_the_frames_of_its_requests_and_aborted_ones_have_n
     }
 
 
+def test_the_causal_pass_of_a_block_is_no_frame():
+    step = StepFrames(["a", "b"], ["pass"] * 2, np.stack([packed(width=0), packed()]))
+    outputs: dict[int, EngineCoreOutputs] = {}
+    FrameMail(answer(step), requests("a", "b")).add_to(outputs)
+    assert [output.request_id for output in outputs[0].outputs] == ["b"]
+
+
 def test_where_nobody_watches_there_is_nothing():
     outputs: dict[int, EngineCoreOutputs] = {}
     FrameMail(answer(), {}).add_to(outputs)

@@ -14,6 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.models.gemma import self_conditioning
 from dllm.ops.dispatch import row_stats
 from tests.engine.test_parity import CANVAS, prompt
+from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine
 from tests.support.process import printed_json, run_python
 
@@ -73,25 +74,28 @@ PARAMS = [
 
 
 @pytest.mark.slow
-def test_two_ranks_generate_the_tokens_of_one(engine, checkpoint):
+@pytest.mark.parametrize("scheduling", ["loop", "asynchronous"])
+def test_two_ranks_generate_the_tokens_of_one(engine, checkpoint, scheduling):
     """Heads, experts and vocabulary are sharded over two worker processes that speak gloo."""
     # vLLM wants a NUMA node per rank, unless it is told not to bind threads.
     unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    finished = run_python("-m", __name__, str(checkpoint()), environment=unbound)
+    finished = run_python("-m", __name__, str(checkpoint()), scheduling, environment=unbound)
     assert printed_json(finished) == engine.generate(CONTEXTS, PARAMS)
 
 
-def generate_on_two_ranks(model: str) -> None:
+def generate_on_two_ranks(model: str, scheduling: str) -> None:
     """The other side of the test: prints the tokens."""
-    # Each rank reads its own clock, and still both take the same number of passes.
-    looping = {"dllm": {"denoise_loop_ms": 60_000}}
-    engine = Engine(
-        model, tensor_parallel_size=2, max_num_batched_tokens=256, additional_config=looping
-    )
+    options: dict[str, Any] = dict(tensor_parallel_size=2, max_num_batched_tokens=256)
+    if scheduling == "loop":
+        # Each rank reads its own clock, and still both take the same number of passes.
+        options["additional_config"] = {"dllm": {"denoise_loop_ms": 60_000}}
+        engine = Engine(model, **options)
+    else:
+        engine = get_async_engine(model, **options)
     tokens = engine.generate(CONTEXTS, PARAMS)
     engine.llm.llm_engine.engine_core.shutdown()
     print(json.dumps(tokens))
 
 
 if __name__ == "__main__":
-    generate_on_two_ranks(sys.argv[1])
+    generate_on_two_ranks(*sys.argv[1:])

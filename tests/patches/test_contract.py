@@ -395,6 +395,10 @@ def test_only_patches_replace_attributes_of_vllm(tmp_path):
 OVERRIDING = (
     ("dllm.engine.scheduler.CanvasScheduler", "vllm.v1.core.sched.scheduler.Scheduler"),
     (
+        "dllm.engine.async_scheduler.CanvasAsyncScheduler",
+        "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
+    ),
+    (
         "dllm.engine.model_state.DiffusionModelState",
         "vllm.v1.worker.gpu.model_states.interface.ModelState",
     ),
@@ -450,6 +454,7 @@ def overrides() -> list[tuple[str, str, str]]:
 
 EXPECTED_OVERRIDES = {
     "CanvasScheduler": {"schedule", "update_draft_token_ids", "_update_request_with_output"},
+    "CanvasAsyncScheduler": {"_update_after_schedule", "_update_request_with_output"},
     "DiffusionModelState": {
         "get_supported_generation_tasks",
         "custom_sampler",
@@ -596,6 +601,7 @@ def test_the_fields_of_a_batch():
     batch = resolve("vllm.v1.worker.gpu.input_batch.InputBatch")
     names = ("model_state", "sampler", "canvas_rows", "edits", "logprobs")
     read = attributes_read("input_batch", *(f"dllm/engine/{name}.py" for name in names))
+    read |= attributes_read("batch", "dllm/engine/pending.py")
     assert {"cu_num_logits_np", "logits_indices", "num_draft_tokens_per_req"} <= read
     assert read <= {field.name for field in dataclasses.fields(batch)}
 
@@ -746,8 +752,9 @@ def test_the_scheduler_attributes_we_read():
     for name in attributes_read("self", "dllm/engine/scheduler.py") - own:
         assert re.search(rf"self\.{name}( =|:)|def {name}\(", source), name
     request = inspect.getsource(resolve("vllm.v1.request.Request"))
-    for name in attributes_read("request", "dllm/engine/scheduler.py"):
-        assert f"self.{name}" in request or f"def {name}(" in request, name
+    for file in ("dllm/engine/scheduler.py", "dllm/engine/async_scheduler.py"):
+        for name in attributes_read("request", file):
+            assert f"self.{name}" in request or f"def {name}(" in request, name
 
 
 def test_the_layers_of_the_backbone(checkpoint):

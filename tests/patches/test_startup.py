@@ -20,10 +20,14 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from dllm.engine.async_scheduler import CanvasAsyncScheduler
+from dllm.engine.scheduler import CanvasScheduler
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.patches.cpu import is_cpu_without_triton
 from dllm.settings.server import PluginOptions
+from tests.support import family_checkpoints
+from tests.support.async_engine import asynchronous_platform
 from tests.support.process import printed_json, run_python
 
 CANVAS = 32
@@ -208,7 +212,7 @@ def test_plugin_options_arrive(checkpoint):
     [
         ({"max_num_batched_tokens": 31}, "--max-num-batched-tokens 31 .* at least 32"),
         ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold 8 .* at least 32"),
-        ({"async_scheduling": True}, "--async-scheduling: .* Leave the flag out"),
+        ({"async_scheduling": True}, "--async-scheduling does not work: .* Leave the flag out"),
         ({"scheduler_cls": "a.B"}, r"--scheduler-cls a\.B: .*CanvasScheduler"),
         (
             {"speculative_config": {
@@ -240,6 +244,58 @@ def test_our_parts_are_chosen_without_a_flag(checkpoint):
     assert config.scheduler_config.scheduler_cls == "dllm.engine.scheduler.CanvasScheduler"
     assert not config.scheduler_config.async_scheduling
     assert config.cache_config.prefix_cache_retention_interval is None
+
+
+# --- asynchronous scheduling ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_async"),
+    [
+        ({}, True),  # vLLM's default
+        ({"async_scheduling": True}, True),
+        ({"async_scheduling": False}, False),
+        ({"additional_config": {"dllm": {"denoise_loop_ms": 0}}}, True),
+        ({"additional_config": {"dllm": {"denoise_loop_ms": 20}}}, False),
+        ({"additional_config": {"dllm": {"commit": "separate"}}}, True),
+    ],
+)
+def test_scheduling_is_asynchronous_where_vllms_is(checkpoint, flags, is_async):
+    with asynchronous_platform():
+        config = engine_config(checkpoint(), **flags)
+    assert config.scheduler_config.async_scheduling is is_async
+    assert config.scheduler_config.get_scheduler_cls() is (
+        CanvasAsyncScheduler if is_async else CanvasScheduler
+    )
+    assert config.max_concurrent_batches == (2 if is_async else 1)
+
+
+def test_blocks_are_scheduled_synchronously(tmp_path):
+    blocks = family_checkpoints.write(tmp_path / "sdar", family_checkpoints.SDAR)
+    with asynchronous_platform():
+        assert not engine_config(blocks).scheduler_config.async_scheduling
+        assert re.search(
+            r"--async-scheduling does not work: how much of a block of \d+ tokens",
+            refusal(blocks, async_scheduling=True),
+        )
+
+
+def test_the_loop_and_asynchronous_scheduling_exclude_each_other(checkpoint):
+    loop = {"dllm": {"denoise_loop_ms": 20}}
+    with asynchronous_platform():
+        expected = "--async-scheduling does not work: denoise_loop_ms is 20"
+        assert expected in refusal(checkpoint(), async_scheduling=True, additional_config=loop)
+
+
+def test_an_executor_without_asynchronous_scheduling(checkpoint, monkeypatch):
+    monkeypatch.setattr(
+        UniProcExecutor, "supports_async_scheduling", classmethod(lambda cls: False)
+    )
+    with asynchronous_platform():
+        assert not engine_config(checkpoint()).scheduler_config.async_scheduling
+        assert "--distributed-executor-backend supports none" in refusal(
+            checkpoint(), async_scheduling=True
+        )
 
 
 # --- how processes start --------------------------------------------------------------------------

@@ -192,12 +192,13 @@ class Engine:
             (batch,) = visited
             logits_before = logits.clone() if keep_logits else logits  # edited in place
             canvases = self.req_states.draft_tokens[batch.idx_mapping].tolist()
+            commits = self.state.commits[batch.idx_mapping].tolist()
             is_first = self.loop.num_passes == 1  # later passes hold canvases alone
             output = denoise(self, logits, tiles)
             starts = batch.cu_num_logits_np
             for row, req_id in enumerate(batch.req_ids):
                 width = int(starts[row + 1] - starts[row])
-                if width == 0:
+                if width == 0 or commits[row]:
                     continue
                 head_len = int(batch.num_scheduled_tokens[row]) - width
                 of_row = slice(starts[row], starts[row + 1])

@@ -1,0 +1,62 @@
+"""CanvasAsyncScheduler: schedules the next visit before the worker has answered the last one.
+
+The scheduler then does not know yet which canvases converge. It counts every canvas in flight as
+tokens to come (vLLM's *placeholders*), and schedules one more canvas for each request. If a canvas
+converges in visit k, visit k + 1 is on its way with a canvas that the worker turns into the causal
+pass of the emitted block (``engine.pending``):
+
+    visit   scheduled as   what the worker does              what it answers
+    k       canvas         denoises; the canvas converges    the C tokens of the block
+    k + 1   canvas         the block's causal pass           nothing: all C tokens are rejected
+    k + 2   canvas         denoises the next canvas
+
+For this a block takes S + 1 passes for S denoise steps, and the device does not wait for the host.
+
+If nothing of the request is in flight when its block arrives (its canvas did not fit into visit
+k + 1, or would have ended beyond the model's context), the block is counted as in
+``CanvasScheduler``: it is scheduled once more, as the head of the next canvas.
+"""
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from dllm.engine.scheduler import CanvasScheduler
+
+
+class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler, changed for canvases and emitted blocks."""
+
+    def _may_repeat(self, output: SchedulerOutput) -> bool:
+        """Never: the next visit is scheduled while the worker has this one."""
+        return False
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """vLLM's, which gives every request behind its prompt the next canvas.
+
+        vLLM holds back the sampling of a visit until the tokens in flight of requests with a
+        grammar are known, because its own mask depends on them. Our worker makes the mask itself
+        (``engine.grammars``).
+        """
+        super()._update_after_schedule(scheduler_output)
+        scheduler_output.pending_structured_output_tokens = False
+
+    def _give_canvases_to_new_requests(self, output: SchedulerOutput) -> None:
+        """As the base class; the canvases count as tokens to come."""
+        super()._give_canvases_to_new_requests(output)
+        for data in output.scheduled_new_reqs:
+            canvas = output.scheduled_spec_decode_tokens.get(data.req_id, ())
+            self.requests[data.req_id].num_output_placeholders += len(canvas)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """Append an emitted block to its request.
+
+        Its KV counts as computed, and goes into the prefix cache, if the visit that writes it is in
+        flight. Requests that are scheduled later run behind that visit. The output of a preempted
+        request (``is_stale``) changes no counters.
+        """
+        if not is_stale and not request.num_in_flight_tokens:
+            request.num_computed_tokens -= len(new_token_ids)
+        return AsyncScheduler._update_request_with_output(self, request, new_token_ids, is_stale)

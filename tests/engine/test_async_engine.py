@@ -1,0 +1,369 @@
+"""Asynchronous scheduling through vLLM's engine: the tokens and logits of the synchronous twin.
+
+The twin takes one pass a visit, and gives every emitted block a pass of its own.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config.compilation import CUDAGraphMode
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm.engine import pending
+from dllm.engine.frame_taker import FrameTaker
+from dllm.engine.frames import FrameMail, frame_of
+from dllm.engine.grammars import DeviceGrammars
+from dllm.engine.model_state import DiffusionModelState
+from dllm.engine.sampler import DiffusionSampler
+from tests.engine.test_engine import scheduler_watch
+from tests.engine.test_loop import REQUESTS, params, switched
+from tests.engine.test_parity import CANVAS, prompt
+from tests.support.async_engine import get_async_engine
+from tests.support.engine_harness import RUN_TOLERANCE, Engine, Run, assert_same_runs
+
+TIGHT = dict(
+    max_num_batched_tokens=72, max_model_len=288, block_size=32, num_gpu_blocks_override=24
+)
+
+
+@pytest.fixture(scope="module")
+def ours(checkpoint: Any) -> Engine:
+    return get_async_engine(checkpoint(), max_num_batched_tokens=256)
+
+
+def twin_runs(engine: Engine, requests: Any) -> list[Run]:
+    with switched(engine, passes=1, first_step="separate", commit="separate"):
+        return [engine.quiet_run(*request) for request in requests]
+
+
+@contextmanager
+def rows_taken() -> Iterator[Counter[str]]:
+    """How the rows of all visits were run."""
+    taken: Counter[str] = Counter()
+    find = pending.find_commits
+
+    def spy(state: Any, batch: Any) -> torch.Tensor:
+        commits = find(state, batch)
+        slots, widths = batch.idx_mapping, batch.cu_num_logits.diff()
+        has_head = batch.query_start_loc[: batch.num_reqs + 1].diff() > widths
+        is_late = (state.num_pending[slots] > 0) & has_head
+        taken["plain commit"] += int(commits.sum())
+        taken["trimmed commit"] += int((commits & (state.num_pending[slots] < widths)).sum())
+        taken["block at the head"] += int((is_late & (widths > 0)).sum())
+        taken["block alone"] += int((is_late & (widths == 0)).sum())
+        taken["canvas"] += int((~commits & (widths > 0)).sum())
+        taken["mixed batch"] += bool(commits.any() and not commits.all())
+        return commits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending, "find_commits", spy)
+        yield taken
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+
+def test_tokens_and_logits_are_those_of_the_synchronous_twin(engine, ours):
+    expected = twin_runs(engine, REQUESTS)
+    with rows_taken() as alone:
+        assert_same_runs([ours.quiet_run(*request) for request in REQUESTS], expected)
+    ours.reset_prefix_cache()
+    with rows_taken() as together:
+        assert_same_runs(ours.runs(*zip(*REQUESTS, strict=True)), expected)
+    assert alone["plain commit"] and together["plain commit"] and together["mixed batch"]
+
+
+def test_a_block_takes_a_pass_more_than_its_denoise_steps(ours):
+    with ours.watch() as watched, rows_taken() as taken:
+        ours.generate([prompt(20)], params(blocks=3))
+    (steps,) = watched.values()
+    emitting = [step for step in steps if step.num_emitted]
+    # Also behind the last block: its visit was on its way before anybody knew that it was the last.
+    assert len(emitting) == 3 and taken["plain commit"] == 3
+    assert taken["canvas"] == len(steps)
+
+
+def test_a_block_that_does_not_fit_into_the_next_visit(engine, checkpoint):
+    """Two canvases fit into a visit. The second request's only fits into every other visit.
+
+    Its canvas would end beyond the context if the one in flight were emitted. So the third request
+    is in every other visit, too: none of its canvases is in flight when a block is counted.
+    """
+    small = get_async_engine(checkpoint(), max_num_batched_tokens=72, max_model_len=288)
+    slow = {"diffusion_max_steps": 16, "diffusion_confidence": 0}
+    fast = {"diffusion_max_steps": 2}
+    requests = [
+        (prompt(100), params(blocks=4, extra_args=slow)),
+        (prompt(288 - CANVAS - 5, salt=1), params(blocks=2, extra_args=slow)),
+        (prompt(30, salt=2), params(blocks=5, seed=5, extra_args=fast)),
+    ]
+    expected = twin_runs(engine, requests)
+    with rows_taken() as taken:
+        runs = small.runs(*zip(*requests, strict=True))
+    assert runs[1].tokens == expected[1].tokens[: CANVAS + 5]
+    assert_same_runs(runs[::2], expected[::2])
+    assert taken["plain commit"] and taken["block at the head"] and taken["block alone"], taken
+
+
+def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch):
+    tight = get_async_engine(checkpoint(), **TIGHT)
+    contexts = [prompt(60, salt=salt) for salt in range(4)]
+    expected = [engine.quiet_run(context, params(blocks=5)).tokens for context in contexts]
+    preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    assert tight.generate(contexts, params(blocks=5)) == expected
+    assert preemptions, "the cache was large enough for everybody"
+
+
+@pytest.mark.parametrize("moment", ["mid-canvas", "between emission and commit"])
+def test_an_aborted_request_leaves_nothing_behind(engine, ours, moment):
+    expected = engine.quiet_run(prompt(33), params(seed=4))
+    ours.reset_prefix_cache()
+    doomed = ours.add(prompt(50), params(blocks=8))
+    with ours.watch() as watched:
+        for _ in range(200):
+            ours.step()
+            steps = next(iter(watched.values()), [])
+            emitted = bool(steps and steps[-1].num_emitted)
+            if len(steps) > 1 and emitted == (moment != "mid-canvas"):
+                break
+        else:
+            raise AssertionError(f"never {moment}")
+    ours.llm.llm_engine.abort_request([doomed])
+    assert_same_runs(ours.runs([prompt(33)], params(seed=4)), [expected])
+    ours.reset_prefix_cache()  # asserts that no KV block leaked
+
+
+def test_a_conversation_continued_from_cache_equals_a_cold_start(engine, ours, monkeypatch):
+    """Generated blocks are found in the cache, the last one included."""
+    page = ours.runner.block_tables.block_sizes[0]
+    turn = prompt(page - CANVAS)
+    ours.reset_prefix_cache()
+    (answer,) = ours.generate([turn], params(blocks=5))
+    assert len(turn) + len(answer) == 2 * page
+    follow_up = turn + answer + prompt(9, salt=4)
+    hits = scheduler_watch(monkeypatch, ours, "_get_local_prefix_cache_hit")
+    continued = ours.runs([follow_up], params(seed=8))
+    assert [result[1] for _, result in hits] == [2 * page]
+    assert_same_runs(continued, [engine.quiet_run(follow_up, params(seed=8))])
+
+
+# --- where generation ends ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, CANVAS, CANVAS + 1, CANVAS + 2, 3 * CANVAS - 7])
+def test_max_tokens_is_exact(engine, ours, max_tokens):
+    long = engine.quiet_run(prompt(12), params(blocks=3)).tokens
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
+    assert ours.quiet_run(prompt(12), sampling).tokens == long[:max_tokens]
+
+
+@pytest.mark.parametrize("room", [5, CANVAS + 5, 2 * CANVAS + 5, 3 * CANVAS])
+def test_the_last_canvas_is_cut_by_the_model_length(engine, ours, room):
+    """Near the end of the context a canvas waits until none of its request is in flight."""
+    context = prompt(ours.runner.max_model_len - room)
+    expected = engine.quiet_run(context, params(blocks=9))
+    with rows_taken() as taken:
+        assert_same_runs([ours.quiet_run(context, params(blocks=9))], [expected])
+    assert len(expected.tokens) == room
+    assert (taken["block at the head"] > 0) == (room % CANVAS == 5 and room > CANVAS)
+
+
+def test_a_stop_token_inside_a_canvas_ends_the_request_there(engine, ours):
+    tokens = engine.quiet_run(prompt(12), params(blocks=2)).tokens
+    stop = tokens[CANVAS + 10]
+    sampling = params(blocks=4, stop_token_ids=[stop])
+    output = ours.outputs([prompt(12)], sampling)[0].outputs[0]
+    assert list(output.token_ids) == tokens[: tokens.index(stop) + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+# --- request options ------------------------------------------------------------------------------
+
+
+def test_a_block_that_is_cut_at_a_bad_word(engine, ours):
+    """The pass of its KV has more rows than the block has tokens."""
+    sampling = params(
+        blocks=5, logit_bias={30: 20.0, 31: 20.0}, extra_args={"diffusion_max_steps": 2}
+    )
+    sampling._bad_words_token_ids = [[30, 30], [31, 31, 30]]
+    expected = engine.quiet_run(prompt(20), sampling)
+    with rows_taken() as taken:
+        assert_same_runs([ours.quiet_run(prompt(20), sampling)], [expected])
+    assert taken["trimmed commit"], taken
+
+
+def test_logprobs_and_n_samples(engine, ours):
+    sampling = params(blocks=2, logprobs=3, n=3, seed=12, prompt_logprobs=1)
+    seen = []
+    for one in (engine, ours):
+        one.reset_prefix_cache()
+        (output,) = one.outputs([prompt(21)], sampling)
+        assert len(output.prompt_logprobs) == 21
+        rows = [list(o.logprobs) for o in output.outputs] + [output.prompt_logprobs[1:]]
+        seen.append([{t: x.logprob for t, x in row.items()} for part in rows for row in part])
+    for theirs, mine in zip(*seen, strict=True):
+        assert mine == pytest.approx(theirs, abs=2e-3)  # rounding of another batch size
+
+
+@pytest.mark.parametrize("regex", ["([a-f]{3}-){2,30}[0-9]{2}", "[0-9]{70}"])
+def test_structured_outputs(engine, ours, monkeypatch, regex):
+    """No visit waits for the tokens in front of it: the worker makes the masks."""
+    sampling = SamplingParams(
+        max_tokens=4 * CANVAS, seed=2, structured_outputs=StructuredOutputsParams(regex=regex)
+    )
+    plain = params(blocks=2, seed=5)
+    expected = engine.generate([prompt(11), prompt(30)], [sampling, plain])
+    schedules = scheduler_watch(monkeypatch, ours, "schedule")
+    with rows_taken() as taken:
+        assert ours.generate([prompt(11), prompt(30)], [sampling, plain]) == expected
+    assert not any(output.pending_structured_output_tokens for _, output in schedules)
+    assert taken["plain commit"] and taken["mixed batch"]
+
+
+def test_grammars_on_a_gpu(engine, ours, monkeypatch):
+    """Their kernels' definitions, in plain torch."""
+    sampling = SamplingParams(
+        max_tokens=4 * CANVAS, seed=2, structured_outputs=StructuredOutputsParams(regex="[0-9]{70}")
+    )
+    expected = engine.generate([prompt(11), prompt(30)], [sampling, params(blocks=2)])
+    config, num_slots = ours.runner.vllm_config, ours.runner.max_num_reqs
+    on_device = DeviceGrammars(config, num_slots, torch.device("cpu"))
+    for owner in (ours.runner.model_state, ours.runner.sampler):
+        monkeypatch.setattr(owner, "grammars", on_device)
+    with rows_taken() as taken:
+        assert ours.generate([prompt(11), prompt(30)], [sampling, params(blocks=2)]) == expected
+    assert taken["plain commit"] and taken["mixed batch"]
+
+
+def test_frames_of_watched_canvases(engine, ours, monkeypatch):
+    """One for each denoise step; none of the passes that only write a block's KV."""
+    seen: list[Any] = []
+    add_request = FrameTaker.add_request
+    asked = SamplingParams(extra_args={"diffusion_stream": "canvas"})
+    monkeypatch.setattr(
+        FrameTaker, "add_request", lambda self, slot, _: add_request(self, slot, asked)
+    )
+
+    def keep(self: FrameMail, outputs: Any) -> None:
+        sent = [output for of_server in self._by_server.values() for output in of_server]
+        seen[-1] += [frame_of(output) for output in sent]
+
+    monkeypatch.setattr(FrameMail, "add_to", keep)
+    for one in (engine, ours):
+        seen.append([])
+        with rows_taken() as taken:
+            one.quiet_run(prompt(20), params(blocks=3))
+    assert taken["plain commit"] == 3 and len(seen[0]) > 6
+    expected, frames = (
+        [(f.offset, f.step, f.is_final, f.canvas.tolist(), f.argmax.tolist()) for f in of_engine]
+        for of_engine in seen
+    )
+    assert frames == expected
+
+
+def test_logits_in_tiles(engine, ours, monkeypatch):
+    expected = engine.generate(*zip(*REQUESTS, strict=True))
+    for owner in (ours.runner.model, ours.runner.sampler):
+        monkeypatch.setattr(owner, "_rows_at_once", CANVAS + 13)
+    with rows_taken() as taken:
+        assert ours.generate(*zip(*REQUESTS, strict=True)) == expected
+    assert taken["mixed batch"]
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def test_split_points_and_virtual_sequences_say_the_same(ours, monkeypatch):
+    """What our own kernel gets on a GPU: every row with the number of its causal tokens."""
+    describe, met = DiffusionModelState._virtual_sequences, Counter()
+
+    def spy(self: Any, batch: Any, mode: Any, tables: Any) -> Any:
+        sequences = describe(self, batch, mode, tables)
+        rows = self._rows(batch, CUDAGraphMode.NONE, tables)
+        row_of = torch.from_numpy(self._sequences(batch).row_of)
+        num_causal = sequences["query_start_loc_gpu"].diff() * sequences["causal"]
+        of_rows = torch.zeros(batch.num_reqs, dtype=num_causal.dtype)
+        of_rows.index_add_(0, row_of, num_causal)
+        assert rows["causal"].tolist() == of_rows.tolist()
+        ends = torch.zeros(batch.num_reqs, dtype=torch.int32)
+        ends.scatter_reduce_(0, row_of, sequences["seq_lens"], "amax")
+        assert ends.tolist() == rows["seq_lens"][: batch.num_reqs].tolist()
+        assert sequences["max_seq_len"] >= int(ends.max())
+        met["late"] += bool((pending.host_error(batch) < 0).any())
+        met["commit"] += bool(self.canvases.commits[batch.idx_mapping].any())
+        return sequences
+
+    monkeypatch.setattr(DiffusionModelState, "_virtual_sequences", spy)
+    ours.reset_prefix_cache()
+    ours.generate(*zip(*REQUESTS, strict=True))
+    assert met["late"] and met["commit"]
+
+
+# --- these tests can fail -------------------------------------------------------------------------
+
+
+def no_commits(state: Any, batch: Any) -> torch.Tensor:
+    state.commits.fill_(False)
+    return torch.zeros(batch.num_reqs, dtype=torch.bool)
+
+
+BROKEN: dict[str, Callable[..., Any]] = {
+    "find_commits": no_commits,
+    "causal_lens": lambda state, batch: torch.zeros(batch.num_reqs, dtype=torch.int32),
+    "host_error": lambda batch: torch.zeros(batch.num_reqs, dtype=torch.int32),
+    "without_commits": lambda rows, state: rows,
+    "num_rejected": lambda state, batch: batch.cu_num_logits.diff(),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_without_a_part_of_it_runs_differ(engine, checkpoint, monkeypatch, name):
+    expected = engine.quiet_run(prompt(70), params())
+    budget = 260 + list(BROKEN).index(name)  # an engine to ruin
+    ruined = get_async_engine(checkpoint(), max_num_batched_tokens=budget)
+    assert_same_runs([ruined.quiet_run(prompt(70), params())], [expected])
+    monkeypatch.setattr(pending, name, BROKEN[name])
+    ruined.reset_prefix_cache()
+    with ruined.watch(keep_logits=True) as watched:
+        req_id = ruined.add(prompt(70), params())
+        for _ in range(200):
+            finished = {one.request_id: one for one in ruined.step()}
+            if finished:
+                break
+    tokens = list(finished[req_id].outputs[0].token_ids) if finished else []
+    run = Run(tokens, torch.cat([step.logits for step in watched[req_id]]))
+    assert run.difference(expected) > 100 * RUN_TOLERANCE
+
+
+def test_plain_embeddings_of_a_block(engine, checkpoint, monkeypatch):
+    """A block's tokens are not conditioned, and their layers are the encoder's."""
+    expected = engine.quiet_run(prompt(70), params())
+    ruined = get_async_engine(checkpoint(), max_num_batched_tokens=252)
+    write = pending.write_block_ids
+
+    def nothing_is_a_block(state: Any, batch: Any) -> torch.Tensor:
+        return torch.zeros_like(write(state, batch))
+
+    monkeypatch.setattr(pending, "write_block_ids", nothing_is_a_block)
+    assert ruined.quiet_run(prompt(70), params()).difference(expected) > 100 * RUN_TOLERANCE
+
+
+def test_no_visit_repeats_its_batch(ours, monkeypatch):
+    """Neither side asks for it: the next visit is on its way."""
+    monkeypatch.setattr(ours.loop, "bound", 1e9)
+    passes = []
+    call = DiffusionSampler.__call__
+
+    def spy(self: Any, logits: Any, batch: Any, draft_logits: None = None) -> Any:
+        output = call(self, logits, batch, draft_logits)
+        passes.append(self.loop.num_passes)
+        return output
+
+    monkeypatch.setattr(DiffusionSampler, "__call__", spy)
+    ours.generate([prompt(20)], params(blocks=2))
+    assert set(passes) == {1} and len(passes) > 4
