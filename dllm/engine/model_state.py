@@ -2,6 +2,7 @@
 
     custom_sampler  once, at start: vLLM's sampler is replaced by DiffusionSampler
     add_request     for each new request: CanvasState.reset(slot)
+    apply_staged_writes  after the new requests of a visit: what they brought goes to the device
     prepare_attn    for each visit: which rows are causal -> metadata for the attention backend
     prepare_inputs  for each visit: embeddings of the tokens; canvas rows are then conditioned
 
@@ -37,6 +38,7 @@ from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.spans import Spans, VirtualSequences
 from dllm.engine.state import CanvasState, request_seed
+from dllm.ops.staging import to_device
 from dllm.settings.request import RequestOptions
 
 
@@ -96,6 +98,11 @@ class DiffusionModelState(ModelState):
         self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
         self.grammars.add_request(req_index, new_req_data)
 
+    def apply_staged_writes(self) -> None:
+        """Send what ``add_request`` stored to the device."""
+        self.canvases.apply_staged_writes()
+        self.grammars.apply_staged_writes()
+
     def prepare_inputs_embeds(
         self,
         scheduled_encoder_inputs: dict[str, list[int]],
@@ -120,7 +127,7 @@ class DiffusionModelState(ModelState):
         is_canvas_row = self._is_canvas_row[:num_padded].zero_()
         if input_batch.num_draft_tokens > 0:
             rows = input_batch.logits_indices
-            is_canvas_row[rows] = True
+            is_canvas_row.index_fill_(0, rows, True)
             embeds[rows] = self._conditioned(embeds[rows], input_batch)
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
@@ -136,7 +143,7 @@ class DiffusionModelState(ModelState):
             rows = canvases.logits_indices
             embeds.copy_(ids)
             embeds[rows] = self._conditioned(ids[rows], canvases)
-            is_canvas_row.zero_()[rows] = True
+            is_canvas_row.zero_().index_fill_(0, rows, True)
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
     def _conditioned(self, embeds: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
@@ -202,9 +209,9 @@ class DiffusionModelState(ModelState):
         """One sequence for each row, with its split point, in tensors that a CUDA graph can use."""
         is_padded = cudagraph_mode == CUDAGraphMode.FULL
         num_rows = input_batch.num_reqs_after_padding if is_padded else input_batch.num_reqs
-        head_lens = torch.from_numpy(_spans(input_batch).head_lens)
         split_points = self._split_points[:num_rows].zero_()
-        split_points[: input_batch.num_reqs].copy_(head_lens, non_blocking=True)
+        head_lens = to_device(_spans(input_batch).head_lens, self.device)
+        split_points[: input_batch.num_reqs] = head_lens
         return {
             "num_reqs": num_rows,
             "num_tokens": (
@@ -231,18 +238,17 @@ class DiffusionModelState(ModelState):
         """Heads and canvases as separate sequences, for backends with one flag per sequence."""
         assert cudagraph_mode != CUDAGraphMode.FULL, "virtual sequences change in number"
         sequences = self._sequences(input_batch)
-        row_of = torch.from_numpy(sequences.row_of).to(self.device)
-        query_start_loc = torch.from_numpy(sequences.query_start_loc)
+        row_of = to_device(sequences.row_of, self.device)
         return {
             "num_reqs": len(sequences.row_of),
             "num_tokens": input_batch.num_tokens,
-            "query_start_loc_gpu": query_start_loc.to(self.device),
-            "query_start_loc_cpu": query_start_loc,
+            "query_start_loc_gpu": to_device(sequences.query_start_loc, self.device),
+            "query_start_loc_cpu": torch.from_numpy(sequences.query_start_loc),
             "max_query_len": int(np.diff(sequences.query_start_loc).max()),
-            "seq_lens": torch.from_numpy(sequences.seq_lens).to(self.device),
+            "seq_lens": to_device(sequences.seq_lens, self.device),
             "max_seq_len": int(sequences.seq_lens.max()),
             "block_tables": [table[row_of] for table in block_tables],
-            "causal": torch.from_numpy(sequences.is_causal).to(self.device),
+            "causal": to_device(sequences.is_causal, self.device),
             "mm_req_doc_ranges": sequences.images,
         }
 
@@ -269,9 +275,10 @@ class DiffusionModelState(ModelState):
         rows = np.repeat(np.arange(len(head_lens)), head_lens)
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(head_lens) - head_lens, head_lens)
         tokens = input_batch.query_start_loc_np[rows] + offsets
-        index = torch.from_numpy(
-            np.stack([tokens, input_batch.idx_mapping_np[rows], computed[rows] + offsets])
-        ).to(self.device)
+        index = to_device(
+            np.stack([tokens, input_batch.idx_mapping_np[rows], computed[rows] + offsets]),
+            self.device,
+        )
         ids = req_states.all_token_ids.gpu[index[1], index[2]]
         input_batch.input_ids[index[0]] = ids.to(input_batch.input_ids.dtype)
 
