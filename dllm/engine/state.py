@@ -79,7 +79,7 @@ class CanvasState:
             ],
             align=True,
         )
-        self._records = zeros(self._layout.itemsize, dtype=torch.uint8)
+        self._records = zeros(self._layout.itemsize // 8, dtype=torch.int64)
         self._staged: dict[int, tuple[np.ndarray, list[int]]] = {}  # by slot: record, stop tokens
         self.seeds = self._column("seed")
         self.numbers = {name: self._column(name) for name in parameters}
@@ -98,7 +98,7 @@ class CanvasState:
     def _column(self, name: str) -> torch.Tensor:
         """A field of all records: ``[slots]``, or ``[slots, length]``."""
         dtype, offset = self._layout.fields[name][:2]  # type: ignore[index]
-        part = self._records[:, offset : offset + dtype.itemsize]
+        part = self._records.view(torch.uint8)[:, offset : offset + dtype.itemsize]
         column = part.view(getattr(torch, dtype.base.name))
         return column if dtype.shape else column[:, 0]
 
@@ -137,15 +137,16 @@ class CanvasState:
             return
         device, num_new = self._records.device, len(self._staged)
         records = np.stack([record for record, _ in self._staged.values()])
-        sent = to_device(records.view(np.uint8).reshape(num_new, -1), device)
-        slots = sent[:, :8].view(torch.int64)[:, 0]  # the first field
+        sent = to_device(records.view(np.int64).reshape(num_new, -1), device)
+        slots = sent[:, 0]
         self._records.index_copy_(0, slots, sent)
         self.steps_done.index_fill_(0, slots, 0)
         for column in self.carried.values():
             column.index_fill_(0, slots, 0)
         vocab_size = self.is_stop.shape[1]
         stops = [slot * vocab_size + t for slot, (_, ids) in self._staged.items() for t in ids]
-        self.is_stop.index_fill_(0, slots, False)
+        for slot in self._staged:
+            self.is_stop[slot].zero_()
         self.is_stop.view(-1).index_fill_(0, to_device(np.array(stops, np.int64), device), True)
         self._staged = {}
 
