@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from dllm.ops.staging import to_device
+
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -48,16 +50,16 @@ class CanvasRows(NamedTuple):
         padded = np.minimum(starts[:-1, None] + places, last_row)
         device = input_batch.seq_lens.device
 
-        def to_device(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True)
+        def sent(array: np.ndarray) -> torch.Tensor:
+            return to_device(array.astype(np.int64), device)
 
         return cls(
             slots=input_batch.idx_mapping[:num_reqs].long(),
-            widths=to_device(widths),
+            widths=sent(widths),
             seq_lens=input_batch.seq_lens[:num_reqs].long(),
-            row_of=to_device(np.repeat(np.arange(num_reqs), widths)),
+            row_of=sent(np.repeat(np.arange(num_reqs), widths)),
             place=input_batch.expanded_local_pos.long(),
-            padded=to_device(padded),
+            padded=sent(padded),
         )
 
     @classmethod

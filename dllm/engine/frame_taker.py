@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Denoised
 from dllm.engine.frames import StepFrames
+from dllm.ops.staging import to_device
 from dllm.settings.request import STREAM, STREAM_EVERY
 
 
@@ -105,7 +106,7 @@ def _pack_on_device(
     steps_before: torch.Tensor,
 ) -> torch.Tensor:
     """The same on a GPU, and a copy to pinned memory that nobody waits for here."""
-    at = torch.from_numpy(index).to(rows.slots.device, non_blocking=True)
+    at = to_device(index, rows.slots.device)
     about = (
         (rows.seq_lens - rows.widths)[at],
         steps_before[rows.slots[at]] + 1,

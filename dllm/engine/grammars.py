@@ -31,6 +31,7 @@ from dllm.grammar.constraint import Constraint
 from dllm.grammar.viterbi import UNLIMITED, Canvas, Path, budget_of
 from dllm.ops.dispatch import best_paths, class_maxima, mask_rows
 from dllm.ops.grammar_paths import NO_TABLE, Canvases, PackedTables, Paths, ends, pack
+from dllm.ops.staging import to_device
 from dllm.settings.structured import grammar_of
 
 KEPT_GRAMMARS = 32  # how many are kept unpacked
@@ -96,6 +97,9 @@ class CanvasGrammars(ABC):
         most = params.max_tokens if params.max_tokens is not None else self._longest
         end = min(data.prompt_len + most, self._longest)
         self.slots[slot] = SlotGrammar(canvas, states[-1], end)
+
+    def apply_staged_writes(self) -> None:  # noqa: B027  nothing is stored for the host's
+        """Send what ``add_request`` stored to the device."""
 
     def prepare(self, batch: InputBatch, rows: CanvasRows) -> Any:
         """What a visit's steps need to know about a batch; None if no request has a grammar.
@@ -202,16 +206,24 @@ class DeviceGrammars(CanvasGrammars):
         super().__init__(vllm_config, num_slots)
         self._device = device
         self._states = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self._staged: dict[int, int] = {}  # states of new requests, by slot
         self._packs = lru_cache(KEPT_PACKS)(self._pack)
 
     def _pack(self, canvases: tuple[Canvas, ...]) -> PackedTables:
         return pack([canvas.table for canvas in canvases], self._device)
 
     def add_request(self, slot: int, data: NewRequestData) -> None:
-        """As described; the state goes to the device."""
+        """As described; the state goes to the device with ``apply_staged_writes``."""
         super().add_request(slot, data)
         found = self.slots[slot]
-        self._states[slot] = found.state if found else 0
+        self._staged[slot] = found.state if found else 0
+
+    def apply_staged_writes(self) -> None:
+        """As described."""
+        if self._staged:
+            slots, states = to_device(np.array([*self._staged.items()]).T.copy(), self._device)
+            self._states[slots] = states.int()
+            self._staged = {}
 
     def _prepare(self, batch: InputBatch, rows: CanvasRows) -> PreparedTables:
         slots = batch.idx_mapping_np[: batch.num_reqs].tolist()
@@ -221,19 +233,19 @@ class DeviceGrammars(CanvasGrammars):
         of_row = [one.canvas if one else canvases[0] for one in found]  # any, without a grammar
         starts = batch.cu_num_logits_np[: batch.num_reqs + 1]
 
-        def to_device(values: Any, dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+        def sent(values: Any, dtype: type[np.integer]) -> torch.Tensor:
+            return to_device(np.array(values, dtype), self._device)
 
-        table_of = to_device([number[o.canvas] if o else NO_TABLE for o in found], torch.int32)
+        table_of = sent([number[o.canvas] if o else NO_TABLE for o in found], np.int32)
         return PreparedTables(
             tables=self._packs(tuple(canvases)),
             # A row that only writes a block's KV has logits, but no canvas (`engine.pending`).
             table_of=torch.where(rows.widths > 0, table_of, NO_TABLE),
             slots=rows.slots,
-            end=to_device([one.end if one else 0 for one in found], torch.int64),
-            stops=to_device(_padded([canvas.stops for canvas in of_row]), torch.int64),
-            fillers=to_device(_padded([canvas.fillers for canvas in of_row]), torch.int64),
-            first_row=to_device(starts[:-1].tolist(), torch.int32),
+            end=sent([one.end if one else 0 for one in found], np.int64),
+            stops=sent(_padded([canvas.stops for canvas in of_row]), np.int64),
+            fillers=sent(_padded([canvas.fillers for canvas in of_row]), np.int64),
+            first_row=sent(starts[:-1], np.int32),
             most_rows=max(int(np.diff(starts).max()), 1),
         )
 

@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dllm.engine.canvas_rows import CanvasRows
+from dllm.ops.staging import to_device
 
 # How many logits are copied and scaled at a time: 64 MiB of fp32. No result depends on it.
 WORKSPACE_LOGITS = 2**24
@@ -102,9 +103,13 @@ class BlockLogprobs:
             ``--logprobs-mode`` of logits the values are logits / temperature.
         """
         dims = self._dims(input_batch)
-        emitted = (rows.place < num_emitted[rows.row_of]).nonzero().squeeze(1)
-        if dims is None or len(emitted) == 0:
+        counts = num_emitted.cpu().numpy()  # the only wait
+        if dims is None or not counts.any():
             return None
+        starts = input_batch.cu_num_logits_np[: len(counts)]
+        skipped = starts - np.cumsum(counts) + counts  # [R], rows in front that are not emitted
+        emitted_np = np.arange(counts.sum()) + np.repeat(skipped, counts)
+        emitted = to_device(emitted_np, logits.device)
         parts = [
             self._scores(
                 logits[some],
@@ -119,7 +124,7 @@ class BlockLogprobs:
             torch.cat([part.logprob_token_ids for part in parts]),
             torch.cat([part.logprobs for part in parts]),
             torch.cat([part.selected_token_ranks for part in parts]),
-            (num_emitted.cumsum(0) - num_emitted).tolist(),
+            (np.cumsum(counts) - counts).tolist(),
         )
 
     def _scores(

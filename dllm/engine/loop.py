@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dllm.engine.logit_rows import LogitRows
 from dllm.engine.ranks import answer_of_first_rank
 from dllm.engine.spans import Spans
+from dllm.ops.staging import to_device
 from dllm.settings.server import PluginOptions
 
 CPU_LOOP_S = 0.05
@@ -182,7 +183,7 @@ class CanvasForward:
             device = self._rows.device
             starts_np, tokens_np, in_part_np = _with_tails(spans, tails)
             starts, tokens, in_part = (
-                torch.from_numpy(array).to(device) for array in (starts_np, tokens_np, in_part_np)
+                to_device(array, device) for array in (starts_np, tokens_np, in_part_np)
             )
             torch.index_select(input_batch.input_ids, 0, tokens, out=self._input_ids[: len(tokens)])
         num_tokens = len(tokens)

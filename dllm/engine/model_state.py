@@ -2,6 +2,7 @@
 
     custom_sampler  once, at start: vLLM's sampler is replaced by DiffusionSampler
     add_request     for each new request: CanvasState.reset(slot)
+    apply_staged_writes  after the new requests of a visit: what they brought goes to the device
     prepare_attn    for each visit: which rows are causal -> metadata for the attention backend
     prepare_inputs  for each visit: embeddings of the tokens; canvas rows are then conditioned
 
@@ -38,6 +39,7 @@ from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.spans import Spans, VirtualSequences
 from dllm.engine.state import CanvasState, request_seed
+from dllm.ops.staging import to_device
 from dllm.settings.request import RequestOptions
 
 
@@ -98,6 +100,11 @@ class DiffusionModelState(ModelState):
         self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
         self.grammars.add_request(req_index, new_req_data)
 
+    def apply_staged_writes(self) -> None:
+        """Send what ``add_request`` stored to the device."""
+        self.canvases.apply_staged_writes()
+        self.grammars.apply_staged_writes()
+
     def prepare_inputs_embeds(
         self,
         scheduled_encoder_inputs: dict[str, list[int]],
@@ -125,11 +132,13 @@ class DiffusionModelState(ModelState):
         is_canvas_row = self._is_canvas_row[:num_padded].zero_()
         if input_batch.num_draft_tokens > 0:
             rows = input_batch.logits_indices
-            is_canvas_row[rows] = True if is_block is None else ~is_block
-            conditioned = self._conditioned(embeds[rows], input_batch)
-            if is_block is not None:
-                conditioned = torch.where(is_block[:, None], embeds[rows], conditioned)
-            embeds[rows] = conditioned
+            if is_block is None:
+                is_canvas_row.index_fill_(0, rows, True)
+                embeds[rows] = self._conditioned(embeds[rows], input_batch)
+            else:
+                is_canvas_row[rows] = ~is_block
+                conditioned = self._conditioned(embeds[rows], input_batch)
+                embeds[rows] = torch.where(is_block[:, None], embeds[rows], conditioned)
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
     def canvas_inputs(self, canvases: InputBatch) -> dict[str, Any]:
@@ -144,7 +153,7 @@ class DiffusionModelState(ModelState):
             rows = canvases.logits_indices
             embeds.copy_(ids)
             embeds[rows] = self._conditioned(ids[rows], canvases)
-            is_canvas_row.zero_()[rows] = True
+            is_canvas_row.zero_().index_fill_(0, rows, True)
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
     def _conditioned(self, embeds: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
@@ -212,11 +221,11 @@ class DiffusionModelState(ModelState):
         """One sequence for each row, with its split point, in tensors that a CUDA graph can use."""
         is_padded = cudagraph_mode == CUDAGraphMode.FULL
         num_rows = input_batch.num_reqs_after_padding if is_padded else input_batch.num_reqs
-        head_lens = torch.from_numpy(_spans(input_batch).head_lens)
         split_points = self._split_points[:num_rows].zero_()
-        split_points[: input_batch.num_reqs].copy_(head_lens, non_blocking=True)
+        head_lens = to_device(_spans(input_batch).head_lens, self.device)
         if self._is_async:
-            split_points[: input_batch.num_reqs] += pending.causal_lens(self.canvases, input_batch)
+            head_lens = head_lens + pending.causal_lens(self.canvases, input_batch)
+        split_points[: input_batch.num_reqs] = head_lens
         return {
             "num_reqs": num_rows,
             "num_tokens": (
@@ -243,10 +252,9 @@ class DiffusionModelState(ModelState):
         """Heads and canvases as separate sequences, for backends with one flag per sequence."""
         assert cudagraph_mode != CUDAGraphMode.FULL, "virtual sequences change in number"
         sequences = self._sequences(input_batch)
-        row_of = torch.from_numpy(sequences.row_of).to(self.device)
-        query_start_loc = torch.from_numpy(sequences.query_start_loc)
-        seq_lens = torch.from_numpy(sequences.seq_lens).to(self.device)
-        is_causal = torch.from_numpy(sequences.is_causal).to(self.device)
+        row_of = to_device(sequences.row_of, self.device)
+        seq_lens = to_device(sequences.seq_lens, self.device)
+        is_causal = to_device(sequences.is_causal, self.device)
         if self._is_async:
             seq_lens = seq_lens + pending.host_error(input_batch)[row_of]
             is_block = pending.causal_lens(self.canvases, input_batch)[row_of] > 0
@@ -254,8 +262,8 @@ class DiffusionModelState(ModelState):
         return {
             "num_reqs": len(sequences.row_of),
             "num_tokens": input_batch.num_tokens,
-            "query_start_loc_gpu": query_start_loc.to(self.device),
-            "query_start_loc_cpu": query_start_loc,
+            "query_start_loc_gpu": to_device(sequences.query_start_loc, self.device),
+            "query_start_loc_cpu": torch.from_numpy(sequences.query_start_loc),
             "max_query_len": int(np.diff(sequences.query_start_loc).max()),
             "seq_lens": seq_lens,
             "max_seq_len": int(sequences.seq_lens.max()),
@@ -287,9 +295,10 @@ class DiffusionModelState(ModelState):
         rows = np.repeat(np.arange(len(head_lens)), head_lens)
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(head_lens) - head_lens, head_lens)
         tokens = input_batch.query_start_loc_np[rows] + offsets
-        index = torch.from_numpy(
-            np.stack([tokens, input_batch.idx_mapping_np[rows], computed[rows] + offsets])
-        ).to(self.device)
+        index = to_device(
+            np.stack([tokens, input_batch.idx_mapping_np[rows], computed[rows] + offsets]),
+            self.device,
+        )
         ids = req_states.all_token_ids.gpu[index[1], index[2]]
         input_batch.input_ids[index[0]] = ids.to(input_batch.input_ids.dtype)
 

@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.state import CanvasState
+from dllm.ops.staging import to_device
 
 
 def find_commits(state: CanvasState, batch: InputBatch) -> torch.Tensor:
@@ -50,7 +51,7 @@ def host_error(batch: InputBatch) -> torch.Tensor:
     """
     believed = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
     seq_lens = batch.seq_lens[: batch.num_reqs]
-    return seq_lens - believed.to(seq_lens.device, non_blocking=True)
+    return seq_lens - to_device(believed.numpy(), seq_lens.device)
 
 
 def write_block_ids(state: CanvasState, batch: InputBatch) -> torch.Tensor:

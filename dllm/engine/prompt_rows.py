@@ -11,6 +11,7 @@ import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.spans import Spans
+from dllm.ops.staging import to_device
 
 
 def asking_requests(
@@ -55,12 +56,12 @@ def batch_of_requests(
         req_ids=[input_batch.req_ids[row] for row in requests],
         num_reqs=len(requests),
         num_tokens=len(tokens),
-        idx_mapping=input_batch.idx_mapping[torch.from_numpy(requests).to(device)],
+        idx_mapping=input_batch.idx_mapping[to_device(requests, device)],
         idx_mapping_np=input_batch.idx_mapping_np[requests],
         num_scheduled_tokens=lens,
-        query_start_loc=torch.from_numpy(starts).to(device),
+        query_start_loc=to_device(starts, device),
         query_start_loc_np=starts,
         num_computed_prefill_tokens_np=input_batch.num_computed_prefill_tokens_np[requests],
         prefill_len_np=input_batch.prefill_len_np[requests],
     )
-    return torch.from_numpy(tokens).to(device), part
+    return to_device(tokens, device), part

@@ -35,6 +35,7 @@ from dllm.engine.logprobs import BlockLogprobs
 from dllm.engine.loop import DenoiseLoop
 from dllm.engine.state import NOT_PINNED, CanvasState
 from dllm.ops.filters import RowFilters
+from dllm.ops.staging import to_device
 
 
 class StepResult(NamedTuple):
@@ -161,10 +162,7 @@ class DiffusionSampler:
         # A batch of one would be compiled as a special case, so one slot is given twice.
         slots_np = np.array(new_slots * 2 if len(new_slots) == 1 else new_slots)
         starts_np = self.req_states.prefill_len.np[slots_np].astype(np.int64)
-        device = self.state.seeds.device
-        slots, starts = (
-            torch.from_numpy(array).to(device, non_blocking=True) for array in (slots_np, starts_np)
-        )
+        slots, starts = to_device(np.stack([slots_np, starts_np]), self.state.seeds.device)
         drawn = self._fresh_canvas(self.state.seeds[slots], starts)
         self.req_states.draft_tokens[slots] = self.state.with_seeds(slots, starts, drawn)
 

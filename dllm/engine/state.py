@@ -29,9 +29,11 @@ positions of an answer can be pinned.
 
 import hashlib
 
+import numpy as np
 import torch
 
 from dllm.engine.family import Canvases, Family
+from dllm.ops.staging import to_device
 from dllm.settings.pins import NOISE, PINNED_CANVASES
 from dllm.settings.request import RequestOptions
 
@@ -63,25 +65,51 @@ class CanvasState:
         self.num_pending = zeros(dtype=torch.int32)
         self.commits = zeros(dtype=torch.bool)
 
-        self.seeds = zeros(dtype=torch.int64)
-        self.numbers = {
-            parameter.name: zeros(dtype=getattr(torch, parameter.dtype))
-            for parameter in family.settings.parameters
-        }
-        self.temperatures = zeros(dtype=torch.float32)
-        self.is_greedy = zeros(dtype=torch.bool)
-        self.is_read_only = zeros(dtype=torch.bool)
+        # What a request brings is one record, which goes to the device in one copy. The tensors
+        # below are columns of the records. Wide types come first, so that all are aligned.
+        parameters = {one.name: one.dtype for one in family.settings.parameters}
+        self._layout = np.dtype(
+            [
+                ("slot", "int64"),
+                ("seed", "int64"),
+                ("given_from", "int64"),
+                ("seed_canvas", "int64", canvas_length),
+                *sorted(parameters.items(), key=lambda item: -np.dtype(item[1]).itemsize),
+                ("temperature", "float32"),
+                ("pinned", "int32", PINNED_CANVASES * canvas_length),
+                ("is_greedy", "bool"),
+                ("is_read_only", "bool"),
+                ("holds_pins", "bool"),
+            ],
+            align=True,
+        )
+        self._records = zeros(self._layout.itemsize // 8, dtype=torch.int64)
+        self._staged: dict[int, tuple[np.ndarray, list[int]]] = {}  # by slot: record, stop tokens
+        self.seeds = self._column("seed")
+        self.numbers = {name: self._column(name) for name in parameters}
+        self.temperatures = self._column("temperature")
+        self.is_greedy = self._column("is_greedy")
+        self.is_read_only = self._column("is_read_only")
         self.is_stop = zeros(vocab_size, dtype=torch.bool)
 
-        self.seed_canvas = zeros(canvas_length, dtype=torch.int64)
+        self.seed_canvas = self._column("seed_canvas")
         # By answer position: a token that is given, or NOT_PINNED.
-        self.pinned = zeros(PINNED_CANVASES * canvas_length, dtype=torch.int32).fill_(NOT_PINNED)
-        self.holds_pins = zeros(dtype=torch.bool)
+        self.pinned = self._column("pinned").fill_(NOT_PINNED)
+        self.holds_pins = self._column("holds_pins")
         # The position of the answer's first token in the sequence; -1: nothing is given.
-        self.given_from = zeros(dtype=torch.int64).fill_(-1)
+        self.given_from = self._column("given_from").fill_(-1)
+
+    def _column(self, name: str) -> torch.Tensor:
+        """A field of all records: ``[slots]``, or ``[slots, length]``."""
+        dtype, offset = self._layout.fields[name][:2]  # type: ignore[index]
+        part = self._records.view(torch.uint8)[:, offset : offset + dtype.itemsize]
+        column = part.view(getattr(torch, dtype.base.name))
+        return column if dtype.shape else column[:, 0]
 
     def reset(self, slot: int, options: RequestOptions, seed: int, prompt_len: int) -> None:
         """Prepare ``slot`` for a new (or resumed) request; what was there is overwritten.
+
+        Takes effect with ``apply_staged_writes``.
 
         ``soft_embeds`` and ``argmax_canvas`` need not be cleared. They are not used while
         ``steps_done`` is 0, and the first step writes them.
@@ -90,34 +118,42 @@ class CanvasState:
             seed: of the request's noise, from ``request_seed``.
             prompt_len: in tokens; the first canvas starts there.
         """
-        self.steps_done[slot] = 0
-        self.num_pending[slot] = 0
-        for column in self.carried.values():
-            column[slot] = 0
-        self.seeds[slot] = seed
+        record = np.zeros((), self._layout)
+        record["slot"], record["seed"] = slot, seed
         for name, number in options.numbers.items():
-            self.numbers[name][slot] = number
-        self.temperatures[slot] = options.temperature
-        self.is_greedy[slot] = options.is_greedy
-        self.is_read_only[slot] = options.is_read_only
-        self.is_stop[slot] = False
-        self.is_stop[slot, sorted(options.stops)] = True
+            record[name] = number
+        record["temperature"] = options.temperature
+        record["is_greedy"] = options.is_greedy
+        record["is_read_only"] = options.is_read_only
         is_given = bool(options.seed_canvas or options.pins)
-        self.given_from[slot] = prompt_len if is_given else -1
-        self.holds_pins[slot] = options.holds_pins
-        if is_given:
-            self._give(slot, options)
+        record["given_from"] = prompt_len if is_given else -1
+        record["holds_pins"] = options.holds_pins
+        record["seed_canvas"] = NOISE
+        first = options.seed_canvas or ()
+        record["seed_canvas"][: len(first)] = first
+        record["pinned"] = NOT_PINNED
+        record["pinned"][list(options.pins)] = list(options.pins.values())
+        self._staged[slot] = record, sorted(options.stops)
 
-    def _give(self, slot: int, options: RequestOptions) -> None:
-        """Write the seed canvas and the pins of a request."""
-        device = self.pinned.device
-        self.seed_canvas[slot] = NOISE
-        if options.seed_canvas:
-            ids = torch.tensor(options.seed_canvas)
-            self.seed_canvas[slot, : len(ids)] = ids.to(device)
-        self.pinned[slot] = NOT_PINNED
-        tokens = torch.tensor(list(options.pins.values()), dtype=self.pinned.dtype)
-        self.pinned[slot, list(options.pins)] = tokens.to(device)
+    def apply_staged_writes(self) -> None:
+        """Send what ``reset`` stored to the device; does not wait for it."""
+        if not self._staged:
+            return
+        device, num_new = self._records.device, len(self._staged)
+        records = np.stack([record for record, _ in self._staged.values()])
+        sent = to_device(records.view(np.int64).reshape(num_new, -1), device)
+        slots = sent[:, 0]
+        self._records.index_copy_(0, slots, sent)
+        self.steps_done.index_fill_(0, slots, 0)
+        self.num_pending.index_fill_(0, slots, 0)
+        for column in self.carried.values():
+            column.index_fill_(0, slots, 0)
+        vocab_size = self.is_stop.shape[1]
+        stops = [slot * vocab_size + t for slot, (_, ids) in self._staged.items() for t in ids]
+        for slot in self._staged:
+            self.is_stop[slot].zero_()
+        self.is_stop.view(-1).index_fill_(0, to_device(np.array(stops, np.int64), device), True)
+        self._staged = {}
 
     def canvases(
         self, slots: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor, pins: torch.Tensor

@@ -18,11 +18,13 @@ Several tables are packed into one, because rows of one batch have different gra
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from dllm.ops.staging import to_device
 
 DEAD, STOPPED, NO_TABLE = -1, -2, -1
 WORST = -1e30  # in the place of -inf: a text of impossible tokens is still one of the grammar
@@ -85,11 +87,14 @@ class PackedTables(NamedTuple):
 def pack(tables: Sequence[Table], device: torch.device | str = "cpu") -> PackedTables:
     """Tables of one vocabulary, at least one, on a device."""
 
-    def joined(parts: Sequence[np.ndarray], dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device=device, dtype=dtype)
+    def sent(values: Any, dtype: type[np.integer] = np.int32) -> Tensor:
+        return to_device(np.asarray(values, dtype), torch.device(device))
+
+    def joined(parts: Sequence[np.ndarray], dtype: type[np.integer] = np.int32) -> Tensor:
+        return sent(np.concatenate(parts), dtype)
 
     def firsts(sizes: Sequence[int]) -> Tensor:
-        return torch.tensor(np.cumsum([0, *sizes]), dtype=torch.int32, device=device)
+        return sent(np.cumsum([0, *sizes]))
 
     chunks = [_chunks(table) for table in tables]
     edges = [table.edges for table in tables]
@@ -100,14 +105,14 @@ def pack(tables: Sequence[Table], device: torch.device | str = "cpu") -> PackedT
         for table, target, first in zip(tables, targets, first_edge[:-1], strict=True)
     ]
     return PackedTables(
-        class_of=torch.from_numpy(np.stack([table.class_of for table in tables])).to(device),
+        class_of=sent(np.stack([table.class_of for table in tables])),
         next=joined([table.next.reshape(-1) for table in tables]),
-        accepts=joined([table.accepts for table in tables], torch.int8),
+        accepts=joined([table.accepts for table in tables], np.int8),
         left=joined([table.left for table in tables]),
         source=joined([source for source, _, _ in edges]),
         kind=joined([kind for _, kind, _ in edges]),
         target=joined(targets),
-        is_last=joined([np.append(t[1:] != t[:-1], True)[: len(t)] for t in targets], torch.int8),
+        is_last=joined([np.append(t[1:] != t[:-1], True)[: len(t)] for t in targets], np.int8),
         into=joined([*into, first_edge[-1:]]),
         chunk=joined([tokens for tokens, _ in chunks]),
         chunk_class=joined([classes for _, classes in chunks]),
@@ -115,9 +120,7 @@ def pack(tables: Sequence[Table], device: torch.device | str = "cpu") -> PackedT
         first_state=firsts([len(table.accepts) for table in tables]),
         first_edge=firsts([len(target) for target in targets]),
         first_chunk=firsts([len(classes) for _, classes in chunks]),
-        num_classes=torch.tensor(
-            [table.next.shape[1] for table in tables], dtype=torch.int32, device=device
-        ),
+        num_classes=sent([table.next.shape[1] for table in tables]),
         most_classes=max(table.next.shape[1] for table in tables),
         most_states=max(len(table.accepts) for table in tables),
         most_chunks=max(len(classes) for _, classes in chunks),

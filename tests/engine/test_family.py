@@ -104,8 +104,10 @@ def test_its_numbers_and_columns_are_allocated_and_nothing_of_another_familys(st
 def test_a_request_sets_its_numbers_and_a_reset_clears_its_columns(state):
     state.carried["last_kept"][1] = 1
     state.reset(1, options(diffusion_threshold=0.25), seed=7, prompt_len=5)
+    state.apply_staged_writes()
     assert state.numbers["threshold"][1] == 0.25 and not state.carried["last_kept"][1].any()
     state.reset(1, options(), seed=7, prompt_len=5)
+    state.apply_staged_writes()
     assert state.numbers["threshold"][1] == pytest.approx(0.9)
 
 
@@ -119,6 +121,7 @@ def test_numbers_of_another_family_are_unknown_to_it():
 def test_it_denoises_two_requests_to_the_end(state):
     for slot, threshold in ((0, 0.9), (2, 0.0)):
         state.reset(slot, options(diffusion_threshold=threshold), seed=slot, prompt_len=5)
+        state.apply_staged_writes()
     rows = CanvasRows.whole(torch.tensor([5, 5]), CANVAS)._replace(slots=torch.tensor([0, 2]))
     canvas = Masked().fresh_canvas(torch.zeros(2), torch.zeros(2))
     logits = logits_of([9.0, 0.5, 9.0, 0.5] * 2)

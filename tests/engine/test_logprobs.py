@@ -69,6 +69,7 @@ class Blocks:
         self.batch = SimpleNamespace(
             num_reqs=4,
             idx_mapping_np=np.array([3, 2, 1, 0]),
+            cu_num_logits_np=np.cumsum([0, *WIDTHS]),
             expanded_idx_mapping=torch.tensor([3, 2, 1, 0])[row_of],
         )
 

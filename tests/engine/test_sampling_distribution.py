@@ -43,6 +43,7 @@ def step(steps_done: int = 0, entropy_bound: float = 1e5, **options) -> StepResu
     canvases = CanvasState(gemma, SLOTS, VOCAB, torch.float32, torch.device("cpu"))
     for slot in range(SLOTS):
         canvases.reset(slot, parsed, seed=1000 + slot, prompt_len=5)
+        canvases.apply_staged_writes()
     canvases.steps_done[:] = steps_done
     num_rows = SLOTS * CANVAS
     rows = CanvasRows.whole(torch.full((SLOTS,), 5), CANVAS)

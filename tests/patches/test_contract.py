@@ -459,6 +459,7 @@ EXPECTED_OVERRIDES = {
         "get_supported_generation_tasks",
         "custom_sampler",
         "add_request",
+        "apply_staged_writes",
         "prepare_inputs_embeds",
         "prepare_inputs",
         "prepare_dummy_inputs",

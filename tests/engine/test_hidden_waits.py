@@ -1,0 +1,270 @@
+"""No hidden wait: the worker's code between kernels, run as if its tensors were on a GPU.
+
+A host that waits for the device in the middle of a visit cannot queue the next kernels meanwhile,
+and the device runs out of work. What is left to wait for: in the resident loop one number a pass,
+whether a canvas has converged; with logprobs one more, which tokens were emitted. vLLM's runner
+then waits once a visit for the emitted tokens.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm.engine import canvas_rows, frame_taker, model_state, sampler, state
+from tests.engine import test_blocks
+from tests.engine.test_blocks import model  # noqa: F401  a fixture: SDAR, LLaDA2
+from tests.engine.test_loop import UNBOUNDED, params, switched
+from tests.engine.test_parity import prompt
+from tests.support.engine_harness import Engine
+from tests.support.watched_device import DEVICE, DeviceWatch, on_device
+from tests.support.watched_worker import WorkerWatch, watched_worker
+
+LOOP, LOGPROBS = "dllm/engine/loop.py", "dllm/engine/logprobs.py"
+
+
+# --- the watch itself ----------------------------------------------------------------------------
+
+
+class Snippets:
+    """Calls on device tensors, on a host tensor, and on pinned memory."""
+
+    def __init__(self, watch: DeviceWatch) -> None:
+        self.x, self.i = on_device(torch.arange(6.0)), on_device(torch.tensor([1, 2]))
+        self.mask = self.x > 2
+        self.host, self.pinned = torch.ones(6), watch.pinned(torch.ones(6))
+
+
+WAITS: dict[str, tuple[str, Callable[[Snippets], Any]]] = {
+    "item": ("read", lambda s: s.x[0].item()),
+    "tolist": ("read", lambda s: s.x.tolist()),
+    "bool": ("read", lambda s: bool(s.mask.any())),
+    "int": ("read", lambda s: int(s.i.sum())),
+    "range": ("read", lambda s: range(s.i.sum())),
+    "slice": ("read", lambda s: s.x[: s.i[0]]),
+    "select by a device number": ("read", lambda s: s.x[s.i[0]]),
+    "numpy": ("read", lambda s: s.x.numpy()),
+    "asarray": ("read", lambda s: np.asarray(s.x)),
+    "nonzero": ("read", lambda s: s.mask.nonzero()),
+    "where": ("read", lambda s: torch.where(s.mask)),
+    "mask": ("read", lambda s: s.x[s.mask]),
+    "write by mask": ("read", lambda s: s.x.__setitem__(s.mask, s.x[0])),
+    "masked_select": ("read", lambda s: s.x.masked_select(s.mask)),
+    "unique": ("read", lambda s: torch.unique(s.x)),
+    "repeat": ("read", lambda s: torch.repeat_interleave(s.i, s.i)),
+    "repeat method": ("read", lambda s: s.i.repeat_interleave(s.i)),
+    "repeat by keyword": ("read", lambda s: s.i.repeat_interleave(repeats=s.i)),
+    "fill with a device number": ("read", lambda s: s.x.index_fill_(0, s.i, s.x[0])),
+    "cpu": ("copy", lambda s: s.x.cpu()),
+    "to the host": ("copy", lambda s: s.x.to("cpu")),
+    "into pageable": ("copy", lambda s: s.host.copy_(s.x, non_blocking=True)),
+    "to the device": ("copy", lambda s: s.host.to(DEVICE)),
+    "to the device of": ("copy", lambda s: s.host.to(s.x)),
+    "from pageable": ("copy", lambda s: s.host.to(DEVICE, non_blocking=True)),
+    "from pinned, blocking": ("copy", lambda s: s.pinned.to(DEVICE)),
+    "copy from pageable": ("copy", lambda s: s.x.copy_(s.host, non_blocking=True)),
+    "tensor": ("copy", lambda s: torch.tensor([1, 2], device=DEVICE)),
+    "new_tensor": ("copy", lambda s: s.x.new_tensor([1.0])),
+    "index by a list": ("copy", lambda s: s.x[[1, 2]]),
+    "index by an array": ("copy", lambda s: s.x[np.array([1, 2])]),
+    "index by a host tensor": ("copy", lambda s: s.x[torch.tensor([1, 2])]),
+    "write a host tensor": ("copy", lambda s: s.x.__setitem__(slice(None), s.host)),
+    "write a number": ("scalar", lambda s: s.x.__setitem__(3, 1.0)),
+    "write a number by index": ("scalar", lambda s: s.x.__setitem__(s.i, True)),
+    "host and device": ("mixed", lambda s: s.x + s.host),
+    "host first": ("mixed", lambda s: torch.where(s.mask, s.host, s.x)),
+}
+HARMLESS: dict[str, Callable[[Snippets], Any]] = {
+    "arithmetic": lambda s: (s.x * 2 + torch.tensor(1.0)).sum(),
+    "indices": lambda s: s.x[s.i],
+    "slices": lambda s: s.x[1:3],
+    "write": lambda s: s.x.__setitem__(s.i, s.x[3:5] + 1),
+    "fill": lambda s: s.x.index_fill_(0, s.i, 1.0),
+    "where": lambda s: torch.where(s.mask, s.x, 0),
+    "attributes": lambda s: (len(s.x), s.x.shape, s.x.dtype, s.x.numel(), s.x.device),
+    "rows": lambda s: list(s.x),
+    "allocation": lambda s: torch.zeros(3, device=s.x.device) + s.x.new_zeros(3),
+    "from pinned": lambda s: s.pinned[:3].to(DEVICE, non_blocking=True),
+    "copy from pinned": lambda s: s.x.copy_(s.pinned, non_blocking=True),
+    "to pinned": lambda s: s.pinned.copy_(s.x, non_blocking=True),
+    "to a pinned copy": lambda s: s.x.to("cpu", non_blocking=True),
+    "to pinned memory like it": lambda s: torch.empty_like(
+        s.x, device="cpu", pin_memory=True
+    ).copy_(s.x, non_blocking=True),
+    "repeat": lambda s: s.i.repeat_interleave(3),
+    "repeat to a known size": lambda s: s.i.repeat_interleave(s.i, output_size=3),
+    "host alone": lambda s: (s.host[s.host > 0].tolist(), s.host.nonzero(), int(s.host[0])),
+    "host by host": lambda s: s.host[[1, 2]],
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_each_kind_of_wait_is_found(name):
+    kind, call = WAITS[name]
+    watch = DeviceWatch()
+    snippets = Snippets(watch)
+    with watch:
+        call(snippets)
+    found = [finding.kind for finding in watch.findings]
+    assert kind in found and set(found) <= {kind, "read"}, watch.findings
+    assert {finding.where.split(":")[0] for finding in watch.findings} == {
+        "tests/engine/test_hidden_waits.py"
+    }
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_does_not_wait_is_not_found(name):
+    watch = DeviceWatch()
+    snippets = Snippets(watch)
+    with watch:
+        HARMLESS[name](snippets)
+    assert not watch.findings
+
+
+# --- the worker ----------------------------------------------------------------------------------
+
+PINS = {
+    "diffusion_seed_canvas": [9, -1, -1, 6] + [-1] * 9,
+    "diffusion_pin_at": [1, 7],
+    "diffusion_pin_ids": [20, 21],
+    "diffusion_canvas_length": 13,
+}
+GRAMMAR = StructuredOutputsParams(regex="([a-f]{3}-){2,30}[0-9]{2}")
+# Longer than what a step may hold (256 tokens), on its own and together with the others.
+LONG = (prompt(300), params(blocks=1, seed=8))
+CASES: dict[str, list[tuple[list[int], SamplingParams]]] = {
+    "one": [(prompt(70), params(blocks=3, seed=3))],
+    "two": [(prompt(70), params(blocks=2, seed=3)), (prompt(9), params(blocks=3, seed=4))],
+    "a prompt in chunks": [LONG],
+    "filters": [(prompt(20), params(blocks=2, top_k=20, top_p=0.9, min_p=0.05))],
+    "stops": [(prompt(20), params(blocks=2, ignore_eos=False, stop_token_ids=[3, 4]))],
+    "edits": [(prompt(20), params(presence_penalty=1.0, logit_bias={33: 8.0}, min_tokens=5))],
+    "bad words": [(prompt(40), params(blocks=2, bad_words=["a", "b c"]))],
+    "pins": [(prompt(20), params(blocks=2, extra_args=PINS))],
+    "held pins": [(prompt(20), params(extra_args=PINS | {"diffusion_pin_mode": "hold"}))],
+    "a grammar": [(prompt(20), params(blocks=2, ignore_eos=False, structured_outputs=GRAMMAR))],
+}
+CASES["all in one batch, more than there are slots"] = [
+    request for case in CASES.values() for request in case
+]
+
+
+def watched_run(
+    engine: Engine, requests: list[tuple[list[int], SamplingParams]], passes: int
+) -> WorkerWatch:
+    """Run requests as on a GPU; their tokens are those of a run that is not watched."""
+    prompts, sampling = zip(*requests, strict=True)
+    with switched(engine, passes):
+        engine.reset_prefix_cache()
+        expected = engine.generate(prompts, sampling)
+        engine.reset_prefix_cache()
+        with watched_worker(engine) as watch:
+            assert engine.generate(prompts, sampling) == expected
+    assert watch.passes and watch.calls["state.add_request"] and watch.calls["sampler"]
+    return watch
+
+
+def files_of(watch: WorkerWatch) -> Counter[tuple[str, str]]:
+    """How often each kind of wait was found in each file."""
+    return Counter((one.kind, one.where.split(":")[0]) for one in watch.findings)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_visit_of_one_pass_waits_for_nothing(engine, case):
+    assert not watched_run(engine, CASES[case], passes=1).findings
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pass_of_the_loop_waits_for_one_number(engine, case):
+    watch = watched_run(engine, CASES[case], passes=UNBOUNDED)
+    found = files_of(watch)
+    assert set(found) <= {("read", LOOP)}, watch.findings
+    assert found["read", LOOP] <= len(watch.passes)
+    if len(CASES[case]) == 1 and CASES[case] != [LONG]:
+        assert found["read", LOOP] == len(watch.passes)  # all of them are in loops
+
+
+@pytest.mark.parametrize("passes", [1, UNBOUNDED])
+def test_logprobs_wait_for_one_number_more(engine, passes):
+    asked = params(blocks=2, logprobs=3, prompt_logprobs=2)
+    watch = watched_run(engine, [(prompt(20), asked), (prompt(33), params(blocks=2))], passes)
+    found = files_of(watch)
+    assert set(found) <= {("read", LOOP), ("copy", LOGPROBS)}, watch.findings
+    assert 0 < found["copy", LOGPROBS] <= len(watch.passes)
+    assert found["read", LOOP] <= len(watch.passes)
+
+
+@pytest.mark.parametrize("passes", [1, UNBOUNDED])
+def test_models_with_blocks_do_not_wait_either(model, passes):  # noqa: F811
+    requests = [
+        (test_blocks.prompt(37 + salt, salt), model.params(blocks=2.5, seed=salt))
+        for salt in range(2)
+    ]
+    watch = watched_run(model.engine(), requests, passes)
+    assert set(files_of(watch)) <= {("read", LOOP)}, watch.findings
+    assert len(watch.findings) <= len(watch.passes) * (passes > 1)
+
+
+def test_the_number_of_operations_does_not_grow_with_the_batch(engine):
+    """No Python loop over requests, in a pass and in what prepares it."""
+    few, many = (
+        watched_run(
+            engine,
+            [(prompt(20), params(blocks=2))] * count,
+            passes=1,
+        )
+        for count in (2, 4)
+    )
+    assert set(few.passes) == set(many.passes)
+    for hook in ("state.prepare_inputs", "state.prepare_attn", "sampler.apply_staged_writes"):
+        assert set(few.calls[hook]) == set(many.calls[hook])
+
+
+def test_a_watched_canvas_is_packed_without_a_wait():
+    """Frames go to servers only, so this is called by itself."""
+    rows = canvas_rows.CanvasRows.whole(torch.tensor([4, 8, 16]), 4)
+    stats = SimpleNamespace(entropy=on_device(torch.rand(12)))
+    canvases = on_device(torch.arange(12).view(3, 4))
+    step = SimpleNamespace(
+        argmax_canvas=canvases,
+        accepted=canvases > 3,
+        converged=canvases[:, 0] > 3,
+        stats=stats,
+    )
+    with DeviceWatch() as watch:
+        packed = frame_taker._pack_on_device(
+            np.array([0, 2]), on_device(rows), step, canvases, canvases[:, 1]
+        )
+        assert packed.is_pinned()
+    assert not watch.findings
+
+
+def blocking(values: Any, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values)).to(device)
+
+
+@pytest.mark.parametrize("module", [canvas_rows, model_state, sampler, state])
+def test_a_copy_that_blocks_would_be_found_in_the_worker(engine, monkeypatch, module):
+    monkeypatch.setattr(module, "to_device", blocking)
+    watch = watched_run(engine, CASES["one"], passes=1)
+    # The copies are in this file.
+    assert set(files_of(watch)) == {("copy", "tests/engine/test_hidden_waits.py")}
+
+
+def test_a_read_would_be_found_in_the_worker(engine, monkeypatch):
+    family = engine.runner.model_state.family
+    look_back = family.look_back
+
+    def reads(logits: torch.Tensor, step: Any) -> torch.Tensor:
+        assert step.converged.sum() <= len(step.converged)
+        return look_back(logits, step)
+
+    monkeypatch.setattr(family, "look_back", reads)
+    watch = watched_run(engine, CASES["one"], passes=1)
+    assert len(watch.of_kind("read")) == len(watch.findings) == len(watch.passes)
