@@ -2,9 +2,9 @@
 
 What limits them, for 2-byte elements, per program:
 
-    shared memory   block_m * head_size (Q) + (num_stages - 1, or 2 for the matrix instructions of
-                    Hopper and Blackwell if that is more) * block_n * (head_size + block_v) (K, V),
-                    times 2 bytes; Hopper has 227 KiB
+    shared memory   block_m * head_size (Q) + tiles * block_n * (head_size + block_v) (K, V), times
+                    2 bytes, where tiles is num_stages, or one less on GPUs without wgmma and
+                    tcgen05; Hopper has 227 KiB
     registers       a thread has 255; the fp32 accumulator takes block_m * block_v / (32 *
                     num_warps) of them. Above 128 the compiler moves some to memory (a spill)
 
@@ -23,9 +23,9 @@ behind them. They compile without a spill, except for an fp8 cache, and head siz
 `SMALL` fits the 99 KiB of shared memory of all other cards.
 
 A window of 1,024 keys and a canvas of 256 make 1,279 keys: min_keys_in_window cuts them into two
-parts, with which one request has 64 programs for the 132 SMs of an H200, and not 32. Each part
-costs memory traffic: 4 MiB are written and read for each request, part and layer. Where many
-requests fill the GPU that is all that splitting does, so it is not cut smaller.
+parts, with which one request has 64 programs for the 132 SMs of an H200, and not 32. For each part,
+request and layer 4 MiB are written and read. Where many requests fill the GPU that is all that
+splitting does, so parts are not made smaller.
 """
 
 from __future__ import annotations

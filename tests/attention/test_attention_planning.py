@@ -135,8 +135,7 @@ def test_the_table_is_complete_and_fits(arch: int) -> None:
     for size in (16, 32, 64, 128, 256, 512):
         for element in (2, 4):
             config = table[size, element]
-            fewest = 2 if arch in (90, 100) and element == 2 else 1
-            loads = max(config.num_stages - 1, fewest if config.num_stages > 1 else 1)
+            loads = config.num_stages if arch in (90, 100) else max(config.num_stages - 1, 1)
             shared = config.block_m * size + loads * config.block_n * (size + config.columns(size))
             assert shared * element <= limit, (size, element)
             accumulator = config.block_m * config.columns(size) / (32 * config.num_warps)
