@@ -1,10 +1,12 @@
-# make serve | test | check | bench | bench-compare | setup | setup-quant | chromium | lock | clean
+# make serve | test | check | bench | bench-compare | kernels | setup | setup-quant | chromium | lock |
+#      clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
 #   HOST, PORT, MODEL, ARGS   of `make serve`; ARGS goes to `vllm serve` as it is
 #   WORKERS   of `make test`: processes that run tests at once; one starts every engine once
 #   BASE      of `make bench-compare`: the commit that HEAD is compared with
+#   TRITON    of `make kernels`: the version that compiles our kernels, for instance 3.6.0
 
 PYTHON   ?= python3
 PIP_ARGS ?=
@@ -31,7 +33,7 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quant chromium serve test check lint types bench bench-compare lock clean
+.PHONY: help setup setup-quant chromium serve test check lint types bench bench-compare kernels lock clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -112,6 +114,12 @@ bench: setup
 bench-compare: setup
 	$(BIN)/python -m bench.compare \
 	    $(or $(BASE),$(error name the commit to compare with: make bench-compare BASE=main)) $(ARGS)
+
+# Compiles our kernels for every GPU with another Triton than the pinned one.
+kernels: setup
+	rm -rf $(VENV)/triton
+	$(PIP) --target $(VENV)/triton triton==$(or $(TRITON),$(error name the version: make kernels TRITON=3.6.0))
+	PYTHONPATH=$(CURDIR)/$(VENV)/triton $(BIN)/python -m pytest tests/test_kernels.py $(ARGS)
 
 # ARGS=--upgrade takes the newest versions that requirements/*.in allow.
 lock:

@@ -19,7 +19,8 @@ from attention.inputs import FP8_DTYPES, QUERY_DTYPES, PagedKV
 from attention.tuning import next_power_of_2
 
 
-@triton.jit
+# The slots of a step may be a slice that starts anywhere: that must not compile the kernel again.
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def write_kv_kernel(
     key, value, key_cache, value_cache, k_scale, v_scale, slot_mapping,
     key_stride_token, key_stride_head, value_stride_token, value_stride_head,

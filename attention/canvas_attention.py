@@ -29,6 +29,8 @@ from attention.inputs import AttentionOptions, PagedKV, RaggedBatch, check_input
 from attention.planning import AttentionPlan, BatchShape, plan_attention
 from attention.row_tiles import find_sequence, pairs_of_tile, row_bounds, split_point_of
 from attention.splits import (
+    ANY_ALIGNMENT,
+    CHANGING,
     merge_splits_kernel,
     num_splits_on_device,
     partial_row_on_device,
@@ -51,6 +53,19 @@ def _dot(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def _pages_of_tile(table, tile, low, high, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The pages of a tile's keys in [low, high): one number if the tile lies in one page, else one
+    for each key. Of a tile without such keys nothing is read."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(table + tile * BLOCK_N // PAGE_SIZE, mask=tile * BLOCK_N < high, other=0)
+    else:
+        key_pos = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_read = (key_pos >= low) & (key_pos < high)
+        page = tl.load(table + key_pos // PAGE_SIZE, mask=is_read, other=0)
+    return page.to(tl.int64)
+
+
+@triton.jit
 def _attend(
     acc, row_max, row_sum, q, row_start, row_stop,
     num_tiles, first_tile, skip_tile, skip_count, low, high,
@@ -67,28 +82,24 @@ def _attend(
     each row takes only the keys of its own [row_start, row_stop). Without MASKED every row sees
     every key of these tiles.
 
+    Pages are looked up one tile ahead. Otherwise the compiler would count the load of a page and
+    the load of its keys as two that wait for each other, and start neither before it is needed.
+
     Shapes: acc [rows, value columns], row_max and row_sum [rows], q [rows, head size].
     """
     dim = tl.arange(0, PADDED_SIZE)
     in_tile = tl.arange(0, BLOCK_N)
     LOG2E_: tl.constexpr = 1.4426950408889634
+    tile = tl.where(first_tile >= skip_tile, first_tile + skip_count, first_tile)
+    page = _pages_of_tile(table, tile, low, high, PAGE_SIZE, BLOCK_N)
     for step in range(num_tiles):
-        tile = first_tile + step
-        tile = tl.where(tile >= skip_tile, tile + skip_count, tile)
         key_pos = tile * BLOCK_N + in_tile  # [keys]
-
-        if PAGE_SIZE % BLOCK_N == 0:  # the tile lies in one page
-            page = tl.load(table + tile * BLOCK_N // PAGE_SIZE).to(tl.int64)
-            slot = tile * BLOCK_N % PAGE_SIZE + in_tile
-        elif MASKED:
-            is_loaded = (key_pos >= low) & (key_pos < high)
-            page = tl.load(table + key_pos // PAGE_SIZE, mask=is_loaded, other=0).to(tl.int64)
-            slot = key_pos % PAGE_SIZE
-        else:
-            page = tl.load(table + key_pos // PAGE_SIZE).to(tl.int64)
-            slot = key_pos % PAGE_SIZE
+        slot = key_pos % PAGE_SIZE
         k_offset = page * k_stride_page + slot * k_stride_slot
         v_offset = page * v_stride_page + slot * v_stride_slot
+        tile = first_tile + step + 1
+        tile = tl.where(tile >= skip_tile, tile + skip_count, tile)
+        page = _pages_of_tile(table, tile, low, high, PAGE_SIZE, BLOCK_N)
         # K transposed, [head size, keys], and V, [keys, value columns].
         k_pointers = key_base + k_offset[None, :] + (dim * k_stride_dim)[:, None]
         v_pointers = value_base + v_offset[:, None] + (value_dim * v_stride_dim)[None, :]
@@ -134,11 +145,11 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def canvas_attention_kernel(
     out, query, key_cache, value_cache, k_scale, v_scale, partial_acc, partial_max, partial_sum,
     query_start_loc, seq_lens, block_tables, bidirectional_from,
-    scale, softcap, num_seqs, num_partial_rows,
+    scale, softcap, num_seqs, num_partial_rows, partial_rows_per_seq,
     out_stride_token, out_stride_head, q_stride_token, q_stride_head,
     k_stride_page, k_stride_slot, k_stride_head, k_stride_dim,
     v_stride_page, v_stride_slot, v_stride_head, v_stride_dim, table_stride,
@@ -146,9 +157,9 @@ def canvas_attention_kernel(
     PADDED_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     ANCHORED: tl.constexpr, SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr, IS_BOOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, SPLIT: tl.constexpr, PARTIAL_ROWS_PER_SEQ: tl.constexpr,
-    SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr, UPCAST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_V output columns of one row tile.
 
@@ -192,7 +203,7 @@ def canvas_attention_kernel(
     value_base = value_cache + kv_head.to(tl.int64) * v_stride_head
 
     # All tiles of a sequence cut its keys at the same places, which are multiples of BLOCK_N.
-    if SPLIT:
+    if MAX_SPLITS > 1:
         num_keys = visible_keys_on_device(query_len, seq_len, WINDOW)
         num_splits = num_splits_on_device(
             query_len, num_keys, GROUP, NUM_KV_HEADS, VALUE_BLOCKS,
@@ -213,7 +224,7 @@ def canvas_attention_kernel(
     for split in range(first_split, num_splits, split_step):
         low = union_low
         high = union_high
-        if SPLIT:
+        if MAX_SPLITS > 1:
             low = tl.maximum(union_low, split_base + split * split_len)
             high = tl.minimum(union_high, split_base + (split + 1) * split_len)
         # Key tiles [tile_low, tile_high) overlap [low, high); those in [mid_low, mid_high) lie in
@@ -272,7 +283,7 @@ def canvas_attention_kernel(
                 mask,
             )
         else:
-            partial_row = partial_row_on_device(seq, first_row, first_token, PARTIAL_ROWS_PER_SEQ)
+            partial_row = partial_row_on_device(seq, first_row, first_token, partial_rows_per_seq)
             part = (split * num_partial_rows + partial_row) * (GROUP * NUM_KV_HEADS)
             part += kv_head * GROUP
             offset = row * (GROUP * NUM_KV_HEADS) + in_group
@@ -288,9 +299,12 @@ _IS_COMPILED = isinstance(canvas_attention_kernel, triton.JITFunction)
 
 
 @functools.lru_cache
-def _capability_major(device: torch.device) -> int:
-    """Major compute capability of a CUDA device; 9 (Hopper's) on a CPU, which has none."""
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+def _arch_of(device: torch.device) -> int:
+    """Compute capability of a CUDA device, 90 for 9.0; Hopper's on a CPU, which has none."""
+    if device.type != "cuda":
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def batch_shape(query: Tensor, cache: PagedKV, batch: RaggedBatch) -> BatchShape:
@@ -316,8 +330,7 @@ def default_plan(
     query: Tensor, cache: PagedKV, batch: RaggedBatch, options: AttentionOptions
 ) -> AttentionPlan:
     """The plan that `canvas_attention` uses when none is given: tile sizes from `tuning.py`."""
-    major = _capability_major(query.device)
-    config = tile_config(query.shape[2], query.element_size(), major)
+    config = tile_config(query.shape[2], query.element_size(), _arch_of(query.device))
     return plan_attention(batch_shape(query, cache, batch), config, options.window)
 
 
@@ -372,8 +385,9 @@ def _launch(
     num_kv_heads = cache.key.shape[2]
     group, config = num_heads // num_kv_heads, plan.config
     rows = plan.max_splits * plan.num_partial_rows * num_heads
-    partial_max, partial_sum = workspace[:rows], workspace[rows : 2 * rows]
-    partial_acc = workspace[2 * rows :]
+    # The accumulators first, so that they are aligned for any number of rows.
+    partial_acc, partial_max = workspace, workspace[rows * head_size :]
+    partial_sum = partial_max[rows:]
     window = options.window
     shared = {
         "GROUP": group,
@@ -382,10 +396,10 @@ def _launch(
         "PADDED_SIZE": max(16, next_power_of_2(head_size)),
         "WINDOW": window.size if window is not None else 0,
         "HAS_V_SCALE": cache.v_scale is not None,
-        "PARTIAL_ROWS_PER_SEQ": plan.partial_rows_per_seq,
         "SPLIT_ROWS": config.block_m,
-        "MIN_KEYS": config.min_keys_per_split,
-        "MAX_SPLITS": plan.max_splits,
+        "MIN_KEYS": config.keys_per_split(window),
+        # Of the tiles, not of this step's longest sequence, which would compile the kernels again.
+        "MAX_SPLITS": config.max_splits,
         "PROGRAMS": TARGET_PROGRAMS,
     }
     grid = (plan.num_row_tiles, num_kv_heads * plan.value_blocks, plan.split_programs)
@@ -394,13 +408,13 @@ def _launch(
         partial_acc, partial_max, partial_sum,
         batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.bidirectional_from,
         options.scale, options.logit_softcap, batch.num_seqs, plan.num_partial_rows,
-        *out.stride()[:2], *query.stride()[:2], *cache.key.stride(), *cache.value.stride(),
-        batch.block_tables.stride(0),
+        plan.partial_rows_per_seq, *out.stride()[:2], *query.stride()[:2],
+        *cache.key.stride(), *cache.value.stride(), batch.block_tables.stride(0),
         PAGE_SIZE=cache.page_size, ANCHORED=window is not None and window.kind == "anchored",
         SOFTCAP=options.logit_softcap > 0, HAS_K_SCALE=cache.k_scale is not None,
         IS_BOOL=batch.bidirectional_from.dtype == torch.bool,
         BLOCK_M=plan.block_m, BLOCK_N=config.block_n,
-        BLOCK_V=plan.block_v, SPLIT=plan.is_split,
+        BLOCK_V=plan.block_v,
         UPCAST=query.dtype == torch.bfloat16 and not _IS_COMPILED, BLOCK_SIZE=options.block_size,
         num_warps=config.num_warps, num_stages=config.num_stages, **shared,
     )  # fmt: skip
@@ -408,6 +422,6 @@ def _launch(
         merge_splits_kernel[(num_tokens, num_kv_heads)](
             out, cache.v_scale, partial_acc, partial_max, partial_sum,
             batch.query_start_loc, batch.seq_lens, batch.num_seqs,
-            plan.num_partial_rows, *out.stride()[:2],
+            plan.num_partial_rows, plan.partial_rows_per_seq, *out.stride()[:2],
             VALUE_BLOCKS=plan.value_blocks, PADDED_GROUP=next_power_of_2(group), **shared,
         )  # fmt: skip

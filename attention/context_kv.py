@@ -185,6 +185,10 @@ def context_kv_kernel(
         tl.store(head_at + dim_2[None, :], second.to(dtype), is_written)
 
 
+# False where Triton interprets kernels on a CPU.
+IS_COMPILED = isinstance(context_kv_kernel, triton.JITFunction)
+
+
 @dataclass(frozen=True)
 class ContextWeights:
     """What turns normalized hidden states into keys and values, for L layers and H KV heads.
@@ -254,7 +258,7 @@ def write_context_kv(
         PADDED_SIZE=max(16, next_power_of_2(head_size)), ROTARY_SIZE=weights.cos_sin.shape[1],
         INTERLEAVED=not weights.is_neox, HIDDEN_SIZE=hidden_size, PAGE_SIZE=page_size,
         HAS_BIAS=weights.bias is not None, BLOCK_M=tiles.tokens, BLOCK_K=tiles.hidden,
-        GROUP=TILE_GROUP, UPCAST=not hidden.is_cuda,
+        GROUP=TILE_GROUP, UPCAST=not IS_COMPILED,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
 

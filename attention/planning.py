@@ -6,7 +6,8 @@ and may be replayed with any content of the tensors.
 A request with a long context has few query rows, so its row tiles alone leave most of the GPU idle.
 Therefore the keys of a long sequence are split into parts that different programs work on, and the
 results are merged (`splits.py`). `num_splits` asks for as many parts as bring the programs of a
-sequence to TARGET_PROGRAMS, none shorter than min_keys_per_split.
+sequence to TARGET_PROGRAMS, none shorter than `TileConfig.keys_per_split`. With a window that is
+less: one request at a time has few visible keys there, and few programs.
 
 One sequence must give the same bits whichever sequences share its batch, and two choices change
 how fp32 sums are rounded:
@@ -18,8 +19,8 @@ how fp32 sums are rounded:
   the longest span in each batch.
 
 What remains is planned here from upper bounds that the host knows: whether any sequence can be
-split (if not, a kernel without that code runs), how many programs share the parts of a row tile
-(one, where row tiles alone fill the GPU), and the size of the workspace.
+split (if not, nothing is merged), how many programs share the parts of a row tile (one, where row
+tiles alone fill the GPU), and the size of the workspace. None of it compiles a kernel again.
 """
 
 from __future__ import annotations
@@ -99,13 +100,16 @@ def visible_keys(query_len: int, seq_len: int, window: Window | None) -> int:
     return seq_len if window is None else min(seq_len, query_len + window.size - 1)
 
 
-def num_splits(query_len: int, num_keys: int, shape: BatchShape, config: TileConfig) -> int:
+def num_splits(
+    query_len: int, seq_len: int, shape: BatchShape, config: TileConfig, window: Window | None
+) -> int:
     """Parts into which the keys of one sequence are split; a function of this sequence alone.
 
-    num_keys: see `visible_keys`. `splits.num_splits_on_device` computes the same.
+    `splits.num_splits_on_device` computes the same.
     """
+    num_keys = visible_keys(query_len, seq_len, window)
     programs = ceil_div(query_len * shape.group, config.block_m) * _head_programs(shape, config)
-    by_keys = ceil_div(num_keys, config.min_keys_per_split)
+    by_keys = ceil_div(num_keys, config.keys_per_split(window))
     return max(1, min(config.max_splits, by_keys, TARGET_PROGRAMS // max(programs, 1)))
 
 
@@ -125,10 +129,7 @@ def most_splits(shape: BatchShape, config: TileConfig, window: Window | None) ->
     longest = (tiles * config.block_m // shape.group for tiles in range(1, most_tiles + 1))
     spans = {min(max(rows, 1), shape.max_query_len) for rows in longest}
     return max(
-        (
-            num_splits(rows, visible_keys(rows, shape.max_seq_len, window), shape, config)
-            for rows in spans
-        ),
+        (num_splits(rows, shape.max_seq_len, shape, config, window) for rows in spans),
         default=1,
     )
 

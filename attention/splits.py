@@ -18,6 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Parameters that change from step to step: none of them may compile a kernel again.
+CHANGING = ["num_seqs", "num_partial_rows", "partial_rows_per_seq"]
+ANY_ALIGNMENT = ["partial_max", "partial_sum"]
+
 
 @triton.jit
 def num_splits_on_device(
@@ -43,17 +47,14 @@ def visible_keys_on_device(query_len, seq_len, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def partial_row_on_device(seq, row, token, ROWS_PER_SEQ: tl.constexpr):
+def partial_row_on_device(seq, row, token, rows_per_seq):
     """Where a row's partial results are on the workspace's row axis.
 
-    With ROWS_PER_SEQ 0 the workspace has a row for each token of the batch; else it has
-    ROWS_PER_SEQ rows for each sequence, and ``row`` counts from the start of the span.
+    With rows_per_seq 0 the workspace has a row for each token of the batch; else it has
+    rows_per_seq rows for each sequence, and ``row`` counts from the start of the span.
     """
-    if ROWS_PER_SEQ > 0:
-        index = seq.to(tl.int64) * ROWS_PER_SEQ + row
-    else:
-        index = token.to(tl.int64)
-    return index
+    in_span = seq.to(tl.int64) * rows_per_seq + row
+    return tl.where(rows_per_seq > 0, in_span, token.to(tl.int64))
 
 
 @triton.jit
@@ -87,15 +88,14 @@ def _find_token(query_start_loc, token, num_seqs):
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def merge_splits_kernel(
     out, v_scale, partial_acc, partial_max, partial_sum, query_start_loc, seq_lens,
-    num_seqs, num_partial_rows, out_stride_token, out_stride_head,
+    num_seqs, num_partial_rows, partial_rows_per_seq, out_stride_token, out_stride_head,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr, VALUE_BLOCKS: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_V_SCALE: tl.constexpr, PADDED_GROUP: tl.constexpr, PARTIAL_ROWS_PER_SEQ: tl.constexpr,
-    SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT_ROWS: tl.constexpr,
+    MIN_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one token and KV head, in order. Grid: (num_tokens, KV heads).
 
@@ -117,7 +117,7 @@ def merge_splits_kernel(
         return
 
     token = index.to(tl.int64)
-    row = partial_row_on_device(seq, index - query_start, token, PARTIAL_ROWS_PER_SEQ)
+    row = partial_row_on_device(seq, index - query_start, token, partial_rows_per_seq)
     in_group = tl.arange(0, PADDED_GROUP)
     is_head = in_group < GROUP
     head = kv_head * GROUP + in_group

@@ -2,8 +2,9 @@
 
 What limits them, for 2-byte elements, per program:
 
-    shared memory   block_m * head_size (Q) + num_stages * block_n * (head_size + block_v) (K, V),
-                    times 2 bytes; Hopper has 227 KiB
+    shared memory   block_m * head_size (Q) + tiles * block_n * (head_size + block_v) (K, V), times
+                    2 bytes, where tiles is num_stages, or one less on GPUs without wgmma and
+                    tcgen05; Hopper has 227 KiB
     registers       a thread has 255; the fp32 accumulator takes block_m * block_v / (32 *
                     num_warps) of them. Above 128 the compiler moves some to memory (a spill)
 
@@ -13,14 +14,25 @@ accumulator of 128 rows does not fit into registers, so two programs share the c
 compute the logits. That is half as much arithmetic again, but every byte of K and V that is read
 serves twice the rows.
 
-The rows of `HOPPER` compile for sm_90 without a spill when the cache has the query's dtype (Triton
-3.6 spills 4 bytes per thread in one variant of head size 512). With an fp8 cache, head size 512
-spills 160 bytes per thread. `SMALL` fits the 99 KiB of shared memory of other cards.
+With three stages the keys of the next tile are loaded while this one is computed, with four those
+of the next two; with two, computing waits for all loads.
+
+Head sizes 256 and 512 are chosen from what the compiler makes of the candidates on each GPU: see
+`bench.tiles`, its table in docs/benchmarks.md and `bench.tiles.preference`. No time of a GPU is
+behind them. They compile without a spill, except for an fp8 cache, and head size 512 on Blackwell.
+`SMALL` fits the 99 KiB of shared memory of all other cards.
+
+A window of 1,024 keys and a canvas of 256 make 1,279 keys: min_keys_in_window cuts them into two
+parts, with which one request has 64 programs for the 132 SMs of an H200, and not 32. For each part,
+request and layer 4 MiB are written and read. Where many requests fill the GPU that is all that
+splitting does, so parts are not made smaller.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from attention.masks import Window
 
 # A sequence is split until it has this many programs: about two for each of H200's 132 SMs. It is a
 # constant, not the number of SMs of the card, so that keys are cut at the same places, and a
@@ -40,7 +52,8 @@ class TileConfig:
     block_m: (row, query head) pairs that a program works on.
     block_n: keys that are loaded at a time.
     num_warps, num_stages: Triton's launch options; stages are key tiles that are loaded ahead.
-    min_keys_per_split: no part of a split sequence has fewer keys.
+    min_keys_per_split: no part of a split sequence has fewer keys; min_keys_in_window, the same for
+        layers with a window, whose sequences have few visible keys.
     max_splits: the most parts of a sequence; 1 turns splitting off.
     block_v: the most output columns of a program; several programs share a larger head size.
     The blocks and num_warps are powers of two. Raises ValueError for what the kernel cannot take.
@@ -53,6 +66,11 @@ class TileConfig:
     min_keys_per_split: int = 2048
     max_splits: int = 8
     block_v: int = 256
+    min_keys_in_window: int = 640
+
+    def keys_per_split(self, window: Window | None) -> int:
+        """The fewest keys of a part in a layer with this window."""
+        return self.min_keys_per_split if window is None else self.min_keys_in_window
 
     def columns(self, head_size: int) -> int:
         """Output columns of a program for this head size, a power of two."""
@@ -63,11 +81,12 @@ class TileConfig:
             value = getattr(self, name)
             if value < least or value & (value - 1):
                 raise ValueError(f"{name} is {value}, expected a power of two of at least {least}")
-        if self.min_keys_per_split < self.block_n or self.max_splits < 1 or self.num_stages < 1:
+        fewest = min(self.min_keys_per_split, self.min_keys_in_window)
+        if fewest < self.block_n or self.max_splits < 1 or self.num_stages < 1:
             raise ValueError(
-                f"min_keys_per_split is {self.min_keys_per_split} (at least block_n = "
-                f"{self.block_n}), max_splits {self.max_splits} and num_stages {self.num_stages} "
-                "(at least 1)"
+                f"min_keys_per_split is {self.min_keys_per_split} and min_keys_in_window "
+                f"{self.min_keys_in_window} (at least block_n = {self.block_n}), max_splits "
+                f"{self.max_splits} and num_stages {self.num_stages} (at least 1)"
             )
 
 
@@ -76,9 +95,9 @@ HOPPER: dict[tuple[int, int], TileConfig] = {
     (16, 2): TileConfig(128, 64, 4, 3),
     (32, 2): TileConfig(128, 64, 4, 3),
     (64, 2): TileConfig(128, 64, 4, 3),
-    (128, 2): TileConfig(128, 128, 8, 2, min_keys_per_split=1024, max_splits=16),
-    (256, 2): TileConfig(128, 64, 8, 2),
-    (512, 2): TileConfig(128, 32, 8, 2),
+    (128, 2): TileConfig(128, 64, 8, 4, min_keys_per_split=1024, max_splits=16),
+    (256, 2): TileConfig(128, 32, 8, 4),
+    (512, 2): TileConfig(128, 16, 8, 4),
     (16, 4): TileConfig(64, 32, 4, 2),
     (32, 4): TileConfig(64, 32, 4, 2),
     (64, 4): TileConfig(64, 32, 4, 2),
@@ -87,21 +106,36 @@ HOPPER: dict[tuple[int, int], TileConfig] = {
     (512, 4): TileConfig(16, 16, 8, 1),
 }
 
-SMALL: dict[tuple[int, int], TileConfig] = {
+AMPERE: dict[tuple[int, int], TileConfig] = {
     **HOPPER,
-    (128, 2): TileConfig(64, 64, 4, 2, min_keys_per_split=1024, max_splits=16),
-    (256, 2): TileConfig(64, 32, 4, 1),
-    (512, 2): TileConfig(32, 32, 4, 1),
+    (128, 2): TileConfig(64, 64, 4, 3, min_keys_per_split=1024, max_splits=16),
+    (256, 2): TileConfig(64, 32, 8, 3),
+    (512, 2): TileConfig(64, 16, 8, 3),
 }
 
+BLACKWELL: dict[tuple[int, int], TileConfig] = {
+    **HOPPER,
+    (256, 2): TileConfig(64, 32, 8, 3),
+    (512, 2): TileConfig(64, 32, 8, 3, block_v=128),
+}
 
-def tile_config(head_size: int, element_size: int, capability_major: int = 9) -> TileConfig:
+SMALL: dict[tuple[int, int], TileConfig] = {
+    **AMPERE,
+    (256, 2): TileConfig(64, 16, 8, 3),
+    (512, 2): TileConfig(32, 16, 8, 3),
+}
+
+# Compute capability -> tiles. Other GPUs have at least as much shared memory as SMALL needs.
+TABLES = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
+
+
+def tile_config(head_size: int, element_size: int, arch: int = 90) -> TileConfig:
     """The table's row for a head size and the bytes of a query element.
 
-    capability_major: CUDA's major compute capability; 9 and 10 (227 KiB of shared memory) read
-    HOPPER, all others SMALL. Raises ValueError when the table has no such row.
+    arch: compute capability, for instance 90 for 9.0. Raises ValueError when the table has no such
+    row.
     """
-    table = HOPPER if capability_major in (9, 10) else SMALL
+    table = TABLES.get(arch, SMALL)
     key = (max(next_power_of_2(head_size), 16), element_size)
     if key not in table:
         raise ValueError(

@@ -16,7 +16,6 @@ from torch import Tensor
 from attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 from attention.masks import QuerySpan, Window, visible_range
 
-PAGE_SIZE = 16
 CANVAS = 256
 
 
@@ -29,6 +28,7 @@ class Layer:
     num_kv_heads: int
     head_size: int
     window: Window | None = None
+    page_size: int = 64  # keys of a page
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Shape:
 SLIDING = Layer("sliding-anchored", 16, 8, 256, Window("anchored", 1024))
 SYMMETRIC = replace(SLIDING, name="sliding-symmetric", window=Window("symmetric", 1024))
 UNWINDOWED = replace(SLIDING, name="head256-full", window=None)
-FULL = Layer("full", 16, 2, 512)
-DRAFTER = Layer("drafter", 32, 8, 128)
+FULL = Layer("full", 16, 2, 512, page_size=128)  # vLLM: as many bytes as a sliding layer's
+DRAFTER = Layer("drafter", 32, 8, 128, page_size=16)
 
 
 def table() -> list[Shape]:
@@ -138,13 +138,13 @@ class Inputs:
 
 
 def make_inputs(shape: Shape, device: str, seed: int = 0) -> Inputs:
-    """Random tensors, pages in random order."""
+    """Random tensors, pages in random order, keys and values beside each other as in vLLM."""
     torch.manual_seed(seed)
     layer, spans = shape.layer, shape.spans()
-    pages_each = -(-(shape.context + shape.query_len) // PAGE_SIZE)
+    pages_each = -(-(shape.context + shape.query_len) // layer.page_size)
     num_pages = shape.batch * pages_each
     order = torch.randperm(num_pages, device=device).int()
-    cache_shape = (num_pages, 2, PAGE_SIZE, layer.num_kv_heads, layer.head_size)
+    cache_shape = (num_pages, layer.page_size, layer.num_kv_heads, 2 * layer.head_size)
     both = torch.empty(cache_shape, dtype=shape.dtype, device=device).normal_()
     num_tokens = shape.batch * shape.query_len
     query = torch.empty(
@@ -162,4 +162,4 @@ def make_inputs(shape: Shape, device: str, seed: int = 0) -> Inputs:
         max_query_len=shape.query_len,
     )
     options = AttentionOptions(layer.head_size**-0.5, layer.window)
-    return Inputs(query, PagedKV(both[:, 0], both[:, 1]), batch, options)
+    return Inputs(query, PagedKV(*both.split(layer.head_size, dim=-1)), batch, options)

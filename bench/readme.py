@@ -25,6 +25,7 @@ from bench.roofline import floors
 from bench.sampling_step import sampling_step
 from bench.structured import structured
 from bench.tables import answers, headline, markdown, serving, settings
+from bench.tiles import tiles
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # Before a link that a section writes: paths are relative to the top of the repository.
@@ -75,6 +76,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "sampling-step": sampling_step,
     "drafting": drafting,
     "floors": floors,
+    "tiles": tiles,
 }
 
 

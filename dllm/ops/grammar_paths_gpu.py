@@ -65,7 +65,7 @@ def class_maxima_kernels(
     return ClassMaxima(torch.where(is_there, best, -torch.inf), torch.where(is_there, token, -1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _chunk_kernel(
     logits, row_stride, table_of, chunk, chunk_class, first_chunk, keys, most,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
@@ -173,7 +173,7 @@ def _finite(score):
     return tl.where(score > WORST, score.to(tl.float64), WORST)  # also for NaN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_classes", "num_places_kept", "most_states"])
 def _search_kernel(
     best, best_token, most_classes, peak, stop, stop_token, filled,
     first_row, length, table_of, state_of, budget_of,
@@ -314,7 +314,7 @@ def mask_rows_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_stops"])
 def _mask_kernel(
     logits, row_stride, table_of, states, budgets, stops, num_stops, class_of, following,
     first_next, num_classes, accepts, left, first_state, vocab_size, BLOCK: tl.constexpr,

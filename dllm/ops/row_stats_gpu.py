@@ -39,6 +39,8 @@ from dllm.ops.row_stats import KERNEL_MASS_TILE
 FIRST = tl.constexpr(MIX_MULTIPLIERS[0] & 0xFFFFFFFF)
 SECOND = tl.constexpr(MIX_MULTIPLIERS[1] & 0xFFFFFFFF)
 THIRD = tl.constexpr(MIX_MULTIPLIERS[2] & 0xFFFFFFFF)
+# One number for each row, maybe of a slice of the batch: one compiled kernel for any alignment.
+OF_ROWS = ["temperature", "keys", "cutoff", "peak", "log_z", "top_ks", "top_ps", "min_ps"]
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def _exponential(v):
     return tl.where(v < 0.0625, series, -tl.log(1.0 - v))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _block_kernel(
     logits, row_stride, temperature, keys, cutoff,
     block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
@@ -208,7 +210,7 @@ def _block_kernel(
     tl.store(tile_mass + row * num_tiles + tile, masses, mask=tile < num_tiles)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _merge_kernel(
     logits, row_stride, temperature, keys, cutoff,
     block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
@@ -268,7 +270,7 @@ def _valid(ids, vocab_size):
     return tl.minimum(tl.maximum(ids, 0), vocab_size - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _cutoff_kernel(
     logits, row_stride, temperature, peak, log_z, block_max, top_ks, top_ps, min_ps, cutoff,
     vocab_size, num_blocks, BLOCK: tl.constexpr,
@@ -339,7 +341,7 @@ def _from_ordinal(ordinal):
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _probs_kernel(
     logits, row_stride, temperature, peak, log_z, cutoff, probs, vocab_size, BLOCK: tl.constexpr
 ):  # fmt: skip

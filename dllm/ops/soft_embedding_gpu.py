@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dllm.ops.row_stats_gpu import OF_ROWS
+
 if TYPE_CHECKING:
     from dllm.ops.row_stats import RowStats
     from dllm.ops.soft_embedding import Shard
@@ -76,12 +78,12 @@ def sparse_product_kernels(
         needed, num_needed, shard.weight, shard.weight.stride(0), parts,
         num_rows, vocab_size, num_tiles, hidden, shard.start, shard.end,
         ROWS=cut.rows, HIDDEN=cut.hidden, TILE=tile, SPLITS=cut.splits,
-        UPCAST=not logits.is_cuda, num_warps=cut.num_warps, num_stages=cut.num_stages,
+        UPCAST=not IS_COMPILED, num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
     return parts.sum(dim=0).to(shard.weight.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _kept_tiles_kernel(
     tile_mass, peak, temperature, log_z, cutoff, is_kept, least,
     budget, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr,
@@ -113,7 +115,7 @@ def _kept_tiles_kernel(
     tl.store(least + row, tl.maximum(lowest, -3.4028234663852886e38))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=OF_ROWS)
 def _product_kernel(
     logits, row_stride, temperature, peak, log_z, least, is_kept,
     needed, num_needed, weight, weight_stride, parts,
@@ -160,3 +162,7 @@ def _product_kernel(
         acc = tl.dot(p, embedding, acc, input_precision="ieee")
     target = parts + (split * num_rows + row)[:, None] * hidden + column[None, :]
     tl.store(target, acc, mask=is_row[:, None] & is_column[None, :])
+
+
+# False where Triton interprets kernels on a CPU, which cannot multiply bf16.
+IS_COMPILED = isinstance(_product_kernel, triton.JITFunction)

@@ -24,6 +24,7 @@ FLAG_BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
 # How many requests run at a time unless the user chooses. Logits that do not fit the workspace are
 # computed in tiles (``engine.logit_rows``), so that memory does not limit this.
 DEFAULT_CONCURRENCY = 64
+GPU_PAGE_SIZE = 64  # tokens of a page of the KV cache
 
 
 def configure_dllm(vllm_config: Any) -> None:
@@ -175,7 +176,11 @@ def _refuse_unsupported(vllm_config: Any) -> None:
 
 
 def _choose_pages(cache: Any, block_size: int) -> None:
-    """Make every page of the KV cache hold whole blocks.
+    """Make every page of the KV cache hold whole blocks, and on a GPU a whole tile of keys.
+
+    Our kernel looks up a page for each tile of 64 keys or less; in smaller pages, one for each key
+    (``bench.tiles`` counts the loads). In models with two kinds of layers, vLLM gives the kind with
+    the smaller keys larger pages.
 
     A key depends on the whole block of its token, but the prefix cache recognizes a page by the
     tokens up to the page's end. A page that ends within a block would be reused for another block.
@@ -195,8 +200,9 @@ def _choose_pages(cache: Any, block_size: int) -> None:
                 f"{block_size} tokens, behind which other tokens follow. Allowed: a multiple of "
                 f"{block_size}. Leave the flag out."
             )
-    default = 128 if current_platform.is_cpu() else cache.DEFAULT_BLOCK_SIZE
-    if not cache.user_specified_block_size and default % block_size != 0:
+    default = 128 if current_platform.is_cpu() else GPU_PAGE_SIZE
+    is_vllms = current_platform.is_cpu() and default % block_size == 0
+    if not cache.user_specified_block_size and not is_vllms:
         cache.block_size = math.lcm(default, block_size)
         cache.user_specified_block_size = True  # or vLLM sets its default later
 

@@ -34,7 +34,7 @@ from tests.support.attention_cases import CAUSAL, Case, CaseSpec, make_batch, ma
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
 
 speed_up()
-TINY = TileConfig(16, 32, 4, 1, min_keys_per_split=32, max_splits=3)
+TINY = TileConfig(16, 32, 4, 1, min_keys_per_split=32, max_splits=3, min_keys_in_window=32)
 UNSPLIT = dataclasses.replace(TINY, max_splits=1)
 # Causal, denoise, fused; a single row; a head of one row; odd lengths; a canvas that starts cold.
 MIXED = ((5, 20, CAUSAL), (7, 33, 0), (9, 0, 4), (1, 70, CAUSAL), (3, 90, 1), (6, 0, 0))
@@ -77,15 +77,25 @@ def splits(case: Case, plan: AttentionPlan) -> list[int]:
     """Into how many parts each sequence with rows is cut."""
     shape = batch_shape(case.query, case.cache, case.batch)
     return [
-        num_splits(
-            span.query_len,
-            visible_keys(span.query_len, span.seq_len, case.options.window),
-            shape,
-            plan.config,
-        )
+        num_splits(span.query_len, span.seq_len, shape, plan.config, case.options.window)
         for span in case.spans
         if span.query_len > 0
     ]
+
+
+def sees_nothing(span: QuerySpan, parts: int, window: Window) -> bool:
+    """Whether some row tile (16 pairs, groups of 2) sees no key of some part of a span.
+
+    Parts are multiples of 32 keys long, from the first visible key on, rounded down to 32.
+    """
+    first = (span.seq_len - visible_keys(span.query_len, span.seq_len, window)) // 32 * 32
+    part_len = -(-(span.seq_len - first) // parts // 32) * 32
+    cuts = [first + part * part_len for part in range(parts)]
+    return parts > 1 and any(
+        high <= cut or low >= cut + part_len
+        for _, low, high in tiles_of_rows(span, window)
+        for cut in cuts
+    )
 
 
 def check(case: Case, out: torch.Tensor) -> None:
@@ -141,6 +151,44 @@ def test_contexts_around_the_window(kind: str, context: int) -> None:
     spans = ((15, context, CAUSAL), (15, context, 0), (15, context, 7))
     case = make_case(CaseSpec(spans, window=Window(kind, 26), num_heads=2, device=DEVICE))  # type: ignore[arg-type]
     check(case, run(case)[0])
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+@pytest.mark.parametrize(("size", "page_size"), [(37, 7), (65, 64), (100, 16)])
+def test_windows_that_are_split(kind: str, size: int, page_size: int) -> None:
+    """Odd windows and lengths; pages smaller than, equal to and larger than a part.
+
+    Some rows see nothing of some parts: the first rows of a causal head end before the last part,
+    and the last rows of a canvas begin behind the first one.
+    """
+    window = Window(kind, size)  # type: ignore[arg-type]
+    spans = ((33, 61, 0), (30, 150, CAUSAL), (21, 43, 13), (1, 95, 0), (9, 0, 0))
+    spec = CaseSpec(
+        spans, num_kv_heads=1, num_heads=2, page_size=page_size, window=window,
+        padding_tokens=2, padding_seqs=1, device=DEVICE,
+    )  # fmt: skip
+    case = make_case(spec)
+    out, plan = run(case)
+    parts = splits(case, plan)
+    assert max(parts) == min(3, -(-(size + 32) // 32))
+    assert any(sees_nothing(*each, window) for each in zip(case.spans, parts, strict=True))
+    check(case, out)
+    whole, _ = run(case, UNSPLIT)
+    torch.testing.assert_close(out, whole, rtol=0, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPES, ids=str)
+def test_dtypes_of_windows_that_are_split(
+    kind: str, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    spec = CaseSpec(
+        ((7, 70, 0), (9, 90, 5), (5, 80, CAUSAL)), num_kv_heads=1, num_heads=2, dtype=dtype,
+        cache_dtype=cache_dtype, window=Window(kind, 40), device=DEVICE,  # type: ignore[arg-type]
+    )  # fmt: skip
+    out, plan = run(case := make_case(spec))
+    assert min(splits(case, plan)) > 1
+    check(case, out)
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "anchored"])
@@ -326,7 +374,7 @@ def test_who_computes_the_parts_does_not_change_a_bit() -> None:
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
-@pytest.mark.parametrize("window", [None, Window("anchored", 40)], ids=str)
+@pytest.mark.parametrize("window", [None, Window("anchored", 40), Window("symmetric", 90)], ids=str)
 def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch(window: Window | None) -> None:
     spec = CaseSpec(MIXED, window=window, padding_tokens=5, padding_seqs=3, device=DEVICE)
     case = make_case(spec)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from attention.inputs import AttentionOptions, check_inputs
 from attention.masks import QuerySpan, Window, visible_range
 from attention.planning import BatchShape, ceil_div, num_splits, plan_attention, visible_keys
-from attention.tuning import HOPPER, SMALL, TARGET_PROGRAMS, TileConfig, tile_config
+from attention.tuning import HOPPER, SMALL, TABLES, TARGET_PROGRAMS, TileConfig, tile_config
+from bench.multiprocessor import SHARED_KIB
 from tests.support.attention_cases import CaseSpec, make_case
 from tests.support.process import run_python
 
@@ -29,23 +30,28 @@ def test_one_request_with_a_long_context_fills_the_chip() -> None:
     config = tile_config(512, 2)
     plan = plan_attention(FULL_LAYER, config, None)
     assert plan.is_split
-    parts = num_splits(256, 100_000, FULL_LAYER, config)
+    parts = num_splits(256, 100_000, FULL_LAYER, config, None)
     programs = 256 * 8 // plan.block_m * 2 * plan.value_blocks * parts
     assert programs == TARGET_PROGRAMS
     assert plan.split_programs >= parts
 
 
-def test_sliding_layers_and_short_limits_are_not_split() -> None:
-    plan = plan_attention(SLIDING_LAYER, tile_config(256, 2), Window("anchored", 1024))
-    assert not plan.is_split
-    assert plan.workspace_elements(SLIDING_LAYER) == 0
-    # Nor with the bounds of a server, where a span may be a long chunk of a prompt.
-    server = dataclasses.replace(
-        SLIDING_LAYER, num_tokens=8192, num_seqs=32, max_query_len=8192, max_seq_len=262144
-    )
-    assert not plan_attention(server, tile_config(256, 2), Window("anchored", 1024)).is_split
+@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
+def test_a_sliding_layer_of_one_request_is_split_in_two(kind: str) -> None:
+    config, window = tile_config(256, 2), Window(kind, 1024)  # type: ignore[arg-type]
+    plan = plan_attention(SLIDING_LAYER, config, window)
+    unsplit = 256 * 2 // config.block_m * 8
+    assert (plan.split_programs, unsplit * plan.split_programs) == (2, 64)
+    assert num_splits(256, 600, SLIDING_LAYER, config, window) == 1
+    # A long chunk of a prompt has programs enough.
+    assert num_splits(4096, 100_000, SLIDING_LAYER, config, window) == 1
+
+
+def test_short_limits_are_not_split() -> None:
     short = dataclasses.replace(FULL_LAYER, max_seq_len=2048)
-    assert not plan_attention(short, tile_config(512, 2), None).is_split
+    plan = plan_attention(short, tile_config(512, 2), None)
+    assert not plan.is_split
+    assert plan.workspace_elements(short) == 0
 
 
 def test_a_large_batch_is_not_given_more_programs_but_the_same_parts() -> None:
@@ -54,7 +60,8 @@ def test_a_large_batch_is_not_given_more_programs_but_the_same_parts() -> None:
     plan = plan_attention(batch, config, None)
     assert plan.is_split
     assert plan.split_programs == 1
-    assert num_splits(256, 60_000, batch, config) == num_splits(256, 60_000, FULL_LAYER, config)
+    alone = num_splits(256, 60_000, FULL_LAYER, config, None)
+    assert num_splits(256, 60_000, batch, config, None) == alone
 
 
 def test_tile_heights_follow_the_bound_and_not_the_batch() -> None:
@@ -70,7 +77,7 @@ def test_tile_heights_follow_the_bound_and_not_the_batch() -> None:
 def test_a_long_prefill_is_not_split_and_takes_little_workspace() -> None:
     config = tile_config(512, 2)
     prefill = dataclasses.replace(FULL_LAYER, num_tokens=8192, max_query_len=8192)
-    assert num_splits(8192, 100_000, prefill, config) == 1
+    assert num_splits(8192, 100_000, prefill, config, None) == 1
     plan = plan_attention(prefill, config, None)
     assert plan.partial_rows_per_seq * prefill.num_seqs == plan.num_partial_rows < 8192
     assert plan.workspace_elements(prefill) * 4 < 150e6
@@ -99,7 +106,7 @@ def test_the_plan_bounds_what_the_device_decides(shape: BatchShape, data: st.Dat
         left -= query_len
         tiles += ceil_div(query_len * shape.group, plan.block_m)
         seq_len = data.draw(st.integers(0, shape.max_seq_len))
-        parts = num_splits(query_len, visible_keys(query_len, seq_len, window), shape, config)
+        parts = num_splits(query_len, seq_len, shape, config, window)
         assert parts <= plan.max_splits
         if parts > 1 and plan.partial_rows_per_seq:
             assert query_len <= plan.partial_rows_per_seq
@@ -121,19 +128,20 @@ def test_visible_keys_covers_every_row(
     assert span.seq_len - count <= first
 
 
-@pytest.mark.parametrize("table", [HOPPER, SMALL], ids=["hopper", "small"])
-def test_the_table_is_complete_and_fits(table: dict[tuple[int, int], TileConfig]) -> None:
-    limit = 232448 if table is HOPPER else 101376
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_the_table_is_complete_and_fits(arch: int) -> None:
+    table = TABLES.get(arch, SMALL)
+    limit = SHARED_KIB[arch] << 10
     for size in (16, 32, 64, 128, 256, 512):
         for element in (2, 4):
             config = table[size, element]
-            loads = config.num_stages if config.num_stages > 1 else 1
+            loads = config.num_stages if arch in (90, 100) else max(config.num_stages - 1, 1)
             shared = config.block_m * size + loads * config.block_n * (size + config.columns(size))
             assert shared * element <= limit, (size, element)
             accumulator = config.block_m * config.columns(size) / (32 * config.num_warps)
             assert accumulator <= 128, (size, element)
     assert tile_config(320, 2) == HOPPER[512, 2]
-    assert tile_config(80, 2, capability_major=8) == SMALL[128, 2]
+    assert tile_config(80, 2, 86) == SMALL[128, 2]
     with pytest.raises(ValueError, match="no tiles for head size 1024 with 2-byte elements"):
         tile_config(1024, 2)
 
@@ -141,7 +149,7 @@ def test_the_table_is_complete_and_fits(table: dict[tuple[int, int], TileConfig]
 def test_tiles_the_kernel_cannot_take_are_refused() -> None:
     with pytest.raises(ValueError, match="block_m is 24, expected a power of two of at least 16"):
         TileConfig(24, 16, 4, 1)
-    with pytest.raises(ValueError, match=r"min_keys_per_split is 8 \(at least block_n = 16\)"):
+    with pytest.raises(ValueError, match=r"min_keys_per_split is 8 and .*at least block_n = 16"):
         TileConfig(16, 16, 4, 1, min_keys_per_split=8)
 
 

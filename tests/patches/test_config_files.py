@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import ModelConfig
+from vllm.config import CacheConfig, ModelConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
 from dllm import register
 from dllm.models import FAMILIES, WITHOUT_CACHE
+from dllm.patches import configure
 from tests.support import family_checkpoints
 from tests.support.engine_harness import Engine
 
@@ -89,6 +91,19 @@ def test_pages_of_the_cache_hold_whole_blocks(block_size: int, page: int, tmp_pa
     path = family_checkpoints.write(tmp_path / "model", fields)
     config = EngineArgs(str(path)).create_engine_config()
     assert config.cache_config.block_size == page  # 128 is vLLM's default on a CPU
+
+
+@pytest.mark.parametrize(("block_size", "page"), [(1, 64), (32, 64), (24, 192)])
+def test_pages_on_a_gpu_hold_whole_tiles_and_blocks(
+    block_size: int, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    cache = CacheConfig()
+    configure._choose_pages(cache, block_size)
+    assert (cache.block_size, cache.user_specified_block_size) == (page, True)
+    given = CacheConfig(block_size=48)
+    configure._choose_pages(given, 16)
+    assert given.block_size == 48
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,261 @@
+"""The launches of every Triton kernel of the project, on the meta device, by the code that serves.
+
+    python -m tests.support.kernel_launches compile 90 attention   # a JSON line for each kernel
+    python -m tests.support.kernel_launches variants 200           # what so many batches compile
+
+A process of its own: the interpreter must not be on, and Triton stays out of the other tests'.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor
+
+from attention.cache_write import write_kv
+from attention.canvas_attention import batch_shape, canvas_attention
+from attention.context_kv import ContextWeights, write_context_kv
+from attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+from attention.masks import Window
+from attention.planning import plan_attention
+from attention.tuning import TileConfig, tile_config
+from bench.attention_shapes import DRAFTER, FULL, SLIDING, SYMMETRIC, Layer
+from bench.kernels import recorded
+from dllm.ops import grammar_paths_gpu as grammar
+from dllm.ops.filters import RowFilters
+from dllm.ops.grammar_paths import Canvases, Ends, PackedTables
+from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats
+from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
+from dllm.ops.soft_embedding import Shard
+from dllm.ops.soft_embedding_gpu import ProductTiles, sparse_product_kernels
+
+VOCAB, HIDDEN = 262144, 2816  # DiffusionGemma 26B-A4B
+CANVAS, MAX_TOKENS, MAX_SEQS, MAX_LEN = 256, 8192, 64, 131072
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.int32)
+
+
+# --- attention and cache -------------------------------------------------------------------------
+
+
+def paged(layer: Layer, page_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> PagedKV:
+    """Views of vLLM's ``[pages, heads, page_size, 2 * head_size]`` cache."""
+    both = meta(100, layer.num_kv_heads, page_size, 2 * layer.head_size, dtype=cache_dtype)
+    key, value = both.transpose(1, 2).split(layer.head_size, dim=-1)
+    scale = None if cache_dtype == dtype else meta(1)
+    return PagedKV(key, value, scale, scale)
+
+
+def attend(
+    layer: Layer,
+    arch: int,
+    *,
+    num_seqs: int = 3,
+    num_tokens: int = 3 * CANVAS,
+    max_seq_len: int = MAX_LEN,
+    page_size: int = 64,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+    is_bool: bool = False,
+    options: AttentionOptions | None = None,
+    tiles: TileConfig | None = None,
+) -> None:
+    """One step of a server in one layer. Its tensors are slices of those of the largest batch."""
+    cache = paged(layer, page_size, dtype, cache_dtype or dtype)
+    batch = RaggedBatch(
+        query_start_loc=ints(MAX_SEQS + 1)[: num_seqs + 1],
+        seq_lens=ints(MAX_SEQS)[:num_seqs],
+        block_tables=ints(MAX_SEQS, MAX_LEN // page_size)[:num_seqs],
+        bidirectional_from=meta(MAX_SEQS, dtype=torch.bool if is_bool else torch.int32)[:num_seqs],
+        max_query_len=MAX_TOKENS,
+        max_seq_len=max_seq_len,
+    )
+    width = layer.num_heads * layer.head_size
+    query = meta(MAX_TOKENS, width, dtype=dtype)[:num_tokens].view(num_tokens, -1, layer.head_size)
+    options = options or AttentionOptions(layer.head_size**-0.5, layer.window)
+    tiles = tiles or tile_config(layer.head_size, dtype.itemsize, arch)
+    plan = plan_attention(batch_shape(query, cache, batch), tiles, options.window)
+    canvas_attention(query, cache, batch, options, torch.empty_like(query), plan)
+
+
+def write_cache(layer: Layer, num_tokens: int, cache_dtype: torch.dtype = BF16, first: int = 0):
+    """The keys and values of a step; its slots begin anywhere in a buffer."""
+    qkv = meta(MAX_TOKENS, layer.num_heads + 2 * layer.num_kv_heads, layer.head_size, dtype=BF16)
+    key, value = qkv[:num_tokens, layer.num_heads :].split(layer.num_kv_heads, dim=1)
+    slots = meta(2 * MAX_TOKENS, dtype=torch.int64)[first : first + num_tokens]
+    write_kv(key, value, paged(layer, 64, BF16, cache_dtype), slots)
+
+
+def write_context(num_tokens: int, first: int = 0) -> None:
+    """The context of Qwen3-8B's drafter: five layers, of which the last has a window."""
+    layers, heads, size, hidden = 5, DRAFTER.num_kv_heads, DRAFTER.head_size, 4096
+    weights = ContextWeights(
+        meta(layers * 2 * heads * size, hidden, dtype=BF16), None, meta(layers, size, dtype=BF16),
+        1e-6, meta(40960, size, dtype=BF16), is_neox=True,
+    )  # fmt: skip
+    slots = [meta(2 * MAX_TOKENS, dtype=torch.int64)[first : first + num_tokens] for _ in range(2)]
+    positions = meta(2 * MAX_TOKENS, dtype=torch.int64)[first : first + num_tokens]
+    write_context_kv(
+        meta(num_tokens, hidden, dtype=BF16), positions, weights,
+        [paged(DRAFTER, 16, BF16, BF16)] * layers, [slots[0]] * 4 + [slots[1]],
+    )  # fmt: skip
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+def sample(
+    num_rows: int, dtype: torch.dtype = torch.float32, filtered: bool = False, probs: bool = False
+) -> None:
+    """Row statistics; the row's numbers are slices that begin anywhere."""
+    first = num_rows % 7
+    rows = slice(first, first + num_rows)
+    temperature, keys = meta(9999)[rows], meta(9999, 2, dtype=torch.int64)[rows]
+    filters = None
+    if filtered:
+        filters = RowFilters(ints(9999)[rows], meta(9999)[rows], meta(9999)[rows])
+    logits = meta(num_rows, VOCAB, dtype=dtype)
+    row_stats_kernels(logits, temperature, keys, BF16 if probs else None, filters, KernelTiles())
+
+
+def embed(num_rows: int, start: int = 0, end: int = VOCAB) -> None:
+    """The sparse product after row statistics."""
+    stats = RowStats(
+        meta(num_rows), meta(num_rows), *(meta(9999)[3 : 3 + num_rows] for _ in range(4)),
+        meta(num_rows, VOCAB // KERNEL_MASS_TILE), None,
+    )  # fmt: skip
+    shard = Shard(meta(end - start, HIDDEN, dtype=BF16), start, end)
+    sparse_product_kernels(
+        meta(num_rows, VOCAB), meta(9999)[1 : 1 + num_rows], stats, shard, 1e-3, KERNEL_MASS_TILE,
+        ProductTiles(),
+    )  # fmt: skip
+
+
+def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
+    """Canvases under grammars of any sizes."""
+    canvases, tables = rng.randint(1, 20), rng.randint(1, 5)
+    rows = sum(rng.randint(1, CANVAS) for _ in range(canvases))
+    states, classes, edges, chunks = (rng.randint(1, 5000) for _ in range(4))
+    packed = PackedTables(
+        ints(tables, VOCAB), ints(states * classes), meta(states, dtype=torch.int8), ints(states),
+        ints(edges), ints(edges), ints(edges), meta(edges, dtype=torch.int8), ints(states + 1),
+        ints(chunks, grammar.CHUNK), ints(chunks), *(ints(tables + 1) for _ in range(4)),
+        ints(tables), classes, states, chunks,
+    )  # fmt: skip
+    cut, logits = grammar.PathTiles(), meta(rows, VOCAB, dtype=dtype)
+    maxima = grammar.class_maxima_kernels(logits, packed, ints(rows), cut)
+    numbers = [meta(rows, dtype=torch.int64), meta(rows), meta(rows, dtype=torch.bool), meta(rows)]
+    found = Ends(*numbers, meta(rows, dtype=torch.int64), meta(rows))
+    of_canvas = Canvases(*(ints(canvases) for _ in range(5)), rng.randint(1, CANVAS))
+    paths = grammar.best_paths_kernels(maxima, found, packed, of_canvas, cut)
+    stops = meta(rows, rng.randint(1, 9), dtype=torch.int64)
+    grammar.mask_rows_kernel(logits, packed, ints(rows), paths.states, ints(rows), stops, cut)
+
+
+# --- what is compiled ----------------------------------------------------------------------------
+
+ODD = Layer("odd", 6, 2, 80, Window("anchored", 100))
+ODD_TILES = TileConfig(64, 32, 4, 2, max_splits=4, block_v=64)
+
+
+def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
+    """Groups of launches by label: the released shapes, and on Hopper every branch."""
+    rng = random.Random(0)
+    groups: dict[str, dict[str, Callable[[], None]]] = {
+        "sliding": {"symmetric": lambda: attend(SYMMETRIC, arch)},
+        "full": {"full": lambda: attend(FULL, arch)},
+        "drafter": {
+            "draft": lambda: attend(DRAFTER, arch, page_size=16, is_bool=True),
+            "context": lambda: write_context(1024),
+            "few tokens of context": lambda: write_context(16),
+            "cache write": lambda: write_cache(FULL, 256),
+        },
+        "sampling": {
+            "statistics": lambda: sample(256, probs=True),
+            "bf16, filtered": lambda: sample(256, BF16, filtered=True),
+            "embedding": lambda: embed(256),
+            "grammars": lambda: search(rng),
+            "grammars, bf16": lambda: search(rng, BF16),
+        },
+    }
+    if arch >= 90:  # no conversion of e4m3 before
+        for name, layer in (("sliding", SLIDING), ("full", FULL)):
+            groups[name]["fp8 cache"] = lambda layer=layer: attend(layer, arch, cache_dtype=FP8)
+        groups["drafter"]["cache write, fp8"] = lambda: write_cache(SLIDING, 256, FP8)
+    if arch == 90:
+        scale = AttentionOptions(0.1, ODD.window, 30.0)
+        groups["branches"] = {
+            "anchored, 16 keys a page": lambda: attend(SLIDING, arch, page_size=16),
+            "bool flag, soft cap, odd sizes": lambda: attend(
+                ODD, arch, page_size=24, dtype=torch.float16, is_bool=True, options=scale,
+                tiles=ODD_TILES,
+            ),
+            "heads that see blocks": lambda: attend(
+                replace(ODD, window=None), arch, page_size=32, tiles=ODD_TILES,
+                options=AttentionOptions(0.1, block_size=32),
+            ),
+        }  # fmt: skip
+    return groups
+
+
+def compile_group(arch: int, group: str) -> None:
+    """Print a JSON line for each kernel of a group, but none twice."""
+    seen: set[tuple[str, str]] = set()
+    for label, launch in cases(arch)[group].items():
+        with recorded() as launches:
+            launch()
+        for variant in launches:
+            if (variant.name, variant.key) in seen:
+                continue
+            seen.add((variant.name, variant.key))
+            found = asdict(variant.compiled(arch))
+            print(json.dumps({"label": label, "kernel": variant.name, **found}), flush=True)
+
+
+def count_variants(num_batches: int) -> None:
+    """Print, as JSON, how many kernels of each name random batches of one server compile."""
+    rng = random.Random(1)
+    with recorded() as launches:
+        for _ in range(num_batches):
+            num_seqs = rng.randint(1, MAX_SEQS)
+            num_tokens = rng.randint(1, MAX_TOKENS)
+            sizes = {"num_seqs": num_seqs, "num_tokens": num_tokens}
+            sizes["max_seq_len"] = rng.choice([1, 300, 700, 5000, 40000, MAX_LEN])
+            for layer in (SYMMETRIC, FULL):
+                attend(layer, 90, **sizes)
+                write_cache(layer, num_tokens, first=rng.randint(0, 99))
+            attend(DRAFTER, 90, page_size=16, is_bool=True, **sizes)
+            write_context(rng.choice([1, 3, 16, 17, num_tokens]), first=rng.randint(0, 99))
+            num_rows = rng.randint(1, 4096)
+            sample(num_rows, filtered=rng.random() < 0.5)
+            embed(num_rows)
+            search(rng)
+    assert len({launch.name for launch in launches}) == 13, "all but the probabilities"
+    keys: dict[str, set[str]] = {}
+    for variant in launches:
+        keys.setdefault(variant.name, set()).add(variant.key)
+    print(json.dumps({name: len(found) for name, found in keys.items()}))
+
+
+def main() -> None:
+    command, *arguments = sys.argv[1:]
+    if command == "compile":
+        compile_group(int(arguments[0]), arguments[1])
+    else:
+        count_variants(int(arguments[0]))
+
+
+if __name__ == "__main__":
+    main()
