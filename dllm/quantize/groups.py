@@ -54,7 +54,7 @@ def groups_of(source: Checkpoint, recipe: Recipe) -> list[Group]:
     """
     refuse_unfit(source)
     layers = recipe.quantized(linears(source.config))
-    copies = by_one_name(source.shapes)
+    copies = by_one_name(source)
     quantized = {layer.source for layer in layers}
     numbers = sorted({layer_number(name) for name in copies} - {None})  # type: ignore[type-var]
     groups = []
@@ -81,7 +81,7 @@ def refuse_unfit(source: Checkpoint) -> None:
             f"{source.path} is quantized already (its config.json has a quantization_config). Give "
             "the checkpoint that it was made from."
         )
-    copies = by_one_name(source.shapes)
+    copies = by_one_name(source)
     expected = text_shapes(source.config)
     missing = [name for name in expected if name not in copies]
     if missing:
@@ -121,7 +121,7 @@ def quantize_group(
         CommandError: the encoder's and the decoder's copy of a weight differ, a weight is not
             finite, or a scale is wrong; names the tensor.
     """
-    copies = by_one_name(source.shapes)
+    copies = by_one_name(source)
     sources = {layer.source for layer in group.layers}
     for name in [*group.kept, *sources]:
         _refuse_differing(source, copies[name])

@@ -8,14 +8,14 @@ share an NVFP4 global scale. In LLaDA2 q, k and v are one layer in the checkpoin
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dllm.models.gemma import shapes as gemma
 from dllm.models.gemma.shapes import Config
-from dllm.models.gemma.weights import DECODER, ENCODER
+from dllm.models.gemma.weights import DECODER
 from dllm.models.llada2 import shapes as llada2
 from dllm.models.sdar import shapes as sdar
+from dllm.quantize.checkpoint import DIFFUSION_GEMMA, Checkpoint
 from quant.schemes import shared_name
 
 # How names of linear layers end: all but the head and the routers of SDAR-MoE and LLaDA2.
@@ -102,19 +102,24 @@ def layer_number(name: str) -> int | None:
 
 
 def one_name(name: str) -> str:
-    """The decoder's name of a weight that encoder and decoder share, whichever name is given.
+    """The decoder's name of a weight that DiffusionGemma's halves share, whichever name is given.
 
     Weights of vision and layer scalars are not shared: their names are returned unchanged.
     """
     shared = shared_name(name)
-    if not name.startswith((DECODER, ENCODER)) or shared.endswith(".layer_scalar"):
+    if shared == name or shared.startswith("encoder.") or shared.endswith(".layer_scalar"):
         return name
     return DECODER + shared
 
 
-def by_one_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names of all copies of each weight, by its ``one_name``; the decoder's copy first."""
+def by_one_name(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """The names of all copies of each weight, by its ``one_name``; the decoder's copy first.
+
+    Other families have one copy.
+    """
+    if DIFFUSION_GEMMA not in checkpoint.config["architectures"]:  # type: ignore[operator]
+        return {name: [name] for name in checkpoint.shapes}
     copies: dict[str, list[str]] = {}
-    for name in sorted(names):  # "model.decoder" sorts before "model.encoder"
+    for name in sorted(checkpoint.shapes):  # "model.decoder" sorts before "model.encoder"
         copies.setdefault(one_name(name), []).append(name)
     return copies

@@ -76,10 +76,10 @@ def verify(
     originals = {}
     if original is not None:
         refuse_unfit(original)
-        originals = by_one_name(original.shapes)
+        originals = by_one_name(original)
     report = Report(num_bytes=_total(checkpoint))
     # A weight that encoder and decoder share may be stored under two names: name -> names stored.
-    copies = by_one_name(checkpoint.shapes)
+    copies = by_one_name(checkpoint)
     for stored in copies.values():
         if len(stored) > 1:
             report.problems.append(f"{' and '.join(stored)} are two copies of one weight")
@@ -244,7 +244,7 @@ def _compare_kept(
     report: Report, checkpoint: Checkpoint, original: Checkpoint, quantized: set[str]
 ) -> None:
     """Check that tensors which were not quantized equal the original's, bit for bit."""
-    here, there = by_one_name(checkpoint.shapes), by_one_name(original.shapes)
+    here, there = by_one_name(checkpoint), by_one_name(original)
     for scalars, theirs in _layer_scalars(original).items():
         if not torch.equal(_layer_scalars(checkpoint)[scalars], theirs):
             report.problems.append(f"{scalars} (layers.*.layer_scalar) are not the original's")

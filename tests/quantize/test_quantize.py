@@ -490,7 +490,7 @@ def test_the_output_has_one_copy_of_everything_and_what_serving_needs(
     made: dict[str, Path], source: Path, scheme: str
 ) -> None:
     checkpoint = Checkpoint(made[scheme])
-    assert all(len(copies) == 1 for copies in by_one_name(checkpoint.shapes).values())
+    assert all(len(copies) == 1 for copies in by_one_name(checkpoint).values())
     plan = parse_plan(checkpoint.config["quantization_config"])
     layers = {layer.module: plan.scheme_of(layer.module) for layer in linears(checkpoint.config)}
     kept = {module for module, found in layers.items() if found is None}

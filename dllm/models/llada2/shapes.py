@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dllm.models.llada2.config import DEFAULTS
+from dllm.models.llada2.defaults import DEFAULTS
 from dllm.models.sdar.shapes import gated_mlp
 
 
