@@ -107,15 +107,16 @@ class Result:
 def preference(row: Result) -> tuple[int, ...]:
     """The higher, the better; in this order.
 
-    No spilled registers. Loads that overlap with computing. Many rows on a multiprocessor, because
-    every key that is read serves all rows of its program. Few programs that share a head's columns,
-    because each computes the logits again. Many keys ahead. Few registers.
+    No spilled registers. Loads that overlap with computing. Many rows on a multiprocessor, in few
+    programs, because every key that is read serves all rows of its program. Few programs that share
+    a head's columns, because each computes the logits again. Many keys ahead. Few registers.
     """
     return (
         int(row.programs_of_sm > 0),
         -row.spilled,
         int(row.keys_ahead > 0),
         row.block_m * row.programs_of_sm,
+        row.block_m,
         row.block_v,
         row.keys_ahead,
         -row.registers,
@@ -180,7 +181,7 @@ def tiles(results: Path) -> str:
     """Section of docs/benchmarks.md: what the compiler says about the tiles."""
     rows = read_csv(results / "tiles.csv")
     if not rows:
-        return "Not compiled yet: `python -m bench.tiles`."
+        return "Not computed yet: `python -m bench.tiles`."
     header = [
         "GPU", "layers", "rows x keys (columns), warps, stages", "page", "registers", "spilled, B",
         "shared, KiB", "programs of an SM", "matrix", "keys ahead", "loads",

@@ -22,8 +22,18 @@ pytestmark = pytest.mark.skipif(
 COMPILED = {"TRITON_INTERPRET": None}
 GROUPS = ("sliding", "full", "drafter", "sampling")
 MATRIX = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
-# Bytes of a thread that may be spilled: keys that become bf16 need registers.
-MAY_SPILL = {"fp8 cache": 512}
+
+
+def may_spill(arch: int, kernel: str, label: str) -> int:
+    """Bytes of a thread that a kernel may spill on a GPU.
+
+    Keys of an fp8 cache become bf16 in registers. Blackwell's accumulator passes through registers
+    (Triton 3.6 spills up to 216 bytes, 3.9 up to 76). The sparse product, which a GPU runs only if
+    asked to, spills on GPUs without wgmma.
+    """
+    if kernel == "canvas_attention_kernel":
+        return 256 if arch == 100 or "fp8" in label else 0
+    return 128 if kernel == "_product_kernel" and MATRIX[arch] == "mma" else 0
 
 
 def compiled(arch: int, group: str) -> list[dict[str, Any]]:
@@ -43,8 +53,7 @@ def test_kernels_fit_every_gpu(arch: int, group: str) -> None:
         where = (arch, one["label"], one["kernel"], one)
         used = one["registers"], one["shared"], one["num_warps"]
         assert programs_of_sm(arch, *used) >= 1, where
-        allowed = 128 if (arch, one["label"]) == (100, "full") else 0
-        assert one["spilled"] <= MAY_SPILL.get(one["label"], allowed), where
+        assert one["spilled"] <= may_spill(arch, one["kernel"], one["label"]), where
         if one["kernel"] == "canvas_attention_kernel":
             assert one["matrix"] == MATRIX[arch], where
             # While a tile of keys is computed with, K and V of the next one are under way.
