@@ -8,7 +8,7 @@ import pytest
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from bench.gpu import fp8_dynamic
+from bench.dummy_models import fp8_dynamic
 from dllm.patches.cuda_graphs import capture_sizes, choose_cuda_graphs
 from tests.support.cuda_start import rehearse
 from tests.support.quant_checkpoints import OURS, quantization_config

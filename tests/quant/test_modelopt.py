@@ -146,7 +146,7 @@ def test_what_would_compute_nan_is_refused(starts, name):
         (("model.layers.0*",), set()),
         (("model.layers.1.*",), {EXPERT, Q_PROJ}),
     ],
-    ids=str,
+    ids=lambda names: str(sorted(names)),
 )
 def test_patterns_name_what_is_not_quantized(excluded, quantized):
     plan = plan_of("NVFP4", 16, excluded)
