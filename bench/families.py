@@ -37,9 +37,9 @@ from bench.context import (
 from bench.race import rounds
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
 from bench.tables import Table, markdown, measured_with, ratios, spread
-from dllm.models.llada2.reference import load_reference
+from dllm.models.unmasking.reference import load_model
 
-MODEL = ROOT / "checkpoints/tiny-llada2"
+MODEL = ROOT / "checkpoints/tiny-sdar"
 FUSED, SEPARATE, PIPELINE = "fused commit", "separate commit", "diffusers' pipeline"
 STEPS = 2  # denoise steps a block
 PROMPT, OUTPUT = 128, 256  # tokens
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, default=MODEL, help="a LLaDA2 checkpoint")
+    parser.add_argument("--model", type=Path, default=MODEL, help="a LLaDA2 or SDAR checkpoint")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
@@ -110,6 +110,9 @@ def vocabulary(model: Path) -> int:
 
 def over_http(server: Server) -> Generate:
     """Ask a server."""
+    config = json.loads((Path(server.options.model) / "config.json").read_text())
+    can_edit = config["model_type"] == "llada2_moe"
+    without_editing = {"diffusion_editing": 0} if can_edit else {}
 
     def one(prompt: Sequence[int]) -> list[int]:
         answer = server.complete(
@@ -117,11 +120,7 @@ def over_http(server: Server) -> Generate:
             max_tokens=OUTPUT,
             temperature=0,
             ignore_eos=True,
-            vllm_xargs={
-                "diffusion_max_steps": STEPS,
-                "diffusion_threshold": 1.0,
-                "diffusion_editing": 0,
-            },
+            vllm_xargs={"diffusion_max_steps": STEPS, "diffusion_threshold": 1.0} | without_editing,
         )
         if answer.status != 200:
             raise GateError(f"{server.options.name}: HTTP {answer.status}, {answer.error}")
@@ -139,9 +138,7 @@ def in_process(model: Path) -> Generate:
     if not pipeline.is_installed():
         raise GateError(pipeline.MISSING)
     config = json.loads((model / "config.json").read_text())
-    masked = pipeline.BlockMasked(
-        load_reference(model), config["block_size"], config["mask_token_id"]
-    )
+    masked = pipeline.BlockMasked(load_model(model), config["block_size"], config["mask_token_id"])
 
     def generate(prompts: Prompts, concurrency: int) -> list[list[int]]:
         return [

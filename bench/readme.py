@@ -31,7 +31,7 @@ MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTAL
 # Before a link that a section writes: paths are relative to the top of the repository.
 LINK = re.compile(r"\]\((?=bench/|checkpoints/)")
 
-MODELS = ("tiny-dllm", "tiny-ar")
+MODELS = ("tiny-dllm", "tiny-ar", "tiny-sdar")
 GOOD = 95.0  # per cent
 
 
@@ -51,7 +51,7 @@ def _model(name: str) -> list[str]:
     hardest = min(percents, key=lambda family: percents[family])
     size = re.search(r"of ([\d.]+M) parameters", text)
     assert size, f"{card} does not say how many parameters"
-    minutes = sum(map(int, re.findall(r"^- (\d+) minutes on", text, re.M)))
+    minutes = sum(map(int, re.findall(r"^- (\d+) minutes (?:of training )?on", text, re.M)))
     return [
         f"[{name}](checkpoints/{name}/README.md)",
         size[1],

@@ -131,6 +131,8 @@ class RequestOptions:
             _refuse_prompt_logprobs(params)
             _refuse_structured_outputs(params)
         options = cls.read(params, settings)
+        if (params.extra_args or {}).get("diffusion_constrained"):
+            _check_constrained(params)
         for token in options.seed_canvas or ():
             _check_int_range(SEED_CANVAS, token, NOISE, vocab_size - 1)
         for token in (params.extra_args or {}).get(PIN_IDS) or ():
@@ -165,8 +167,7 @@ class RequestOptions:
             )
         pins, holds_pins = _take_pins(extra, int(width), settings.canvas_length, seed_canvas)
         is_read_only = _take_flag(extra, "diffusion_read_only", default=False)
-        if _take_flag(extra, "diffusion_constrained", default=False):
-            _check_constrained(params)
+        _take_flag(extra, "diffusion_constrained", default=False)  # ``constrained`` writes it out
         eos_stop = _take_flag(extra, "diffusion_eos_stop", default=True)
         _take_stream(extra)
         stops = {params.eos_token_id, *(params.stop_token_ids or ())} - {None} if eos_stop else ()

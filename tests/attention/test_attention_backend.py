@@ -88,7 +88,11 @@ def choose(monkeypatch):
             flash_attn_version=flash_attn,
         )
         compilation = SimpleNamespace(cudagraph_mode=mode)
-        config = SimpleNamespace(attention_config=attention, compilation_config=compilation)
+        config = SimpleNamespace(
+            attention_config=attention,
+            compilation_config=compilation,
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+        )
         settings = SimpleNamespace(canvas_window=window, block_size=block_size)
         configure._choose_attention(config, settings)
         assert attention.use_non_causal

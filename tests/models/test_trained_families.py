@@ -1,0 +1,31 @@
+"""The trained SDAR: an engine and the plain loop give the same answers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from vllm import SamplingParams
+
+from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
+from dllm.tasks.suite import FAMILIES, questions
+from dllm.tasks.tokenizer import encode_prompt, train_tokenizer
+from tests.support.engine_harness import get_engine
+
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+
+
+@pytest.mark.parametrize("size", [32, 4])
+@pytest.mark.parametrize("name", ["tiny-sdar"])
+def test_served_tokens_are_those_of_the_plain_loop(name: str, size: int) -> None:
+    """Greedy, in fp32, every family."""
+    path = CHECKPOINTS / name
+    rule = replace(DecodingRule.of_checkpoint(path), block_size=size)
+    tokenizer = train_tokenizer()
+    asked = [q for family in FAMILIES for q in questions([family], "heldout", 3)]
+    prompts = [encode_prompt(tokenizer, question.prompt) for question in asked]
+    engine = get_engine(path, hf_overrides={"block_size": size}, max_num_batched_tokens=256)
+    served = engine.generate(prompts, SamplingParams(max_tokens=128, temperature=0))
+    expected = generate_blocks(load_model(path), prompts, rule, 128).answers
+    for tokens, whole in zip(served, expected, strict=True):
+        assert tokens == whole[: len(tokens)]
+        assert tokens[-1] in rule.stop_ids
