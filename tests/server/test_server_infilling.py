@@ -163,13 +163,19 @@ def test_an_empty_suffix_is_none(client):
     [
         ({"suffix": " and go" * CANVAS}, "hole, suffix and an end token of at most 32 together"),
         ({"vllm_xargs": {"diffusion_fill_widths": [3, 2]}}, "least, greatest"),
-        ({"vllm_xargs": {"diffusion_fill_widths": [7, 9]}}, "a hole of at most max_tokens = 6"),
+        (
+            {"vllm_xargs": {"diffusion_fill_widths": [7, 9]}},
+            "a hole of at most 6 (diffusion_fill_widths and max_tokens)",
+        ),
         ({"vllm_xargs": {"diffusion_stream": "canvas"}, "stream": True}, "beside suffix"),
         ({"diffusing": True, "stream": True}, "diffusion_stream beside suffix"),
         ({"diffusion_pins": [{"at": 1, "ids": [5]}]}, "diffusion_pins beside suffix"),
         ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs beside suffix"),
-        ({"min_tokens": 7}, "the hole at least 7"),
-        ({"echo": True}, "suffix beside echo"),
+        (
+            {"min_tokens": 5, "vllm_xargs": {"diffusion_fill_widths": [1, 4]}},
+            "the hole at least 5; allowed: a hole of at most 4",
+        ),
+        ({"echo": True}, "echo beside suffix"),
         ({"temperature": -1}, "temperature"),
         ({"vllm_xargs": {"diffusion_fill_end": 512}}, "from 0 to 511"),
     ],
