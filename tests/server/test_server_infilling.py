@@ -165,7 +165,7 @@ def test_an_empty_suffix_is_none(client):
         ({"vllm_xargs": {"diffusion_fill_widths": [3, 2]}}, "least, greatest"),
         (
             {"vllm_xargs": {"diffusion_fill_widths": [7, 9]}},
-            "a hole of at most 6 (diffusion_fill_widths and max_tokens)",
+            "a hole of at most 6 (diffusion_fill_widths and",
         ),
         ({"vllm_xargs": {"diffusion_stream": "canvas"}, "stream": True}, "beside suffix"),
         ({"diffusing": True, "stream": True}, "diffusion_stream beside suffix"),
