@@ -16,9 +16,9 @@ from transformers import Glm4MoeForCausalLM, PreTrainedModel
 
 from dllm.models.llada2.reference import glm4_config, load_reference, to_released
 from dllm.models.sdar.reference import load_reference as load_dense
-from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE
+from dllm.tasks.tokenizer import TOKEN_ID
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
-from dllm.train.lm.objective import EOS, WEIGHTS, check_kind
+from dllm.train.lm.objective import EOS, WEIGHTS, check_kind, padded_vocab_size
 from dllm.train.lm.upcycle import upcycle
 
 
@@ -38,7 +38,7 @@ class LLaDA2(MaskDiffusion):
             "dtype": "bfloat16",
             "block_size": shape.canvas_length,
             "mask_token_id": MASK,
-            "vocab_size": VOCAB_SIZE,
+            "vocab_size": padded_vocab_size(self.tokenizer),
             "hidden_size": shape.hidden_size,
             "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": shape.num_layers,

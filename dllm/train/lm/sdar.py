@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from dllm.models.sdar.reference import load_reference, qwen3_config
-from dllm.tasks.tokenizer import TOKEN_ID, VOCAB_SIZE
+from dllm.tasks.tokenizer import TOKEN_ID
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
-from dllm.train.lm.objective import EOS, check_kind, save_transformers
+from dllm.train.lm.objective import EOS, check_kind, padded_vocab_size, save_transformers
 
 
 class SDAR(MaskDiffusion):
@@ -32,7 +32,7 @@ class SDAR(MaskDiffusion):
             "dtype": "bfloat16",
             "block_size": shape.canvas_length,
             "mask_token_id": MASK,
-            "vocab_size": VOCAB_SIZE,
+            "vocab_size": padded_vocab_size(self.tokenizer),
             "hidden_size": shape.hidden_size,
             "intermediate_size": shape.intermediate_size,
             "num_hidden_layers": shape.num_layers,
