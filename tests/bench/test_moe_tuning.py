@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from vllm import envs
 
 from bench import moe_tuning
 from bench.context import read_csv
@@ -87,6 +88,7 @@ def test_the_smoke_run_writes_tables_that_vllm_reads(
     assert [(row["weights"], row["tokens"]) for row in rows] == [
         (weights, str(batch)) for weights in ("bf16", "fp8") for batch in moe_tuning.SMOKE_BATCHES
     ]
+    envs.disable_envs_cache()  # an engine of another test in this process has turned it on
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path))
     for weights, dtype in moe_tuning.WEIGHTS.items():
         fused_moe.get_moe_configs.cache_clear()

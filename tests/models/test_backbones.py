@@ -17,8 +17,6 @@ from tests.support.family_checkpoints import LLADA2, SDAR, SDAR_MOE, write
 # a head that sees one token less than its block differs by more than 1e-2.
 TOLERANCE = 1e-4
 
-# Experts first: vLLM makes the process group of experts with the first engine of a process, and
-# only if that has experts.
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "llada2": (LLADA2, llada2.load_reference),
     "llada2-4": (LLADA2 | {"block_size": 4, "topk_group": 4}, llada2.load_reference),

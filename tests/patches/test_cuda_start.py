@@ -9,6 +9,7 @@ from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
 from bench.dummy_models import fp8_dynamic
+from dllm.patches.contract import ASYNC_SCHEDULER, GPU_WORKER, SCHEDULER
 from dllm.patches.cuda_graphs import capture_sizes, choose_cuda_graphs
 from tests.support.cuda_start import rehearse
 from tests.support.quant_checkpoints import OURS, quantization_config
@@ -76,8 +77,9 @@ def on_h200(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def test_our_parts_are_chosen(on_h200, name):
     start = on_h200[name]
     assert start["attention"] == "CUSTOM"
-    assert start["scheduler"] == "dllm.engine.scheduler.CanvasScheduler"
-    assert start["worker"] == "dllm.patches.gpu_worker.CanvasGPUWorker"
+    is_async = name not in BLOCKS
+    assert start["scheduler"] == (ASYNC_SCHEDULER if is_async else SCHEDULER)
+    assert start["worker"] == GPU_WORKER
     assert start["max_num_seqs"] == 64
 
 

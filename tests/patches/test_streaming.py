@@ -30,9 +30,9 @@ def test_hidden_reasoning_is_not_shown(parser, includes, is_refused):
     asked.include_reasoning = includes
     if is_refused:
         with pytest.raises(VLLMValidationError, match="include_reasoning"):
-            streaming._refuse_what_is_not_shown(chat, asked)
+            streaming._refuse_what_is_not_shown(chat, asked, "canvas")
     else:
-        streaming._refuse_what_is_not_shown(chat, asked)
+        streaming._refuse_what_is_not_shown(chat, asked, "canvas")
 
 
 def test_mercurys_field_and_ours_are_one():
@@ -43,3 +43,11 @@ def test_mercurys_field_and_ours_are_one():
     assert streaming.form_asked(both) == "canvas"
     assert streaming.form_asked(request(diffusing=False, vllm_xargs=None)) is None
     assert streaming.form_asked(request(vllm_xargs={})) is None
+
+
+def test_drafts_that_replace_cannot_stand_beside_an_echo():
+    """They hold no prompt, and would make it come and go."""
+    asked = SimpleNamespace(stream=True, echo=True)
+    with pytest.raises(VLLMValidationError, match=r'diffusion_stream = "text" with echo'):
+        streaming._refuse_what_is_not_shown(SimpleNamespace(), asked, "text")
+    streaming._refuse_what_is_not_shown(SimpleNamespace(), asked, "canvas")

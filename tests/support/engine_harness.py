@@ -18,6 +18,7 @@ os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule what an engi
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from vllm import LLM, SamplingParams
+from vllm.distributed import parallel_state
 from vllm.sampling_params import RequestOutputKind
 
 
@@ -70,6 +71,20 @@ def assert_same_runs(runs: Sequence[Run], expected: Sequence[Run]) -> None:
     assert max(differences) < RUN_TOLERANCE, differences
 
 
+def _make_group_of_experts() -> None:
+    """Make vLLM's process group of experts, if it is missing.
+
+    vLLM makes its groups with the first engine of a process, this one only if that engine's model
+    has experts. Without it a later engine with experts fails.
+    """
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        world = parallel_state.get_world_group()
+        backend = torch.distributed.get_backend(world.device_group)
+        parallel_state._EP = parallel_state.init_model_parallel_group(
+            [[0]], world.local_rank, backend, group_name="ep"
+        )
+
+
 class Engine:
     """vLLM's offline engine on the CPU runtime, eager, in this process."""
 
@@ -83,6 +98,7 @@ class Engine:
             kv_cache_memory_bytes=KV_CACHE_BYTES,
         )
         self._ids = itertools.count()
+        _make_group_of_experts()
         self.llm = LLM(str(model), **(defaults | options))
 
     @property

@@ -258,12 +258,16 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _place(frame: FrameType | None) -> str | None:
-    """The innermost line of this repository; None in vLLM's runner and in a kernel's stand-in."""
+    """The innermost line of this repository; None in vLLM's runner and in a kernel's stand-in.
+
+    Packages may be installed inside the repository, in .venv.
+    """
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if path.name == "model_runner.py":
             return None
-        if path.is_relative_to(REPOSITORY) and path != Path(__file__):
+        is_ours = path.is_relative_to(REPOSITORY) and "site-packages" not in path.parts
+        if is_ours and path != Path(__file__):
             name = path.relative_to(REPOSITORY)
             is_kernel = name.parts[:2] == ("dllm", "cpu")
             return None if is_kernel else f"{name}:{frame.f_lineno}"
