@@ -167,7 +167,7 @@ def race(
         if concurrency == 1 or name != PIPELINE
     }
     draw = random.Random(0)
-    prompts = [[draw.randrange(num_words) for _ in range(PROMPT)] for _ in range(4 * concurrency)]
+    prompts = [[draw.randrange(num_words) for _ in range(PROMPT)] for _ in range(8 * concurrency)]
     expected: list[list[int]] = []
     runs = []
     for generate in racing.values():  # loads and compiles what it needs

@@ -20,7 +20,7 @@ def test_everybody_runs_in_every_round_and_the_pipeline_serves_one_at_a_time():
     )
     together = families.race(contestants, 2, 1, 100)
     assert [run.contestant for run in together] == [FUSED, SEPARATE]
-    assert {run.num_requests for run in together} == {8}
+    assert {run.num_requests for run in together} == {16}
 
 
 def test_other_tokens_end_the_race():
