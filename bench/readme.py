@@ -26,6 +26,7 @@ from bench.sampling_step import sampling_step
 from bench.structured import structured
 from bench.tables import answers, headline, markdown, serving, settings
 from bench.tiles import tiles
+from bench.watching import watching
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # Before a link that a section writes: paths are relative to the top of the repository.
@@ -73,6 +74,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "grammar-build": grammar_build,
     "structured": structured,
     "families": families,
+    "watching": watching,
     "sampling-step": sampling_step,
     "drafting": drafting,
     "floors": floors,

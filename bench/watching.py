@@ -33,8 +33,9 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from bench.context import RESULTS, provenance, write_csv
+from bench.context import RESULTS, provenance, read_csv, write_csv
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
+from bench.tables import markdown, measured_with
 from dllm.api.events import CanvasWriter, Stream
 from dllm.api.watching import CanvasFeed, Pace, Watch, Watchers, has_frames
 from dllm.engine import frame_taker
@@ -259,6 +260,18 @@ def _interval(ratios: Sequence[float]) -> tuple[float, float]:
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
     return medians[50], medians[-51]
+
+
+# --- table ---------------------------------------------------------------------------------------
+
+
+def watching(results: Path) -> str:
+    """Section of docs/streaming.md: what watching costs."""
+    rows = read_csv(results / "watching.csv")
+    if not rows:
+        return "Not measured yet: `python -m bench.watching`."
+    lines = [[row["what"], f"{row['value']} {row['unit']}"] for row in rows]
+    return "\n\n".join([markdown((["", ""], lines)), measured_with(rows, "watching.csv")])
 
 
 if __name__ == "__main__":
