@@ -24,11 +24,7 @@ from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_loop import REQUESTS, params, switched
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
-from tests.support.engine_harness import RUN_TOLERANCE, Engine, Run, assert_same_runs
-
-TIGHT = dict(
-    max_num_batched_tokens=72, max_model_len=288, block_size=32, num_gpu_blocks_override=24
-)
+from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, Engine, Run, assert_same_runs
 
 
 @pytest.fixture(scope="module")

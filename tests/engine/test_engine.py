@@ -11,7 +11,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from dllm.engine.scheduler import CanvasScheduler
 from dllm.engine.spans import Spans
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.engine_harness import RUN_TOLERANCE, assert_same_runs, blocks_of, get_engine
+from tests.support.engine_harness import (
+    RUN_TOLERANCE,
+    TIGHT,
+    assert_same_runs,
+    blocks_of,
+    get_engine,
+)
 
 
 def params(blocks: float = 3, seed: int = 1, **options) -> SamplingParams:
@@ -213,13 +219,7 @@ def test_prompts_longer_than_the_token_budget_and_budgets_smaller_than_the_batch
 
 
 def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch):
-    tight = get_engine(
-        checkpoint(),
-        max_num_batched_tokens=72,  # canvases are withheld, too
-        max_model_len=288,
-        block_size=32,
-        num_gpu_blocks_override=24,
-    )
+    tight = get_engine(checkpoint(), **TIGHT)
     contexts = [prompt(60, salt=salt) for salt in range(4)]
     expected = [engine.quiet_run(context, params(blocks=5)).tokens for context in contexts]
     preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")

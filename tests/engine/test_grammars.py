@@ -21,7 +21,7 @@ from dllm.grammar.viterbi import Canvas
 from dllm.patches.grammars import _Asked
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.engine_harness import assert_same_runs, blocks_of, get_engine
+from tests.support.engine_harness import TIGHT, assert_same_runs, blocks_of, get_engine
 
 SCHEMA = {
     "type": "object",
@@ -167,13 +167,7 @@ def test_what_stands_on_several_canvases_is_one_text(engine):
 
 def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch):
     """The state of the text follows from the tokens that were emitted."""
-    tight = get_engine(
-        checkpoint(),
-        max_num_batched_tokens=72,
-        max_model_len=288,
-        block_size=32,
-        num_gpu_blocks_override=24,
-    )
+    tight = get_engine(checkpoint(), **TIGHT)
     # No end: every answer needs all of its five blocks.
     asked = [params("regex", 5 * CANVAS, seed, logit_bias={1: -90, 6: -90}) for seed in range(4)]
     contexts = [prompt(60, salt=salt) for salt in range(4)]

@@ -20,7 +20,7 @@ from dllm.engine.scheduler import CanvasScheduler
 from dllm.settings.server import PluginOptions
 from tests.engine.test_engine import page_contents, scheduled_spans, scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.engine_harness import RUN_TOLERANCE, Engine, assert_same_runs, get_engine
+from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, Engine, assert_same_runs, get_engine
 
 UNBOUNDED = 10**9
 BOUNDS = (1, 2, 8, UNBOUNDED)
@@ -130,13 +130,7 @@ def test_logprobs_and_n_samples_do_not_depend_on_the_switches(engine):
 
 @pytest.mark.parametrize("passes", BOUNDS)
 def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch, passes):
-    tight = get_engine(
-        checkpoint(),
-        max_num_batched_tokens=72,
-        max_model_len=288,
-        block_size=32,
-        num_gpu_blocks_override=24,
-    )
+    tight = get_engine(checkpoint(), **TIGHT)
     contexts = [prompt(60, salt=salt) for salt in range(4)]
     expected = [engine.quiet_run(context, params(blocks=5)).tokens for context in contexts]
     preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")

@@ -5,7 +5,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine.test_parity import CANVAS, prompt
 from tests.engine.test_sampling_engine import CONTEXT, params, tokens_of, watched
-from tests.support.engine_harness import get_engine
+from tests.support.engine_harness import TIGHT, get_engine
 
 
 def held(pins: dict[int, int], **extra) -> dict:
@@ -80,13 +80,7 @@ def test_the_server_draws_the_noise_that_a_canvas_leaves_open(engine):
 
 
 def test_held_pins_survive_preemption(engine, checkpoint):
-    tight = get_engine(
-        checkpoint(),
-        max_num_batched_tokens=72,
-        max_model_len=288,
-        block_size=32,
-        num_gpu_blocks_override=24,
-    )
+    tight = get_engine(checkpoint(), **TIGHT)
     sampling = params(5, extra_args=held(PINS | {4 * CANVAS + 2: 44}))
     contexts = [prompt(60, salt=salt) for salt in range(4)]
     expected = [tokens_of(engine, context, sampling) for context in contexts]

@@ -11,6 +11,7 @@ from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import (
+    TIGHT,
     DenoiseStep,
     Engine,
     assert_same_runs,
@@ -165,13 +166,7 @@ def test_what_follows_a_bad_word_is_denoised_again(engine, num_steps):
 
 def test_a_cut_canvas_survives_preemption(engine, checkpoint, monkeypatch):
     """Noise is a function of where a canvas starts, also of one that starts at an odd place."""
-    tight = get_engine(
-        checkpoint(),
-        max_num_batched_tokens=72,
-        max_model_len=288,
-        block_size=32,
-        num_gpu_blocks_override=24,
-    )
+    tight = get_engine(checkpoint(), **TIGHT)
     sampling = params(
         blocks=5,
         bad_word_ids=[[30, 30], [31, 31, 30]],
@@ -494,13 +489,7 @@ def test_what_the_model_would_say_at_a_pinned_position_does_not_reach_it(engine)
 
 
 def test_a_seed_canvas_survives_preemption(engine, checkpoint, monkeypatch):
-    tight = get_engine(
-        checkpoint(),
-        max_num_batched_tokens=72,
-        max_model_len=288,
-        block_size=32,
-        num_gpu_blocks_override=24,
-    )
+    tight = get_engine(checkpoint(), **TIGHT)
     sampling = params(5, extra_args=seeded(diffusion_pinned=[1, 2]))
     contexts = [prompt(60, salt=salt) for salt in range(4)]
     expected = [tokens_of(engine, context, sampling) for context in contexts]
