@@ -1,5 +1,5 @@
-# make serve | test | check | bench | bench-compare | kernels | setup | setup-quant | chromium | lock |
-#      clean
+# make serve | test | check | bench | bench-compare | kernels | setup | setup-quant | setup-dynamo |
+#      chromium | lock | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
@@ -19,6 +19,7 @@ WORKERS  ?= 2
 VENV    := .venv
 BIN     := $(VENV)/bin
 QUANT   := .venv-quant
+DYNAMO  := .venv-dynamo
 # Nothing is compiled to bytecode ahead: that takes longer than all the rest, for files rarely run.
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
            $(PIP_ARGS)
@@ -33,7 +34,8 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quant chromium serve test check lint types bench bench-compare kernels lock clean
+.PHONY: help setup setup-quant setup-dynamo chromium serve test check lint types bench bench-compare \
+        kernels lock clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -66,6 +68,14 @@ $(QUANT)/.locked: requirements/quant.txt
 	$(PYTHON) -m venv $(QUANT)
 	@echo "Installing the pinned packages of requirements/quant.txt."
 	$(subst $(BIN),$(QUANT)/bin,$(PIP)) -r requirements/quant.txt
+	@touch $@
+
+# Dynamo's runtime, which runs in a process of its own (dllm/remote/discovery.py).
+setup-dynamo: $(DYNAMO)/.locked
+
+$(DYNAMO)/.locked: requirements/dynamo.txt
+	$(PYTHON) -m venv $(DYNAMO)
+	$(subst $(BIN),$(DYNAMO)/bin,$(PIP)) -r requirements/dynamo.txt
 	@touch $@
 
 # Off Python's path: only the tests of images see it (tests/models/test_images.py).
@@ -126,6 +136,6 @@ lock:
 	$(PYTHON) requirements/lock.py $(ARGS) $(PIP_ARGS)
 
 clean:
-	rm -rf $(VENV) $(QUANT) build *.egg-info packaging/*/build packaging/*/*.egg-info
+	rm -rf $(VENV) $(QUANT) $(DYNAMO) build *.egg-info packaging/*/build packaging/*/*.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -196,13 +196,17 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def median_ms(run: Callable[[], object], device: str) -> float:
-    """Of a call; on a GPU as a graph, with a cold L2 before each."""
+    """Of a call; on a GPU as a graph, with a cold L2 before each.
+
+    The first call is not captured: libraries set themselves up in it, and kernels are compiled.
+    """
     if device == "cpu":
         start = time.perf_counter()
         run()
         return 1e3 * (time.perf_counter() - start)
     from triton.testing import do_bench
 
+    run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -56,6 +56,7 @@ class Run:
     """One contestant on one load."""
 
     contestant: str
+    block_size: int
     concurrency: int
     pair: int
     num_requests: int
@@ -70,33 +71,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", type=Path, default=MODEL, help="a LLaDA2 or SDAR checkpoint")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[32, 4])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
     options = parser.parse_args(arguments)
     about = provenance("bench.families")
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(serve(options.model, name, commit, Path(folder)))
-            for name, commit in ((FUSED, "overlapped"), (SEPARATE, "separate"))
-        }
-        contestants = {name: over_http(server) for name, server in servers.items()}
-        contestants[PIPELINE] = in_process(options.model)
-        for server in servers.values():
-            server.wait_until_ready()
-        runs = [
-            run
-            for concurrency in options.concurrency
-            for run in race(contestants, concurrency, options.rounds, vocabulary(options.model))
-        ]
+    runs = []
+    for size in options.block_sizes:
+        runs += race_of(options.model, size, options.concurrency, options.rounds)
     rows = [vars(run) | about for run in runs]
     write_csv(options.results / "families.csv", rows)
     print(markdown(table(as_text(rows))))
     return 0
 
 
-def serve(model: Path, name: str, commit: str, folder: Path) -> Server:
+def race_of(model: Path, size: int, concurrencies: Sequence[int], num_rounds: int) -> list[Run]:
+    """All runs with one block size: two servers, and the pipeline."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        servers = {
+            name: stack.enter_context(serve(model, name, size, commit, Path(folder)))
+            for name, commit in ((FUSED, "overlapped"), (SEPARATE, "separate"))
+        }
+        contestants = {name: over_http(server) for name, server in servers.items()}
+        contestants[PIPELINE] = in_process(model, size)
+        for server in servers.values():
+            server.wait_until_ready()
+        return [
+            run
+            for concurrency in concurrencies
+            for run in race(contestants, size, concurrency, num_rounds, vocabulary(model))
+        ]
+
+
+def serve(model: Path, name: str, size: int, commit: str, folder: Path) -> Server:
     """A server that starts."""
-    chosen = ("--additional-config", json.dumps({"dllm": {"commit": commit}}))
+    overrides = ("--hf-overrides", json.dumps({"block_size": size}))
+    chosen = (*overrides, "--additional-config", json.dumps({"dllm": {"commit": commit}}))
     options = ServerOptions(name, str(model), (*FLAGS, *chosen))
     server = Server(options, folder / f"{commit}.log")
     server.start()
@@ -133,12 +143,12 @@ def over_http(server: Server) -> Generate:
     return generate
 
 
-def in_process(model: Path) -> Generate:
+def in_process(model: Path, size: int) -> Generate:
     """Call diffusers' pipeline, one prompt after the other."""
     if not pipeline.is_installed():
         raise GateError(pipeline.MISSING)
     config = json.loads((model / "config.json").read_text())
-    masked = pipeline.BlockMasked(load_model(model), config["block_size"], config["mask_token_id"])
+    masked = pipeline.BlockMasked(load_model(model), size, config["mask_token_id"])
 
     def generate(prompts: Prompts, concurrency: int) -> list[list[int]]:
         return [
@@ -158,7 +168,11 @@ def in_process(model: Path) -> Generate:
 
 
 def race(
-    contestants: dict[str, Generate], concurrency: int, num_rounds: int, num_words: int
+    contestants: dict[str, Generate],
+    block_size: int,
+    concurrency: int,
+    num_rounds: int,
+    num_words: int,
 ) -> list[Run]:
     """The runs of one load; the pipeline takes part where one request is served at a time."""
     racing = {
@@ -182,7 +196,7 @@ def race(
             if tokens != expected:
                 raise GateError(f"{name} generated other tokens than {names[0]}")
             speed = OUTPUT * len(prompts) / seconds
-            runs.append(Run(name, concurrency, pair, len(prompts), speed))
+            runs.append(Run(name, block_size, concurrency, pair, len(prompts), speed))
             progress(str(runs[-1]))
     return runs
 
@@ -193,14 +207,15 @@ def race(
 def table(rows: Rows) -> Table:
     """One line a load: our speed, and its ratio to the others'."""
     lines = []
-    for load in dict.fromkeys(row["concurrency"] for row in rows):
+    for size, load in dict.fromkeys((row["block_size"], row["concurrency"]) for row in rows):
+        raced = [r for r in rows if (r["block_size"], r["concurrency"]) == (size, load)]
         of = {
-            name: [r for r in rows if r["concurrency"] == load and r["contestant"] == name]
+            name: [r for r in raced if r["contestant"] == name]
             for name in (FUSED, SEPARATE, PIPELINE)
         }
         lines.append(
             [
-                f"{load} at once",
+                f"B = {size}, {load} at once",
                 spread(of[FUSED], "tokens_per_s", 0),
                 ratios(of[FUSED], of[SEPARATE], "tokens_per_s"),
                 ratios(of[FUSED], of[PIPELINE], "tokens_per_s"),

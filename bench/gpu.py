@@ -8,7 +8,7 @@
     call  part            what                                                          seconds
     1     start           kernels load, engines start, answers as on a CPU                  120
           parity          every Triton kernel against its definition                        125
-          serve-fp8       ours, the built-in, ours without the resident loop                275
+          serve-fp8       ours, the built-in, ours with the resident loop                   275
     2     profile-fp8     parts and kernels of a denoise step, ours and the built-in        230
           attention       our kernel, vLLM's, SDPA, 1k to 128k                              145
           start-compiled  as start, with torch.compile and CUDA graphs                       80
@@ -20,13 +20,16 @@
           roofline        least time of a pass, by component                                 10
 
 Each part is a process of its own, which is ended when its seconds are over (--budget scales them
-all). It writes its CSV as it goes, so what it had measured by then stays. A part that cannot run
-says why; the table at the end says so again, and where each millisecond above the floor goes.
+all), with every server that it started. It writes its CSV as it goes, so what it had measured by
+then stays. A part that cannot run says why; the table at the end says so again, and where each
+millisecond above the floor goes.
 
 The engines serve dummy weights: 1, 2, 4, 8 and 32 requests at a time, 1,024 random tokens each, two
 blocks, 16 denoise steps for every block. The built-in runs with its asynchronous scheduler, serves
 8 at a time and lets others wait, as it does unless it is told otherwise (its source: more run out
 of memory on one H200). Contestants of a part run alternately.
+
+--toy forces the engines into asynchronous scheduling, which is what they have on a GPU.
 
 Dummy weights choose experts about evenly and never converge; nothing here says anything about
 answers, except start, which serves checkpoints/tiny-dllm.
@@ -46,8 +49,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.context import RESULTS, ROOT, write_csv
+from bench.descendants import ending_descendants
 from bench.dummy_models import write_without_weights
-from bench.gpu_parts import CALLS, PARTS, SETTLE_S, Part
+from bench.forced_async import write_plugin
+from bench.gpu_parts import CALLS, PARTS, SETTLE_S
 from bench.gpu_report import report
 from bench.roofline import released_config
 from dllm.models.gemma.tiny import tiny_config
@@ -55,38 +60,40 @@ from dllm.models.gemma.tiny import tiny_config
 TOY_PATIENCE = 5  # a CPU may be busy with other things
 
 
-def run(part: Part, arguments: Sequence[str], budget_s: float) -> str:
-    """Run one part; how it went."""
+def run(arguments: Sequence[str], budget_s: float, folders: Sequence[Path]) -> str:
+    """Run one part with all that it starts; how it went.
+
+    Args:
+        arguments: of ``python -m``.
+        folders: the first of its PYTHONPATH.
+    """
     begin = time.monotonic()
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path},  # of its servers: this copy of the plugin
-        start_new_session=True,  # it has children, which end with it
-    )
-    try:
-        code = process.wait(timeout=budget_s)
-    except subprocess.TimeoutExpired:
-        end_group(process)
-        return f"stopped after {budget_s:.0f} s; what it had measured is in its CSV"
+    path = os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
+    with ending_descendants():  # its servers are in sessions of their own
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=budget_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=SETTLE_S)
+            return f"stopped after {budget_s:.0f} s; what it had measured is in its CSV"
     took = f"{time.monotonic() - begin:.0f} s"
     return f"ran, {took}" if code == 0 else f"FAILED, exit code {code}, {took}"
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, kindly first."""
-    os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=SETTLE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # whoever did not listen
-    process.wait()
 
 
 def run_all(options: argparse.Namespace, out: Path, models: Path) -> list[dict[str, str]]:
     """Every chosen part; gpu_parts.csv has the outcomes so far after each of them."""
     has_gpu = _has_gpu()
+    folders = [ROOT]  # this copy of the plugin
+    if options.toy:
+        folders.append(models / "plugins")
+        write_plugin(folders[-1])
     outcomes: list[dict[str, str]] = []
     for part in PARTS:
         if part.name not in options.parts or part.call not in options.call:
@@ -103,7 +110,7 @@ def run_all(options: argparse.Namespace, out: Path, models: Path) -> list[dict[s
                 write_without_weights(folder, config, is_fp8=is_fp8)
             scale = options.budget * (TOY_PATIENCE if options.toy else 1)
             arguments = part.arguments(out, models, is_toy=options.toy)
-            how = run(part, arguments, part.budget_s * scale)
+            how = run(arguments, part.budget_s * scale, folders)
         print(how, flush=True)
         outcomes.append({"part": part.name, "outcome": how})
         write_csv(out / "gpu_parts.csv", outcomes)

@@ -94,7 +94,7 @@ def gap_table(title: str, measured: dict[str, float], floors: dict[str, float]) 
     names = list(dict.fromkeys([*measured, *floors]))
     total_ms, floor_ms = sum(measured.values()), sum(floors.values())
     lines = [
-        f"{title}: {total_ms:.3f} ms a denoise step, floor {floor_ms:.3f}, "
+        f"{title}: {total_ms:.3f} ms a pass, floor {floor_ms:.3f}, "
         f"{total_ms - floor_ms:.3f} above it",
         f"  {'':30} {'ms':>9} {'floor':>9} {'above':>9} {'share':>7}",
     ]

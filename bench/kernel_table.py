@@ -1,9 +1,9 @@
-"""How long each kernel runs in a denoise step, from torch.profiler; no trace is kept.
+"""How long each kernel runs in a pass of the canvases, from torch.profiler; no trace is kept.
 
 The same requests are profiled twice, with answers of one block and of several. The difference is
 what the further blocks took: no prompts, but all that belongs to a block, its commit included.
-Divided by the denoise steps of those blocks it is the time of one step. On a CPU operations stand
-in for kernels.
+Divided by the passes of those blocks it is the time of one: a denoise step, or a pass of its own
+that writes a block's KV. On a CPU operations stand in for kernels.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def class_of(kernel: str) -> str:
 
 
 def table_rows(
-    fewer: Mapping[str, float], more: Mapping[str, float], steps: int
+    fewer: Mapping[str, float], more: Mapping[str, float], passes: int
 ) -> list[dict[str, object]]:
-    """Milliseconds and share of each kernel in a step, longest first.
+    """Milliseconds and share of each kernel in a pass, longest first.
 
     Args:
-        fewer, more: times of two runs, the second with ``steps`` denoise steps more.
+        fewer, more: times of two runs, the second with ``passes`` more.
     """
-    step_ms = {name: (time - fewer.get(name, 0.0)) / steps for name, time in more.items()}
+    pass_ms = {name: (time - fewer.get(name, 0.0)) / passes for name, time in more.items()}
     # A kernel of prompts takes as long in both: what is left of it is noise around zero.
-    kept = {name: time for name, time in step_ms.items() if time > 0}
+    kept = {name: time for name, time in pass_ms.items() if time > 0}
     total = sum(kept.values())
     return [
         {"kernel": name, "class": class_of(name), "ms": time, "share": time / total}
@@ -72,7 +72,7 @@ def table_rows(
 def shown(rows: Sequence[Mapping[str, object]]) -> str:
     """The longest of them, and how long all take together."""
     total = sum(float(str(row["ms"])) for row in rows)
-    lines = [f"  kernels: {total:.3f} ms a denoise step"]
+    lines = [f"  kernels: {total:.3f} ms a pass"]
     for row in rows[:NUM_SHOWN]:
         lines.append(f"  {row['ms']:9.3f} ms {row['share']:6.1%}  {row['class']}: {row['kernel']}")
     return "\n".join(line[:140] for line in lines)

@@ -6,7 +6,8 @@ Definitions:
                      canvas positions evaluated / canvas length. The built-in's commit passes are
                      among them, because it schedules a canvas for them.
     denoise steps    canvas passes without the built-in's commit passes
-    passes per block canvas passes and commit passes / blocks. Overlapped commits take none.
+    passes per block canvas passes and commit passes / blocks. Overlapped commits take none; with
+                     asynchronous scheduling the server counts ours (`dllm:commit_passes`)
     tokens per pass  output tokens / all forward passes of the requests, those of prompts included;
                      ours takes the first denoise step in the prompt's pass (where both fit, which
                      is not counted), and an autoregressive model has one pass a token. A pass of a
@@ -117,8 +118,12 @@ def count_passes(commits: int, saved: Mapping[str, Any], workload: Workload) -> 
         return Passes(*counted, len(lengths))
     blocks = sum(math.ceil(length / workload.shape.canvas_length) for length in lengths)
     canvas_passes = saved["diffusion_canvas_positions"] / workload.shape.canvas_length
-    # The last block is never committed.
-    commit_passes = blocks - len(lengths) if commits & COMMIT_APART else 0
+    commit_passes = 0.0
+    if saved.get("commit_passes"):  # of all requests, those that warm it up included
+        emitted = saved["diffusion_num_committed_tokens"] / workload.shape.canvas_length
+        commit_passes = blocks * saved["commit_passes"] / emitted
+    elif commits & COMMIT_APART:
+        commit_passes = blocks - len(lengths)  # the last block is never committed
     prompts = len(lengths) if commits & (PROMPT_APART | BUILTIN_PASSES) else 0
     denoise = canvas_passes - (blocks if commits == BUILTIN_PASSES else 0)
     return Passes(blocks, denoise, canvas_passes + commit_passes + prompts, prompts)

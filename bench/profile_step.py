@@ -9,11 +9,13 @@ serves is fixed when a process imports vLLM). It answers requests whose blocks a
 denoise steps. Only visits of the engine in which every request denoises and nothing else runs are
 counted, without the fastest and the slowest tenth. A component's time is its mean over the denoise
 steps in them, so that the components add up to the mean step; with the resident loop several steps
-share the scheduling of a visit. `bench.step_parts` says which function belongs to which component.
+share the scheduling of a visit. A pass with a canvas' rows that only writes a block's KV counts as
+a step: the built-in's commits, and with asynchronous scheduling ours.
+`bench.step_parts` says which function belongs to which component.
 
 There is no table and no CSV, and the exit code is 1, unless
     every request got all of its tokens,
-    as many canvas rows were seen as the requests took denoise steps, and
+    as many canvas rows were seen as the requests' passes have (`passes_of`), and
     the components cover --coverage of the time that the client waited.
 
 What the measurement costs is printed with each table: the same work without it, in turn.
@@ -36,7 +38,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -152,13 +154,31 @@ class Taken:
 
     Attributes:
         plain_wall_ms, wall_ms: until all answers were there, without and with the recorder.
-        canvas_rows: that the requests' denoise steps have, and the built-in's commits.
+        canvas_rows: that the requests' passes have.
     """
 
     steps: list[Step]
     plain_wall_ms: float
     wall_ms: float
     canvas_rows: int
+
+
+class Passes(NamedTuple):
+    """Passes with canvas rows: of a block, and of a request behind its last block."""
+
+    block: int
+    unused: int
+
+
+def passes_of(server: str, steps: int, is_async: bool) -> Passes:
+    """How many such passes a server makes for ``steps`` denoise steps of every block.
+
+    The built-in commits a block in one. With asynchronous scheduling, ours does so, too, also for
+    the last block of a request; and when the built-in has committed that one, the next canvas is on
+    its way.
+    """
+    is_builtin = server == BUILTIN
+    return Passes(steps + (is_builtin or is_async), int(is_builtin and is_async))
 
 
 class Engine:
@@ -169,7 +189,6 @@ class Engine:
 
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule what is given here
         self._options = options
-        self._passes = options.steps + (server == BUILTIN)  # its commits are passes with a canvas
         self._canvas = json.loads((options.model / "config.json").read_text())["canvas_length"]
         generation = json.loads((options.model / "generation_config.json").read_text())
         generation |= {"max_denoising_steps": options.steps, "confidence_threshold": 0.0}
@@ -184,23 +203,24 @@ class Engine:
             "kv_cache_memory_bytes": 256 << 20,
         }
         self._llm = LLM(str(options.model), **(given | options.llm))
+        is_async = self._llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        self._passes = passes_of(server, options.steps, bool(is_async))
 
     def profile(self, concurrency: int, index: int) -> Taken:
         """The work without and with the recorder."""
         plain_ms = self.work(concurrency, seed=2 * index + 1)
         with Recorder(step_functions(self._llm), torch.cuda.is_available()) as recorder:
             wall_ms = self.work(concurrency, seed=2 * index + 2)
-        rows = concurrency * self._options.blocks * self._canvas * self._passes
-        return Taken(recorder.steps, plain_ms, wall_ms, rows)
+        passes = concurrency * (self._options.blocks * self._passes.block + self._passes.unused)
+        return Taken(recorder.steps, plain_ms, wall_ms, passes * self._canvas)
 
     def kernels(self, concurrency: int) -> list[dict[str, object]]:
-        """The time of each kernel in a denoise step, as ``bench.kernel_table`` defines it."""
+        """The time of each kernel in a pass, as ``bench.kernel_table`` defines it."""
         one, all_blocks = (
             kernel_times(functools.partial(self.work, concurrency, seed, blocks))
             for seed, blocks in ((-1, 1), (-2, self._options.blocks))
         )
-        steps = (self._options.blocks - 1) * self._options.steps
-        return table_rows(one, all_blocks, steps)
+        return table_rows(one, all_blocks, (self._options.blocks - 1) * self._passes.block)
 
     def work(self, concurrency: int, seed: int, blocks: int | None = None) -> float:
         """Milliseconds until all answers are there; prompts differ, so nothing is found cached.

@@ -19,10 +19,14 @@ from bench.context import RESULTS, ROOT
 from bench.drafter_tables import drafting
 from bench.families import families
 from bench.grammar_build import grammar_build
+from bench.plan_steps import planned_steps
+from bench.plan_tables import speedups, tokens
 from bench.profile_step import step_time
 from bench.recovery import recovery
+from bench.remote import remote
 from bench.roofline import floors
 from bench.sampling_step import sampling_step
+from bench.soak_report import soak
 from bench.structured import structured
 from bench.tables import answers, headline, markdown, serving, settings
 from bench.tiles import tiles
@@ -32,7 +36,7 @@ MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTAL
 # Before a link that a section writes: paths are relative to the top of the repository.
 LINK = re.compile(r"\]\((?=bench/|checkpoints/)")
 
-MODELS = ("tiny-dllm", "tiny-ar", "tiny-sdar")
+MODELS = ("tiny-dllm", "tiny-ar", "tiny-sdar", "tiny-llada2")
 GOOD = 95.0  # per cent
 
 
@@ -76,9 +80,14 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "families": families,
     "watching": watching,
     "sampling-step": sampling_step,
+    "soak": soak,
     "drafting": drafting,
+    "remote": remote,
     "floors": floors,
     "tiles": tiles,
+    "plan-steps": planned_steps,
+    "plan-tokens": tokens,
+    "plan-speedups": speedups,
 }
 
 

@@ -283,11 +283,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if not (given.autoregressive / "config.json").exists():
-        there = [spec for spec in given.contestants if spec.kind != AUTOREGRESSIVE]
-        if len(there) < len(given.contestants):
-            progress(f"{given.autoregressive} is not there: no column of {AUTOREGRESSIVE}")
-        given.contestants = there
+        _leave_out(given, (AUTOREGRESSIVE,), f"{given.autoregressive} is not there")
+    if "block_size" in json.loads((given.model / "config.json").read_text()):
+        _leave_out(given, (BUILTIN, REFERENCE), f"{given.model} has blocks")
+        given.schedule = [ADAPTIVE]  # blocks that begin in a prompt, and edits, take other steps
     return given
+
+
+def _leave_out(given: argparse.Namespace, kinds: tuple[str, ...], why: str) -> None:
+    """Take contestants out, and say so."""
+    left_out = [spec.name for spec in given.contestants if spec.kind in kinds]
+    if left_out:
+        progress(f"{why}: no column of {', '.join(left_out)}")
+    given.contestants = [spec for spec in given.contestants if spec.kind not in kinds]
 
 
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
@@ -301,11 +309,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def canvas_length(parser: argparse.ArgumentParser, model: Path) -> int:
-    """Tokens of the checkpoint's canvas; exits with a message where there is no checkpoint."""
+    """Tokens of a canvas, or of a block; exits with a message where there is no checkpoint."""
     config = model / "config.json"
     if not config.exists():
         parser.error(f"--model {model}: no config.json there; give a checkpoint's folder.")
-    return int(json.loads(config.read_text())["canvas_length"])
+    read = json.loads(config.read_text())
+    return int(read["block_size"] if "block_size" in read else read["canvas_length"])
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ ENVIRONMENT = {
 # A small KV cache: vLLM would take most of the memory for the first of several servers.
 SERVE_FLAGS = ("--kv-cache-memory-bytes", "256M", "--max-model-len", "1024")
 
-OURS = "dllm:"  # what the names of our metrics begin with
+COUNTED = ("dllm:", "vllm:diffusion_")  # what the names of counters begin with that are read
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,12 @@ class Server:
     def url(self) -> str:
         """``http://127.0.0.1:<port>``."""
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started, which is the API server."""
+        assert self._process is not None, "start() first"
+        return self._process.pid
 
     @property
     def command(self) -> list[str]:
@@ -143,7 +149,9 @@ class Server:
         return Response(200, token_ids)
 
     def counters(self) -> dict[str, float]:
-        """NAME -> value of our counters under /metrics (``dllm:NAME_total``), labels summed.
+        """NAME -> value of a counter under /metrics, labels summed.
+
+        Those of ours (``dllm:NAME_total``), and vLLM's of diffusion models (``vllm:NAME_total``).
 
         Raises:
             OSError: there is no answer.
@@ -151,11 +159,11 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=READY_TIMEOUT_S) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         return {
-            family.name.removeprefix(OURS): sum(
+            family.name.partition(":")[2]: sum(
                 sample.value for sample in family.samples if sample.name.endswith("_total")
             )
             for family in families
-            if family.type == "counter" and family.name.startswith(OURS)
+            if family.type == "counter" and family.name.startswith(COUNTED)
         }
 
     def pause(self) -> None:

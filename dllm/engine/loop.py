@@ -14,9 +14,8 @@ model again without the scheduler and without new inputs. The loop ends
     request may have arrived meanwhile.
 
 There is no loop if a row of the batch has no canvas (its prompt goes on in the next visit), or if
-the scheduler knows of requests that are not in the batch. With data parallelism there is none at
-all: the experts of all replicas work together, and each replica expects every other in each of its
-passes.
+the scheduler knows of requests that are not in the batch. Where data parallel replicas share
+experts (on a GPU) there is none at all: each expects every other in each of its passes.
 """
 
 import time

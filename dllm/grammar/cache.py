@@ -70,6 +70,7 @@ class Files:
             with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
                 try:
                     file.write(table.to_bytes())
+                    file.flush()  # or a full disk is noticed behind os.replace
                     os.replace(file.name, self._path(key))
                 except OSError:
                     os.unlink(file.name)

@@ -7,8 +7,10 @@ An answer is a byte for its kind, eight for its length, and a message or the arr
 import json
 import os
 import resource
+import select
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ def main(seconds: float, most_memory: int) -> None:
     os.dup2(2, 1)  # nothing that a library prints gets among the answers
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the pipe is closed
     os.nice(19)
+    threading.Thread(target=_end_with_pipe, daemon=True).start()
     # Which tokens there are does not matter: only the automaton over bytes is read.
     info = xgrammar.TokenizerInfo([b"a", b""], vocab_size=2, stop_token_ids=[1])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
@@ -49,6 +52,14 @@ def main(seconds: float, most_memory: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(HEADER.pack(kind, len(answer)) + answer)
         answers.flush()
+
+
+def _end_with_pipe() -> None:
+    """End, also amid a grammar, when nobody can ask any more: the asking process may be killed."""
+    pipe = select.poll()
+    pipe.register(sys.stdin.fileno(), 0)  # wakes up when the other end is closed
+    pipe.poll()
+    os._exit(0)
 
 
 def explore(

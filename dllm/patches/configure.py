@@ -13,8 +13,9 @@ from dllm import LOGGER
 from dllm.models import settings_of
 from dllm.models.quantized import emulate_on_cpu
 from dllm.patches.contract import ASYNC_SCHEDULER, CPU_WORKER, GPU_WORKER, SCHEDULER, SCHEDULERS
-from dllm.patches.cpu import set_cpu_worker
+from dllm.patches.cpu import make_replicas_independent, set_cpu_worker
 from dllm.patches.cuda_graphs import choose_cuda_graphs
+from dllm.patches.statistics import read_statistics
 from dllm.settings.denoising import DenoiseSettings
 
 logger = init_logger(LOGGER)
@@ -36,6 +37,7 @@ def configure_dllm(vllm_config: Any) -> None:
     from vllm.config.diffusion import DiffusionConfig
     from vllm.platforms import current_platform
 
+    from dllm.patches.lifetime import end_together
     from dllm.settings.server import PluginOptions
 
     settings = settings_of(vllm_config)
@@ -50,7 +52,10 @@ def configure_dllm(vllm_config: Any) -> None:
     if vllm_config.model_config.is_multimodal_model and vllm_config.model_config.is_mm_prefix_lm:
         # The tokens of an image see each other, so they have to come in one chunk of the prompt.
         vllm_config.scheduler_config.disable_chunked_mm_input = True
+    make_replicas_independent(vllm_config)
     set_cpu_worker(vllm_config)
+    read_statistics()
+    end_together()
     if not current_platform.is_cpu() and vllm_config.parallel_config.worker_cls == "auto":
         vllm_config.parallel_config.worker_cls = GPU_WORKER
     worker = vllm_config.parallel_config.worker_cls

@@ -14,6 +14,7 @@ CPU_WORKER = "dllm.patches.cpu_worker.CanvasCPUWorker"
 GPU_WORKER = "dllm.patches.gpu_worker.CanvasGPUWorker"
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 DRAFTING_SCHEDULER = "dllm.patches.engine_core.PatchingScheduler"
+REMOTE_SCHEDULER = "dllm.remote.scheduler.RemoteScheduler"
 
 
 @dataclass(frozen=True)
@@ -140,17 +141,22 @@ PATCHES = (
     Patch(
         "vllm.config.VllmConfig.try_verify_and_update_config",
         "wrap",
-        "with a DFlash drafter: the pair is checked, worker and attention chosen, for any target",
+        "with a drafter: the pair is checked, worker, scheduler, attention chosen, for any target",
     ),
     Patch(
         "vllm.sampling_params.SamplingParams._validate_spec_decode",
         "wrap",
-        "with a DFlash drafter of ours: admits min_p and logit_bias, which Model Runner V2 honours",
+        "with a drafter of ours: admits min_p and logit_bias, which Model Runner V2 honours",
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner.init_speculator",
         "wrap, in the worker",
-        "makes our speculator for a DFlash drafter",
+        "makes our speculator for a DFlash drafter, or for drafts of other processes",
+    ),
+    Patch(
+        "vllm.config.VllmConfig._get_v2_model_runner_unsupported_features",
+        "wrap",
+        "Model Runner V2 runs a target with remote drafts; vLLM's own has no custom_class",
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner.RejectionSampler",
@@ -170,7 +176,7 @@ PATCHES = (
     Patch(
         "vllm.v1.metrics.loggers.StatLoggerManager.record",
         "wrap, in the front end",
-        "metrics of drafting: how much, how long, which widths",
+        "metrics of drafting, and passes that only write a block's KV",
     ),
     Patch(
         "vllm.config.VllmConfig._get_quantization_config",
@@ -221,6 +227,26 @@ PATCHES = (
         "vllm.v1.engine.core.EngineCoreProc.run_busy_loop",
         "wrap, in a worker that is in the engine core's process",
         "the denoise loop ends when a request arrives",
+    ),
+    Patch(
+        "vllm.v1.engine.core.EngineCoreProc.run_engine_core",
+        "wrap",
+        "the engine core ends when the process that started it is gone, also after SIGKILL",
+    ),
+    Patch(
+        "vllm.v1.executor.multiproc_executor.WorkerProc.worker_main",
+        "wrap",
+        "the same for a worker",
+    ),
+    Patch(
+        "vllm.v1.engine.coordinator.DPCoordinatorProc.run_coordinator",
+        "wrap",
+        "the same for the coordinator of --data-parallel-size",
+    ),
+    Patch(
+        "vllm.entrypoints.launchers.launcher.watchdog_loop",
+        "replace",
+        "the API server ends at once with its engine; vLLM's may take 5 s, or wait for clients",
     ),
     Patch(
         "vllm.platforms.cpu.CpuPlatform.check_and_update_config",

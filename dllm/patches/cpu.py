@@ -34,6 +34,43 @@ def set_cpu_worker(vllm_config: Any) -> None:
         parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
 
 
+def make_replicas_independent(vllm_config: Any) -> None:
+    """On a CPU, let each data parallel replica of a model with experts be an engine of its own.
+
+    In vLLM the replicas of such a model share its experts: each holds a part of every expert, and
+    all replicas exchange their tokens in every layer. vLLM's CPU communicator cannot exchange
+    unequal numbers of tokens. Replicas of a model without experts share nothing, so that is what
+    vLLM is told. Behind ``num_experts`` here it decides about processes only; our models read the
+    checkpoint's own configuration. Each replica then holds the whole model.
+
+    Raises:
+        ValueError: a flag asks for shared experts, or leaves the balancing to others.
+    """
+    from vllm.platforms import current_platform
+
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size == 1 or not current_platform.is_cpu():
+        return
+    for given, flag, why in (
+        (
+            parallel.enable_expert_parallel,
+            "--enable-expert-parallel",
+            "on a CPU replicas cannot share experts",
+        ),
+        (
+            parallel.data_parallel_external_lb,
+            "--data-parallel-rank, --data-parallel-external-lb",
+            "on a CPU replicas share nothing. Start each server without --data-parallel-size",
+        ),
+    ):
+        if given:
+            raise ValueError(f"{flag} with --data-parallel-size: {why}. Leave the flag out.")
+    vllm_config.model_config.model_arch_config.num_experts = 0
+    # vLLM chooses "mp" for replicas, though each of these is alone.
+    if parallel.world_size == 1 and parallel.distributed_executor_backend == "mp":
+        parallel.distributed_executor_backend = "uni"
+
+
 def enable_cpu_runtime() -> None:
     """On a CPU without Triton, run Model Runner V2 for the models that our worker serves.
 

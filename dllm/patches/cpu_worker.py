@@ -9,6 +9,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -22,10 +23,11 @@ from dllm.patches.cpu import (
 )
 from dllm.patches.drafting import draft_in_this_worker, verify_by_our_rule
 from dllm.patches.recording import Records
+from dllm.patches.remote import RidingDrafts
 from dllm.patches.worker import Visits, prepare_runner
 
 
-class CanvasCPUWorker(Records, Visits, CPUWorker):
+class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
     """A CPU worker that replaces Triton kernels, and compiles everything before it is ready."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
@@ -40,6 +42,9 @@ class CanvasCPUWorker(Records, Visits, CPUWorker):
         self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
         if self.serves_canvases:
             prepare_runner()
+        # vLLM 0.33 refuses Model Runner V2 in this module when Triton is missing; 0.32 does it in
+        # VllmConfig. It is read for nothing else there.
+        gpu_worker.HAS_TRITON = True
         super().__init__(vllm_config, *args, **kwargs)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -13,6 +13,13 @@ from dllm import LOGGER
 from dllm.models import FAMILIES
 from dllm.patches.contract import CPU_WORKER, DRAFTING_SCHEDULER, GPU_WORKER
 from dllm.patches.cpu import set_cpu_worker
+from dllm.patches.remote import (
+    configure_remote,
+    drafts_remotely,
+    make_speculator,
+    run_remote_targets_on_v2,
+)
+from dllm.patches.statistics import read_statistics
 
 logger = init_logger(LOGGER)
 
@@ -40,10 +47,13 @@ def serve_drafters() -> None:
         verify_and_update(self)
         if is_first and drafts_with_ours(self.speculative_config):
             _configure_drafting(self)
+        elif is_first and configure_remote(self):
+            read_statistics()
         elif is_first:
             _configure_recording(self)
 
     VllmConfig.try_verify_and_update_config = try_verify_and_update_config  # type: ignore[method-assign]
+    run_remote_targets_on_v2()
     _admit_all_sampling_parameters()
 
 
@@ -65,6 +75,7 @@ def _configure_drafting(vllm_config: Any) -> None:
     from vllm.platforms import current_platform
 
     from dllm.drafter.pair import drafter_options, refuse_mismatch
+    from dllm.patches.lifetime import end_together
     from dllm.settings.drafting import always_verifies_all
 
     drafter = refuse_mismatch(vllm_config)
@@ -79,7 +90,8 @@ def _configure_drafting(vllm_config: Any) -> None:
         )
     parallel.worker_cls = worker
     set_cpu_worker(vllm_config)
-    _read_drafting_statistics()
+    read_statistics()
+    end_together()
     if not current_platform.is_cpu():
         _choose_draft_attention(speculative, any(layer.is_anchored for layer in drafter.layers))
     scheduler = vllm_config.scheduler_config
@@ -107,6 +119,7 @@ def _configure_recording(vllm_config: Any) -> None:
     from vllm.platforms import current_platform
 
     from dllm.drafter.recording import refuse_unrecordable
+    from dllm.patches.lifetime import end_together
     from dllm.settings.drafting import WHERE
     from dllm.settings.server import PluginOptions
 
@@ -130,6 +143,7 @@ def _configure_recording(vllm_config: Any) -> None:
         )
     parallel.worker_cls = worker
     set_cpu_worker(vllm_config)
+    end_together()
     if not vllm_config.use_v2_model_runner:
         raise ValueError(
             f"{WHERE}: record needs vLLM's Model Runner V2, and this server would run another one."
@@ -173,7 +187,7 @@ def _admit_all_sampling_parameters() -> None:
     validate = SamplingParams._validate_spec_decode
 
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
-        if not drafts_with_ours(speculative_config):
+        if not (drafts_with_ours(speculative_config) or drafts_remotely(speculative_config)):
             validate(self, speculative_config)
         elif self.logprob_token_ids:
             raise VLLMValidationError(
@@ -201,6 +215,8 @@ def _patch_runner() -> None:
         if drafts_with_ours(vllm_config.speculative_config):
             _drafter = Drafter(vllm_config, device)
             return _drafter
+        if drafts_remotely(vllm_config.speculative_config):
+            return make_speculator(vllm_config, device)
         return init_speculator(vllm_config, device, req_states)
 
     def take_trimmed(self: Any) -> Any:
@@ -215,34 +231,6 @@ def _patch_runner() -> None:
     model_runner.GPUModelRunner.take_draft_token_ids = take_trimmed  # type: ignore[method-assign]
 
 
-@functools.cache
-def _read_drafting_statistics() -> None:
-    """In the API server's process: record drafting metrics for Prometheus.
-
-    The counts arrive inside the scheduler's statistics (``drafter.metrics``).
-    """
-    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
-
-    from dllm.drafter.metrics import record_drafting
-
-    record = StatLoggerManager.record
-
-    def record_ours(
-        self: Any,
-        scheduler_stats: Any,
-        iteration_stats: Any,
-        mm_cache_stats: Any = None,
-        engine_idx: int | None = None,
-    ) -> None:
-        for logger in self.stat_loggers:
-            if isinstance(logger, PrometheusStatLogger) and scheduler_stats is not None:
-                labels = logger.per_engine_labelvalues[engine_idx or 0]
-                record_drafting(scheduler_stats, [str(value) for value in labels])
-        record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
-
-    StatLoggerManager.record = record_ours  # type: ignore[method-assign]
-
-
 def drafter_of_this_process() -> Any:
     """The last ``Drafter`` that was made in this process, None if there is none.
 
@@ -253,7 +241,8 @@ def drafter_of_this_process() -> Any:
 
 def draft_in_this_worker(vllm_config: Any) -> None:
     """Called by a worker: patch its model runner if this server has a drafter of ours."""
-    if drafts_with_ours(vllm_config.speculative_config):
+    speculative = vllm_config.speculative_config
+    if drafts_with_ours(speculative) or drafts_remotely(speculative):
         _patch_runner()
         verify_by_our_rule()
 

@@ -13,10 +13,11 @@ from dllm.engine.warm_up import warm_up
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
 from dllm.patches.recording import Records
+from dllm.patches.remote import RidingDrafts
 from dllm.patches.worker import Visits, prepare_runner
 
 
-class CanvasGPUWorker(Records, Visits, Worker):
+class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
     """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from dllm.settings.checks import FloatRange, check_int, known_fields, refuse
 from dllm.settings.drafting import DrafterOptions
+from dllm.settings.remote import RemoteOptions
 
 WHERE = '--additional-config: "dllm"'  # how messages name the place of these options
 
@@ -51,6 +52,8 @@ class PluginOptions:
         canvas_frames_per_s: how many frames a second each of them gets on average. As many may come
             at once; what is beyond is left out.
         drafter: options of drafting. A server with a DFlash drafter uses none of the others.
+        remote: options of a target whose drafts come from draft workers; it uses no others.
+        draft_worker: set by `dllm draft-worker`: this engine drafts for targets.
     """
 
     commit: CommitMode = "overlapped"
@@ -61,11 +64,15 @@ class PluginOptions:
     canvas_watchers: int = 16
     canvas_frames_per_s: int = 30
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
+    remote: RemoteOptions | None = None
+    draft_worker: bool = False
 
     def __post_init__(self) -> None:
         check_int(f"{WHERE}: logits_workspace_mib", self.logits_workspace_mib, 1)
         check_int(f"{WHERE}: canvas_watchers", self.canvas_watchers, 0)
         check_int(f"{WHERE}: canvas_frames_per_s", self.canvas_frames_per_s, 1)
+        if not isinstance(self.draft_worker, bool):
+            refuse(f"{WHERE}: draft_worker", self.draft_worker, "true or false")
         if self.denoise_loop_ms != "auto" and self.denoise_loop_ms not in LOOP_MS:
             refuse(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, f"auto, or {LOOP_MS}")
         for key, value, allowed in (
@@ -99,4 +106,7 @@ class PluginOptions:
             return cls()
         values = known_fields(cls, given, WHERE)
         drafter = DrafterOptions.from_given(values.get("drafter", {}))
-        return cls(**{**values, "drafter": drafter})
+        remote = values.get("remote")
+        if remote is not None:
+            remote = RemoteOptions.from_given(remote)
+        return cls(**{**values, "drafter": drafter, "remote": remote})

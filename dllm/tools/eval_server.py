@@ -1,7 +1,7 @@
 """Answers questions through the chat endpoint of any OpenAI-compatible server.
 
 The number of denoise steps comes from two of vLLM's counters for diffusion models, read before and
-after the questions: canvas passes (vLLM's built-in implementation counts its commit passes too) and
+after the questions: denoise steps (vLLM's built-in implementation counts its commit passes too) and
 canvas positions. Positions / passes is the canvas width; the blocks of a request are its output
 tokens / canvas width, rounded up. Where canvases differ in width (models with blocks), the counters
 do not say how many there were. Requests of other clients at the same time are counted as well.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bench import attention
 from bench.attention import reference, row_error, tolerance
 from bench.attention_shapes import (
     CANVAS,
@@ -115,3 +119,24 @@ def test_work_is_counted_over_visible_pairs() -> None:
     assert windowed.visible_pairs() == CANVAS * (1023 + CANVAS)
     causal = Shape(FULL, "prefill", 1, 0, 64, (64,))
     assert causal.visible_pairs() == 64 * 65 // 2
+
+
+def test_the_first_call_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first product of a process sets cuBLAS up, which fails while a graph is captured."""
+    pytest.importorskip("triton", reason="its timer is replaced")
+    import triton.testing
+
+    happened: list[str] = []
+
+    @contextlib.contextmanager
+    def capture(graph: object) -> Iterator[None]:
+        happened.append("capture")
+        yield
+        happened.append("end of capture")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=None))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(triton.testing, "do_bench", lambda *_, **__: 2.5)
+    assert attention.median_ms(lambda: happened.append("call"), "cuda") == 2.5
+    assert happened == ["call", "wait", "capture", "call", "end of capture"]

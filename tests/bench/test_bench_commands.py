@@ -4,6 +4,8 @@
 taken away from the commands, so that they share one. Nothing here looks at a speed.
 """
 
+import os
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from bench import compare, race, serve
 from bench.context import ROOT, read_csv
+from bench.forced_async import write_plugin
 from bench.serve import OURS, REFERENCE
 from bench.servers import Server, ServerOptions
 from dllm.tasks.suite import FAMILIES
@@ -74,6 +77,20 @@ def test_serve(
     assert [row["family"] for row in answers] == list(FAMILIES)
     assert all(int(row["denoise_steps"]) >= int(row["blocks"]) >= 1 for row in answers)
     assert sum(int(row["num_correct"]) for row in answers) >= 5  # it is a trained model
+
+
+def test_asynchronous_scheduling_takes_the_same_steps_and_more_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of its own. Its counts travel from the scheduler to /metrics and into the table."""
+    write_plugin(tmp_path / "plugins")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, tmp_path / "plugins"))))
+    options = [*SMALL, "--schedule", "fixed", "--contestants", OURS, "--eager"]
+    options += ["--serve-flags", shlex.join(FLAGS), "--results", str(tmp_path)]
+    assert serve.main(options) == 0
+    (row,) = read_csv(tmp_path / "serve_eager.csv")
+    assert not row["problem"] and float(row["ms_per_denoise_step"]) > 0
+    assert (float(row["steps_per_block"]), float(row["passes_per_block"])) == (16, 17)
 
 
 # --- two commits ---------------------------------------------------------------------------------

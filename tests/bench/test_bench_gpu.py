@@ -1,9 +1,7 @@
 """bench/gpu.py without a GPU: what is run, what is not and why, and how a part is ended."""
 
 import json
-import os
 import re
-import select
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,7 +26,9 @@ from bench.context import read_csv
 from bench.dummy_models import write_without_weights
 from bench.gpu_parts import CALL_S, CALLS, PARTS, SETTLE_S, Part
 from bench.roofline import released_config
+from dllm.engine.loop import bound_s
 from dllm.models.gemma.tiny import tiny_config
+from dllm.settings.server import PluginOptions
 
 ROOT = Path(__file__).parents[2]
 FILES_BACK = 8  # of a call to the lent machine, the log and gpu_parts.csv among them
@@ -54,7 +54,7 @@ def test_the_page_says_what_the_parts_are() -> None:
     assert firsts == [(call, next(p.name for p in PARTS if p.call == call)) for call in CALLS]
 
 
-def say_that_it_ran(part: Part, arguments: Sequence[str], budget_s: float) -> str:
+def say_that_it_ran(arguments: Sequence[str], budget_s: float, folders: Sequence[Path]) -> str:
     """In the place of ``run``."""
     return f"ran {arguments[0]}"
 
@@ -90,21 +90,45 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         assert part.obstacle(is_toy=True, has_gpu=False) == reasons[part.name]
 
 
-def test_a_part_that_takes_too_long_is_ended_with_its_children() -> None:
-    program = (
-        "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\n"
-        "child.wait()\n"
-    )
-    command = [sys.executable, "-c", program]
-    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    child = os.pidfd_open(int(process.stdout.readline()))
-    gpu.end_group(process)
-    assert process.returncode is not None
-    assert select.select([child], [], [], 60)[0], "the child is still there"  # readable: it ended
-    os.close(child)
+STARTS_A_SERVER = """
+import os, signal, subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+worker = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+server = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {worker!r}])"
+process = subprocess.Popen(
+    [sys.executable, "-c", server], start_new_session=True, stdout=subprocess.PIPE, text=True
+)
+ids = [process.pid, int(process.stdout.readline())]
+Path(__file__).with_name("ids").write_text(" ".join(map(str, ids)))
+"""
+ENDS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "hung in a thread pool": """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+with ThreadPoolExecutor() as pool:
+    pool.submit(time.sleep, 600).result()
+""",
+    "ended": "os._exit(0)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_part_ends_with_its_servers(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They and their workers are in other sessions than the part."""
+    monkeypatch.setattr(gpu, "SETTLE_S", 1.0)
+    (tmp_path / "part.py").write_text(STARTS_A_SERVER + ENDS[end])
+    mine = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    how = gpu.run(["part"], 15.0, [tmp_path])
+    expected = {"killed": "FAILED, exit code -9", "ended": "ran, "}.get(end, "stopped after 15 s")
+    assert how.startswith(expected)
+    for process_id in (tmp_path / "ids").read_text().split():
+        assert not Path("/proc", process_id).exists()
+    assert mine.poll() is None  # was there before
+    mine.communicate(b"\n")
 
 
 def test_a_failure_is_the_exit_code_and_ends_nothing(
@@ -185,6 +209,7 @@ def test_the_flags_of_contestants_are_those_of_a_server(part: Part, tmp_path: Pa
     options = serve.parse(part.arguments(tmp_path, tmp_path, is_toy=False)[1:])
     racing = serve.contestants(options, serve.FIXED, tmp_path)
     parser = make_arg_parser(FlexibleArgumentParser())
+    has_loop: list[bool] = []
     for one in racing:
         assert one.server is not None
         # Without the command itself, its subcommand and the model.
@@ -195,13 +220,15 @@ def test_the_flags_of_contestants_are_those_of_a_server(part: Part, tmp_path: Pa
         assert given.kv_cache_memory_bytes == (12 if one.name.startswith("ours") else 4) << 30
         mode = given.compilation_config.cudagraph_mode
         assert (mode is not None and mode.name == "NONE") is ("cudagraph" in one.name)
-        dllm = given.additional_config.get("dllm", {})
-        assert dllm.get("denoise_loop_ms") == (0 if "denoise_loop_ms" in one.name else None)
+        options = PluginOptions.from_additional_config(given.additional_config)
+        has_loop.append(bound_s(options, is_on_cpu=False) > 0)
+        assert (given.async_scheduling is False) is has_loop[-1]
+    assert sum(has_loop) == (part.name == "serve-fp8")
 
 
 def test_what_is_compared() -> None:
     """Alternately, in one part: with and without the loop, with and without graphs."""
     commands = {part.name: " ".join(part.command) for part in PARTS}
-    assert "denoise_loop_ms 0" in commands["serve-fp8"]
+    assert commands["serve-fp8"].count(" ours ") == 2 and gpu_parts.LOOP in commands["serve-fp8"]
     assert "--concurrency 1 2 4 8 32" in commands["serve-fp8"]
     assert commands["graphs-fp8"].count("cudagraph_mode NONE") == 2

@@ -1,5 +1,6 @@
 """bench/profile_step.py: every instant is counted once; steps that are wrong give no table."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 
 from bench import profile_step, step_parts
 from bench.context import read_csv
+from bench.forced_async import write_plugin
 from bench.profile_step import BUILTIN, OURS, Taken, mean_parts, report, step_problems
 from bench.step_parts import (
     DECISIONS,
@@ -146,15 +148,37 @@ def test_the_environment_chooses_the_implementation(monkeypatch: pytest.MonkeyPa
     assert ours["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and ours["OMP_NUM_THREADS"]
 
 
+ROOT = Path(__file__).parents[2]
+SMALL = ("--model", str(ROOT / "checkpoints/tiny-random"), "--mode", "eager", "--concurrency", "2")
+SMALL += ("--rounds", "1", "--blocks", "2", "--coverage", "0")
+
+
+def test_a_block_takes_a_pass_more_where_its_kv_is_written_apart() -> None:
+    """The numbers that were seen are in ``test_engines_with_asynchronous_scheduling``."""
+    assert profile_step.passes_of(OURS, 16, is_async=False) == (16, 0)
+    assert profile_step.passes_of(OURS, 16, is_async=True) == (17, 0)
+    assert profile_step.passes_of(BUILTIN, 16, is_async=False) == (17, 0)
+    assert profile_step.passes_of(BUILTIN, 16, is_async=True) == (17, 1)
+
+
+def test_engines_with_asynchronous_scheduling_are_accounted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All canvas rows are expected ones; there is no table otherwise."""
+    write_plugin(tmp_path / "plugins")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, tmp_path / "plugins"))))
+    arguments = [*SMALL, "--server", OURS, BUILTIN, "--results", str(tmp_path)]
+    assert profile_step.main(arguments) == 0
+    rows = read_csv(tmp_path / "profile_cpu.csv")
+    assert {row["server"] for row in rows} == {OURS, BUILTIN}
+
+
 def test_a_real_engine_is_accounted_for(tmp_path: Path) -> None:
     """Every part is heard of, and the parts are the whole.
 
     How much of the client's waiting they cover depends on who else uses the machine.
     """
-    model = Path(__file__).parents[2] / "checkpoints" / "tiny-random"
-    arguments = ["--model", str(model), "--mode", "eager", "--concurrency", "2", "--rounds", "1"]
-    arguments += ["--blocks", "2", "--coverage", "0", "--kernels", "--results", str(tmp_path)]
-    assert profile_step.main(arguments) == 0
+    assert profile_step.main([*SMALL, "--kernels", "--results", str(tmp_path)]) == 0
     rows = read_csv(tmp_path / "profile_cpu.csv")
     assert list(rows[0])[:4] == ["mode", "server", "concurrency", "component"]
     assert {"commit", "machine", "versions", "command"} <= set(rows[0])

@@ -96,6 +96,15 @@ def test_a_separate_commit_is_a_pass_and_the_last_block_has_none() -> None:
     assert (one.steps_per_block, one.passes_per_block) == (8, 8.5)  # 2 commits for 4 blocks
 
 
+@pytest.mark.parametrize("commits", [OVERLAPPED, COMMIT_APART])
+def test_commit_passes_that_the_server_counted_are_no_denoise_steps(commits: int) -> None:
+    """Of six blocks: a request warmed the server up."""
+    counted = {"commit_passes": 6.0, "diffusion_num_committed_tokens": 6.0 * 32}
+    one = measurement("x", 0, commits, saved(8, **counted), WORKLOAD)
+    assert (one.steps_per_block, one.passes_per_block) == (8, 9) and not one.problem
+    assert one.tokens_per_pass == pytest.approx(128 / 36)
+
+
 def test_a_prompt_without_a_canvas_is_a_pass() -> None:
     one = measurement("x", 0, PROMPT_APART, saved(8), WORKLOAD)
     assert (one.steps_per_block, one.passes_per_block) == (8, 8)
@@ -372,9 +381,12 @@ dllm:draft_passes_total{engine="1"} 4.0
 dllm:draft_passes_created{engine="0"} 1e9
 # TYPE vllm:prompt_tokens_total counter
 vllm:prompt_tokens_total{engine="0"} 5.0
+# TYPE vllm:diffusion_num_committed_tokens_total counter
+vllm:diffusion_num_committed_tokens_total{engine="0"} 64.0
 """
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(text.encode()))
-    assert Server(ServerOptions("a", "model", ()), Path("log")).counters() == {"draft_passes": 7.0}
+    expected = {"draft_passes": 7.0, "diffusion_num_committed_tokens": 64.0}
+    assert Server(ServerOptions("a", "model", ()), Path("log")).counters() == expected
 
 
 def test_each_round_begins_with_another_contestant(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_the_lines_of_a_table_add_up_to_what_is_above_the_floor(tmp_path: Path) 
     floor = sum(Found.of([tmp_path], is_toy=False).floors("fp8", 1).values())
     for table, total in ((by_part, 10.0), (by_class, 9.0)):
         title, _, *lines = table.splitlines()
-        assert f"{total:.3f} ms a denoise step, floor {floor:.3f}" in title
+        assert f"{total:.3f} ms a pass, floor {floor:.3f}" in title
         above = [float(line.split()[-2]) for line in lines]
         assert sum(above) == pytest.approx(total - floor, abs=0.01)  # 12 lines of 3 decimals
         shares = [float(line.split()[-1].rstrip("%")) for line in lines]

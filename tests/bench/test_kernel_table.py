@@ -1,4 +1,4 @@
-"""bench/kernel_table.py: the time of a step is what further blocks took, kernel by kernel."""
+"""bench/kernel_table.py: the time of a pass is what further blocks took, kernel by kernel."""
 
 import pytest
 import torch
@@ -17,16 +17,16 @@ from bench.kernel_table import (
 )
 
 
-def test_prompts_cancel_and_shares_are_of_a_step() -> None:
+def test_prompts_cancel_and_shares_are_of_a_pass() -> None:
     one = {"prefill": 5.0, "gemm": 20.0, "softmax": 4.0}
     two = {"prefill": 4.9, "gemm": 36.0, "softmax": 8.0}
-    rows = table_rows(one, two, steps=4)
+    rows = table_rows(one, two, passes=4)
     assert [(row["kernel"], row["ms"], row["share"]) for row in rows] == [
         ("gemm", 4.0, 0.8),
         ("softmax", 1.0, 0.2),
     ]
-    assert "5.000 ms a denoise step" in shown(rows)
-    many = table_rows({}, {f"k{i}": 1.0 for i in range(99)}, steps=1)
+    assert "5.000 ms a pass" in shown(rows)
+    many = table_rows({}, {f"k{i}": 1.0 for i in range(99)}, passes=1)
     assert len(shown(many).splitlines()) == NUM_SHOWN + 1
 
 

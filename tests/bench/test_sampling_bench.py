@@ -4,12 +4,14 @@ import csv
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bench import sampling_step
-from bench.sampling_step import Outcome, Shape, make_logits
+from bench.sampling_step import Outcome, Shape, make_embeddings, make_logits
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ["--smoke", "--eager", "--profiles", "half"]
@@ -59,6 +61,37 @@ def test_profiles_differ_in_how_sure_a_row_is(profile: str) -> None:
     logits = make_logits(Shape(2, 8, 20_000, 8, profile), "cpu")
     is_sure = torch.softmax(logits / 0.6, -1).amax(-1) > 0.999
     assert is_sure.sum() == {"open": 0, "half": 8, "settled": 16}[profile]
+
+
+class Calls(TorchFunctionMode):
+    """Every function of torch that is called, and the device that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, Any]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.made.append((function.__name__, (kwargs or {}).get("device")))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_rows", [4, 64])
+def test_data_are_made_where_they_are_used(num_rows: int) -> None:
+    """On a GPU, and not row by row: its seconds are for measurements."""
+    with Calls() as calls:
+        make_logits(Shape(2, num_rows // 2, 640, 8, "half"), "cpu")
+        make_embeddings.__wrapped__(640, 8, "cpu")
+    factories = ("empty", "randint", "randn")
+    assert {device for name, device in calls.made if name in factories} == {"cpu"}
+    assert not {name for name, _ in calls.made} & {"to", "cuda", "tensor"}
+    assert len(calls.made) < 20
+
+
+def test_embeddings_are_made_once(tmp_path: Path) -> None:
+    make_embeddings.cache_clear()
+    options = [*SMOKE[:2], "--profiles", "open,settled", "--results", str(tmp_path)]
+    assert sampling_step.main(options) == 0
+    assert make_embeddings.cache_info().misses == 1 and make_embeddings.cache_info().hits == 1
 
 
 def test_it_needs_no_vllm() -> None:

@@ -13,8 +13,10 @@ import torch
 from vllm import SamplingParams
 from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
 
-from dllm.engine import pending
+from dllm.engine import metrics, pending
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.grammars import DeviceGrammars
@@ -82,6 +84,32 @@ def test_a_block_takes_a_pass_more_than_its_denoise_steps(ours):
     # Also behind the last block: its visit was on its way before anybody knew that it was the last.
     assert len(emitting) == 3 and taken["plain commit"] == 3
     assert taken["canvas"] == len(steps)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
+def test_metrics_count_the_denoise_steps_of_the_twin(engine, ours, monkeypatch, together):
+    """And passes that only write a block's KV apart from them."""
+    monkeypatch.setattr(
+        Scheduler,
+        "make_stats",
+        lambda self, steps, *_, **__: SchedulerStats(spec_decoding_stats=steps),
+    )
+    counts, commits = {}, {}
+    for name, one in (("twin", engine), ("ours", ours)):
+        monkeypatch.setattr(one.scheduler, "log_stats", True)
+        made = scheduler_watch(monkeypatch, one, "make_stats")
+        one.reset_prefix_cache()
+        with rows_taken() as taken:
+            for batch in [REQUESTS] if together else [[request] for request in REQUESTS]:
+                one.generate(*zip(*batch, strict=True))
+        stats = [stats for _, stats in made]
+        steps = [one.spec_decoding_stats for one in stats if one.spec_decoding_stats]
+        fields = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        counts[name] = [sum(getattr(step, field) for step in steps) for field in fields]
+        commits[name] = sum((one.ec_connector_stats or {}).get(metrics.KEY, 0) for one in stats)
+    assert counts["ours"] == counts["twin"]
+    assert counts["ours"][0] == taken["canvas"] > 0
+    assert commits == {"twin": 0, "ours": taken["plain commit"]} and commits["ours"] > 0
 
 
 def test_a_block_that_does_not_fit_into_the_next_visit(engine, checkpoint):

@@ -132,7 +132,10 @@ class Simulation:
         self._hasher = get_request_block_hasher(PAGE, sha256)
         self._requests: list[Request] = []
         self._hashed: dict[bytes, tuple[int, ...]] = {}  # what pages of the cache are known by
-        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, frozenset[str]]] = deque()
+        scheduler.log_stats = True
+        scheduler.make_stats = self._keep_steps  # type: ignore[method-assign]
+        self._steps_counted = 0
 
     def run(self, most_visits: int = 2000) -> None:
         """Serve every request that is not aborted."""
@@ -151,7 +154,8 @@ class Simulation:
                 assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
             if self.scheduler.has_requests():
                 message = self.scheduler.schedule()
-                self._in_flight.append((message, self.worker.visit(message)))
+                answer = self.worker.visit(message)
+                self._in_flight.append((message, answer, self.worker.denoised))
                 self._check_pages()
                 if len(self._in_flight) < self.depth:
                     continue
@@ -176,13 +180,26 @@ class Simulation:
             self.taken["aborted in flight"] += request.num_in_flight_tokens > 0
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
-    def _count(self, message: SchedulerOutput, answer: ModelRunnerOutput) -> None:
+    def _keep_steps(self, steps: Any, *_: Any, **__: Any) -> None:
+        """In the place of the scheduler's statistics of a visit."""
+        self._steps_counted = steps.num_drafts if steps is not None else 0
+
+    def _count(
+        self, message: SchedulerOutput, answer: ModelRunnerOutput, denoised: frozenset[str]
+    ) -> None:
+        alive = [self.scheduler.requests.get(name) for name in denoised]
+        num_steps = sum(
+            not (request.num_stale_output_tokens and request.drop_stale_output)
+            for request in alive
+            if request is not None
+        )
         for name, tokens in zip(answer.req_ids, answer.sampled_token_ids, strict=True):
             request = self.scheduler.requests.get(name)
             if request is not None and tokens and request.num_stale_output_tokens:
                 self.taken["block of a preempted request"] += 1
         emitted = {r: len(t) for r, t in zip(answer.req_ids, answer.sampled_token_ids, strict=True)}
         outputs = self.scheduler.update_from_output(message, answer)
+        assert self._steps_counted == num_steps, "passes that write KV are no denoise steps"
         for output in outputs[0].outputs if 0 in outputs else ():
             self.tokens[output.request_id] += output.new_token_ids
             is_cut = len(output.new_token_ids) < emitted[output.request_id]
@@ -335,6 +352,13 @@ class ForgetsFirstCanvases(CanvasAsyncScheduler):
         CanvasScheduler._give_canvases_to_new_requests(self, output)
 
 
+class CountsCommits(CanvasAsyncScheduler):
+    """A pass that only writes a block's KV is counted as a denoise step."""
+
+    def make_spec_decoding_stats(self, *args, **kwargs):
+        return CanvasScheduler.make_spec_decoding_stats(self, *args, **kwargs)
+
+
 class CutsCanvases(CanvasAsyncScheduler):
     """vLLM's scheduler cuts what does not fit."""
 
@@ -346,7 +370,13 @@ class CutsCanvases(CanvasAsyncScheduler):
 
 @pytest.mark.parametrize(
     "broken",
-    [CountsEveryBlockAsComputed, CountsNoBlockAsComputed, ForgetsFirstCanvases, CutsCanvases],
+    [
+        CountsEveryBlockAsComputed,
+        CountsNoBlockAsComputed,
+        CountsCommits,
+        ForgetsFirstCanvases,
+        CutsCanvases,
+    ],
 )
 def test_a_broken_scheduler_is_found_out(base, broken):
     @given(server=servers, asks=st.lists(asks, min_size=1, max_size=8))

@@ -227,6 +227,21 @@ def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monk
     assert preemptions, "the cache was large enough for everybody"
 
 
+def test_a_cache_that_is_too_small_for_long_delays_requests_and_ends_none(
+    engine, checkpoint, monkeypatch
+):
+    """Forty requests that want several times the cache: preemption goes on till the last ones."""
+    tight = get_engine(checkpoint(), **TIGHT)
+    contexts = [prompt(60, salt=salt) for salt in range(40)]
+    preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    written = tight.generate(contexts, params(blocks=5))
+    assert len(preemptions) >= 20
+    assert [len(tokens) for tokens in written] == [5 * CANVAS] * 40
+    for place in (0, 19, 39):
+        assert written[place] == engine.quiet_run(contexts[place], params(blocks=5)).tokens
+    tight.reset_prefix_cache()  # asserts that no KV block leaked
+
+
 def abort(engine, req_id) -> None:
     engine.llm.llm_engine.abort_request([req_id])
 

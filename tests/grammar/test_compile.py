@@ -2,11 +2,14 @@
 
 import json
 import os
+import resource
+import select
 import signal
 import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from dllm.grammar import compile as compiling
@@ -16,6 +19,7 @@ from dllm.grammar.children import Children, TooSlow
 from dllm.grammar.compile import Compiler, Spec
 from dllm.grammar.table import Table, build
 from tests.support.grammars import GRAMMARS, VOCABULARY, WORDS, automaton, table
+from tests.support.process import start_python
 
 PERSON = Spec("json", GRAMMARS["person"][1], any_whitespace=False)
 SCATTERED = [f"{number * 2654435761 % 2**32:08x}" for number in range(2000)]
@@ -114,6 +118,26 @@ def test_a_damaged_file_is_built_again(damage, children, tmp_path):
     assert counted.num_asked == 1
     if damage != "directory":
         assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("missing", [1, 2000])
+def test_on_a_full_disk_there_is_a_table_and_no_file(missing, children, tmp_path):
+    """The disk is full when so many bytes of the file are missing."""
+    compiler = Compiler(VOCABULARY, tmp_path, children)
+    compiler.table(PERSON)
+    (path,) = tmp_path.iterdir()
+    size = path.stat().st_size
+    path.unlink()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, hard))
+    try:
+        table = Compiler(VOCABULARY, tmp_path, children).table(PERSON)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(table.accepts) > 10 and not list(tmp_path.iterdir())
+    counted = Counted(children)
+    Compiler(VOCABULARY, tmp_path, counted).table(PERSON)
+    assert counted.num_asked == 1 and [one.stat().st_size for one in tmp_path.iterdir()] == [size]
 
 
 def test_without_a_place_for_files_there_is_no_cache(children, tmp_path):
@@ -253,6 +277,41 @@ def test_a_child_that_dies_is_replaced(children):
     children._idle[-1].send_signal(signal.SIGKILL)
     children._idle[-1].wait()
     assert len(compiler.table(Spec("regex", "ab")).accepts) == 3
+
+
+BUSY = """
+import sys, threading
+from dllm.grammar.children import Children
+children = Children(seconds=60)
+children.start()
+child = children._idle[0]
+request = dict(kind="regex", text=sys.argv[1], any_whitespace=True, separators=None)
+request |= dict(prefix="", most_states=10**6)
+threading.Thread(target=children.explore, args=[request]).start()
+print(child.pid, flush=True)
+"""
+
+
+def test_a_busy_child_ends_with_the_process_that_asked():
+    with start_python("-c", BUSY, SLOW.text) as asking:
+        child = int(asking.stdout.readline())
+        handle = os.pidfd_open(child)
+        wait_until_busy(child)
+        asking.kill()
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        assert poll.poll(5000)
+    os.close(handle)
+
+
+def wait_until_busy(pid):
+    """Until a child that is ready for requests has used another second of CPU time."""
+    process = psutil.Process(pid)
+    while process.nice() != 19:
+        time.sleep(0.05)
+    begun = sum(process.cpu_times()[:2])
+    while sum(process.cpu_times()[:2]) < begun + 1:
+        time.sleep(0.05)
 
 
 def test_a_grammar_that_kills_two_children_is_an_error_and_not_remembered(monkeypatch, children):

@@ -14,6 +14,7 @@ from tests.engine.test_parity import CANVAS, RELATIVE_TOLERANCE, WINDOW, prompt,
 from tests.models.test_images import VISION, picture
 from tests.patches.test_contract import MESSAGES, parse_chat
 from tests.support import hf_reference
+from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine, get_engine
 
 IMAGE_TOKEN = 8
@@ -170,6 +171,24 @@ def test_text_and_images_share_a_batch(served):
     together = engine.llm.generate(inputs, params, use_tqdm=False)
     for one, other in zip(alone, together, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def test_asynchronous_scheduling_changes_nothing(checkpoint):
+    """In no denoise step of two blocks; an image inside a chunk, and at the end of one."""
+    path = checkpoint(
+        vision_config=VISION, use_bidirectional_attention="vision", image_processor=True
+    )
+    options = {"max_num_batched_tokens": ONE_CHUNK, "block_size": 16}
+    engines = [start(path, **options) for start in (get_engine, get_async_engine)]
+    for ids in (PROMPTS["in the middle"], PROMPTS["across a chunk's end"]):
+        runs = []
+        for engine in engines:
+            engine.reset_prefix_cache()
+            output, steps = generate(engine, ids, [picture(1)])
+            runs.append((output.outputs[0].token_ids, torch.cat([step.logits for step in steps])))
+        (tokens, logits), (tokens_async, logits_async) = runs
+        assert tokens_async == tokens and len(logits_async) == len(logits) > 2 * CANVAS
+        assert relative_error(logits_async, logits) < RELATIVE_TOLERANCE
 
 
 @pytest.mark.parametrize("options", [{"vision_config": None}, {}], ids=["no tower", "no processor"])

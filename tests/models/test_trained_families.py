@@ -1,4 +1,4 @@
-"""The trained SDAR: an engine and the plain loop give the same answers."""
+"""The trained SDAR and LLaDA2: an engine and the plain loop give the same answers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,11 @@ from tests.support.engine_harness import get_engine
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 
 
+# LLaDA2 first: vLLM makes the process group of experts with the first engine only.
 @pytest.mark.parametrize("size", [32, 4])
-@pytest.mark.parametrize("name", ["tiny-sdar"])
+@pytest.mark.parametrize("name", ["tiny-llada2", "tiny-sdar"])
 def test_served_tokens_are_those_of_the_plain_loop(name: str, size: int) -> None:
-    """Greedy, in fp32, every family."""
+    """Greedy, in fp32, every family; LLaDA2 edits."""
     path = CHECKPOINTS / name
     rule = replace(DecodingRule.of_checkpoint(path), block_size=size)
     tokenizer = train_tokenizer()

@@ -9,9 +9,11 @@ from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
 from bench.dummy_models import fp8_dynamic
-from dllm.patches.contract import ASYNC_SCHEDULER, GPU_WORKER, SCHEDULER
+from dllm.patches.contract import ASYNC_SCHEDULER, GPU_WORKER, REMOTE_SCHEDULER, SCHEDULER
 from dllm.patches.cuda_graphs import capture_sizes, choose_cuda_graphs
+from dllm.patches.remote import SPECULATOR
 from tests.support.cuda_start import rehearse
+from tests.support.process import ROOT
 from tests.support.quant_checkpoints import OURS, quantization_config
 from tests.support.released import GEMMA, released, write_configs
 
@@ -46,6 +48,15 @@ REFUSED = {
         "asks for): the kernels of diffusion models read 16-bit and FP8 numbers",
     ),
 }
+# A target with remote drafts.
+REMOTE = {
+    "speculative_config": {
+        "method": "custom_class",
+        "model": SPECULATOR,
+        "num_speculative_tokens": 4,
+    },
+    "additional_config": {"dllm": {"remote": {"workers": ["tcp://127.0.0.1:1"]}}},
+}
 CHOSEN = {
     "few": {"max_num_seqs": 2},
     "sizes": {"cudagraph_capture_sizes": [256, 512]},
@@ -70,6 +81,9 @@ def on_h200(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         cases[name] = {"model": cases["bf16"]["model"], "flags": flags}
     for name, flags in CHOSEN.items():
         cases[name] = {"model": cases["bf16"]["model"], "flags": flags}
+    target = str(ROOT / "checkpoints/tiny-ar")
+    cases["remote"] = {"model": target, "flags": REMOTE}
+    cases["remote, async"] = {"model": target, "flags": REMOTE | {"async_scheduling": True}}
     return dict(zip(cases, rehearse("h200", list(cases.values())), strict=True))
 
 
@@ -195,6 +209,14 @@ def test_prompts_with_images_run_in_no_full_graph(monkeypatch, sees_images, give
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused(on_h200, name):
     assert REFUSED[name][1] in on_h200[name]["refusal"]
+
+
+def test_remote_drafts_have_no_asynchronous_scheduling(on_h200):
+    """A diffusion model's default is on, and so is that of a target without drafts."""
+    start = on_h200["remote"]
+    assert (start["scheduler"], start["worker"]) == (REMOTE_SCHEDULER, GPU_WORKER)
+    assert start["async"] is False and on_h200["bf16"]["async"] is True
+    assert "--async-scheduling: the host decides" in on_h200["remote, async"]["refusal"]
 
 
 @pytest.mark.parametrize("gpu", ["a100", "h100", "b200"])

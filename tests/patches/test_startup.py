@@ -20,6 +20,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from bench.forced_async import asynchronous_platform
 from dllm.engine.async_scheduler import CanvasAsyncScheduler
 from dllm.engine.scheduler import CanvasScheduler
 from dllm.models.gemma.settings import GemmaSettings
@@ -27,7 +28,6 @@ from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.patches.cpu import is_cpu_without_triton
 from dllm.settings.server import PluginOptions
 from tests.support import family_checkpoints
-from tests.support.async_engine import asynchronous_platform
 from tests.support.process import printed_json, run_python
 
 CANVAS = 32
@@ -227,11 +227,29 @@ def test_plugin_options_arrive(checkpoint):
             "--structured-outputs-config.backend does not work .* xgrammar",
         ),
         ({"enable_lora": True}, "--enable-lora does not work .* Leave it out"),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            "--enable-expert-parallel with --data-parallel-size: .* Leave the flag out",
+        ),
+        (
+            {"data_parallel_size": 2, "data_parallel_rank": 0},
+            "--data-parallel-rank, .*: on a CPU replicas share nothing",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
 def test_flags_that_cannot_work(checkpoint, flags, expected):
     assert re.search(expected, refusal(checkpoint(), **flags))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_replicas_are_engines_of_their_own(checkpoint, tensor):
+    flags = {"tensor_parallel_size": tensor}
+    single = engine_config(checkpoint(), **flags)
+    replica = engine_config(checkpoint(), data_parallel_size=2, **flags)
+    assert single.model_config.is_moe and not replica.model_config.is_moe
+    executors = [each.parallel_config.distributed_executor_backend for each in (single, replica)]
+    assert executors[0] == executors[1]
 
 
 def test_the_smallest_budget_is_one_canvas(checkpoint):

@@ -86,7 +86,8 @@ def test_a_streamed_chat_is_the_whole_one(client):
     content = "".join(delta.delta.content or "" for delta in deltas)
     assert content == whole.choices[0].message.content
     assert [token for delta in deltas for token in delta_tokens(delta)] == tokens(whole)
-    assert sum(bool(delta.delta.content) for delta in deltas) == 3
+    # Three blocks; vLLM joins those that the server has not sent when the next one is there.
+    assert 1 < sum(bool(delta.delta.content) for delta in deltas) <= 3
     assert deltas[-1].finish_reason == whole.choices[0].finish_reason == "length"
 
 

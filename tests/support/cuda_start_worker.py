@@ -11,7 +11,7 @@
 
 The last line of the output is a JSON list with a report for each case: what ``report`` returns, or
 {"refusal": message}. Nothing is computed. A model whose weights are not loaded is made on the meta
-device.
+device. Of an autoregressive model there is the configuration alone (``choices``).
 """
 
 import json
@@ -52,6 +52,8 @@ def report(case: dict[str, Any]) -> dict[str, Any]:
 
     arguments = EngineArgs(case["model"], skip_tokenizer_init=True, **case["flags"])
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    if config.diffusion_config is None:
+        return choices(config)
     with set_current_vllm_config(config):
         model = made(config, "cpu" if case["loads"] else "meta")
         if case["loads"]:
@@ -73,8 +75,9 @@ def choices(config: Any) -> dict[str, Any]:
         config.cache_config,
     )
     return {
-        "attention": config.attention_config.backend.name,
+        "attention": getattr(config.attention_config.backend, "name", None),
         "scheduler": scheduler.scheduler_cls,
+        "async": scheduler.async_scheduling,
         "worker": config.parallel_config.worker_cls,
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,

@@ -62,6 +62,7 @@ class PageWorker:
         page_size: tokens of a page.
         texts: by request id.
         taken: how often each kind of row was seen.
+        denoised: the requests of which the last visit denoised a canvas.
     """
 
     windows: list[int | None]
@@ -70,6 +71,7 @@ class PageWorker:
     taken: Counter[str] = field(default_factory=Counter)
     pages: dict[tuple[int, int], Entry] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
+    denoised: frozenset[str] = frozenset()
 
     def visit(self, message: SchedulerOutput) -> ModelRunnerOutput:
         """One pass: all rows write their KV, then all read."""
@@ -78,6 +80,7 @@ class PageWorker:
         canvases = {r: len(message.scheduled_spec_decode_tokens.get(r, ())) for r in req_ids}
         heads = {r: message.num_scheduled_tokens[r] - canvases[r] for r in req_ids}
         commits = {r for r in req_ids if self.slots[r].pending and heads[r] == 0}
+        self.denoised = frozenset(r for r in req_ids if canvases[r] and r not in commits)
         for req_id in req_ids:
             self._write(req_id, heads[req_id], canvases[req_id], req_id in commits)
         for req_id in req_ids:

@@ -68,7 +68,11 @@ class Reply(NamedTuple):
 
 
 class Server:
-    """A process ``vllm serve CHECKPOINT``; leaving a ``with`` block stops it."""
+    """A process ``vllm serve CHECKPOINT``; leaving a ``with`` block stops it.
+
+    Args:
+        port: of ``reserve_port``; closed when the server is stopped.
+    """
 
     def __init__(
         self,
@@ -76,9 +80,10 @@ class Server:
         log: Path,
         flags: Sequence[str] = FLAGS,
         environment: Mapping[str, str] | None = None,
+        port: socket.socket | None = None,
     ) -> None:
         self.log = log
-        self._reserved = _reserve_port()
+        self._reserved = port or reserve_port()
         self.port = int(self._reserved.getsockname()[1])
         command = [
             str(Path(sys.executable).parent / "vllm"),
@@ -176,7 +181,7 @@ def server(
 _OF_THIS_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "DLLM_DISABLE", "VLLM_PLUGINS")
 
 
-def _reserve_port() -> socket.socket:
+def reserve_port() -> socket.socket:
     """A socket that keeps a free port reserved until vLLM uses it.
 
     It is bound to the port, but does not listen. The system gives the port to nobody else. vLLM can

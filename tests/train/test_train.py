@@ -277,8 +277,6 @@ def test_shipped_configs_are_valid():
         "tiny-dllm",
         "tiny-dllm-continued",
         "tiny-llada2",
-        "tiny-llada2-finished",
-        "tiny-llada2-lookup",
         "tiny-sdar",
         "tiny-sdar-continued",
         "tiny-sdar-finished",

@@ -81,6 +81,7 @@ class AdaptiveWidth(WidthPolicy):
         self._has_news = False  # the last step changed something that a decision depends on
         self._is_trial = False
         self._until_trial = self._trial_after = FIRST_TRIAL  # steps left; steps before the next one
+        self._waited_ms: float | None = None  # of the step that ends now; None if nobody says
         self._decided_at: float | None = None  # when the last step was decided, by the clock
 
     def observe(self, step: VerifiedStep) -> None:
@@ -137,6 +138,32 @@ class AdaptiveWidth(WidthPolicy):
         widths, _ = self._best_widths(slots, bins)
         return widths
 
+    def worth_ms(self, slots: np.ndarray) -> float:
+        """Milliseconds that drafts may be waited for; with a longer wait plain decoding is faster.
+
+        Infinity before any step was timed, and in a trial, which is there to find out.
+        """
+        num_rows = float(self._samples.sum())
+        if self._is_trial or self.costs.is_first or not num_rows:
+            return float("inf")
+        plain, verified = self.costs.plain(len(slots)), self.costs.drafting(len(slots))
+        cost_ms = plain + verified - verified[0]  # without the draft pass, whose place the wait has
+        survival = self.survival.of(slots) * self._samples[:, None]
+        gained = np.concatenate(([0.0], -np.sort(-survival.ravel()))).cumsum()
+        return float((plain * (1 + gained / num_rows) - cost_ms).max())
+
+    def note_wait(self, seconds: float) -> None:
+        """So much of the time since the last decision was spent waiting for drafts.
+
+        Called before ``widths`` by who knows it: a step without drafts would not have waited, so
+        its cost is learned from every step, and not from trials alone.
+        """
+        self._waited_ms = 1e3 * seconds
+
+    def leave_untimed(self) -> None:
+        """The step since the last decision says nothing about costs: drafts came late, or never."""
+        self._decided_at = None
+
     def _judge(self, slots: np.ndarray) -> None:
         """Decide anew which of the two is faster; a change brings the next trial nearer."""
         widths, drafting = self._best_widths(slots, bins=None)
@@ -160,7 +187,10 @@ class AdaptiveWidth(WidthPolicy):
     def _time_step(self, drafts: bool) -> None:
         """Tell the costs how long the step took that ends with this decision."""
         now, before = self.clock(), self._decided_at
+        waited_ms, self._waited_ms = self._waited_ms, None
         self._decided_at = now
         if before is not None and now > before and self._num_verified is not None:
-            num_rows = len(self._samples)
-            self.costs.observe(num_rows, self._num_verified, drafts, 1e3 * (now - before))
+            num_rows, ms = len(self._samples), 1e3 * (now - before)
+            self.costs.observe(num_rows, self._num_verified, drafts, ms)
+            if waited_ms is not None and waited_ms < ms:
+                self.costs.observe(num_rows, self._num_verified, False, ms - waited_ms)

@@ -28,6 +28,9 @@ class StepCosts:
 
     Args:
         num_drafts: N, drafts of a block.
+
+    Attributes:
+        is_first: nothing was timed yet.
     """
 
     def __init__(self, num_drafts: int) -> None:
@@ -39,7 +42,7 @@ class StepCosts:
         # that is measured says what a unit is in milliseconds.
         self._numbers = np.ones(len(self._guess))
         self._doubt = FIRST_DOUBT**2 * np.eye(len(self._guess))
-        self._is_first = True
+        self.is_first = True
 
     def observe(self, num_rows: int, num_verified: int, drafts: bool, ms: float) -> None:
         """Learn from a step's time.
@@ -50,8 +53,8 @@ class StepCosts:
             drafts: whether the drafter ran afterwards.
         """
         work = self._guess * np.array([1, num_rows, num_verified, drafts, drafts * num_rows])
-        if self._is_first:
-            self._is_first = False
+        if self.is_first:
+            self.is_first = False
             scale = ms / float(work.sum())
             self._numbers *= scale
             self._doubt *= scale**2

@@ -23,6 +23,7 @@ from attention.cpu_fp8_cache import write_rounded
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized
+from dllm.models.finite import finite
 from dllm.models.gemma.family import Gemma
 from dllm.models.gemma.self_conditioning import SelfConditioning
 from dllm.models.gemma.settings import GemmaSettings
@@ -210,9 +211,10 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             The names of the parameters that were filled.
 
         Raises:
-            ValueError: the two copies differ, a tensor is missing, or a scale of a quantized layer
-                would make it compute NaN. The message names the tensors.
+            ValueError: the two copies differ, a tensor is missing or not finite, or a scale of a
+                quantized layer would make it compute NaN. The message names the tensors.
         """
+        weights = finite(weights)
         plan = quantized.plan_of(self.quant_config)
         if self.quant_config is not None:
             weights = checked(weights, plan)

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 from attention.cpu_fp8_cache import write_rounded
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized
+from dllm.models.finite import finite
 from dllm.models.unmasking.family import Unmasking
 from dllm.models.unmasking.settings import UnmaskingSettings
 from quant.loading import checked
@@ -93,9 +94,10 @@ class UnmaskingModel:
         """vLLM's; a quantized checkpoint is checked, and its kernels are logged.
 
         Raises:
-            ValueError: a scale of a quantized layer would make it compute NaN.
+            ValueError: a tensor is not finite, or a quantized layer would compute NaN.
         """
         quant_config = self.quant_config  # type: ignore[attr-defined]
+        weights = finite(weights)
         plan = quantized.plan_of(quant_config)
         if quant_config is not None:
             weights = checked(weights, plan)

@@ -1,0 +1,402 @@
+"""Remote drafts beside plain decoding: draft workers in processes of their own, over ZeroMQ.
+
+    python -m bench.remote [--rounds 5] [--requests 24] [--at-once 1 4] [--drafts 8]
+
+One engine with tiny-ar as the target; what drafts for it changes. Draft workers are tiny-ar itself
+(so that nearly all drafts are right, and a draft costs what a step of the target costs), with and
+without running ahead; tiny-dllm, whose canvas is one block of drafts; and one that knows the
+answers and takes 0.5 ms for a draft, as a much smaller model would. Beside them n-grams on the
+target's host, and no drafts. In two of the runs the worker hangs, or is killed, when half of the
+requests are answered. In each round all take turns on the same held-out questions, greedily;
+answers that differ from those without drafts end the benchmark.
+
+Writes one row a run: tokens/s, tokens per step and request, milliseconds waited per step, and the
+share of steps with drafts that waited for less than 0.1 ms.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.context import (
+    RESULTS,
+    ROOT,
+    GateError,
+    Rows,
+    as_text,
+    progress,
+    provenance,
+    read_csv,
+    reporting_failures,
+    write_csv,
+)
+from bench.race import rounds
+from bench.tables import Table, markdown, measured_with, middle, names_of, of, ratios
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.policy import FixedWidth
+from dllm.patches.remote import SPECULATOR
+from dllm.remote.link import Link, wait
+from dllm.remote.ngram import Ngrams
+from dllm.remote.peers import Peer
+from dllm.tasks.suite import questions
+
+FILE = "remote.csv"
+TARGET = ROOT / "checkpoints/tiny-ar"
+DIFFUSION = ROOT / "checkpoints/tiny-dllm"
+FAMILIES = ("schema", "extract", "report")
+MAX_TOKENS, DEADLINE_MS = 64, 50.0
+NO_WAIT_S = 1e-4
+PLAIN = "no drafts"
+AR, AHEAD, CANVAS = "tiny-ar", "tiny-ar, ahead", "tiny-dllm"
+KNOWN, KNOWN_AHEAD = "known", "known, ahead"
+HUNG, KILLED = "hangs", "killed"
+SIGNALS = {HUNG: signal.SIGSTOP, KILLED: signal.SIGKILL}
+ENGINE = dict(dtype="float32", enforce_eager=True, max_model_len=512)
+MEMORY = 64 << 20
+BUDGET_S = 3000
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who drafts.
+
+    Attributes:
+        name: as it appears in the table.
+        worker: AR, AHEAD, CANVAS, KNOWN or KNOWN_AHEAD; None without a worker.
+        width: drafts of a request and step; None for the policy ``adaptive``.
+        ngrams: n-grams draft where no worker does.
+        accident: HUNG or KILLED: what happens to the worker on the way.
+    """
+
+    name: str
+    worker: str | None
+    width: int | None
+    ngrams: bool = False
+    accident: str | None = None
+
+
+def contestants(num_drafts: int) -> list[Contestant]:
+    """All of them."""
+    narrow = max(1, num_drafts // 4)
+    return [
+        Contestant(PLAIN, None, 0),
+        Contestant(f"n-grams, K = {num_drafts}", None, num_drafts, ngrams=True),
+        *(
+            Contestant(f"{worker}, K = {width}", worker, width)
+            for worker in (AR, AHEAD, KNOWN, KNOWN_AHEAD)
+            for width in (narrow, num_drafts)
+        ),
+        Contestant(f"{CANVAS}, K = {num_drafts}", CANVAS, num_drafts),
+        *(Contestant(f"{worker}, adaptive", worker, None) for worker in (AR, CANVAS, KNOWN_AHEAD)),
+        *(
+            Contestant(f"{KNOWN_AHEAD}, adaptive, {accident}", KNOWN_AHEAD, None, accident=accident)
+            for accident in (HUNG, KILLED)
+        ),
+    ]
+
+
+def command(worker: str, num_drafts: int, texts: Path) -> list[str]:
+    """Starts a worker; one that runs ahead does so as far as the drafts of one more step.
+
+    Args:
+        texts: prompts with their answers, as JSON.
+    """
+    ahead = str(num_drafts + 1 if worker in (AHEAD, KNOWN_AHEAD) else 0)
+    if worker in (KNOWN, KNOWN_AHEAD):
+        return [sys.executable, "-m", "bench.known_drafts", str(texts), ahead]
+    given = ["--model", str(TARGET), "--ahead", ahead]
+    if worker == CANVAS:
+        given = ["--model", str(DIFFUSION), "--canvas", "16"]
+    given += ["--listen", "tcp://127.0.0.1:*", "--dtype", "float32", "--enforce-eager"]
+    given += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(MEMORY)]
+    return [sys.executable, "-m", "dllm.cli", "draft-worker", *given]
+
+
+class Worker:
+    """A process that drafts.
+
+    Raises:
+        RuntimeError: it ended before it was ready.
+    """
+
+    def __init__(self, given: Sequence[str], log: Path) -> None:
+        with log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                given, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment()
+            )
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("dllm draft-worker:"):
+                self.address = line.split()[-1]
+                return
+        raise RuntimeError(f"no draft worker:\n{log.read_text(errors='replace')[-2000:]}")
+
+    def end(self) -> None:
+        """Kill it."""
+        self.process.kill()
+        self.process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """One thread, eager, quiet; for the workers, and for this process."""
+    quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **quiet, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Token ids of held-out questions."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    asked = questions(FAMILIES, "heldout", -(-count // len(FAMILIES)))[:count]
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": each.prompt}], tokenize=False, add_generation_prompt=True
+        )
+        for each in asked
+    ]
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+
+class Target:
+    """The target's engine, in this process, and what a run of it costs."""
+
+    def __init__(
+        self, num_drafts: int, max_num_seqs: int, deadline_ms: float = DEADLINE_MS
+    ) -> None:
+        os.environ.update(_environment(), VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        torch.set_num_threads(1)
+        from vllm import LLM
+
+        speculative = {"method": "custom_class", "model": SPECULATOR}
+        remote = {"workers": [], "deadline_ms": deadline_ms}
+        self.llm = LLM(
+            str(TARGET),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=512,
+            disable_log_stats=True,
+            kv_cache_memory_bytes=MEMORY,
+            speculative_config=speculative | {"num_speculative_tokens": num_drafts},
+            additional_config={"dllm": {"remote": remote}},
+            **ENGINE,
+        )
+        core: Any = self.llm.llm_engine.engine_core
+        self.drafter = core.engine_core.scheduler.remote
+        self._num_drafts, self._max_num_seqs = num_drafts, max_num_seqs
+        self._policies: dict[str, AdaptiveWidth] = {}
+        self.waits: list[float] = []  # seconds, of each step of a run that asked
+        collect = self.drafter.asker.collect
+
+        def timed(*given: Any) -> float:
+            self.waits.append(collect(*given))
+            return self.waits[-1]
+
+        self.drafter.asker.collect = timed
+
+    @contextmanager
+    def drafted_by(self, contestant: Contestant, address: str | None) -> Iterator[None]:
+        """Let a contestant draft. Each has a policy of its own, which keeps what it has learned."""
+        drafter, width = self.drafter, contestant.width
+        drafter.policy = FixedWidth(self._num_drafts, width)
+        if width is None:
+            new = AdaptiveWidth(self._num_drafts, self._max_num_seqs)
+            drafter.policy = self._policies.setdefault(contestant.name, new)
+            drafter.policy.leave_untimed()  # the time since its last run
+        drafter._wants_drafts = width != 0
+        drafter._ngrams = Ngrams(2, 4) if contestant.ngrams else None
+        links = [] if address is None else [Link(address)]
+        drafter.asker.peers = [Peer(link) for link in links]
+        for peer in drafter.asker.peers:
+            while not peer.link.is_up:
+                wait(links, 0.1)
+                peer.receive()
+        yield
+        drafter.end(drafter.asker.names)
+        drafter.asker.ask({}, {}, 0.0)  # the workers hear that the requests are over
+        drafter.asker.peers = []
+        for link in links:
+            link.close()
+
+    def run(
+        self,
+        asked: Sequence[list[int]],
+        at_once: int,
+        accident: Callable[[], None] = lambda: None,
+    ) -> tuple[list[list[int]], dict[str, float]]:
+        """The answers to all prompts, and the figures.
+
+        Args:
+            accident: called when half of them are answered.
+        """
+        from vllm import SamplingParams
+
+        engine: Any = self.llm.llm_engine
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
+        answers: dict[int, list[int]] = {}
+        num_begun = num_steps = num_rows = 0
+        self.waits.clear()
+        start = time.perf_counter()
+        while len(answers) < len(asked):
+            while num_begun < min(len(asked), len(answers) + at_once):
+                given = {"prompt_token_ids": asked[num_begun]}
+                engine.add_request(str(num_begun), given, params)
+                num_begun += 1
+            num_steps, num_rows = num_steps + 1, num_rows + num_begun - len(answers)
+            before = len(answers)
+            for output in engine.step():
+                if output.finished:
+                    answers[int(output.request_id)] = list(output.outputs[0].token_ids)
+            if before < len(asked) // 2 <= len(answers):
+                accident()
+        seconds = time.perf_counter() - start
+        waits = self.waits
+        figures = {
+            "tokens_per_s": sum(map(len, answers.values())) / seconds,
+            "tokens_per_step": sum(map(len, answers.values())) / num_rows,
+            "waited_ms": 1e3 * sum(waits) / num_steps,
+            "longest_wait_ms": 1e3 * max(waits, default=0.0),
+            "no_wait": sum(each < NO_WAIT_S for each in waits) / max(1, len(waits)),
+        }
+        return [answers[number] for number in range(len(asked))], figures
+
+
+class Race:
+    """A target, the workers, and the questions.
+
+    Args:
+        start: starts a worker, which knows these texts; whoever calls ends it.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        start: Callable[[str, list[list[int]]], Worker],
+        asked: Sequence[list[int]],
+    ) -> None:
+        self._target, self._start, self._asked = target, start, asked
+        self._workers: dict[str, Worker] = {}
+        with target.drafted_by(Contestant(PLAIN, None, 0), None):
+            self._expected, _ = target.run(asked, 1)
+
+    def _worker(self, name: str, is_new: bool) -> Worker:
+        if is_new or name not in self._workers:
+            known = zip(self._asked, self._expected, strict=True)
+            worker = self._start(name, [prompt + answer for prompt, answer in known])
+            if is_new:
+                return worker
+            self._workers[name] = worker
+        return self._workers[name]
+
+    def once(self, contestant: Contestant, at_once: int) -> dict[str, float]:
+        """One run's figures.
+
+        Raises:
+            GateError: the answers are not those of plain decoding.
+        """
+        name, accident = contestant.worker, contestant.accident
+        worker = None if name is None else self._worker(name, accident == KILLED)
+
+        def happens() -> None:
+            if worker is not None and accident is not None:
+                worker.process.send_signal(SIGNALS[accident])
+
+        address = None if worker is None else worker.address
+        with self._target.drafted_by(contestant, address):
+            answers, figures = self._target.run(self._asked, at_once, happens)
+        if worker is not None and accident == HUNG:
+            worker.process.send_signal(signal.SIGCONT)
+        if answers != self._expected:
+            raise GateError(f"{contestant.name}: answers differ from plain decoding's")
+        return figures
+
+
+@reporting_failures
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the CSV."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=24)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--drafts", type=int, default=8, help="K, the most drafts of a request")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
+    given = parser.parse_args(arguments)
+    about = provenance("bench.remote")
+    everyone = contestants(given.drafts)
+    rows: list[dict[str, object]] = []
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def start(name: str, known: list[list[int]]) -> Worker:
+            texts = logs / "texts.json"
+            texts.write_text(json.dumps(known))
+            worker = Worker(command(name, given.drafts, texts), logs / f"{name}.log")
+            stack.callback(worker.end)
+            return worker
+
+        target = Target(given.drafts, max(given.at_once))
+        race = Race(target, start, prompts(given.requests))
+        for at_once in given.at_once:  # starts and loads what is needed
+            for each in everyone:
+                if each.accident is None:
+                    race.once(each, at_once)
+        for pair in rounds(given.rounds, BUDGET_S):
+            shift = pair % len(everyone)
+            for at_once in given.at_once:
+                for each in everyone[shift:] + everyone[:shift]:
+                    run = {"contestant": each.name, "concurrency": at_once, "pair": pair}
+                    rows.append(run | race.once(each, at_once))
+                    progress(f"round {pair + 1} of {given.rounds}: {each.name}")
+    write_csv(given.results / FILE, [row | about for row in rows])
+    print(markdown(table(as_text(rows))))
+    return 0
+
+
+# --- table ---------------------------------------------------------------------------------------
+
+
+def table(rows: Rows) -> Table:
+    """One line a load and contestant."""
+    lines = []
+    for load in dict.fromkeys(row["concurrency"] for row in rows):
+        here = [row for row in rows if row["concurrency"] == load]
+        for name in sorted(names_of(here), key=names_of(rows).index):
+            own = of(here, name)
+            lines.append(
+                [
+                    f"{load} at once",
+                    name,
+                    ratios(own, of(here, PLAIN), "tokens_per_s"),
+                    middle(own, "tokens_per_step", 2),
+                    middle(own, "waited_ms", 2),
+                    middle(own, "longest_wait_ms", 0),
+                    middle(own, "no_wait", 2),
+                ]
+            )
+    header = ["", "drafts", f"tokens/s, ratio to {PLAIN}", "tokens a step and request"]
+    return [*header, "ms waited a step", "longest wait, ms", "steps that did not wait"], lines
+
+
+def remote(results: Path) -> str:
+    """Section of docs/remote.md: speed."""
+    rows = read_csv(results / FILE)
+    if not rows:
+        return "Not measured yet: `python -m bench.remote`."
+    return "\n\n".join([markdown(table(rows)), measured_with(rows, FILE)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

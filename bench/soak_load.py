@@ -1,0 +1,333 @@
+"""Kinds of requests of the soak campaign: good ones, whose answers are compared, and hostile ones.
+
+A good request has a seed, so that the same request alone must get the same tokens. A hostile one is
+malformed, greedy or rude; it may get anything but a status of 500 and above.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import aiohttp
+
+from dllm.tasks.suite import FAMILIES, question
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MAX_TOKENS = 64
+LONG_PROMPT = 800  # tokens
+TURNS = 4  # of a conversation
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request of a kind; ``body`` without the model's name."""
+
+    kind: str
+    path: str
+    body: Body
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back.
+
+    Attributes:
+        status: of HTTP; 0 if the connection broke, or an event of the stream was an error.
+        choices: text, token ids and finish reason of each choice; of streams without the events.
+    """
+
+    status: int
+    choices: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+    problem: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it is a complete answer."""
+        return self.status == 200 and bool(self.choices) and not self.problem
+
+
+# --- good ones ------------------------------------------------------------------------------------
+
+
+def _prompt(dice: Random) -> str:
+    return question(dice.choice(list(FAMILIES)), "heldout", dice.randrange(100_000)).prompt
+
+
+def _completion(dice: Random, **options: Any) -> tuple[str, Body]:
+    return COMPLETIONS, {"prompt": _prompt(dice), "max_tokens": MAX_TOKENS} | options
+
+
+def _chat(dice: Random, **options: Any) -> tuple[str, Body]:
+    messages = [{"role": "user", "content": _prompt(dice)}]
+    return CHAT, {"messages": messages, "max_tokens": MAX_TOKENS} | options
+
+
+def _sampled(dice: Random) -> tuple[str, Body]:
+    """A few parameters at a time, of every one that there is."""
+    every: Body = {
+        "temperature": dice.choice([0, 0.5, 1.5]),
+        "top_k": dice.randrange(2, 50),
+        "top_p": dice.uniform(0.5, 1),
+        "min_p": dice.uniform(0, 0.2),
+        "presence_penalty": dice.uniform(-1, 1),
+        "frequency_penalty": dice.uniform(-1, 1),
+        "repetition_penalty": dice.uniform(1, 1.3),
+        "logit_bias": {str(dice.randrange(20, 500)): dice.uniform(-5, 5)},
+        "bad_words": ["the", "a b"],
+        "min_tokens": dice.randrange(1, 40),
+        "logprobs": dice.randrange(4),
+        "prompt_logprobs": 0,
+        "stop": ["zz"],
+        "stop_token_ids": [dice.randrange(20, 500)],
+        "ignore_eos": True,
+        "allowed_token_ids": sorted(dice.sample(range(20, 500), 200)),
+    }
+    chosen = dice.sample(sorted(every), 3)
+    return _completion(dice, **{name: every[name] for name in chosen})
+
+
+def _denoised(dice: Random) -> tuple[str, Body]:
+    every: Body = {
+        "diffusion_canvas_length": dice.randrange(4, 33),
+        "diffusion_max_steps": dice.randrange(1, 9),
+        "diffusion_t_max": dice.uniform(0.9, 1.5),
+        "diffusion_t_min": dice.uniform(0.05, 0.2),
+        "diffusion_entropy_bound": dice.uniform(0.05, 2),
+        "diffusion_confidence": dice.uniform(0.01, 0.5),
+        "diffusion_eos_stop": dice.choice([0, 1]),
+    }
+    chosen = dice.sample(sorted(every), 2)
+    return _completion(dice, vllm_xargs={name: every[name] for name in chosen})
+
+
+def _structured(dice: Random) -> tuple[str, Body]:
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    forms: list[Body] = [
+        {"response_format": schema},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "[0-9]{4}-[0-9]{2}-[0-9]{2}"}},
+        {"structured_outputs": {"choice": ["yes", "no", f"{dice.randrange(50)} times"]}},
+    ]
+    return _chat(dice, **dice.choice(forms))
+
+
+def _streamed(dice: Random) -> tuple[str, Body]:
+    extra: Body = dice.choice([{}, {"vllm_xargs": {"diffusion_stream": "canvas"}}])
+    return dice.choice([_chat, _completion])(dice, stream=True, **extra)
+
+
+def _infilled(dice: Random) -> tuple[str, Body]:
+    words = _prompt(dice).split()
+    middle = len(words) // 2
+    before, after = " ".join(words[:middle]), " ".join(words[middle + 1 : middle + 4])
+    return COMPLETIONS, {"prompt": before, "suffix": " " + after, "max_tokens": 8}
+
+
+def _pinned(dice: Random) -> tuple[str, Body]:
+    pins = [{"at": dice.randrange(4, 40), "text": dice.choice(["Tom", "map", "7"])}]
+    return _chat(dice, diffusion_pins=pins, vllm_xargs={"diffusion_pin_mode": "hold"})
+
+
+def _long(dice: Random) -> tuple[str, Body]:
+    ids = [dice.randrange(20, 500) for _ in range(dice.randrange(LONG_PROMPT // 2, LONG_PROMPT))]
+    return COMPLETIONS, {"prompt": ids, "max_tokens": 32, "ignore_eos": True}
+
+
+GOOD: dict[str, Callable[[Random], tuple[str, Body]]] = {
+    "question": _chat,
+    "several at once (n)": lambda dice: _completion(dice, n=dice.randrange(2, 5)),
+    "sampling parameters": _sampled,
+    "denoising parameters": _denoised,
+    "structured output": _structured,
+    "stream": _streamed,
+    "infilling": _infilled,
+    "pins": _pinned,
+    "long prompt": _long,
+}
+CONVERSATION = "conversation"
+
+
+def good(dice: Random) -> Request:
+    """A request of any kind but a conversation."""
+    kind = dice.choice(list(GOOD))
+    path, body = GOOD[kind](dice)
+    if path == COMPLETIONS and body.get("logprobs") is None and "suffix" not in body:
+        body["return_token_ids"] = True
+    return Request(kind, path, body | {"seed": dice.randrange(2**31)})
+
+
+def turn(dice: Random, before: list[Body]) -> Request:
+    """The next request of a conversation, whose prompt begins as the one before."""
+    messages = [*before, {"role": "user", "content": _prompt(dice)}]
+    seed = dice.randrange(2**31)
+    return Request(CONVERSATION, CHAT, {"messages": messages, "max_tokens": 32, "seed": seed})
+
+
+async def ask(session: aiohttp.ClientSession, model: str, request: Request) -> Answer:
+    """Send a good request and read all of its answer."""
+    body = {"model": model} | request.body
+    try:
+        async with session.post(request.path, json=body) as reply:
+            if reply.status != 200:
+                return Answer(reply.status, problem=(await reply.text())[:300])
+            if request.body.get("stream"):
+                return _joined(
+                    [json.loads(line[6:]) async for line in reply.content if _event(line)]
+                )
+            return Answer(200, tuple(_choice(one) for one in (await reply.json())["choices"]))
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+        return Answer(0, problem=f"{type(error).__name__}: {error}"[:300])
+
+
+def _event(line: bytes) -> bool:
+    return line.startswith(b"data: ") and not line.startswith(b"data: [DONE]")
+
+
+def _choice(one: Body) -> tuple[str, tuple[int, ...], str]:
+    text = one["text"] if "text" in one else one["message"]["content"]
+    return text or "", tuple(one.get("token_ids") or ()), str(one["finish_reason"])
+
+
+def _joined(events: list[Body]) -> Answer:
+    """The answer that a stream of one choice spells."""
+    text, end = "", ""
+    ids: list[int] = []
+    for event in events:
+        if "error" in event:
+            return Answer(0, problem=str(event["error"])[:300])
+        for one in event["choices"]:
+            text += one["text"] if "text" in one else one["delta"].get("content") or ""
+            ids += one.get("token_ids") or []
+            end = one["finish_reason"] or end
+    problem = "" if end else "the stream ended without a finish reason"
+    return Answer(200, ((text, tuple(ids), end),), problem)
+
+
+# --- hostile ones ---------------------------------------------------------------------------------
+
+# Statuses that came back; none for what did not wait.
+Hostile = Callable[[aiohttp.ClientSession, str, Random], Awaitable[list[int]]]
+
+JUNK: tuple[Any, ...] = (
+    *(None, True, -1, 1.5, 2**70, 1e308, "", "x" * 5000, [], {}, [[]], [None], {"": ""}),
+    *([1] * 5000, "\0", "👩‍👩‍👧" * 9, "../../etc/passwd"),
+)
+REFUSED: tuple[Body, ...] = (
+    {"max_tokens": 0},
+    {"temperature": -1},
+    {"vllm_xargs": {"diffusion_canvas_length": 10**6}},
+    {"vllm_xargs": {"diffusion_lenght": 1}},
+    {"prompt": [5] * 5000},
+    {"prompt": [10**9]},
+    {"use_beam_search": True, "n": 4},
+    {"structured_outputs": {"regex": "((a{1,99}){1,99}){1,99}"}},
+    {"structured_outputs": {"regex": "(a|aa|aaa|aaaa)*" * 50 + "b" * 999}},
+    {"structured_outputs": {"json": {"type": "object", "if": {}, "not": {}}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}},
+    {"stream": True, "vllm_xargs": {"x": 1}},
+    {"logit_bias": {"99999": 1}},
+    {"stop_token_ids": [-1]},
+)
+
+
+async def _status(session: aiohttp.ClientSession, path: str, body: bytes) -> int:
+    headers = {"Content-Type": "application/json"}
+    async with session.post(path, data=body, headers=headers) as reply:
+        await reply.read()
+        return reply.status
+
+
+async def malformed(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
+    """A good request with junk in a field, or with bytes that are missing or others."""
+    request = good(dice)
+    body: Body = {"model": model} | request.body
+    if dice.random() < 0.6:
+        body[dice.choice([key for key in body if key != "structured_outputs"])] = dice.choice(JUNK)
+    data = json.dumps(body).encode()
+    if dice.random() < 0.4:
+        place = dice.randrange(len(data))
+        data = dice.choice([data[:place], data[:place] + b"\xff" + data[place + 1 :]])
+    return [await _status(session, request.path, data)]
+
+
+async def refused(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
+    """A request that asks for what no server gives, slow grammars among them."""
+    body = {"model": model, "prompt": "Sort these", "max_tokens": 8} | dice.choice(REFUSED)
+    return [await _status(session, COMPLETIONS, json.dumps(body).encode())]
+
+
+async def aborted(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
+    """A long answer whose client hangs up at once, or in the middle of the stream."""
+    body = {"model": model, "prompt": _prompt(dice), "max_tokens": 512, "ignore_eos": True}
+    patience = aiohttp.ClientTimeout(dice.uniform(0.01, 0.2))
+    try:
+        async with session.post(
+            COMPLETIONS, json=body | {"stream": dice.random() < 0.7}, timeout=patience
+        ) as reply:
+            await reply.content.readany()
+            return [reply.status]
+    except TimeoutError:
+        return []
+
+
+async def slow(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
+    """A stream with unfinished canvases that is read a few bytes at a time, and left."""
+    body = {"model": model, "prompt": _prompt(dice), "max_tokens": 256, "stream": True}
+    body |= {"logprobs": 5, "vllm_xargs": {"diffusion_stream": "canvas"}, "ignore_eos": True}
+    async with session.post(COMPLETIONS, json=body) as reply:
+        for _ in range(10):
+            await reply.content.read(64)
+            await asyncio.sleep(0.2)
+        reply.close()
+        return [reply.status]
+
+
+async def unfinished(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
+    """A connection that sends a head, and never the body."""
+    url = session._base_url
+    assert url is not None
+    _, writer = await asyncio.open_connection(url.host, url.port)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9999\r\n"
+    writer.write(dice.choice([head, head + b"Content-Type: application/json\r\n\r\n{"]))
+    await writer.drain()
+    await asyncio.sleep(2)
+    writer.close()
+    return []
+
+
+async def burst(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
+    """More requests at once than the server has places, each with long answers."""
+    bodies = [
+        {"model": model, "prompt": _prompt(dice), "max_tokens": 128, "ignore_eos": True}
+        for _ in range(48)
+    ]
+    sent = (_status(session, COMPLETIONS, json.dumps(body).encode()) for body in bodies)
+    return list(await asyncio.gather(*sent))
+
+
+async def greedy(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
+    """The most of everything that is allowed."""
+    body = {"model": model, "prompt": [7] * 500, "max_tokens": 256, "ignore_eos": True, "n": 8}
+    body |= {"logprobs": 20, "prompt_logprobs": 5, "bad_words": ["no"] * 50}
+    return [await _status(session, COMPLETIONS, json.dumps(body).encode())]
+
+
+RUDE: dict[str, Hostile] = {
+    "malformed": malformed,
+    "refused": refused,
+    "aborted": aborted,
+    "slow reader": slow,
+    "unfinished request": unfinished,
+}
+# These use the server's capacity, as good requests do: whoever comes later waits for them.
+HEAVY: dict[str, Hostile] = {"burst over capacity": burst, "greedy": greedy}

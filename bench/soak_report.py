@@ -1,0 +1,274 @@
+"""What a soak campaign recorded, its rows of the CSV file, and the table of our page.
+
+A row is ``what`` was counted or measured, of which ``part`` (a phase, or a process), its ``value``
+and ``unit``, with ``low`` and ``high`` where it has a 95% interval:
+
+    p99 beside / alone   ratio of the 99th percentiles of two phases; resampled requests
+    slope                of the last phase, per hour: least squares through the medians of twenty
+                         stretches of equal length, with Student's t; stretches are long beside
+                         what a garbage collection or a burst takes
+"""
+
+import math
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.context import Rows, read_csv
+from bench.soak_load import Answer, Request
+from bench.tables import markdown, measured_with
+
+CALM, RUDELY, EVERYTHING = PHASES = ("calm", "rude", "everything")
+MEASURES = ("memory", "file descriptors", "threads", "sockets")
+UNITS = ("MiB", "", "", "")
+SHADOWED = 10  # every so many good requests one is sent again
+STRETCHES = 20
+STUDENT = 2.101  # 97.5% of Student's t with STRETCHES - 2 degrees of freedom
+RESAMPLED = 1000
+
+Row = dict[str, object]
+
+
+class Sample(NamedTuple):
+    """What a process held at a time of ``time.monotonic``: the ``MEASURES``."""
+
+    seconds: float
+    process: str
+    held: tuple[float, ...]
+
+
+@dataclass
+class Record:
+    """What happened; lists are in the order of time."""
+
+    latencies: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    sent: Counter[tuple[str, str]] = field(default_factory=Counter)  # by phase and kind
+    failed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    shadows: list[tuple[Request, Answer]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    begins: dict[str, float] = field(default_factory=dict)  # of each phase, of ``time.monotonic``
+    ended: float = 0.0
+    num_good: int = 0
+    num_different: int = 0
+    num_tracebacks: int = 0
+
+    def answered(self, phase: str, request: Request, answer: Answer, seconds: float) -> None:
+        """Count a good request; every tenth of those that were answered has a shadow."""
+        self.sent[phase, request.kind] += 1
+        if not answer.is_good:
+            self.failed[phase, request.kind] += 1
+            self.problems.append(f"{request.kind}: HTTP {answer.status} {answer.problem}")
+            return
+        self.latencies[phase].append(seconds)
+        self.num_good += 1
+        if self.num_good % SHADOWED == 0:
+            self.shadows.append((request, answer))
+
+    def got(self, phase: str, kind: str, statuses: Sequence[int]) -> None:
+        """Count hostile requests; statuses of 500 and above are failures of the server."""
+        self.sent[phase, kind] += max(1, len(statuses))
+        bad = [status for status in statuses if status >= 500]
+        self.failed[phase, kind] += len(bad)
+        self.problems += [f"{kind}: HTTP {status}" for status in bad]
+
+    def read_log(self, text: str) -> None:
+        """Count tracebacks; the last line of each is a problem."""
+        lines = text.splitlines()
+        for number, line in enumerate(lines):
+            if "Traceback (most recent call last)" in line:
+                self.num_tracebacks += 1
+                last = (one for one in lines[number:] if re.search(r"\w+(Error|Exception)\b", one))
+                self.problems.append(f"log: {next(last, line)}"[:300])
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+
+def report(record: Record, seed: int) -> list[Row]:
+    """All rows."""
+    rows = [_row("requests", f"{phase}: {kind}", n) for (phase, kind), n in record.sent.items()]
+    rows += [
+        _row("failed", f"{phase}: {kind}", n) for (phase, kind), n in record.failed.items() if n
+    ]
+    rows += latencies(record.latencies, seed)
+    for process in dict.fromkeys(one.process for one in record.samples):
+        rows += resources(record, process)
+    rows += [
+        _row("sent once more", "", len(record.shadows)),
+        _row("other tokens", "", record.num_different),
+        _row("tracebacks", "log", record.num_tracebacks),
+    ]
+    return rows
+
+
+def is_clean(rows: Sequence[Row]) -> bool:
+    """Whether nothing failed that must not."""
+    return not any(row["value"] for row in rows if row["what"] in WRONG)
+
+
+WRONG = ("failed", "other tokens", "tracebacks")
+
+
+def _row(
+    what: str,
+    part: str,
+    value: float,
+    unit: str = "",
+    interval: tuple[float, float] | None = None,
+) -> Row:
+    low, high = interval or (None, None)
+    return {"what": what, "part": part, "value": value, "unit": unit, "low": low, "high": high}
+
+
+def latencies(found: dict[str, list[float]], seed: int) -> list[Row]:
+    """Median and 99th percentile of good requests by phase, and ratios to the calm phase."""
+    rows = []
+    for phase, seconds in found.items():
+        rows.append(_row("p50", phase, 1e3 * float(np.percentile(seconds, 50)), "ms"))
+        rows.append(_row("p99", phase, 1e3 * float(np.percentile(seconds, 99)), "ms"))
+    for phase in PHASES[1:]:
+        if found.get(CALM) and found.get(phase):
+            value, *interval = ratio(found[phase], found[CALM], seed)
+            rows.append(_row("p99 / p99 of calm", phase, value, "", tuple(interval)))  # type: ignore[arg-type]
+    return rows
+
+
+def ratio(these: Sequence[float], those: Sequence[float], seed: int) -> tuple[float, float, float]:
+    """Ratio of the 99th percentiles, with the 95% interval of resampled requests."""
+    draw = np.random.default_rng(seed)
+
+    def resampled(values: Sequence[float]) -> np.ndarray:
+        drawn = draw.choice(np.asarray(values), (RESAMPLED, len(values)))
+        return np.percentile(drawn, 99, axis=1)
+
+    low, high = np.percentile(resampled(these) / resampled(those), [2.5, 97.5])
+    value = np.percentile(these, 99) / np.percentile(those, 99)
+    return float(value), float(low), float(high)
+
+
+def resources(record: Record, process: str) -> list[Row]:
+    """First and last value and slope of each measure of a process, in the last phase."""
+    samples = [
+        one
+        for one in record.samples
+        if one.process == process and one.seconds >= record.begins[EVERYTHING]
+    ]
+    rows = []
+    for index, (measure, unit) in enumerate(zip(MEASURES, UNITS, strict=True)):
+        times = [one.seconds for one in samples]
+        values = [one.held[index] for one in samples]
+        rows.append(_row(measure, process, statistics.median(values), unit))
+        found = slope(times, values)
+        if found is not None:
+            value, *interval = found
+            per_hour = f"{unit} an hour".strip()
+            rows.append(_row(f"{measure}: slope", process, value, per_hour, tuple(interval)))  # type: ignore[arg-type]
+    return rows
+
+
+def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float, float] | None:
+    """Per hour, with its 95% interval; None with fewer than two samples a stretch.
+
+    Args:
+        times: seconds, ascending.
+    """
+    if len(times) < 2 * STRETCHES:
+        return None
+    hours = [statistics.mean(part) / 3600 for part in np.array_split(times, STRETCHES)]
+    medians = [statistics.median(part) for part in np.array_split(values, STRETCHES)]
+    middle = statistics.mean(hours)
+    spread = sum((x - middle) ** 2 for x in hours)
+    line = statistics.linear_regression(hours, medians)
+    rest = sum(
+        (y - line.intercept - line.slope * x) ** 2 for x, y in zip(hours, medians, strict=True)
+    )
+    error = STUDENT * math.sqrt(rest / (STRETCHES - 2) / spread)
+    return line.slope, line.slope - error, line.slope + error
+
+
+# --- table ----------------------------------------------------------------------------------------
+
+
+def soak(results: Path) -> str:
+    """Section of docs/reliability.md: what the campaign sent, and what it found."""
+    rows = read_csv(results / "soak.csv")
+    if not rows:
+        return "Not measured yet: `python -m bench.soak`."
+    parts = [
+        markdown((["", *PHASES], [*_requests(rows), *_latencies(rows)])),
+        markdown((["everything", *MEASURES], _resources(rows))),
+        _verdict(rows),
+        measured_with(rows, "soak.csv"),
+    ]
+    return "\n\n".join(parts)
+
+
+def _of(rows: Rows, what: str, part: str = "") -> dict[str, str] | None:
+    return next((row for row in rows if row["what"] == what and row["part"] == part), None)
+
+
+def _requests(rows: Rows) -> list[list[str]]:
+    """A line a kind: requests in each phase, and how many of them failed."""
+    kinds = dict.fromkeys(row["part"].split(": ")[1] for row in rows if row["what"] == "requests")
+    lines = []
+    for kind in kinds:
+        cells = [kind]
+        for phase in PHASES:
+            sent, failed = (_of(rows, what, f"{phase}: {kind}") for what in ("requests", "failed"))
+            wrong = f" ({failed['value']} failed)" if failed else ""
+            cells.append(f"{sent['value']}{wrong}" if sent else "-")
+        lines.append(cells)
+    return lines
+
+
+def _latencies(rows: Rows) -> list[list[str]]:
+    """p50, p99 and its ratio of good requests, a column a phase."""
+    lines = []
+    for what, decimals in (("p50", 0), ("p99", 0), ("p99 / p99 of calm", 2)):
+        found = (_of(rows, what, phase) for phase in PHASES)
+        lines.append([f"good requests: {what}", *(_number(one, decimals) for one in found)])
+    return lines
+
+
+def _resources(rows: Rows) -> list[list[str]]:
+    """A line a process: median of the last phase, and slope an hour."""
+    lines = []
+    for process in dict.fromkeys(row["part"] for row in rows if row["what"] == MEASURES[0]):
+        cells = [process]
+        for measure in MEASURES:
+            decimals = 1 if measure == "memory" else 0
+            held = _number(_of(rows, measure, process), decimals)
+            rate = _number(_of(rows, f"{measure}: slope", process), 1)
+            cells.append(f"{held}; {rate}")
+        lines.append(cells)
+    return lines
+
+
+def _number(row: dict[str, str] | None, decimals: int) -> str:
+    """``value unit [low .. high]``, or a dash."""
+    if row is None:
+        return "-"
+    value, low, high = (
+        f"{float(row[name]):.{decimals}f}" if row[name] else "" for name in ("value", "low", "high")
+    )
+    unit = f" {row['unit']}" if row["unit"] else ""
+    return f"{value}{unit} [{low} .. {high}]" if low else f"{value}{unit}"
+
+
+def _verdict(rows: Rows) -> str:
+    replays, different, tracebacks = (
+        int(row["value"])
+        for what, part in (("sent once more", ""), ("other tokens", ""), ("tracebacks", "log"))
+        if (row := _of(rows, what, part)) is not None
+    )
+    return (
+        f"Sent once more, alone: {replays} good requests; {different} of them got other tokens. "
+        f"Tracebacks in the log: {tracebacks}."
+    )

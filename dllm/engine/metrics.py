@@ -1,0 +1,44 @@
+"""Our Prometheus counter of diffusion models: ``dllm:commit_passes``.
+
+vLLM's own count denoise steps (``vllm:diffusion_num_denoising_steps``) and the positions of their
+canvases. Under asynchronous scheduling a block also takes a pass that only writes its KV
+(``engine.async_scheduler``). How the count travels:
+
+    engine core   the scheduler puts it into vLLM's statistics
+    front end     adds it to the counter under /metrics
+"""
+
+import functools
+from collections.abc import Sequence
+
+import prometheus_client
+from vllm.v1.metrics.stats import SchedulerStats
+
+LABELS = ("model_name", "engine")
+# vLLM's statistics have no field for plugins; `drafter.metrics` says why it is this one.
+KEY = "dllm_commit_passes"
+
+
+def add_commit_passes(stats: SchedulerStats, count: int) -> None:
+    """Engine core: put the number of such passes into the statistics."""
+    stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: count}
+
+
+def record_commit_passes(stats: SchedulerStats, labels: Sequence[str]) -> None:
+    """Front end: move the number from the statistics to the counter.
+
+    Args:
+        labels: values of LABELS.
+    """
+    carried = dict(stats.ec_connector_stats or {})
+    count = carried.pop(KEY, None)
+    if count is not None:
+        stats.ec_connector_stats = carried or None
+        _counter().labels(*labels).inc(count)
+
+
+@functools.cache
+def _counter() -> prometheus_client.Counter:
+    """Made once in a process: Prometheus registers a name only once."""
+    text = "Passes of a request that only wrote the KV of a block."
+    return prometheus_client.Counter("dllm:commit_passes", text, LABELS)

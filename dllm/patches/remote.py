@@ -1,0 +1,138 @@
+"""Patches for remote drafts: a target that is served with ``dllm.remote``, and a draft worker.
+
+A target asks for it in ``--speculative-config``: method "custom_class", and as the model
+``dllm.remote.speculator.RemoteDrafts``.
+"""
+
+from typing import Any
+
+from dllm.patches.contract import CPU_WORKER, GPU_WORKER, REMOTE_SCHEDULER
+from dllm.patches.cpu import set_cpu_worker
+
+SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
+
+
+def drafts_remotely(speculative_config: Any) -> bool:
+    """Whether a server's drafts come from draft workers."""
+    return (
+        speculative_config is not None
+        and speculative_config.method == "custom_class"
+        and speculative_config.model == SPECULATOR
+    )
+
+
+def configure_remote(vllm_config: Any) -> bool:
+    """Choose worker and scheduler of a target with remote drafts, or of a draft worker.
+
+    Returns:
+        Whether it is such a target.
+
+    Raises:
+        ValueError: an option or a flag does not work with remote drafts.
+    """
+    from dllm.patches.lifetime import end_together
+    from dllm.settings.remote import WHERE
+    from dllm.settings.server import PluginOptions
+
+    options = PluginOptions.from_vllm(vllm_config)
+    if options.draft_worker:
+        set_cpu_worker(vllm_config)
+    if not drafts_remotely(vllm_config.speculative_config):
+        if options.remote is not None:
+            raise ValueError(
+                f'{WHERE} without --speculative-config \'{{"method": "custom_class", "model": '
+                f'"{SPECULATOR}", "num_speculative_tokens": K}}\'. Give both or none.'
+            )
+        return False
+    if options.remote is None:
+        raise ValueError(
+            f"--speculative-config names {SPECULATOR}; name draft workers, too: {WHERE}: "
+            '{"workers": ["tcp://127.0.0.1:5800"]}.'
+        )
+    _check(vllm_config, options.remote)
+    _choose_classes(vllm_config)
+    end_together()
+    return True
+
+
+def _check(vllm_config: Any, options: Any) -> None:
+    """Refuse what does not work, before anything is loaded."""
+    from dllm.drafter.pair import refuse_other_rules
+    from dllm.remote.discovery import find_python
+    from dllm.remote.keys import TARGET, check_address, read_keys
+    from dllm.settings.remote import WHERE
+
+    speculative = vllm_config.speculative_config
+    refuse_other_rules(speculative, vllm_config.watermark_config is not None)
+    options.check_against(speculative.num_speculative_tokens)
+    for address in options.workers:
+        check_address(address, options.keys, f"{WHERE}: workers")
+    if options.keys is not None:
+        read_keys(options.keys, TARGET)
+    if options.discovery == "dynamo":
+        find_python()
+    for flag, is_given in (
+        ("--async-scheduling", vllm_config.scheduler_config.async_scheduling),
+        ("enable_adaptive_verification", speculative.enable_adaptive_verification),
+    ):
+        if is_given:
+            raise ValueError(
+                f"{flag}: the host decides behind each step what is verified in the next one. "
+                "Leave it out."
+            )
+
+
+def _choose_classes(vllm_config: Any) -> None:
+    from vllm.platforms import current_platform
+
+    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    for flag, given, ours in (
+        ("--worker-cls", parallel.worker_cls, worker),
+        ("--scheduler-cls", scheduler.scheduler_cls or "auto", REMOTE_SCHEDULER),
+    ):
+        if given not in ("auto", ours):
+            raise ValueError(f"{flag} {given}: remote drafts need {ours}. Leave the flag out.")
+    parallel.worker_cls = worker
+    set_cpu_worker(vllm_config)
+    scheduler.scheduler_cls = REMOTE_SCHEDULER
+    scheduler.async_scheduling = False
+
+
+def run_remote_targets_on_v2() -> None:
+    """Let Model Runner V2, which calls our speculator, run a target with remote drafts."""
+    from vllm.config import VllmConfig
+
+    find = VllmConfig._get_v2_model_runner_unsupported_features
+
+    def _get_v2_model_runner_unsupported_features(self: Any) -> list[str]:
+        unsupported: list[str] = find(self)
+        if drafts_remotely(self.speculative_config):
+            unsupported = [each for each in unsupported if "custom_class" not in each]
+        return unsupported
+
+    VllmConfig._get_v2_model_runner_unsupported_features = (  # type: ignore[method-assign]
+        _get_v2_model_runner_unsupported_features
+    )
+
+
+def make_speculator(vllm_config: Any, device: Any) -> Any:
+    """The speculator of a target with remote drafts."""
+    from dllm.remote.speculator import RemoteDrafts
+
+    return RemoteDrafts(vllm_config, device)
+
+
+class RidingDrafts:
+    """A base class in front of a worker of vLLM: takes the drafts that ride in the schedule."""
+
+    vllm_config: Any
+    model_runner: Any
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """vLLM's; before it, drafts are copied to where the model runner reads them."""
+        if drafts_remotely(self.vllm_config.speculative_config):
+            from dllm.remote.speculator import take_scheduled
+
+            take_scheduled(self.model_runner.req_states, scheduler_output)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]

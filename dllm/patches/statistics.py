@@ -1,0 +1,33 @@
+"""Patch of the front end: our counts, which arrive inside vLLM's statistics, go to Prometheus."""
+
+import functools
+from typing import Any
+
+
+@functools.cache
+def read_statistics() -> None:
+    """Record what our schedulers count (``drafter``, ``engine`` and ``remote``: ``metrics``)."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
+
+    from dllm.drafter.metrics import record_drafting
+    from dllm.engine.metrics import record_commit_passes
+    from dllm.remote.metrics import record_remote
+
+    record = StatLoggerManager.record
+
+    def record_ours(
+        self: Any,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int | None = None,
+    ) -> None:
+        for logger in self.stat_loggers:
+            if isinstance(logger, PrometheusStatLogger) and scheduler_stats is not None:
+                labels = [str(value) for value in logger.per_engine_labelvalues[engine_idx or 0]]
+                record_drafting(scheduler_stats, labels)
+                record_commit_passes(scheduler_stats, labels)
+                record_remote(scheduler_stats, labels)
+        record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
+
+    StatLoggerManager.record = record_ours  # type: ignore[method-assign]

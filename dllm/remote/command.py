@@ -1,0 +1,171 @@
+"""``dllm draft-worker``: serves drafts to targets, from a vLLM engine in this process."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from dllm.remote.discovery import Child, find_python
+from dllm.remote.keys import WORKER, Keys, check_address, read_keys
+from dllm.remote.link import check_bind
+from dllm.settings.checks import FloatRange
+from dllm.settings.command import OK, CommandError
+from dllm.settings.remote import DISCOVERIES
+
+TTLS = FloatRange(0, 1e9, excludes_low=True)
+REPORT_S = 10.0  # how often a busy worker prints what it did
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until the process is told to end (SIGTERM, SIGINT)."""
+    # The loop below takes the engine's steps itself. Before vLLM is imported.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if {"-h", "--help"} & set(argv):
+        _parser().print_help()
+        return OK
+    options, rest = _parser().parse_known_args(argv)
+    keys = _checked_keys(options)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="dllm draft-worker"))
+    engine_args = EngineArgs.from_cli_args(parser.parse_args(["--model", options.model, *rest]))
+    _prepare(engine_args)
+    worker = _make_worker(engine_args, options)
+
+    from dllm.remote.link import Server
+
+    server = Server(options.listen, keys)
+    listing = _listed(server.address) if options.discovery == "dynamo" else None
+    is_told_to_end: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: is_told_to_end.append(number))
+    print(f"dllm draft-worker: {options.model} at {server.address}", flush=True)
+    report = Report(worker, server)
+    worker.serve(server, lambda: report() and not is_told_to_end)
+    if listing is not None:
+        listing.close()
+    server.close()
+    return OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dllm draft-worker",
+        description="Serve drafts to `vllm serve` targets with remote drafts. Every other option "
+        "is one of vLLM's engine, as for `vllm serve`.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="draft model: autoregressive, or a diffusion model")
+    add("--listen", default="tcp://127.0.0.1:5800", help="address; port * takes a free one")
+    add("--discovery", choices=DISCOVERIES, default="static", help="dynamo: targets find it there")
+    add("--keys", metavar="DIR", help="CURVE keys of `dllm draft-keys`; needed beyond loopback")
+    add("--ahead", type=int, default=0, help="tokens drafted while the target verifies")
+    add("--max-sessions", type=int, default=1024, help="requests of targets that are kept")
+    add("--max-tokens-kept", type=int, default=4_000_000, help="their tokens that are kept")
+    add("--session-ttl", type=float, default=60.0, metavar="SECONDS", help="until one is dropped")
+    add("--canvas", type=int, help="of a diffusion model: tokens of a canvas; its maximum if unset")
+    add("--max-steps", type=int, default=4, help="of a diffusion model: denoise steps of a canvas")
+    return parser
+
+
+def _checked_keys(options: argparse.Namespace) -> Keys | None:
+    for name, least in (
+        ("ahead", 0),
+        ("max_sessions", 1),
+        ("max_tokens_kept", 1),
+        ("canvas", 1),
+        ("max_steps", 1),
+    ):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise CommandError(f"--{name.replace('_', '-')} {value}; allowed: at least {least}.")
+    if options.session_ttl not in TTLS:
+        raise CommandError(f"--session-ttl {options.session_ttl}; allowed: {TTLS}.")
+    try:
+        check_address(options.listen, options.keys, "--listen", is_own=True)
+        if options.discovery == "dynamo":
+            _check_discovery(options.listen)
+        keys = None if options.keys is None else read_keys(options.keys, WORKER)
+        check_bind(options.listen)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    return keys
+
+
+def _check_discovery(address: str) -> None:
+    """Refuse to be listed without Dynamo, or at an address that says nothing to others.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    host = urlsplit(address).hostname
+    if host in ("*", "0.0.0.0", "::"):
+        raise ValueError(
+            f"--listen {address} with --discovery dynamo: targets are told this address. Name the "
+            "one at which they reach this machine."
+        )
+    find_python()
+
+
+def _listed(address: str) -> Child:
+    try:
+        child = Child.of_dynamo("serve", address)
+        child.wait_until_ready()
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    return child
+
+
+def _prepare(engine_args: Any) -> None:
+    """Token ids come and go: no tokenizer. Prefix caching finds what a session's runs share."""
+    engine_args.skip_tokenizer_init = True
+    engine_args.enable_prefix_caching = True
+    engine_args.disable_log_stats = True
+    given = engine_args.additional_config or {}
+    ours = {**given.get("dllm", {}), "draft_worker": True}
+    engine_args.additional_config = {**given, "dllm": ours}
+
+
+def _make_worker(engine_args: Any, options: argparse.Namespace) -> Any:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from dllm.remote.engine import EngineDrafts
+    from dllm.remote.worker import DraftWorker, Limits
+
+    engine = LLMEngine.from_engine_args(engine_args)
+    canvas = None
+    if engine.vllm_config.model_config.is_diffusion:
+        canvas = options.canvas or engine.vllm_config.diffusion_config.canvas_length
+    drafts = EngineDrafts(engine, canvas, options.max_steps)
+    drafts.warm_up()
+    limits = Limits(
+        options.ahead, options.max_sessions, options.max_tokens_kept, options.session_ttl
+    )
+    return DraftWorker(drafts, limits)
+
+
+class Report:
+    """Prints now and then what a worker did; called in each turn, always true."""
+
+    def __init__(self, worker: Any, server: Any) -> None:
+        self._worker, self._server = worker, server
+        self._next, self._last = time.monotonic() + REPORT_S, self._line()
+
+    def __call__(self) -> bool:
+        if time.monotonic() > self._next:
+            self._next = time.monotonic() + REPORT_S
+            line = self._line()
+            if line != self._last:
+                print(f"dllm draft-worker: {line}", file=sys.stderr, flush=True)
+            self._last = line
+        return True
+
+    def _line(self) -> str:
+        counts = ", ".join(f"{name} {n}" for name, n in vars(self._worker.counts).items())
+        return f"{counts}, refused {self._server.num_refused}"

@@ -1,0 +1,186 @@
+"""Draft workers that come and go: NVIDIA Dynamo lists them, for targets that follow the list.
+
+Dynamo's runtime lives in a child process (``dynamo_process``), because it pins packages at other
+versions than vLLM does. The child ends with this process, so a worker that is killed leaves the
+list at once. Only addresses go through Dynamo; drafts go over ``link``, with its keys.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import zmq
+
+from dllm import LOGGER
+from dllm.remote import dynamo_process
+from dllm.remote.asker import Asker
+from dllm.remote.keys import check_address
+from dllm.remote.peers import Peer
+
+logger = logging.getLogger(LOGGER)
+
+PYTHON_VARIABLE = "DLLM_DYNAMO_PYTHON"
+PACKAGE = "ai-dynamo-runtime"
+ROOT = Path(__file__).resolve().parents[2]
+# What `make setup-dynamo` makes; the second is written last, when the environment is complete.
+PYTHON, READY = ROOT / ".venv-dynamo/bin/python", ROOT / ".venv-dynamo/.locked"
+RESTART_S, LAST_RESTART_S = 1.0, 10.0
+READY_WITHIN_S = 60.0
+MAX_WORKERS = 256
+
+
+def find_python() -> str:
+    """The interpreter that has Dynamo's runtime.
+
+    Raises:
+        ValueError: there is none, and what to do.
+    """
+    given = os.environ.get(PYTHON_VARIABLE)
+    if given is not None:
+        if not Path(given).is_file():
+            raise ValueError(f"{PYTHON_VARIABLE}={given}: there is no such file.")
+        return given
+    if importlib.util.find_spec("dynamo") is not None:
+        return sys.executable
+    if READY.is_file():
+        return str(PYTHON)
+    raise ValueError(
+        f"discovery by Dynamo needs {PACKAGE}. In a checkout run: make setup-dynamo. Elsewhere: "
+        f"python3 -m venv dynamo-env; dynamo-env/bin/pip install {PACKAGE}; and name it: "
+        f"{PYTHON_VARIABLE}=dynamo-env/bin/python"
+    )
+
+
+class Child:
+    """A process that prints lists of addresses; started again, with pauses, whenever it ends.
+
+    Args:
+        command: prints a JSON list in each line, and ends when its standard input does.
+
+    Attributes:
+        addresses: the last list that it printed; None before the first. Another object each time.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.addresses: list[str] | None = None
+        self._command = list(command)
+        self._has_spoken, self._is_closed = threading.Event(), threading.Event()
+        self._lock = threading.Lock()  # it is not started again once it is closed
+        self._process = self._start()
+        threading.Thread(target=self._follow, name="discovery", daemon=True).start()
+
+    @classmethod
+    def of_dynamo(cls, *args: str) -> "Child":
+        """``dynamo_process`` with these arguments."""
+        return cls([find_python(), "-I", dynamo_process.__file__, *args])
+
+    def wait_until_ready(self) -> None:
+        """Wait for its first list.
+
+        Raises:
+            ValueError: none came in time.
+        """
+        if not self._has_spoken.wait(READY_WITHIN_S):
+            self.close()
+            raise ValueError(f"discovery: no answer within {READY_WITHIN_S:.0f} s. See its errors.")
+
+    def close(self) -> None:
+        """End it; what it listed is gone when this returns."""
+        with self._lock:
+            self._is_closed.set()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        self._process.wait()
+
+    def _start(self) -> subprocess.Popen[str]:
+        # A session of its own: what interrupts this process is not for it.
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def _follow(self) -> None:
+        pause = RESTART_S
+        while True:
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                try:
+                    self.addresses = _parsed(line)
+                except (ValueError, TypeError):
+                    logger.warning("discovery: no list of addresses: %.200s", line.rstrip())
+                    continue
+                self._has_spoken.set()
+                pause = RESTART_S
+            code = self._process.wait()
+            if self._is_closed.wait(pause):
+                return
+            logger.warning("discovery ended with exit code %d; it is started again", code)
+            pause = min(2 * pause, LAST_RESTART_S)
+            with self._lock:
+                if self._is_closed.is_set():
+                    return
+                self._process = self._start()
+
+
+def _parsed(line: str) -> list[str]:
+    found = json.loads(line)
+    if not isinstance(found, list):
+        raise ValueError("no list")
+    return [str(each) for each in found][:MAX_WORKERS]
+
+
+class Following:
+    """Keeps a target's list of workers that which Dynamo has.
+
+    Sessions stay with their worker while it is listed; those of others go to who is there. Workers
+    that were known stay while discovery is away: the connection tells whether they are there.
+
+    Args:
+        child: lists addresses.
+        connect: makes a connection to one.
+        keys: folder of CURVE keys; without it only addresses of loopback are used.
+    """
+
+    def __init__(self, child: Child, connect: Callable[[str], Peer], keys: str | None) -> None:
+        self._child, self._connect, self._keys = child, connect, keys
+        self._seen: list[str] | None = None
+        self._refused: set[str] = set()
+
+    def update(self, asker: Asker) -> None:
+        """Let ``asker`` use the workers that are listed now. Called in its thread."""
+        listed = self._child.addresses
+        if listed is None or listed is self._seen:
+            return
+        self._seen = listed
+        self._refused.intersection_update(listed)
+        there = {peer.link.address: peer for peer in asker.peers}
+        found = {
+            address: there.get(address) or self._connected(address)
+            for address in dict.fromkeys(listed)
+        }
+        gone = [peer for address, peer in there.items() if address not in found]
+        asker.use([peer for peer in found.values() if peer is not None])
+        for peer in gone:
+            peer.link.close()
+
+    def _connected(self, address: str) -> Peer | None:
+        """A connection; None if there can be none, which is logged once."""
+        if address in self._refused:
+            return None
+        try:
+            check_address(address, self._keys, "a draft worker")
+            return self._connect(address)
+        except (zmq.ZMQError, ValueError) as error:
+            logger.warning("discovery: %r is not used: %s", address, error)
+            self._refused.add(address)
+            return None

@@ -1,0 +1,198 @@
+"""What a target's engine core does for drafts, step by step: learn, ask, wait, choose widths.
+
+    admit    requests that begin: their prompts are sent while the target reads them itself
+    follow   behind a step of the target: learn from it, and ask for what comes next
+    take     before the next step is scheduled: the drafts to verify
+
+The width policy is the DFlash drafter's (``drafter.widths``). It prices the waiting: a step is
+timed from the moment its drafts are there. A step whose drafts came late, or never, is not timed,
+because it says nothing about the cost of drafts; who is late too often is not waited for
+(``peers``).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dllm.drafter.metrics import DraftingCounts
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
+from dllm.remote.asker import Asker
+from dllm.remote.ngram import Ngrams
+
+# The policy learns by the drafter's probability how far a draft can be trusted. These drafts come
+# without any; their source takes its place.
+REMOTE_CONFIDENCE, NGRAM_CONFIDENCE = 0.9, 0.0
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """What a step of the target did for one request, and where the request stands.
+
+    Attributes:
+        tokens: all of the request's, those of this step included.
+        in_prompt: the step read tokens of the prompt.
+        num_sampled: tokens that it emitted.
+        num_verified: drafts that it verified.
+        limit: drafts that may be of use in the next step; 0 if there is none.
+    """
+
+    name: str
+    tokens: Sequence[int]
+    in_prompt: bool
+    num_sampled: int
+    num_verified: int
+    limit: int
+
+
+class RemoteDrafter:
+    """Drafts for one engine core.
+
+    Args:
+        ngrams: drafts for requests without a draft of a worker; None if nothing does.
+        num_drafts: N, the most drafts of a request.
+        num_slots: requests that run at once.
+        deadline_s: how long a step waits at most.
+
+    Attributes:
+        counts: what was drafted since they were last reset, as for a DFlash drafter. ``seconds`` is
+            the time waited, ``passes`` are steps that asked.
+        num_remote, num_ngram: drafts to be verified, by source, since the start.
+    """
+
+    def __init__(
+        self,
+        asker: Asker,
+        ngrams: Ngrams | None,
+        policy: WidthPolicy,
+        num_drafts: int,
+        num_slots: int,
+        deadline_s: float,
+    ) -> None:
+        self.asker, self.policy = asker, policy
+        self.num_remote = self.num_ngram = 0
+        self.counts = DraftingCounts.none(num_drafts)
+        self._ngrams = ngrams
+        self._num_drafts, self._deadline_s = num_drafts, deadline_s
+        self._free = list(range(num_slots))
+        self._slots: dict[str, int] = {}
+        self._rows: list[StepRow] = []  # of the last step
+        self._short: set[str] = set()  # got fewer drafts than the policy would have verified
+        self._wants_drafts = True  # what the policy said behind it
+        self._deadline_now_s = deadline_s
+
+    def admit(self, begun: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Send prompts that the target begins to read, so that the first drafts are not late.
+
+        The target's first token is its own: one more draft is asked for.
+        """
+        texts = dict(begun)
+        if texts and self._wants_drafts:
+            wants = dict.fromkeys(texts, self._most + 1)
+            self.asker.ask(texts, wants, self._deadline_s)
+
+    def end(self, names: Iterable[str]) -> None:
+        """These requests are over."""
+        names = list(names)
+        self.asker.end(names)
+        for name in names:
+            if self._ngrams is not None:
+                self._ngrams.end(name)
+
+    def follow(self, rows: list[StepRow]) -> None:
+        """Learn from a step, and ask for drafts of the next one if the policy wants any."""
+        self._rows = rows
+        slots = self._slots_of(rows)
+        if self.policy.reads_outcomes:
+            self.policy.observe(_outcome(rows, slots, self._short))
+        self._wants_drafts = self.policy.wants_drafts(slots)
+        self._deadline_now_s = self._deadline_s
+        if isinstance(self.policy, AdaptiveWidth):
+            worth_s = 1e-3 * self.policy.worth_ms(slots)
+            self._deadline_now_s = max(0.0, min(self._deadline_s, worth_s))
+        asking = [row for row in rows if row.limit] if self._wants_drafts else []
+        texts = {row.name: row.tokens for row in asking}
+        wants = {row.name: min(row.limit, self._most) for row in asking}
+        self.asker.ask(texts, wants, self._deadline_now_s)
+        self.counts.passes += bool(asking)
+
+    def take(self) -> tuple[list[str], list[list[int]]]:
+        """The drafts to verify of each request of the last step; waits for them if need be."""
+        rows, self._rows = self._rows, []
+        self._short = set()
+        drafts: list[list[int]] = [[] for _ in rows]
+        if self._wants_drafts and any(row.limit for row in rows):
+            texts = {row.name: row.tokens for row in rows if row.limit}
+            waited_s = self.asker.collect(texts, self._deadline_now_s)
+            self.counts.seconds += waited_s
+            if isinstance(self.policy, AdaptiveWidth):
+                self.policy.note_wait(waited_s)
+            drafts = self._widened(rows)
+        for row, kept in zip(rows, drafts, strict=True):
+            if row.limit:
+                self.counts.widths[len(kept)] += 1
+        return [row.name for row in rows], drafts
+
+    def _widened(self, rows: list[StepRow]) -> list[list[int]]:
+        """The drafts that there are, cut to the widths that the policy chooses."""
+        drafts, is_remote = [], []
+        for row in rows:
+            tokens = self.asker.drafts(row.name, row.tokens, row.limit)
+            is_remote.append(bool(tokens))
+            if not tokens and row.limit and self._ngrams is not None:
+                tokens = self._ngrams.drafts(row.name, row.tokens, row.limit)
+            drafts.append(tokens)
+        self.counts.drafted += sum(map(len, drafts))
+        is_untimed = self.asker.has_missed or not any(drafts)
+        if is_untimed and isinstance(self.policy, AdaptiveWidth):
+            self.policy.leave_untimed()
+        if not any(drafts):
+            return drafts
+        sources = np.where(is_remote, REMOTE_CONFIDENCE, NGRAM_CONFIDENCE)
+        confidence = np.repeat(sources[:, None], self._num_drafts, axis=1)
+        slots = np.array([self._slots[row.name] for row in rows])
+        widths = self.policy.widths(slots, confidence if self.policy.reads_confidence else None)
+        kept = []
+        for row, tokens, remote, width in zip(
+            rows, drafts, is_remote, widths.tolist(), strict=True
+        ):
+            kept.append(tokens[:width])
+            self.num_remote += len(kept[-1]) * remote
+            self.num_ngram += len(kept[-1]) * (not remote)
+            if 0 < len(tokens) < min(width, row.limit):
+                self._short.add(row.name)
+        return kept
+
+    @property
+    def _most(self) -> int:
+        """Drafts of a request that the policy may verify."""
+        return self.policy.width if isinstance(self.policy, FixedWidth) else self._num_drafts
+
+    def _slots_of(self, rows: list[StepRow]) -> np.ndarray:
+        """``[rows]``: the number that the policy knows each request by, below ``num_slots``."""
+        names = {row.name for row in rows}
+        if len(names - set(self._slots)) > len(self._free):
+            for name in set(self._slots) - names:
+                self._free.append(self._slots.pop(name))
+        for row in rows:
+            if row.name not in self._slots:
+                self._slots[row.name] = self._free.pop()
+        return np.array([self._slots[row.name] for row in rows], dtype=np.int64)
+
+
+def _outcome(rows: list[StepRow], slots: np.ndarray, short: set[str]) -> VerifiedStep:
+    """What the policy is told of a step.
+
+    A draft that did not come in time is as useless as one that is rejected, and is told as such;
+    otherwise a policy would go on to expect what a slow worker cannot deliver.
+    """
+    verified = np.array([row.num_verified for row in rows], dtype=np.int64)
+    sampled = np.array([row.num_sampled for row in rows], dtype=np.int64)
+    in_prompt = np.array([row.in_prompt for row in rows], dtype=bool)
+    # Tokens behind the end of an answer are cut: a draft that ends it counts as rejected.
+    accepted = np.where(verified > 0, np.clip(sampled - 1, 0, verified), 0)
+    verified += np.array(
+        [row.num_verified > 0 and row.name in short for row in rows], dtype=np.int64
+    )
+    return VerifiedStep(slots, in_prompt, sampled > 0, verified, accepted)

@@ -1,0 +1,126 @@
+"""Prometheus metrics of draft workers, as one target sees them; beside those of every drafter.
+
+The counts travel as ``drafter.metrics`` describes: within the scheduler's statistics. Those of a
+step go to one of the front ends, so they hold what is new, and every front end adds what it gets.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import prometheus_client
+from vllm.v1.metrics.stats import SchedulerStats
+
+from dllm.drafter.metrics import LABELS
+from dllm.remote.drafter import RemoteDrafter
+
+KEY = "dllm_remote"
+Counts = Mapping[str, Mapping[str, float]]  # metric -> value of its own label -> count
+
+COUNTERS = {
+    "remote_asks": ("worker", "Asks sent to a draft worker."),
+    "remote_replies": ("worker", "Replies of a draft worker, late ones included."),
+    "remote_misses": ("worker", "Steps that waited for a draft worker for nothing."),
+    "remote_silences": ("worker", "Times that a draft worker fell silent, so that nobody waits."),
+    "remote_refused": ("worker", "Messages of a draft worker that are no valid reply."),
+    "remote_drafts": ("source", "Drafts scheduled for verification, by who drafted them."),
+    "remote_moves": ("reason", "Sessions that went to another draft worker."),
+}
+GAUGES = {"remote_worker_up": ("worker", "1 if a draft worker is waited for, 0 if it is silent.")}
+
+
+def counts_of(drafter: RemoteDrafter) -> dict[str, dict[str, float]]:
+    """All counts of an engine core, since it started."""
+    asker = drafter.asker
+    peers = {peer.link.address: peer for peer in asker.peers}
+    return {
+        "remote_asks": {name: peer.num_asks for name, peer in peers.items()},
+        "remote_replies": {name: peer.num_replies for name, peer in peers.items()},
+        "remote_misses": {name: peer.num_misses for name, peer in peers.items()},
+        "remote_silences": {name: peer.num_silences for name, peer in peers.items()},
+        "remote_refused": {
+            name: peer.link.num_refused + peer.num_refused for name, peer in peers.items()
+        },
+        "remote_worker_up": {name: float(not peer.is_silent) for name, peer in peers.items()},
+        "remote_drafts": {"worker": drafter.num_remote, "ngram": drafter.num_ngram},
+        "remote_moves": {"silence": asker.num_moves},
+    }
+
+
+class Changes:
+    """What is new in the counts of an engine core since they were last asked for."""
+
+    def __init__(self) -> None:
+        self._last: Counts = {}
+
+    def of(self, counts: Counts) -> Counts:
+        """The counters' differences; gauges as they are."""
+        last, self._last = self._last, counts
+        return {
+            name: by_label if name in GAUGES else _difference(by_label, last.get(name, {}))
+            for name, by_label in counts.items()
+        }
+
+
+def _difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """By label; what is less than before began anew."""
+    known = {label: before.get(label, 0) for label in now}
+    return {
+        label: count - known[label] if count >= known[label] else count
+        for label, count in now.items()
+    }
+
+
+def ride_with(stats: SchedulerStats, changes: Counts) -> None:
+    """Put them into vLLM's statistics, which go to the front end."""
+    stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: changes}
+
+
+class RemoteMetrics:
+    """The Prometheus metrics. Made once in a process: Prometheus registers a name only once."""
+
+    def __init__(self) -> None:
+        self._counters = {
+            name: prometheus_client.Counter(f"dllm:{name}", text, (*LABELS, label))
+            for name, (label, text) in COUNTERS.items()
+        }
+        self._gauges = {
+            name: prometheus_client.Gauge(
+                f"dllm:{name}", text, (*LABELS, label), multiprocess_mode="mostrecent"
+            )
+            for name, (label, text) in GAUGES.items()
+        }
+        self._shown: dict[tuple[str, ...], set[str]] = {}
+
+    def observe(self, labels: Sequence[str], changes: Counts) -> None:
+        """Take what is new in an engine core; ``labels`` are values of LABELS."""
+        for name, by_label in changes.items():
+            for own, change in by_label.items():
+                if name in self._gauges:
+                    self._gauges[name].labels(*labels, own).set(change)
+                else:
+                    self._counters[name].labels(*labels, own).inc(change)
+            shown = self._shown.get((*labels, name), set())
+            for own in shown - by_label.keys():  # a worker that discovery lists no longer
+                if name in self._gauges:  # of several front ends, one alone removes nothing
+                    self._gauges[name].labels(*labels, own).set(0)
+                (self._gauges | self._counters)[name].remove(*labels, own)
+            self._shown[*labels, name] = set(by_label)
+
+
+_metrics: RemoteMetrics | None = None  # of this process
+
+
+def record_remote(stats: SchedulerStats, labels: Sequence[str]) -> None:
+    """Move the counts from a step's statistics to the metrics. Runs in the front end.
+
+    Args:
+        labels: values of LABELS.
+    """
+    global _metrics
+    carried = dict(stats.ec_connector_stats or {})
+    changes = carried.pop(KEY, None)
+    if changes is None:
+        return
+    stats.ec_connector_stats = carried or None
+    if _metrics is None:
+        _metrics = RemoteMetrics()
+    _metrics.observe(labels, changes)

@@ -1,0 +1,204 @@
+"""The soak campaign: its pieces, and all of it against a server that only pretends."""
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+from itertools import count
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+
+from bench import soak, soak_load, soak_report
+from bench.context import as_text, write_csv
+from bench.soak_load import COMPLETIONS, GOOD, Answer, Request
+from bench.soak_report import CALM, EVERYTHING, PHASES, RUDELY, Record, Sample
+
+ABOUT = {"commit": "c", "machine": "m", "versions": "v", "command": "run"}
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def test_the_same_dice_make_the_same_requests_of_every_kind():
+    first, second = Random(1), Random(1)
+    requests = [soak_load.good(first) for _ in range(200)]
+    assert requests == [soak_load.good(second) for _ in range(200)]
+    assert {request.kind for request in requests} == set(GOOD)
+    assert all("seed" in request.body and json.dumps(request.body) for request in requests)
+
+
+def test_a_turn_begins_as_the_one_before():
+    dice = Random(1)
+    first = soak_load.turn(dice, [])
+    said = [*first.body["messages"], {"role": "assistant", "content": "yes"}]
+    second = soak_load.turn(dice, said)
+    assert second.body["messages"][:2] == said and len(second.body["messages"]) == 3
+
+
+def choice(text, ids, end):
+    return {"index": 0, "text": text, "token_ids": ids, "finish_reason": end}
+
+
+EVENTS = [{"choices": [choice("a ", [5], None)]}, {"choices": [choice("b", [6], "stop")]}]
+
+
+@pytest.mark.parametrize(
+    ("events", "answer"),
+    [
+        (EVENTS, Answer(200, (("a b", (5, 6), "stop"),))),
+        (
+            EVENTS[:1],
+            Answer(200, (("a ", (5,), ""),), "the stream ended without a finish reason"),
+        ),
+        ([*EVENTS, {"error": {"message": "dead"}}], Answer(0, problem="{'message': 'dead'}")),
+    ],
+)
+def test_a_stream_is_joined_and_an_incomplete_one_is_no_answer(events, answer):
+    assert soak_load._joined(events) == answer
+    assert answer.is_good == (answer.problem == "")
+
+
+# --- the campaign ---------------------------------------------------------------------------------
+
+
+def campaign(answer, seconds):
+    """The record of a campaign against an HTTP server whose completions are ``answer(body)``."""
+
+    async def reply(request):
+        data = await request.read()
+        try:
+            body = json.loads(data)
+        except ValueError:
+            return web.Response(status=400)
+        status, text = answer(body)
+        if not body.get("stream"):
+            one = {"text": text, "finish_reason": "stop"}
+            return web.json_response({"choices": [one]}, status=status)
+        event = json.dumps({"choices": [{"text": text, "finish_reason": "stop"}]})
+        return web.Response(status=status, text=f"data: {event}\n\ndata: [DONE]\n\n")
+
+    async def run():
+        app = web.Application()
+        app.router.add_post("/v1/{rest:.*}", reply)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        server = SimpleNamespace(
+            url=f"http://127.0.0.1:{port}", options=SimpleNamespace(model="m"), pid=os.getpid()
+        )
+        try:
+            return await soak.campaign(server, seconds, seed=3)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A campaign of little work, without clients that wait for seconds on purpose."""
+    monkeypatch.setattr(soak, "WARM_UP", 4)
+    monkeypatch.setattr(soak, "RUDE", {"malformed": soak_load.malformed})
+    monkeypatch.setattr(soak, "HEAVY", {"burst over capacity": soak_load.burst})
+
+
+def test_a_campaign_against_a_good_server_is_clean(quick):
+    record = campaign(lambda body: (200, f"{body.get('seed')}"), 1.0)
+    rows = soak_report.report(record, seed=0)
+    assert soak_report.is_clean(rows)
+    assert record.num_good >= 30 and len(record.shadows) == record.num_good // 10
+    kinds = {(phase, kind) for phase, kind in record.sent}
+    assert {(CALM, "conversation"), (RUDELY, "malformed"), (EVERYTHING, "burst over capacity")} <= (
+        kinds
+    )
+    assert (CALM, "malformed") not in kinds
+
+
+def test_other_tokens_in_a_replay_are_found(quick):
+    numbers = count()
+    record = campaign(lambda body: (200, f"{next(numbers)}"), 0.5)
+    assert record.num_different == len(record.shadows) > 0
+    assert not soak_report.is_clean(soak_report.report(record, seed=0))
+
+
+def test_statuses_of_500_are_failures_and_refusals_of_hostile_requests_are_not():
+    record = Record()
+    record.got(RUDELY, "malformed", [400, 200, 500])
+    record.got(RUDELY, "aborted", [])
+    record.answered(CALM, Request("question", COMPLETIONS, {}), Answer(400, problem="no"), 1.0)
+    assert record.sent == {(RUDELY, "malformed"): 3, (RUDELY, "aborted"): 1, (CALM, "question"): 1}
+    assert record.failed[RUDELY, "malformed"] == record.failed[CALM, "question"] == 1
+    assert record.problems == ["malformed: HTTP 500", "question: HTTP 400 no"]
+
+
+def test_a_traceback_in_the_log_is_found():
+    record = Record()
+    record.read_log("fine\nTraceback (most recent call last):\n  File x\nValueError: bad\nfine")
+    assert record.num_tracebacks == 1 and record.problems == ["log: ValueError: bad"]
+
+
+def test_the_processes_of_a_server_are_sampled_by_their_titles():
+    said = "import sys; print('up', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        ["VLLM::EngineCore", "-c", said],
+        executable=sys.executable,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as child:
+        assert child.stdout.readline() == b"up\n"
+        (found,) = soak.sample(os.getpid())
+        child.stdin.close()
+    memory, descriptors, threads, sockets = found.held
+    assert found.process == "engine core"
+    assert memory > 1 and descriptors >= 3 and threads == 1 and sockets == 0
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def test_the_slope_of_a_line_and_of_noise():
+    seconds = [2.0 * number for number in range(200)]
+    value, low, high = soak_report.slope(seconds, [5 + second / 60 for second in seconds])
+    assert value == pytest.approx(60) and low == pytest.approx(60) == pytest.approx(high)
+    dice = Random(0)
+    inside = 0
+    for _ in range(200):
+        _, low, high = soak_report.slope(seconds, [dice.gauss(0, 1) for _ in seconds])
+        inside += low <= 0 <= high
+    assert 180 <= inside <= 199  # of 95%
+    assert soak_report.slope(seconds[:30], seconds[:30]) is None
+
+
+def test_the_ratio_of_percentiles():
+    dice = Random(0)
+    calm = [dice.expovariate(1) for _ in range(3000)]
+    value, low, high = soak_report.ratio([2 * one for one in calm], calm, seed=0)
+    assert value == pytest.approx(2) and low < 2 < high
+    assert statistics.mean([low, high]) == pytest.approx(2, rel=0.2)
+
+
+def test_the_table_says_what_was_sent_and_what_failed(tmp_path):
+    assert "Not measured yet" in soak_report.soak(tmp_path)
+    record = Record()
+    for number, phase in enumerate(PHASES):
+        record.begins[phase] = 100.0 * number
+        for _ in range(20):
+            record.answered(phase, Request("stream", "", {}), Answer(200, (("", (), "stop"),)), 0.1)
+    record.got(EVERYTHING, "malformed", [503])
+    held = (100.0, 5.0, 3.0, 2.0)
+    record.samples = [Sample(200.0 + number, "engine core", held) for number in range(60)]
+    rows = soak_report.report(record, seed=0)
+    write_csv(tmp_path / "soak.csv", as_text([row | ABOUT for row in rows]))
+    table = soak_report.soak(tmp_path)
+    assert "| stream | 20 | 20 | 20 |" in table
+    assert "| malformed | - | - | 1 (1 failed) |" in table
+    assert "| good requests: p99 / p99 of calm | - | 1.00 [1.00 .. 1.00] |" in table
+    assert "100.0 MiB; 0.0 MiB an hour [0.0 .. 0.0]" in table
+    assert "6 good requests; 0 of them got other tokens" in table

@@ -1,0 +1,138 @@
+"""What ends with what, in this process; tests/server/test_kills.py kills real processes."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from dllm.patches import lifetime
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Nothing ends this process; the mock hears what would."""
+    heard = Mock()
+    monkeypatch.setattr(lifetime, "LOOK_EVERY_S", 0)
+    monkeypatch.setattr(lifetime, "CLIENT_GRACE_S", 0)
+    monkeypatch.setattr(lifetime, "GRACE_S", 0)
+    monkeypatch.setattr(lifetime, "Finalize", heard.finalize)
+    monkeypatch.setattr(lifetime, "_end_after", heard.end_after)
+    return heard
+
+
+def watched(engine, *, cancel):
+    """The server and a connection of it, after the watchdog has run."""
+    connection = SimpleNamespace(transport=Mock())
+    state = SimpleNamespace(connections={id(connection): connection}.values())
+    server = SimpleNamespace(should_exit=False, server_state=state)
+
+    async def run() -> None:
+        hung_up = asyncio.Event()
+        connection.transport.abort.side_effect = hung_up.set
+        task = asyncio.create_task(lifetime.watchdog_loop(server, engine))
+        if cancel:
+            await asyncio.sleep(0)  # it has begun
+            task.cancel()
+        await asyncio.wait_for(hung_up.wait(), 60)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    return server
+
+
+def test_a_dead_engine_ends_the_server_with_an_error(ends):
+    server = watched(SimpleNamespace(errored=True, is_running=False), cancel=False)
+    assert server.should_exit
+    ends.finalize.assert_called_once_with(None, os._exit, args=(1,), exitpriority=-2)
+    ends.end_after.assert_called_once_with(0)
+
+
+def test_a_server_that_is_told_to_stop_only_hangs_up(ends):
+    server = watched(SimpleNamespace(errored=False, is_running=True), cancel=True)
+    assert not server.should_exit
+    assert not ends.mock_calls
+
+
+@pytest.fixture
+def base(monkeypatch):
+    """A folder with a short path: a longer one is left as it is."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv(lifetime.SOCKETS, folder)
+        monkeypatch.setenv(lifetime.PROCESSES, "1")
+        yield Path(folder)
+
+
+def test_sockets_get_a_folder_once_that_is_removed(ends, monkeypatch, base):
+    monkeypatch.setenv(lifetime.PROCESSES, "0")
+    lifetime._collect_sockets()
+    assert not list(base.iterdir())
+    monkeypatch.setenv(lifetime.PROCESSES, "1")
+    lifetime._collect_sockets()
+    folder = Path(os.environ[lifetime.SOCKETS])
+    assert folder.parent == base and folder.stat().st_mode & 0o777 == 0o700
+    lifetime._collect_sockets()  # of a child
+    assert os.environ[lifetime.SOCKETS] == str(folder)
+    (folder / "socket").touch()
+    ends.finalize.call_args.args[1]()
+    assert not folder.exists() and base.exists()
+
+
+def test_a_folder_stays_while_the_process_that_made_it_lives(ends, monkeypatch, base):
+    """A worker that outlives a killed engine core leaves the API server's folder alone."""
+    lifetime._collect_sockets()
+    folder, maker = Path(os.environ[lifetime.SOCKETS]), os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: maker + 1)  # in the worker
+    lifetime._remove_sockets()
+    assert folder.exists()
+    monkeypatch.setattr(lifetime, "_is_alive", lambda process: process != maker)
+    lifetime._remove_sockets()
+    assert not folder.exists()
+    lifetime._collect_sockets()  # of a process that inherited the variable
+    another = Path(os.environ[lifetime.SOCKETS])
+    assert another.parent == base and another.exists() and another != folder
+
+
+def test_who_is_alive():
+    assert lifetime._is_alive(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended: a zombie
+        assert not lifetime._is_alive(process.pid)
+    assert not lifetime._is_alive(process.pid)
+
+
+def test_an_api_server_of_several_keeps_its_signals(monkeypatch):
+    """Its event loop runs already, and uvloop hears signals over a descriptor."""
+    heard = Mock()
+    monkeypatch.setattr(lifetime.signal, "set_wakeup_fd", heard)
+    monkeypatch.setattr(lifetime.multiprocessing, "parent_process", lambda: None)
+    lifetime.end_without_parent()
+    assert not heard.called
+    lifetime._begin_child()
+    heard.assert_called_once_with(-1)
+
+
+def test_nothing_but_our_own_folder_is_removed(monkeypatch, tmp_path):
+    (tmp_path / "precious").touch()
+    monkeypatch.setenv(lifetime.SOCKETS, str(tmp_path))
+    lifetime._remove_sockets()
+    assert (tmp_path / "precious").exists()
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_folder_whose_sockets_would_have_too_long_paths_is_left_as_it_is(
+    ends, monkeypatch, base, left
+):
+    longest = 107 - len(f"/dllm-sockets-{os.getpid()}-12345678/") - 36
+    long = base / ("x" * (longest + left - len(str(base)) - 1))
+    long.mkdir()
+    monkeypatch.setenv(lifetime.SOCKETS, str(long))
+    lifetime._collect_sockets()
+    assert (os.environ[lifetime.SOCKETS] == str(long)) == bool(left)

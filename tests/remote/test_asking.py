@@ -1,0 +1,382 @@
+"""A target and its workers on a clock of their own: deadlines, silence, fail-over, widths.
+
+The text is right in every test: ``finish`` checks it.
+"""
+
+import numpy as np
+import pytest
+
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.policy import FixedWidth
+from dllm.remote import asker as asking
+from dllm.remote.ngram import Ngrams
+from dllm.remote.peers import FIRST_PROBE_S, LAST_PROBE_S, MISSES, Peer, choose
+from dllm.remote.wire import OVER
+from tests.support.oracle import VOCAB, plain
+from tests.support.remote_harness import Clock, Net, Target, worker
+
+STEP_S, DEADLINE_S = 0.01, 0.05
+NUM_TOKENS = 200
+
+
+def begin(target: Target, count: int = 2, num_tokens: int = NUM_TOKENS, first: int = 0) -> None:
+    for number in range(first, first + count):
+        target.add(str(number), [number % VOCAB, 3, 7], num_tokens)
+
+
+def finish(target: Target, num_tokens: int = NUM_TOKENS) -> None:
+    """Run to the end; nothing is lost, nothing is wrong, nothing is left over."""
+    target.run()
+    for name, request in target.finished.items():
+        assert request.tokens == plain([int(name) % VOCAB, 3, 7], num_tokens), name
+    target.step()
+    assert not target.asker.names and not target.asker._homes
+
+
+def steps_without_drafts(target: Target) -> int:
+    return sum(width == 0 for width in target.widths)
+
+
+def test_an_ask_has_no_more_rows_than_a_worker_reads(monkeypatch):
+    """Sessions that do not fit are told of with a later ask; some that ended are not told of."""
+    monkeypatch.setattr(asking, "MAX_ROWS", 2)
+    monkeypatch.setattr(asking, "MAX_ENDED", 1)
+    clock = Clock()
+    net = Net(worker(clock), clock)
+    target = Target([net], clock)
+    begin(target, 4, 20)
+    finish(target, 20)
+    assert max(len(message.rows) for message in net.sent) == 2
+    assert target.drafter.num_remote
+
+
+def test_a_right_worker_saves_four_of_five_steps():
+    clock = Clock()
+    target = Target([Net(worker(clock), clock)], clock)
+    begin(target)
+    finish(target)
+    # The prompt's step has none; the drafts for the one behind it were asked for at admission.
+    assert len(target.steps) - 1 == pytest.approx(NUM_TOKENS / 5, abs=2)
+    assert steps_without_drafts(target) <= 2
+    assert target.peers[0].num_misses == 0
+
+
+def test_prompts_are_sent_at_admission_so_that_first_drafts_wait_for_nothing():
+    clock = Clock()
+    net = Net(worker(clock), clock, draft_s=STEP_S / 8)
+    target = Target([net], clock, step_s=STEP_S)
+    begin(target, 1)
+    target.step()
+    assert target.steps[0] == pytest.approx(STEP_S)  # it did not wait
+    target.step()
+    assert target.widths == [0, 4]
+
+
+def test_a_killed_worker_costs_no_step_more_than_its_time():
+    """The connection breaks, which is seen at once."""
+    clock = Clock()
+    net = Net(worker(clock), clock)
+    target = Target([net], clock)
+    begin(target)
+    for _ in range(5):
+        target.step()
+    net.kill()
+    for _ in range(10):
+        target.step()
+    assert max(target.steps[5:]) < STEP_S + 1e-9
+    assert target.widths[7:15] == [0] * 8
+    net.restart(worker(clock))
+    before = len(target.steps)
+    target.step()
+    target.step()
+    assert target.widths[before + 1] > 0  # drafts are back with the step behind
+    finish(target)
+    assert target.peers[0].num_silences == 1
+
+
+def test_a_hung_worker_costs_three_deadlines():
+    clock = Clock()
+    net = Net(worker(clock), clock)
+    target = Target([net], clock, deadline_s=DEADLINE_S)
+    begin(target, num_tokens=2000)
+    for _ in range(5):
+        target.step()
+    net.is_hung = True
+    for _ in range(50):
+        target.step()
+    late = [step for step in target.steps[5:] if step > STEP_S + 1e-9]
+    assert len(late) == MISSES and max(late) == pytest.approx(STEP_S + DEADLINE_S)
+    net.is_hung = False
+    back = clock.now
+    before = len(target.steps)
+    while not target.widths[-1]:
+        target.step()
+    assert clock.now - back < FIRST_PROBE_S + 3 * STEP_S
+    assert max(target.steps[before:]) < STEP_S + DEADLINE_S / 2
+    finish(target, 2000)
+
+
+def test_a_worker_that_is_always_late_is_waited_for_less_and_less():
+    clock = Clock()
+    net = Net(worker(clock), clock, delay_s=2 * DEADLINE_S)
+    target = Target([net], clock, deadline_s=DEADLINE_S)
+    begin(target, 1, 5000)
+    finish(target, 5000)
+    waited = sum(target.steps) - STEP_S * len(target.steps)
+    # Three misses, one for each probe; probes are 0.05, 0.1, ... and then 1 s apart.
+    doublings = np.log2(LAST_PROBE_S / FIRST_PROBE_S)
+    most = MISSES + doublings + sum(target.steps) / LAST_PROBE_S
+    assert target.peers[0].num_misses <= most
+    assert waited < 1.1 * DEADLINE_S * most
+    assert waited < 0.1 * sum(target.steps)
+
+
+@pytest.mark.parametrize("policy", ["fixed", "adaptive"])
+def test_a_worker_that_answers_in_time_with_nothing_is_waited_for_less_and_less(policy):
+    """Its model is too slow: each token of the target ends a draft that has not begun."""
+    clock = Clock()
+    net = Net(worker(clock), clock, draft_s=2 * DEADLINE_S)
+    widths = adaptive(clock) if policy == "adaptive" else None
+    target = Target([net], clock, deadline_s=DEADLINE_S, policy=widths)
+    begin(target, 1, 5000)
+    finish(target, 5000)
+    waited = sum(target.steps) - STEP_S * len(target.steps)
+    assert waited < 0.1 * sum(target.steps)
+    assert target.peers[0].num_replies > MISSES
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.1])
+def test_delay_jitter_loss_and_reordering(loss):
+    clock = Clock()
+    net = Net(worker(clock, 0.8), clock, delay_s=0.002, jitter_s=0.02, loss=loss)
+    target = Target([net], clock)
+    begin(target, 6)
+    finish(target)
+    assert target.drafter.num_remote > 100
+    assert (target.peers[0].num_misses > 0) == (loss > 0)
+
+
+def test_wrong_drafts_change_nothing():
+    clock = Clock()
+    target = Target([Net(worker(clock, alpha=0.0), clock)], clock)
+    begin(target)
+    finish(target)
+    assert len(target.steps) >= NUM_TOKENS
+
+
+def test_aborted_requests_leave_nothing_behind():
+    clock = Clock()
+    drafter = worker(clock)
+    target = Target([Net(drafter, clock)], clock, num_slots=4)
+    for number in range(20):
+        begin(target, 3, 50, first=3 * number)
+        target.step()
+        target.step()
+        target.abort(str(3 * number))
+        target.run()
+    finish(target, 50)
+    assert drafter.num_sessions == 0 and not drafter._drafts.runs
+
+
+def run_ahead(alpha: float, ahead: int) -> list[float]:
+    """Seconds that steps with a request behind its prompt waited; a draft takes 1 ms."""
+    clock = Clock()
+    net = Net(worker(clock, alpha, ahead=ahead), clock, draft_s=0.001)
+    target = Target([net], clock)
+    begin(target, 1, 3000)
+    finish(target, 3000)
+    return [step - STEP_S for step in target.steps[2:-5]]  # at the end fewer are asked for
+
+
+def test_running_ahead_has_drafts_ready_when_all_were_right():
+    """With probability alpha^(K + 1): the K drafts, and the token behind them."""
+    alpha, num_drafts = 0.8, 4
+    behind, ahead = (run_ahead(alpha, count) for count in (0, num_drafts + 1))
+    assert min(behind) > 0.002  # drafting begins when the target's tokens are known
+    hits = np.mean([wait < 1e-6 for wait in ahead])
+    # About 900 steps: a deviation of 0.016.
+    assert hits == pytest.approx(alpha ** (num_drafts + 1), abs=4 * 0.016)
+    assert np.mean(ahead) < 0.75 * np.mean(behind)
+    assert max(run_ahead(1.0, num_drafts + 1)) < 1e-6
+
+
+def test_nobody_waits_for_an_answer_that_will_not_come():
+    """A session that the worker forgot too often is not asked for; its neighbour's end is told."""
+    clock = Clock()
+    target = Target([Net(worker(clock), clock)], clock)
+    begin(target, 1, 100)
+    begin(target, 1, 3, first=1)
+    target.step()
+    target.asker._sessions["0"].resets = 99
+    target.asker._sessions["0"].guess = []
+    finish_steps = len(target.steps)
+    target.run()
+    assert target.peers[0].num_misses == 0
+    assert max(target.steps[finish_steps:]) < 2 * STEP_S
+
+
+# --- pools ----------------------------------------------------------------------------------------
+
+
+def pool(clock: Clock, count: int = 3, **how) -> list[Net]:
+    return [
+        Net(worker(clock), clock, address=f"tcp://127.0.0.1:{number}", **how)
+        for number in range(count)
+    ]
+
+
+def test_sessions_spread_over_the_workers_and_stay():
+    clock = Clock()
+    nets = pool(clock)
+    target = Target(nets, clock, num_slots=60)
+    begin(target, 60, 40)
+    finish(target, 40)
+    told = [
+        {row.session for message in net.sent for row in message.rows if row.tokens} for net in nets
+    ]
+    assert not (told[0] & told[1] or told[0] & told[2] or told[1] & told[2])
+    assert min(map(len, told)) >= 10  # 60 in 3; 10 or fewer has a probability of 1%
+    assert steps_without_drafts(target) <= 2
+
+
+def test_a_worker_that_goes_moves_its_own_sessions_only():
+    peers = [Peer(net) for net in pool(Clock(), 4)]
+    before = {key: choose(peers, key) for key in range(1000)}
+    peers[2].link.is_up = False
+    for key, peer in before.items():
+        if peer is not peers[2]:
+            assert choose(peers, key) is peer
+    moved = [choose(peers, key) for key, peer in before.items() if peer is peers[2]]
+    assert {*moved} == {peers[0], peers[1], peers[3]}
+
+
+@pytest.mark.parametrize("how", ["killed", "hung"])
+def test_sessions_of_a_worker_that_fails_move_to_another(how):
+    clock = Clock()
+    nets = pool(clock, 2)
+    target = Target(nets, clock, num_slots=8)
+    begin(target, 8, 2000)
+    for _ in range(5):
+        target.step()
+    if how == "killed":
+        nets[0].kill()
+    else:
+        nets[0].is_hung = True
+    for _ in range(10):
+        target.step()
+    assert target.widths[-1] == 8 * 4  # the other one drafts for all
+    assert target.asker.num_moves > 0
+    assert max(target.steps[-5:]) < 2 * STEP_S
+    finish(target, 2000)
+
+
+# --- widths ---------------------------------------------------------------------------------------
+
+
+def adaptive(clock: Clock, num_drafts: int = 4) -> AdaptiveWidth:
+    return AdaptiveWidth(num_drafts, 8, clock=clock)
+
+
+def run_adaptive(alpha: float, draft_s: float, per_draft_s: float = 0.0005):
+    clock = Clock()
+    net = Net(worker(clock, alpha), clock, draft_s=draft_s)
+    target = Target([net], clock, policy=adaptive(clock), per_draft_s=per_draft_s)
+    begin(target, 2, 1500)
+    finish(target, 1500)
+    return target, 1500 * STEP_S
+
+
+def test_useless_drafts_are_given_up():
+    target, plain_s = run_adaptive(alpha=0.02, draft_s=0.002)
+    assert not target.drafter.policy.is_drafting
+    assert sum(width > 0 for width in target.widths) < 0.1 * len(target.widths)
+    assert sum(target.steps) < 1.05 * plain_s
+
+
+def test_no_more_is_asked_for_than_a_fixed_width():
+    clock = Clock()
+    net = Net(worker(clock), clock)
+    target = Target([net], clock, policy=FixedWidth(4, 2))
+    begin(target, 1)
+    finish(target)
+    asked = [row.extra for message in net.sent for row in message.rows if row.extra != OVER]
+    assert asked[0] == 3 and max(asked[1:]) == 2  # the first token is the target's own
+    assert max(target.widths) == 2
+
+
+def test_good_drafts_are_verified_in_full():
+    target, plain_s = run_adaptive(alpha=1.0, draft_s=0.0005)
+    assert sum(target.steps) < plain_s / 2.5
+    assert np.mean(target.widths[100:]) > 7
+
+
+def test_right_drafts_that_take_too_long_are_given_up():
+    """What a draft gains is a step; four of them, 12 ms each, cost more than they gain."""
+    target, plain_s = run_adaptive(alpha=1.0, draft_s=0.012)
+    assert sum(target.steps) < 1.1 * plain_s
+
+
+def test_waiting_that_costs_more_than_it_gains_is_given_up_before_a_trial():
+    """A step says what one without the wait would have taken."""
+    clock = Clock()
+    target = Target([Net(worker(clock), clock, draft_s=0.02)], clock, policy=adaptive(clock))
+    target.drafter.policy._until_trial = 10**6
+    begin(target, 1, 500)
+    while target.drafter.policy.is_drafting:
+        target.step()
+        assert len(target.steps) < 20
+    finish(target, 500)
+
+
+def test_a_deadline_is_what_the_drafts_are_worth():
+    clock = Clock()
+    net = Net(worker(clock), clock)
+    policy = adaptive(clock)
+    target = Target([net], clock, policy=policy, deadline_s=10.0, per_draft_s=0.0005)
+    begin(target, 1, 4000)
+    while len(target.steps) < 100:
+        target.step()
+    # 4 right drafts save 4 steps of 10 ms, and verifying them costs 2 ms. Estimates are noisy.
+    worth_ms = policy.worth_ms(np.zeros(1, dtype=np.int64))
+    assert 20 < worth_ms < 45
+    net.is_hung = True
+    for _ in range(5):
+        target.step()
+    late = [1e3 * step for step in target.steps[100:] if step > 1.5 * STEP_S]
+    assert len(late) == MISSES and max(late) < 12 + 45  # not the 10 s that it may wait
+    net.is_hung = False
+    finish(target, 4000)
+
+
+# --- n-grams --------------------------------------------------------------------------------------
+
+
+def test_ngrams_draft_what_followed_before():
+    ngrams = Ngrams(2, 3)
+    tokens = [1, 2, 3, 4, 5, 9, 2, 3, 7, 1, 2, 3]
+    assert ngrams.drafts("a", tokens, 3) == [4, 5, 9]  # three tokens before two
+    assert ngrams.drafts("b", tokens[1:], 2) == [7, 1]
+    tokens += [7]
+    assert ngrams.drafts("a", tokens, 3) == [1, 2, 3]
+    assert ngrams.drafts("a", [*tokens, 50], 3) == []
+    ngrams.end("a")
+    assert ngrams.drafts("a", [5, 5, 5], 4) == [5]
+    assert ngrams.drafts("c", [1], 4) == []
+
+
+def test_ngrams_compare_tokens_not_bytes():
+    # The bytes of [256, 1] shifted by one are those of [1, 65536].
+    assert Ngrams(1, 1).drafts("a", [0x01000000, 0x01, 0x0100], 4) == []
+    assert Ngrams(1, 1).drafts("b", [0x0100, 0x05, 0x010000, 0x0100], 4) == [0x05, 0x010000, 0x0100]
+
+
+def test_ngrams_draft_while_no_worker_answers():
+    clock = Clock()
+    net = Net(worker(clock), clock)
+    net.kill()
+    ngrams = Ngrams(1, 2)
+    target = Target([net], clock, ngrams=ngrams)
+    begin(target, 2)
+    finish(target)
+    assert target.drafter.num_ngram > 0 and target.drafter.num_remote == 0
+    assert not ngrams._texts

@@ -1,0 +1,283 @@
+"""Workers that come and go: the target's list, the process that prints it, and NVIDIA Dynamo."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import PIPE, Popen
+from types import SimpleNamespace
+
+import prometheus_client
+import pytest
+import zmq
+
+from dllm.drafter.metrics import LABELS
+from dllm.remote import discovery, dynamo_process
+from dllm.remote.discovery import Child, Following, find_python
+from dllm.remote.metrics import KEY, Changes, record_remote
+from dllm.remote.peers import Peer
+from tests.support.dynamo import needs_dynamo, wait_for
+from tests.support.oracle import VOCAB, plain
+from tests.support.process import start_python
+from tests.support.remote_harness import Clock, Net, Target, worker
+
+FIRST, SECOND, THIRD = (f"tcp://127.0.0.1:{port}" for port in (1, 2, 3))
+
+
+# --- a target and the list ------------------------------------------------------------------------
+
+
+class Simulated:
+    """A target that follows a list of simulated workers."""
+
+    def __init__(self, *listed: str) -> None:
+        self.clock = Clock()
+        self.target = Target([], self.clock)
+        self.child = SimpleNamespace(addresses=None)
+        self.nets: dict[str, Net] = {}
+        self.following = Following(self.child, self.connect, None)
+        self.list(*listed)
+
+    def connect(self, address: str) -> Peer:
+        self.nets[address] = Net(worker(self.clock), self.clock, address=address)
+        return Peer(self.nets[address], self.clock)
+
+    def list(self, *addresses: str) -> None:
+        self.child.addresses = list(addresses)
+        self.following.update(self.target.asker)
+        self.target.nets = [net for net in self.nets.values() if not net.is_closed]
+
+    @property
+    def homes(self) -> set[str]:
+        """Where the sessions are."""
+        asker = self.target.asker
+        return {asker._homes[number][0].link.address for number in asker._by_number}
+
+    def begin(self, *names: int) -> None:
+        for name in names:
+            self.target.add(str(name), [name % VOCAB, 3, 7], 100)
+
+    def finish(self) -> None:
+        self.target.run()
+        for name, request in self.target.finished.items():
+            assert request.tokens == plain([int(name) % VOCAB, 3, 7], 100), name
+
+
+def test_sessions_of_a_worker_that_leaves_the_list_go_to_others():
+    simulated = Simulated(FIRST, SECOND)
+    simulated.begin(*range(8))
+    for _ in range(5):
+        simulated.target.step()
+    assert simulated.homes == {FIRST, SECOND}
+    simulated.list(SECOND)
+    assert simulated.nets[FIRST].is_closed
+    simulated.target.step()
+    assert simulated.homes == {SECOND}
+    before = len(simulated.target.widths)
+    simulated.finish()
+    assert min(simulated.target.widths[before + 1 : before + 10]) > 0  # drafts went on
+
+
+def test_sessions_stay_where_they_are_when_a_worker_comes_and_new_ones_use_it():
+    simulated = Simulated(FIRST)
+    simulated.begin(*range(4))
+    simulated.target.step()
+    simulated.list(FIRST, SECOND)
+    simulated.target.step()
+    assert simulated.homes == {FIRST}
+    simulated.begin(*range(4, 8))
+    simulated.target.step()
+    assert simulated.homes == {FIRST, SECOND}
+    simulated.finish()
+
+
+def test_a_request_that_ended_at_a_worker_that_left_is_told_to_nobody():
+    simulated = Simulated(FIRST)
+    simulated.begin(0)
+    for _ in range(3):
+        simulated.target.step()
+    simulated.target.abort("0")
+    simulated.target.asker.end(["0"])  # to be told with the next ask
+    simulated.list(SECOND)
+    simulated.begin(1)
+    simulated.finish()  # a closed connection raises if it is used
+
+
+def test_an_address_beyond_loopback_is_not_used_without_keys():
+    simulated = Simulated(FIRST, "tcp://192.0.2.1:5800", "nonsense")
+    assert [peer.link.address for peer in simulated.target.asker.peers] == [FIRST]
+
+
+def test_an_address_that_cannot_be_connected_to_leaves_the_others_alone():
+    simulated = Simulated()
+
+    def connect(address: str) -> Peer:
+        if address == SECOND:
+            raise zmq.ZMQError(zmq.EINVAL)
+        return simulated.connect(address)
+
+    simulated.following._connect = connect
+    simulated.list("tcp://127.0.0.1:*", SECOND, FIRST, FIRST)
+    simulated.target.step()
+    simulated.following.update(simulated.target.asker)
+    assert [peer.link.address for peer in simulated.target.asker.peers] == [FIRST]
+
+
+def test_a_list_that_did_not_change_leaves_connections_alone():
+    simulated = Simulated(FIRST, SECOND)
+    before = list(simulated.target.asker.peers)
+    simulated.list(FIRST, SECOND)
+    assert simulated.target.asker.peers == before
+    assert not any(net.is_closed for net in simulated.nets.values())
+
+
+def test_metrics_of_a_worker_that_left_are_gone_and_start_anew_when_it_returns():
+    labels = ["model", "engine"]
+    assert len(labels) == len(LABELS)
+    changes = Changes()
+
+    def observe(**asks: float) -> list[float | None]:
+        counts = {
+            "remote_asks": asks,
+            "remote_worker_up": dict.fromkeys(asks, 1.0),
+        }
+        record_remote(SimpleNamespace(ec_connector_stats={KEY: changes.of(counts)}), labels)
+        value = prometheus_client.REGISTRY.get_sample_value
+        named = dict(zip(LABELS, labels, strict=True)) | {"worker": "one"}
+        return [value(f"dllm:remote_{name}", named) for name in ("asks_total", "worker_up")]
+
+    assert observe(one=5, two=7) == [5, 1]
+    assert observe(two=8) == [None, None]
+    assert observe(one=2, two=9) == [2, 1]
+    assert observe(one=3, two=9) == [3, 1]
+    assert observe(one=1, two=9) == [4, 1]  # a worker that left and returned in between
+
+
+def test_front_ends_that_share_an_engine_add_up_to_its_counts():
+    changes = Changes()
+    parts = [
+        changes.of({"remote_asks": {"one": n}, "remote_worker_up": {"one": 1.0}})
+        for n in range(1, 101)
+    ]
+    sums = [sum(part["remote_asks"]["one"] for part in parts[first::2]) for first in (0, 1)]
+    assert sums == [50, 50]
+    assert all(part["remote_worker_up"] == {"one": 1.0} for part in parts)
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    started = []
+
+    def start(*command: str) -> Child:
+        started.append(Child(command))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def test_a_process_that_ends_is_started_again(child, monkeypatch):
+    monkeypatch.setattr(discovery, "RESTART_S", 0.01)
+    one = child(sys.executable, "-c", "import os; print(f'[\"{os.getpid()}\"]')")
+    one.wait_until_ready()
+    first = one.addresses
+    wait_for(lambda: one.addresses != first)
+
+
+def test_a_line_that_is_no_list_is_passed_over(child):
+    lines = [b"WARN", b"5", b"\xff", b'"ab"', b'["one"]']
+    code = f"import sys; sys.stdout.buffer.write({b''.join(x + bytes([10]) for x in lines)!r})"
+    one = child(sys.executable, "-c", code + "; sys.stdout.flush(); input()")
+    one.wait_until_ready()
+    assert one.addresses == ["one"]
+
+
+def test_a_process_that_says_nothing_is_not_waited_for_without_end(child, monkeypatch):
+    monkeypatch.setattr(discovery, "READY_WITHIN_S", 0.01)
+    one = child(sys.executable, "-c", "input()")
+    with pytest.raises(ValueError, match="no answer"):
+        one.wait_until_ready()
+    assert one._process.poll() is not None
+
+
+def test_an_interpreter_is_found_or_the_error_says_how_to_get_one(monkeypatch, tmp_path):
+    monkeypatch.setenv(discovery.PYTHON_VARIABLE, sys.executable)
+    assert find_python() == sys.executable
+    monkeypatch.setenv(discovery.PYTHON_VARIABLE, str(tmp_path / "python"))
+    with pytest.raises(ValueError, match="there is no such file"):
+        find_python()
+    monkeypatch.delenv(discovery.PYTHON_VARIABLE)
+    monkeypatch.setattr(discovery, "READY", tmp_path / "ready")
+    monkeypatch.setattr(discovery.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="make setup-dynamo"):
+        find_python()
+
+
+# --- Dynamo ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_FILE_KV", str(tmp_path / "list"))
+
+
+@needs_dynamo
+def test_workers_are_listed_while_they_are_there(own_list):
+    watching = Child.of_dynamo("watch")
+    first, second = Child.of_dynamo("serve", FIRST), Child.of_dynamo("serve", SECOND)
+    for each in (watching, first, second):
+        each.wait_until_ready()
+    wait_for(lambda: watching.addresses == [FIRST, SECOND])
+    first.close()
+    wait_for(lambda: watching.addresses == [SECOND])
+    third = Child.of_dynamo("serve", THIRD)
+    wait_for(lambda: watching.addresses == [SECOND, THIRD])
+    for each in (watching, second, third):
+        each.close()
+
+
+@needs_dynamo
+def test_the_first_list_has_who_is_there_already(own_list):
+    """Or a target whose watching process ended would drop its workers."""
+    first = Child.of_dynamo("serve", FIRST)
+    first.wait_until_ready()
+    command = [find_python(), "-I", dynamo_process.__file__, "watch"]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as watching:
+        assert watching.stdout.readline() == f'["{FIRST}"]\n'
+        watching.stdin.close()
+    first.close()
+
+
+REGISTERED = """
+import signal, sys
+from dllm.remote.discovery import Child
+child = Child.of_dynamo("serve", sys.argv[1])
+signal.pause()
+"""
+
+
+@needs_dynamo
+def test_a_worker_that_is_killed_leaves_the_list(own_list):
+    watching = Child.of_dynamo("watch")
+    with start_python("-c", REGISTERED, FIRST) as registered:
+        wait_for(lambda: watching.addresses == [FIRST])
+        registered.kill()
+        wait_for(lambda: watching.addresses == [])
+    watching.close()
+
+
+@needs_dynamo
+def test_a_list_survives_the_process_that_reads_it(own_list):
+    watching, first = Child.of_dynamo("watch"), Child.of_dynamo("serve", FIRST)
+    wait_for(lambda: watching.addresses == [FIRST])
+    before = watching.addresses
+    os.kill(watching._process.pid, signal.SIGKILL)
+    wait_for(lambda: watching.addresses is not before)
+    wait_for(lambda: watching.addresses == [FIRST])
+    for each in (watching, first):
+        each.close()

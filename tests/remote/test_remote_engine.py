@@ -1,0 +1,483 @@
+"""Drafts of a worker's engine in a target's engine, on a CPU, in this process: the same text.
+
+The link calls the worker where a socket would wait, because two engines of one process cannot run
+at once.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.policy import FixedWidth
+from dllm.patches.contract import REMOTE_SCHEDULER
+from dllm.patches.remote import SPECULATOR
+from dllm.remote.engine import EngineDrafts
+from dllm.remote.wire import REPLY, Message, Row, decode, encode
+from dllm.remote.worker import DraftWorker, Limits
+from tests.drafter.test_drafter_distribution import p_value
+from tests.drafter.test_drafter_engine import ALLOWED, joint_distribution
+from tests.support.drafter_harness import LIMITS, FixedCosts, greedy, plain_engine
+from tests.support.drafter_pairs import write_target
+from tests.support.engine_harness import Engine, get_engine
+
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+TARGET = CHECKPOINTS / "tiny-ar"
+NUM_DRAFTS = 5
+LONG_S = 60.0  # a deadline that is not missed
+
+
+class Inline:
+    """A connection to a worker of this process, which works while somebody waits."""
+
+    def __init__(self, worker: Any) -> None:
+        self.address, self.worker = "tcp://127.0.0.1:1", worker
+        self.is_up, self.num_ups, self.num_refused = True, 1, 0
+        self.replies: list[Message] = []
+        self.num_asks = 0
+
+    def send(self, message: Message) -> bool:
+        self.num_asks += 1
+        self.worker.hear(b"target", decode(encode(message)))
+        return True
+
+    def receive(self) -> list[Message]:
+        if self.worker.is_busy and not self.replies:
+            self.worker.draft()
+        self.replies += [decode(encode(reply)) for _, reply in self.worker.replies()]
+        replies, self.replies = self.replies, []
+        return replies
+
+
+class Liar:
+    """Replies at once, anything: right drafts, wrong ones, token ids that do not exist."""
+
+    def __init__(self, guess=None) -> None:
+        self.guess, self.random = guess, random.Random(0)
+        self.pending: list[Message] = []
+        self.texts: dict[int, list[int]] = {}
+        self.is_busy = False
+
+    def hear(self, peer: bytes, message: Message) -> None:
+        self.pending.append(message)
+
+    def replies(self) -> Iterator[tuple[bytes, Message]]:
+        pending, self.pending = self.pending, []
+        for ask in pending:
+            for row in ask.rows:
+                known = self.texts.setdefault(row.session, [])
+                known[row.start :] = row.tokens
+            rows = [self.row(row) for row in ask.rows if 0 < row.extra < 255]
+            yield b"target", Message(REPLY, ask.incarnation, ask.step, 0, rows)
+
+    def row(self, row: Row) -> Row:
+        text = self.texts[row.session]
+        if self.guess is not None:
+            return Row(row.session, len(text), self.guess(text, row.extra), 0)
+        tokens = [self.random.randrange(512) for _ in range(self.random.randint(0, 40))]
+        if self.random.random() < 0.05:
+            tokens.append(2**31 - 1)
+        start = len(text) + self.random.choice((0, 0, 0, -1, 5))
+        return Row(row.session, max(0, start), tokens, self.random.random() < 0.05)
+
+
+def remote_engine(target: Path = TARGET, **options: Any) -> Engine:
+    """A target with remote drafts, and nobody at the worker's address."""
+    given = {"workers": ["tcp://127.0.0.1:1"], "policy": "fixed", "fallback": "none"}
+    remote = {**given, **options.pop("remote", {})}
+    speculative = {"method": "custom_class", "model": SPECULATOR}
+    speculative["num_speculative_tokens"] = options.pop("num_drafts", NUM_DRAFTS)
+    return get_engine(
+        target,
+        speculative_config=speculative,
+        additional_config={"dllm": {"remote": remote}},
+        **(LIMITS | options),
+    )
+
+
+@contextmanager
+def drafted_by(engine: Engine, worker: Any) -> Iterator[Any]:
+    """Let a worker of this process draft for the engine; its ``RemoteDrafter``."""
+    drafter = engine.scheduler.remote
+    (peer,) = drafter.asker.peers
+    real, waits, deadline_s = peer.link, drafter.asker._wait, drafter._deadline_s
+    peer.link = Inline(worker)
+    drafter.asker._wait = lambda links, seconds: None
+    drafter._deadline_s = LONG_S
+    drafter.num_remote = drafter.num_ngram = 0
+    try:
+        yield drafter
+    finally:
+        peer.link, drafter.asker._wait, drafter._deadline_s = real, waits, deadline_s
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Held-out questions, as token ids."""
+    from transformers import AutoTokenizer
+
+    from dllm.tasks.suite import questions
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    asked = questions(("schema", "extract", "report"), "heldout", 4)
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": each.prompt}], tokenize=False, add_generation_prompt=True
+        )
+        for each in asked
+    ]
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    return plain_engine(TARGET)
+
+
+@pytest.fixture(scope="module")
+def remote() -> Engine:
+    return remote_engine()
+
+
+def draft_engine(model: str, ahead: int = 0, canvas: int | None = None) -> DraftWorker:
+    """A worker with an engine of a checkpoint."""
+    options: dict[str, Any] = dict(max_model_len=512, max_num_seqs=8, skip_tokenizer_init=True)
+    options["additional_config"] = {"dllm": {"draft_worker": True}}
+    engine = get_engine(CHECKPOINTS / model, **options)
+    drafts = EngineDrafts(engine.llm.llm_engine, canvas, 4 if canvas else None)
+    return DraftWorker(drafts, Limits(ahead))
+
+
+# --- the same text --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "ahead", "canvas"),
+    [("tiny-ar", 0, None), ("tiny-ar", NUM_DRAFTS + 1, None), ("tiny-dllm", 0, 16)],
+    ids=["autoregressive", "running ahead", "diffusion"],
+)
+def test_greedy_output_is_that_of_plain_decoding(plain, remote, prompts, model, ahead, canvas):
+    remote.reset_prefix_cache()
+    worker = draft_engine(model, ahead, canvas)
+    steps = count_steps(remote)
+    expected = plain.generate(prompts, greedy(40))
+    with drafted_by(remote, worker) as drafter:
+        assert remote.generate(prompts, greedy(40)) == expected
+        # Not before the next ask does the worker hear that they are over.
+        remote.generate([[1, 2, 3]], greedy(2))
+    kept = drafter.num_remote
+    assert kept > (60 if model == "tiny-dllm" else 200)
+    # 4 at once, 12 requests, 40 tokens: 120 steps without drafts.
+    assert count_steps(remote) - steps < (90 if model == "tiny-dllm" else 45)
+
+
+def count_steps(engine: Engine) -> int:
+    return engine.scheduler.current_step
+
+
+# --- whatever is drafted, and whatever happens ----------------------------------------------------
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(20 + 7 * index + salt) % 450 for index in range(length)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    """Random weights: small, and any token may follow."""
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def alone(target) -> Engine:
+    """The random target without drafts."""
+    return plain_engine(target)
+
+
+@pytest.fixture(scope="module")
+def small(target) -> Engine:
+    """The random target with remote drafts, and a cache too small for four long requests."""
+    return remote_engine(target, num_gpu_blocks_override=24)
+
+
+def oracle(alone: Engine, prompts: Sequence[list[int]], num_tokens: int):
+    """A guess that is right for these prompts, with every fifth draft wrong."""
+    answers = alone.generate(prompts, greedy(num_tokens))
+    texts = [given + answer for given, answer in zip(prompts, answers, strict=True)]
+
+    def guess(text: list[int], count: int) -> list[int]:
+        found = next((each for each in texts if each[: len(text)] == text), [])
+        places = range(len(text), min(len(text) + count, len(found)))
+        return [(found[place] + (place % 5 == 0)) % 512 for place in places]
+
+    return guess, answers
+
+
+def half_right(texts: Sequence[list[int]]):
+    """A guess: none to three right drafts for these texts, and two that are wrong."""
+
+    def guess(text: list[int], count: int) -> list[int]:
+        found = next((each for each in texts if each[: len(text)] == text), text)
+        right = found[len(text) : len(text) + count]
+        return [*right[: len(text) % 4], *([17] * 2)]
+
+    return guess
+
+
+@contextmanager
+def preemptions(engine: Engine) -> Iterator[list[Any]]:
+    """The requests that are preempted meanwhile."""
+    preempted: list[Any] = []
+    preempt = engine.scheduler._preempt_request
+
+    def spy(request: Any, *others: Any, **options: Any) -> None:
+        preempted.append(request)
+        preempt(request, *others, **options)
+
+    engine.scheduler._preempt_request = spy
+    try:
+        yield preempted
+    finally:
+        del engine.scheduler._preempt_request
+
+
+def test_hostile_replies_change_no_token(alone, small):
+    small.reset_prefix_cache()
+    prompts = [prompt(length, length) for length in (3, 40, 90, 11)]
+    with drafted_by(small, Liar()) as drafter:
+        assert small.generate(prompts, greedy(60)) == alone.generate(prompts, greedy(60))
+    (peer,) = drafter.asker.peers
+    assert drafter.num_remote > 100 and peer.num_refused > 0
+
+
+def test_preempted_requests_lose_nothing(alone, small):
+    small.reset_prefix_cache()
+    prompts = [prompt(150, index) for index in range(4)]
+    guess, answers = oracle(alone, prompts, 60)
+    with preemptions(small) as preempted, drafted_by(small, Liar(guess)) as drafter:
+        assert small.generate(prompts, greedy(60)) == answers
+    assert preempted and drafter.num_remote > 100
+
+
+def test_preempted_requests_keep_their_seeds_and_grammars(alone, small):
+    """A request that is preempted reads its own answer again, and goes on where it was."""
+    small.reset_prefix_cache()
+    prompts = [prompt(150, 10 + index) for index in range(4)]
+    names = ("sampled", "repetition", "sampled schema", "regex")
+    params = [greedy(60, **CASES[name]) for name in names]
+    expected = alone.generate(prompts, params)
+    texts = [given + answer for given, answer in zip(prompts, expected, strict=True)]
+    with preemptions(small) as preempted, drafted_by(small, Liar(half_right(texts))) as drafter:
+        assert small.generate(prompts, params) == expected
+    assert preempted and drafter.num_remote > 100
+
+
+def test_aborted_requests_leave_nothing_behind(alone, small):
+    small.reset_prefix_cache()
+    prompts = [prompt(50, 4), prompt(20, 9), prompt(33, 5)]
+    guess, answers = oracle(alone, prompts, 40)
+    with drafted_by(small, Liar(guess)) as drafter:
+        doomed = small.add(prompts[0], greedy(40))
+        kept = small.add(prompts[1], greedy(40))
+        for _ in range(4):
+            small.step()
+        small.llm.llm_engine.abort_request([doomed])
+        late = small.add(prompts[2], greedy(40))
+        finished = small.run()
+    for name, answer in ((kept, answers[1]), (late, answers[2])):
+        assert list(finished[name].outputs[0].token_ids) == answer
+    assert not drafter.asker.names
+    small.reset_prefix_cache()  # asserts that no KV block leaked
+
+
+def test_a_cached_prefix_changes_nothing(alone, small):
+    """The prompt's, and that of an answer whose rejected drafts wrote their KV there, too."""
+    small.reset_prefix_cache()
+    first = prompt(130, 6)
+    guess, (answer,) = oracle(alone, [first], 60)
+    longer = first + answer[:50]
+    expected = alone.generate([longer], greedy(20))[0]
+    with drafted_by(small, Liar(guess)) as drafter:
+        outputs = [small.outputs([each], greedy(60))[0] for each in (first, first)]
+        outputs += small.outputs([longer], greedy(20))
+    assert drafter.num_remote > 60
+    assert [output.num_cached_tokens for output in outputs] == [0, 128, 160]
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    assert found == [answer, answer, expected]
+
+
+def test_logprobs_are_those_of_plain_decoding(alone, small):
+    small.reset_prefix_cache()
+    prompts = [prompt(40, 3), prompt(11, 8)]
+    guess, answers = oracle(alone, prompts, 30)
+    params = greedy(30, logprobs=3)
+    with drafted_by(small, Liar(guess)) as drafter:
+        found = small.outputs(prompts, params)
+    assert drafter.num_remote > 30
+    for output, expected, answer in zip(
+        found, alone.outputs(prompts, params), answers, strict=True
+    ):
+        assert list(output.outputs[0].token_ids) == answer
+        for ours, theirs in zip(
+            output.outputs[0].logprobs, expected.outputs[0].logprobs, strict=True
+        ):
+            assert ours.keys() == theirs.keys()
+            for token in ours:  # fp32, in batches of another size
+                assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
+
+
+SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 4}
+CASES: dict[str, dict[str, Any]] = {
+    "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 1.0},
+    "logit bias": {"logit_bias": {100: 100.0}},
+    "min p": {"temperature": 1.0, "seed": 5, "min_p": 0.05},
+    "sampled": {"temperature": 1.0, "seed": 5},
+    "min tokens": {"ignore_eos": False, "min_tokens": 20, "stop_token_ids": list(range(300, 420))},
+    "stop": {"stop_token_ids": list(range(2, 512, 7))},
+    "top k and top p": {"temperature": 1.0, "seed": 6, "top_k": 20, "top_p": 0.8},
+    "repetition": {"temperature": 0.5, "seed": 7, "repetition_penalty": 1.8},
+    "allowed": {"allowed_token_ids": list(range(30, 60))},
+    "regex": {"structured_outputs": StructuredOutputsParams(regex="[a-c]{12}")},
+    "choice": {"structured_outputs": StructuredOutputsParams(choice=["ab", "abcabc", "cab"])},
+    "schema": {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
+    "sampled schema": {
+        "temperature": 1.0,
+        "seed": 8,
+        "structured_outputs": StructuredOutputsParams(json=SCHEMA),
+    },
+}
+
+
+def test_sampling_parameters_do_the_same_with_drafts(alone, small):
+    """Half of the drafts are right. So are those that a grammar, or a stop token, cuts."""
+    small.reset_prefix_cache()
+    prompts = [prompt(3, salt) for salt, _ in enumerate(CASES)]
+    params = [greedy(24, **case) for case in CASES.values()]
+    expected = alone.generate(prompts, params)
+    texts = [given + answer for given, answer in zip(prompts, expected, strict=True)]
+
+    with drafted_by(small, Liar(half_right(texts))) as drafter:
+        found = small.generate(prompts, params)
+    assert dict(zip(CASES, found, strict=True)) == dict(zip(CASES, expected, strict=True))
+    assert drafter.num_remote > 60
+
+
+def test_a_parameter_that_verification_ignores_is_refused(small):
+    with pytest.raises(VLLMValidationError, match="logprob_token_ids"):
+        small.add(prompt(3), greedy(3, logprob_token_ids=[5]))
+
+
+def test_ngrams_draft_without_any_worker(target, alone):
+    """A random target falls into loops, which n-grams draft."""
+    remote = {"workers": [], "fallback": "ngram", "policy": "fixed"}
+    engine = remote_engine(target, remote=remote)
+    prompts = [prompt(9, salt) for salt in range(3)]
+    params = greedy(120, temperature=0)
+    assert engine.generate(prompts, params) == alone.generate(prompts, params)
+    assert engine.scheduler.remote.num_ngram > 20
+
+
+def test_sampled_output_has_the_targets_distribution(target):
+    """The first three tokens jointly, at temperature 1.
+
+    As in ``test_drafter_engine.py``: 1200 samples find an error of 10% in total variation.
+    ``test_drafter_distribution.py`` finds one of 1%, of the rule that verifies these drafts, too.
+    """
+    limits: dict[str, Any] = dict(max_num_seqs=40, max_num_batched_tokens=256)
+    engine = remote_engine(target, num_drafts=2, skip_tokenizer_init=True, **limits)
+    rng = np.random.default_rng(0)
+    params = [
+        greedy(4, temperature=1.0, seed=seed, allowed_token_ids=ALLOWED) for seed in range(1200)
+    ]
+    liar = Liar(lambda text, count: rng.choice(ALLOWED, count).tolist())
+    with drafted_by(engine, liar) as drafter:
+        outputs = np.array(engine.generate([[1, 2, 0]] * len(params), params))[:, :3]
+    assert drafter.num_remote > 1200
+    observed = np.bincount(outputs @ [9, 3, 1], minlength=27)
+    assert p_value(observed[None], joint_distribution(target, [1, 2, 0], 1.0)[None]) > 1e-3
+
+
+# --- widths ---------------------------------------------------------------------------------------
+
+
+def test_a_width_of_zero_asks_nobody(small, alone):
+    small.reset_prefix_cache()
+    drafter = small.scheduler.remote
+    before, drafter.policy = drafter.policy, FixedWidth(NUM_DRAFTS, 0)
+    try:
+        with drafted_by(small, Liar()) as drafter:
+            drafter._wants_drafts = False
+            small.generate([prompt(9)], greedy(10))
+            (peer,) = drafter.asker.peers
+            assert drafter.num_remote == 0
+            assert all(not message.rows for message in peer.link.worker.pending)
+    finally:
+        drafter.policy, drafter._wants_drafts = before, True
+
+
+def test_adaptive_widths_change_no_token(small, alone):
+    """Costs that make wide drafts pay where they were right, and none where they were wrong."""
+    small.reset_prefix_cache()
+    prompts = [prompt(30, salt) for salt in range(4)]
+    guess, answers = oracle(alone, prompts[:2], 60)
+    answers += alone.generate(prompts[2:], greedy(60))
+    drafter = small.scheduler.remote
+    before, drafter.policy = drafter.policy, AdaptiveWidth(NUM_DRAFTS, 4)
+    drafter.policy.costs = FixedCosts(NUM_DRAFTS, plain=3.0, drafting=3.1, per_block=2.0)
+    try:
+        with drafted_by(small, Liar(lambda text, count: guess(text, count) or [17] * count)):
+            widths = count_widths(drafter)
+            assert small.generate(prompts, greedy(60)) == answers
+    finally:
+        drafter.policy = before
+        del drafter.take
+    assert len({*widths}) > 2, widths
+
+
+def count_widths(drafter: Any) -> list[int]:
+    """Drafts of each request and step from here on."""
+    widths: list[int] = []
+    take = drafter.take
+
+    def spy() -> Any:
+        names, drafts = take()
+        widths.extend(map(len, drafts))
+        return names, drafts
+
+    drafter.take = spy
+    return widths
+
+
+# --- refused when the server starts ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"workers": ["tcp://10.0.0.3:5800"]}, ["10.0.0.3", "draft-keys"]),
+        ({"worker": []}, ["'worker'", "did you mean 'workers'"]),
+        ({"width": 9}, ["width = 9", "0 to 5"]),
+        ({"keys": "/nowhere"}, ["/nowhere/target.key_secret"]),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, words):
+    with pytest.raises(ValueError) as refusal:
+        remote_engine(remote=options)
+    assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_remote_drafts_and_their_options_come_together():
+    with pytest.raises(ValueError, match="Give both or none"):
+        get_engine(TARGET, additional_config={"dllm": {"remote": {"fallback": "ngram"}}})
+    with pytest.raises(ValueError, match="name draft workers"):
+        speculative = {"method": "custom_class", "model": SPECULATOR, "num_speculative_tokens": 2}
+        get_engine(TARGET, speculative_config=speculative)
+    with pytest.raises(ValueError, match=REMOTE_SCHEDULER):
+        remote_engine(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")

@@ -1,0 +1,145 @@
+"""A target server and two draft workers, started as a user starts them, while workers fail."""
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dllm.patches.remote import SPECULATOR
+from tests.support.draft_workers import WorkerProcess
+from tests.support.drafter_harness import greedy, plain_engine
+from tests.support.server_harness import Server
+
+TARGET = Path(__file__).parents[2] / "checkpoints" / "tiny-ar"
+NUM_REQUESTS, NUM_TOKENS, AT_ONCE = 200, 12, 4
+DEADLINE_MS = 2000  # nobody misses it because the machine does something else
+FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # as `make serve`: nothing is imported again
+
+
+def flags(*addresses: str) -> list[str]:
+    remote = {"workers": addresses, "policy": "fixed", "deadline_ms": DEADLINE_MS}
+    speculative = {"method": "custom_class", "model": SPECULATOR, "num_speculative_tokens": 4}
+    return [
+        "--dtype=float32",
+        "--enforce-eager",
+        "--max-model-len=512",
+        f"--max-num-seqs={AT_ONCE}",
+        f"--speculative-config={json.dumps(speculative)}",
+        f"--additional-config={json.dumps({'dllm': {'remote': remote}})}",
+    ]
+
+
+class Story:
+    """What the metrics say, by name and the value of their own label."""
+
+    def __init__(self, server: Server) -> None:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        pattern = r'^dllm:(\w+)\{.*(?:worker|source|reason)="([^"]*)".*\} (\S+)$'
+        self.found = {
+            (name, label): float(value)
+            for name, label, value in re.findall(pattern, text, re.MULTILINE)
+        }
+
+    def __getitem__(self, key: tuple[str, str]) -> float:
+        return self.found.get(key, 0.0)
+
+    def up(self, addresses: Sequence[str]) -> list[float]:
+        """Which of these workers are waited for."""
+        return [self["remote_worker_up", each] for each in addresses]
+
+
+def questions() -> list[list[int]]:
+    """Prompts of held-out questions, as token ids."""
+    from transformers import AutoTokenizer
+
+    from dllm.tasks.suite import questions
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    asked = questions(("schema", "extract", "report", "edit"), "heldout", NUM_REQUESTS // 4)
+    chats = ([{"role": "user", "content": each.prompt}] for each in asked)
+    texts = [
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        for chat in chats
+    ]
+    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return questions()
+
+
+@pytest.fixture(scope="module")
+def expected(prompts) -> list[list[int]]:
+    """What the target writes without drafts."""
+    return plain_engine(TARGET).generate(prompts, greedy(NUM_TOKENS))
+
+
+@pytest.fixture
+def workers(tmp_path) -> Iterator[list[WorkerProcess]]:
+    with (
+        WorkerProcess(TARGET, tmp_path / "first.log") as first,
+        WorkerProcess(TARGET, tmp_path / "second.log") as second,
+    ):
+        yield [first, second]
+
+
+def answer(server: Server, prompt: list[int]) -> list[int]:
+    body = {"model": str(TARGET), "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+    reply = server.post("/v1/completions", body | {"ignore_eos": True, "return_token_ids": True})
+    assert reply.status == 200, reply.text
+    tokens: list[int] = json.loads(reply.text)["choices"][0]["token_ids"]
+    return tokens
+
+
+@pytest.mark.slow
+def test_one_worker_is_killed_and_another_hangs_in_the_middle_of_200_requests(
+    prompts, expected, workers, tmp_path
+):
+    first, second = (worker.wait_until_ready() for worker in workers)
+    addresses = first.address, second.address
+    with (
+        Server(TARGET, tmp_path / "server.log", flags(*addresses), FORKED) as server,
+        ThreadPoolExecutor(AT_ONCE) as pool,
+    ):
+        server.wait_until_ready()
+        answers: list[Future[list[int]]] = []
+
+        def ask(count: int) -> Story:
+            """Ask so many more; returns when all of them but a few are answered."""
+            rest = prompts[len(answers) : len(answers) + count]
+            answers.extend(pool.submit(answer, server, prompt) for prompt in rest)
+            answers[-2 * AT_ONCE].result()
+            return Story(server)
+
+        both = ask(60)
+        first.kill()  # with requests in flight
+        one = ask(50)
+        second.pause()
+        nobody = ask(40)
+        second.go_on()
+        with WorkerProcess(TARGET, tmp_path / "third.log", listen=addresses[0]) as third:
+            third.wait_until_ready()
+            ask(50)
+            assert [each.result() for each in answers] == expected  # nothing lost, nothing wrong
+            assert len(answers) == NUM_REQUESTS
+            end = Story(server)
+            while end.up(addresses) != [1, 1]:  # the counts of a step come with the next ones
+                assert answer(server, prompts[0]) == expected[0]
+                end = Story(server)
+    assert [story.up(addresses) for story in (both, one, nobody)] == [[1, 1], [0, 1], [0, 0]]
+    for address in addresses:
+        assert both["remote_replies_total", address] > 20
+        assert end["remote_silences_total", address] >= 1
+    asks = [story["remote_asks_total", addresses[0]] for story in (one, nobody)]
+    assert asks[0] == asks[1]  # nobody asks who is dead
+    # Three, unless the missing heartbeat breaks the connection before.
+    assert nobody["remote_misses_total", addresses[1]] >= 1
+    drafts = [story["remote_drafts_total", "worker"] for story in (both, one, nobody, end)]
+    assert drafts[1] > drafts[0] > 60 * NUM_TOKENS / 3
+    assert drafts[3] > drafts[2] + 100  # drafts are back

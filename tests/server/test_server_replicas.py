@@ -1,0 +1,69 @@
+"""Two replicas behind vLLM's own balancing, on a CPU: the answers are those of one."""
+
+import re
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.server.test_server import complete, prompt, tokens
+from tests.server.test_server_mixed import ask, assert_same
+from tests.server.test_server_stream import CANVASES, read
+from tests.support.server_harness import CANVAS, FLAGS, Server
+
+pytest_plugins = ["tests.support.server_harness"]
+
+pytestmark = pytest.mark.slow
+
+NUM_REQUESTS = 32
+RANK = "X-data-parallel-rank"  # vLLM's header: which replica answers
+FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # six processes; spawned, each imports everything
+
+
+@pytest.fixture(scope="module")
+def replicas(
+    checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("replicas") / "log"
+    with Server(checkpoint(), log, (*FLAGS, "--data-parallel-size=2"), FORKED) as running:
+        running.wait_until_ready()
+        yield running
+
+
+def num_answered(server: Server) -> list[float]:
+    """Requests that each replica has answered."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    counts = [0.0, 0.0]
+    pattern = r'^vllm:request_success_total\{engine="(\d)".*\} (\S+)$'
+    for engine, count in re.findall(pattern, text, re.MULTILINE):
+        counts[int(engine)] += float(count)
+    return counts
+
+
+def test_many_requests_at_once_use_both_and_get_the_answers_of_one(server, replicas):
+    single, both = server.client(), replicas.client()
+    before = num_answered(replicas)
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        answers = list(pool.map(lambda index: ask(both, index), range(NUM_REQUESTS)))
+    used = [now - then for now, then in zip(num_answered(replicas), before, strict=True)]
+    for index in range(NUM_REQUESTS):
+        assert_same(answers[index], ask(single, index))
+    assert sum(used) >= NUM_REQUESTS and min(used) >= 8, used
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_replica_answers_while_the_other_has_nothing_to_do(server, replicas, replica):
+    before = num_answered(replicas)
+    client = replicas.client().with_options(default_headers={RANK: str(replica)})
+    for length in (4, 200):
+        expected = tokens(complete(server.client(), prompt(length)))
+        assert tokens(complete(client, prompt(length))) == expected
+        seen = read(complete(client, prompt(length), stream=True, extra_body=CANVASES))
+        assert seen.tokens[0] == expected
+        for offset, frames in seen.blocks().items():
+            assert frames[-1]["final"] and frames[-1]["ids"] == expected[offset : offset + CANVAS]
+    used = [now - then for now, then in zip(num_answered(replicas), before, strict=True)]
+    assert used[replica] == 4 and used[1 - replica] == 0

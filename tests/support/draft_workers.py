@@ -1,0 +1,88 @@
+"""Starts ``dllm draft-worker`` processes for tests, as a user does."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from tests.support.process import ROOT
+from tests.support.server_harness import ENVIRONMENT
+
+START_TIMEOUT_S = 600  # on a machine that does much else
+FLAGS = (
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=512",
+    "--max-num-seqs=16",
+    "--kv-cache-memory-bytes=64M",
+)
+
+
+class WorkerProcess:
+    """A process ``dllm draft-worker``; leaving a ``with`` block ends it.
+
+    Args:
+        listen: its address; by default a free port of loopback.
+
+    Attributes:
+        address: where it listens, once it is ready.
+    """
+
+    def __init__(
+        self, model: Path, log: Path, *flags: str, listen: str = "tcp://127.0.0.1:*"
+    ) -> None:
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+        del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would overrule FLAGS
+        command = [sys.executable, "-m", "dllm.cli", "draft-worker", "--model", str(model)]
+        self.address = ""
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, "--listen", listen, *FLAGS, *flags],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait_until_ready(self) -> "WorkerProcess":
+        """Wait for the line that says where it listens."""
+        end = time.monotonic() + START_TIMEOUT_S
+        while True:
+            said = self.log.read_text(errors="replace")
+            found = re.search(r"^dllm draft-worker: .* at (\S+)$", said, re.MULTILINE)
+            if found:
+                self.address = found[1]
+                return self
+            is_running = self.process.poll() is None and time.monotonic() < end
+            assert is_running, f"no draft worker: {said[-4000:]}"
+            time.sleep(0.1)
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> "WorkerProcess":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
