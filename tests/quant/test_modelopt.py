@@ -18,7 +18,7 @@ from tests.support.quant_checkpoints import EXPERTS_ALONE, Tensors, write_modelo
 EXPERT = "model.decoder.layers.0.experts.1.up_proj"
 Q_PROJ = "model.decoder.layers.0.self_attn.q_proj"
 CONDITION = "model.decoder.self_conditioning.up_proj.weight"
-NAN = torch.tensor(float("nan"))
+NAN, ZERO = torch.tensor(float("nan")), torch.tensor(0.0)
 FP8_CACHE = {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
 WEIGHTS_ALONE = {
     "config_groups": {
@@ -58,7 +58,7 @@ LOADED: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nan": (
         {"edit": lambda t: t.update({f"{EXPERT}.weight_scale_2": NAN})},
-        f"{EXPERT}.weight_scale_2: 1 of 1 scales are NaN",
+        f"NaN or infinite, in {EXPERT}.weight_scale_2.",
     ),
     "no scale of the weight": (
         {"edit": lambda t: t.pop(f"{EXPERT}.weight_scale_2")},
@@ -78,9 +78,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"edit": lambda t: t.update({CONDITION: torch.zeros(128, 64, dtype=torch.uint8)})},
         f"{CONDITION} holds packed codes, and this layer is served unquantized",
     ),
-    "nan in the cache": (
-        {"edit": lambda t: t.update({"model.decoder.layers.0.self_attn.k_proj.k_scale": NAN})},
-        "k_proj.k_scale: 1 of 1 scales are NaN",
+    "zero in the cache": (
+        {"edit": lambda t: t.update({"model.decoder.layers.0.self_attn.k_proj.k_scale": ZERO})},
+        "k_proj.k_scale: 1 of 1 scales are zero",
     ),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Quantized checkpoints: what a server refuses while it loads one, and who is not touched."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,22 +124,29 @@ def copy_to_encoder(tensors: dict[str, torch.Tensor]) -> None:
             tensors[twin] *= 2
 
 
-def poison(tensors: dict[str, torch.Tensor]) -> None:
+def scale_of_inputs(value: float) -> Callable[[dict[str, torch.Tensor]], None]:
     """A scale of one expert that calibration never reached."""
-    tensors[f"{EXPERT}.input_global_scale"].fill_(float("nan"))
+    return lambda tensors: tensors[f"{EXPERT}.input_global_scale"].fill_(value)
 
 
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (poison, r"experts\.1\.up_proj\.input_global_scale: 1 of 1 scales are NaN"),
+        (
+            scale_of_inputs(0),
+            r"experts\.1\.up_proj\.input_global_scale: 1 of 1 scales are zero",
+        ),
+        (
+            scale_of_inputs(math.nan),
+            r"NaN or infinite, in .*experts\.1\.up_proj\.input_global_scale\.",
+        ),
         (
             lambda tensors: tensors.pop(f"{EXPERT}.weight_scale"),
             r"1\.up_proj is nvfp4 and misses",
         ),
         (copy_to_encoder, r"they differ: layers\.0\.self_attn\.q_proj\.input_global_scale\."),
     ],
-    ids=["nan", "missing", "copies"],
+    ids=["zero", "nan", "missing", "copies"],
 )
 def test_the_server_does_not_start(checkpoint: Callable[..., Path], tmp_path, edit, message):
     path = write_quantized(checkpoint(), tmp_path / "model", "nvfp4", edit=edit)

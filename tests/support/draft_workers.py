@@ -26,14 +26,15 @@ class WorkerProcess:
     """A process ``dllm draft-worker``; leaving a ``with`` block ends it.
 
     Args:
-        listen: its address; by default a free port of loopback.
+        listen: its address; by default a free port of a loopback address of which no client takes
+            ports, so that a worker which starts again finds its port free.
 
     Attributes:
         address: where it listens, once it is ready.
     """
 
     def __init__(
-        self, model: Path, log: Path, *flags: str, listen: str = "tcp://127.0.0.1:*"
+        self, model: Path, log: Path, *flags: str, listen: str = "tcp://127.0.0.2:*"
     ) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
