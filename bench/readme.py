@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench.comparison import comparison
 from bench.context import RESULTS, ROOT
 from bench.drafter_tables import drafting
 from bench.families import families
@@ -28,7 +29,7 @@ from bench.roofline import floors
 from bench.sampling_step import sampling_step
 from bench.soak_report import soak
 from bench.structured import structured
-from bench.tables import answers, headline, markdown, serving, settings
+from bench.tables import answers, markdown, serving, settings
 from bench.tiles import tiles
 from bench.watching import watching
 
@@ -69,7 +70,7 @@ def _model(name: str) -> list[str]:
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
     "models": models,
-    "headline": headline,
+    "comparison": comparison,
     "serving": serving,
     "settings": settings,
     "step-time": lambda results: step_time(results / "profile_cpu.csv"),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.context import Rows, read_csv
-from bench.workloads import ADAPTIVE
 from dllm.tasks.suite import FAMILIES
 from dllm.tools.eval_report import wilson_interval
 
@@ -172,23 +171,6 @@ def _loads(path: Path) -> str:
     if not rows:
         return "Not measured yet: `make bench`."
     return f"{load_tables(rows)}\n\n{measured_with(rows, path.name)}"
-
-
-def headline(results: Path) -> str:
-    """Tokens per second on questions: ours, and ours over each of the others."""
-    path = results / "serve_compiled.csv"
-    rows = [row for row in read_csv(path) if row["schedule"] == ADAPTIVE]
-    if not rows:
-        return "Not measured yet: `make bench`."
-    first, *others = names_of(rows)
-    lines = []
-    for load in dict.fromkeys(row["concurrency"] for row in rows if row["concurrency"]):
-        here = [row for row in rows if row["concurrency"] == load]
-        ours = of(here, first)
-        cells = [f"{load} at once", middle(ours, "tokens_per_s", 0), middle(ours, "latency_ms", 0)]
-        lines.append(cells + [ratios(ours, of(here, one), "tokens_per_s") for one in others])
-    header = ["", f"{first}, tokens/s", "latency p50, ms", *(f"{first} / {one}" for one in others)]
-    return f"{markdown((header, lines))}\n\n{measured_with(rows, 'serve_compiled.csv')}"
 
 
 def answers(results: Path) -> str:

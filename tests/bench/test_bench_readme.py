@@ -88,7 +88,7 @@ def test_a_typed_figure_is_found_and_rewritten(results: Path, tmp_path: Path) ->
     assert page.read_text().endswith("<!-- /bench -->\nbelow\n")
 
 
-@pytest.mark.parametrize("name", ["headline", "serving", "answers"])
+@pytest.mark.parametrize("name", ["serving", "answers"])
 def test_a_section_is_made_from_its_csv(name: str, results: Path) -> None:
     assert "|---|" in readme.SECTIONS[name](results)
 
@@ -123,7 +123,7 @@ def test_a_run_without_speed_is_named(results: Path) -> None:
 
 
 def test_an_unknown_mark_is_refused(results: Path) -> None:
-    with pytest.raises(ValueError, match="bench:speed: no such section; allowed: models, headline"):
+    with pytest.raises(ValueError, match="bench:speed: no such section; allowed: models, "):
         readme.document("<!-- bench:speed -->\n<!-- /bench -->", results)
 
 
