@@ -45,7 +45,7 @@ def results(tmp_path: Path) -> Path:
     [
         "| vLLM's built-in DiffusionGemma | 2.50 [2.00 .. 3.00] | - | 0.50 [0.50 .. 0.50] "
         "| [aaa1111](bench/results/serve_compiled.csv) |",
-        "(default: 8) | - | - | 1.10 [1.10 .. 1.10] | [aaa1111](bench/results/serve_settings.csv) |",
+        "(default: 8) | - | - | 1.10 [1.10 .. 1.10] | [aaa1111](bench/results/serve_settings.csv)",
         "SDAR, blocks of 32 tokens | diffusers' pipeline | 3.00 [3.00 .. 3.00] | - | - | [bbb2222]",
         "SDAR, blocks of 4 tokens | diffusers' pipeline | - | - | - |",
         "| vLLM's n-gram drafts | 0.90 [0.90 .. 0.90] | - | - | [ccc3333]",
