@@ -6,6 +6,7 @@ from typing import Any
 
 from dllm.models import FAMILIES
 from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
+from dllm.patches.preflight import refuse_missing_parts
 
 
 def is_cpu_without_triton() -> bool:
@@ -23,10 +24,15 @@ def set_cpu_worker(vllm_config: Any) -> None:
     worker a process of its own, because each worker may need other settings of OpenMP. With one
     thread and no binding there is nothing to set, and two processes only cost time: they poll for
     each other's messages several times a step, and take each other's core.
+
+    Raises:
+        ValueError: the machine lacks what the worker needs.
     """
     parallel = vllm_config.parallel_config
     if is_cpu_without_triton() and parallel.worker_cls == "auto":
         parallel.worker_cls = CPU_WORKER
+    if parallel.worker_cls == CPU_WORKER:
+        refuse_missing_parts(vllm_config)
     # "uni" (in process) is vLLM's own choice for one rank. Its CPU platform overwrites "uni" later,
     # but not a class path.
     is_alone = parallel.distributed_executor_backend == "uni"

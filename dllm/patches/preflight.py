@@ -1,0 +1,51 @@
+"""What a CPU server needs of its machine, checked before an engine starts and fails over it.
+
+An engine that fails prints hundreds of lines. These checks run in the API server,
+and say one thing.
+"""
+
+import os
+import shutil
+from typing import Any
+
+COMPILER = "CXX", "g++"  # the variable that names PyTorch's C++ compiler, and its default
+ANY_KERNEL = "init_cpu_memory_env"  # of those in vLLM's compiled library
+
+
+def refuse_missing_parts(vllm_config: Any) -> None:
+    """On a CPU: vLLM's compiled kernels, and a C++ compiler if the model is compiled.
+
+    Raises:
+        ValueError: one is missing; the message says what to install.
+    """
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not hasattr(torch.ops._C, ANY_KERNEL):
+        raise ValueError(
+            "vLLM's CPU kernels do not load: the line 'Failed to import from vllm._C' in the log "
+            "says why. If it names libnuma: apt-get install libnuma1."
+        )
+    variable, default = COMPILER
+    compiler = os.environ.get(variable, default)
+    if _is_compiled(vllm_config) and shutil.which(compiler) is None:
+        raise ValueError(
+            f"There is no C++ compiler {compiler}, with which PyTorch compiles the model. Install "
+            f"one (apt-get install g++), name another in {variable}, or serve without compiling, "
+            "which is slower: --enforce-eager."
+        )
+
+
+def _is_compiled(vllm_config: Any) -> bool:
+    # vLLM decides it from these, later.
+    from vllm.config.compilation import CompilationMode
+    from vllm.config.vllm import OptimizationLevel
+
+    switches = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    if vllm_config.model_config.enforce_eager or any(os.environ.get(s) == "1" for s in switches):
+        return False
+    mode = vllm_config.compilation_config.mode
+    if mode is None:
+        return bool(vllm_config.optimization_level > OptimizationLevel.O0)
+    return bool(mode != CompilationMode.NONE)
