@@ -10,8 +10,8 @@ target's host, and no drafts. In two of the runs the worker hangs, or is killed,
 requests are answered. In each round all take turns on the same held-out questions, greedily;
 answers that differ from those without drafts end the benchmark.
 
-Writes one row a run: tokens/s, tokens per step and request, milliseconds waited per step, and the
-share of steps with drafts that waited for less than 0.1 ms.
+Writes one row a run: tokens/s, tokens per step and request, milliseconds waited per step and at
+most, and the share of steps with drafts that waited for less than 0.1 ms.
 """
 
 import argparse
@@ -38,12 +38,11 @@ from bench.context import (
     as_text,
     progress,
     provenance,
-    read_csv,
     reporting_failures,
     write_csv,
 )
-from bench.race import rounds
-from bench.tables import Table, markdown, measured_with, middle, names_of, of, ratios
+from bench.race import in_turn, rounds
+from bench.tables import Table, markdown, middle, names_of, of, ratios, section
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.patches.remote import SPECULATOR
@@ -354,9 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if each.accident is None:
                     race.once(each, at_once)
         for pair in rounds(given.rounds, BUDGET_S):
-            shift = pair % len(everyone)
             for at_once in given.at_once:
-                for each in everyone[shift:] + everyone[:shift]:
+                for each in in_turn(everyone, pair):
                     run = {"contestant": each.name, "concurrency": at_once, "pair": pair}
                     rows.append(run | race.once(each, at_once))
                     progress(f"round {pair + 1} of {given.rounds}: {each.name}")
@@ -392,10 +390,7 @@ def table(rows: Rows) -> Table:
 
 def remote(results: Path) -> str:
     """Section of docs/remote.md: speed."""
-    rows = read_csv(results / FILE)
-    if not rows:
-        return "Not measured yet: `python -m bench.remote`."
-    return "\n\n".join([markdown(table(rows)), measured_with(rows, FILE)])
+    return section(results / FILE, "python -m bench.remote", lambda rows: markdown(table(rows)))
 
 
 if __name__ == "__main__":
