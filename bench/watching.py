@@ -5,9 +5,9 @@
 Parts are timed in this process, in microseconds: what a denoise step pays for the possibility while
 nobody watches, and what it pays for one watcher (a canvas of 256 positions, on a CPU).
 
-For neighbours a server answers the same requests twice in each round: once beside a stream without
-canvases, once beside one with them, in turns first. The ratio is that of the two times; it is given
-with a 95% interval of its median over the rounds (bootstrap).
+For neighbours a server answers the same requests twice in each round: beside a stream with canvases
+and beside one without, each of the two first in every other round. The ratio is that of the two
+times; it is given with a 95% interval of its median over the rounds (bootstrap).
 """
 
 import argparse
