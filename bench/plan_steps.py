@@ -37,7 +37,6 @@ from bench.context import (
 from bench.remote import (
     KNOWN,
     KNOWN_AHEAD,
-    MAX_TOKENS,
     PLAIN,
     Contestant,
     Target,
@@ -154,26 +153,12 @@ def steps(
     target: Target, asked: Sequence[list[int]], at_once: int
 ) -> tuple[list[list[int]], list[float]]:
     """Answers, and the milliseconds of each step in which nobody read a prompt or was finished."""
-    from vllm import SamplingParams
-
-    engine: Any = target.llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
     answers: dict[int, list[int]] = {}
-    times: list[float] = []
-    num_begun = 0
-    while len(answers) < len(asked):
-        is_first = False
-        while num_begun < min(len(asked), len(answers) + at_once):
-            given = {"prompt_token_ids": asked[num_begun]}
-            engine.add_request(str(num_begun), given, params)
-            num_begun, is_first = num_begun + 1, True
-        start = time.perf_counter()
-        outputs = engine.step()
-        elapsed_ms = 1e3 * (time.perf_counter() - start)
-        done = [output for output in outputs if output.finished]
-        answers |= {int(each.request_id): list(each.outputs[0].token_ids) for each in done}
-        if not is_first and not done:
-            times.append(elapsed_ms)
+    times = [
+        1e3 * step.seconds
+        for step in target.steps(asked, at_once, answers)
+        if not step.num_begun and not step.num_ended
+    ]
     return [answers[number] for number in range(len(asked))], times
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -169,6 +169,15 @@ def prompts(count: int) -> list[list[int]]:
     return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
 
 
+class Step(NamedTuple):
+    """A step of the target: its time, and how many requests were in it, began, and ended."""
+
+    seconds: float
+    num_rows: int
+    num_begun: int
+    num_ended: int
+
+
 class Target:
     """The target's engine, in this process, and what a run of it costs."""
 
@@ -239,25 +248,13 @@ class Target:
         Args:
             accident: called when half of them are answered.
         """
-        from vllm import SamplingParams
-
-        engine: Any = self.llm.llm_engine
-        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
         answers: dict[int, list[int]] = {}
-        num_begun = num_steps = num_rows = 0
+        num_steps = num_rows = 0
         self.waits.clear()
         start = time.perf_counter()
-        while len(answers) < len(asked):
-            while num_begun < min(len(asked), len(answers) + at_once):
-                given = {"prompt_token_ids": asked[num_begun]}
-                engine.add_request(str(num_begun), given, params)
-                num_begun += 1
-            num_steps, num_rows = num_steps + 1, num_rows + num_begun - len(answers)
-            before = len(answers)
-            for output in engine.step():
-                if output.finished:
-                    answers[int(output.request_id)] = list(output.outputs[0].token_ids)
-            if before < len(asked) // 2 <= len(answers):
+        for step in self.steps(asked, at_once, answers):
+            num_steps, num_rows = num_steps + 1, num_rows + step.num_rows
+            if len(answers) - step.num_ended < len(asked) // 2 <= len(answers):
                 accident()
         seconds = time.perf_counter() - start
         waits = self.waits
@@ -269,6 +266,33 @@ class Target:
             "no_wait": sum(each < NO_WAIT_S for each in waits) / max(1, len(waits)),
         }
         return [answers[number] for number in range(len(asked))], figures
+
+    def steps(
+        self, asked: Sequence[list[int]], at_once: int, answers: dict[int, list[int]]
+    ) -> Iterator[Step]:
+        """Answer all prompts, so many at once; yields each step of the engine.
+
+        Args:
+            answers: gets the tokens of each answer, by the number of its prompt.
+        """
+        from vllm import SamplingParams
+
+        engine: Any = self.llm.llm_engine
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
+        num_begun = 0
+        while len(answers) < len(asked):
+            before = num_begun
+            while num_begun < min(len(asked), len(answers) + at_once):
+                given = {"prompt_token_ids": asked[num_begun]}
+                engine.add_request(str(num_begun), given, params)
+                num_begun += 1
+            num_rows = num_begun - len(answers)
+            start = time.perf_counter()
+            outputs = engine.step()
+            seconds = time.perf_counter() - start
+            done = [output for output in outputs if output.finished]
+            answers |= {int(each.request_id): list(each.outputs[0].token_ids) for each in done}
+            yield Step(seconds, num_rows, num_begun - before, len(done))
 
 
 class Race:
