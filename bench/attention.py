@@ -321,6 +321,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.smoke and not torch.cuda.is_available():
         print("There is no GPU: --smoke tests the plumbing; nothing else runs.", file=sys.stderr)
         return 2
+    shapes = [s for s in (smoke_table() if options.smoke else table()) if options.only in s.name]
+    if not shapes:
+        print(f"--only {options.only}: in no shape's name.", file=sys.stderr)
+        return 2
     if options.smoke:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     device = "cpu" if options.smoke else "cuda"
@@ -330,9 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"copy {ceilings.copy / 1e9:.0f} GB/s, bf16 product {ceilings.bf16 / 1e12:.1f} TFLOPS")
     results: list[Result] = []
     started = time.monotonic()
-    for shape in smoke_table() if options.smoke else table():
-        if options.only not in shape.name:
-            continue
+    for shape in shapes:
         if time.monotonic() - started > options.stop_after_s:
             print(f"stopped before {shape.name}: --stop-after-s {options.stop_after_s}")
             break

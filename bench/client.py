@@ -69,6 +69,7 @@ class Client:
         """
         log, result = self.folder / f"{name}.log", self.folder / f"{name}.json"
         log.touch()
+        result.unlink(missing_ok=True)  # of another contestant, whose name is nearly the same
         process = self._context.Process(target=_logged, args=(log, function, arguments))
         process.start()
         process.join(TIMEOUT_S)

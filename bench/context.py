@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from dllm.settings.command import CommandError
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
@@ -113,7 +115,7 @@ def progress(text: str) -> None:
 
 
 class GateError(RuntimeError):
-    """A server's answers were wrong before anything was timed; the message says what was wrong."""
+    """Answers are wrong, so that nothing may be timed; the message says what is wrong."""
 
 
 def reporting_failures(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
@@ -131,7 +133,7 @@ def reporting_failures(main: Callable[[Sequence[str] | None], int]) -> Callable[
         except GateError as error:
             print(f"No speed is reported, because outputs are wrong:\n{error}", file=sys.stderr)
             return 1
-        except RuntimeError as error:
+        except (CommandError, RuntimeError) as error:
             print(error, file=sys.stderr)
             return 2
 

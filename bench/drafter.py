@@ -285,6 +285,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for model in (*(one for one in given.target if one != INFLATED), given.drafter):
         if not (model / "config.json").exists():
             parser.error(f"{model}: no config.json there; give a checkpoint's folder.")
+    least = num_layers_of(TARGET)
+    if INFLATED in given.target and given.layers < least:
+        parser.error(f"--layers {given.layers}; allowed: at least {least}, those of tiny-ar.")
     return given
 
 

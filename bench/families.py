@@ -13,6 +13,7 @@ Writes ``families.csv``, one row a run.
 import argparse
 import json
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,13 +31,12 @@ from bench.context import (
     as_text,
     progress,
     provenance,
-    read_csv,
     reporting_failures,
     write_csv,
 )
-from bench.race import rounds
+from bench.race import in_turn, rounds
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
-from bench.tables import Table, markdown, measured_with, ratios, spread
+from bench.tables import Table, markdown, ratios, section, spread
 from dllm.models.unmasking.reference import load_model
 
 MODEL = ROOT / "checkpoints/tiny-sdar"
@@ -75,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
     options = parser.parse_args(arguments)
+    if not pipeline.is_installed():
+        raise RuntimeError(pipeline.MISSING)
     about = provenance("bench.families")
     runs = []
     for size in options.block_sizes:
@@ -145,8 +147,6 @@ def over_http(server: Server) -> Generate:
 
 def in_process(model: Path, size: int) -> Generate:
     """Call diffusers' pipeline, one prompt after the other."""
-    if not pipeline.is_installed():
-        raise GateError(pipeline.MISSING)
     config = json.loads((model / "config.json").read_text())
     masked = pipeline.BlockMasked(load_model(model), size, config["mask_token_id"])
 
@@ -187,14 +187,13 @@ def race(
     for generate in racing.values():  # loads and compiles what it needs
         generate(prompts[:concurrency], concurrency)
     for pair in rounds(num_rounds, BUDGET_S):
-        names = list(racing)
-        for name in names[pair % len(names) :] + names[: pair % len(names)]:
+        for name in in_turn(list(racing), pair):
             start = perf_counter()
             tokens = racing[name](prompts, concurrency)
             seconds = perf_counter() - start
             expected = expected or tokens
             if tokens != expected:
-                raise GateError(f"{name} generated other tokens than {names[0]}")
+                raise GateError(f"{name} generated other tokens than {next(iter(racing))}")
             speed = OUTPUT * len(prompts) / seconds
             runs.append(Run(name, block_size, concurrency, pair, len(prompts), speed))
             progress(str(runs[-1]))
@@ -226,11 +225,9 @@ def table(rows: Rows) -> Table:
 
 def families(results: Path) -> str:
     """Section of docs/families.md: speed."""
-    rows = read_csv(results / "families.csv")
-    if not rows:
-        return "Not measured yet: `python -m bench.families`."
-    return "\n\n".join([markdown(table(rows)), measured_with(rows, "families.csv")])
+    path, command = results / "families.csv", "python -m bench.families"
+    return section(path, command, lambda rows: markdown(table(rows)))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

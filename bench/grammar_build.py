@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.context import RESULTS, progress, provenance, read_csv, write_csv
-from bench.tables import markdown, measured_with
+from bench.context import RESULTS, Rows, progress, provenance, write_csv
+from bench.tables import markdown, section
 from dllm.grammar.children import Children
 from dllm.grammar.compile import Compiler, Spec
 from dllm.grammar.table import Table
@@ -117,7 +117,7 @@ def timed(build: Callable[[Spec], Table], spec: Spec) -> tuple[float, Table]:
 
 
 def measure(name: str, vocabulary: Vocabulary, children: Children, rounds: int) -> Build:
-    """Each round has an empty folder and processes' memories that are empty."""
+    """Medians of a grammar; in each round nothing is in the folder or in memory at first."""
     spec, times = SPECS[name], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -161,9 +161,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def grammar_build(results: Path) -> str:
     """Section of docs/structured.md: how long grammars take."""
-    rows = read_csv(results / FILE)
-    if not rows:
-        return "Not measured yet: `python -m bench.grammar_build`."
+    return section(results / FILE, "python -m bench.grammar_build", _table)
+
+
+def _table(rows: Rows) -> str:
     heading = ["grammar", "states", "classes", "compiled", "from a file", "from memory"]
     lines = [
         [
@@ -174,7 +175,7 @@ def grammar_build(results: Path) -> str:
         ]
         for row in rows
     ]
-    return f"{markdown((heading, lines))}\n\n{measured_with(rows, FILE)}"
+    return markdown((heading, lines))
 
 
 if __name__ == "__main__":

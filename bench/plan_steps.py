@@ -4,8 +4,9 @@
 
 The target is tiny-ar with a pause of VERIFY_MS in each step, so that it takes as long as a large
 model; its draft worker is a process that knows the answers and takes DRAFT_MS for a draft. The plan
-gets the time of a step without drafts, the pause of the worker and the round trip of a message, all
-measured, and says how long a step with K drafts takes. Prompts' steps are left out.
+gets the time of a step without drafts, which is measured, DRAFT_MS, and ROUND_TRIP_MS for a message
+and its reply over loopback, and says how long a step with K drafts takes. Steps that read a prompt
+or end a request are left out.
 
 Writes one row a round, load and width: milliseconds of a step, planned and measured.
 """
@@ -30,16 +31,23 @@ from bench.context import (
     as_text,
     progress,
     provenance,
-    read_csv,
     reporting_failures,
     write_csv,
 )
-from bench.remote import KNOWN, KNOWN_AHEAD, MAX_TOKENS, Contestant, Target, Worker, prompts
-from bench.tables import Spread, Table, markdown, measured_with
+from bench.remote import (
+    KNOWN,
+    KNOWN_AHEAD,
+    PLAIN,
+    Contestant,
+    Target,
+    Worker,
+    prompts,
+)
+from bench.tables import Spread, Table, markdown, section
 from dllm.remote.plan import Drafts, Grid, Targets, constant, plan
 
 FILE = "plan_steps.csv"
-VERIFY_MS, DRAFT_MS, DEADLINE_MS = 60.0, 6.0, 1000.0
+VERIFY_MS, DRAFT_MS, DEADLINE_MS, ROUND_TRIP_MS = 60.0, 6.0, 1000.0, 0.1
 MOST = 8  # drafts
 WIDTHS = (2, 4, 8)
 
@@ -62,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target = Target(MOST, max(given.at_once), DEADLINE_MS)
         pause_steps(target)
         asked = prompts(given.requests)
-        with target.drafted_by(Contestant("no drafts", None, 0), None):
+        with target.drafted_by(Contestant(PLAIN, None, 0), None):
             answers, _ = steps(target, asked, max(given.at_once))
         (folder / "texts.json").write_text(
             json.dumps([prompt + answer for prompt, answer in zip(asked, answers, strict=True)])
@@ -109,7 +117,7 @@ def measure(
     Raises:
         GateError: the answers are not those of plain decoding.
     """
-    with target.drafted_by(Contestant("no drafts", None, 0), None):
+    with target.drafted_by(Contestant(PLAIN, None, 0), None):
         _, plain = steps(target, asked, at_once)
     found: list[dict[str, object]] = []
     for name, worker in workers.items():
@@ -132,39 +140,25 @@ def measure(
 
 
 def planned(plain_ms: float, width: int, ahead: bool) -> float:
-    """What the plan says; every draft is kept, and loopback's round trip is 0.1 ms."""
+    """What the plan says of a step, in ms; every draft is kept."""
 
     def flat(ms: float) -> Grid:
         return Grid((1.0,), (0.0, float(MOST)), np.full((1, 2), ms))
 
     drafts = Drafts(1, flat(DRAFT_MS), constant(1.0, MOST), ahead=ahead)
-    return plan(Targets(1, 1, flat(plain_ms)), drafts, 0.1)[width].step_ms
+    return plan(Targets(1, 1, flat(plain_ms)), drafts, ROUND_TRIP_MS)[width].step_ms
 
 
 def steps(
     target: Target, asked: Sequence[list[int]], at_once: int
 ) -> tuple[list[list[int]], list[float]]:
     """Answers, and the milliseconds of each step in which nobody read a prompt or was finished."""
-    from vllm import SamplingParams
-
-    engine: Any = target.llm.llm_engine
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
     answers: dict[int, list[int]] = {}
-    times: list[float] = []
-    num_begun = 0
-    while len(answers) < len(asked):
-        is_first = False
-        while num_begun < min(len(asked), len(answers) + at_once):
-            given = {"prompt_token_ids": asked[num_begun]}
-            engine.add_request(str(num_begun), given, params)
-            num_begun, is_first = num_begun + 1, True
-        start = time.perf_counter()
-        outputs = engine.step()
-        elapsed_ms = 1e3 * (time.perf_counter() - start)
-        done = [output for output in outputs if output.finished]
-        answers |= {int(each.request_id): list(each.outputs[0].token_ids) for each in done}
-        if not is_first and not done:
-            times.append(elapsed_ms)
+    times = [
+        1e3 * step.seconds
+        for step in target.steps(asked, at_once, answers)
+        if not step.num_begun and not step.num_ended
+    ]
     return [answers[number] for number in range(len(asked))], times
 
 
@@ -191,10 +185,7 @@ def table(rows: Rows) -> Table:
 
 def planned_steps(results: Path) -> str:
     """Section of docs/remote.md: the plan beside real steps."""
-    rows = read_csv(results / FILE)
-    if not rows:
-        return "Not measured yet: `python -m bench.plan_steps`."
-    return "\n\n".join([markdown(table(rows)), measured_with(rows, FILE)])
+    return section(results / FILE, "python -m bench.plan_steps", lambda rows: markdown(table(rows)))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from bench.context import RESULTS, ROOT, Rows, provenance, read_csv, write_csv
 from bench.kernel_table import kernel_times, shown, table_rows
 from bench.servers import child_environment
 from bench.step_parts import GROUPS, IDLE, Recorder, Step, step_functions
-from bench.tables import markdown, measured_with
+from bench.tables import markdown, section
 
 OURS, BUILTIN = SERVERS = ("ours", "built-in")
 MODES = ("eager", "compiled")
@@ -315,9 +315,10 @@ def mean_parts(visits: Sequence[Step]) -> dict[str, float]:
 
 def step_time(path: Path) -> str:
     """The shares of the groups of a CSV of this command: a line for each server, mode and load."""
-    rows = read_csv(path)
-    if not rows:
-        return "Not measured yet: `python -m bench.profile_step`."
+    return section(path, "python -m bench.profile_step", _groups)
+
+
+def _groups(rows: Rows) -> str:
     groups = list(dict.fromkeys(GROUPS.values()))
     lines = []
     for bar in dict.fromkeys((r["mode"], r["server"], r["concurrency"]) for r in rows):
@@ -326,8 +327,7 @@ def step_time(path: Path) -> str:
         shares = (sum(float(r["share"]) for r in here if r["group"] == group) for group in groups)
         cells = [f"{share:.0%}" for share in shares]
         lines.append([f"{server}, {mode}", load, f"{float(here[0]['step_ms']):.2f}", *cells])
-    table = markdown((["", "requests at once", "ms per step", *groups], lines))
-    return f"{table}\n\n{measured_with(rows, path.name)}"
+    return markdown((["", "requests at once", "ms per step", *groups], lines))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from bench.client import Client
 from bench.context import GateError, progress
@@ -30,6 +31,7 @@ from bench.workloads import (
 )
 from dllm.tasks.suite import Question
 
+T = TypeVar("T")
 Measured = list[tuple[Workload, Measurement]]
 
 
@@ -74,7 +76,7 @@ def rounds(count: int, budget_s: float) -> Iterator[int]:
         yield pair
 
 
-def in_turn(contestants: Sequence[Contestant], pair: int) -> list[Contestant]:
+def in_turn(contestants: Sequence[T], pair: int) -> list[T]:
     """In the order of this round: each begins with another."""
     shift = pair % len(contestants)
     return [*contestants[shift:], *contestants[:shift]]

@@ -23,9 +23,17 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.context import RESULTS, ROOT, Rows, as_text, provenance, read_csv, write_csv
+from bench.context import (
+    RESULTS,
+    ROOT,
+    Rows,
+    as_text,
+    provenance,
+    reporting_failures,
+    write_csv,
+)
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
-from bench.tables import Table, markdown, measured_with
+from bench.tables import Table, markdown, section
 from dllm.tasks.suite import Question, questions
 from dllm.tools.client import connect
 from dllm.tools.eval_report import wilson_interval
@@ -63,6 +71,7 @@ class Answered:
     computed_by: str
 
 
+@reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all contestants, write the CSV, print the table."""
     given = parse(arguments)
@@ -231,10 +240,7 @@ def described(rows: Rows) -> str:
 
 def recovery(results: Path) -> str:
     """Section of docs/quantization.md: what quantized checkpoints keep of the answers."""
-    rows = read_csv(results / "recovery.csv")
-    if not rows:
-        return "Not measured yet: `python -m bench.recovery`."
-    return f"{described(rows)}\n\n{measured_with(rows, 'recovery.csv')}"
+    return section(results / "recovery.csv", "python -m bench.recovery", described)
 
 
 if __name__ == "__main__":

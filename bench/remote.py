@@ -10,8 +10,8 @@ target's host, and no drafts. In two of the runs the worker hangs, or is killed,
 requests are answered. In each round all take turns on the same held-out questions, greedily;
 answers that differ from those without drafts end the benchmark.
 
-Writes one row a run: tokens/s, tokens per step and request, milliseconds waited per step, and the
-share of steps with drafts that waited for less than 0.1 ms.
+Writes one row a run: tokens/s, tokens per step and request, milliseconds waited per step and at
+most, and the share of steps with drafts that waited for less than 0.1 ms.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,12 +38,11 @@ from bench.context import (
     as_text,
     progress,
     provenance,
-    read_csv,
     reporting_failures,
     write_csv,
 )
-from bench.race import rounds
-from bench.tables import Table, markdown, measured_with, middle, names_of, of, ratios
+from bench.race import in_turn, rounds
+from bench.tables import Table, markdown, middle, names_of, of, ratios, section
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.patches.remote import SPECULATOR
@@ -170,6 +169,15 @@ def prompts(count: int) -> list[list[int]]:
     return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
 
 
+class Step(NamedTuple):
+    """A step of the target: its time, and how many requests were in it, began, and ended."""
+
+    seconds: float
+    num_rows: int
+    num_begun: int
+    num_ended: int
+
+
 class Target:
     """The target's engine, in this process, and what a run of it costs."""
 
@@ -240,25 +248,13 @@ class Target:
         Args:
             accident: called when half of them are answered.
         """
-        from vllm import SamplingParams
-
-        engine: Any = self.llm.llm_engine
-        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
         answers: dict[int, list[int]] = {}
-        num_begun = num_steps = num_rows = 0
+        num_steps = num_rows = 0
         self.waits.clear()
         start = time.perf_counter()
-        while len(answers) < len(asked):
-            while num_begun < min(len(asked), len(answers) + at_once):
-                given = {"prompt_token_ids": asked[num_begun]}
-                engine.add_request(str(num_begun), given, params)
-                num_begun += 1
-            num_steps, num_rows = num_steps + 1, num_rows + num_begun - len(answers)
-            before = len(answers)
-            for output in engine.step():
-                if output.finished:
-                    answers[int(output.request_id)] = list(output.outputs[0].token_ids)
-            if before < len(asked) // 2 <= len(answers):
+        for step in self.steps(asked, at_once, answers):
+            num_steps, num_rows = num_steps + 1, num_rows + step.num_rows
+            if len(answers) - step.num_ended < len(asked) // 2 <= len(answers):
                 accident()
         seconds = time.perf_counter() - start
         waits = self.waits
@@ -270,6 +266,33 @@ class Target:
             "no_wait": sum(each < NO_WAIT_S for each in waits) / max(1, len(waits)),
         }
         return [answers[number] for number in range(len(asked))], figures
+
+    def steps(
+        self, asked: Sequence[list[int]], at_once: int, answers: dict[int, list[int]]
+    ) -> Iterator[Step]:
+        """Answer all prompts, so many at once; yields each step of the engine.
+
+        Args:
+            answers: gets the tokens of each answer, by the number of its prompt.
+        """
+        from vllm import SamplingParams
+
+        engine: Any = self.llm.llm_engine
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
+        num_begun = 0
+        while len(answers) < len(asked):
+            before = num_begun
+            while num_begun < min(len(asked), len(answers) + at_once):
+                given = {"prompt_token_ids": asked[num_begun]}
+                engine.add_request(str(num_begun), given, params)
+                num_begun += 1
+            num_rows = num_begun - len(answers)
+            start = time.perf_counter()
+            outputs = engine.step()
+            seconds = time.perf_counter() - start
+            done = [output for output in outputs if output.finished]
+            answers |= {int(each.request_id): list(each.outputs[0].token_ids) for each in done}
+            yield Step(seconds, num_rows, num_begun - before, len(done))
 
 
 class Race:
@@ -354,9 +377,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if each.accident is None:
                     race.once(each, at_once)
         for pair in rounds(given.rounds, BUDGET_S):
-            shift = pair % len(everyone)
             for at_once in given.at_once:
-                for each in everyone[shift:] + everyone[:shift]:
+                for each in in_turn(everyone, pair):
                     run = {"contestant": each.name, "concurrency": at_once, "pair": pair}
                     rows.append(run | race.once(each, at_once))
                     progress(f"round {pair + 1} of {given.rounds}: {each.name}")
@@ -392,10 +414,7 @@ def table(rows: Rows) -> Table:
 
 def remote(results: Path) -> str:
     """Section of docs/remote.md: speed."""
-    rows = read_csv(results / FILE)
-    if not rows:
-        return "Not measured yet: `python -m bench.remote`."
-    return "\n\n".join([markdown(table(rows)), measured_with(rows, FILE)])
+    return section(results / FILE, "python -m bench.remote", lambda rows: markdown(table(rows)))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.context import RESULTS, provenance, read_csv, write_csv
-from bench.tables import Spread, markdown, measured_with
+from bench.context import RESULTS, Rows, provenance, write_csv
+from bench.tables import Spread, markdown, section
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.models.gemma import rule
 from dllm.models.gemma.settings import GemmaSettings
@@ -43,6 +43,7 @@ from dllm.ops.dispatch import sparse_product
 from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
 
 BUILTIN, SPARSE, EXACT = "built-in", "ours, sparse", "ours, exact"
+PROFILES = ("open", "half", "settled")  # of `make_logits`
 ENTROPY_TOLERANCE = 1e-3  # nats: the built-in sums p log p over the whole row in fp32
 T_MIN, T_MAX, MAX_STEPS, ENTROPY_BOUND, CONFIDENCE, WINDOW = 0.4, 0.8, 48, 0.1, 0.005, 2
 SEED = 5
@@ -291,9 +292,10 @@ def show(timing: Timing) -> None:
 
 def sampling_step(results: Path) -> str:
     """Section of docs/sampling.md: milliseconds and ratios, a line for each shape and profile."""
-    rows = read_csv(results / "sampling_step_cpu.csv")
-    if not rows:
-        return "Not measured yet: `python -m bench.sampling_step`."
+    return section(results / "sampling_step_cpu.csv", "python -m bench.sampling_step", _table)
+
+
+def _table(rows: Rows) -> str:
     shape_of = ("rows", "vocab_size", "hidden", "profile")
     lines = []
     for shape in dict.fromkeys(tuple(row[name] for name in shape_of) for row in rows):
@@ -310,7 +312,7 @@ def sampling_step(results: Path) -> str:
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     compared = [f"built-in / {name}" for name in names if name.startswith("ours")]
     header = ["rows", "vocabulary", "hidden", "logits", f"ms: {' / '.join(names)}", *compared]
-    return f"{markdown((header, lines))}\n\n{measured_with(rows, 'sampling_step_cpu.csv')}"
+    return markdown((header, lines))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -319,13 +321,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
+    def profiles(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := set(names) - set(PROFILES):
+            raise argparse.ArgumentTypeError(f"{min(unknown)!r}; allowed: {', '.join(PROFILES)}")
+        return names
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=numbers, default=[64, 256])
     parser.add_argument("--vocab", type=numbers, default=[32_768, 262_144])
     parser.add_argument("--hidden", type=numbers, default=[256, 2816])
-    parser.add_argument("--profiles", default="open,half,settled")
+    parser.add_argument("--profiles", type=profiles, default=list(PROFILES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--eager", action="store_true", help="ours without torch.compile")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes")
@@ -342,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     about = provenance("bench.sampling_step")
     timings: list[Timing] = []
-    axes = (options.vocab, options.hidden, options.rows, options.profiles.split(","))
+    axes = (options.vocab, options.hidden, options.rows, options.profiles)
     for vocab_size, hidden, rows, profile in itertools.product(*axes):
         shape = Shape(2, rows // 2, vocab_size, hidden, profile)
         try:

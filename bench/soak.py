@@ -187,7 +187,7 @@ async def hostile_client(load: Load, kinds: dict[str, Hostile], pause_s: float) 
 
 
 async def repeat(load: Load) -> None:
-    """Send each shadow once more, alone; both answers are recorded where they differ."""
+    """Send each shadow once more, alone; the request is recorded where the answers differ."""
     for request, before in load.record.shadows:
         after = await ask(load.session, load.model, request)
         if after != before:

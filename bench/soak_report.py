@@ -3,8 +3,8 @@
 A row is ``what`` was counted or measured, of which ``part`` (a phase, or a process), its ``value``
 and ``unit``, with ``low`` and ``high`` where it has a 95% interval:
 
-    p99 beside / alone   ratio of the 99th percentiles of two phases; resampled requests
-    slope                of the last phase, per hour: least squares through the medians of twenty
+    p99 / p99 of calm    ratio of the 99th percentiles of two phases; resampled requests
+    MEASURE: slope       of the last phase, per hour: least squares through the medians of twenty
                          stretches of equal length, with Student's t; stretches are long beside
                          what a garbage collection or a burst takes
 """
@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bench.context import Rows, read_csv
+from bench.context import Rows
 from bench.soak_load import Answer, Request
-from bench.tables import markdown, measured_with
+from bench.tables import markdown, section
 
 CALM, RUDELY, EVERYTHING = PHASES = ("calm", "rude", "everything")
 MEASURES = ("memory", "file descriptors", "threads", "sockets")
@@ -31,6 +31,7 @@ SHADOWED = 10  # every so many good requests one is sent again
 STRETCHES = 20
 STUDENT = 2.101  # 97.5% of Student's t with STRETCHES - 2 degrees of freedom
 RESAMPLED = 1000
+WRONG = ("failed", "other tokens", "tracebacks")  # rows whose value has to be 0
 
 Row = dict[str, object]
 
@@ -113,9 +114,6 @@ def is_clean(rows: Sequence[Row]) -> bool:
     return not any(row["value"] for row in rows if row["what"] in WRONG)
 
 
-WRONG = ("failed", "other tokens", "tracebacks")
-
-
 def _row(
     what: str,
     part: str,
@@ -154,7 +152,7 @@ def ratio(these: Sequence[float], those: Sequence[float], seed: int) -> tuple[fl
 
 
 def resources(record: Record, process: str) -> list[Row]:
-    """First and last value and slope of each measure of a process, in the last phase."""
+    """Median and slope of each measure of a process, in the last phase."""
     samples = [
         one
         for one in record.samples
@@ -198,14 +196,14 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
 
 def soak(results: Path) -> str:
     """Section of docs/reliability.md: what the campaign sent, and what it found."""
-    rows = read_csv(results / "soak.csv")
-    if not rows:
-        return "Not measured yet: `python -m bench.soak`."
+    return section(results / "soak.csv", "python -m bench.soak", _tables)
+
+
+def _tables(rows: Rows) -> str:
     parts = [
         markdown((["", *PHASES], [*_requests(rows), *_latencies(rows)])),
         markdown((["everything", *MEASURES], _resources(rows))),
         _verdict(rows),
-        measured_with(rows, "soak.csv"),
     ]
     return "\n\n".join(parts)
 

@@ -13,6 +13,7 @@ Writes ``structured.csv`` (one row a form) and ``structured_cost.csv`` (one row 
 
 import argparse
 import itertools
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,17 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from bench.context import RESULTS, ROOT, Rows, as_text, progress, provenance, read_csv, write_csv
+from bench.context import (
+    RESULTS,
+    ROOT,
+    Rows,
+    as_text,
+    progress,
+    provenance,
+    read_csv,
+    reporting_failures,
+    write_csv,
+)
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
 from bench.structured_tasks import FORMATS, Format, is_valid_answer
 from bench.tables import Table, markdown, measured_with, ratios
@@ -64,6 +75,7 @@ class Cost:
     answers_per_s: float
 
 
+@reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the CSV files."""
     parser = argparse.ArgumentParser(
@@ -142,7 +154,7 @@ def costs_of(connection: Connection, concurrency: int, rounds: int) -> list[Cost
 def ask(
     connection: Connection, body: Any, asked: Sequence[Question], concurrency: int
 ) -> tuple[list[str], int | None, int | None, float]:
-    """(texts, denoise steps, blocks, seconds); the last but one None for tiny-ar."""
+    """(texts, denoise steps, blocks, seconds); steps and blocks are None for tiny-ar."""
 
     def one(index: int) -> Answer:
         completion = connection.client.chat.completions.create(
@@ -226,4 +238,4 @@ def structured(results: Path) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

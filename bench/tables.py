@@ -5,7 +5,7 @@ the rows is the one that the others are compared with.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +75,14 @@ def measured_with(rows: Rows, file: str) -> str:
     return (
         f"{'; '.join(runs)}, {first['machine']}, {first['versions']} ([CSV](bench/results/{file}))."
     )
+
+
+def section(path: Path, command: str, show: Callable[[Rows], str]) -> str:
+    """What a page shows of a CSV file, and where that is from; or which command writes the file."""
+    rows = read_csv(path)
+    if not rows:
+        return f"Not measured yet: `{command}`."
+    return f"{show(rows)}\n\n{measured_with(rows, path.name)}"
 
 
 # --- servers side by side ------------------------------------------------------------------------
@@ -158,26 +166,21 @@ def load_tables(rows: Rows) -> str:
 
 def serving(results: Path) -> str:
     """All contestants at all loads, compiled."""
-    return _loads(results / "serve_compiled.csv")
+    return section(results / "serve_compiled.csv", "make bench", load_tables)
 
 
 def settings(results: Path) -> str:
     """Ours without its loop, and the built-in with as many requests at a time as ours."""
-    return _loads(results / "serve_settings.csv")
-
-
-def _loads(path: Path) -> str:
-    rows = read_csv(path)
-    if not rows:
-        return "Not measured yet: `make bench`."
-    return f"{load_tables(rows)}\n\n{measured_with(rows, path.name)}"
+    return section(results / "serve_settings.csv", "python -m bench.serve", load_tables)
 
 
 def answers(results: Path) -> str:
     """Right answers and denoise steps per block by family."""
-    rows = read_csv(results / "answers.csv")
-    if not rows:
-        return "Not measured yet: `make bench`."
+    return section(results / "answers.csv", "make bench", lambda rows: markdown(_by_family(rows)))
+
+
+def _by_family(rows: Rows) -> Table:
+    """One line a family, and one of all."""
     asked = {row["family"] for row in rows}
     lines = []
     for family in (*(family for family in FAMILIES if family in asked), "all"):
@@ -191,5 +194,4 @@ def answers(results: Path) -> str:
             said = f", {steps / blocks:.1f} steps" if blocks else ""
             cells.append(percent(int(right), int(num)) + said)
         lines.append(cells)
-    table = markdown((["", *names_of(rows)], lines))
-    return f"{table}\n\n{measured_with(rows, 'answers.csv')}"
+    return ["", *names_of(rows)], lines

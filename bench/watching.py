@@ -5,21 +5,22 @@
 Parts are timed in this process, in microseconds: what a denoise step pays for the possibility while
 nobody watches, and what it pays for one watcher (a canvas of 256 positions, on a CPU).
 
-For neighbours a server answers the same requests twice in each round: once beside a stream without
-canvases, once beside one with them, in turns first. The ratio is that of the two times; it is given
-with a 95% interval of its median over the rounds (bootstrap).
+For neighbours a server answers the same requests twice in each round: beside a stream with canvases
+and beside one without, each of the two first in every other round. The ratio is that of the two
+times; it is given with a 95% interval of its median over the rounds (bootstrap).
 """
 
 import argparse
 import json
 import random
 import statistics
+import sys
 import tempfile
 import threading
 import time
 import timeit
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,9 +34,9 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from bench.context import RESULTS, provenance, read_csv, write_csv
+from bench.context import RESULTS, Rows, provenance, reporting_failures, write_csv
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
-from bench.tables import markdown, measured_with
+from bench.tables import markdown, section
 from dllm.api.events import CanvasWriter, Stream
 from dllm.api.watching import CanvasFeed, Pace, Watch, Watchers, has_frames
 from dllm.engine import frame_taker
@@ -48,9 +49,12 @@ NEIGHBOURS = 4
 WATCHED: dict[str, Any] = {"vllm_xargs": {"diffusion_stream": "canvas"}}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+@reporting_failures
+def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and write the CSV."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=20, help="of neighbours; 0: parts alone")
     parser.add_argument("--requests", type=int, default=24, help="of the neighbours, in each run")
     parser.add_argument("--model", default="checkpoints/tiny-dllm")
@@ -66,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{row['what']:50} {row['value']:>10} {row['unit']}")
     shared = provenance("bench.watching")
     write_csv(given.output, [row | shared for row in rows])
+    return 0
 
 
 # --- parts of a step ------------------------------------------------------------------------------
@@ -212,13 +217,18 @@ def _run(server: Server, num_requests: int, extra: dict[str, Any]) -> tuple[floa
             ),
             range(num_requests),
         )
-        assert set(done) == {200}
+        if bad := set(done) - {200}:
+            raise RuntimeError(f"neighbours got HTTP {sorted(bad)} (0: no answer) instead of 200")
         return time.perf_counter() - start, len(frames)
 
 
 @contextmanager
-def _stream(server: Server, extra: dict[str, Any]) -> Any:
-    """One client that streams answer after answer; the list grows with the frames that it reads."""
+def _stream(server: Server, extra: dict[str, Any]) -> Iterator[list[None]]:
+    """One client that streams answer after answer; the list grows with the frames that it reads.
+
+    Raises:
+        OSError: the server refused the stream, or is gone.
+    """
     body = {
         "model": server.options.model,
         "prompt": "Thank Ann for the map, from Bob.",
@@ -230,29 +240,33 @@ def _stream(server: Server, extra: dict[str, Any]) -> Any:
     frames: list[None] = []
     is_over, begun = threading.Event(), threading.Event()
 
-    def read() -> None:
-        while not is_over.is_set():
-            request = urllib.request.Request(
-                f"{server.url}/v1/completions",
-                data=json.dumps(body).encode(),
-                headers={"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request) as lines:
-                for line in lines:
-                    begun.set()
-                    if b'"canvas"' in line:
-                        frames.append(None)
-                    if is_over.is_set():
-                        break
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    begun.wait()
-    try:
-        yield frames
-    finally:
-        is_over.set()
-        reader.join()
+    def read() -> None:
+        try:
+            while not is_over.is_set():
+                with urllib.request.urlopen(request) as lines:
+                    for line in lines:
+                        begun.set()
+                        if b'"canvas"' in line:
+                            frames.append(None)
+                        if is_over.is_set():
+                            break
+        finally:
+            begun.set()  # or nobody would see what went wrong
+
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        begun.wait()
+        try:
+            yield frames
+        finally:
+            is_over.set()
+            reader.result()
 
 
 def _interval(ratios: Sequence[float]) -> tuple[float, float]:
@@ -267,12 +281,13 @@ def _interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 def watching(results: Path) -> str:
     """Section of docs/streaming.md: what watching costs."""
-    rows = read_csv(results / "watching.csv")
-    if not rows:
-        return "Not measured yet: `python -m bench.watching`."
+    return section(results / "watching.csv", "python -m bench.watching", _table)
+
+
+def _table(rows: Rows) -> str:
     lines = [[row["what"], f"{row['value']} {row['unit']}"] for row in rows]
-    return "\n\n".join([markdown((["", ""], lines)), measured_with(rows, "watching.csv")])
+    return markdown((["", ""], lines))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -82,6 +82,13 @@ def test_a_wrong_result_gets_no_numbers(tmp_path: Path) -> None:
     assert all(row["status"] == "wrong" and row["p50_ms"] == "" for row in rows)
 
 
+def test_shapes_that_are_not_there_are_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert attention.main(["--smoke", "--only", "wide", "--results", str(tmp_path)]) == 2
+    assert "--only wide: in no shape's name." in capsys.readouterr().err
+
+
 def test_the_check_would_notice_at_long_context() -> None:
     """There outputs are small: all zeros, or a part of the keys left out, must not pass."""
     shape = Shape(Layer("long", 2, 1, 64), "denoise", 1, 30000, 4, (0,))

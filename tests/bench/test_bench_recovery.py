@@ -69,6 +69,11 @@ def test_one_command_writes_the_csv_and_prints_the_tables(tmp_path, monkeypatch,
     assert "* nvfp4: linear layers: by Such." in out
 
 
+def test_an_unknown_family_is_said(capsys):
+    assert recovery.main(["--tasks", "ad"]) == 2
+    assert "no family 'ad'" in capsys.readouterr().err
+
+
 def interval(num_correct: int, num_both: int) -> tuple[float, float]:
     """Of 1000 questions, of which the baseline knows 900."""
     return recovery_interval(1000, num_correct, 900, num_both)

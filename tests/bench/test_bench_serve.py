@@ -1,6 +1,7 @@
 """What the serving benchmark makes of a run: numbers, refusals, ratios, tables. No servers."""
 
 import io
+import multiprocessing
 import urllib.request
 from contextlib import ExitStack
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import race, serve
-from bench.client import command
+from bench.client import Client, command
 from bench.context import GateError, Rows, as_text
 from bench.measure import (
     BUILTIN_PASSES,
@@ -310,6 +311,18 @@ class FakeClient:
         self.driven.append(name.split("-")[0])
         self.seeds.append(flags[flags.index("--seed") + 1])
         return saved()
+
+
+def test_a_run_that_saves_nothing_has_not_the_result_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are named by the letters of a contestant's name: "fixed 7" and "fixed 15" share one."""
+    monkeypatch.setattr("bench.client.child_environment", dict)
+    client = Client(tmp_path)
+    client._context = multiprocessing.get_context("spawn")  # type: ignore[assignment]
+    (tmp_path / "fixed_-0.json").write_text("{}")
+    with pytest.raises(RuntimeError, match="fixed_-0 failed with code 0"):
+        client._call("fixed_-0", print, "nothing is saved")
 
 
 class IdleServer(FakeServer):

@@ -134,6 +134,14 @@ def test_pairs(tmp_path: Path) -> None:
         parse(["--target", str(tmp_path / "none")])
 
 
+def test_a_target_shallower_than_tiny_ar_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its drafter reads layers that would not be there."""
+    with pytest.raises(SystemExit):
+        parse(["--layers", "4"])
+    assert "--layers 4; allowed: at least 5" in capsys.readouterr().err
+    assert parse(["--layers", "4", "--target", str(TARGET)]).layers == 4
+
+
 def test_who_is_measured(tmp_path: Path) -> None:
     (tmp_path / "pilot.safetensors").write_bytes(bytes(2_000_000))
     options = parse(["--widths", "3", "7", "--pilot", str(tmp_path)])

@@ -29,6 +29,13 @@ def test_other_tokens_end_the_race():
         families.race(contestants, 4, 1, 1, 100)
 
 
+def test_without_diffusers_nothing_is_started(monkeypatch, capsys):
+    monkeypatch.setattr(families.pipeline, "is_installed", lambda: False)
+    monkeypatch.setattr(families, "serve", lambda *_: pytest.fail("a server was started"))
+    assert families.main([]) == 2
+    assert capsys.readouterr().err.startswith("needs diffusers in ")
+
+
 def test_the_table_has_ratios_of_the_same_round():
     speeds = {FUSED: (300.0, 600.0), SEPARATE: (200.0, 300.0), PIPELINE: (100.0, 100.0)}
     runs = [

@@ -56,7 +56,13 @@ def test_disagreement_names_what_differs() -> None:
         assert word in sampling_step.disagreement(changed, same, weight)
 
 
-@pytest.mark.parametrize("profile", ["open", "half", "settled"])
+def test_an_unknown_profile_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sampling_step.parse(["--profiles", "open,closed"])
+    assert "'closed'; allowed: open, half, settled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("profile", sampling_step.PROFILES)
 def test_profiles_differ_in_how_sure_a_row_is(profile: str) -> None:
     logits = make_logits(Shape(2, 8, 20_000, 8, profile), "cpu")
     is_sure = torch.softmax(logits / 0.6, -1).amax(-1) > 0.999
