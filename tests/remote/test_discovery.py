@@ -12,7 +12,7 @@ import prometheus_client
 import pytest
 import zmq
 
-from dllm.drafter.metrics import LABELS
+from dllm.engine.metrics import LABELS
 from dllm.remote import discovery, dynamo_process
 from dllm.remote.discovery import Child, Following, find_python
 from dllm.remote.metrics import KEY, Changes, record_remote
