@@ -6,7 +6,7 @@ need not know how many tokens a text has.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from dllm.settings.pins import PIN_AT, PIN_IDS
 from dllm.settings.request import refuse
@@ -53,5 +53,5 @@ def _tokens(pin: Any, encode: Callable[[str], list[int]]) -> list[int]:
     return tokens
 
 
-def _refuse(given: Any) -> None:
+def _refuse(given: Any) -> NoReturn:
     refuse(FIELD, f"{FIELD}: {given!r:.200}; allowed: {SHAPE}. Send that, or omit it.")

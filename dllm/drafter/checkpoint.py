@@ -269,8 +269,7 @@ def _target_layer_ids(config: Config, dflash: Config) -> tuple[int, ...]:
 
 
 def _rope_parameters(config: Config) -> dict[str, object]:
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    assert isinstance(given, Mapping), given
+    given = _get(config, "rope_parameters", dict) or _get(config, "rope_scaling", dict) or {}
     if "mrope_section" in given or config.get("mrope_section") is not None:
         raise ValueError(
             "The drafter's config.json has mrope_section, RoPE over several dimensions; draft "
@@ -278,7 +277,7 @@ def _rope_parameters(config: Config) -> dict[str, object]:
         )
     # The default is Qwen3's theta, as in vLLM.
     theta = _get(config, "rope_theta", float) or 1_000_000.0
-    return {"rope_type": "default", "rope_theta": theta} | dict(given)
+    return {"rope_type": "default", "rope_theta": theta} | given
 
 
 def _layers(config: Config, dflash: Config) -> list[LayerAttention]:

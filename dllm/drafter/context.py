@@ -36,6 +36,7 @@ class ContextProjection:
         first = attentions[0]
         self.rotary_emb = first.rotary_emb
         self.eps = first.k_norm.variance_epsilon
+        # [layers, keys and values, kv_heads, head_dim]: what one token's projection gives.
         self.shape = (len(self.attentions), 2, first.num_kv_heads, first.head_dim)
         self.k_norm = torch.stack([attention.k_norm.weight.data for attention in self.attentions])
         projections = [attention.qkv_proj for attention in self.attentions]

@@ -10,12 +10,14 @@ long that took, and which widths the policy chose. How a count travels:
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
 
-LABELS = ("model_name", "engine")
+from dllm.engine.metrics import LABELS
+
 # vLLM's statistics have no field for plugins. `ec_connector_stats` is a dictionary that vLLM itself
 # uses only where multimodal encoders run on another server. Our counts are put into it under this
 # key, and taken out again in the front end.
@@ -49,10 +51,6 @@ class DraftingCounts:
         self.seconds += other.seconds
         self.widths = [a + b for a, b in zip(self.widths, other.widths, strict=True)]
         self.drafted += other.drafted
-
-    def ride_with(self, stats: SchedulerStats) -> None:
-        """Put the counts into vLLM's statistics, which go to the front end."""
-        stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: asdict(self)}
 
 
 @dataclass
@@ -101,6 +99,25 @@ class DraftingMetrics:
             self._verified.labels(*labels, str(position)).inc(count)
 
 
+def put_into(stats: SchedulerStats, key: str, counts: Any) -> None:
+    """Engine core: put counts into vLLM's statistics, which go to the front end."""
+    stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), key: counts}
+
+
+def take_out(stats: SchedulerStats, key: str) -> Any:
+    """Front end: take them out again; None if there are none."""
+    carried = dict(stats.ec_connector_stats or {})
+    counts = carried.pop(key, None)
+    if counts is not None:
+        stats.ec_connector_stats = carried or None
+    return counts
+
+
+def send_drafting(stats: SchedulerStats, counts: DraftingCounts) -> None:
+    """Put our counts into a step's statistics. Runs in the engine core."""
+    put_into(stats, KEY, asdict(counts))
+
+
 _metrics: DraftingMetrics | None = None  # of this process
 
 
@@ -111,11 +128,9 @@ def record_drafting(stats: SchedulerStats, labels: Sequence[str]) -> None:
         labels: values of LABELS.
     """
     global _metrics
-    carried = dict(stats.ec_connector_stats or {})
-    given = carried.pop(KEY, None)
+    given = take_out(stats, KEY)
     if given is None:
         return
-    stats.ec_connector_stats = carried or None
     counts = DraftingCounts(**given)
     if _metrics is None:
         _metrics = DraftingMetrics(len(counts.widths) - 1)

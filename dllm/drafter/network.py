@@ -18,9 +18,7 @@ from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import (
-    ReplicatedLinear,
-)
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -239,15 +237,21 @@ class DFlashDrafter(nn.Module, SupportsEagle3):
         self.has_own_lm_head = "lm_head.weight" in own
         self._check_shapes(own)
         loaded = AutoWeightsLoader(self).load_weights(own.items(), mapper=self.hf_to_vllm_mapper)
-        shared = {"model.embed_tokens.weight", "lm_head.weight", "model.mask_embedding"}
-        missing = {name for name, _ in self.named_parameters()} - loaded - shared
-        if missing - {"draft_to_target"}:
+        # The first two may be the target's; the others are set above.
+        others = {
+            "model.embed_tokens.weight",
+            "lm_head.weight",
+            "model.mask_embedding",
+            "draft_to_target",
+        }
+        missing = {name for name, _ in self.named_parameters()} - loaded - others
+        if missing:
             raise ValueError(f"The drafter's checkpoint lacks {', '.join(sorted(missing))}.")
         if self._context is None:
             self._context = self._make_context()
         else:
             self._context.load(own)
-        return loaded | shared | {"draft_to_target"}
+        return loaded | others
 
     def reload_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Copy another checkpoint of the same shape over the weights in use.

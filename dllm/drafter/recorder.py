@@ -284,7 +284,7 @@ class ShardRing:
         """Write one shard whole. Old shards are deleted before it, so the limit always holds.
 
         Raises:
-            OSError: the disk is full or gone; no part of the shard remains.
+            OSError, SafetensorError: the disk is full or gone; no part of the shard remains.
         """
         if not samples:
             return

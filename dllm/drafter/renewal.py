@@ -34,6 +34,7 @@ STEPS_BETWEEN_LOOKS = 64
 PROBATION = 1024  # drafted rows whose acceptance is compared with that of as many before
 STALE = 256  # drafted rows after a change that do not count: their context is of older weights
 LONGEST_PROBATION = 8192  # steps, where few rows are drafted for
+FEWEST_ROWS = 64  # of a probation that ends so; fewer say nothing about a drafter
 MOST_LOSS = 0.05  # share of the accepted drafts that a renewed drafter may lose
 CERTAINTY = 3.0  # standard errors of the difference that count as chance
 
@@ -186,9 +187,11 @@ class Renewal:
 
     def _judge(self) -> None:
         """The end of a probation: keep the renewed drafter, or take the one before."""
-        before = self._tally_before
-        if before.rows < PROBATION or not self._tally.is_worse_than(before):
-            return  # too little is known of the one before, or it was not better
+        before, rows = self._tally_before, self._tally.rows
+        if before.rows < PROBATION or rows < FEWEST_ROWS:
+            return  # too little is known of one of them
+        if not self._tally.is_worse_than(before):
+            return
         worse, rate = self.current, self._tally.rate
         logger.warning(
             "The drafter %s is taken back: %.2f drafts accepted a step, %.2f before",

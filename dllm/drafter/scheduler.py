@@ -5,10 +5,11 @@ from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
-from dllm.drafter.metrics import CountedDrafts, DraftingCounts
+from dllm.drafter.metrics import CountedDrafts, DraftingCounts, send_drafting
 
 
 class DraftingScheduler(Scheduler):
@@ -77,11 +78,16 @@ class DraftingScheduler(Scheduler):
         perf_stats: Any = None,
         ec_connector_stats: Any = None,
     ) -> Any:
-        """vLLM's statistics of the step with our counts in them; None if statistics are off."""
+        """vLLM's statistics of the step, with our counts in them; None if statistics are off."""
         stats = super().make_stats(
             spec_decoding_stats, kv_connector_stats, cudagraph_stats, perf_stats, ec_connector_stats
         )
-        if stats is not None and self._counts is not None:
-            self._counts.ride_with(stats)
-            self._counts = None
+        if stats is not None:
+            self._send_counts(stats)
         return stats
+
+    def _send_counts(self, stats: SchedulerStats) -> None:
+        """Put into the statistics what was counted after the last ones."""
+        if self._counts is not None:
+            send_drafting(stats, self._counts)
+            self._counts = None

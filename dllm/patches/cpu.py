@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from dllm.models import FAMILIES
-from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
+from dllm.patches.contract import CPU_WORKER, GPU_WORKER, IN_PROCESS_EXECUTOR
 from dllm.patches.preflight import refuse_missing_parts
 
 
@@ -38,6 +38,25 @@ def set_cpu_worker(vllm_config: Any) -> None:
     is_alone = parallel.distributed_executor_backend == "uni"
     if is_alone and parallel.worker_cls == CPU_WORKER and _needs_no_openmp_setup():
         parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
+
+
+def use_our_worker(vllm_config: Any, needs: str, advice: str = "Leave the flag out.") -> None:
+    """Choose our worker of this platform for a server of any model.
+
+    Args:
+        needs: who needs it, as the message begins: "recording needs".
+
+    Raises:
+        ValueError: the user chose another worker.
+    """
+    from vllm.platforms import current_platform
+
+    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls not in ("auto", worker):
+        raise ValueError(f"--worker-cls {parallel.worker_cls}: {needs} {worker}. {advice}")
+    parallel.worker_cls = worker
+    set_cpu_worker(vllm_config)
 
 
 def make_replicas_independent(vllm_config: Any) -> None:
@@ -200,7 +219,8 @@ def allow_product_of_no_rows() -> None:
 def register_cpu_kernels(include_sampling: bool) -> None:
     """Replace Model Runner V2's Triton kernels in this worker's process by ``dllm.cpu``.
 
-    include_sampling: also the kernels of vLLM's sampler, which a diffusion model does not use.
+    Args:
+        include_sampling: also the kernels of vLLM's sampler, which a diffusion model does not use.
     """
     from vllm.triton_utils.dispatcher import register_kernels
 

@@ -11,8 +11,8 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.models import FAMILIES
-from dllm.patches.contract import CPU_WORKER, DRAFTING_SCHEDULER, GPU_WORKER
-from dllm.patches.cpu import set_cpu_worker
+from dllm.patches.contract import DRAFTING_SCHEDULER
+from dllm.patches.cpu import use_our_worker
 from dllm.patches.remote import (
     configure_remote,
     drafts_remotely,
@@ -81,15 +81,11 @@ def _configure_drafting(vllm_config: Any) -> None:
     drafter = refuse_mismatch(vllm_config)
     speculative = vllm_config.speculative_config
     _write_resolved_fields(speculative.draft_model_config.hf_config, drafter.mask_token_id)
-    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
-    parallel = vllm_config.parallel_config
-    if parallel.worker_cls not in ("auto", worker):
-        raise ValueError(
-            f"--worker-cls {parallel.worker_cls}: drafting needs {worker}. Leave the flag out, or "
-            "set DLLM_DISABLE=1 for vLLM's own drafter."
-        )
-    parallel.worker_cls = worker
-    set_cpu_worker(vllm_config)
+    use_our_worker(
+        vllm_config,
+        "drafting needs",
+        "Leave the flag out, or set DLLM_DISABLE=1 for vLLM's own drafter.",
+    )
     read_statistics()
     end_together()
     if not current_platform.is_cpu():
@@ -116,8 +112,6 @@ def _configure_recording(vllm_config: Any) -> None:
     Raises:
         ValueError: the server cannot record what is asked for.
     """
-    from vllm.platforms import current_platform
-
     from dllm.drafter.recording import refuse_unrecordable
     from dllm.patches.lifetime import end_together
     from dllm.settings.drafting import WHERE
@@ -135,14 +129,7 @@ def _configure_recording(vllm_config: Any) -> None:
             "--speculative-config. Leave it out."
         )
     refuse_unrecordable(vllm_config)
-    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
-    parallel = vllm_config.parallel_config
-    if parallel.worker_cls not in ("auto", worker):
-        raise ValueError(
-            f"--worker-cls {parallel.worker_cls}: recording needs {worker}. Leave the flag out."
-        )
-    parallel.worker_cls = worker
-    set_cpu_worker(vllm_config)
+    use_our_worker(vllm_config, "recording needs")
     end_together()
     if not vllm_config.use_v2_model_runner:
         raise ValueError(

@@ -6,8 +6,8 @@ A target asks for it in ``--speculative-config``: method "custom_class", and as 
 
 from typing import Any
 
-from dllm.patches.contract import CPU_WORKER, GPU_WORKER, REMOTE_SCHEDULER
-from dllm.patches.cpu import set_cpu_worker
+from dllm.patches.contract import REMOTE_SCHEDULER
+from dllm.patches.cpu import set_cpu_worker, use_our_worker
 
 SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
 
@@ -83,18 +83,13 @@ def _check(vllm_config: Any, options: Any) -> None:
 
 
 def _choose_classes(vllm_config: Any) -> None:
-    from vllm.platforms import current_platform
-
-    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
-    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
-    for flag, given, ours in (
-        ("--worker-cls", parallel.worker_cls, worker),
-        ("--scheduler-cls", scheduler.scheduler_cls or "auto", REMOTE_SCHEDULER),
-    ):
-        if given not in ("auto", ours):
-            raise ValueError(f"{flag} {given}: remote drafts need {ours}. Leave the flag out.")
-    parallel.worker_cls = worker
-    set_cpu_worker(vllm_config)
+    use_our_worker(vllm_config, "remote drafts need")
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls not in (None, REMOTE_SCHEDULER):
+        raise ValueError(
+            f"--scheduler-cls {scheduler.scheduler_cls}: remote drafts need {REMOTE_SCHEDULER}. "
+            "Leave the flag out."
+        )
     scheduler.scheduler_cls = REMOTE_SCHEDULER
     scheduler.async_scheduling = False
 

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from dllm.remote.discovery import Child, find_python
 from dllm.remote.keys import WORKER, Keys, check_address, read_keys
-from dllm.remote.link import check_bind
+from dllm.remote.link import Server, check_bind
+from dllm.remote.worker import DraftWorker, Limits
 from dllm.settings.checks import FloatRange
 from dllm.settings.command import OK, CommandError
 from dllm.settings.remote import DISCOVERIES
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         _parser().print_help()
         return OK
     options, rest = _parser().parse_known_args(argv)
-    keys = _checked_keys(options)
+    keys = _check(options)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -36,8 +37,6 @@ def main(argv: Sequence[str]) -> int:
     engine_args = EngineArgs.from_cli_args(parser.parse_args(["--model", options.model, *rest]))
     _prepare(engine_args)
     worker = _make_worker(engine_args, options)
-
-    from dllm.remote.link import Server
 
     server = Server(options.listen, keys)
     listing = _listed(server.address) if options.discovery == "dynamo" else None
@@ -65,16 +64,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--listen", default="tcp://127.0.0.1:5800", help="address; port * takes a free one")
     add("--discovery", choices=DISCOVERIES, default="static", help="dynamo: targets find it there")
     add("--keys", metavar="DIR", help="CURVE keys of `dllm draft-keys`; needed beyond loopback")
-    add("--ahead", type=int, default=0, help="tokens drafted while the target verifies")
-    add("--max-sessions", type=int, default=1024, help="requests of targets that are kept")
-    add("--max-tokens-kept", type=int, default=4_000_000, help="their tokens that are kept")
-    add("--session-ttl", type=float, default=60.0, metavar="SECONDS", help="until one is dropped")
+    add("--ahead", type=int, default=Limits.ahead, help="tokens drafted while the target verifies")
+    add("--max-sessions", type=int, default=Limits.max_sessions, help="requests that are kept")
+    add("--max-tokens-kept", type=int, default=Limits.max_tokens, help="their tokens, together")
+    add(
+        "--session-ttl",
+        type=float,
+        default=Limits.ttl_s,
+        metavar="SECONDS",
+        help="until a request that nobody asks for is dropped",
+    )
     add("--canvas", type=int, help="of a diffusion model: tokens of a canvas; its maximum if unset")
     add("--max-steps", type=int, default=4, help="of a diffusion model: denoise steps of a canvas")
     return parser
 
 
-def _checked_keys(options: argparse.Namespace) -> Keys | None:
+def _check(options: argparse.Namespace) -> Keys | None:
+    """Refuse wrong values and an address at which nothing can listen; read the keys, if any.
+
+    Raises:
+        CommandError: names the option, its value and what is allowed.
+    """
     for name, least in (
         ("ahead", 0),
         ("max_sessions", 1),
@@ -132,11 +142,10 @@ def _prepare(engine_args: Any) -> None:
     engine_args.additional_config = {**given, "dllm": ours}
 
 
-def _make_worker(engine_args: Any, options: argparse.Namespace) -> Any:
+def _make_worker(engine_args: Any, options: argparse.Namespace) -> DraftWorker:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from dllm.remote.engine import EngineDrafts
-    from dllm.remote.worker import DraftWorker, Limits
 
     engine = LLMEngine.from_engine_args(engine_args)
     canvas = None
@@ -153,7 +162,7 @@ def _make_worker(engine_args: Any, options: argparse.Namespace) -> Any:
 class Report:
     """Prints now and then what a worker did; called in each turn, always true."""
 
-    def __init__(self, worker: Any, server: Any) -> None:
+    def __init__(self, worker: DraftWorker, server: Server) -> None:
         self._worker, self._server = worker, server
         self._next, self._last = time.monotonic() + REPORT_S, self._line()
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # What `make setup-dynamo` makes; the second is written last, when the environment is complete.
 PYTHON, READY = ROOT / ".venv-dynamo/bin/python", ROOT / ".venv-dynamo/.locked"
 RESTART_S, LAST_RESTART_S = 1.0, 10.0
-READY_WITHIN_S = 60.0
+READY_WITHIN_S, END_WITHIN_S = 60.0, 10.0
 MAX_WORKERS = 256
 
 
@@ -91,12 +91,19 @@ class Child:
             raise ValueError(f"discovery: no answer within {READY_WITHIN_S:.0f} s. See its errors.")
 
     def close(self) -> None:
-        """End it; what it listed is gone when this returns."""
+        """End it; what it listed is gone when this returns.
+
+        One that hangs is killed, and a worker that it listed stays until Dynamo's lease ends.
+        """
         with self._lock:
             self._is_closed.set()
             assert self._process.stdin is not None
             self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def _start(self) -> subprocess.Popen[str]:
         # A session of its own: what interrupts this process is not for it.

@@ -122,13 +122,15 @@ class RemoteDrafter:
         rows, self._rows = self._rows, []
         self._short = set()
         drafts: list[list[int]] = [[] for _ in rows]
-        if self._wants_drafts and any(row.limit for row in rows):
-            texts = {row.name: row.tokens for row in rows if row.limit}
+        texts = {row.name: row.tokens for row in rows if row.limit} if self._wants_drafts else {}
+        if texts:
             waited_s = self.asker.collect(texts, self._deadline_now_s)
             self.counts.seconds += waited_s
             if isinstance(self.policy, AdaptiveWidth):
                 self.policy.note_wait(waited_s)
             drafts = self._widened(rows)
+        elif self._wants_drafts and isinstance(self.policy, AdaptiveWidth):
+            self.policy.leave_untimed()
         for row, kept in zip(rows, drafts, strict=True):
             if row.limit:
                 self.counts.widths[len(kept)] += 1

@@ -30,7 +30,13 @@ KEY_CHARS = 40
 
 
 class Keys(NamedTuple):
-    """CURVE keys of one side (Z85 text): its own pair, and the worker's public key."""
+    """CURVE keys of one side (Z85 text).
+
+    Attributes:
+        public, secret: its own pair.
+        worker: the worker's public key.
+        allowed: folder of the targets' public keys that a worker lets in.
+    """
 
     public: bytes
     secret: bytes

@@ -86,19 +86,14 @@ class Link:
     def receive(self) -> list[Message]:
         """Replies that are there; takes note of whether the connection stands."""
         self._read_events()
-        replies = map(self._decode, self._inbox.read(MAX_WAITING, self._max_bytes))
-        return [reply for reply in replies if reply is not None]
-
-    def _decode(self, frames: Sequence[bytes]) -> Message | None:
-        try:
-            (data,) = frames
-            reply = decode(data, self._max_rows)
-            if reply.kind != REPLY:
-                raise ValueError("an ask")
-        except ValueError:
-            self.num_refused += 1
-            return None
-        return reply
+        replies = []
+        for frames in self._inbox.read(MAX_WAITING, self._max_bytes):
+            reply = _decoded(frames, REPLY, self._max_rows)
+            if reply is None:
+                self.num_refused += 1
+            else:
+                replies.append(reply)
+        return replies
 
     def _read_events(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -150,6 +145,16 @@ class Inbox:
                     return
 
 
+def _decoded(frames: Sequence[bytes], kind: int, max_rows: int = MAX_ROWS) -> Message | None:
+    """The message of this kind that is the only frame; None if there is none."""
+    try:
+        (data,) = frames
+        message = decode(data, max_rows)
+    except ValueError:
+        return None
+    return message if message.kind == kind else None
+
+
 class Server:
     """A worker's side: asks of any number of targets.
 
@@ -180,21 +185,12 @@ class Server:
         asks = []
         if self._socket.poll(round(1e3 * seconds)):
             for peer, *frames in self._inbox.read(MAX_FRAMES, MAX_BYTES):
-                ask = self._decode(frames)
-                if ask is not None:
+                ask = _decoded(frames, ASK)
+                if ask is None:
+                    self.num_refused += 1
+                else:
                     asks.append((peer, ask))
         return asks
-
-    def _decode(self, frames: Sequence[bytes]) -> Message | None:
-        try:
-            (data,) = frames
-            ask = decode(data)
-            if ask.kind != ASK:
-                raise ValueError("a reply")
-        except ValueError:
-            self.num_refused += 1
-            return None
-        return ask
 
     def reply(self, peer: bytes, message: Message) -> None:
         """Send a reply; it is dropped if the target is gone or does not read."""

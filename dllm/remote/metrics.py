@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 
-from dllm.drafter.metrics import LABELS
+from dllm.drafter.metrics import put_into, take_out
+from dllm.engine.metrics import LABELS
 from dllm.remote.drafter import RemoteDrafter
 
 KEY = "dllm_remote"
@@ -69,9 +70,9 @@ def _difference(now: Mapping[str, float], before: Mapping[str, float]) -> dict[s
     }
 
 
-def ride_with(stats: SchedulerStats, changes: Counts) -> None:
-    """Put them into vLLM's statistics, which go to the front end."""
-    stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: changes}
+def send_remote(stats: SchedulerStats, changes: Counts) -> None:
+    """Put them into a step's statistics. Runs in the engine core."""
+    put_into(stats, KEY, changes)
 
 
 class RemoteMetrics:
@@ -116,11 +117,9 @@ def record_remote(stats: SchedulerStats, labels: Sequence[str]) -> None:
         labels: values of LABELS.
     """
     global _metrics
-    carried = dict(stats.ec_connector_stats or {})
-    changes = carried.pop(KEY, None)
+    changes = take_out(stats, KEY)
     if changes is None:
         return
-    stats.ec_connector_stats = carried or None
     if _metrics is None:
         _metrics = RemoteMetrics()
     _metrics.observe(labels, changes)

@@ -9,6 +9,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -21,7 +22,7 @@ from dllm.remote.discovery import Child, Following
 from dllm.remote.drafter import RemoteDrafter, StepRow
 from dllm.remote.keys import TARGET, read_keys
 from dllm.remote.link import Link
-from dllm.remote.metrics import Changes, counts_of, ride_with
+from dllm.remote.metrics import Changes, counts_of, send_remote
 from dllm.remote.ngram import Ngrams
 from dllm.remote.peers import Peer
 from dllm.settings.remote import RemoteOptions
@@ -96,21 +97,10 @@ class RemoteScheduler(DraftingScheduler):
         counts, self.remote.counts = self.remote.counts, DraftingCounts.none(self.num_spec_tokens)
         super().update_draft_token_ids(CountedDrafts(names, drafts, counts))
 
-    def make_stats(
-        self,
-        spec_decoding_stats: Any = None,
-        kv_connector_stats: Any = None,
-        cudagraph_stats: Any = None,
-        perf_stats: Any = None,
-        ec_connector_stats: Any = None,
-    ) -> Any:
-        """vLLM's statistics of the step, with the counts of the draft workers in them."""
-        stats = super().make_stats(
-            spec_decoding_stats, kv_connector_stats, cudagraph_stats, perf_stats, ec_connector_stats
-        )
-        if stats is not None:
-            ride_with(stats, self._changes.of(counts_of(self.remote)))
-        return stats
+    def _send_counts(self, stats: SchedulerStats) -> None:
+        """The counts of every drafter, and those of the draft workers."""
+        super()._send_counts(stats)
+        send_remote(stats, self._changes.of(counts_of(self.remote)))
 
 
 def _is_text(request: Request) -> bool:

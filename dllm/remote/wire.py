@@ -1,10 +1,10 @@
 """Messages between a target and a draft worker: token ids and lengths, no probabilities, no pickle.
 
     message = header | row*
-    header  = magic 'dD', version u8, kind u8, incarnation u64, step u32, deadline u32, rows u32
+    header  = magic 'dD', version u8, kind u8, incarnation u64, step u64, deadline u32, rows u32
     row     = session u64, start u32, count u16, extra u8, count x u32 token ids
 
-24 bytes, and 15 + 4 a token for each row; little-endian. An ask says of each session: behind its
+28 bytes, and 15 + 4 a token for each row; little-endian. An ask says of each session: behind its
 first ``start`` tokens come these, whatever stood there before is void; ``extra`` more are asked for
 (0: none yet, OVER: the session has ended). An ask without rows only asks whether anybody is there.
 A reply says: behind ``start`` tokens I expect these. UNKNOWN in ``extra`` means: I lack the tokens
@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from dllm.settings.remote import MAX_DRAFTS
 
-HEADER, ROW = struct.Struct("<2sBBQIII"), struct.Struct("<QIHB")
-MAGIC, VERSION = b"dD", 1
+HEADER, ROW = struct.Struct("<2sBBQQII"), struct.Struct("<QIHB")
+MAGIC, VERSION = b"dD", 2
 ASK, REPLY = 0, 1
 UNKNOWN = 1  # `extra` of a reply's row; 0 otherwise
 OVER = 255  # `extra` of an ask's row

@@ -112,6 +112,7 @@ def test_the_mask_token_comes_from_an_id_or_a_token_or_the_checkpoint(given):
         (drafter_config(**dflash(target_layer_ids=None)), {}, ["target_layer_ids = None"]),
         (drafter_config(hidden_size="64"), {}, ["hidden_size = '64'", "int"]),
         (drafter_config(rms_norm_eps=None), {}, ["lacks 'rms_norm_eps'"]),
+        (drafter_config(rope_parameters="yarn"), {}, ["rope_parameters = 'yarn'", "dict"]),
         (drafter_config(layer_types=["full_attention"]), {}, ["1 layer_types", "2"]),
         (
             drafter_config(rope_parameters={"mrope_section": [8, 4, 4]}),

@@ -463,6 +463,11 @@ def test_a_pilot_of_another_server_is_refused(tmp_path):
         config.check_against(num_drafts=9, vocab_size=50)
     with pytest.raises(ValueError, match="dllm train pilot"):
         PilotConfig.load(tmp_path)
+    Pilot(config).save(tmp_path)
+    for damaged in ('{"widths": [1', "{}", '{"widths": 3}', '{"widths": [1]}'):
+        (tmp_path / "pilot.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"pilot\.json is damaged"):
+            PilotConfig.load(tmp_path)
     for wrong in ({"widths": (3, 1)}, {"widths": ()}, {"preprocessing": "rawest"}):
         with pytest.raises(ValueError, match=str(next(iter(wrong)))):
             PilotConfig(**{"widths": (1,), "vocab_size": 4} | wrong)

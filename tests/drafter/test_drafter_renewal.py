@@ -10,6 +10,7 @@ import torch
 from dllm.drafter import renewal
 from dllm.drafter.pair import refuse_renewal_of
 from dllm.drafter.renewal import (
+    LONGEST_PROBATION,
     MOST_LOSS,
     PROBATION,
     REJECTED,
@@ -114,6 +115,21 @@ def test_back_to_the_drafter_of_the_start(tmp_path):
     assert server.renewal.current == 0
     expected = read_weights(initial)
     assert all((server.loaded[-1][name] == tensor).all() for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("num_rows", [0, 10])
+def test_a_drafter_that_hardly_drafted_is_not_judged(tmp_path, num_rows):
+    """A policy may stop drafting during a probation, because the load rises."""
+    folder = tmp_path / "newer"
+    server = Server(folder, publish(tmp_path / "initial", 1, seed=1))
+    server.serve(400, rate=2.0)
+    publish(folder, 1, seed=2)
+    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=2.0)
+    assert server.renewal.current == 1
+    server.serve(1, rate=2.0, rows=STALE)
+    server.serve(num_rows, rate=0.0, rows=1)
+    server.serve(LONGEST_PROBATION, rate=0.0, rows=0)
+    assert server.renewal.current == 1 and not (folder / REJECTED).exists()
 
 
 @pytest.mark.parametrize("damage", ["cut short", "no weights", "incomplete"])

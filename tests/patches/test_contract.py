@@ -493,7 +493,7 @@ EXPECTED_OVERRIDES = {
     },
     "DrafterInvariantSampler": {"_verify"},
     "DraftingScheduler": {"schedule", "update_draft_token_ids", "make_stats"},
-    "RemoteScheduler": {"schedule", "update_from_output", "update_draft_token_ids", "make_stats"},
+    "RemoteScheduler": {"schedule", "update_from_output", "update_draft_token_ids"},
     "RemoteDrafts": {"init_cudagraph_manager", "capture", "propose"},
     "AnchoredMetadataBuilder": {"build"},
     "AnchoredAttentionImpl": {"forward"},

@@ -9,6 +9,8 @@ import pytest
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.remote import asker as asking
+from dllm.remote.asker import Asker
+from dllm.remote.drafter import RemoteDrafter, StepRow
 from dllm.remote.ngram import Ngrams
 from dllm.remote.peers import FIRST_PROBE_S, LAST_PROBE_S, MISSES, Peer, choose
 from dllm.remote.wire import OVER
@@ -48,6 +50,29 @@ def test_an_ask_has_no_more_rows_than_a_worker_reads(monkeypatch):
     finish(target, 20)
     assert max(len(message.rows) for message in net.sent) == 2
     assert target.drafter.num_remote
+
+
+def test_a_step_behind_which_no_draft_is_of_use_is_not_timed(monkeypatch):
+    """The next time would be that of two steps."""
+    clock, timed = Clock(), []
+    policy = AdaptiveWidth(4, 1, clock=clock)
+    monkeypatch.setattr(policy.costs, "observe", lambda *step: timed.append(step[-1]))
+    drafter = RemoteDrafter(Asker([], VOCAB, clock), Ngrams(1, 2), policy, 4, 1, DEADLINE_S)
+    for limit in (4, 0, 4, 4):
+        drafter.follow([StepRow("a", [1, 2, 1, 2], False, 1, 0, limit)])
+        _, (drafts,) = drafter.take()
+        assert bool(drafts) == bool(limit)
+        clock.now += STEP_S
+    assert timed == pytest.approx([1e3 * STEP_S] * 2)  # once more without the wait, which was none
+
+
+def test_a_server_that_ran_for_months_still_asks():
+    clock = Clock()
+    target = Target([Net(worker(clock), clock)], clock)
+    target.asker._step = 2**32 - 3
+    begin(target)
+    finish(target)
+    assert steps_without_drafts(target) <= 2
 
 
 def test_a_right_worker_saves_four_of_five_steps():

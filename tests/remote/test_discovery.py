@@ -12,7 +12,7 @@ import prometheus_client
 import pytest
 import zmq
 
-from dllm.drafter.metrics import LABELS
+from dllm.engine.metrics import LABELS
 from dllm.remote import discovery, dynamo_process
 from dllm.remote.discovery import Child, Following, find_python
 from dllm.remote.metrics import KEY, Changes, record_remote
@@ -203,6 +203,14 @@ def test_a_process_that_says_nothing_is_not_waited_for_without_end(child, monkey
     with pytest.raises(ValueError, match="no answer"):
         one.wait_until_ready()
     assert one._process.poll() is not None
+
+
+def test_a_process_that_hangs_is_killed(child, monkeypatch):
+    monkeypatch.setattr(discovery, "END_WITHIN_S", 0.01)
+    one = child(sys.executable, "-c", "import time; print('[]', flush=True); time.sleep(30)")
+    one.wait_until_ready()
+    one.close()
+    assert one._process.returncode == -signal.SIGKILL
 
 
 def test_an_interpreter_is_found_or_the_error_says_how_to_get_one(monkeypatch, tmp_path):

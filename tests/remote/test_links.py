@@ -14,11 +14,13 @@ from dllm.remote.link import MAX_BYTES, MAX_WAITING, Link, Server, check_bind, w
 from dllm.remote.wire import (
     ASK,
     HEADER,
+    MAGIC,
     MAX_GUESS,
     MAX_MESSAGE_BYTES,
     MAX_ROWS,
     REPLY,
     ROW,
+    VERSION,
     Message,
     Row,
     encode,
@@ -180,7 +182,7 @@ def test_a_reply_beyond_what_can_be_needed_ends_the_connection():
 
 def test_a_worker_reads_so_much_at_once_however_much_is_there():
     server = Server("tcp://127.0.0.1:*")
-    ask = HEADER.pack(b"dD", 1, ASK, 1, 1, 0, MAX_ROWS) + MAX_ROWS * ROW.pack(1, 0, 0, 1)
+    ask = HEADER.pack(MAGIC, VERSION, ASK, 1, 1, 0, MAX_ROWS) + MAX_ROWS * ROW.pack(1, 0, 0, 1)
     with linked(server.address) as link:
         assert until([link], lambda: bool(link.receive() or link.is_up))
         for _ in range(MAX_WAITING):

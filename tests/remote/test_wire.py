@@ -22,14 +22,14 @@ EXTRA = {ASK: [*range(wire.MAX_WANT + 1), OVER], REPLY: [0, UNKNOWN]}
 def messages(draw, kind=None):
     kind = draw(st.sampled_from((ASK, REPLY))) if kind is None else kind
     row = st.builds(Row, U64, LENGTH, TOKENS, st.sampled_from(EXTRA[kind]))
-    return Message(kind, draw(U64), draw(U32), draw(U32), draw(st.lists(row, max_size=4)))
+    return Message(kind, draw(U64), draw(U64), draw(U32), draw(st.lists(row, max_size=4)))
 
 
 @given(messages())
 def test_what_is_encoded_comes_back(message):
     data = encode(message)
     assert decode(data) == message
-    assert len(data) == 24 + sum(15 + 4 * len(row.tokens) for row in message.rows)
+    assert len(data) == 28 + sum(15 + 4 * len(row.tokens) for row in message.rows)
 
 
 @given(messages(), st.data())
@@ -47,7 +47,7 @@ GOOD = encode(Message(ASK, 1, 2, 3, [Row(4, 5, [6], 7)]))
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [(0, b"X"), (2, b"\2"), (3, b"\2"), (20, b"\2"), (35, b"\x80"), (38, b"\x81"), (42, b"\x80")],
+    [(0, b"X"), (2, b"\1"), (3, b"\2"), (24, b"\2"), (39, b"\x80"), (42, b"\x81"), (46, b"\x80")],
     ids=["magic", "version", "kind", "rows", "start", "want", "token"],
 )
 def test_a_field_out_of_range_is_refused(place, value):

@@ -79,8 +79,14 @@ class PilotConfig:
             raise ValueError(
                 f"{folder} holds no {CONFIG} and {WEIGHTS}; make them with `dllm train pilot`."
             )
-        values = dict(known_fields(cls, json.loads(path.read_text()), str(path)))
-        return cls(**values | {"widths": tuple(values["widths"])})
+        try:
+            given = json.loads(path.read_text())
+            values = dict(known_fields(cls, given, str(path)))
+            return cls(**values | {"widths": tuple(values["widths"])})
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path} is damaged ({error!r}); make it with `dllm train pilot`."
+            ) from None
 
     def check_against(self, num_drafts: int, vocab_size: int) -> None:
         """Refuse a pilot that was made for another target or a wider draft block.
