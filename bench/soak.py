@@ -201,10 +201,13 @@ TITLES = {"EngineCore": "engine core", "Worker": "worker", "vllm": "API server"}
 
 
 async def watch(server: Server, record: Record) -> None:
-    """Sample the server's processes until this is cancelled."""
-    while True:
+    """Sample the server's processes until this is cancelled, and once more then."""
+    try:
+        while True:
+            record.samples += sample(server.pid)
+            await asyncio.sleep(SAMPLE_S)
+    finally:
         record.samples += sample(server.pid)
-        await asyncio.sleep(SAMPLE_S)
 
 
 def sample(pid: int) -> list[Sample]:

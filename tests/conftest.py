@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from safetensors.torch import load_file, save_file
 
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
@@ -12,6 +13,12 @@ from tests.support.workers import (  # noqa: F401  hooks of pytest
     pytest_collection_modifyitems,
     pytest_xdist_make_scheduler,
 )
+
+# How long an example takes says how busy the machine is.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -178,7 +178,7 @@ def test_pictures_of_blocks(name: str) -> None:
     assert picture(QuerySpan(*span), None, block_size) == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     span=st.builds(QuerySpan, st.integers(0, 12), st.integers(0, 30), st.integers(-2, 14)),
     block_size=st.integers(1, 9),
@@ -207,7 +207,7 @@ WINDOWS = st.none() | st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(span=SPANS, window=WINDOWS)
 def test_the_range_is_the_predicate_in_closed_form(span: QuerySpan, window: Window | None) -> None:
     for row in range(span.query_len):
@@ -217,7 +217,7 @@ def test_the_range_is_the_predicate_in_closed_form(span: QuerySpan, window: Wind
         assert seen == list(range(start, stop))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(query_len=st.integers(1, 12), context=st.integers(0, 40), size=st.integers(1, 60))
 def test_the_kinds_agree_while_the_sequence_fits_into_the_window(
     query_len: int, context: int, size: int

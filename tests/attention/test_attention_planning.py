@@ -93,7 +93,7 @@ SHAPES = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(shape=SHAPES, data=st.data())
 def test_the_plan_bounds_what_the_device_decides(shape: BatchShape, data: st.DataObject) -> None:
     """Whatever lengths turn up within the bounds, grid and workspace have room for them."""
@@ -113,7 +113,7 @@ def test_the_plan_bounds_what_the_device_decides(shape: BatchShape, data: st.Dat
     assert tiles <= plan.num_row_tiles
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     query_len=st.integers(1, 20), context=st.integers(0, 60), split=st.integers(0, 20),
     kind=st.sampled_from(["symmetric", "anchored"]), size=st.integers(1, 50),

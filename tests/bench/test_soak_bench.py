@@ -153,7 +153,7 @@ def test_the_processes_of_a_server_are_sampled_by_their_titles():
         stdout=subprocess.PIPE,
     ) as child:
         assert child.stdout.readline() == b"up\n"
-        (found,) = soak.sample(os.getpid())
+        (found,) = soak.sample(child.pid)
         child.stdin.close()
     memory, descriptors, threads, sockets = found.held
     assert found.process == "engine core"

@@ -303,7 +303,6 @@ def assert_same_tokens(ours: Simulation, twin: Simulation) -> None:
 
 generated = settings(
     max_examples=600,
-    deadline=None,
     derandomize=True,
     database=None,
     phases=[Phase.generate],

@@ -31,7 +31,7 @@ from tests.support.hf_reference import generate_with_noise, one_step_logits, tin
 
 INF = math.inf
 NONE_HELD = torch.zeros(1, 1, dtype=torch.bool)
-SMALL = settings(deadline=None, max_examples=150, derandomize=True)
+SMALL = settings(max_examples=150, derandomize=True)
 
 
 def rules(**changes: float | Tensor) -> denoise.DenoiseRules:

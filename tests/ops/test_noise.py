@@ -72,14 +72,14 @@ def test_philox_known_answers(counter: list[int], key: list[int], expected: list
 WORD = st.integers(0, MASK)
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(st.lists(WORD, min_size=4, max_size=4), st.lists(WORD, min_size=2, max_size=2))
 def test_philox_equals_python(counter: list[int], key: list[int]) -> None:
     result = noise.philox4x32(torch.tensor(counter), torch.tensor(key))
     assert result.tolist() == philox_python(counter, key)
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(
     st.integers(-(2**63), 2**63 - 1),
     st.integers(0, MASK),
@@ -100,7 +100,7 @@ def test_row_keys_and_tokens_follow_their_definition(
         assert tokens[0, position].item() == words[0] * vocab_size >> 32
 
 
-@settings(deadline=None, max_examples=100, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(WORD, WORD, st.lists(WORD, min_size=1, max_size=8))
 def test_token_bits_equal_uint32_arithmetic(first: int, second: int, ids: list[int]) -> None:
     bits = noise.token_bits(torch.tensor([first, second]), torch.tensor(ids))
