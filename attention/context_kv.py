@@ -59,7 +59,7 @@ def context_tiles(num_tokens: int, head_size: int, element_size: int) -> Context
 
 @triton.jit
 def _chosen(values, index, COUNT: tl.constexpr):
-    """The value at a run-time index of a tuple, which has none."""
+    """values[index] for an index of run time, which Triton does not allow in a tuple."""
     value = values[0]
     for other in tl.static_range(1, COUNT):
         value = tl.where(index == other, values[other], value)

@@ -196,9 +196,10 @@ def _check_batch(batch: RaggedBatch) -> None:
 
 
 def check_values(cache: PagedKV, batch: RaggedBatch, num_tokens: int) -> None:
-    """Refuse lengths and page ids that point outside the tensors. Waits for the device.
+    """Refuse lengths and page ids that are too large for the tensors. Waits for the device.
 
-    Raises ValueError, with the sequence and the value.
+    Negative page ids pass: they stand for pages that no row sees. Raises ValueError, with the
+    sequence and the value.
     """
     loc = batch.query_start_loc.tolist()
     capacity = batch.block_tables.shape[1] * cache.page_size

@@ -83,6 +83,7 @@ def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
     return replace(
         input_batch,
         num_reqs=end - first,
+        req_ids=input_batch.req_ids[requests],
         num_draft_tokens=rows.stop - rows.start,
         idx_mapping=input_batch.idx_mapping[requests],
         idx_mapping_np=input_batch.idx_mapping_np[requests],

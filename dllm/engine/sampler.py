@@ -279,9 +279,10 @@ class DiffusionSampler:
         self, rows: CanvasRows, result: StepResult, num_emitted: torch.Tensor
     ) -> StepResult:
         """Start the next canvas of a trimmed row directly behind the tokens that are emitted."""
-        canvas_start = rows.seq_lens - rows.widths
+        starts = rows.seq_lens - rows.widths + num_emitted
         is_trimmed = result.step.converged & (num_emitted < rows.widths)
-        redrawn = self.family.fresh_canvas(self.state.seeds[rows.slots], canvas_start + num_emitted)
+        drawn = self.family.fresh_canvas(self.state.seeds[rows.slots], starts)
+        redrawn = self.state.with_seeds(rows.slots, starts, drawn)
         next_canvas = torch.where(is_trimmed[:, None], redrawn, result.next_canvas)
         return result._replace(next_canvas=next_canvas)
 

@@ -70,6 +70,10 @@ def _chunk_kernel(
     logits, row_stride, table_of, chunk, chunk_class, first_chunk, keys, most,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Class maxima of CHUNKS chunks of one row, merged into ``keys`` [rows, classes] int64.
+
+    Grid: (rows, blocks of CHUNKS chunks).
+    """
     row = tl.program_id(0).to(tl.int64)
     table = tl.load(table_of + row)
     if table == NO_TABLE:
@@ -133,6 +137,10 @@ def _read_kernel(
     first_next, num_classes, accepts, left, first_state, tokens, states, end, score, is_text,
     vocab_size,
 ):  # fmt: skip
+    """Read the likeliest tokens of one canvas; ``is_text`` says whether they are its path.
+
+    Grid: (canvases,).
+    """
     canvas = tl.program_id(0)
     table = tl.load(table_of + canvas)
     row = tl.load(first_row + canvas).to(tl.int64)
@@ -164,6 +172,7 @@ def _read_kernel(
 
 @triton.jit
 def _better_of_segment(value, target, next_value, next_target):
+    """The larger of two scores of edges into one state; the second one if the states differ."""
     same = tl.where(value > next_value, value, next_value)
     return tl.where(target == next_target, same, next_value), next_target
 
@@ -181,6 +190,11 @@ def _search_kernel(
     at, accepted, accepted_state, num_places_kept, most_states, is_text,
     tokens, states, end, score_of, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Find and write the best path of one canvas whose likeliest tokens are no text.
+
+    Forwards the best score of each state, then where the text stops, then backwards the path.
+    Grid: (canvases,).
+    """
     canvas = tl.program_id(0)
     if tl.load(is_text + canvas) != 0:
         return
@@ -230,7 +244,7 @@ def _search_kernel(
     total, state = _best_state(behind, accepts + first, num_states, False, BLOCK)
     rest = tl.full((), 0.0, tl.float64)
     ending = tl.full((), float("-inf"), tl.float64)
-    stop_place = num_places * 0
+    stop_place = num_places * 0  # 0, of the type that it has after the loop
     for step in range(num_places):
         place = num_places - 1 - step
         top = tl.load(peak + row + place)
@@ -319,6 +333,7 @@ def _mask_kernel(
     logits, row_stride, table_of, states, budgets, stops, num_stops, class_of, following,
     first_next, num_classes, accepts, left, first_state, vocab_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Mask one block of tokens of one row. Grid: (rows, blocks of tokens)."""
     row = tl.program_id(0).to(tl.int64)
     table = tl.load(table_of + row)
     state = tl.load(states + row)

@@ -17,7 +17,7 @@ class Parameter:
     Attributes:
         name: its key in ``RequestOptions.numbers`` and ``CanvasState.numbers``.
         setting: the attribute of the settings that holds the default.
-        allowed: what a request may send. The number of one of several names is its index.
+        allowed: what a request may send. With ``Choices`` it sends a name; the number is its index.
         dtype: of the tensor that holds it for all requests, as torch names it.
     """
 

@@ -7,7 +7,7 @@ own option ``num_speculative_tokens``.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from dllm.settings.checks import FloatRange, check_int, known_fields
+from dllm.settings.checks import FloatRange, check_int, known_fields, refuse
 
 # "architectures" in a drafter's config.json. vLLM uses this name for both checkpoint formats.
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
@@ -78,15 +78,10 @@ class DrafterOptions:
         self._check_record_layers()
         for key in ("mask_token", "record", "renew"):
             if getattr(self, key) is not None and not isinstance(getattr(self, key), str):
-                raise ValueError(f"{WHERE}: {key} = {getattr(self, key)!r}; allowed: a string.")
-        for key, allowed in (
-            ("policy", POLICIES),
-            ("noise_schedule", NOISE_SCHEDULES),
-        ):
+                refuse(f"{WHERE}: {key}", getattr(self, key), "a string")
+        for key, allowed in (("policy", POLICIES), ("noise_schedule", NOISE_SCHEDULES)):
             if getattr(self, key) not in allowed:
-                raise ValueError(
-                    f"{WHERE}: {key} = {getattr(self, key)!r}; allowed: {', '.join(allowed)}."
-                )
+                refuse(f"{WHERE}: {key}", getattr(self, key), ", ".join(allowed))
         self._check_policy()
 
     def _check_record_layers(self) -> None:
@@ -96,21 +91,19 @@ class DrafterOptions:
             return
         is_list = isinstance(layers, list | tuple) and all(type(i) is int for i in layers)
         if not is_list or not layers or list(layers) != sorted({i for i in layers if i >= 0}):
-            raise ValueError(
-                f"{WHERE}: record_layers = {layers!r}; allowed: a list of layers of the target, "
-                "0-based and ascending."
-            )
+            allowed = "a list of layers of the target, 0-based and ascending"
+            refuse(f"{WHERE}: record_layers", layers, allowed)
         if self.record is None:
             raise ValueError(f'{WHERE}: record_layers needs "record": the folder to write to.')
 
     def _check_policy(self) -> None:
         """Refuse wrong values of the policies' options, and options of another policy."""
         if not isinstance(self.confidence, bool):
-            raise ValueError(f"{WHERE}: confidence = {self.confidence!r}; allowed: true or false.")
+            refuse(f"{WHERE}: confidence", self.confidence, "true or false")
         if self.hysteresis not in HYSTERESES:
-            raise ValueError(f"{WHERE}: hysteresis = {self.hysteresis!r}; allowed: {HYSTERESES}.")
+            refuse(f"{WHERE}: hysteresis", self.hysteresis, str(HYSTERESES))
         if self.pilot is not None and not isinstance(self.pilot, str):
-            raise ValueError(f"{WHERE}: pilot = {self.pilot!r}; allowed: a folder's path.")
+            refuse(f"{WHERE}: pilot", self.pilot, "a folder's path")
         if self.policy == "pilot" and self.pilot is None:
             raise ValueError(
                 f'{WHERE}: policy "pilot" needs "pilot": the folder that `dllm train pilot --out` '

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dllm.settings.checks import FloatRange, check_int, known_fields, refuse
+from dllm.settings.drafting import HYSTERESES, DrafterOptions
 
 WHERE = '--additional-config: "dllm": "remote"'
 POLICIES = ("adaptive", "fixed")
@@ -11,7 +12,6 @@ FALLBACKS = ("ngram", "none")
 MAX_DRAFTS = 127  # of a request, in a step
 DISCOVERIES = ("static", "dynamo")
 DEADLINES_MS = FloatRange(0.0, 10_000.0, excludes_low=True)
-HYSTERESES = FloatRange(0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RemoteOptions:
     deadline_ms: float = 50.0
     policy: str = "adaptive"
     width: int | None = None
-    hysteresis: float = 0.03
+    hysteresis: float = DrafterOptions.hysteresis
     fallback: str = "ngram"
     ngram_min: int = 2
     ngram_max: int = 4

@@ -15,12 +15,10 @@ from dllm.settings.remote import RemoteOptions
 
 WHERE = '--additional-config: "dllm"'  # how messages name the place of these options
 
-CommitMode = Literal["overlapped", "separate"]
-FirstStep = Literal["overlapped", "separate"]
+PassMode = Literal["overlapped", "separate"]
 SoftEmbedding = Literal["auto", "sparse", "exact"]
 
-COMMIT_MODES: tuple[CommitMode, ...] = ("overlapped", "separate")
-FIRST_STEPS: tuple[FirstStep, ...] = ("overlapped", "separate")
+PASS_MODES: tuple[PassMode, ...] = ("overlapped", "separate")
 SOFT_EMBEDDINGS: tuple[SoftEmbedding, ...] = ("auto", "sparse", "exact")
 LOOP_MS = FloatRange(0, 60_000)
 
@@ -51,13 +49,14 @@ class PluginOptions:
             once; more get HTTP 429. 0: none.
         canvas_frames_per_s: how many frames a second each of them gets on average. As many may come
             at once; what is beyond is left out.
-        drafter: options of drafting. A server with a DFlash drafter uses none of the others.
-        remote: options of a target whose drafts come from draft workers; it uses no others.
+        drafter: options of a server with a DFlash drafter, which uses none of the others.
+        remote: options of a target whose drafts come from draft workers, which uses none of the
+            others. None: there are no draft workers.
         draft_worker: set by `dllm draft-worker`: this engine drafts for targets.
     """
 
-    commit: CommitMode = "overlapped"
-    first_step: FirstStep = "overlapped"
+    commit: PassMode = "overlapped"
+    first_step: PassMode = "overlapped"
     denoise_loop_ms: float | Literal["auto"] = "auto"
     soft_embedding: SoftEmbedding = "auto"
     logits_workspace_mib: int = 1024
@@ -76,12 +75,12 @@ class PluginOptions:
         if self.denoise_loop_ms != "auto" and self.denoise_loop_ms not in LOOP_MS:
             refuse(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, f"auto, or {LOOP_MS}")
         for key, value, allowed in (
-            ("commit", self.commit, COMMIT_MODES),
-            ("first_step", self.first_step, FIRST_STEPS),
+            ("commit", self.commit, PASS_MODES),
+            ("first_step", self.first_step, PASS_MODES),
             ("soft_embedding", self.soft_embedding, SOFT_EMBEDDINGS),
         ):
             if value not in allowed:
-                raise ValueError(f"{WHERE}: {key} = {value!r}; allowed: {', '.join(allowed)}.")
+                refuse(f"{WHERE}: {key}", value, ", ".join(allowed))
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "PluginOptions":

@@ -1,11 +1,14 @@
 """Logits in tiles of whole canvases: the same tokens and logprobs, in less memory."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 
+from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.logit_rows import LogitRows, tile_bounds
 from dllm.engine.logprobs import BlockLogprobs
 from dllm.settings.server import PluginOptions
@@ -62,6 +65,31 @@ def test_tiles_change_nothing(engine, monkeypatch):
                 # fp32 products of other sizes; logits are about 10.
                 assert abs(x[token].logprob - y[token].logprob) < 1e-4
                 assert x[token].rank == y[token].rank
+
+
+def test_every_request_gets_the_frames_of_its_own_canvas(engine, monkeypatch):
+    contexts, sampling = requests()
+    stream = SamplingParams(extra_args={"diffusion_stream": "canvas"})
+    add = FrameTaker.add_request
+    monkeypatch.setattr(FrameTaker, "add_request", lambda taker, slot, _: add(taker, slot, stream))
+    seen: dict[str, set[int]] = {}
+
+    def attach(taker: FrameTaker, answer: Any) -> None:
+        for frames in taker._pending:
+            for req_id, packed in zip(frames.req_ids, frames.packed, strict=True):
+                seen.setdefault(req_id, set()).add(int(packed[0, -1]))  # where the canvas starts
+        taker._pending = []
+
+    monkeypatch.setattr(FrameTaker, "attach", attach)
+    monkeypatch.setattr(engine.runner.model, "_rows_at_once", CANVAS)
+    monkeypatch.setattr(engine.runner.sampler, "_rows_at_once", CANVAS)
+    ids = [engine.add(*pair) for pair in zip(contexts, sampling, strict=True)]
+    engine.run()
+    seen = {req_id.split("-")[0]: starts for req_id, starts in seen.items()}
+    for req_id, context, one in zip(ids, contexts, sampling, strict=True):
+        width = (one.extra_args or {}).get("diffusion_canvas_length", CANVAS)
+        last = len(context) + 2 * CANVAS
+        assert seen[req_id] == set(range(len(context), last, width))
 
 
 def logprobs_of(num_rows: int, width: int, starts: list[int]) -> LogprobsTensors:

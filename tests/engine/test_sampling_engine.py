@@ -164,6 +164,23 @@ def test_what_follows_a_bad_word_is_denoised_again(engine, num_steps):
     assert starts == [len(CONTEXT) + sum(emitted[:i]) for i in range(len(emitted))]
 
 
+def test_the_canvas_behind_a_cut_one_starts_with_its_pins(engine):
+    """Pins of positions that were cut, and of later ones, are in the first step's input."""
+    pins = {place: 40 + place for place in range(CANVAS // 2, 2 * CANVAS, 3)}
+    extra = {"diffusion_max_steps": 1, "diffusion_pin_at": list(pins)}
+    sampling = params(
+        bad_word_ids=[[30, 30], [31, 31, 30]],
+        logit_bias=dict.fromkeys((30, 31), 100.0),
+        extra_args=extra | {"diffusion_pin_ids": list(pins.values())},
+    )
+    _, steps = watched(engine, CONTEXT, sampling)
+    assert steps[0].num_emitted < CANVAS, "the first canvas was not cut"
+    for step in steps:
+        offset = step.canvas_start - len(CONTEXT)
+        here = {p - offset: token for p, token in pins.items() if 0 <= p - offset < CANVAS}
+        assert {place: step.canvas[place] for place in here} == here
+
+
 def test_a_cut_canvas_survives_preemption(engine, checkpoint, monkeypatch):
     """Noise is a function of where a canvas starts, also of one that starts at an odd place."""
     tight = get_engine(checkpoint(), **TIGHT)
