@@ -96,8 +96,10 @@ class Table:
         if version != VERSION:
             raise ValueError(f"a table of version {version}; this is {VERSION}")
         num_states, num_classes = following.shape
-        assert accepts.shape == left.shape == (num_states,), (accepts.shape, left.shape)
-        assert class_of.max(initial=-1) < num_classes and following.max(initial=-1) < num_states
+        if not accepts.shape == left.shape == (num_states,):
+            raise ValueError(f"{num_states} states, but {accepts.shape} and {left.shape}")
+        if class_of.max(initial=-1) >= num_classes or following.max(initial=-1) >= num_states:
+            raise ValueError(f"classes or states beyond {num_classes} and {num_states}")
         wide = class_of.astype(np.int32), following.astype(np.int32)
         return cls(*wide, accepts, left, int(levels))
 
