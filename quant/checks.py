@@ -90,12 +90,10 @@ def layer_problems(module: str, shapes: Mapping[str, tuple[int, ...]], scheme: S
     """
     missing = [suffix for suffix in scheme.suffixes if suffix not in shapes]
     if missing:
-        kept = (
-            ""
-            if scheme.weight_suffix == "weight" or "weight" not in shapes
-            else (" (it has an unquantized weight instead)")
-        )
-        return [f"{module} is {scheme.name} and misses {', '.join(missing)}{kept}"]
+        problem = f"{module} is {scheme.name} and misses {', '.join(missing)}"
+        if scheme.weight_suffix != "weight" and "weight" in shapes:
+            problem += " (it has an unquantized weight instead)"
+        return [problem]
     codes = shapes[scheme.weight_suffix]
     if len(codes) != 2:
         return [f"{module}.{scheme.weight_suffix} has shape {list(codes)}; expected two dimensions"]

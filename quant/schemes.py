@@ -13,7 +13,7 @@ from typing import NamedTuple
 from quant.formats import NVFP4_GROUP, Numbers
 
 # The names of all linear layers that may be quantized end so; those of norms and routers do not.
-LINEAR_ENDING = ("_proj", ".query_key_value", ".attention.dense")
+LINEAR_ENDINGS = ("_proj", ".query_key_value", ".attention.dense")
 
 # The encoder and the decoder share their weights, and a checkpoint may keep the one copy under any
 # of these names. Longest first, because the last is the start of the others.
@@ -111,7 +111,7 @@ class Plan:
 
         Each projection of an expert is a linear layer too: ``...experts.3.up_proj``.
         """
-        if not module.endswith(LINEAR_ENDING):
+        if not module.endswith(LINEAR_ENDINGS):
             return None
         if any(_is_named(target, module) for target in self.ignore):
             return None

@@ -1,6 +1,6 @@
 """What runs in the process that compiles grammars (`children` says why there is one).
 
-A request is a line of JSON: the fields of a `Spec`, ``prefix`` in hexadecimal and ``most_states``.
+A request is a line of JSON: the fields of a `Spec`, and ``most_states``.
 An answer is a byte for its kind, eight for its length, and a message or the arrays of a table.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import xgrammar
 
-from dllm.grammar.automaton import DEAD, START, Automaton, Unsupported
+from dllm.grammar.automaton import Automaton, Unsupported
 from dllm.grammar.packing import HEADER, OUT_OF_MEMORY, REFUSAL, TABLE
 from dllm.grammar.reach import ByteTable, nearest
 
@@ -62,10 +62,8 @@ def _end_with_pipe() -> None:
     os._exit(0)
 
 
-def explore(
-    compiler: xgrammar.GrammarCompiler, prefix: str, most_states: int, **spec: Any
-) -> ByteTable:
-    """The states of a grammar behind a prefix."""
+def explore(compiler: xgrammar.GrammarCompiler, most_states: int, **spec: Any) -> ByteTable:
+    """The states of a grammar."""
     try:
         serialized = _compile(compiler, **spec).serialize_json()
     except RuntimeError as error:
@@ -74,10 +72,7 @@ def explore(
         raise Unsupported(f"xgrammar does not compile the grammar: {str(error)[:SHOWN]}") from error
     kind = spec["kind"]
     made = Automaton(serialized, is_json=kind == "json", is_tag=kind == "structural_tag")
-    start = made.read(START, bytes.fromhex(prefix))
-    if start == DEAD:
-        raise Unsupported(f"No text of the grammar begins with {bytes.fromhex(prefix)!r}.")
-    return nearest(made, start, most_states)
+    return nearest(made, most_states)
 
 
 def _compile(

@@ -81,27 +81,14 @@ class Compiler:
         versions = importlib.metadata.version("xgrammar"), _own_digest()
         self._made_with = [*versions, vocabulary.digest, most_states]
 
-    def start(self) -> None:
-        """Do ahead what the first grammar would wait for."""
-        self._children.start()
-        _ = self.vocabulary.trie
-
-    def close(self) -> None:
-        """End the children that are idle."""
-        self._children.close()
-
-    def table(self, spec: Spec, prefix: bytes = b"") -> Table:
+    def table(self, spec: Spec) -> Table:
         """The table of a grammar; equal requests at one time build it once.
-
-        Args:
-            prefix: where its texts begin: behind this beginning of a text of the grammar. For a
-                table that was cut, when a text comes to its last levels.
 
         Raises:
             Unsupported: the grammar is refused; the message names the limit, and what to do.
         """
         check_length(spec)
-        given = json.dumps([*self._made_with, asdict(spec), prefix.hex()])
+        given = json.dumps([*self._made_with, asdict(spec)])
         key = hashlib.sha256(given.encode()).hexdigest()
         if table := self._recent.get(key):
             return table
@@ -113,7 +100,7 @@ class Compiler:
                 running = self._running[key] = Future()
         if is_mine:
             try:
-                table = self._find(key, spec, prefix)
+                table = self._find(key, spec)
                 self._recent.put(key, table)
                 running.set_result(table)
             except BaseException as error:
@@ -132,11 +119,11 @@ class Compiler:
                     self._refusals.clear()
                 self._refusals[key] = str(error)
 
-    def _find(self, key: str, spec: Spec, prefix: bytes) -> Table:
+    def _find(self, key: str, spec: Spec) -> Table:
         vocab_size = len(self.vocabulary.words)
         if self._files and (table := self._files.get(key, vocab_size)):
             return table
-        request = asdict(spec) | {"prefix": prefix.hex(), "most_states": self.most_states}
+        request = asdict(spec) | {"most_states": self.most_states}
         states = self._children.explore(request)
         table = by_tokens(states, self.vocabulary, time_limit(TOKEN_SECONDS))
         if self._files:

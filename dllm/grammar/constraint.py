@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START
-from dllm.grammar.table import NEVER, Table, without_empty
+from dllm.grammar.reach import NEVER
+from dllm.grammar.table import Table, without_empty
 
 
 @dataclass(frozen=True)
@@ -91,4 +92,4 @@ def _behind_thoughts(table: Table, end: int, forbidden: list[int]) -> tuple[Tabl
     class_of, following = without_empty(class_of, following)
     left = np.append(table.left, min(int(table.left[START]) + 1, NEVER)).astype(np.int32)
     accepts = np.append(table.accepts, False)
-    return Table(class_of, following, accepts, left, table.is_cut), thinking
+    return Table(class_of, following, accepts, left, table.levels), thinking

@@ -5,13 +5,9 @@ because a part of them would be an arbitrary part of its texts. Recursion has no
 There the states are taken level by level: first those that no further recursive call leads to, then
 those behind one, and so on, as long as all states of a level fit. Every text of the kept states is
 a text of the grammar: one that is nested less deeply.
-
-The level of a state counts from the state where the table starts. So a table that starts deep
-inside a text holds the way out of there, and again some levels inwards.
 """
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,23 +45,17 @@ class ByteTable:
         return cls(rows, class_of, accepts, int(levels))
 
 
-def nearest(
-    automaton: Automaton,
-    start: int,
-    most_states: int,
-    check_time: Callable[[], None] = lambda: None,
-) -> ByteTable:
-    """The states that texts lead to from ``start``.
+def nearest(automaton: Automaton, most_states: int) -> ByteTable:
+    """The states that texts lead to.
 
     Args:
         most_states: up to 32,767.
-        check_time: called now and then; may raise.
 
     Raises:
-        Unsupported: more states than ``most_states`` without recursion, or at the beginning of a
-            text with one level of it; no text ends within the kept levels.
+        Unsupported: more states than ``most_states`` without recursion, or with one level of it;
+            no text ends within the kept levels.
     """
-    states, levels = _by_level(automaton, start, most_states, check_time)
+    states, levels = _by_level(automaton, most_states)
     number = np.full(len(automaton) + 1, DEAD, dtype=np.int16)  # the last one is for DEAD
     number[states] = np.arange(len(states))
     rows = number[automaton.rows[states]]
@@ -85,11 +75,9 @@ def nearest(
     return ByteTable(rows[:, first], class_of.astype(np.uint8), accepts, levels)
 
 
-def _by_level(
-    automaton: Automaton, start: int, most_states: int, check_time: Callable[[], None]
-) -> tuple[list[int], int]:
+def _by_level(automaton: Automaton, most_states: int) -> tuple[list[int], int]:
     """(states in the order of level and distance, last level that is whole, or -1 for all)."""
-    waiting: dict[int, list[int]] = {0: [start]}  # by open calls more than at the start
+    waiting: dict[int, list[int]] = {0: [START]}  # by open recursive calls
     kept: list[int] = []
     seen: set[int] = set()
     num_levels = 0
@@ -100,15 +88,12 @@ def _by_level(
         found = list(todo)
         while todo:
             if len(seen) > most_states:
-                # The way out of where it starts, and at the beginning of a text a level inwards.
-                if num_levels < (2 if start == START else 1):
+                if num_levels < 2:
                     raise Unsupported(
                         f"The grammar is over the limit of states, {most_states}. Make it smaller: "
                         "fewer optional parts and choices, shorter lists and texts, less nesting."
                     )
                 return kept, num_levels - 1
-            if len(seen) % 64 == 0:
-                check_time()
             state = todo.popleft()
             depth = automaton.level(state)
             for target in np.unique(automaton.row(state)).tolist():

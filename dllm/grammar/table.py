@@ -16,15 +16,13 @@ from functools import cached_property
 
 import numpy as np
 
-from dllm.grammar.automaton import DEAD, START, Automaton, TooSlow, Unsupported
+from dllm.grammar.automaton import DEAD, START, TooSlow, Unsupported
 from dllm.grammar.packing import pack, unpack
-from dllm.grammar.reach import NEVER, ByteTable, nearest, only, steps_to_end
+from dllm.grammar.reach import NEVER, ByteTable, only, steps_to_end
 from dllm.grammar.vocabulary import Trie, Vocabulary
 
-__all__ = ["NEVER", "Table", "Vocabulary", "build", "by_tokens"]
-
 MOST_STATES = 4096
-VERSION = 1  # of the arrays as bytes
+VERSION = 2  # of the arrays as bytes
 # Entries of all maps together, int16 each.
 MOST_MAP_ENTRIES = 1 << 25
 MOST_EDGES = 1 << 17  # every denoise step follows all of them, at each position of a canvas
@@ -40,16 +38,14 @@ class Table:
         next: ``[S, K]`` int32, the state behind a token of each class; DEAD if it is not allowed.
         accepts: ``[S]`` bool, the text may end here.
         left: ``[S]`` int32, fewest tokens to a state that accepts.
-        is_cut: texts that are nested deeper than ``levels`` were left out.
         levels: recursive calls (in JSON: objects and lists) that the table holds, one inside the
-            other, counted from its start; -1 if nothing was left out.
+            other; texts that are nested deeper were left out. -1 if nothing was left out.
     """
 
     class_of: np.ndarray
     next: np.ndarray
     accepts: np.ndarray
     left: np.ndarray
-    is_cut: bool
     levels: int = -1
 
     @property
@@ -88,7 +84,7 @@ class Table:
 
     def to_bytes(self) -> bytes:
         """For a file or another process: `from_bytes` reads it."""
-        about = np.array([VERSION, self.levels, self.is_cut])
+        about = np.array([VERSION, self.levels])
         narrow = np.int16 if self.num_classes < 1 << 15 else np.int32
         small = [self.class_of.astype(narrow), self.next.astype(np.int16)]
         return pack([about, *small, self.accepts, self.left])
@@ -96,14 +92,16 @@ class Table:
     @classmethod
     def from_bytes(cls, packed: bytes) -> "Table":
         """What `to_bytes` wrote. Raises ValueError for anything else."""
-        (version, levels, is_cut), class_of, following, accepts, left = unpack(packed, 5)
+        (version, levels), class_of, following, accepts, left = unpack(packed, 5)
         if version != VERSION:
             raise ValueError(f"a table of version {version}; this is {VERSION}")
         num_states, num_classes = following.shape
-        assert accepts.shape == left.shape == (num_states,), (accepts.shape, left.shape)
-        assert class_of.max(initial=-1) < num_classes and following.max(initial=-1) < num_states
+        if not accepts.shape == left.shape == (num_states,):
+            raise ValueError(f"{num_states} states, but {accepts.shape} and {left.shape}")
+        if class_of.max(initial=-1) >= num_classes or following.max(initial=-1) >= num_states:
+            raise ValueError(f"classes or states beyond {num_classes} and {num_states}")
         wide = class_of.astype(np.int32), following.astype(np.int32)
-        return cls(*wide, accepts, left, bool(is_cut), int(levels))
+        return cls(*wide, accepts, left, int(levels))
 
     @cached_property
     def num_bytes(self) -> int:
@@ -134,31 +132,6 @@ def without_empty(class_of: np.ndarray, following: np.ndarray) -> tuple[np.ndarr
     class_of = np.full_like(class_of, -1)
     class_of[is_text] = numbers
     return class_of, following[:, used]
-
-
-def build(
-    automaton: Automaton,
-    vocabulary: Vocabulary,
-    most_states: int = MOST_STATES,
-    seconds: float = 10.0,
-    clock: Callable[[], float] = time.monotonic,
-    start: int | bytes = START,
-) -> Table:
-    """Explore an automaton by tokens.
-
-    Args:
-        start: where the table's texts begin: a state of the automaton, or a text that leads there.
-
-    Raises:
-        Unsupported: it took longer than ``seconds``, has too many states, or no text of kept states
-            ends.
-        ValueError: ``start`` is not the beginning of a text.
-    """
-    check_time = time_limit(seconds, clock)
-    root = automaton.read(START, start) if isinstance(start, bytes) else start
-    if root == DEAD:
-        raise ValueError(f"no text of the grammar begins with {start!r}")
-    return by_tokens(nearest(automaton, root, most_states, check_time), vocabulary, check_time)
 
 
 def time_limit(seconds: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
@@ -214,7 +187,6 @@ def by_tokens(
         next=following,
         accepts=accepts,
         left=steps_to_end(following, accepts),
-        is_cut=states.levels >= 0,
         levels=states.levels,
     )
 

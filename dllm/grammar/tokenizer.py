@@ -38,7 +38,6 @@ class TokenizerGrammars:
         self._folder = folder
         self._children = Children()
         self._lock = threading.Lock()
-
         self._packed: OrderedDict[tuple[Spec, frozenset[int]], bytes] = OrderedDict()
 
     def known(self, spec: Spec, stops: Collection[int]) -> bytes | None:

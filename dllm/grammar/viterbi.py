@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dllm.grammar.automaton import DEAD
-from dllm.grammar.table import NEVER, Table
+from dllm.grammar.reach import NEVER
+from dllm.grammar.table import Table
 
 STOPPED = -2  # in the place of a state: the text is over
 # In the place of a score of -inf: a text made of impossible tokens is still one of the grammar.

@@ -1,11 +1,14 @@
-"""Helps vLLM load a quantized checkpoint of a diffusion model, and logs which kernels run it."""
+"""Checks the weights of a diffusion model, helps vLLM load quantized ones, logs their kernels."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 
 from dllm import LOGGER
+from dllm.models.finite import finite
+from quant.loading import checked
 
 logger = init_logger(LOGGER)
 
@@ -32,6 +35,20 @@ def emulate_on_cpu(vllm_config: Any) -> None:
 
     stock = VllmConfig._get_quantization_config(vllm_config.model_config, vllm_config.load_config)
     vllm_config.quant_config = EmulatingConfig.from_config(stock.config)  # type: ignore[union-attr]
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], quant_config: Any
+) -> tuple[Iterable[tuple[str, torch.Tensor]], Any]:
+    """(the same names and tensors, which are checked as they are read; ``plan_of`` the checkpoint).
+
+    Raises:
+        ValueError: while they are read: a tensor is not finite, or a quantized layer would compute
+            NaN; or as ``plan_of``.
+    """
+    weights = finite(weights)
+    plan = plan_of(quant_config)
+    return (weights if quant_config is None else checked(weights, plan)), plan
 
 
 def plan_of(quant_config: Any) -> Any:

@@ -16,10 +16,10 @@ from dllm.models.gemma.weights import DECODER
 from dllm.models.llada2 import shapes as llada2
 from dllm.models.sdar import shapes as sdar
 from dllm.quantize.checkpoint import DIFFUSION_GEMMA, Checkpoint
-from quant.schemes import shared_name
+from quant.schemes import LINEAR_ENDINGS, shared_name
 
 # How names of linear layers end: all but the head and the routers of SDAR-MoE and LLaDA2.
-LINEARS = ("proj", ".query_key_value", ".attention.dense")
+LINEARS = (*LINEAR_ENDINGS, ".router.proj")
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",

@@ -44,6 +44,8 @@ class Staging:
         refuse_existing(out)
         if not out.absolute().parent.is_dir():
             raise CommandError(f"--out {out}: there is no directory {out.absolute().parent}.")
+        if self.path.exists() and not self.path.is_dir():
+            raise CommandError(f"{self.path} is no directory. Delete it, or name another --out.")
         text = json.dumps(run, indent=2) + "\n"
         with self._writing(RUN):
             self.path.mkdir(exist_ok=True)

@@ -245,9 +245,10 @@ def _compare_kept(
 ) -> None:
     """Check that tensors which were not quantized equal the original's, bit for bit."""
     here, there = by_one_name(checkpoint), by_one_name(original)
-    for scalars, theirs in _layer_scalars(original).items():
-        if not torch.equal(_layer_scalars(checkpoint)[scalars], theirs):
-            report.problems.append(f"{scalars} (layers.*.layer_scalar) are not the original's")
+    ours = _layer_scalars(checkpoint)
+    for name, theirs in _layer_scalars(original).items():
+        if not torch.equal(ours[name], theirs):
+            report.problems.append(f"{name} (layers.*.layer_scalar) are not the original's")
     for names in (here, there):  # layer scalars are compared already
         for name in [name for name in names if name.endswith(LAYER_SCALAR)]:
             del names[name]

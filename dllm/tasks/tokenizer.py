@@ -8,14 +8,14 @@ other, because a special token or a line break is always between them.
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from dllm.tasks.suite import FAMILIES, question
+from dllm.tasks.suite import FAMILIES, Question, question
 
 # Of the trained models: enough to make nearly every word of the questions one token. With 512, a
 # name is one token inside a sentence, but two at the beginning of an answer. It is rounded up to a
@@ -108,22 +108,29 @@ def make_tokenizer(
 
 def train_tokenizer() -> Tokenizer:
     """The tokenizer of the trained models, learned from training questions. Always the same."""
-    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
-    counts: Counter[str] = Counter()
-    for family in FAMILIES:
+    texts = (
+        text
+        for drawn in corpus_questions(FAMILIES)
+        for text in ("user", "model", drawn.prompt, drawn.answer)
+    )
+    return make_tokenizer(weighted_pieces(texts), VOCAB_SIZE)
+
+
+def corpus_questions(families: Iterable[str]) -> Iterator[Question]:
+    """The training questions of each family that the merges are learned from."""
+    for family in families:
         for index in range(CORPUS_QUESTIONS):
-            drawn = question(family, "train", index)
-            for text in ("user", "model", drawn.prompt, drawn.answer):
-                counts.update(piece for piece, _ in split.pre_tokenize_str(text))
-    return make_tokenizer(weighted(counts), VOCAB_SIZE)
+            yield question(family, "train", index)
 
 
-def weighted(counts: Mapping[str, int]) -> Iterator[str]:
-    """Each piece as often as the square root of its count.
+def weighted_pieces(texts: Iterable[str]) -> Iterator[str]:
+    """Each piece of the texts (``SPLIT``) as often as the square root of its count.
 
     Otherwise words such as "lives", which are in every report many times, would leave too few
     merges for rare words.
     """
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    counts = Counter(piece for text in texts for piece, _ in split.pre_tokenize_str(text))
     return (piece for piece, count in sorted(counts.items()) for _ in range(math.isqrt(count)))
 
 

@@ -14,14 +14,18 @@ tokens.
 """
 
 import re
-from collections import Counter
 
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dllm.tasks.chat import Chat
-from dllm.tasks.suite import TOOL_FAMILIES, Question, question
-from dllm.tasks.tokenizer import SPECIAL_TOKENS, SPLIT, make_tokenizer, weighted
+from dllm.tasks.suite import TOOL_FAMILIES, Question
+from dllm.tasks.tokenizer import (
+    SPECIAL_TOKENS,
+    corpus_questions,
+    make_tokenizer,
+    weighted_pieces,
+)
 
 VOCAB_SIZE = 704
 GEMMA_TOKENS = (
@@ -132,8 +136,6 @@ TOOL_CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
-CORPUS_QUESTIONS = 1000  # of each family, that the merges are learned from
-
 
 def chat_text(question: Question) -> str:
     """A question as the chat template writes it, up to where the answer starts."""
@@ -157,11 +159,11 @@ def encode_chat(tokenizer: Tokenizer, question: Question) -> list[int]:
 def train_tool_tokenizer() -> Tokenizer:
     """The tokenizer, learned from training questions. Always the same."""
     marks = re.compile("|".join(map(re.escape, SPECIAL_TOKENS + GEMMA_TOKENS + HERMES_TOKENS)))
-    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
-    counts: Counter[str] = Counter()
-    for family in TOOL_FAMILIES:
-        for index in range(CORPUS_QUESTIONS):
-            drawn = question(family, "train", index)
-            for text in marks.split(chat_text(drawn) + drawn.answer):
-                counts.update(piece for piece, _ in split.pre_tokenize_str(text))
-    return make_tokenizer(weighted(counts), VOCAB_SIZE, special=GEMMA_TOKENS, plain=HERMES_TOKENS)
+    texts = (
+        text
+        for drawn in corpus_questions(TOOL_FAMILIES)
+        for text in marks.split(chat_text(drawn) + drawn.answer)
+    )
+    return make_tokenizer(
+        weighted_pieces(texts), VOCAB_SIZE, special=GEMMA_TOKENS, plain=HERMES_TOKENS
+    )

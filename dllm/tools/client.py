@@ -70,11 +70,10 @@ def connect(base_url: str, model: str | None) -> Connection:
     if model is None and len(served) == 1:
         return Connection(url, served[0], client)
     if model not in served:
-        asked = "several models, name one" if model is None else f"no model {model!r}"
-        raise CommandError(
-            f"{url} serves {asked} with --model{did_you_mean(model or '', served)}; "
-            f"served: {', '.join(served)}."
-        )
+        problem = "several models, name one with --model"
+        if model is not None:
+            problem = f"no model {model!r}{did_you_mean(model, served)}"
+        raise CommandError(f"{url} serves {problem}; served: {', '.join(served)}.")
     return Connection(url, model, client)
 
 

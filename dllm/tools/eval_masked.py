@@ -1,10 +1,10 @@
 """Answers questions with a SDAR or a LLaDA2 in transformers: the plain loop of ``reference``."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
@@ -43,20 +43,39 @@ class MaskedReference:
         start = time.monotonic()
         answers, num_steps, num_blocks = [], 0, 0
         for question in questions:
-            ids = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question.prompt}],
-                add_generation_prompt=True,
-                return_dict=False,
-            )
+            ids = prompt_ids(self.tokenizer, question)
             generated = generate_blocks(self.model, [ids], self.rule, self.max_tokens)
-            answers.append(self._cut(generated.answers[0]))
+            tokens = generated.answers[0]
+            answers.append(cut_answer(self.tokenizer, question, tokens, self.rule.stop_ids))
             num_steps += generated.num_steps
             num_blocks += generated.num_blocks
             on_answer()
         return Run(answers, time.monotonic() - start, num_steps, num_blocks)
 
-    def _cut(self, tokens: list[int]) -> Answer:
-        """The text up to the first stop token, and its length with it."""
-        stops = (i + 1 for i, token in enumerate(tokens) if token in self.rule.stop_ids)
-        length = next(stops, len(tokens))
-        return Answer(self.tokenizer.decode(tokens[:length], skip_special_tokens=True), length)
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:
+    """A question as the chat template writes it, with the tools that it lists."""
+    chat = question.chat
+    options = {} if chat is None else {"tools": chat.schemas or None} | chat.template_kwargs
+    ids: list[int] = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question.prompt}],
+        add_generation_prompt=True,
+        return_dict=False,
+        **options,
+    )
+    return ids
+
+
+def cut_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    question: Question,
+    tokens: Sequence[int],
+    stops: Collection[int],
+) -> Answer:
+    """The text in front of the first stop token, and the number of tokens up to it, it included.
+
+    Special tokens stay in the text if the question has a chat: its answers hold marks.
+    """
+    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+    text = tokenizer.decode(tokens[:end], skip_special_tokens=question.chat is None)
+    return Answer(text, min(end + 1, len(tokens)))

@@ -22,10 +22,10 @@ from transformers.utils.logging import disable_progress_bar
 from dllm.models.unmasking.reference import LOADERS
 from dllm.settings.command import CommandError
 from dllm.tasks.suite import Question
-from dllm.tools.eval_masked import MaskedReference
+from dllm.tools.eval_masked import MaskedReference, cut_answer, prompt_ids
 from dllm.tools.eval_report import Answer, Run
 
-DIFFUSION = "DiffusionGemmaForBlockDiffusion"
+DIFFUSION = DiffusionGemmaForBlockDiffusion.__name__
 
 
 class StepCounter:
@@ -126,23 +126,13 @@ class ReferenceModel:
         return Run(answers, seconds, counter.denoise_steps, blocks)
 
     def _generate(self, question: Question, counter: StepCounter) -> Answer:
-        chat = question.chat
-        options = {} if chat is None else {"tools": chat.schemas or None} | chat.template_kwargs
-        ids = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": question.prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=False,
-            **options,
-        )
+        ids = torch.tensor([prompt_ids(self.tokenizer, question)])
         streamer = {"streamer": counter} if self.is_diffusion else {}
         with torch.inference_mode():
             output = self.model.generate(ids, **self.options, **streamer)
         sequences = output.sequences if self.is_diffusion else output
         tokens = sequences[0, ids.shape[1] :].tolist()
-        end = next((i for i, t in enumerate(tokens) if t in self.eos_ids), len(tokens))
-        text = self.tokenizer.decode(tokens[:end], skip_special_tokens=question.chat is None)
-        return Answer(text, min(end + 1, len(tokens)))
+        return cut_answer(self.tokenizer, question, tokens, self.eos_ids)
 
 
 def _as_list(value: int | list[int] | None) -> list[int]:

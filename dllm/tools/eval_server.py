@@ -103,5 +103,6 @@ def denoise_counts(
 
 def counter(metrics: str, name: str) -> float:
     """A Prometheus counter, summed over its labels; 0 if there is none of that name."""
-    lines = (line.split() for line in metrics.splitlines() if line.startswith(name))
+    # A label may hold spaces: the name of the model.
+    lines = (line.rsplit(None, 1) for line in metrics.splitlines() if line.startswith(name))
     return sum(float(value) for label, value in lines if label.partition("{")[0] == name)

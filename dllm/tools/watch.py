@@ -51,7 +51,7 @@ class Watched:
         try:
             config = json.loads((path / "config.json").read_text())
             generation = json.loads((path / "generation_config.json").read_text())
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise CommandError(f"--model {path}: {error}; give a checkpoint's folder.") from None
         architecture = config.get("architectures", ["none"])[0]
         if architecture != DiffusionGemmaForBlockDiffusion.__name__:

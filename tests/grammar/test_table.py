@@ -1,6 +1,7 @@
 """A table holds what its automaton holds, cut only by levels of recursion, and survives packing."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,9 @@ import pytest
 from dllm.grammar import table as tables
 from dllm.grammar.automaton import DEAD, START, Unsupported
 from dllm.grammar.reach import NEVER
-from dllm.grammar.table import Table, Vocabulary, build
-from tests.support.grammars import GRAMMARS, VOCABULARY, WORDS, automaton, table
+from dllm.grammar.table import Table
+from dllm.grammar.vocabulary import Vocabulary
+from tests.support.grammars import GRAMMARS, VOCABULARY, WORDS, automaton, build, table
 
 WHOLE = [name for name in GRAMMARS if name not in ("nested", "list", "anything")]
 
@@ -17,13 +19,13 @@ WHOLE = [name for name in GRAMMARS if name not in ("nested", "list", "anything")
 def assert_same(one: Table, other: Table) -> None:
     for name in ("class_of", "next", "accepts", "left"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    assert (one.is_cut, one.levels) == (other.is_cut, other.levels)
+    assert one.levels == other.levels
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_it_allows_the_tokens_that_the_automaton_allows(name):
     made, _ = automaton(*GRAMMARS[name])
-    found = build(made, VOCABULARY, most_states=300)
+    found = build(made, most_states=300)
     rng = random.Random(0)
     checked = 0
     for _ in range(200):
@@ -38,10 +40,10 @@ def test_it_allows_the_tokens_that_the_automaton_allows(name):
         for token in range(len(WORDS)):
             is_allowed = found.read(here, [token]) != DEAD
             should = VOCABULARY.is_text[token] and made.read(state, WORDS[token]) != DEAD
-            assert is_allowed == should or (found.is_cut and should)
+            assert is_allowed == should or (found.levels >= 0 and should)
             checked += is_allowed
     assert checked > (0 if name == "choice" else 100)
-    assert found.is_cut == (name not in WHOLE)
+    assert (found.levels >= 0) == (name not in WHOLE)
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -65,8 +67,8 @@ def test_spellings_do_not_matter():
 def test_levels_are_taken_whole():
     for most_states in (150, 300, 1000):
         made, _ = automaton(*GRAMMARS["anything"])
-        found = build(made, VOCABULARY, most_states=most_states)
-        assert found.is_cut and found.levels >= 1 and len(found.left) <= most_states
+        found = build(made, most_states=most_states)
+        assert found.levels >= 1 and len(found.left) <= most_states
         deep = ['{"a": ' * n + "1" + "}" * n for n in range(1, 9)]
         mixed = ['{"a": [' * n + "1" + "]}" * n for n in range(1, 5)]
         for texts, step in ((deep, 1), (mixed, 2)):
@@ -74,23 +76,6 @@ def test_levels_are_taken_whole():
                 tokens = [WORDS.index(bytes([byte])) for byte in text.encode()]
                 state = found.read(0, tokens)
                 assert (state != DEAD) == ((number + 1) * step <= found.levels), text
-
-
-def test_a_table_may_start_deep_inside_a_text():
-    made, _ = automaton(*GRAMMARS["anything"])
-    prefix = b'{"a": ' * 30
-    found = build(made, VOCABULARY, most_states=4096, start=prefix)
-    closing = [WORDS.index(b"}")] * 30
-
-    def read(text: bytes, then: list[int]) -> int:
-        return found.read(0, [WORDS.index(bytes([byte])) for byte in text] + then)
-
-    assert found.accepts[read(b"1", closing)]
-    assert found.accepts[read(b'{"b": 1}', closing)]
-    assert read(b"1", [*closing, closing[0]]) == DEAD
-    assert found.left[0] <= 31
-    with pytest.raises(ValueError, match="begins with"):
-        build(made, VOCABULARY, start=b"[")
 
 
 def test_states_without_recursion_are_not_cut():
@@ -132,7 +117,7 @@ def test_bytes_and_back(name):
 def test_more_classes_than_16_bits_count():
     num = 40_000
     arrays = np.arange(num, dtype=np.int32), np.zeros((1, num), dtype=np.int32)
-    found = Table(*arrays, np.ones(1, dtype=bool), np.zeros(1, dtype=np.int32), False)
+    found = Table(*arrays, np.ones(1, dtype=bool), np.zeros(1, dtype=np.int32))
     assert_same(Table.from_bytes(found.to_bytes()), found)
 
 
@@ -141,6 +126,16 @@ def test_damaged_bytes_are_noticed():
     for damaged in (b"", packed[:-5], packed[:40] + b"?" + packed[41:], b"x" + packed):
         with pytest.raises(ValueError):
             Table.from_bytes(damaged)
+
+
+def test_arrays_that_do_not_fit_each_other_are_noticed():
+    good, _ = table(*GRAMMARS["person"])
+    for wrong in (
+        replace(good, accepts=good.accepts[1:]),
+        replace(good, class_of=good.class_of + good.num_classes),
+    ):
+        with pytest.raises(ValueError, match="states"):
+            Table.from_bytes(wrong.to_bytes())
 
 
 def test_vocabularies_differ_by_any_word_or_stop():

@@ -11,7 +11,8 @@ import pytest
 import xgrammar
 
 from dllm.grammar.automaton import DEAD, Unsupported
-from dllm.grammar.table import NEVER, Table, build
+from dllm.grammar.reach import NEVER, nearest
+from dllm.grammar.table import Table, by_tokens, time_limit
 from dllm.grammar.viterbi import STOPPED, Canvas, Path, budget_of
 from tests.support.grammars import (
     GRAMMARS,
@@ -20,6 +21,7 @@ from tests.support.grammars import (
     VOCABULARY,
     WORDS,
     automaton,
+    build,
     compiler,
     random_schema,
     table,
@@ -181,7 +183,7 @@ def test_random_schemas_are_complete_wherever_the_budget_allows_it():
         compiled = compiler().compile_json_schema(json.dumps(schema), any_whitespace=False)
         try:
             made, _ = automaton("json", json.dumps(schema))
-            found = build(made, VOCABULARY, most_states=rng.choice([300, 4096]))
+            found = build(made, most_states=rng.choice([300, 4096]))
         except Unsupported as reason:
             assert "states" in str(reason)
             continue
@@ -203,7 +205,7 @@ def test_random_schemas_are_complete_wherever_the_budget_allows_it():
 
 def test_a_table_that_was_cut_holds_texts_of_the_grammar():
     found, compiled = table(*GRAMMARS["list"], most_states=12)
-    assert found.is_cut and found.levels == 2 and len(found.accepts) <= 12
+    assert found.levels == 2 and len(found.accepts) <= 12
     rng, draws = random.Random(3), np.random.default_rng(3)
     for _ in range(20):
         tokens, is_over = generate(found, rng, draws, 30)
@@ -215,4 +217,4 @@ def test_a_table_that_takes_too_long_is_refused():
     made, _ = automaton(*GRAMMARS["person"])
     ticks = itertools.count(step=0.2)
     with pytest.raises(Unsupported, match="more than 1 s"):
-        build(made, VOCABULARY, seconds=1.0, clock=lambda: next(ticks))
+        by_tokens(nearest(made, 4096), VOCABULARY, time_limit(1.0, lambda: next(ticks)))

@@ -122,6 +122,15 @@ def test_an_interrupted_run_is_taken_up_and_ends_in_the_same_bytes(
     assert tree(job.out) == tree(tmp_path / "whole")
 
 
+def test_a_file_in_the_place_of_the_unfinished_directory_is_refused(
+    source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out.partial").write_text("mine")
+    with pytest.raises(CommandError, match="is no directory"):
+        write(small_job(source, tmp_path / "out", "fp8-dynamic"))
+    assert (tmp_path / "out.partial").read_text() == "mine"
+
+
 def test_another_run_s_files_are_not_taken_up(source: Path, tmp_path: Path) -> None:
     job = small_job(source, tmp_path / "out")
     with pytest.raises(KeyboardInterrupt):

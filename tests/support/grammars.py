@@ -8,7 +8,9 @@ from typing import Any
 import xgrammar
 
 from dllm.grammar.automaton import Automaton
-from dllm.grammar.table import Table, Vocabulary, build
+from dllm.grammar.reach import nearest
+from dllm.grammar.table import MOST_STATES, Table, by_tokens
+from dllm.grammar.vocabulary import Vocabulary
 
 STOP, PADDING = 5, 6
 WORDS = (
@@ -43,10 +45,17 @@ def automaton(kind: str, text: str) -> tuple[Automaton, Any]:
     return Automaton(compiled.serialize_json(), is_json=kind == "json"), compiled
 
 
+def build(
+    made: Automaton, vocabulary: Vocabulary = VOCABULARY, most_states: int = MOST_STATES
+) -> Table:
+    """The table of an automaton."""
+    return by_tokens(nearest(made, most_states), vocabulary)
+
+
 def table(kind: str, text: str, **limits: Any) -> tuple[Table, Any]:
     """Our table, and xgrammar's compiled grammar."""
     made, compiled = automaton(kind, text)
-    return build(made, VOCABULARY, **limits), compiled
+    return build(made, **limits), compiled
 
 
 GRAMMARS = {

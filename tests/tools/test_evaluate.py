@@ -6,10 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from dllm.cli import CommandError, main
-from dllm.models.unmasking.reference import generate_blocks
+from dllm.models.unmasking.reference import Generated, generate_blocks
 from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES, Question, questions
 from dllm.tasks.tokenizer import (
     TOKEN_ID,
@@ -18,6 +18,7 @@ from dllm.tasks.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
+from dllm.tasks.tool_tokenizer import encode_chat, train_tool_tokenizer
 from dllm.tools.eval_reference import ReferenceModel, open_reference
 from dllm.tools.eval_report import Answer, Run, Score, score, total, wilson_interval
 from dllm.tools.eval_server import PASSES, counter, denoise_counts
@@ -81,6 +82,7 @@ def test_counters_are_summed_over_labels_and_found_by_their_whole_name() -> None
     text = f'{PASSES}{{engine="0"}} 3.0\n{PASSES}{{engine="1"}} 4.0\n{PASSES}_x{{}} 9.0\n'
     assert counter(text, PASSES) == 7
     assert counter("", PASSES) == 0
+    assert counter(f'{PASSES}{{model_name="my models/a b"}} 5.0\n', PASSES) == 5
 
 
 def test_blocks_are_output_tokens_in_canvas_widths_rounded_up() -> None:
@@ -267,6 +269,26 @@ def test_the_reference_of_masked_blocks(config: dict, tmp_path: Path) -> None:
     assert run.answers[0].text == model.tokenizer.decode(
         generated[: stops[0] + 1], skip_special_tokens=True
     )
+
+
+def test_the_reference_of_masked_blocks_lists_tools_and_keeps_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = open_reference(write(tmp_path / "model", SDAR), 40, None, 0)
+    model.tokenizer = AutoTokenizer.from_pretrained("checkpoints/tiny-tools")
+    tokenizer = train_tool_tokenizer()
+    (asked,) = questions(["weather"], "heldout", 1)
+    answer = [*tokenizer.encode("<|channel>thought", add_special_tokens=False).ids, 1, 7]
+    seen = []
+
+    def generate(_: object, prompts: list[list[int]], *__: object) -> Generated:
+        seen.extend(prompts)
+        return Generated([answer], 1, 1)
+
+    monkeypatch.setattr("dllm.tools.eval_masked.generate_blocks", generate)
+    run = model.answer([asked], lambda: None)
+    assert seen == [encode_chat(tokenizer, asked)]
+    assert run.answers == [Answer("<|channel>thought", len(answer) - 1)]
 
 
 def test_the_reference_of_masked_blocks_is_greedy(tmp_path: Path) -> None:

@@ -255,6 +255,9 @@ def test_what_cannot_be_watched_is_refused(
 ) -> None:
     assert main(["watch", "?", "--model", str(tmp_path)]) == 1
     assert "give a checkpoint's folder" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert main(["watch", "?", "--model", str(tmp_path)]) == 1
+    assert "give a checkpoint's folder" in capsys.readouterr().err
     generation = json.loads((path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"t_min": -1}))
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')

@@ -8,6 +8,7 @@ import pytest
 
 from dllm import cli
 from dllm.drafter.samples import read_shards
+from dllm.settings.command import CommandError
 from dllm.train.drafter import command
 from dllm.train.drafter.prompts import SHIPPED, SHIPPED_DOMAINS, default_file, load_prompts
 from dllm.train.drafter.settings import CalibrateSettings
@@ -67,6 +68,16 @@ def test_flags_override_the_config(foreign, tmp_path, capsys):
     assert cli.main([*arguments, "--learning-rate", "7", "--out", str(tmp_path / "other")]) == 1
     assert "matrix_lr = 7.0; allowed" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_a_wrong_line_is_named_by_its_number_in_the_file(foreign, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\n{"prompt": "a"}\n\n{"prompt": 3}\n')
+    with pytest.raises(CommandError, match="line 4"):
+        load_prompts(foreign, file, CalibrateSettings(heldout=1))
+    file.write_bytes(b"\xff\n")
+    with pytest.raises(CommandError, match="UTF-8"):
+        load_prompts(foreign, file, CalibrateSettings(heldout=1))
 
 
 def test_a_drafter_is_checked_on_them(foreign, tmp_path, capsys):

@@ -96,5 +96,7 @@ def test_candidates_are_checked_before_anything_is_run(tmp_path):
     assert widths("--radius", "2") == (5, 6, 7)
     with pytest.raises(CommandError, match=r"9.*from 0 to the 7"):
         widths("--widths", "3", "9")
+    with pytest.raises(SystemExit):
+        widths("--heldout", "0")
     with pytest.raises(CommandError, match="no such file"):
         main(["pilot", *given, "--trials", str(tmp_path / "none")])

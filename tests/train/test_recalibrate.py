@@ -110,6 +110,13 @@ def test_a_killed_command_leaves_no_recording(start, tmp_path, monkeypatch):
     assert [path.suffix for path in (tmp_path / "buffer").iterdir()] == [".safetensors"]
 
 
+@pytest.mark.parametrize("flag", ["--steps", "--rounds"])
+def test_numbers_are_checked_before_anything_is_read(start, capsys, flag):
+    with pytest.raises(SystemExit):
+        cli.main([*start, flag, "0"])
+    assert "at least 1" in capsys.readouterr().err
+
+
 def test_a_short_recording_is_waited_for(start, target, tmp_path, capsys):
     shutil.rmtree(tmp_path / "buffer")
     record(target, tmp_path / "buffer", 0, [5, 6, 7], count=3)

@@ -23,14 +23,12 @@ from attention.cpu_fp8_cache import write_rounded
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized
-from dllm.models.finite import finite
 from dllm.models.gemma.family import Gemma
 from dllm.models.gemma.self_conditioning import SelfConditioning
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.models.gemma.weights import checkpoint_names, merge_shared_copies, refuse_missing
 from dllm.ops.dispatch import uses_sparse_product
 from dllm.settings.server import PluginOptions
-from quant.loading import checked
 
 if TYPE_CHECKING:
     from dllm.engine.model_state import DiffusionModelState
@@ -214,10 +212,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             ValueError: the two copies differ, a tensor is missing or not finite, or a scale of a
                 quantized layer would make it compute NaN. The message names the tensors.
         """
-        weights = finite(weights)
-        plan = quantized.plan_of(self.quant_config)
-        if self.quant_config is not None:
-            weights = checked(weights, plan)
+        weights, plan = quantized.checked_weights(weights, self.quant_config)
         filled: set[str] = set()
 
         def noting_names(

@@ -149,9 +149,16 @@ class GemmaSettings:
             )
         window = hf_config.get("canvas_window") or "auto"
         return cls(
-            canvas_length=_require(hf_config, "canvas_length", "config.json"),
+            canvas_length=_require(
+                hf_config, "canvas_length", "config.json", """--hf-overrides '{"%s": ...}'"""
+            ),
             canvas_window="symmetric" if window == "auto" else window,  # type: ignore[arg-type]
-            entropy_bound=_require(sampler, "entropy_bound", "generation config: sampler_config"),
+            entropy_bound=_require(
+                sampler,
+                "entropy_bound",
+                "generation config: sampler_config",
+                """--override-generation-config '{"sampler_config": {"%s": ...}}'""",
+            ),
             **{
                 key: _require(generation, key, "generation config")
                 for key in (
@@ -165,13 +172,23 @@ class GemmaSettings:
         )
 
 
-def _require(mapping: Mapping[str, object], key: str, where: str):  # type: ignore[no-untyped-def]
-    """``mapping[key]``, which must be there; ``GemmaSettings`` checks its type and range."""
+def _require(
+    mapping: Mapping[str, object],
+    key: str,
+    where: str,
+    flag: str = """--override-generation-config '{"%s": ...}'""",
+) -> Any:
+    """``mapping[key]``, which must be there; ``GemmaSettings`` checks its type and range.
+
+    Args:
+        where: the name of the mapping in the error message.
+        flag: the command line that sets the key, with %s in its place.
+    """
     value = mapping.get(key)
     if value is None:
         raise ValueError(
             f"{where}: {key} is missing. Add it to the checkpoint, or give it on the command line "
-            f"""with --override-generation-config '{{"{key}": ...}}'."""
+            f"with {flag % key}."
         )
     return value
 

@@ -75,14 +75,7 @@ def denoise(
             is_held=canvases.held >= 0,
         ),
         rows.widths,
-        rule.DenoiseRules(
-            t_min=numbers["t_min"],
-            t_max=numbers["t_max"],
-            max_steps=numbers["max_steps"],
-            entropy_bound=numbers["entropy_bound"],
-            confidence=numbers["confidence"],
-            stability_window=settings.stability_threshold + 1,
-        ),
+        _rules(canvases, settings),
     )
     return Denoised(
         canvas=outcome.canvas,
@@ -94,6 +87,19 @@ def denoise(
         carried={"stable_count": outcome.stable_count},
         temperature=temperature,
         stats=stats,
+    )
+
+
+def _rules(canvases: Canvases, settings: GemmaSettings) -> rule.DenoiseRules:
+    """The parameters of a step."""
+    numbers = canvases.numbers
+    return rule.DenoiseRules(
+        t_min=numbers["t_min"],
+        t_max=numbers["t_max"],
+        max_steps=numbers["max_steps"],
+        entropy_bound=numbers["entropy_bound"],
+        confidence=numbers["confidence"],
+        stability_window=settings.stability_threshold + 1,
     )
 
 

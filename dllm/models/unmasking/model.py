@@ -15,10 +15,8 @@ from vllm.model_executor.layers.attention import Attention
 from attention.cpu_fp8_cache import write_rounded
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized
-from dllm.models.finite import finite
 from dllm.models.unmasking.family import Unmasking
 from dllm.models.unmasking.settings import UnmaskingSettings
-from quant.loading import checked
 
 if TYPE_CHECKING:
     from dllm.engine.model_state import DiffusionModelState
@@ -97,10 +95,7 @@ class UnmaskingModel:
             ValueError: a tensor is not finite, or a quantized layer would compute NaN.
         """
         quant_config = self.quant_config  # type: ignore[attr-defined]
-        weights = finite(weights)
-        plan = quantized.plan_of(quant_config)
-        if quant_config is not None:
-            weights = checked(weights, plan)
+        weights, plan = quantized.checked_weights(weights, quant_config)
         model: Any = super()
         loaded: set[str] = model.load_weights(weights)
         quantized.log_kernels(self, plan)

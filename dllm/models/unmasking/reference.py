@@ -61,7 +61,12 @@ class DecodingRule:
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> "DecodingRule":
-        """What a server uses for this checkpoint and a greedy request, unless told otherwise."""
+        """What a server uses for this checkpoint and a greedy request, unless told otherwise.
+
+        A block takes at most a step for each of its tokens, and SDAR decodes by
+        ``low_confidence_dynamic``: ``max_denoising_steps`` and ``remasking_strategy`` of
+        generation_config.json are not read.
+        """
         fields = json.loads((path / "config.json").read_text())
         file = path / "generation_config.json"
         generation = json.loads(file.read_text()) if file.exists() else {}

@@ -11,6 +11,7 @@ from dllm.settings.request import MAX_INT32
 PROBABILITIES = FloatRange(0.0, 1.0)
 
 MAX_STEPS = Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32")
+THRESHOLD = Parameter("threshold", "threshold", PROBABILITIES, "float32")
 # Of all families with masks: one family's setting in the place of another's is refused.
 ALL_SETTINGS = {
     "max_denoising_steps",
@@ -21,7 +22,6 @@ ALL_SETTINGS = {
     "editing_threshold",
     "max_post_steps",
 }
-THRESHOLD = Parameter("threshold", "threshold", PROBABILITIES, "float32")
 
 
 @dataclass(frozen=True)

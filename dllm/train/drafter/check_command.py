@@ -94,6 +94,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.num_prompts < 2 or given.max_tokens < 2:
         parser.error("--num-prompts and --max-tokens are at least 2.")
+    if given.passes and given.json is not None:
+        parser.error("--passes only measures; leave out --json, which writes what a check finds.")
     return given
 
 

@@ -293,8 +293,10 @@ def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], li
         )
     verified, accepted = recorded_acceptance(folder)
     if verified:
-        print(f"buffer: {len(samples)} samples; {accepted / verified:.1%} of {verified} verified "
-              "drafts were accepted when it was recorded")  # fmt: skip
+        print(
+            f"buffer: {len(samples)} samples; {accepted / verified:.1%} of {verified} verified "
+            "drafts were accepted when it was recorded"
+        )
     kept = [sample for index, sample in enumerate(samples) if index % HELDOUT_EVERY]
     return kept, samples[::HELDOUT_EVERY]
 
@@ -308,11 +310,13 @@ def finish(
     draw(given.out, *PANELS)
     copy_log(given.out, model)
     counts = f"{len(run.learner.samples)} samples, {len(run.learner.heldout)} more held out"
-    data = f"greedy responses of {given.target.name} to the questions of the task suite: {counts}."
+    target = given.target.name
     if given.from_buffer is not None:
-        data = f"live traffic recorded at {given.target.name}: {counts}."
+        data = f"live traffic recorded at {target}"
     elif given.prompts is not None:
-        data = f"responses of {given.target.name} to the prompts of {given.prompts.name}: {counts}."
+        data = f"responses of {target} to the prompts of {given.prompts.name}"
+    else:
+        data = f"greedy responses of {target} to the questions of the task suite"
     command = shlex.join(["dllm", "calibrate", *(a for a in argv if a != "--resume")])
-    export.write_model_card(run, model, command, data)
+    export.write_model_card(run, model, command, f"{data}: {counts}.")
     print(model)

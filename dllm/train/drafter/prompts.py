@@ -89,16 +89,19 @@ def file_prompts(target: Path, file: Path, settings: CalibrateSettings) -> list[
             no tokenizer.
     """
     try:
-        lines = [line for line in file.read_text().splitlines() if line.strip()]
+        numbered = list(enumerate(file.read_text().splitlines(), 1))
     except OSError as error:
         raise CommandError(f"--prompts {file}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise CommandError(f"--prompts {file}: no text in UTF-8 ({error}).") from None
+    lines = [(number, line) for number, line in numbered if line.strip()]
     if len(lines) <= settings.heldout:
         raise CommandError(
             f"--prompts {file}: {len(lines)} prompts, of which heldout = {settings.heldout} are "
             "kept for measuring; allowed: more prompts than that, or a config with fewer held out."
         )
     is_json = file.suffix == ".jsonl"
-    chats = [_read_line(line, file, number, is_json) for number, line in enumerate(lines, 1)]
+    chats = [_read_line(line, file, number, is_json) for number, line in lines]
     tokenizer = AutoTokenizer.from_pretrained(target)
     prompts = []
     for index, (chat, domain) in enumerate(chats[: settings.heldout + settings.responses]):

@@ -165,4 +165,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="training steps of a round")
     parser.add_argument("--rounds", type=int, help="stop after so many; default: go on")
     parser.add_argument("--device", default="cpu")
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    if given.steps < 1 or (given.rounds is not None and given.rounds < 1):
+        parser.error("--steps and --rounds are at least 1.")
+    return given

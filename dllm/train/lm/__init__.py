@@ -1,1 +1,1 @@
-"""``dllm train diffusion`` and ``dllm train ar``: small language models on the task suite."""
+"""``dllm train diffusion``, ``ar``, ``sdar``, ``llada2``: small models on the task suite."""

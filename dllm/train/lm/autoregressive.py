@@ -16,6 +16,7 @@ from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID
 from dllm.train.generate import continue_prompts
 from dllm.train.lm.objective import (
+    END_IDS,
     EOS,
     Answers,
     Encoded,
@@ -23,8 +24,8 @@ from dllm.train.lm.objective import (
     answer_mask,
     check_kind,
     decode_until_end,
+    layer_sizes,
     pad_right,
-    padded_vocab_size,
     save_transformers,
 )
 from dllm.train.lm.settings import TrainSettings
@@ -46,20 +47,12 @@ class Autoregressive:
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
             "dtype": "bfloat16",
-            "vocab_size": padded_vocab_size(self.tokenizer),
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.hidden_size // 32,
-            "num_key_value_heads": max(1, shape.hidden_size // 64),
-            "head_dim": 32,
+            **layer_sizes(shape, self.tokenizer),
             "max_position_embeddings": 4096,
             "rope_theta": 10000.0,
             "rms_norm_eps": 1e-6,
             "tie_word_embeddings": True,
-            "bos_token_id": TOKEN_ID["<bos>"],
-            "eos_token_id": EOS,
-            "pad_token_id": TOKEN_ID["<pad>"],
+            **END_IDS,
         }
 
     def generation_config(self) -> dict[str, object]:

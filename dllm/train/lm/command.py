@@ -93,7 +93,7 @@ def load_settings(given: argparse.Namespace) -> TrainSettings:
     """The settings of the run.
 
     Raises:
-        CommandError: the config is wrong, or for the other kind of model.
+        CommandError: the config is wrong, or for another kind of model.
     """
     path = given.config or CONFIGS / KINDS[given.objective].config
     settings = TrainSettings.load(path)

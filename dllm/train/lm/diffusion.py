@@ -43,7 +43,7 @@ from dllm.train.lm.objective import (
     padded_vocab_size,
     save_transformers,
 )
-from dllm.train.lm.settings import TrainSettings
+from dllm.train.lm.settings import ModelShape, TrainSettings
 
 PURE_NOISE = 0.3  # share of canvases that are random throughout
 SELF_CONDITIONED = 0.5  # share of canvases with an earlier denoise step
@@ -317,7 +317,9 @@ def canvas_loss(logits: Tensor, clean: Tensor) -> Tensor:
     return ((losses.view_as(weight) * weight).sum(dim=1) / weight.sum(dim=1)).mean()
 
 
-def canvas_masks(start: Tensor, num_keys: int, canvas_length: int, shape) -> dict[str, Tensor]:
+def canvas_masks(
+    start: Tensor, num_keys: int, canvas_length: int, shape: ModelShape
+) -> dict[str, Tensor]:
     """Attention masks of canvases, ``[N, 1, C, num_keys + C]`` by layer type, added to the scores.
 
     A canvas sees itself and the cached positions before ``start``; on sliding layers only the last

@@ -16,9 +16,8 @@ from transformers import Glm4MoeForCausalLM, PreTrainedModel
 
 from dllm.models.llada2.reference import glm4_config, load_reference, to_released
 from dllm.models.sdar.reference import load_reference as load_dense
-from dllm.tasks.tokenizer import TOKEN_ID
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
-from dllm.train.lm.objective import EOS, WEIGHTS, check_kind, padded_vocab_size
+from dllm.train.lm.objective import END_IDS, WEIGHTS, check_kind, layer_sizes
 from dllm.train.lm.upcycle import upcycle
 
 
@@ -38,13 +37,7 @@ class LLaDA2(MaskDiffusion):
             "dtype": "bfloat16",
             "block_size": shape.canvas_length,
             "mask_token_id": MASK,
-            "vocab_size": padded_vocab_size(self.tokenizer),
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.hidden_size // 32,
-            "num_key_value_heads": max(1, shape.hidden_size // 64),
-            "head_dim": 32,
+            **layer_sizes(shape, self.tokenizer),
             "hidden_act": "silu",
             "max_position_embeddings": 4096,
             "rope_theta": 100.0,
@@ -71,9 +64,7 @@ class LLaDA2(MaskDiffusion):
             "routed_scaling_factor": 2.5,
             "norm_head": False,
             "tie_word_embeddings": True,
-            "bos_token_id": TOKEN_ID["<bos>"],
-            "eos_token_id": EOS,
-            "pad_token_id": TOKEN_ID["<pad>"],
+            **END_IDS,
         }
 
     def build_model(self) -> Glm4MoeForCausalLM:

@@ -14,9 +14,16 @@ from transformers import PreTrainedModel
 from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID, encode_answer, encode_prompt
 from dllm.tasks.tool_tokenizer import encode_chat
-from dllm.train.lm.settings import TrainSettings
+from dllm.train.lm.settings import ModelShape, TrainSettings
 
 EOS = TOKEN_ID["<eos>"]
+HEAD_DIM = 32
+# Of every config.json.
+END_IDS = {
+    "bos_token_id": TOKEN_ID["<bos>"],
+    "eos_token_id": EOS,
+    "pad_token_id": TOKEN_ID["<pad>"],
+}
 WEIGHTS = "model.safetensors"  # in a checkpoint directory
 # Batches are padded to a multiple of so many tokens, so that few different shapes occur.
 PAD_MULTIPLE = 16
@@ -100,6 +107,19 @@ def pad_right(sequences: Sequence[Sequence[int]], value: int = EOS, length: int 
 def padded_vocab_size(tokenizer: Tokenizer) -> int:
     """Rows of the embedding: the size of the vocabulary, rounded up to a multiple of 64."""
     return -(-tokenizer.get_vocab_size() // 64) * 64
+
+
+def layer_sizes(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, object]:
+    """Sizes in config.json of a model with Qwen3's attention; a key head for two query heads."""
+    return {
+        "vocab_size": padded_vocab_size(tokenizer),
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.hidden_size // HEAD_DIM,
+        "num_key_value_heads": max(1, shape.hidden_size // (2 * HEAD_DIM)),
+        "head_dim": HEAD_DIM,
+    }
 
 
 def decode_until_end(tokenizer: Tokenizer, tokens: Sequence[int], question: Question) -> str:

@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from dllm.models.sdar.reference import load_reference, qwen3_config
-from dllm.tasks.tokenizer import TOKEN_ID
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
-from dllm.train.lm.objective import EOS, check_kind, padded_vocab_size, save_transformers
+from dllm.train.lm.objective import END_IDS, check_kind, layer_sizes, save_transformers
 
 
 class SDAR(MaskDiffusion):
@@ -32,22 +31,14 @@ class SDAR(MaskDiffusion):
             "dtype": "bfloat16",
             "block_size": shape.canvas_length,
             "mask_token_id": MASK,
-            "vocab_size": padded_vocab_size(self.tokenizer),
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": shape.hidden_size // 32,
-            "num_key_value_heads": max(1, shape.hidden_size // 64),
-            "head_dim": 32,
+            **layer_sizes(shape, self.tokenizer),
             "hidden_act": "silu",
             "max_position_embeddings": 4096,
             "rope_theta": 10000.0,
             "rms_norm_eps": 1e-6,
             "attention_bias": False,
             "tie_word_embeddings": True,
-            "bos_token_id": TOKEN_ID["<bos>"],
-            "eos_token_id": EOS,
-            "pad_token_id": TOKEN_ID["<pad>"],
+            **END_IDS,
         }
 
     def build_model(self) -> Qwen3ForCausalLM:

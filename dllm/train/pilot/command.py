@@ -8,6 +8,7 @@ Written to --out:
     pilot.safetensors, pilot.json     the pilot, for ``"policy": "pilot", "pilot": OUT``
     report.csv                        the pilot and every fixed width, on prompts held out
     footprint.csv                     time and memory of choosing a width
+    ablations.csv                     with --ablations: the pilot with one setting changed at a time
 """
 
 import argparse
@@ -16,7 +17,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 TRIALS, REPORT, ABLATIONS = "trials.safetensors", "report.csv", "ablations.csv"
 FOOTPRINT = "footprint.csv"
 WIDTHS = (0, 1, 2, 3, 5, 7, 11, 15)
+# Options that count something.
+AT_LEAST_ONE = (
+    *("questions", "heldout", "concurrency", "max_tokens"),
+    *("kv_cache_mib", "hidden_size", "num_layers"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,11 +128,8 @@ def ablations(
     trials: Trials, base: PilotConfig, given: argparse.Namespace
 ) -> list[dict[str, object]]:
     """The tables of BlockPilot's paper: one thing varied at a time, on the same trials."""
-    best = max(
-        scores(trials, train_pilot(trials, base, given.label, given.seed))[1:-1],
-        key=attrgetter("tokens_per_s"),
-    )
-    center = trials.widths.index(int(best.choice.split()[1]))
+    fixed = scores(trials, train_pilot(trials, base, given.label, given.seed))[1:-1]
+    center = max(range(len(fixed)), key=lambda place: fixed[place].tokens_per_s)
     half, double = base.hidden_size // 2, 2 * base.hidden_size
     changes: list[tuple[str, object, dict[str, Any]]] = [
         *(("hidden_size", n, {"hidden_size": n}) for n in (half, base.hidden_size, double)),
@@ -195,4 +197,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--ablations", action="store_true", help="also ablations.csv")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(argv)
+    given = parser.parse_args(argv)
+    for name in AT_LEAST_ONE:
+        if getattr(given, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}; allowed: at least 1.")
+    return given
