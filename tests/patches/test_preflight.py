@@ -41,7 +41,7 @@ def test_without_a_compiler_a_server_is_refused(start) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [{"enforce_eager": True}, {"optimization_level": 0}, {"compilation_config": 0}],
+    [{"enforce_eager": True}, {"optimization_level": 0}, {"compilation_config": {"mode": 0}}],
     ids=str,
 )
 def test_it_is_not_needed_where_nothing_is_compiled(start, flags) -> None:
