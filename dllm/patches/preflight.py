@@ -6,14 +6,17 @@ and say one thing.
 
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 COMPILER = "CXX", "g++"  # the variable that names PyTorch's C++ compiler, and its default
+SLOWER = "serve without compiling, which is slower: --enforce-eager"
 ANY_KERNEL = "init_cpu_memory_env"  # of those in vLLM's compiled library
 
 
 def refuse_missing_parts(vllm_config: Any) -> None:
-    """On a CPU: vLLM's compiled kernels, and a C++ compiler if the model is compiled.
+    """On a CPU: vLLM's compiled kernels; to compile the model, a C++ compiler and Python's headers.
 
     Raises:
         ValueError: one is missing; the message says what to install.
@@ -27,13 +30,20 @@ def refuse_missing_parts(vllm_config: Any) -> None:
             "vLLM's CPU kernels do not load: the line 'Failed to import from vllm._C' in the log "
             "says why. If it names libnuma: apt-get install libnuma1."
         )
+    if not _is_compiled(vllm_config):
+        return
     variable, default = COMPILER
     compiler = os.environ.get(variable, default)
-    if _is_compiled(vllm_config) and shutil.which(compiler) is None:
+    if shutil.which(compiler) is None:
         raise ValueError(
             f"There is no C++ compiler {compiler}, with which PyTorch compiles the model. Install "
-            f"one (apt-get install g++), name another in {variable}, or serve without compiling, "
-            "which is slower: --enforce-eager."
+            f"one (apt-get install g++), name another in {variable}, or {SLOWER}."
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        raise ValueError(
+            f"There is no {header}, which PyTorch needs to compile the model. Install it (apt-get "
+            f"install python3-dev), or {SLOWER}."
         )
 
 

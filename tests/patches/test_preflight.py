@@ -1,5 +1,6 @@
 """What a fresh machine lacks is said before an engine starts, in one message."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,15 @@ def start(checkpoint: Callable[..., Path]) -> Callable[..., Any]:
 def test_without_a_compiler_a_server_is_refused(start) -> None:
     with pytest.raises(ValueError, match=r"no C\+\+ compiler no-such-compiler.*--enforce-eager"):
         start()
+
+
+def test_without_the_headers_of_python_a_server_is_refused(start, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(ValueError, match=r"no \S+/Python\.h.*python3-dev.*--enforce-eager"):
+        start()
+    (tmp_path / "Python.h").touch()
+    assert start().compilation_config.mode == 3
 
 
 @pytest.mark.parametrize(
