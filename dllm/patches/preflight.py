@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 COMPILER = "CXX", "g++"  # the variable that names PyTorch's C++ compiler, and its default
+HEADER = Path(sysconfig.get_path("include"), "Python.h")
 SLOWER = "serve without compiling, which is slower: --enforce-eager"
 ANY_KERNEL = "init_cpu_memory_env"  # of those in vLLM's compiled library
 
@@ -39,10 +40,9 @@ def refuse_missing_parts(vllm_config: Any) -> None:
             f"There is no C++ compiler {compiler}, with which PyTorch compiles the model. Install "
             f"one (apt-get install g++), name another in {variable}, or {SLOWER}."
         )
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.exists():
+    if not HEADER.exists():
         raise ValueError(
-            f"There is no {header}, which PyTorch needs to compile the model. Install it (apt-get "
+            f"There is no {HEADER}, which PyTorch needs to compile the model. Install it (apt-get "
             f"install python3-dev), or {SLOWER}."
         )
 

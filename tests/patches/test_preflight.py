@@ -42,7 +42,7 @@ def test_without_a_compiler_a_server_is_refused(start) -> None:
 
 def test_without_the_headers_of_python_a_server_is_refused(start, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CXX", sys.executable)
-    monkeypatch.setattr(preflight.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setattr(preflight, "HEADER", tmp_path / "Python.h")
     with pytest.raises(ValueError, match=r"no \S+/Python\.h.*python3-dev.*--enforce-eager"):
         start()
     (tmp_path / "Python.h").touch()
