@@ -85,7 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             answered = measure(contestant, asked, tuple(given.flags.split()))
             baseline = baseline or answered
             rows.append(row_of(contestant, answered, baseline))
-            write_csv(given.output, [row | provenance("bench.recovery") for row in rows])
+            write_csv(
+                given.results / "recovery.csv", [row | provenance("bench.recovery") for row in rows]
+            )
     print(described(as_text(rows)))
     return 0
 
@@ -106,7 +108,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num", type=int, default=100, help="questions a family and seed (100)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--flags", default="", help="more flags of `vllm serve`, for all servers")
-    parser.add_argument("--output", type=Path, default=RESULTS / "recovery.csv")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
     return parser.parse_args(arguments)
 
 

@@ -1,6 +1,6 @@
 """What it costs to stream unfinished canvases: a step's parts, and neighbours of a watched stream.
 
-    python -m bench.watching [--rounds 20] [--requests 24] [--model DIR] [--output CSV]
+    python -m bench.watching [--rounds 20] [--requests 24] [--model DIR] [--results DIR]
 
 Parts are timed in this process, in microseconds: what a denoise step pays for the possibility while
 nobody watches, and what it pays for one watcher (a canvas of 256 positions, on a CPU).
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=20, help="of neighbours; 0: parts alone")
     parser.add_argument("--requests", type=int, default=24, help="of the neighbours, in each run")
     parser.add_argument("--model", default="checkpoints/tiny-dllm")
-    parser.add_argument("--output", type=Path, default=RESULTS / "watching.csv")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
     given = parser.parse_args(argv)
     rows: list[dict[str, object]] = [
         {"what": name, "value": round(value, 2), "unit": unit}
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         print(f"{row['what']:50} {row['value']:>10} {row['unit']}")
     shared = provenance("bench.watching")
-    write_csv(given.output, [row | shared for row in rows])
+    write_csv(given.results / "watching.csv", [row | shared for row in rows])
     return 0
 
 

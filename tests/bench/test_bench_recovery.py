@@ -54,10 +54,11 @@ def test_one_command_writes_the_csv_and_prints_the_tables(tmp_path, monkeypatch,
     for name in ("bf16", "fp8-dynamic", "nvfp4"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(bytes(1000 * len(name)))
-    target = tmp_path / "recovery.csv"
     arguments = ["--model", str(tmp_path / "bf16"), "--quantized", str(tmp_path), "--num", "10"]
-    recovery.main([*arguments, "--seeds", "0", "1", "--tasks", FAMILIES, "--output", str(target)])
-    bf16, fp8_keys, fp8, nvfp4 = read_csv(target)
+    recovery.main(
+        [*arguments, "--seeds", "0", "1", "--tasks", FAMILIES, "--results", str(tmp_path)]
+    )
+    bf16, fp8_keys, fp8, nvfp4 = read_csv(tmp_path / "recovery.csv")
     such = "linear layers: by Such"
     assert bf16["computed_by"] == such
     assert fp8_keys["computed_by"] == f"{such}; keys and values in fp8"

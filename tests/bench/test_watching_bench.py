@@ -10,7 +10,7 @@ from bench.context import read_csv
 def test_the_parts_of_a_step_are_timed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(watching, "REPEATS", 20)
     path = tmp_path / "watching.csv"
-    assert watching.main(["--rounds", "0", "--output", str(path)]) == 0
+    assert watching.main(["--rounds", "0", "--results", str(tmp_path)]) == 0
     values = {row["what"]: float(row["value"]) for row in read_csv(path)}
     assert len(values) == 5 and all(name in capsys.readouterr().out for name in list(values)[:1])
     nobody = values["nobody watches: worker, core and API server"]
