@@ -46,7 +46,7 @@ def test_without_the_headers_of_python_a_server_is_refused(start, monkeypatch, t
     with pytest.raises(ValueError, match=r"no \S+/Python\.h.*python3-dev.*--enforce-eager"):
         start()
     (tmp_path / "Python.h").touch()
-    assert start().compilation_config.mode == 3
+    assert start().compilation_config.mode != 0
 
 
 @pytest.mark.parametrize(
