@@ -44,9 +44,9 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
     start = " --start-from START" if digest else ""
     command = f"dllm train {settings.objective} --config {_config(settings)}{start} --out RUN"
     lines = [
-        f"# A small {settings.objective} model",
+        f"# A language model of {num_params / 1e6:.2f}M parameters",
         "",
-        f"This is {KINDS[settings.objective]} of {num_params / 1e6:.2f}M parameters, in bf16. It "
+        f"This is {KINDS[settings.objective]}, in bf16. It "
         f"answers the questions of `{_questions_of(settings)}` and nothing else: it knows no "
         "English beyond them, and exists so that a server can be tested on real answers.",
         "",
