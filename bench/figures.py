@@ -134,7 +134,14 @@ def keep(folder: Path, names: Sequence[str], results: Path) -> None:
             parts[kept].append(Path(folder, name, written) if name in names else Path())
     for kept, paths in parts.items():
         if all(path.is_file() for path in paths):
-            write_csv(results / kept, [row for path in paths for row in read_csv(path)])
+            write_csv(results / kept, [row for path in paths for row in rows_of(path)])
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    """Its rows; the folder, which is temporary, is called DIR in their command."""
+    return [
+        row | {"command": row["command"].replace(str(path.parent), "DIR")} for row in read_csv(path)
+    ]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def test_files_of_one_name_are_joined_in_order(tmp_path: Path, monkeypatch, page
     rows = read_csv(tmp_path / "floors.csv")
     assert [row["batch"] for row in rows] == sorted(row["batch"] for row in rows)
     assert {row["batch"] for row in rows} == {"1", "8"}
+    assert rows[0]["command"].endswith("--batch 1 --results DIR")
     assert pages == [[]]
     (tmp_path / "floors.csv").write_text("as it was")
     assert figures.main(["small", "--results", str(tmp_path)]) == 0  # a part is missing
