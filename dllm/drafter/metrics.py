@@ -10,17 +10,13 @@ long that took, and which widths the policy chose. How a count travels:
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
 
-from dllm.engine.metrics import LABELS
+from dllm.engine.metrics import LABELS, put_into, take_out
 
-# vLLM's statistics have no field for plugins. `ec_connector_stats` is a dictionary that vLLM itself
-# uses only where multimodal encoders run on another server. Our counts are put into it under this
-# key, and taken out again in the front end.
 KEY = "dllm_drafting"
 
 
@@ -97,20 +93,6 @@ class DraftingMetrics:
         """Add how many drafts were verified at each position of the draft block."""
         for position, count in enumerate(verified):
             self._verified.labels(*labels, str(position)).inc(count)
-
-
-def put_into(stats: SchedulerStats, key: str, counts: Any) -> None:
-    """Engine core: put counts into vLLM's statistics, which go to the front end."""
-    stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), key: counts}
-
-
-def take_out(stats: SchedulerStats, key: str) -> Any:
-    """Front end: take them out again; None if there are none."""
-    carried = dict(stats.ec_connector_stats or {})
-    counts = carried.pop(key, None)
-    if counts is not None:
-        stats.ec_connector_stats = carried or None
-    return counts
 
 
 def send_drafting(stats: SchedulerStats, counts: DraftingCounts) -> None:

@@ -1,4 +1,4 @@
-"""Our Prometheus counter of diffusion models: ``dllm:commit_passes``.
+"""Counts of ours in vLLM's statistics, and the counter of diffusion models: ``dllm:commit_passes``.
 
 vLLM's own count denoise steps (``vllm:diffusion_num_denoising_steps``) and the positions of their
 canvases. Under asynchronous scheduling a block also takes a pass that only writes its KV
@@ -10,18 +10,35 @@ canvases. Under asynchronous scheduling a block also takes a pass that only writ
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 
 LABELS = ("model_name", "engine")
-# vLLM's statistics have no field for plugins; `drafter.metrics` says why it is this one.
 KEY = "dllm_commit_passes"
+
+# vLLM's statistics have no field for plugins. `ec_connector_stats` is a dictionary that vLLM itself
+# uses only where multimodal encoders run on another server.
+
+
+def put_into(stats: SchedulerStats, key: str, counts: Any) -> None:
+    """Engine core: put counts into vLLM's statistics, which go to the front end."""
+    stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), key: counts}
+
+
+def take_out(stats: SchedulerStats, key: str) -> Any:
+    """Front end: take them out again; None if there are none."""
+    carried = dict(stats.ec_connector_stats or {})
+    counts = carried.pop(key, None)
+    if counts is not None:
+        stats.ec_connector_stats = carried or None
+    return counts
 
 
 def add_commit_passes(stats: SchedulerStats, count: int) -> None:
     """Engine core: put the number of such passes into the statistics."""
-    stats.ec_connector_stats = {**(stats.ec_connector_stats or {}), KEY: count}
+    put_into(stats, KEY, count)
 
 
 def record_commit_passes(stats: SchedulerStats, labels: Sequence[str]) -> None:
@@ -30,10 +47,8 @@ def record_commit_passes(stats: SchedulerStats, labels: Sequence[str]) -> None:
     Args:
         labels: values of LABELS.
     """
-    carried = dict(stats.ec_connector_stats or {})
-    count = carried.pop(KEY, None)
+    count = take_out(stats, KEY)
     if count is not None:
-        stats.ec_connector_stats = carried or None
         _counter().labels(*labels).inc(count)
 
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 
-from dllm.drafter.metrics import put_into, take_out
-from dllm.engine.metrics import LABELS
+from dllm.engine.metrics import LABELS, put_into, take_out
 from dllm.remote.drafter import RemoteDrafter
 
 KEY = "dllm_remote"
