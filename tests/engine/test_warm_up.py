@@ -192,6 +192,10 @@ def test_no_request_waits_for_a_compiler(starts: list[dict[str, Any]]) -> None:
         assert set(report["traced_later"].values()) == {0}, report["traced_later"]
 
 
+def test_nothing_is_compiled_twice_at_start(starts: list[dict[str, Any]]) -> None:
+    assert [report["traced_again"] for report in starts] == [[], []]
+
+
 def test_a_restart_loads_the_compiled_backbone(starts: list[dict[str, Any]]) -> None:
     first, second = starts
     assert (first["compiled"], first["loaded"]) == (1, 0)

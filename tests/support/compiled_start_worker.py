@@ -3,13 +3,14 @@
     python compiled_start_worker.py CHECKPOINT
 
 It prints one JSON object: whether the backbone was compiled or loaded, how many functions were
-traced before the engine was ready, how many more for each kind of request, and the tokens.
+traced before the engine was ready, which of them more than once, how many more were traced for each
+kind of request, and the tokens.
 """
 
 import json
 import sys
 
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_compilation_metrics
 from vllm import LLM, SamplingParams
 from vllm.compilation.counter import compilation_counter
 
@@ -57,6 +58,11 @@ def main() -> None:
         "compiled": compilation_counter.num_aot_compiles,
         "loaded": compilation_counter.num_aot_artifacts_loaded,
         "traced": num_traced(),
+        "traced_again": [
+            f"{entry.co_name}: {entry.recompile_reason}"
+            for entry in get_compilation_metrics()
+            if entry.recompile_reason
+        ],
     }
     traced, tokens = {}, {}
     for kind, (num_requests, prompt_len, given) in KINDS.items():
