@@ -255,10 +255,15 @@ class _Asked:
     @classmethod
     def of(cls, engine: Any, params: Any) -> "_Asked":
         processor = engine.input_processor
-        resolved = with_resolved_ids(processor, params)
+        stops = frozenset(with_resolved_ids(processor, params).all_stop_token_ids)
+        if not stops:
+            refuse(
+                "structured_outputs",
+                "This model has no end-of-sequence token, so no text would end. Name one in "
+                "stop_token_ids.",
+            )
         is_compact = processor.structured_outputs_config.disable_any_whitespace
         spec = _spec(params.structured_outputs, is_compact)
-        stops = frozenset(resolved.all_stop_token_ids)
         return cls(processor, _grammars_of(processor), spec, stops)
 
     def packed(self) -> bytes:

@@ -18,6 +18,7 @@ from dllm.settings.command import OK, CommandError
 from dllm.settings.remote import DISCOVERIES
 
 TTLS = FloatRange(0, 1e9, excludes_low=True)
+MAX_STEPS = 4  # denoise steps of a canvas
 REPORT_S = 10.0  # how often a busy worker prints what it did
 
 
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         help="until a request that nobody asks for is dropped",
     )
     add("--canvas", type=int, help="of a diffusion model: tokens of a canvas; its maximum if unset")
-    add("--max-steps", type=int, default=4, help="of a diffusion model: denoise steps of a canvas")
+    add("--max-steps", type=int, help=f"of a diffusion model: denoise steps, {MAX_STEPS} if unset")
     return parser
 
 
@@ -147,16 +148,35 @@ def _make_worker(engine_args: Any, options: argparse.Namespace) -> DraftWorker:
 
     from dllm.remote.engine import EngineDrafts
 
-    engine = LLMEngine.from_engine_args(engine_args)
-    canvas = None
-    if engine.vllm_config.model_config.is_diffusion:
-        canvas = options.canvas or engine.vllm_config.diffusion_config.canvas_length
-    drafts = EngineDrafts(engine, canvas, options.max_steps)
+    config = engine_args.create_engine_config()
+    canvas, max_steps = _diffusion_options(options, config)
+    engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    drafts = EngineDrafts(engine, canvas, max_steps)
     drafts.warm_up()
     limits = Limits(
         options.ahead, options.max_sessions, options.max_tokens_kept, options.session_ttl
     )
     return DraftWorker(drafts, limits)
+
+
+def _diffusion_options(
+    options: argparse.Namespace, config: Any
+) -> tuple[int, int] | tuple[None, None]:
+    """Tokens and denoise steps of a canvas; both None for an autoregressive model.
+
+    Raises:
+        CommandError: one of them was given for an autoregressive model.
+    """
+    if config.model_config.is_diffusion:
+        return (
+            options.canvas or config.diffusion_config.canvas_length,
+            options.max_steps or MAX_STEPS,
+        )
+    for name in ("canvas", "max_steps"):
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise CommandError(f"{flag} is of diffusion models; {options.model} is none.")
+    return None, None
 
 
 class Report:

@@ -289,6 +289,16 @@ def test_what_cannot_stand_beside_it_is_refused(engine, parameter, options):
         engine.add(prompt(10), params("json", **options))
 
 
+def test_a_model_without_an_end_needs_a_stop_token(engine, monkeypatch):
+    processor = engine.llm.llm_engine.input_processor
+    monkeypatch.setattr(processor, "generation_config_fields", {})
+    monkeypatch.setattr(processor.renderer, "get_eos_token_id", lambda: None)
+    with pytest.raises(VLLMValidationError, match=r"no end-of-sequence token.* stop_token_ids"):
+        engine.add(prompt(10), params("choice"))
+    (output,) = engine.outputs([prompt(10)], [params("choice", stop_token_ids=[40])])
+    assert output.outputs[0].stop_reason == 40
+
+
 def test_aborted_requests_leave_nothing_behind(engine):
     expected = engine.generate([prompt(12)], [params("regex", seed=5)])
     req_id = engine.add(prompt(12), params("json", logit_bias={1: -50, 6: -50}))

@@ -71,6 +71,13 @@ def test_a_command_line_that_cannot_work_is_refused(flags, words, capsys):
     assert all(word in said for word in words), said
 
 
+@pytest.mark.parametrize("flag", ["--canvas", "--max-steps"])
+def test_options_of_diffusion_models_are_refused_for_others(flag, monkeypatch, capsys):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    assert cli.main(["draft-worker", "--model", "checkpoints/tiny-ar", flag, "8"]) == 1
+    assert f"{flag} is of diffusion models; checkpoints/tiny-ar is none" in capsys.readouterr().err
+
+
 def test_a_listed_worker_names_an_address_that_others_reach(monkeypatch, tmp_path, capsys):
     keys = str(tmp_path / "keys")
     assert cli.main(["draft-keys", keys]) == 0

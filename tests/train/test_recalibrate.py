@@ -117,6 +117,12 @@ def test_numbers_are_checked_before_anything_is_read(start, capsys, flag):
     assert "at least 1" in capsys.readouterr().err
 
 
+def test_a_recording_that_does_not_exist_is_not_waited_for(start, tmp_path, capsys):
+    shutil.rmtree(tmp_path / "buffer")
+    assert cli.main(start) == 1
+    assert "no such folder" in capsys.readouterr().err
+
+
 def test_a_short_recording_is_waited_for(start, target, tmp_path, capsys):
     shutil.rmtree(tmp_path / "buffer")
     record(target, tmp_path / "buffer", 0, [5, 6, 7], count=3)

@@ -46,9 +46,14 @@ def main(argv: Sequence[str]) -> int:
     """Train and publish until stopped, or for ``--rounds`` rounds.
 
     Raises:
-        CommandError: drafter and target do not fit each other, or the recording is of others.
+        CommandError: there is no recording, drafter and target do not fit each other, or the
+            recording is of others.
     """
     given = parse(argv)
+    if not given.buffer.is_dir():
+        raise CommandError(
+            f"--buffer {given.buffer}: no such folder; a server with `record` makes it."
+        )
     os.nice(LOWEST_PRIORITY)
     torch.set_num_threads(1)
     ends = TargetEnds.read(given.target, given.device)
