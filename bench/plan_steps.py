@@ -184,7 +184,7 @@ def table(rows: Rows) -> Table:
 
 
 def planned_steps(results: Path) -> str:
-    """Section of docs/remote.md: the plan beside real steps."""
+    """Section of docs/planning.md: the plan beside real steps."""
     return section(results / FILE, "python -m bench.plan_steps", lambda rows: markdown(table(rows)))
 
 

@@ -1,4 +1,4 @@
-"""Tables of docs/remote.md: what a document on speculative decoding printed, and the planner.
+"""Tables of docs/planning.md: what a document on speculative decoding printed, and the planner.
 
 The document describes speculative decoding on separate pools of GPUs with NVIDIA Dynamo. Its tables
 are quoted here as they were printed.

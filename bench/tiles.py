@@ -178,7 +178,7 @@ def candidates(gpu: int, name: str) -> list[TileConfig]:
 
 
 def tiles(results: Path) -> str:
-    """Section of docs/benchmarks.md: what the compiler says about the tiles."""
+    """Section of docs/benchmarks.md: what the compiler says about the committed tiles."""
     rows = read_csv(results / "tiles.csv")
     if not rows:
         return "Not computed yet: `python -m bench.tiles`."
@@ -187,7 +187,7 @@ def tiles(results: Path) -> str:
         "shared, KiB", "programs of an SM", "matrix", "keys ahead", "loads",
         "programs of a request, of SMs",
     ]  # fmt: skip
-    table = markdown((header, [_line(row) for row in rows]))
+    table = markdown((header, [_line(row) for row in rows if row["is_committed"] == "True"]))
     return f"{table}\n\n{measured_with(rows, 'tiles.csv')}"
 
 
@@ -202,7 +202,7 @@ def _line(row: dict[str, str]) -> list[str]:
     return [
         NAMES[gpu],
         row["layer"],
-        f"**{tile}**" if row["is_committed"] == "True" else tile,
+        tile,
         row["page_size"],
         row["registers"],
         row["spilled"],
