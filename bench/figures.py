@@ -78,8 +78,8 @@ ALL = {
     "remote": Figures("bench.remote --rounds 5 --requests 12", _same("remote.csv")),
     "plan-steps": Figures("bench.plan_steps --rounds 5", _same("plan_steps.csv")),
     "step-time": Figures(
-        "bench.profile_step --mode compiled --server ours --concurrency 1 8 32 --rounds 5 "
-        "--coverage 0.8",
+        "bench.profile_step --mode compiled --server ours --concurrency 1 8 32 --steps 32 "
+        "--rounds 5 --coverage 0.8",
         _same("profile_cpu.csv"),
     ),
     "sampling-step": Figures("bench.sampling_step --rounds 5", _same("sampling_step_cpu.csv")),

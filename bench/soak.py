@@ -192,7 +192,8 @@ async def repeat(load: Load) -> None:
         after = await ask(load.session, load.model, request)
         if after != before:
             load.record.num_different += 1
-            load.record.problems.append(f"{request.kind} differs: {request.body}"[:600])
+            answers = f"{before.choices} became {after.choices}"
+            load.record.problems.append(f"{request.kind}: {answers}: {request.body}"[:1000])
 
 
 # --- what the server holds ------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dllm.tasks.suite import FAMILIES, Question, questions
+from dllm.tools.eval_report import wilson_interval
 
 ADAPTIVE, FIXED = "adaptive", "fixed"
 ANSWER_TOKENS = 128  # at most, of an answer to a question; right ones are shorter
@@ -150,10 +151,11 @@ def num_correct(asked: Sequence[Question], texts: Sequence[str]) -> int:
 
 
 def card_accuracy(model: Path) -> float | None:
-    """Mean over the families of what transformers scored, by the checkpoint's model card.
+    """The least share of right answers to expect, by the checkpoint's model card.
 
-    None where there is no card with held-out scores. Workloads hold as many questions of each
-    family, so that this is the share of right answers to expect.
+    The lower end of the 95% interval of what transformers scored: the card's questions are a
+    sample, too. The mean over the families, because workloads hold as many questions of each. None
+    where there is no card with held-out scores.
     """
     card = model / "README.md"
     _, found, table = (card.read_text() if card.exists() else "").partition("## Held-out answers")
@@ -165,11 +167,16 @@ def card_accuracy(model: Path) -> float | None:
     column = next((i for i, name in enumerate(columns) if "transformers" in name), 1)
     cells = [line.strip("|").split("|")[column] for line in lines[1:]]
     shares = [float(match[1]) / 100 for cell in cells if (match := re.search(r"([\d.]+) %", cell))]
-    return sum(shares) / len(shares) if shares else None
+    asked = re.search(r"Of (\d+) questions", table)
+    if not shares or asked is None:
+        return None
+    count = int(asked[1])
+    low, _ = wilson_interval(round(count * sum(shares) / len(shares)), count)
+    return low
 
 
 def accuracy_problem(
-    correct: int, asked: int, expected: float | None, source: str = "the model card says"
+    correct: int, asked: int, expected: float | None, source: str = "by the model card at least"
 ) -> str:
     """What is wrong with this many right answers; empty if nothing is.
 

@@ -41,6 +41,7 @@ from bench.workloads import (
     draw_questions,
 )
 from dllm.tasks.suite import FAMILIES, Question
+from dllm.tools.eval_report import wilson_interval
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "checkpoints/tiny-random"
@@ -181,7 +182,7 @@ def test_wrong_answers_have_no_speed() -> None:
     assert answered(17).num_correct == 17 and answered(17).tokens_per_s
     wrong = answered(8)
     assert wrong.num_correct == 8 and wrong.tokens_per_s is None
-    assert wrong.problem.startswith("8 of 20 answers are right; the model card says 90.0 %")
+    assert wrong.problem.startswith("8 of 20 answers are right; by the model card at least 90.0 %")
 
 
 def test_many_runs_are_judged_together() -> None:
@@ -209,17 +210,19 @@ def test_without_a_card_one_right_answer_is_enough() -> None:
     assert accuracy_problem(0, 100, None) == "none of 100 answers is right"
 
 
-def test_the_expected_share_is_the_model_cards(tmp_path: Path) -> None:
+def test_the_expected_share_is_the_least_that_the_model_card_allows(tmp_path: Path) -> None:
     assert card_accuracy(tmp_path) is None
     (tmp_path / "README.md").write_text(
-        "# A\n\n| add | 3.0 % |\n\n## Held-out answers correct\n\n"
+        "# A\n\n| add | 3.0 % |\n\n## Held-out answers correct\n\nOf 100 questions.\n\n"
         "| family | dllm, vllm serve | transformers generate |\n|---|---|---|\n"
         "| add | 1.0 % | 40.0 % [1 .. 80], 5.1 steps |\n| sort | 2.0 % | 80.0 % |\n"
         "| all | 1.5 % | 10.0 % |\n\n"
         "## Limits\n\n| x | 1 % | 2 % |\n"
     )
-    assert card_accuracy(tmp_path) == pytest.approx(0.6)
-    assert card_accuracy(ROOT / "checkpoints/tiny-dllm") is not None
+    assert card_accuracy(tmp_path) == pytest.approx(wilson_interval(60, 100)[0])
+    for name, share in (("tiny-dllm", 0.992), ("tiny-ar", 0.996)):
+        least = card_accuracy(ROOT / "checkpoints" / name)
+        assert least is not None and share - 0.01 < least < share
 
 
 def test_a_cut_block_is_refused() -> None:

@@ -77,9 +77,10 @@ PARAMS = [
 @pytest.mark.parametrize("scheduling", ["loop", "asynchronous"])
 def test_two_ranks_generate_the_tokens_of_one(engine, checkpoint, scheduling):
     """Heads, experts and vocabulary are sharded over two worker processes that speak gloo."""
-    # vLLM wants a NUMA node per rank, unless it is told not to bind threads.
-    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    finished = run_python("-m", __name__, str(checkpoint()), scheduling, environment=unbound)
+    # vLLM wants a NUMA node per rank, unless it is told not to bind threads. Spawned, each rank
+    # would import everything again.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    finished = run_python("-m", __name__, str(checkpoint()), scheduling, environment=environment)
     assert printed_json(finished) == engine.generate(CONTEXTS, PARAMS)
 
 

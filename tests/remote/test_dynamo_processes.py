@@ -29,7 +29,6 @@ FLAGS = (
     f"--max-num-seqs={AT_ONCE}",
 )
 LISTED = ("--discovery", "dynamo")
-FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # as `make serve`: nothing is imported again
 
 
 def flags() -> list[str]:
@@ -49,7 +48,7 @@ def test_a_server_follows_workers_that_come_and_go(tmp_path, monkeypatch):
     wrong: list[int] = []
     with (
         WorkerProcess(TARGET, tmp_path / "first.log", *LISTED) as first,
-        Server(TARGET, tmp_path / "server.log", flags(), FORKED) as server,
+        Server(TARGET, tmp_path / "server.log", flags()) as server,
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
 

@@ -17,7 +17,6 @@ from tests.support.server_harness import Server
 TARGET = Path(__file__).parents[2] / "checkpoints" / "tiny-ar"
 NUM_REQUESTS, NUM_TOKENS, AT_ONCE = 200, 12, 4
 DEADLINE_MS = 2000  # nobody misses it because the machine does something else
-FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # as `make serve`: nothing is imported again
 
 
 def flags(*addresses: str) -> list[str]:
@@ -104,7 +103,7 @@ def test_one_worker_is_killed_and_another_hangs_in_the_middle_of_200_requests(
     first, second = (worker.wait_until_ready() for worker in workers)
     addresses = first.address, second.address
     with (
-        Server(TARGET, tmp_path / "server.log", flags(*addresses), FORKED) as server,
+        Server(TARGET, tmp_path / "server.log", flags(*addresses)) as server,
         ThreadPoolExecutor(AT_ONCE) as pool,
     ):
         server.wait_until_ready()

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = 32
 RANK = "X-data-parallel-rank"  # vLLM's header: which replica answers
-FORKED = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # six processes; spawned, each imports everything
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def replicas(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("replicas") / "log"
-    with Server(checkpoint(), log, (*FLAGS, "--data-parallel-size=2"), FORKED) as running:
+    with Server(checkpoint(), log, (*FLAGS, "--data-parallel-size=2")) as running:
         running.wait_until_ready()
         yield running
 

@@ -89,7 +89,7 @@ def test_completions(client, asked, is_right):
     ("asked", "message"),
     [
         ({"grammar": LEFT_RECURSIVE}, "left-recursive.*write the recursion behind a symbol"),
-        ({"regex": "(a{1,99}){1,99}b{1,999}"}, "states|compile"),
+        ({"regex": "[ab]*a[ab]{13}"}, "states"),
         ({"json": {"type": "object", "enum": [[["x" * 300_000]]]}}, "bytes; allowed"),
         ({"regex": "a("}, "regex"),
     ],
@@ -114,8 +114,8 @@ def test_the_responses_api(server, client, is_stream):
         text = client.responses.create(text={"format": form}, **options).output_text
     Person.model_validate_json(text)
     bad = form | {"schema": {"type": "object", "if": {}, "then": {}}}
-    slow = form | {"schema": {"type": "string", "pattern": "(((a{1,30}){1,30}){1,30}){1,30}"}}
-    for refused in (bad, slow):
+    large = form | {"schema": {"type": "string", "pattern": "[ab]*a[ab]{13}"}}
+    for refused in (bad, large):
         body = options | {"stream": is_stream, "text": {"format": refused}}
         assert server.post("/v1/responses", body).status == 400
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -210,10 +210,12 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
     return groups
 
 
-def compile_group(arch: int, group: str) -> None:
-    """Print a JSON line for each kernel of a group, but none twice."""
+def compile_groups(arch: int, groups: Sequence[str]) -> None:
+    """Print a JSON line for each kernel of these groups, but none twice."""
     seen: set[tuple[str, str]] = set()
-    for label, launch in cases(arch)[group].items():
+    launched = cases(arch)
+    labels = {label: launch for group in groups for label, launch in launched[group].items()}
+    for label, launch in labels.items():
         with recorded() as launches:
             launch()
         for variant in launches:
@@ -252,7 +254,7 @@ def count_variants(num_batches: int) -> None:
 def main() -> None:
     command, *arguments = sys.argv[1:]
     if command == "compile":
-        compile_group(int(arguments[0]), arguments[1])
+        compile_groups(int(arguments[0]), arguments[1:])
     else:
         count_variants(int(arguments[0]))
 

@@ -48,6 +48,8 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # another server may run on this machine
+    # As `make serve`: a spawned process imports everything again. test_kills.py does both.
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
