@@ -46,7 +46,8 @@ def _same(*names: str) -> tuple[tuple[str, str], ...]:
 ADAPTIVE = "bench.serve --schedule adaptive --rounds 5 --questions 0"
 ALL = {
     "serve": Figures(
-        f"{ADAPTIVE} --contestants ours built-in tiny-ar transformers --rates 24 --minutes 16",
+        f"{ADAPTIVE} --contestants ours built-in tiny-ar transformers --rates 24 --minutes 20 "
+        "--num-requests 200",
         _same(SERVED),
     ),
     "fixed": Figures(
