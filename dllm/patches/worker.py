@@ -60,6 +60,7 @@ def _profile_whole_canvases() -> None:
             return run(self, hidden_states)
         batch = canvas_batch(self.input_buffers, self.max_num_reqs, self.num_speculative_steps)
         hidden = hidden_states.new_zeros(batch.num_draft_tokens, hidden_states.shape[1])
+        self.sampler.loop.begin_visit(allows_more_passes=False)
         self.sampler(self.model.compute_logits(hidden), batch)
 
     GPUModelRunner._dummy_sampler_run = _dummy_sampler_run  # type: ignore[method-assign]

@@ -39,7 +39,12 @@ def sampled(engine: Engine) -> Iterator[list[list[int]]]:
         yield batches
 
 
-def test_memory_is_profiled_with_as_many_canvases_as_a_step_holds(engine: Engine) -> None:
+def test_memory_is_profiled_with_as_many_canvases_as_a_step_holds(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = engine.runner.sampler.loop
+    loop.begin_visit(allows_more_passes=True)  # as a visit before may have
+    monkeypatch.setattr(loop, "goes_on", lambda emitted: pytest.fail("the step is repeated"))
     with sampled(engine) as batches:
         engine.runner.profile_run()
     assert batches == [[CANVAS] * engine.runner.max_num_reqs]
