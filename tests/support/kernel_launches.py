@@ -214,8 +214,7 @@ def compile_groups(arch: int, groups: Sequence[str]) -> None:
     """Print a JSON line for each kernel of these groups, but none twice."""
     seen: set[tuple[str, str]] = set()
     launched = cases(arch)
-    labels = {label: launch for group in groups for label, launch in launched[group].items()}
-    for label, launch in labels.items():
+    for label, launch in (case for group in groups for case in launched[group].items()):
         with recorded() as launches:
             launch()
         for variant in launches:
