@@ -86,16 +86,15 @@ def _check(options: argparse.Namespace) -> Keys | None:
     Raises:
         CommandError: names the option, its value and what is allowed.
     """
-    for name, least in (
-        ("ahead", 0),
-        ("max_sessions", 1),
-        ("max_tokens_kept", 1),
-        ("canvas", 1),
-        ("max_steps", 1),
+    for flag, value, least in (
+        ("--ahead", options.ahead, 0),
+        ("--max-sessions", options.max_sessions, 1),
+        ("--max-tokens-kept", options.max_tokens_kept, 1),
+        ("--canvas", options.canvas, 1),
+        ("--max-steps", options.max_steps, 1),
     ):
-        value = getattr(options, name)
         if value is not None and value < least:
-            raise CommandError(f"--{name.replace('_', '-')} {value}; allowed: at least {least}.")
+            raise CommandError(f"{flag} {value}; allowed: at least {least}.")
     if options.session_ttl not in TTLS:
         raise CommandError(f"--session-ttl {options.session_ttl}; allowed: {TTLS}.")
     try:
@@ -172,9 +171,8 @@ def _diffusion_options(
             options.canvas or config.diffusion_config.canvas_length,
             options.max_steps or MAX_STEPS,
         )
-    for name in ("canvas", "max_steps"):
-        if getattr(options, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
+    for flag, value in (("--canvas", options.canvas), ("--max-steps", options.max_steps)):
+        if value is not None:
             raise CommandError(f"{flag} is of diffusion models; {options.model} is none.")
     return None, None
 

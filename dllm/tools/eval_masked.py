@@ -1,5 +1,6 @@
 """Answers questions with a SDAR or a LLaDA2 in transformers: the plain loop of ``reference``."""
 
+import json
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
+from dllm.models.unmasking.rule import DYNAMIC, STRATEGIES
 from dllm.settings.command import CommandError
 from dllm.tasks.suite import Question
 from dllm.tools.eval_report import Answer, Run
@@ -22,7 +24,7 @@ class MaskedReference:
         temperature: 0 or None; both mean the most probable tokens.
 
     Raises:
-        CommandError: another temperature.
+        CommandError: another temperature, or a checkpoint that a server decodes by another rule.
     """
 
     def __init__(self, path: Path, max_tokens: int, temperature: float | None = None) -> None:
@@ -35,6 +37,7 @@ class MaskedReference:
         self.name = f"{path} in transformers"
         self.model = load_model(path)
         self.rule = DecodingRule.of_checkpoint(path)
+        refuse_other_rules(path, self.rule.block_size)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.max_tokens = max_tokens
 
@@ -51,6 +54,27 @@ class MaskedReference:
             num_blocks += generated.num_blocks
             on_answer()
         return Run(answers, time.monotonic() - start, num_steps, num_blocks)
+
+
+def refuse_other_rules(path: Path, block_size: int) -> None:
+    """Refuse fields of generation_config.json that a server obeys and the plain loop does not know.
+
+    Raises:
+        CommandError: the name of the field.
+    """
+    file = path / "generation_config.json"
+    given = json.loads(file.read_text()) if file.exists() else {}
+    dynamic = STRATEGIES[DYNAMIC]
+    if (given.get("remasking_strategy") or dynamic) != dynamic:
+        name, allowed = "remasking_strategy", dynamic
+    elif (given.get("max_denoising_steps") or block_size) < block_size:
+        name, allowed = "max_denoising_steps", f"at least {block_size}, the size of a block"
+    else:
+        return
+    raise CommandError(
+        f"--reference {path}: generation_config.json has {name} = {given[name]!r}, which the "
+        f"reference of this model does not know; allowed: {allowed}."
+    )
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> list[int]:

@@ -208,8 +208,8 @@ def test_canvases_wider_than_the_window(kind: str, size: int) -> None:
 def test_blocks(dtype: torch.dtype, cache_dtype: torch.dtype | None, block_size: int) -> None:
     """Heads that see their own block: of every kind, also where blocks and pages do not match."""
     spec = CaseSpec(
-        (*BLOCKS, *MIXED), dtype=dtype, cache_dtype=cache_dtype, block_size=block_size,
-        padding_tokens=3, padding_seqs=2, device=DEVICE,
+        (*BLOCKS, *MIXED), num_heads=2, num_kv_heads=1, dtype=dtype, cache_dtype=cache_dtype,
+        block_size=block_size, padding_tokens=3, padding_seqs=2, device=DEVICE,
     )  # fmt: skip
     out, plan = run(case := make_case(spec))
     assert max(splits(case, plan)) > 1
@@ -328,7 +328,7 @@ def test_columns_of_a_head_shared_by_programs_while_split() -> None:
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_soft_cap(window: Window | None) -> None:
-    spec = CaseSpec(MIXED, logit_softcap=1.5, window=window, device=DEVICE)
+    spec = CaseSpec(MIXED, 2, 1, logit_softcap=1.5, window=window, device=DEVICE)
     check(case := make_case(spec), run(case, UNSPLIT)[0])
 
 
@@ -343,7 +343,7 @@ def test_a_bool_flag_is_the_special_case_of_the_split_point() -> None:
 
 
 def test_splitting_changes_nothing_but_rounding() -> None:
-    case = make_case(CaseSpec(MIXED, padding_tokens=1, padding_seqs=1, device=DEVICE))
+    case = make_case(CaseSpec(MIXED, 2, 1, padding_tokens=1, padding_seqs=1, device=DEVICE))
     split, plan = run(case, TINY)
     whole, whole_plan = run(case, UNSPLIT)
     assert plan.is_split
@@ -376,7 +376,7 @@ def test_who_computes_the_parts_does_not_change_a_bit() -> None:
 
 @pytest.mark.parametrize("window", [None, Window("anchored", 40), Window("symmetric", 90)], ids=str)
 def test_a_sequence_gives_the_same_bits_alone_and_in_any_batch(window: Window | None) -> None:
-    spec = CaseSpec(MIXED, window=window, padding_tokens=5, padding_seqs=3, device=DEVICE)
+    spec = CaseSpec(MIXED, 2, 1, window=window, padding_tokens=5, padding_seqs=3, device=DEVICE)
     case = make_case(spec)
     together, _ = run(case)
     again, _ = run(case)

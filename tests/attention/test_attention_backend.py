@@ -64,11 +64,10 @@ def test_one_pass_mixed_every_kind_of_row(engine_run):
 def test_models_with_blocks_do_the_same_as_on_vllms_cpu_kernel(name, tmp_path):
     """There, each block of a head is a sequence of its own."""
     path = family_checkpoints.write(tmp_path / "model", getattr(family_checkpoints, name))
-    run_python(
-        "-m", "tests.support.attention_backend_worker", str(path), str(tmp_path / "run.pt"), "32"
-    )
-    run = torch.load(tmp_path / "run.pt")
-    params = [SamplingParams(max_tokens=24, seed=seed, ignore_eos=True) for seed in (1, 2)]
+    worker, output, num_tokens = "tests.support.attention_backend_worker", tmp_path / "run.pt", 12
+    run_python("-m", worker, str(path), str(output), "32", str(num_tokens))
+    run = torch.load(output)
+    params = [SamplingParams(max_tokens=num_tokens, seed=seed, ignore_eos=True) for seed in (1, 2)]
     expected = get_engine(path, max_model_len=128, max_num_batched_tokens=64)
     runs = expected.runs(run["prompts"], params)
     found = [Run(*pair) for pair in zip(run["tokens"], run["logits"], strict=True)]

@@ -239,9 +239,12 @@ def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_served():
     with pytest.raises(TooSlow, match=r"more than 0\.5 s"):
         compiler.table(SLOW)
     assert time.monotonic() - start < 60  # unended it takes hours; starting a child is most of it
-    assert len(compiler.table(Spec("regex", "a|b")).accepts) == 2
-    with pytest.raises(TooSlow):  # not remembered
+    with pytest.raises(TooSlow):  # not remembered: another child tried
         compiler.table(SLOW)
+    children.close()
+    # Children have the lowest priority: on a busy machine the next one may wait for its turn.
+    children.seconds = 60
+    assert len(compiler.table(Spec("regex", "a|b")).accepts) == 2
     children.close()
 
 

@@ -16,7 +16,7 @@ def test_each_api_server_streams_the_canvases_of_its_own_requests(checkpoint, tm
     with Server(checkpoint(), tmp_path / "log", (*FLAGS, *PARALLEL)) as server:
         server.wait_until_ready()
         client = server.client()
-        contexts = [prompt(length) for length in (4, 9, 30, 60)] * 3
+        contexts = [prompt(length) for length in (4, 9, 30, 60)] * 2
         with ThreadPoolExecutor(6) as pool:  # connections spread over the API servers
             plain = list(pool.map(lambda one: complete(client, one), contexts))
             seen = list(

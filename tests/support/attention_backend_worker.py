@@ -1,6 +1,6 @@
 """Runs vLLM's engine with our CUDA attention backend, in Triton's interpreter.
 
-    python attention_backend_worker.py CHECKPOINT OUTPUT [PAGE_SIZE]
+    python attention_backend_worker.py CHECKPOINT OUTPUT [PAGE_SIZE [TOKENS]]
 
 ``test_attention_backend.py`` starts it as a process of its own, because ``TRITON_INTERPRET=1`` has
 to be set before triton is imported. vLLM's CPU platform knows one backend only; here it returns
@@ -31,7 +31,7 @@ def serve_with_triton_kernel() -> None:
     CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
 
 
-def main(checkpoint: str, output: str, page_size: str = "16") -> None:
+def main(checkpoint: str, output: str, page_size: str = "16", num_tokens: str = "24") -> None:
     """Generate, and save the tokens, the logits of every step and the arguments of our kernel."""
     from attention import backend
 
@@ -52,7 +52,8 @@ def main(checkpoint: str, output: str, page_size: str = "16") -> None:
 
     backend.canvas_attention = spy
     prompts = [[20 + 3 * i for i in range(37)], [400 - i for i in range(5)]]
-    params = [SamplingParams(max_tokens=24, seed=seed, ignore_eos=True) for seed in (1, 2)]
+    length = int(num_tokens)
+    params = [SamplingParams(max_tokens=length, seed=seed, ignore_eos=True) for seed in (1, 2)]
     runs = engine.runs(prompts, params)
     torch.save(
         {

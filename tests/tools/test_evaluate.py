@@ -271,6 +271,23 @@ def test_the_reference_of_masked_blocks(config: dict, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "refused", "accepted"),
+    [("remasking_strategy", "sequential", "low_confidence_dynamic"), ("max_denoising_steps", 3, 4)],
+)
+def test_a_rule_that_the_reference_of_masked_blocks_does_not_know_is_refused(
+    name: str, refused: object, accepted: object, tmp_path: Path
+) -> None:
+    """A server obeys it: the comparison would be of two rules."""
+    path = write(tmp_path / "model", SDAR)  # blocks of 4
+    generation = path / "generation_config.json"
+    generation.write_text(json.dumps({name: accepted}))
+    open_reference(path, 40, None, 0)
+    generation.write_text(json.dumps({name: refused}))
+    with pytest.raises(CommandError, match=f"generation_config.json has {name} = {refused!r}"):
+        open_reference(path, 40, None, 0)
+
+
 def test_the_reference_of_masked_blocks_lists_tools_and_keeps_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
