@@ -76,7 +76,7 @@ ALL = {
         "bench.structured --rounds 5", _same("structured.csv", "structured_cost.csv")
     ),
     "watching": Figures("bench.watching --rounds 12", _same("watching.csv")),
-    "remote": Figures("bench.remote --rounds 5 --requests 12", _same("remote.csv")),
+    "remote": Figures("bench.remote --rounds 5 --requests 48", _same("remote.csv")),
     "plan-steps": Figures("bench.plan_steps --rounds 5", _same("plan_steps.csv")),
     "step-time": Figures(
         "bench.profile_step --mode compiled --server ours --concurrency 1 8 32 --steps 32 "
