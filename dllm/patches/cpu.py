@@ -162,40 +162,6 @@ def _needs_no_openmp_setup() -> bool:
     return given == ("1", "nobind")
 
 
-@functools.cache  # several workers in one process
-def reload_compiled_backbone() -> None:
-    """Let a restarted server load the compiled backbone that an earlier start saved.
-
-    On a CPU vLLM compiles with PyTorch's own Inductor backend. After loading a saved function vLLM
-    calls its ``finalize_loading``, but only functions of vLLM's own backend have that. vLLM takes
-    the AttributeError for a broken file, and traces the model again. Here loaded functions get a
-    ``finalize_loading`` that does nothing. Called in the worker; for our architectures only.
-    """
-    import torch
-    from vllm.compilation import decorators
-
-    try_load = decorators._try_load_aot_compiled_fn
-    load_compiled_function = torch.compiler.load_compiled_function
-
-    def load(*args: Any, **kwargs: Any) -> Any:
-        loaded: Any = load_compiled_function(*args, **kwargs)
-        function = loaded._artifacts.compiled_fn
-        if not hasattr(function, "finalize_loading"):
-            function.finalize_loading = lambda vllm_config: None
-        return loaded
-
-    def _try_load_aot_compiled_fn(model: Any, aot_compilation_path: str) -> Any:
-        if model.vllm_config.model_config.architecture not in FAMILIES:
-            return try_load(model, aot_compilation_path)
-        torch.compiler.load_compiled_function = load
-        try:
-            return try_load(model, aot_compilation_path)
-        finally:
-            torch.compiler.load_compiled_function = load_compiled_function
-
-    decorators._try_load_aot_compiled_fn = _try_load_aot_compiled_fn
-
-
 @functools.cache
 def allow_product_of_no_rows() -> None:
     """Let vLLM's matrix product with packed weights return an empty result for zero rows.

@@ -15,12 +15,9 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.engine.warm_up import warm_up
 from dllm.models import FAMILIES
+from dllm.patches.compile_cache import reload_compiled_backbone, write_checksums
 from dllm.patches.contract import SCHEDULERS
-from dllm.patches.cpu import (
-    allow_product_of_no_rows,
-    register_cpu_kernels,
-    reload_compiled_backbone,
-)
+from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
 from dllm.patches.drafting import draft_in_this_worker, verify_by_our_rule
 from dllm.patches.recording import Records
 from dllm.patches.remote import RidingDrafts
@@ -52,6 +49,7 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
         times = super().compile_or_warm_up_model()
         if self.serves_canvases and self._should_warm_up_model():
             warm_up(self.model_runner, self.execute_model)
+        write_checksums(self.vllm_config)
         return times
 
     @torch.inference_mode()

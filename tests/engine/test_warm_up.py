@@ -1,5 +1,6 @@
 """What the server runs before it is ready: the largest step, for memory, and every shape."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,7 +169,11 @@ def test_a_gpu_worker_warms_up_before_graphs_are_captured(
 def starts(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    """What two compiled starts in a row report, the first with an empty cache."""
+    """What two compiled starts in a row report.
+
+    The first has an empty cache. In the cache of the second a compiled library is cut short, which
+    ends a process that loads it.
+    """
     model = checkpoint(layer_types=["full_attention"])
     cache = tmp_path_factory.mktemp("cache")
     # What vLLM noted about model classes, which takes another process, is no compilation.
@@ -177,17 +182,18 @@ def starts(
     (cache / noted.name).symlink_to(noted)
     # Inductor's own cache is under vLLM's, once the backbone is compiled.
     environment = {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    reports = []
-    for _ in range(2):
-        process = run_python(
-            "-m",
-            "tests.support.compiled_start_worker",
-            str(model),
-            environment=environment | {"TORCHDYNAMO_DISABLE": "0", "OMP_NUM_THREADS": "1"},
-            timeout=TIMEOUT_S,
-        )
-        reports.append(printed_json(process))
-    return reports
+    environment |= {"TORCHDYNAMO_DISABLE": "0", "OMP_NUM_THREADS": "1"}
+
+    def start() -> dict[str, Any]:
+        worker = ("-m", "tests.support.compiled_start_worker", str(model))
+        return printed_json(run_python(*worker, environment=environment, timeout=TIMEOUT_S))
+
+    first = start()
+    library = min(cache.rglob("*.main.so"))
+    os.truncate(library, 4096)
+    second = start()
+    assert library.stat().st_size > 4096, "it was not compiled again"
+    return [first, second]
 
 
 @pytest.mark.slow

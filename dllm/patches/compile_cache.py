@@ -1,0 +1,106 @@
+"""The compile cache on a CPU: a restart loads what was compiled, unless a file is damaged.
+
+vLLM keeps what it compiles in ``~/.cache/vllm/torch_compile_cache``, and PyTorch loads the
+libraries there as they are: one that was cut short ends the process with a signal, at each start,
+without a word of what is wrong. So a server writes the checksums of its files when it is ready, and
+the next one deletes what differs. PyTorch compiles a missing file again.
+"""
+
+import functools
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+
+from dllm import LOGGER
+from dllm.models import FAMILIES
+
+logger = init_logger(LOGGER)
+
+CHECKSUMS = "SHA256SUMS"
+
+
+@functools.cache  # several workers in one process
+def reload_compiled_backbone() -> None:
+    """Let a restarted server load the compiled backbone that an earlier start saved.
+
+    On a CPU vLLM compiles with PyTorch's own Inductor backend. After loading a saved function vLLM
+    calls its ``finalize_loading``, but only functions of vLLM's own backend have that. vLLM takes
+    the AttributeError for a broken file, and traces the model again. Here loaded functions of our
+    architectures get a ``finalize_loading`` that does nothing. Called in the worker.
+    """
+    import torch
+    from vllm.compilation import decorators
+
+    try_load = decorators._try_load_aot_compiled_fn
+    load_compiled_function = torch.compiler.load_compiled_function
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        loaded: Any = load_compiled_function(*args, **kwargs)
+        function = loaded._artifacts.compiled_fn
+        if not hasattr(function, "finalize_loading"):
+            function.finalize_loading = lambda vllm_config: None
+        return loaded
+
+    def _try_load_aot_compiled_fn(model: Any, aot_compilation_path: str) -> Any:
+        delete_damaged_files(Path(aot_compilation_path).parent)
+        if model.vllm_config.model_config.architecture not in FAMILIES:
+            return try_load(model, aot_compilation_path)
+        torch.compiler.load_compiled_function = load
+        try:
+            return try_load(model, aot_compilation_path)
+        finally:
+            torch.compiler.load_compiled_function = load_compiled_function
+
+    decorators._try_load_aot_compiled_fn = _try_load_aot_compiled_fn
+
+
+def write_checksums(vllm_config: Any) -> None:
+    """Note the checksum of each file in the cache, as ``sha256sum`` does.
+
+    Called when everything is compiled. Each rank has a list of its own.
+    """
+    cache = vllm_config.compilation_config.local_cache_dir
+    if not cache:  # nothing is compiled
+        return
+    parallel = vllm_config.parallel_config
+    folder = Path(cache, f"rank_{parallel.rank}_{parallel.data_parallel_index}")
+    lines = [f"{checksum}  {name}\n" for name, checksum in _checksums(Path(cache)).items()]
+    unfinished = folder / f"{CHECKSUMS}.{os.getpid()}"
+    try:
+        unfinished.write_text("".join(lines))
+        unfinished.replace(folder / CHECKSUMS)
+    except OSError as error:
+        logger.warning("The checksums of the compile cache cannot be written: %s", error)
+
+
+def delete_damaged_files(folder: Path) -> None:
+    """Delete the files of a cache that are not as they were when this rank noted their checksums.
+
+    Args:
+        folder: the rank's folder in the cache.
+    """
+    try:
+        lines = (folder / CHECKSUMS).read_text().splitlines()
+    except (OSError, ValueError):  # no start has come this far; or damaged itself
+        return
+    noted = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+    for name, checksum in _checksums(folder.parent).items():
+        if noted.get(name, checksum) != checksum:
+            file = folder.parent / name
+            logger.warning("Deleted a damaged file, which is compiled again: %s", file)
+            file.unlink(missing_ok=True)
+
+
+def _checksums(cache: Path) -> dict[str, str]:
+    """The SHA-256 of every file in a cache but the lists of them, by its path in the cache."""
+    found = {}
+    for file in sorted(cache.rglob("*")):
+        if file.is_file() and not file.name.startswith(CHECKSUMS):
+            with suppress(FileNotFoundError):  # another server may use the cache
+                digest = hashlib.sha256(file.read_bytes())
+                found[str(file.relative_to(cache))] = digest.hexdigest()
+    return found
