@@ -287,14 +287,21 @@ class DiffusionSampler:
         return result._replace(next_canvas=next_canvas)
 
     def _store_state(self, rows: CanvasRows, result: StepResult) -> None:
-        """Write the state that the next step of each canvas reads."""
+        """Write the state that the next step of each canvas reads.
+
+        A row without a canvas keeps its state. With blocks, the tail in front of a canvas may be
+        scheduled without the canvas, which waits in the middle of its steps for room.
+        """
         state, step, slots = self.state, result.step, rows.slots
-        drafts, has_canvas = self.req_states.draft_tokens, (rows.widths > 0)[:, None]
-        drafts[slots] = torch.where(has_canvas, result.next_canvas, drafts[slots])
-        state.argmax_canvas[slots] = step.argmax_canvas
-        state.steps_done[slots] = step.steps_done.to(state.steps_done.dtype)
-        for name, column in state.carried.items():
-            column[slots] = step.carried[name].to(column.dtype)
+        columns = [
+            (self.req_states.draft_tokens, result.next_canvas),
+            (state.argmax_canvas, step.argmax_canvas),
+            (state.steps_done, step.steps_done),
+            *((state.carried[name], step.carried[name]) for name in state.carried),
+        ]
+        for column, values in columns:
+            has_canvas = (rows.widths > 0).view(-1, *[1] * (values.dim() - 1))
+            column[slots] = torch.where(has_canvas, values.to(column.dtype), column[slots])
 
     def _store_soft_embeddings(
         self, logits: torch.Tensor, rows: CanvasRows, result: StepResult

@@ -226,6 +226,32 @@ def test_prompts_in_chunks_and_budgets_smaller_than_the_batch(engine, model):
     assert (2 * size, 0) in chunks and (2 * size + 3, 0) not in chunks
 
 
+def test_a_canvas_that_waits_for_room_goes_on_where_it_was(engine, model):
+    """Its tail, which does fit, is scheduled without it, between two of its denoise steps."""
+    size = model.block_size
+    small = model.engine(max_num_batched_tokens=2 * size + 3)
+    extra = {"diffusion_threshold": 1.0}
+    contexts = [prompt(size, salt=1), *(prompt(size + 1, salt=3 + i) for i in range(4))]
+    sampling = [
+        model.params(blocks, temperature=1.0, seed=i, extra_args=extra)
+        for i, blocks in enumerate((6, 1, 1, 1, 1))
+    ]
+    expected = [engine.quiet_run(*pair) for pair in zip(contexts, sampling, strict=True)]
+    small.reset_prefix_cache()
+    widths = []
+    store = small.runner.sampler._store_state
+
+    def spy(rows, result):
+        steps_done = small.runner.sampler.state.steps_done[rows.slots]
+        widths.extend(zip(rows.widths.tolist(), steps_done.tolist(), strict=True))
+        store(rows, result)
+
+    with small.one_pass_a_visit(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small.runner.sampler, "_store_state", spy)
+        assert_same_runs(small.runs(contexts, sampling), expected)
+    assert any(width == 0 and steps_done > 0 for width, steps_done in widths)
+
+
 def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypatch):
     size = model.block_size
     tight = model.engine(
