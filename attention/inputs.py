@@ -82,7 +82,8 @@ class RaggedBatch:
     for which nothing is written.
     block_tables ``[num_seqs, max_pages]`` int32: the pages of each sequence, in order. Entries of
     pages that no row sees are never read.
-    bidirectional_from ``[num_seqs]``: int32, the row of the span at which rows stop being causal.
+    bidirectional_from ``[num_seqs]``: int32, the row of the span at which rows stop being causal;
+    negative for an image, whose rows all see each other and have the symmetric window.
     A bool tensor is accepted too: True makes all rows causal, False none.
     max_query_len: an upper bound on span lengths, known to the host. It decides the tile height,
     and with it how sums are rounded: a sequence gives the same bits in any batch with this bound.

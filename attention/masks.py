@@ -13,6 +13,7 @@ they are bidirectional. So ``bidirectional_from`` says what kind of pass it is f
     query_len   all rows causal: a prompt, or a finished block whose keys enter the cache (commit)
     0           all rows bidirectional: a denoise step
     between     both in one pass: a finished block, then the first denoise step of the next canvas
+    negative    all rows bidirectional, with the symmetric window on every layer: an image
 
 A model may be trained with blocks of ``block_size`` B > 1 positions: [0, B), [B, 2 B), ... A head
 row at position p then sees its whole block, the keys before min((p // B + 1) * B, seq_len); B = 1
@@ -24,7 +25,8 @@ are two kinds of window:
 
     symmetric   |pos_q - pos_k| < W: every row has a range of its own, as in vLLM's kernels
     anchored    canvas_start - (W - 1) .. the last key: all canvas rows see the same range, as in
-                Hugging Face's DiffusionGemma decoder, whose sliding cache holds W - 1 keys
+                Hugging Face's DiffusionGemma decoder, whose sliding cache holds W - 1 keys. The
+                images of a prompt have the symmetric window, as in its encoder
 
 Hugging Face's ``sliding_window_bidirectional_overlay(w)`` includes both ends,
 ``|pos_q - pos_k| <= w``: it is the symmetric window of size w + 1. No model has both windows and
@@ -62,9 +64,9 @@ class Window:
 class QuerySpan:
     """The query span of one sequence in one forward pass; all three values in tokens.
 
-    ``bidirectional_from`` outside [0, query_len] means the nearest end: a kernel reads it on the
-    device, where an error cannot be raised. ``seq_len`` may be shorter than ``query_len``, and the
-    first rows are then at negative positions: a drafter shortens ``seq_len`` to draft fewer tokens.
+    ``bidirectional_from`` above query_len means query_len: a kernel reads it on the device, where
+    an error cannot be raised. ``seq_len`` may be shorter than ``query_len``, with the first rows at
+    negative positions: a drafter shortens ``seq_len`` to draft fewer tokens.
     """
 
     query_len: int
@@ -91,6 +93,11 @@ class QuerySpan:
     def canvas_start(self) -> int:
         """Position of the first bidirectional row; what an anchored window is anchored to."""
         return self.context_len + self.split_point
+
+    @property
+    def is_image(self) -> bool:
+        """Whether the rows are an image, which no window is anchored to."""
+        return self.bidirectional_from < 0
 
     def position(self, row: int) -> int:
         """Position of row ``row`` of the span. Raises IndexError outside the span."""
@@ -120,7 +127,7 @@ def may_attend(
         )
     if window is None:
         return True
-    if window.kind == "symmetric":
+    if window.kind == "symmetric" or span.is_image:
         return abs(pos - key) < window.size
     return key > span.canvas_start - window.size
 
@@ -138,7 +145,7 @@ def visible_range(
     start = 0
     stop = (pos // block_size + 1) * block_size if causal else span.seq_len
     if window is not None:
-        is_anchored_row = window.kind == "anchored" and not causal
+        is_anchored_row = window.kind == "anchored" and not causal and not span.is_image
         start = (span.canvas_start if is_anchored_row else pos) - (window.size - 1)
         if not is_anchored_row:
             stop = min(stop, pos + window.size)

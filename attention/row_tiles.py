@@ -56,7 +56,7 @@ def pairs_of_tile(query_start_loc, seq, tile, GROUP: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def split_point_of(bidirectional_from, seq, query_len, IS_BOOL: tl.constexpr):
-    """The first bidirectional row of a sequence, in [0, query_len].
+    """The first bidirectional row of a sequence, at most query_len; negative for an image.
 
     ``bidirectional_from`` holds that row, or with IS_BOOL a flag: True makes all rows causal.
     """
@@ -64,7 +64,7 @@ def split_point_of(bidirectional_from, seq, query_len, IS_BOOL: tl.constexpr):
     if IS_BOOL:
         point = tl.where(value != 0, query_len, 0)
     else:
-        point = tl.minimum(tl.maximum(value, 0), query_len)
+        point = tl.minimum(value, query_len)
     return point
 
 
@@ -88,7 +88,9 @@ def row_bounds(
     start = tl.zeros_like(pos)
     if WINDOW > 0:
         if ANCHORED:
-            start = tl.where(is_causal, pos, context_len + split_point) - (WINDOW - 1)
+            is_image = split_point < 0
+            start = tl.where(is_causal | is_image, pos, context_len + split_point) - (WINDOW - 1)
+            stop = tl.where(is_image, tl.minimum(stop, pos + WINDOW), stop)
         else:
             start = pos - (WINDOW - 1)
             stop = tl.minimum(stop, pos + WINDOW)

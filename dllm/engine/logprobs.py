@@ -106,6 +106,8 @@ class BlockLogprobs:
         counts = num_emitted.cpu().numpy()  # the only wait
         if dims is None or not counts.any():
             return None
+        for slot in input_batch.idx_mapping_np[: len(counts)][counts > 0].tolist():
+            self._decided_from.pop(slot, None)
         starts = input_batch.cu_num_logits_np[: len(counts)]
         skipped = starts - np.cumsum(counts) + counts  # [R], rows in front that are not emitted
         emitted_np = np.arange(counts.sum()) + np.repeat(skipped, counts)

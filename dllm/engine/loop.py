@@ -89,10 +89,11 @@ class DenoiseLoop:
 
         Waits for the device.
         """
+        has_emitted = bool(num_emitted.any())  # waits, so that the clock counts the device's time
         now = self.clock()
         next_ends = now + (now - self._last) - self._start  # if it takes as long as this one
         in_time = next_ends <= self.bound and not self.has_arrived()
-        goes_on = in_time and not bool(num_emitted.any())
+        goes_on = in_time and not has_emitted
         self._last = now
         if self._is_parallel:
             goes_on = bool(answer_of_first_rank(goes_on))

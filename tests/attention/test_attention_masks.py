@@ -69,6 +69,15 @@ PICTURES = {
         .....xxx
         """,
     ),
+    "an image, W = 3: two keys to either side, though canvases are anchored": (
+        (4, 8, -1), Window("anchored", 3),
+        """
+        ..xxxxx.
+        ...xxxxx
+        ....xxxx
+        .....xxx
+        """,
+    ),
     "anchored, W = 3: two keys before the canvas, all of the canvas": (
         (4, 8, 0), Window("anchored", 3),
         """

@@ -256,6 +256,23 @@ def test_a_pass_that_would_end_too_late_does_not_begin():
     assert one.num_passes == 3
 
 
+def test_the_time_of_a_pass_includes_the_device():
+    """A device that is done 20 ms after the pass was launched, when its answer is read."""
+    now = itertools.count(step=0.020)
+    time_s = [0.0]
+
+    class OnDevice:
+        def any(self) -> bool:
+            time_s[0] = next(now)
+            return False
+
+    next(now)
+    one = loop(50, lambda: time_s[0])
+    one.begin_visit(True)
+    assert one.goes_on(OnDevice())  # 20 ms; the next ends at 40 ms
+    assert not one.goes_on(OnDevice())  # 40 ms; the next would end at 60 ms
+
+
 def test_an_arriving_request_ends_the_loop():
     nothing = torch.zeros(2, dtype=torch.int32)
     one = loop(60_000, itertools.count().__next__)

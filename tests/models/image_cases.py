@@ -230,19 +230,22 @@ def test_extreme_shapes_pass(served):
 
 
 def test_the_triton_kernel_shows_images_what_the_cpu_kernel_does(checkpoint):
-    """Run in a process of its own, in Triton's interpreter, which is slow: one denoise step."""
+    """Run in a process of its own, in Triton's interpreter, which is slow: one denoise step.
+
+    Canvases have the anchored window, and images the symmetric one.
+    """
     from tests.support import attention_backend_worker
 
     path = checkpoint(
         vision_config=VISION, use_bidirectional_attention="vision", image_processor=True
     )
     options = {"max_num_batched_tokens": ONE_CHUNK, "block_size": 16}
-    options["hf_overrides"] = {"canvas_window": "symmetric"}
+    options["hf_overrides"] = {"canvas_window": "anchored"}
     on_cpu = get_engine(path, **options)
     attention_backend_worker.serve_with_triton_kernel()
     ours = get_engine(path, attention_config={"backend": "CUSTOM"}, **options)
     assert ours.runner.model_state._takes_split_points
-    ids = [*prompt(40), *PLACEHOLDER, *prompt(9)]
+    ids = [*prompt(80), *PLACEHOLDER, *prompt(9)]  # the image is behind the first window
     logits = [
         generate(engine, ids, [picture(1)], 1, extra_args={"diffusion_max_steps": 1})[1][0].logits
         for engine in (on_cpu, ours)

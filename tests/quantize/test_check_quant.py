@@ -89,7 +89,7 @@ NAN, INF = float("nan"), float("inf")
         (FP8, "mlp.up_proj.weight_scale", first(-0.1), "1 of 128 scales are negative"),
         (FP8, "mlp.up_proj.weight_scale", first(1e12), "plausible: 1e-09 to 1e+09"),
         (NVFP4, "mlp.up_proj.weight_scale", first(NAN), "1 of 1024 scales are NaN"),
-        (NVFP4, "mlp.up_proj.weight_scale", first(0.0), "1 of 1024 scales are zero"),
+        (NVFP4, "mlp.up_proj.weight_scale", torch.zeros_like, "1024 of 1024 scales are zero"),
         (NVFP4, "mlp.down_proj.weight_global_scale", first(1.0), "calibration has never seen"),
         (NVFP4, "mlp.down_proj.input_global_scale", first(1.0), "calibration has never seen"),
         (NVFP4, "mlp.down_proj.input_global_scale", first(INF), "1 of 1 scales are infinite"),
@@ -260,6 +260,19 @@ def test_a_tensor_that_the_original_has_may_not_be_missing(source: Path, tmp_pat
 def test_a_scale_is_a_problem_exactly_if_it_is_not_finite_and_positive(scales: list[float]) -> None:
     found = scale_problem("x.weight_scale", torch.tensor(scales))
     assert (found is None) == all(0 < scale < float("inf") for scale in scales)
+
+
+@pytest.mark.parametrize(
+    ("scales", "problem"),
+    [
+        ([0.0, 1.0], None),  # a group of tiny weights
+        ([0.0, 0.0], "2 of 2 scales are zero"),
+        ([0.0, float("nan")], "1 of 2 scales are NaN"),
+    ],
+)
+def test_a_group_scale_may_be_zero_unless_all_are(scales: list[float], problem: str | None) -> None:
+    found = scale_problem("x.weight_scale", torch.tensor(scales).to(torch.float8_e4m3fn))
+    assert found == (problem and f"x.weight_scale: {problem}")
 
 
 @given(scale=st.floats(min_value=2**-9, max_value=448))

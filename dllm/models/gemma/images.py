@@ -32,6 +32,7 @@ from dllm.engine.model_state import DiffusionModelState
 from dllm.engine.spans import VirtualSequences
 from dllm.models import takes_images
 from dllm.models.gemma.backbone import DiffusionGemmaForBlockDiffusion
+from dllm.ops.staging import to_device
 
 
 class ImageProcessingInfo(Gemma4ProcessingInfo):
@@ -138,7 +139,7 @@ class ImageModelState(DiffusionModelState):
         if self.supports_mm_inputs:
             embeds, is_image = self.gather_mm_embeddings(input_batch)
             if embeds:
-                rows = is_image.nonzero().flatten().to(self.device)
+                rows = to_device(is_image.numpy().nonzero()[0], self.device)
                 inputs["inputs_embeds"][rows] = torch.cat(embeds).to(self.dtype)
         return inputs
 
@@ -177,6 +178,8 @@ class ImageModelState(DiffusionModelState):
         if is_full or self._sequences(input_batch).images is None:
             return super()._rows(input_batch, cudagraph_mode, block_tables)
         sequences = self._virtual_sequences(input_batch, cudagraph_mode, block_tables)
-        # [sequences]: the whole length of a causal sequence, 0 of a bidirectional one.
+        # [sequences]: the whole length of a causal one, 0 of a canvas, negative of an image.
         split_points = sequences["query_start_loc_gpu"].diff() * sequences["causal"]
-        return sequences | {"causal": split_points}
+        images = list(sequences["mm_req_doc_ranges"])
+        is_image = to_device(np.isin(np.arange(len(split_points)), images), self.device)
+        return sequences | {"causal": torch.where(is_image, -1, split_points)}
