@@ -9,6 +9,7 @@ Read the files in this order; each uses only the ones before it:
     planning.py          from static shapes to a launch plan; pure Python, no device access
     row_tiles.py         which rows a Triton program works on and which keys they see
     splits.py            long sequences cut into parts, and how the parts are merged
+    online_softmax.py    the inner loop: a running softmax over tiles of keys
     canvas_attention.py  the Triton kernel and its wrapper
     cache_write.py       writes K and V into cache pages, as fp8 if the cache is fp8
     context_kv.py        computes a drafter's K and V of all layers and writes them, in one kernel

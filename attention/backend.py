@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from attention.cache_write import write_kv
-from attention.canvas_attention import canvas_attention
+from attention.canvas_attention import canvas_attention, largest_workspace
 from attention.inputs import (
     FP8_DTYPES,
     MAX_HEAD_SIZE,
@@ -38,6 +38,7 @@ from attention.inputs import (
     RaggedBatch,
 )
 from attention.masks import Window
+from attention.planning import BatchShape
 
 # vLLM's names of FP8 cache dtypes.
 FP8_OF = {"fp8": FP8_DTYPES[0], "fp8_e4m3": FP8_DTYPES[0], "fp8_e5m2": FP8_DTYPES[1]}
@@ -143,6 +144,22 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         window = None if sliding_window is None else Window("symmetric", sliding_window)
         self.options = AttentionOptions(float(scale), window, logits_soft_cap or 0.0)
+        self._largest_shape = self._shape_of_the_largest_step(get_current_vllm_config_or_none())
+
+    def _shape_of_the_largest_step(self, vllm_config: VllmConfig | None) -> BatchShape | None:
+        """Bounds of all steps of a server; None outside of one."""
+        if vllm_config is None:
+            return None
+        scheduler = vllm_config.scheduler_config
+        return BatchShape(
+            num_tokens=scheduler.max_num_batched_tokens,
+            num_seqs=scheduler.max_num_seqs,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            max_query_len=scheduler.max_num_batched_tokens,
+            max_seq_len=vllm_config.model_config.max_model_len,
+        )
 
     def use_anchored_window(self) -> None:
         """Give all canvas rows of a sliding layer the context that the first of them sees."""
@@ -165,7 +182,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         """Write ``[tokens, heads, head_size]`` into ``output``; keys are already in the cache."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization")
-        if attn_metadata is None:  # a profiling run
+        if attn_metadata is None:  # vLLM measures the memory of the largest step
+            if self._largest_shape is not None:
+                largest_workspace(self._largest_shape, query, self.options)
             return output.zero_()
         tokens = attn_metadata.num_actual_tokens
         cache = self.paged_kv(layer, kv_cache)

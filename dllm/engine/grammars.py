@@ -30,12 +30,11 @@ from dllm.engine.family import FREE
 from dllm.grammar.constraint import Constraint
 from dllm.grammar.viterbi import UNLIMITED, Canvas, Path, budget_of
 from dllm.ops.dispatch import best_paths, class_maxima, mask_rows
-from dllm.ops.grammar_paths import NO_TABLE, Canvases, PackedTables, Paths, ends, pack
+from dllm.ops.grammar_paths import NO_TABLE, Canvases, PackedTables, Paths, ends, join, pack
 from dllm.ops.staging import to_device
 from dllm.settings.structured import grammar_of
 
 KEPT_GRAMMARS = 32  # how many are kept unpacked
-KEPT_PACKS = 4  # sets of grammars that are kept on a GPU
 
 
 @dataclass
@@ -180,7 +179,7 @@ class PreparedTables(NamedTuple):
     """What kernels need to know about R rows.
 
     Attributes:
-        tables: of all grammars of the batch.
+        tables: of the grammars in all slots.
         table_of: ``[R]`` int32, NO_TABLE without a grammar.
         slots: ``[R]`` int64.
         end: ``[R]`` int64, where answers end at the latest.
@@ -207,10 +206,18 @@ class DeviceGrammars(CanvasGrammars):
         self._device = device
         self._states = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self._staged: dict[int, int] = {}  # states of new requests, by slot
-        self._packs = lru_cache(KEPT_PACKS)(self._pack)
+        self._packed: dict[Canvas, PackedTables] = {}  # each alone
+        self._joined: PackedTables | None = None
 
-    def _pack(self, canvases: tuple[Canvas, ...]) -> PackedTables:
-        return pack([canvas.table for canvas in canvases], self._device)
+    def _tables(self, canvases: list[Canvas]) -> PackedTables:
+        """The tables of all, in this order. Those that were asked for last are on the device."""
+        if self._joined is None or canvases != list(self._packed):
+            known = self._packed
+            self._packed = {
+                one: known.get(one) or pack(one.table, self._device) for one in canvases
+            }
+            self._joined = join([*self._packed.values()])
+        return self._joined
 
     def add_request(self, slot: int, data: NewRequestData) -> None:
         """As described; the state goes to the device with ``apply_staged_writes``."""
@@ -228,7 +235,9 @@ class DeviceGrammars(CanvasGrammars):
     def _prepare(self, batch: InputBatch, rows: CanvasRows) -> PreparedTables:
         slots = batch.idx_mapping_np[: batch.num_reqs].tolist()
         found = [self.slots[slot] for slot in slots]
-        canvases = sorted({one.canvas for one in found if one}, key=id)
+        # Of all slots, not of this batch: the same for every tile of every visit, until a request
+        # with another grammar comes.
+        canvases = sorted({one.canvas for one in self.slots if one}, key=id)
         number = {canvas: table for table, canvas in enumerate(canvases)}
         of_row = [one.canvas if one else canvases[0] for one in found]  # any, without a grammar
         starts = batch.cu_num_logits_np[: batch.num_reqs + 1]
@@ -238,7 +247,7 @@ class DeviceGrammars(CanvasGrammars):
 
         table_of = sent([number[o.canvas] if o else NO_TABLE for o in found], np.int32)
         return PreparedTables(
-            tables=self._packs(tuple(canvases)),
+            tables=self._tables(canvases),
             # A row that only writes a block's KV has logits, but no canvas (`engine.pending`).
             table_of=torch.where(rows.widths > 0, table_of, NO_TABLE),
             slots=rows.slots,

@@ -17,9 +17,9 @@ from dllm.ops.grammar_paths import (
     PackedTables,
     Paths,
     reference_best_paths,
+    reference_class_maxima,
     reference_mask_rows,
 )
-from dllm.ops.grammar_paths_cpu import class_maxima_cpu
 from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats, reference_row_stats
 from dllm.ops.row_stats_cpu import TILE_TOKENS, row_stats_cpu, tile_width
 from dllm.ops.soft_embedding import Shard, sparse_product_cpu
@@ -122,7 +122,7 @@ def class_maxima(logits: Tensor, tables: PackedTables, table_of: Tensor) -> Clas
         from dllm.ops.grammar_paths_gpu import PathTiles, class_maxima_kernels  # needs Triton
 
         return class_maxima_kernels(logits, tables, table_of, PathTiles())
-    return class_maxima_cpu(logits, tables, table_of)
+    return reference_class_maxima(logits, tables, table_of)
 
 
 def best_paths(maxima: ClassMaxima, ends: Ends, tables: PackedTables, canvases: Canvases) -> Paths:

@@ -84,46 +84,63 @@ class PackedTables(NamedTuple):
     most_chunks: int
 
 
-def pack(tables: Sequence[Table], device: torch.device | str = "cpu") -> PackedTables:
-    """Tables of one vocabulary, at least one, on a device."""
+def pack(table: Table, device: torch.device | str = "cpu") -> PackedTables:
+    """One table on a device."""
 
     def sent(values: Any, dtype: type[np.integer] = np.int32) -> Tensor:
         return to_device(np.asarray(values, dtype), torch.device(device))
 
-    def joined(parts: Sequence[np.ndarray], dtype: type[np.integer] = np.int32) -> Tensor:
-        return sent(np.concatenate(parts), dtype)
-
-    def firsts(sizes: Sequence[int]) -> Tensor:
-        return sent(np.cumsum([0, *sizes]))
-
-    chunks = [_chunks(table) for table in tables]
-    edges = [table.edges for table in tables]
-    targets = [target for _, _, target in edges]
-    first_edge = np.cumsum([0, *(len(target) for target in targets)])
-    into = [
-        first + np.searchsorted(target, np.arange(len(table.accepts)))
-        for table, target, first in zip(tables, targets, first_edge[:-1], strict=True)
-    ]
+    chunk, chunk_class = _chunks(table)
+    source, kind, target = table.edges
+    num_states, num_classes = table.next.shape
     return PackedTables(
-        class_of=sent(np.stack([table.class_of for table in tables])),
-        next=joined([table.next.reshape(-1) for table in tables]),
-        accepts=joined([table.accepts for table in tables], np.int8),
-        left=joined([table.left for table in tables]),
-        source=joined([source for source, _, _ in edges]),
-        kind=joined([kind for _, kind, _ in edges]),
-        target=joined(targets),
-        is_last=joined([np.append(t[1:] != t[:-1], True)[: len(t)] for t in targets], np.int8),
-        into=joined([*into, first_edge[-1:]]),
-        chunk=joined([tokens for tokens, _ in chunks]),
-        chunk_class=joined([classes for _, classes in chunks]),
-        first_next=firsts([table.next.size for table in tables]),
-        first_state=firsts([len(table.accepts) for table in tables]),
-        first_edge=firsts([len(target) for target in targets]),
-        first_chunk=firsts([len(classes) for _, classes in chunks]),
-        num_classes=sent([table.next.shape[1] for table in tables]),
-        most_classes=max(table.next.shape[1] for table in tables),
-        most_states=max(len(table.accepts) for table in tables),
-        most_chunks=max(len(classes) for _, classes in chunks),
+        class_of=sent(table.class_of[None]),
+        next=sent(table.next.reshape(-1)),
+        accepts=sent(table.accepts, np.int8),
+        left=sent(table.left),
+        source=sent(source),
+        kind=sent(kind),
+        target=sent(target),
+        is_last=sent(np.append(target[1:] != target[:-1], True)[: len(target)], np.int8),
+        into=sent(np.searchsorted(target, np.arange(num_states + 1))),
+        chunk=sent(chunk),
+        chunk_class=sent(chunk_class),
+        first_next=sent([0, table.next.size]),
+        first_state=sent([0, num_states]),
+        first_edge=sent([0, len(target)]),
+        first_chunk=sent([0, len(chunk_class)]),
+        num_classes=sent([num_classes]),
+        most_classes=num_classes,
+        most_states=num_states,
+        most_chunks=len(chunk_class),
+    )
+
+
+def join(packs: Sequence[PackedTables]) -> PackedTables:
+    """Tables of one vocabulary, at least one, that are on a device. Does not wait for it."""
+    device = packs[0].next.device
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(one, name) for one in packs])
+
+    def firsts(name: str) -> Tensor:
+        sizes = [len(getattr(one, name)) for one in packs]
+        return to_device(np.cumsum([0, *sizes], dtype=np.int32), device)
+
+    first_edge = np.cumsum([0, *(len(one.source) for one in packs)]).tolist()
+    into = [one.into[:-1] + first for one, first in zip(packs, first_edge, strict=False)]
+    into.append(packs[-1].into[-1:] + first_edge[-2])
+    whole = ("class_of", "next", "accepts", "left", "source", "kind", "target", "is_last", "chunk")
+    return PackedTables(
+        **{name: joined(name) for name in (*whole, "chunk_class", "num_classes")},
+        into=torch.cat(into),
+        first_next=firsts("next"),
+        first_state=firsts("accepts"),
+        first_edge=firsts("source"),
+        first_chunk=firsts("chunk_class"),
+        most_classes=max(one.most_classes for one in packs),
+        most_states=max(one.most_states for one in packs),
+        most_chunks=max(one.most_chunks for one in packs),
     )
 
 

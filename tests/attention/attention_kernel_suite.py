@@ -30,14 +30,17 @@ from attention.inputs import PagedKV
 from attention.masks import QuerySpan, Window, visible_range
 from attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
 from attention.tuning import TileConfig
-from tests.support.attention_cases import CAUSAL, Case, CaseSpec, make_batch, make_case
+from tests.support.attention_cases import CAUSAL, IMAGE, Case, CaseSpec, make_batch, make_case
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
 
 speed_up()
 TINY = TileConfig(16, 32, 4, 1, min_keys_per_split=32, max_splits=3, min_keys_in_window=32)
 UNSPLIT = dataclasses.replace(TINY, max_splits=1)
-# Causal, denoise, fused; a single row; a head of one row; odd lengths; a canvas that starts cold.
-MIXED = ((5, 20, CAUSAL), (7, 33, 0), (9, 0, 4), (1, 70, CAUSAL), (3, 90, 1), (6, 0, 0))
+# Causal, denoise, fused; a single row; a head of one row; odd lengths; a canvas that starts cold;
+# an image.
+MIXED = (
+    (5, 20, CAUSAL), (7, 33, 0), (9, 0, 4), (1, 70, CAUSAL), (3, 90, 1), (6, 0, 0), (9, 40, IMAGE),
+)  # fmt: skip
 # With blocks: a prompt in two chunks, the second of which ends within a block; a tail with its
 # canvas; an emitted block with the next canvas; a commit alone; blocks that cross pages; a context
 # that ends within a block.
@@ -246,14 +249,14 @@ def test_only_visible_tiles_are_taken_and_only_edges_masked(
 ) -> None:
     """Counts the tiles of 32 keys that each row tile takes, without and with a mask."""
     taken = []
-    attend = kernel_module._attend
+    attend = kernel_module.attend
 
     def spy(*args: Any, **constants: Any) -> Any:
         taken.append((constants["MASKED"], int(args[6])))
         return attend(*args, **constants)
 
-    monkeypatch.setattr(kernel_module, "_attend", spy)
-    spans = ((20, 110, CAUSAL), (20, 110, 0), (20, 110, 9))
+    monkeypatch.setattr(kernel_module, "attend", spy)
+    spans = ((20, 110, CAUSAL), (20, 110, 0), (20, 110, 9), (20, 110, IMAGE))
     case = make_case(CaseSpec(spans, num_kv_heads=2, num_heads=4, head_size=16))
     options = dataclasses.replace(case.options, window=window, block_size=block_size)
     _, plan = run(case := dataclasses.replace(case, options=options), UNSPLIT)

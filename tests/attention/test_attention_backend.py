@@ -162,6 +162,30 @@ def test_vllm_accepts_our_backend_for_the_layers_of_the_26b_model(
     assert CanvasAttentionBackend.validate_configuration(**(asked | {"use_mla": True})) != []
 
 
+def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
+    """vLLM profiles without attention, and gives what is left to the KV cache."""
+    from attention import backend
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=512),
+        model_config=SimpleNamespace(max_model_len=8192),
+    )
+    sizes, allocate = [], backend.largest_workspace
+    monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
+    monkeypatch.setattr(
+        backend, "largest_workspace", lambda *given: sizes.append(allocate(*given).numel())
+    )
+    layer = backend.CanvasAttentionImpl(16, 512, 1.0, 2)
+    query, output = torch.zeros(9, 16, 512, dtype=torch.bfloat16), torch.ones(9, 16, 512)
+    layer.forward(None, query, None, None, None, None, output)
+    assert not output.any()
+    config.model_config.max_model_len = 64  # no sequence is split
+    backend.CanvasAttentionImpl(16, 512, 1.0, 2).forward(
+        None, query, None, None, None, None, output
+    )
+    assert sizes[0] > 512 * 16 * 512 and sizes[1] == 0
+
+
 def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
     """Captured with canvases of 16 rows, replayed with spans of 32: the tensors are the same
     memory, and the tiles do not depend on the step."""

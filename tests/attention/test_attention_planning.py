@@ -113,6 +113,25 @@ def test_the_plan_bounds_what_the_device_decides(shape: BatchShape, data: st.Dat
     assert tiles <= plan.num_row_tiles
 
 
+@settings(max_examples=200)
+@given(shape=SHAPES, data=st.data())
+def test_no_step_needs_more_workspace_than_the_largest(
+    shape: BatchShape, data: st.DataObject
+) -> None:
+    window = data.draw(st.none() | st.builds(Window, st.just("symmetric"), st.integers(1, 5000)))
+    config = tile_config(shape.head_size, 2)
+    step = dataclasses.replace(
+        shape,
+        num_tokens=data.draw(st.integers(1, shape.num_tokens)),
+        num_seqs=data.draw(st.integers(1, shape.num_seqs)),
+        max_seq_len=data.draw(st.integers(1, shape.max_seq_len)),
+    )
+    needed, largest = (
+        plan_attention(one, config, window).workspace_elements(one) for one in (step, shape)
+    )
+    assert needed <= largest
+
+
 @settings(max_examples=100)
 @given(
     query_len=st.integers(1, 20), context=st.integers(0, 60), split=st.integers(0, 20),

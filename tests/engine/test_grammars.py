@@ -16,8 +16,10 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 
+from dllm.engine import grammars
 from dllm.engine.grammars import DeviceGrammars, HostGrammars
 from dllm.grammar.viterbi import Canvas
+from dllm.ops.grammar_paths import pack
 from dllm.patches.grammars import _Asked
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
@@ -222,7 +224,10 @@ def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
     on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
     monkeypatch.setattr(sampler, "grammars", on_device)
     monkeypatch.setattr(state, "grammars", on_device)
+    packed = []
+    monkeypatch.setattr(grammars, "pack", lambda *given: packed.append(given) or pack(*given))
     assert engine.generate(contexts, asked) == expected
+    assert len(packed) == len(KINDS), "each grammar goes to the device once"
 
 
 def test_logprobs_are_of_the_masked_distribution(engine):

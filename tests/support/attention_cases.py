@@ -16,6 +16,7 @@ from attention.masks import QuerySpan, Window
 from attention.reference import paged_attention
 
 CAUSAL = 1 << 20  # a split point beyond every span: all rows are causal
+IMAGE = -1  # all rows see each other, and no window is anchored to them
 
 
 @dataclass(frozen=True)
