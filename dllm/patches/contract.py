@@ -249,6 +249,16 @@ PATCHES = (
         "the API server ends at once with its engine; vLLM's may take 5 s, or wait for clients",
     ),
     Patch(
+        "vllm.v1.engine.utils.zmq_socket_ctx",
+        "wrap",
+        "SIGTERM while the engine core starts ends the server; vLLM swallows it",
+    ),
+    Patch(
+        "vllm.v1.engine.core_client.AsyncMPClient._call_utility_async",
+        "wrap",
+        "calls of an engine core that dies fail, also before the server is ready; vLLM's wait",
+    ),
+    Patch(
         "vllm.platforms.cpu.CpuPlatform.check_and_update_config",
         "wrap",
         "VLLM_WORKER_MULTIPROC_METHOD=fork may stand: spawned processes import everything again",

@@ -2,7 +2,8 @@
 
 In vLLM a process that ends in order ends those that it has started; one that is killed cannot. Here
 the engine core and every worker watch their parent, and end when it is gone. The API server looks
-for a dead engine core more often than in vLLM, and hangs up on its clients when it stops.
+for a dead engine core more often than in vLLM, also before it is ready, and hangs up on its clients
+when it stops.
 
 Unix sockets of a server are in a folder of their own. It is removed by the process that made it,
 or by those that outlive that one. Shared memory needs no care of ours: Python's resource
@@ -21,6 +22,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -30,8 +32,11 @@ import psutil
 from vllm.entrypoints.launchers import launcher
 from vllm.entrypoints.launchers.launcher import terminate_if_errored
 from vllm.logger import init_logger
+from vllm.v1.engine import utils
 from vllm.v1.engine.coordinator import DPCoordinatorProc
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from dllm import LOGGER
@@ -53,6 +58,8 @@ _engine_core, _worker, _coordinator = (
     WorkerProc.worker_main,
     DPCoordinatorProc.run_coordinator,
 )
+_handshake_socket = utils.zmq_socket_ctx
+_call_utility = AsyncMPClient._call_utility_async
 
 
 def end_together() -> None:
@@ -68,6 +75,8 @@ def _bind_processes() -> None:
     # Started later, it would be a child of the engine core, and vLLM kills those with it.
     resource_tracker.ensure_running()
     launcher.watchdog_loop = watchdog_loop
+    utils.zmq_socket_ctx = handshake_socket
+    AsyncMPClient._call_utility_async = call_utility  # type: ignore[method-assign]
     _replace_main_functions()
 
 
@@ -154,6 +163,35 @@ def _end_after(seconds: float) -> None:
 
 
 # --- the API server -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def handshake_socket(*args: Any, **options: Any) -> Iterator[Any]:
+    """vLLM's, but a signal while the engine core starts ends the server.
+
+    vLLM turns SIGTERM into KeyboardInterrupt there. Its socket swallows that, and the server goes
+    on, or waits ten minutes for an engine core that has obeyed.
+    """
+    with _handshake_socket(*args, **options) as handshake:
+        try:
+            yield handshake
+        except KeyboardInterrupt:
+            logger.info("Stopped before the server was ready.")
+            raise SystemExit(0) from None
+
+
+async def call_utility(self: Any, method: str, *args: Any, engine: Any) -> Any:
+    """vLLM's, which waits for ever for the answer of an engine core that dies.
+
+    Raises:
+        EngineDeadError: it died.
+    """
+    answer = asyncio.ensure_future(_call_utility(self, method, *args, engine=engine))
+    while not (await asyncio.wait({answer}, timeout=LOOK_EVERY_S))[0]:
+        if self.resources.engine_dead:
+            answer.cancel()
+            raise EngineDeadError
+    return answer.result()
 
 
 async def watchdog_loop(server: Any, engine: Any) -> None:

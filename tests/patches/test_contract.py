@@ -249,6 +249,20 @@ SIGNATURES = {
         "logging_config",
     ],
     "vllm.entrypoints.launchers.launcher.watchdog_loop": ["server", "engine"],
+    "vllm.v1.engine.utils.zmq_socket_ctx": [
+        "path",
+        "socket_type",
+        "bind",
+        "linger",
+        "identity",
+        "router_handover",
+    ],
+    "vllm.v1.engine.core_client.AsyncMPClient._call_utility_async": [
+        "self",
+        "method",
+        "args",
+        "engine",
+    ],
     "vllm.v1.metrics.loggers.StatLoggerManager.record": [
         "self",
         "scheduler_stats",

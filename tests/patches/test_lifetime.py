@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import zmq
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm.patches import lifetime
 
@@ -53,6 +55,51 @@ def test_a_dead_engine_ends_the_server_with_an_error(ends):
     assert server.should_exit
     ends.finalize.assert_called_once_with(None, os._exit, args=(1,), exitpriority=-2)
     ends.end_after.assert_called_once_with(0)
+
+
+def test_a_call_of_an_engine_that_dies_fails(monkeypatch):
+    resources = SimpleNamespace(engine_dead=False)
+    asked = asyncio.Event()
+
+    async def never(client, method, *args, engine):
+        assert (method, args, engine) == ("is_sleeping", (7,), b"0")
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def call() -> None:
+        client = SimpleNamespace(resources=resources)
+        answer = asyncio.ensure_future(lifetime.call_utility(client, "is_sleeping", 7, engine=b"0"))
+        await asked.wait()
+        resources.engine_dead = True
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(answer, 60)
+
+    monkeypatch.setattr(lifetime, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(lifetime, "_call_utility", never)
+    asyncio.run(call())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_that_is_answered_is_vllms(monkeypatch, fails):
+    async def answer(client, method, *args, engine):
+        if fails:
+            raise ValueError("no such method")
+        return method
+
+    monkeypatch.setattr(lifetime, "_call_utility", answer)
+    call = lifetime.call_utility(SimpleNamespace(), "is_sleeping", engine=b"0")
+    with pytest.raises(ValueError, match="no such") if fails else contextlib.nullcontext():
+        assert asyncio.run(call) == "is_sleeping"
+
+
+def test_a_signal_during_the_handshake_is_not_swallowed():
+    address = f"inproc://{os.getpid()}"
+    with (
+        pytest.raises(SystemExit) as ended,
+        lifetime.handshake_socket(address, zmq.ROUTER, bind=True),
+    ):
+        raise KeyboardInterrupt("terminated")
+    assert ended.value.code == 0
 
 
 def test_a_server_that_is_told_to_stop_only_hangs_up(ends):

@@ -24,7 +24,7 @@ import openai
 import psutil
 import pytest
 
-from tests.support.server_harness import FLAGS, MODEL, Server, reserve_port
+from tests.support.server_harness import FLAGS, MODEL, STOP_TIMEOUT_S, Server, reserve_port
 
 END_S = 5.0
 CLIENTS = 3
@@ -180,3 +180,22 @@ def test_the_others_end_within_five_seconds_and_nothing_is_left(
             free.bind(("127.0.0.1", server.port))
             free.listen()  # fails if another process listens
         assert server.process.wait() == (-signal.SIGKILL if victim == "API server" else 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")
+def test_sigterm_while_the_engine_core_starts_ends_the_server(
+    checkpoint: Callable[..., Path], place: Place, tmp_path: Path
+) -> None:
+    """To all of its processes, as `timeout` and systemd send it."""
+    environment = {"VLLM_RPC_BASE_PATH": str(place.sockets)}
+    with Server(checkpoint(), tmp_path / "log", FLAGS, environment, place.port.dup()) as server:
+        while "Initializing a V1 LLM engine" not in server.log.read_text():
+            assert server.process.poll() is None, server.log.read_text()
+            time.sleep(0.1)
+        api_server = psutil.Process(server.process.pid)
+        with Ends([api_server, *api_server.children(recursive=True)]) as ends:
+            os.killpg(server.process.pid, signal.SIGTERM)
+            assert not ends.alive_after(STOP_TIMEOUT_S)
+        assert server.process.wait() == 0
+        assert "Stopped before the server was ready." in server.log.read_text()
+        assert not list(place.sockets.iterdir())
