@@ -260,7 +260,6 @@ SIGNATURES = {
     "vllm.v1.engine.core_client.AsyncMPClient._call_utility_async": [
         "self",
         "method",
-        "args",
         "engine",
     ],
     "vllm.v1.metrics.loggers.StatLoggerManager.record": [

@@ -71,12 +71,13 @@ def test_training_shows_the_targets_tokens(target, monkeypatch):
         )
 
 
-def test_several_passes_are_those_of_a_server(target):
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_several_passes_are_those_of_a_server(target, num_samples):
     """Against one block at a time."""
     config = read_config()
     network = DraftNetwork(config).requires_grad_(False)
     network.load_state_dict(random_drafter())
-    samples, reveal = random_samples(target, 3, length=6), [2, 1, 1]
+    samples, reveal = random_samples(target, num_samples, length=6), [2, 1, 1]
     batch = load_batch(samples, target, config.target_layer_ids)
     drafted = draft_all(network, target, batch, BLOCK, reveal)
     for row, sample in enumerate(samples):

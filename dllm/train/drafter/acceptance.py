@@ -224,9 +224,10 @@ def _draft_in_passes(
     for count in reveal:
         for at, logits in enumerate(_logits(network, target, batch, ids, anchors)):
             some = slice(at * ANCHORS_AT_ONCE, (at + 1) * ANCHORS_AT_ONCE)
-            of_some = [tensor[:, some].flatten(0, 1) for tensor in (drafts, confidence, is_masked)]
+            state = (drafts, confidence, is_masked)
+            of_some = [tensor[:, some].reshape(-1, sum(reveal)).clone() for tensor in state]
             reveal_surest(of_some[0], of_some[1], of_some[2], logits.flatten(0, 1), count)
-            for tensor, part in zip((drafts, confidence, is_masked), of_some, strict=True):
+            for tensor, part in zip(state, of_some, strict=True):
                 tensor[:, some] = part.view_as(tensor[:, some])
         ids[..., 1:] = drafts.masked_fill(is_masked, mask)
     return drafts
