@@ -8,7 +8,7 @@
     call  part            what                                                          seconds
     1     start           kernels load, engines start, answers as on a CPU                  120
           parity          every Triton kernel against its definition                        125
-          serve-fp8       ours, the built-in, ours with the resident loop                   275
+          serve-fp8       ours, the built-in, ours with the denoise loop                   275
     2     profile-fp8     parts and kernels of a denoise step, ours and the built-in        230
           attention       our kernel, vLLM's, SDPA, 1k to 128k                              145
           start-compiled  as start, with torch.compile and CUDA graphs                       80

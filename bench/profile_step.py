@@ -8,7 +8,7 @@ Scheduler, worker and client run in one process (one for each server and mode: w
 serves is fixed when a process imports vLLM). It answers requests whose blocks all take --steps
 denoise steps. Only visits of the engine in which every request denoises and nothing else runs are
 counted, without the fastest and the slowest tenth. A component's time is its mean over the denoise
-steps in them, so that the components add up to the mean step; with the resident loop several steps
+steps in them, so that the components add up to the mean step; with the denoise loop several steps
 share the scheduling of a visit. A pass with a canvas' rows that only writes a block's KV counts as
 a step: the built-in's commits, and with asynchronous scheduling ours.
 `bench.step_parts` says which function belongs to which component.

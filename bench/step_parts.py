@@ -2,7 +2,7 @@
 
 The product knows nothing of them, so they cost nothing when nobody profiles. Every instant belongs
 to the part whose function was entered last and has not returned, so that the parts of a step add up
-to its wall time. A step lasts from one ``schedule()`` to the next; with the resident loop it may
+to its wall time. A step lasts from one ``schedule()`` to the next; with the denoise loop it may
 hold several passes of the model.
 
 On a GPU the instants are those of its stream: a kernel counts for the part that launched it, and so

@@ -38,11 +38,11 @@ class PluginOptions:
             it answers the scheduler (``engine.loop``). A request that arrives meanwhile waits no
             longer than that; than one pass, where the worker is in the engine core's process. 0:
             one pass each time. ``auto`` is 50 on a CPU and 0 on a GPU, where the loop has not been
-            measured yet. More than 0 turns asynchronous scheduling off.
+            measured. More than 0 turns asynchronous scheduling off.
         soft_embedding: ``exact`` multiplies the probabilities of all tokens by their embeddings.
             ``sparse`` leaves out unlikely tokens if the vocabulary is large; the error is no larger
             than that of rounding the probabilities (``ops.soft_embedding``). ``auto`` is sparse on
-            a CPU and exact on a GPU, where the sparse kernel has not been measured yet.
+            a CPU and exact on a GPU, where the sparse kernel has not been measured.
         logits_workspace_mib: MiB of fp32 logits that may exist at once. If a step has more, it is
             computed in tiles of whole canvases (``engine.logit_rows``).
         canvas_watchers: how many requests of an API server may stream their unfinished canvases at

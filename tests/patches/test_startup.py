@@ -157,6 +157,13 @@ def test_override_generation_config(checkpoint):
     assert config.t_max == 0.8  # what was not named stays
 
 
+@pytest.mark.parametrize("override", [{"entropy_bound": 0.5}, {"t_maxx": 0.7, "top_k": 9}])
+def test_a_name_that_nobody_reads_is_refused(checkpoint, override):
+    message = refusal(checkpoint(), override_generation_config=override)
+    assert f"--override-generation-config: {next(iter(override))};" in message
+    assert '{"sampler_config": {"entropy_bound": 0.5}}' in message
+
+
 def test_override_generation_config_is_checked(checkpoint):
     message = refusal(checkpoint(), override_generation_config={"t_max": -2})
     assert "t_max = -2" in message and TEMPERATURES in message

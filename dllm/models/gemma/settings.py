@@ -19,6 +19,14 @@ TEMPERATURES = FloatRange(1e-4, 1e4)
 ENTROPY_BOUNDS = FloatRange(0.0, 1e6, excludes_low=True)
 CONFIDENCES = FloatRange(0.0, 1e6)
 
+GENERATION_KEYS = (  # of generation_config.json, beside sampler_config
+    "max_denoising_steps",
+    "t_min",
+    "t_max",
+    "confidence_threshold",
+    "stability_threshold",
+)
+
 
 PARAMETERS = (
     Parameter("max_steps", "max_denoising_steps", IntRange(1, MAX_INT32), "int32"),
@@ -109,6 +117,7 @@ class GemmaSettings:
         model_config = vllm_config.model_config
         generation = dict(model_config.try_get_generation_config())
         override = dict(model_config.override_generation_config)
+        _refuse_unknown(override, generation)
         sampler_override = override.pop("sampler_config", None)
         generation.update(override)
         if isinstance(sampler_override, Mapping):
@@ -159,16 +168,20 @@ class GemmaSettings:
                 "generation config: sampler_config",
                 """--override-generation-config '{"sampler_config": {"%s": ...}}'""",
             ),
-            **{
-                key: _require(generation, key, "generation config")
-                for key in (
-                    "max_denoising_steps",
-                    "t_min",
-                    "t_max",
-                    "confidence_threshold",
-                    "stability_threshold",
-                )
-            },
+            **{key: _require(generation, key, "generation config") for key in GENERATION_KEYS},
+        )
+
+
+def _refuse_unknown(override: Mapping[str, object], generation: Mapping[str, object]) -> None:
+    """Refuse what ``--override-generation-config`` names and nobody reads, as a misspelt name."""
+    from transformers import GenerationConfig
+
+    known = {*GENERATION_KEYS, "sampler_config", *generation, *vars(GenerationConfig())}
+    if unknown := sorted(set(override) - known):
+        raise ValueError(
+            f"--override-generation-config: {', '.join(unknown)}; denoising has "
+            f"{', '.join(GENERATION_KEYS)} and sampler_config, which holds entropy_bound: "
+            """'{"sampler_config": {"entropy_bound": 0.5}}'."""
         )
 
 
