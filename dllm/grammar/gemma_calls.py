@@ -28,6 +28,7 @@ from xgrammar.structural_tag import (
 
 from dllm.grammar.automaton import Unsupported
 from dllm.grammar.json_schema import check_schema
+from dllm.grammar.patterns import without_less_than
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 ANY_STRING = r"([^<]|<+[^<|])*"  # without QUOTE, also where it meets the one that ends it
@@ -234,7 +235,7 @@ def _string(schema: Mapping[str, Any]) -> Format:
             raise Unsupported(
                 "A tool's schema has a 'pattern' and a length. Leave one of them out."
             )
-        pattern = str(schema["pattern"]).removeprefix("^").removesuffix("$")
+        pattern = without_less_than(str(schema["pattern"]))
     elif "minLength" in schema or "maxLength" in schema:
         pattern = f"[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
     return SequenceFormat(elements=[_text(QUOTE), RegexFormat(pattern=pattern), _text(QUOTE)])

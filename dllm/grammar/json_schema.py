@@ -5,11 +5,11 @@ out would make an answer wrong without a word.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dllm.grammar.automaton import Unsupported
+from dllm.grammar.patterns import check_pattern
 
 # Ignored by xgrammar.
 NEVER_HELD = (
@@ -45,26 +45,6 @@ def check_schema(schema: Any) -> None:
             raise _refusal(other, f"beside {given[0]!r} answers cannot be held to it")
         if isinstance(part.get("pattern"), str):
             check_pattern(part["pattern"])
-
-
-def check_pattern(pattern: str) -> None:
-    """Refuse anchors inside of a regular expression, and groups that look around.
-
-    Raises:
-        Unsupported: xgrammar would leave them out.
-    """
-    # Without escaped characters and classes.
-    bare = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)
-    if re.search(r"\(\?(?!:)", bare) or re.search(r"\\[bBAZz]", pattern):
-        raise Unsupported(
-            f"The pattern {pattern[:80]!r} looks around or has flags; allowed: groups with '(' and "
-            "'(?:'. Write it without."
-        )
-    if "^" in bare[1:] or "$" in bare[:-1]:
-        raise Unsupported(
-            f"The pattern {pattern[:80]!r} has '^' or '$' inside; allowed: '^' at the start and "
-            "'$' at the end. Leave the others out."
-        )
 
 
 def check_text(kind: str, text: str) -> None:

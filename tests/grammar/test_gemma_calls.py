@@ -141,6 +141,24 @@ def test_a_string_ends_at_the_first_quote(compiler):
         assert state(f"{begin}{inside}{QUOTE}}}{END}") < 0
 
 
+@pytest.mark.parametrize("pattern", [".*", r"[^\s]+", "^[ -~]*$"])
+def test_no_pattern_reads_past_the_end_of_its_string(compiler, pattern):
+    """Else an answer could have properties that the schema forbids."""
+    schema = {
+        "properties": {"a": {"type": "string", "pattern": pattern}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    found = table_of(compiler, schema, "forced")
+
+    def state(inside: str) -> int:
+        text = f"{BEGIN}call:ask{{a:{QUOTE}{inside}{QUOTE}}}{END}"
+        return found.read(0, [WORDS.index(bytes([byte])) for byte in text.encode()])
+
+    assert found.accepts[state('x|">,b:y')]
+    assert state(f"x{QUOTE},b:{QUOTE}y") < 0
+
+
 def test_arguments_behind_a_reference(compiler):
     schema = {"$ref": "#/$defs/ask", "$defs": {"ask": SCHEMAS["weather"]}}
     behind, plain = (table_of(compiler, one, "forced") for one in (schema, SCHEMAS["weather"]))
@@ -166,6 +184,7 @@ def test_auto_allows_text_and_required_does_not(compiler):
         ({"properties": {"a": {"enum": [[1]]}}}, "'enum'"),
         ({"properties": {"a": {"type": "string", "format": "date"}}}, "'format'"),
         ({"properties": {"a": {"type": "string", "pattern": "x", "minLength": 3}}}, "a length"),
+        ({"properties": {"a": {"type": "string", "pattern": "a<b"}}}, "ends a string"),
         ({"properties": {"a:b": {}}}, "is called 'a:b'"),
         ({"properties": {"a": {"const": 'x<|"|>'}}}, "ends a string"),
         ({"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 1}}}, "maxItems 1"),
