@@ -7,8 +7,10 @@ which is the order in which Gemma's chat template lists them. Only properties th
 are written; an object that declares none may have any.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from xgrammar import StructuralTag
@@ -27,13 +29,14 @@ from xgrammar.structural_tag import (
 )
 
 from dllm.grammar.automaton import Unsupported
+from dllm.grammar.compile import MOST_TEXT
 from dllm.grammar.json_schema import check_schema
 from dllm.grammar.patterns import without_less_than
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 ANY_STRING = r"([^<]|<+[^<|])*"  # without QUOTE, also where it meets the one that ends it
 PLAIN_NAME = r"[^\s:,{}\[\]<>]+"
-MOST_PARTS = 5000  # of a schema, references written out
+MOST_PARTS = 10_000  # made for all schemas: as JSON, so many come to about MOST_TEXT bytes, or more
 ANY_NAME = "[A-Za-z_][A-Za-z0-9_]*"
 DEEPEST = 12  # levels of schemas, one inside the other
 SCALARS = ("integer", "number", "boolean", "null")
@@ -58,14 +61,24 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
     Raises:
         Unsupported: a schema asks for what cannot be held to in this syntax.
     """
+    schemas = [schema if isinstance(schema, Mapping) else {} for _, schema in tools]
+    length = len(json.dumps(schemas))
+    if length > MOST_TEXT:  # before any of them is looked at
+        raise Unsupported(
+            f"The tools' schemas have {length:,} bytes; allowed: {MOST_TEXT:,}. Make them shorter."
+        )
+    parts = _Parts()
     tags = [
         TagFormat(
             begin=f"{BEGIN}call:{name}{{",
-            content=_Schema(schema if isinstance(schema, Mapping) else {}).arguments(),
+            content=_Schema(schema, parts).arguments(),
             end=f"}}{END}",
         )
-        for name, schema in tools
+        for (name, _), schema in zip(tools, schemas, strict=True)
     ]
+    lengths: dict[int, int] = {}
+    if sum(_length(tag.content, lengths) for tag in tags) > MOST_TEXT:
+        raise _too_large()
     if tool_choice == "auto":
         return StructuralTag(format=TriggeredTagsFormat(triggers=[BEGIN], tags=tags))
     return StructuralTag(
@@ -78,41 +91,73 @@ def structural_tag(tools: Sequence[tuple[str, Any]], tool_choice: str) -> Struct
     )
 
 
+def _too_large() -> Unsupported:
+    return Unsupported(
+        f"The tools' schemas come to more than {MOST_TEXT:,} bytes with references, items of lists "
+        "and orders of properties written out. Make them smaller: fewer optional properties, "
+        "shorter lists, fewer references."
+    )
+
+
+def _length(part: Any, known: dict[int, int]) -> int:
+    """About the length of a format as JSON, where a part is written as often as it is used.
+
+    Args:
+        known: lengths of the parts, each of which is looked at once.
+    """
+    if id(part) not in known:
+        inner = [*getattr(part, "elements", ()), *filter(None, [getattr(part, "content", None)])]
+        own = 0 if inner else len(part.model_dump_json())
+        known[id(part)] = own + sum(_length(one, known) for one in inner)
+    return known[id(part)]
+
+
+class _Parts:
+    """Counts what is made, so that a small schema does not keep the server busy."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def count(self, number: int) -> None:
+        self._number += number
+        if self._number > MOST_PARTS:
+            raise _too_large()
+
+
 class _Schema:
     """The formats of one schema's values."""
 
-    def __init__(self, schema: Mapping[str, Any]) -> None:
+    def __init__(self, schema: Mapping[str, Any], parts: _Parts) -> None:
         check_schema(schema)
         self._root = schema
-        self._num_parts = 0
+        self._count = parts.count
+        self._made: dict[tuple[int, int], Format] = {}  # of (schema, depth)
 
     def arguments(self) -> Format:
         """What stands between the braces of a call."""
         schema: Any = self._root
         for _ in range(DEEPEST):
             if "$ref" in schema:
-                schema = self._referenced(str(schema["$ref"]))
+                schema = _checked(self._referenced(str(schema["$ref"])))
         if {"anyOf", "oneOf", "allOf", "$ref", "enum", "const"} & set(schema):
             raise Unsupported("A tool's arguments are no plain object. Declare its properties.")
         return self._members(schema, 0)
 
-    def _count(self, number: int) -> None:
-        self._num_parts += number
-        if self._num_parts > MOST_PARTS:
-            raise Unsupported(
-                f"A tool's schema comes to more than {MOST_PARTS:,} parts. Make it smaller: fewer "
-                "optional properties, shorter lists, fewer references."
-            )
-
     def _value(self, schema: Any, depth: int) -> Format:
-        self._count(1)
-        if schema is True or schema == {}:
-            return self._any_scalar()
-        if not isinstance(schema, Mapping) or depth > DEEPEST:
+        if depth > DEEPEST:
             raise Unsupported(
                 f"A tool's schema is nested deeper than {DEEPEST} levels, or is recursive. Make it "
                 "flatter."
             )
+        key = id(schema), depth
+        if key not in self._made:
+            self._count(1)
+            is_any = schema is True or schema == {}
+            made = _any_scalar() if is_any else self._made_of(_checked(schema), depth)
+            self._made[key] = made
+        return self._made[key]
+
+    def _made_of(self, schema: Mapping[str, Any], depth: int) -> Format:
         if unknown := sorted(set(schema) - KNOWN):
             raise Unsupported(
                 f"A tool's schema uses {unknown[0]!r}, which Gemma's calls cannot be held to. "
@@ -122,6 +167,7 @@ class _Schema:
             return self._value(self._referenced(str(schema["$ref"])), depth + 1)
         if "const" in schema or "enum" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
+            self._count(len(values))
             return _one_of([_constant(value) for value in values])
         for key in ("anyOf", "oneOf", "allOf"):
             if key in schema:
@@ -130,8 +176,8 @@ class _Schema:
                 return _one_of([self._value(one, depth + 1) for one in schema[key]])
         kinds = schema.get("type", "object" if "properties" in schema else None)
         if kinds is None:
-            return self._any_scalar()
-        kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+            return _any_scalar()
+        kinds = [kinds] if isinstance(kinds, str) else dict.fromkeys(kinds)
         return _one_of([self._of_kind(kind, schema, depth) for kind in kinds])
 
     def _of_kind(self, kind: str, schema: Mapping[str, Any], depth: int) -> Format:
@@ -179,7 +225,6 @@ class _Schema:
                 f"A tool's schema requires {undeclared[0]!r} and does not declare it."
             )
         names = sorted(properties)
-        self._count(len(names) ** 2 if len(required) < len(names) else len(names))
         for name in names:
             if not re.fullmatch(PLAIN_NAME, name):
                 raise Unsupported(
@@ -193,6 +238,7 @@ class _Schema:
         }
         ways: list[Format] = []
         for place, first in enumerate(names):
+            self._count(len(names) - place)
             behind: list[Format] = []
             for name in names[place + 1 :]:
                 pair = SequenceFormat(elements=[_text(","), pairs[name]])
@@ -202,12 +248,9 @@ class _Schema:
                 return _one_of(ways)
         return OptionalFormat(content=_one_of(ways)) if ways else _text("")
 
-    def _any_scalar(self) -> Format:
-        return _one_of([_string({}), *(JSONSchemaFormat(json_schema={"type": k}) for k in SCALARS)])
-
     def _any_members(self) -> Format:
         """Of an object that declares nothing: any names, with values that are not nested."""
-        pair = SequenceFormat(elements=[RegexFormat(pattern=f"{ANY_NAME}:"), self._any_scalar()])
+        pair = SequenceFormat(elements=[RegexFormat(pattern=f"{ANY_NAME}:"), _any_scalar()])
         more = StarFormat(content=SequenceFormat(elements=[_text(","), pair]))
         return OptionalFormat(content=SequenceFormat(elements=[pair, more]))
 
@@ -220,12 +263,26 @@ class _Schema:
         return found
 
 
+def _checked(schema: Any) -> Mapping[str, Any]:
+    if not isinstance(schema, Mapping):
+        raise Unsupported(
+            f"A tool's schema has {json.dumps(schema)[:40]} in the place of a schema; allowed: "
+            "an object, or true."
+        )
+    return schema
+
+
 def _text(value: str) -> ConstStringFormat:
     return ConstStringFormat(value=value)
 
 
 def _one_of(formats: Sequence[Format]) -> Format:
     return formats[0] if len(formats) == 1 else OrFormat(elements=list(formats))
+
+
+@cache
+def _any_scalar() -> Format:
+    return _one_of([_string({}), *(JSONSchemaFormat(json_schema={"type": k}) for k in SCALARS)])
 
 
 def _string(schema: Mapping[str, Any]) -> Format:
@@ -237,7 +294,8 @@ def _string(schema: Mapping[str, Any]) -> Format:
             )
         pattern = without_less_than(str(schema["pattern"]))
     elif "minLength" in schema or "maxLength" in schema:
-        pattern = f"[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"
+        most = int(schema["maxLength"]) if "maxLength" in schema else ""
+        pattern = f"[^<]{{{int(schema.get('minLength', 0))},{most}}}"
     return SequenceFormat(elements=[_text(QUOTE), RegexFormat(pattern=pattern), _text(QUOTE)])
 
 

@@ -209,7 +209,7 @@ def _constrain_gemma_calls() -> None:
             return structural_tag(given, tool_choice)
         except Unsupported as reason:
             refuse("tools", str(reason))
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             refuse("tools", f"A tool's schema is no valid JSON schema ({error}). Correct it.")
 
     Gemma4EngineToolParser.structural_tag_model = GEMMA_CALLS

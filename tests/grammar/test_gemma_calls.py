@@ -1,15 +1,17 @@
 """Tool calls in Gemma's syntax: every text is a call that vLLM reads and the schema allows."""
 
 import json
+from unittest.mock import Mock
 
 import jsonschema
 import numpy as np
 import pytest
 from vllm.parser.gemma4 import _parse_gemma4_args
 
+from dllm.grammar import gemma_calls
 from dllm.grammar.automaton import Unsupported
 from dllm.grammar.children import Children
-from dllm.grammar.compile import Compiler, Spec
+from dllm.grammar.compile import MOST_TEXT, Compiler, Spec
 from dllm.grammar.gemma_calls import BEGIN, END, QUOTE, structural_tag
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas, budget_of
@@ -173,6 +175,13 @@ def test_auto_allows_text_and_required_does_not(compiler):
     assert not required.accepts[0] and required.read(0, [0]) < 0
 
 
+def nested_lists(depth: int, count: int):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "maxItems": count, "items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
@@ -188,12 +197,20 @@ def test_auto_allows_text_and_required_does_not(compiler):
         ({"properties": {"a:b": {}}}, "is called 'a:b'"),
         ({"properties": {"a": {"const": 'x<|"|>'}}}, "ends a string"),
         ({"properties": {"a": {"type": "array", "minItems": 3, "maxItems": 1}}}, "maxItems 1"),
-        ({"properties": {"a": {"type": "array", "minItems": 10**10}}}, "parts"),
-        ({"properties": {f"p{i}": {} for i in range(300)}}, "parts"),
+        ({"properties": {"a": {"type": "array", "minItems": 10**10}}}, "written out"),
+        ({"properties": {f"p{i}": {} for i in range(300)}}, "written out"),
+        ({"properties": {"a": {"anyOf": "x"}}}, 'has "x" in the place of a schema'),
+        ({"properties": {"a": False}}, "has false in the place"),
+        ({"properties": {"a": None}}, "has null in the place"),
+        ({"properties": {"a": {"type": "array", "items": False}}}, "has false in the place"),
+        ({"properties": {"a": {"type": "array", "items": [{}]}}}, r"has \[{}\] in the place"),
+        ({"properties": {"a": {"$ref": "#/title"}}, "title": "t"}, 'has "t" in the place'),
+        ({"$ref": "#/title", "title": "t"}, 'has "t" in the place'),
+        ({"properties": {"a": nested_lists(13, 1)}}, "deeper than 12"),
         ({"anyOf": [{"type": "object"}]}, "no plain object"),
         (
-            {"properties": {"a": {"$ref": "#"}}, "required": ["a"]},
-            "deeper than|recursive|refers to",
+            {"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
+            "is recursive",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -201,3 +218,71 @@ def test_auto_allows_text_and_required_does_not(compiler):
 def test_what_cannot_be_held_to_is_refused(schema, message):
     with pytest.raises(Unsupported, match=message):
         structural_tag([("ask", schema)], "required")
+
+
+def nested_objects(depth: int, count: int):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        others = {f"k{number:02}": {"type": "null"} for number in range(count - 1)}
+        schema = {"properties": others | {"z": schema}}
+    return schema
+
+
+def many_references(depth: int, count: int):
+    defs = {
+        f"d{level}": {"anyOf": [{"$ref": f"#/$defs/d{level + 1}"}] * count}
+        for level in range(depth)
+    }
+    defs[f"d{depth}"] = {"type": "string", "pattern": "a" * 10_000}
+    return {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": defs}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": nested_lists(3, 20)}},
+        {"properties": {"a": nested_lists(11, 20)}},
+        nested_objects(2, 20),
+        nested_objects(11, 20),
+        many_references(5, 20),
+    ],
+    ids=["lists", "deep lists", "objects", "deep objects", "references"],
+)
+def test_what_comes_to_too_much_is_not_written_out(schema, monkeypatch):
+    num_patterns = Mock(wraps=gemma_calls.without_less_than)
+    monkeypatch.setattr(gemma_calls, "without_less_than", num_patterns)
+    monkeypatch.setattr(gemma_calls, "StructuralTag", Mock(side_effect=AssertionError))
+    with pytest.raises(Unsupported, match="131,072 bytes with references"):
+        structural_tag([("ask", schema)], "auto")
+    assert num_patterns.call_count <= 1
+
+
+def test_many_tools_that_are_small_each_are_too_much():
+    schema = {"properties": {"a": nested_lists(2, 18)}}
+    one = structural_tag([("ask", schema)], "auto")
+    assert len(one.model_dump_json()) < MOST_TEXT
+    with pytest.raises(Unsupported, match="written out"):
+        structural_tag([("ask", schema)] * 9, "auto")
+
+
+def test_a_long_schema_is_refused_before_it_is_looked_at(monkeypatch):
+    monkeypatch.setattr(gemma_calls, "check_schema", Mock(side_effect=AssertionError))
+    schema = {"properties": {"a": {"type": "string", "pattern": "[" * MOST_TEXT}}}
+    with pytest.raises(Unsupported, match="allowed: 131,072"):
+        structural_tag([("ask", schema)], "auto")
+
+
+def test_what_is_admitted_is_written_within_a_few_times_the_limit():
+    """Lists with more and more items, up to the limit."""
+    for count in range(1, 2000):
+        try:
+            tag = structural_tag([("ask", {"properties": {"a": nested_lists(2, count)}})], "auto")
+        except Unsupported:
+            break
+    assert count > 15 and len(tag.model_dump_json()) < 4 * MOST_TEXT
+
+
+def test_many_properties_behind_one_that_is_required():
+    """They have one order, so that they are few parts."""
+    properties = {f"p{number:03}": {"type": "null"} for number in range(200)}
+    structural_tag([("ask", {"properties": properties, "required": ["p000"]})], "auto")
