@@ -22,7 +22,6 @@ from dllm.grammar.reach import ByteTable
 SECONDS = 10.0  # for one grammar
 MOST_MEMORY = 1 << 30  # bytes for one grammar
 MOST_CHILDREN = 2  # at once; further requests wait
-MOST_WAITING = 16  # further ones are refused
 
 
 class Children:
@@ -38,8 +37,6 @@ class Children:
         self.most_memory = most_memory
         self._may_run = threading.BoundedSemaphore(MOST_CHILDREN)
         self._idle: list[subprocess.Popen[bytes]] = []
-        self._lock = threading.Lock()
-        self._num_waiting = 0
 
     def start(self) -> None:
         """Start one ahead: it takes 2 to 3 s, most of it to import PyTorch for xgrammar."""
@@ -51,18 +48,10 @@ class Children:
 
         Raises:
             Unsupported: the grammar is refused.
-            TooSlow: it took too long, or too many others wait.
+            TooSlow: it took too long.
             ChildProcessError: two processes failed with it.
         """
-        with self._lock:
-            if self._num_waiting >= MOST_WAITING:
-                raise TooSlow(
-                    f"{MOST_WAITING} other grammars wait to be compiled. Send the request later."
-                )
-            self._num_waiting += 1
         with self._may_run:
-            with self._lock:
-                self._num_waiting -= 1
             try:
                 return self._explore(request)
             except ChildProcessError:  # killed from outside, perhaps before it was asked

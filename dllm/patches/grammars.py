@@ -8,10 +8,8 @@
 So no worker compiles anything, and all of them hold the same table.
 """
 
-import asyncio
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,12 +17,12 @@ from pathlib import Path
 from types import AsyncGeneratorType
 from typing import Any
 
-from dllm.grammar.automaton import Unsupported
-from dllm.grammar.children import MOST_CHILDREN
+from dllm.grammar.automaton import TooSlow, Unsupported
 from dllm.grammar.compile import Spec, check_length
 from dllm.grammar.constraint import Constraint, Thoughts
 from dllm.grammar.json_schema import check_text
 from dllm.grammar.tokenizer import TokenizerGrammars
+from dllm.grammar.turns import Turns
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
 from dllm.settings.request import refuse
@@ -233,14 +231,16 @@ async def _shipped(
     """The request's grammar, as the worker gets it; other requests go on meanwhile."""
     asked = _Asked.of(engine, params)
     if asked.grammars.known(asked.spec, asked.stops) is None:
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(_threads(), asked.packed)
+        try:
+            await _turns().take(asked, asked.packed)
+        except TooSlow as reason:
+            refuse("structured_outputs", str(reason))
     return asked.shipped(prompt, reasoning_ended, of_parser)
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=MOST_CHILDREN, thread_name_prefix="grammar")
+def _turns() -> Turns:
+    return Turns()
 
 
 @dataclass(frozen=True)

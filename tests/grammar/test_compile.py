@@ -318,15 +318,6 @@ def test_a_grammar_that_kills_two_children_is_an_error_and_not_remembered(monkey
     assert len(compiler.table(Spec("regex", "abb")).accepts) == 4
 
 
-def test_too_many_that_wait_are_refused(monkeypatch, children):
-    monkeypatch.setattr("dllm.grammar.children.MOST_WAITING", 0)
-    compiler = Compiler(VOCABULARY, children=children)
-    with pytest.raises(TooSlow, match="wait to be compiled"):
-        compiler.table(Spec("regex", "ba"))
-    monkeypatch.undo()
-    assert len(compiler.table(Spec("regex", "ba")).accepts) == 3  # not remembered
-
-
 def test_too_many_edges_are_refused(monkeypatch):
     monkeypatch.setattr("dllm.grammar.table.MOST_EDGES", 10)
     with pytest.raises(Unsupported, match="allowed: 10"):

@@ -1,0 +1,106 @@
+"""Requests with grammars that wait for their turn in the API server, through its own function."""
+
+import asyncio
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+from dllm.grammar.children import MOST_CHILDREN
+from dllm.grammar.compile import Spec
+from dllm.grammar.turns import MOST_WAITING, Turns
+from dllm.patches import grammars
+from dllm.patches.grammars import _Asked, _shipped
+
+MOST = MOST_CHILDREN + MOST_WAITING
+
+
+@dataclass(eq=False)  # hashable, as vLLM's
+class Processor:
+    structured_outputs_config: SimpleNamespace
+
+
+class Held:
+    """Grammars of a tokenizer that are compiled when a test says so."""
+
+    def __init__(self):
+        self.may_go = threading.Event()
+        self.made: list[str] = []
+        self.kept: dict[str, bytes] = {}
+        config = SimpleNamespace(reasoning_parser="")
+        self.processor = Processor(config)
+
+    def known(self, spec, stops):
+        return self.kept.get(spec.text)
+
+    def packed(self, spec, stops):
+        if spec.text not in self.kept:
+            self.made.append(spec.text)
+            assert self.may_go.wait(60)
+            self.kept[spec.text] = spec.text.encode()
+        return self.kept[spec.text]
+
+
+@pytest.fixture
+def held(monkeypatch):
+    turns = Turns()
+    monkeypatch.setattr(grammars, "_turns", lambda: turns)
+    monkeypatch.setattr(_Asked, "of", lambda engine, params: params)
+    made = Held()
+    yield made
+    made.may_go.set()
+
+
+def request(held, text: str) -> asyncio.Task:
+    asked = _Asked(held.processor, held, Spec("regex", text), frozenset([1]))
+    return asyncio.create_task(_shipped(None, asked, "", None, {}))
+
+
+def run(test) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def test_so_many_wait_and_further_ones_are_refused(held):
+    async def test():
+        requests = [request(held, f"a{{{number}}}") for number in range(MOST)]
+        await asyncio.sleep(0)
+        for number in range(6):
+            with pytest.raises(VLLMValidationError, match="16 other grammars wait"):
+                await request(held, f"b{{{number}}}")
+        assert not any(one.done() for one in requests)
+        assert len(held.made) <= MOST_CHILDREN
+        held.may_go.set()
+        assert all(await asyncio.gather(*requests))
+        assert await request(held, "b")  # not remembered
+        assert len(held.made) == MOST + 1
+
+    run(test())
+
+
+def test_one_in_memory_does_not_wait(held):
+    async def test():
+        held.kept["known"] = b"table"
+        requests = [request(held, f"a{{{number}}}") for number in range(MOST)]
+        await asyncio.sleep(0)
+        assert await request(held, "known")
+        assert not any(one.done() for one in requests)
+        held.may_go.set()
+        await asyncio.gather(*requests)
+
+    run(test())
+
+
+def test_equal_requests_have_one_turn_and_none_is_ended_with_another(held):
+    async def test():
+        requests = [request(held, "a") for _ in range(2 * MOST)]
+        await asyncio.sleep(0)
+        requests[0].cancel()
+        requests[-1].cancel()
+        other = request(held, "b")
+        held.may_go.set()
+        assert all(await asyncio.gather(*requests[1:-1], other))
+        assert sorted(held.made) == ["a", "b"]
+
+    run(test())
