@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     about = provenance("bench.grammar_build")
     progress(f"{options.vocab:,} words")
-    vocabulary, children = Vocabulary(words_of(options.vocab), (options.vocab - 1,)), Children()
+    vocabulary, children = Vocabulary(words_of(options.vocab)), Children()
     start = time.perf_counter()
     _ = vocabulary.trie, vocabulary.digest
     tree = time.perf_counter() - start

@@ -89,13 +89,13 @@ class TokenizerGrammars:
 
     @cached_property
     def _of_tags(self) -> Compiler:
-        return Compiler(Vocabulary(self._words, ()), self._folder, self._children)
+        return Compiler(Vocabulary(self._words), self._folder, self._children)
 
     @cached_property
     def _of_texts(self) -> Compiler:
         names = self._names
         words = [b"" if token in names else word for token, word in enumerate(self._words)]
-        return Compiler(Vocabulary(words, ()), self._folder, self._children)
+        return Compiler(Vocabulary(words), self._folder, self._children)
 
 
 def _spoken(tag: Any, key: str = "") -> Iterator[str]:

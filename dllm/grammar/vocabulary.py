@@ -29,26 +29,22 @@ class Vocabulary:
     """What each token stands for. Make one for a tokenizer, and share it: its tree is kept.
 
     Attributes:
-        words: the bytes of every token id; empty for special tokens, which are never in a text.
-        stops: ids that end a text.
+        words: the bytes of every token id; empty for one that is in no text. Special tokens are in
+            none, but in those of a structural tag that writes their names.
     """
 
     words: Sequence[bytes]
-    stops: tuple[int, ...]
 
     @cached_property
     def is_text(self) -> np.ndarray:
         """``[V]`` bool: tokens that may be in a text."""
-        found = np.array([bool(word) for word in self.words])
-        found[list(self.stops)] = False
-        return found
+        return np.array([bool(word) for word in self.words])
 
     @cached_property
     def digest(self) -> str:
         """Differs for different vocabularies (SHA-256)."""
         lengths = np.array([len(word) for word in self.words], dtype=np.int64)
         whole = hashlib.sha256(lengths.tobytes())
-        whole.update(np.array(self.stops, dtype=np.int64).tobytes())
         whole.update(b"".join(self.words))
         return whole.hexdigest()
 

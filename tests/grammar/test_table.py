@@ -11,7 +11,16 @@ from dllm.grammar.automaton import DEAD, START, Unsupported
 from dllm.grammar.reach import NEVER
 from dllm.grammar.table import Table
 from dllm.grammar.vocabulary import Vocabulary
-from tests.support.grammars import GRAMMARS, VOCABULARY, WORDS, automaton, build, table
+from tests.support.grammars import (
+    GRAMMARS,
+    PADDING,
+    STOP,
+    VOCABULARY,
+    WORDS,
+    automaton,
+    build,
+    table,
+)
 
 WHOLE = [name for name in GRAMMARS if name not in ("nested", "list", "anything")]
 
@@ -99,13 +108,12 @@ def test_too_many_cells_are_refused(monkeypatch):
 def test_a_grammar_that_no_token_spells_is_refused():
     made, _ = automaton("regex", "[xy]+")
     with pytest.raises(Unsupported, match="spelled"):
-        build(made, Vocabulary((b"a", b"b", b""), (2,)))
+        build(made, Vocabulary((b"a", b"b", b"")))
 
 
-def test_special_and_stop_tokens_are_in_no_text():
+def test_tokens_without_words_are_in_no_text():
     found, _ = table("regex", "[^x]*")
-    allowed = found.class_of >= 0
-    np.testing.assert_array_equal(allowed & ~VOCABULARY.is_text, False)
+    assert (found.class_of[[STOP, PADDING]] < 0).all()
 
 
 @pytest.mark.parametrize("name", ["person", "anything", "words"])
@@ -138,13 +146,12 @@ def test_arrays_that_do_not_fit_each_other_are_noticed():
             Table.from_bytes(wrong.to_bytes())
 
 
-def test_vocabularies_differ_by_any_word_or_stop():
+def test_vocabularies_differ_by_any_word():
     digests = {
-        Vocabulary(words, stops).digest
+        Vocabulary(words).digest
         for words in ((b"ab", b"c"), (b"a", b"bc"), (b"a", b"b"), (b"a", b"b", b""))
-        for stops in ((0,), (1,))
     }
-    assert len(digests) == 8
+    assert len(digests) == 4
 
 
 def test_the_trie_holds_every_word_once():

@@ -19,7 +19,7 @@ WORDS = (
     *(bytes([byte]) for byte in range(256)),
     *("é".encode(), "日本".encode(), "日".encode()[:2]),
 )
-VOCABULARY = Vocabulary(WORDS, (STOP,))
+VOCABULARY = Vocabulary(WORDS)
 
 
 @cache
