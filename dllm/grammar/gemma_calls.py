@@ -144,11 +144,6 @@ class _Schema:
         return self._members(schema, 0)
 
     def _value(self, schema: Any, depth: int) -> Format:
-        if depth > DEEPEST:
-            raise Unsupported(
-                f"A tool's schema is nested deeper than {DEEPEST} levels, or is recursive. Make it "
-                "flatter."
-            )
         key = id(schema), depth
         if key not in self._made:
             self._count(1)
@@ -158,6 +153,11 @@ class _Schema:
         return self._made[key]
 
     def _made_of(self, schema: Mapping[str, Any], depth: int) -> Format:
+        if depth > DEEPEST:
+            raise Unsupported(
+                f"A tool's schema is nested deeper than {DEEPEST} levels, or is recursive. Make it "
+                "flatter."
+            )
         if unknown := sorted(set(schema) - KNOWN):
             raise Unsupported(
                 f"A tool's schema uses {unknown[0]!r}, which Gemma's calls cannot be held to. "

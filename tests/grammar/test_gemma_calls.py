@@ -282,6 +282,13 @@ def test_what_is_admitted_is_written_within_a_few_times_the_limit():
     assert count > 15 and len(tag.model_dump_json()) < 4 * MOST_TEXT
 
 
+def test_the_deepest_list_may_have_any_items():
+    schema = {"type": "array", "maxItems": 1}
+    for _ in range(11):
+        schema = {"type": "array", "maxItems": 1, "items": schema}
+    structural_tag([("ask", {"properties": {"a": schema}})], "auto")
+
+
 def test_many_properties_behind_one_that_is_required():
     """They have one order, so that they are few parts."""
     properties = {f"p{number:03}": {"type": "null"} for number in range(200)}
