@@ -5,6 +5,7 @@
     checks       what can be wrong with the tensors of a quantized layer
     loading      refuses wrong tensors while a server loads a checkpoint
     report       the line a server prints: what computes with the quantized weights
+    modelopt     checkpoints of NVIDIA Model Optimizer, which are checked and served on CUDA
     cpu_config   how a CPU serves a quantized checkpoint
     cpu_experts  the same for the experts of a mixture
 

@@ -206,11 +206,11 @@ class DiffusionModelState(ModelState):
             rows: ``[tokens]``, which tokens of the visit's batch they are.
         """
         block_tables, slot_mappings, attn_groups, kv_cache_config = self._attention
-        slots = slot_mappings[:, rows]
+        slot_mapping = slot_mappings[:, rows]
         metadata = self.prepare_attn(
-            canvases, CUDAGraphMode.NONE, block_tables, slots, attn_groups, kv_cache_config
+            canvases, CUDAGraphMode.NONE, block_tables, slot_mapping, attn_groups, kv_cache_config
         )
-        return metadata, build_slot_mappings_by_layer(slots, kv_cache_config)
+        return metadata, build_slot_mappings_by_layer(slot_mapping, kv_cache_config)
 
     def _rows(
         self,

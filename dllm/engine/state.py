@@ -15,7 +15,7 @@ where the model runner puts it into the next batch. Everything else is here:
 | pinned           | [slots, P] int32 | reset                   | sampler, each step             |
 | holds_pins       | [slots]          | reset                   | sampler, each step             |
 | given_from       | [slots]          | reset                   | sampler: canvases and pins     |
-| argmax_canvas    | [slots, C] int64 | sampler, each step      | denoise; edits                 |
+| argmax_canvas    | [slots, C] int64 | sampler, each step      | denoise; edits; prepare_inputs |
 | steps_done       | [slots] int32    | sampler, each step      | denoise; prepare_inputs        |
 | carried          | [slots, ...]     | sampler, each step      | denoise                        |
 | soft_embeds      | [slots, C, S]    | sampler, each step      | prepare_inputs, if steps_done  |
@@ -116,7 +116,7 @@ class CanvasState:
 
         Args:
             seed: of the request's noise, from ``request_seed``.
-            prompt_len: in tokens; the first canvas starts there.
+            prompt_len: in tokens.
         """
         record = np.zeros((), self._layout)
         record["slot"], record["seed"] = slot, seed
