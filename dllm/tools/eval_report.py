@@ -2,7 +2,7 @@
 
 accuracy      right answers / questions, with the Wilson score interval at 95%
 tokens        output tokens for each question, the end-of-sequence token included
-steps/block   denoise steps / blocks; "-" where the model has none or does not report them
+steps         denoise steps / blocks; "-" where the model has none or does not report them
 tokens/s      output tokens of all questions / wall time of all questions
 """
 
@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from dllm.tasks.suite import Question
@@ -145,10 +146,13 @@ def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, str
 
 
 def table(scores: Sequence[Score], title: str) -> Table:
-    """One row for each family, and one for all if there are several."""
-    view = Table(title=title, title_justify="left", show_footer=False)
+    """One row for each family, and one for all if there are several; fits into 80 columns.
+
+    Steps are denoise steps of a block.
+    """
+    view = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     view.add_column("family", no_wrap=True)
-    for heading in ("right", "accuracy", "95%", "tokens", "steps/block", "s", "tokens/s"):
+    for heading in ("right", "accuracy", "95%", "tokens", "steps", "s", "tokens/s"):
         view.add_column(heading, justify="right", no_wrap=True)
     for one in scores:
         view.add_row(*_cells(one))

@@ -1,11 +1,13 @@
 """`dllm eval`: known shares of right answers give known scores; the reference counts its steps."""
 
+import io
 import json
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from dllm.cli import CommandError, main
@@ -20,7 +22,7 @@ from dllm.tasks.tokenizer import (
 )
 from dllm.tasks.tool_tokenizer import encode_chat, train_tool_tokenizer
 from dllm.tools.eval_reference import ReferenceModel, open_reference
-from dllm.tools.eval_report import Answer, Run, Score, score, total, wilson_interval
+from dllm.tools.eval_report import Answer, Run, Score, score, table, total, wilson_interval
 from dllm.tools.eval_server import PASSES, counter, denoise_counts
 from dllm.tools.evaluate import chosen_families
 from tests.support.chat_stub import Stub, serve
@@ -76,6 +78,17 @@ def test_a_total_weighs_questions_and_blocks_equally() -> None:
     silent = Score("c", 1, 1, None, 1.0, None, None)
     assert total([few, silent]).mean_tokens is None
     assert total([few, silent]).steps_per_block is None
+
+
+def test_the_table_fits_into_a_pipe() -> None:
+    scores = [
+        Score(name, 100, 78, 2931, 123.4, 990, 412) for name in ("sort", "multiply", "schema")
+    ]
+    screen = Console(width=80, file=io.StringIO())
+    screen.print(table(scores, "tiny"))
+    printed = screen.file.getvalue()
+    assert "…" not in printed
+    assert {"78/100", "234/300", "78.0%", "68.9-85.0", "29.3", "2.40"} <= set(printed.split())
 
 
 def test_counters_are_summed_over_labels_and_found_by_their_whole_name() -> None:
