@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dllm.api.encoder import Encoder
 from dllm.settings.pins import PIN_ARGS, PIN_AT, PIN_IDS, PIN_MODE
 from dllm.settings.request import STREAM, refuse
 
@@ -107,7 +108,7 @@ current_fill: ContextVar[Fill | None] = ContextVar("current_fill", default=None)
 def fill_of(
     suffix: str,
     extra: dict[str, Any],
-    encode: Callable[[str], list[int]],
+    encoder: Encoder,
     end: int,
     canvas: int,
     vocab_size: int,
@@ -117,7 +118,6 @@ def fill_of(
     Args:
         suffix: of the request, not empty.
         extra: its extra arguments.
-        encode: gives the ids of a text, without special tokens.
         end: the token that ends an answer, if the request names no other.
         canvas: the served canvas length.
         vocab_size: of the model.
@@ -147,9 +147,10 @@ def fill_of(
             f"{END} = {end!r:.200}; allowed: the id of a token, from 0 to {vocab_size - 1}. Omit "
             "it for the model's.",
         )
+    encoder.check_length("suffix", len(suffix), canvas)
     width = extra.get("diffusion_canvas_length")
     return Fill(
-        suffix_ids=tuple(encode(suffix)),
+        suffix_ids=tuple(encoder.encode(suffix)),
         end=end,
         widths=(widths[0], widths[1]),
         canvas_width=width if type(width) is int and width <= canvas else canvas,

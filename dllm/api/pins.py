@@ -5,10 +5,10 @@ takes as many positions, from ``at`` on. Where two of a list overlap, the later 
 need not know how many tokens a text has.
 """
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-from dllm.settings.pins import PIN_AT, PIN_IDS
+from dllm.api.encoder import Encoder
+from dllm.settings.pins import PIN_AT, PIN_IDS, PINNED_CANVASES
 from dllm.settings.request import refuse
 
 FIELD = "diffusion_pins"
@@ -17,26 +17,29 @@ SHAPE = (
 )
 
 
-def as_extra_args(given: Any, encode: Callable[[str], list[int]]) -> dict[str, list[int]]:
+def as_extra_args(given: Any, encoder: Encoder, canvas_length: int) -> dict[str, list[int]]:
     """The extra arguments for a list of pins.
 
     Args:
         given: what the client sent.
-        encode: gives the ids of a text, without special tokens.
+        canvas_length: the served one.
 
     Raises:
-        VLLMValidationError: ``given`` is no such list.
+        VLLMValidationError: ``given`` is no such list, or its texts are too long.
     """
     if not isinstance(given, list) or not given:
         _refuse(given)
+    texts = (pin.get("text") for pin in given if isinstance(pin, dict))
+    num_chars = sum(len(text) for text in texts if isinstance(text, str))
+    encoder.check_length(FIELD, num_chars, PINNED_CANVASES * canvas_length)
     token_at: dict[int, int] = {}
     for pin in given:
-        tokens = _tokens(pin, encode)
+        tokens = _tokens(pin, encoder)
         token_at |= zip(range(pin["at"], pin["at"] + len(tokens)), tokens, strict=True)
     return {PIN_AT: list(token_at), PIN_IDS: list(token_at.values())}
 
 
-def _tokens(pin: Any, encode: Callable[[str], list[int]]) -> list[int]:
+def _tokens(pin: Any, encoder: Encoder) -> list[int]:
     """The ids of one pin."""
     keys = set(pin) if isinstance(pin, dict) else set()
     if keys not in ({"at", "text"}, {"at", "ids"}) or type(pin["at"]) is not int or pin["at"] < 0:
@@ -47,7 +50,7 @@ def _tokens(pin: Any, encode: Callable[[str], list[int]]) -> list[int]:
             text.encode()
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON may hold
             _refuse(pin)
-    tokens = encode(text) if isinstance(text, str) else pin.get("ids")
+    tokens = encoder.encode(text) if isinstance(text, str) else pin.get("ids")
     if not isinstance(tokens, list) or not tokens or not all(type(one) is int for one in tokens):
         _refuse(pin)
     return tokens

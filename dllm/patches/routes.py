@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from dllm.api import fill, pins
+from dllm.api.encoder import Encoder
 from dllm.api.page import CanvasPage
 from dllm.models import FAMILIES
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
@@ -130,7 +131,8 @@ def _write_pins(self: Any, request: Any) -> None:
     given = getattr(request, pins.FIELD, None)
     if given is not None:
         _refuse_blocks(self, pins.FIELD)
-        written = pins.as_extra_args(given, _encoder(self))
+        canvas = self.engine_client.vllm_config.diffusion_config.canvas_length
+        written = pins.as_extra_args(given, _encoder(self), canvas)
         both = written.keys() & (request.vllm_xargs or {}).keys()
         if both:
             refuse(pins.FIELD, f"{pins.FIELD} beside {min(both)}; allowed: one. Leave one out.")
@@ -171,9 +173,8 @@ def _refuse_blocks(self: Any, field: str) -> None:
         )
 
 
-def _encoder(self: Any) -> Callable[[str], list[int]]:
-    encode: Callable[..., list[int]] = self.renderer.get_tokenizer().encode
-    return functools.partial(encode, add_special_tokens=False)
+def _encoder(self: Any) -> Encoder:
+    return Encoder.of(self.renderer.get_tokenizer())
 
 
 def _refuse_pins() -> NoReturn:

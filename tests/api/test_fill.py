@@ -8,18 +8,16 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from dllm.api.encoder import Encoder
 from dllm.api.fill import Fill, fill_of, filled
 
 END = 1
 CANVAS = 12
-
-
-def encode(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
+ENCODER = Encoder(lambda text: [ord(letter) for letter in text], 1)
 
 
 def hole(suffix: str = "yz", extra: dict[str, Any] | None = None) -> Fill:
-    return fill_of(suffix, extra or {}, encode, END, CANVAS, 128)
+    return fill_of(suffix, extra or {}, ENCODER, END, CANVAS, 128)
 
 
 def decode(ids: list[int]) -> str:
@@ -64,7 +62,7 @@ def test_a_hole_that_does_not_fit_is_refused(suffix, extra, max_tokens):
 
 
 def test_too_many_widths_are_refused():
-    wide = fill_of("yz", {"diffusion_fill_widths": [0, 64]}, encode, END, 256, 128)
+    wide = fill_of("yz", {"diffusion_fill_widths": [0, 64]}, ENCODER, END, 256, 128)
     with pytest.raises(VLLMValidationError, match=r"comes to 65 widths; allowed: at most 64"):
         wide.width_range(0, 1000, 1000)
 

@@ -3,17 +3,17 @@
 import pytest
 from vllm.exceptions import VLLMValidationError
 
+from dllm.api.encoder import Encoder
 from dllm.api.pins import as_extra_args
 from dllm.settings.pins import held_length, pins_of, without_noise
 
-
-def encode(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
+CANVAS = 12
+ENCODER = Encoder(lambda text: [ord(letter) for letter in text], 1)
 
 
 def test_a_text_takes_as_many_positions_as_it_has_tokens():
     given = [{"at": 5, "text": "ab"}, {"at": 40, "ids": [7]}]
-    assert as_extra_args(given, encode) == {
+    assert as_extra_args(given, ENCODER, CANVAS) == {
         "diffusion_pin_at": [5, 6, 40],
         "diffusion_pin_ids": [97, 98, 7],
     }
@@ -21,7 +21,7 @@ def test_a_text_takes_as_many_positions_as_it_has_tokens():
 
 def test_where_pins_overlap_the_later_one_counts():
     given = [{"at": 5, "ids": [1, 2, 3]}, {"at": 6, "text": "a"}, {"at": 4, "text": "bc"}]
-    written = as_extra_args(given, encode)
+    written = as_extra_args(given, ENCODER, CANVAS)
     assert dict(zip(*written.values(), strict=True)) == {4: 98, 5: 99, 6: 97, 7: 3}
 
 
@@ -49,7 +49,7 @@ def test_where_pins_overlap_the_later_one_counts():
 )
 def test_what_is_no_list_of_pins_is_refused(given):
     with pytest.raises(VLLMValidationError, match=r"diffusion_pins: .*allowed: a list of"):
-        as_extra_args(given, encode)
+        as_extra_args(given, ENCODER, CANVAS)
 
 
 def test_pins_of_a_seed_canvas_and_others_are_one_table():

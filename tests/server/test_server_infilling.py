@@ -73,6 +73,11 @@ def test_pins_are_seen_in_the_stream(client):
             "max_tokens of at least 10",
         ),
         (
+            "/v1/chat/completions",
+            {"diffusion_pins": [{"at": 1, "text": "x" * 100_000}]},
+            "diffusion_pins has 100000 characters of text; allowed: at most",
+        ),
+        (
             "/v1/responses",
             {"input": "hi", "diffusion_pins": [{"at": 1, "ids": [5]}]},
             "diffusion_pins is not served here",
@@ -161,6 +166,7 @@ def test_an_empty_suffix_is_none(client):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"suffix": "x" * 100_000}, "suffix has 100000 characters of text; allowed: at most"),
         ({"suffix": " and go" * CANVAS}, "hole, suffix and an end token of at most 32 together"),
         ({"vllm_xargs": {"diffusion_fill_widths": [3, 2]}}, "least, greatest"),
         (
