@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 WIDTHS, END = "diffusion_fill_widths", "diffusion_fill_end"
 DEFAULT_WIDTHS = (1, 32)
 MAX_CANDIDATES = 64
+MAX_SEARCH = 512  # candidates of all samples of a request; they are in the engine at once
 FINALISTS = 4  # of the widths, which are read once more
 # Of the prompt, so many tokens are decoded with the hole: a first token may begin with a space.
 CONTEXT = 8
@@ -48,11 +49,14 @@ class Fill:
     widths: tuple[int, int]
     canvas_width: int
 
-    def width_range(self, min_tokens: int, max_tokens: int, room: int) -> range:
+    def width_range(
+        self, min_tokens: int, max_tokens: int, room: int, num_samples: int = 1
+    ) -> range:
         """The widths to try.
 
         Args:
             min_tokens, max_tokens: of the hole, as the client asks.
+            num_samples: n of the request; each sample tries every width.
             room: tokens between the prompt and the end of the model's context.
 
         Raises:
@@ -75,6 +79,14 @@ class Fill:
                 WIDTHS,
                 f"{WIDTHS} = {list(self.widths)} comes to {len(widths)} widths; allowed: at most "
                 f"{MAX_CANDIDATES}. Send a smaller range.",
+            )
+        if num_samples * len(widths) > MAX_SEARCH:
+            refuse(
+                "n",
+                f"n = {num_samples} beside a suffix, with {len(widths)} widths of the hole to try "
+                f"for each sample; allowed: n times widths of at most {MAX_SEARCH}, here an n of "
+                f"at most {MAX_SEARCH // len(widths)}. Send a smaller n or range ({WIDTHS}), or "
+                "several requests.",
             )
         return widths
 

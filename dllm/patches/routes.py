@@ -116,7 +116,7 @@ def start_fill(
     if hole is None:
         return None
     room = llm.model_config.max_model_len - len(prompt["prompt_token_ids"])
-    widths = hole.width_range(params.min_tokens, params.max_tokens, room)
+    widths = hole.width_range(params.min_tokens, params.max_tokens, room, params.n)
     candidate = hole.candidate(params, widths[-1], 0)
     llm.input_processor._validate_params(candidate, ("generate",))
     start = functools.partial(generate, llm)

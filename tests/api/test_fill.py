@@ -67,6 +67,13 @@ def test_too_many_widths_are_refused():
         wide.width_range(0, 1000, 1000)
 
 
+def test_too_many_samples_are_refused():
+    narrow = fill_of("yz", {"diffusion_fill_widths": [1, 10]}, ENCODER, END, 256, 128)
+    assert len(narrow.width_range(0, 1000, 1000, num_samples=51)) == 10
+    with pytest.raises(VLLMValidationError, match=r"n = 52 .* here an n of at most 51\."):
+        narrow.width_range(0, 1000, 1000, num_samples=52)
+
+
 @pytest.mark.parametrize(
     "widths", [[], 0, [1], [1, 2, 3], [3, 2], [-1, 2], ["a", "b"], "ab", [1.5, 2]]
 )
