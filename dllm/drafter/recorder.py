@@ -168,7 +168,9 @@ class Recorder:
         firsts = np.cumsum(step.lengths) - step.lengths
         for row in self._rows(step):
             tokens = slice(int(firsts[row]), int(firsts[row] + step.kept[row]))
-            self._extend(step, row, step.tokens[tokens], step.features[tokens].cpu())
+            # A copy also of a tensor on the CPU, else it would keep the whole step's in memory.
+            hidden = step.features[tokens].to("cpu", copy=True)
+            self._extend(step, row, step.tokens[tokens], hidden)
         if self._closed and time.monotonic() - self._waiting_since > MAX_WAIT_S:
             self._hand_over()
 

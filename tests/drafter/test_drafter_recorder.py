@@ -113,6 +113,22 @@ def test_the_ring_stays_within_its_bytes_and_keeps_the_newest(tmp_path):
     assert all(sample.num_anchors == 80 for sample in read_shards(tmp_path))
 
 
+def test_open_samples_hold_no_more_memory_than_is_allowed(tmp_path):
+    """A small row of large steps, whose other row has no room."""
+    recording = Recorder(tmp_path, 4 * 10 * FEATURES * 4, "w0")
+    for at in range(8):
+        rows = [
+            dict(request="small", start=at, tokens=[at], prompt=99),
+            dict(request="large", start=0, tokens=range(50), prompt=99),
+        ]
+        recording.observe(step(rows))
+    (sample,) = recording._open.values()
+    held = {part.untyped_storage().data_ptr(): part.untyped_storage() for part in sample.hidden}
+    assert sum(storage.nbytes() for storage in held.values()) == sample.num_bytes
+    assert sample.num_bytes == 8 * FEATURES * 4
+    recording.close()
+
+
 def size(folder: Path) -> int:
     """Bytes of all files; those that the writer takes away meanwhile count nothing."""
     total = 0
