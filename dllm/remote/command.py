@@ -13,12 +13,21 @@ from dllm.remote.discovery import Child, find_python
 from dllm.remote.keys import WORKER, Keys, check_address, read_keys
 from dllm.remote.link import Server, check_bind
 from dllm.remote.worker import DraftWorker, Limits
-from dllm.settings.checks import FloatRange
+from dllm.settings.checks import FloatRange, IntRange
 from dllm.settings.command import OK, CommandError
+from dllm.settings.denoising import block_size_of
 from dllm.settings.remote import DISCOVERIES
+from dllm.settings.request import MAX_INT32
 
-TTLS = FloatRange(0, 1e9, excludes_low=True)
 MAX_STEPS = 4  # denoise steps of a canvas
+ALLOWED: dict[str, IntRange | FloatRange] = {
+    "ahead": IntRange(0, MAX_INT32),
+    "max_sessions": IntRange(1, MAX_INT32),
+    "max_tokens_kept": IntRange(1, MAX_INT32),
+    "session_ttl": FloatRange(0, 1e9, excludes_low=True),
+    "canvas": IntRange(1, MAX_INT32),  # compared with the model's in `_diffusion_options`
+    "max_steps": IntRange(1, MAX_INT32),
+}
 REPORT_S = 10.0  # how often a busy worker prints what it did
 
 
@@ -86,17 +95,10 @@ def _check(options: argparse.Namespace) -> Keys | None:
     Raises:
         CommandError: names the option, its value and what is allowed.
     """
-    for flag, value, least in (
-        ("--ahead", options.ahead, 0),
-        ("--max-sessions", options.max_sessions, 1),
-        ("--max-tokens-kept", options.max_tokens_kept, 1),
-        ("--canvas", options.canvas, 1),
-        ("--max-steps", options.max_steps, 1),
-    ):
-        if value is not None and value < least:
-            raise CommandError(f"{flag} {value}; allowed: at least {least}.")
-    if options.session_ttl not in TTLS:
-        raise CommandError(f"--session-ttl {options.session_ttl}; allowed: {TTLS}.")
+    for name, allowed in ALLOWED.items():
+        value = getattr(options, name)
+        if value is not None and value not in allowed:
+            raise CommandError(f"{_flag(name)} {value}; allowed: {allowed}.")
     try:
         check_address(options.listen, options.keys, "--listen", is_own=True)
         if options.discovery == "dynamo":
@@ -106,6 +108,11 @@ def _check(options: argparse.Namespace) -> Keys | None:
     except ValueError as error:
         raise CommandError(str(error)) from None
     return keys
+
+
+def _flag(name: str) -> str:
+    """An option as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _check_discovery(address: str) -> None:
@@ -164,17 +171,26 @@ def _diffusion_options(
     """Tokens and denoise steps of a canvas; both None for an autoregressive model.
 
     Raises:
-        CommandError: one of them was given for an autoregressive model.
+        CommandError: one of them was given for an autoregressive model, or the model has no such
+            canvas.
     """
-    if config.model_config.is_diffusion:
-        return (
-            options.canvas or config.diffusion_config.canvas_length,
-            options.max_steps or MAX_STEPS,
+    if not config.model_config.is_diffusion:
+        for name in ("canvas", "max_steps"):
+            if getattr(options, name) is not None:
+                raise CommandError(
+                    f"{_flag(name)} is of diffusion models; {options.model} is none."
+                )
+        return None, None
+    longest = config.diffusion_config.canvas_length
+    canvas = longest if options.canvas is None else options.canvas
+    # With blocks, a canvas is the rest of its block.
+    allowed = IntRange(longest if block_size_of(config) > 1 else 1, longest)
+    if canvas not in allowed:
+        raise CommandError(
+            f"{_flag('canvas')} {canvas}; allowed for {options.model}: {allowed}. Leave it out for "
+            f"{longest}."
         )
-    for flag, value in (("--canvas", options.canvas), ("--max-steps", options.max_steps)):
-        if value is not None:
-            raise CommandError(f"{flag} is of diffusion models; {options.model} is none.")
-    return None, None
+    return canvas, options.max_steps or MAX_STEPS
 
 
 class Report:

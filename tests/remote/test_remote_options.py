@@ -60,7 +60,9 @@ def test_options_are_read():
         (["--max-sessions", "0"], ["--max-sessions 0"]),
         (["--session-ttl", "nan"], ["--session-ttl nan", "above 0"]),
         (["--session-ttl", "-1"], ["--session-ttl -1"]),
-        (["--max-steps", "0"], ["--max-steps 0"]),
+        (["--max-steps", "0"], ["--max-steps 0", "at least 1"]),
+        (["--max-steps", str(2**31)], [f"--max-steps {2**31}", f"at most {2**31 - 1}"]),
+        (["--max-tokens-kept", "0"], ["--max-tokens-kept 0"]),
         (["--canvas", "0"], ["--canvas 0"]),
         (["--discovery", "dynamo", "--listen", "tcp://0.0.0.0:5800"], ["draft-keys"]),
     ],
@@ -76,6 +78,25 @@ def test_options_of_diffusion_models_are_refused_for_others(flag, monkeypatch, c
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     assert cli.main(["draft-worker", "--model", "checkpoints/tiny-ar", flag, "8"]) == 1
     assert f"{flag} is of diffusion models; checkpoints/tiny-ar is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "canvas", "allowed"),
+    [
+        ("tiny-dllm", 1000, "an integer of at least 1 and at most 32"),
+        ("tiny-sdar", 1000, "an integer of at least 32 and at most 32"),
+        ("tiny-sdar", 31, "an integer of at least 32 and at most 32"),
+    ],
+)
+def test_a_canvas_that_the_model_has_not_is_refused_before_it_is_loaded(
+    model, canvas, allowed, monkeypatch, capsys
+):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr("vllm.v1.engine.llm_engine.LLMEngine.from_vllm_config", None)
+    command = ["draft-worker", "--model", f"checkpoints/{model}", "--canvas", str(canvas)]
+    assert cli.main(command) == 1
+    said = capsys.readouterr().err
+    assert f"--canvas {canvas}; allowed for checkpoints/{model}: {allowed}." in said
 
 
 def test_a_listed_worker_names_an_address_that_others_reach(monkeypatch, tmp_path, capsys):
