@@ -13,6 +13,7 @@ from rich.console import Console
 
 from dllm.settings.command import OK, CommandError
 from dllm.tools import client
+from dllm.tools.visible import visible
 
 HELP = "/reset forgets the conversation, /quit ends it; Ctrl-C stops an answer."
 
@@ -121,10 +122,12 @@ def _answer(conversation: Conversation, console: Console, line: str) -> None:
     pieces = conversation.ask(line)
     try:
         for piece in pieces:
-            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            shown = visible(piece, kept="\n\t")
+            console.print(shown, end="", markup=False, highlight=False, soft_wrap=True)
         console.print()
     except KeyboardInterrupt:
         pieces.close()
         console.print("\nStopped.", style="dim")
     except CommandError as error:
-        console.print(f"\n{error}", style="red", markup=False, highlight=False)
+        said = visible(str(error), kept="\n\t")
+        console.print(f"\n{said}", style="red", markup=False, highlight=False)

@@ -17,6 +17,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dllm.tools.visible import visible
+
 Status = Literal["accepted", "renoised", "final", "unused"]
 LEGEND: tuple[Status, ...] = ("accepted", "renoised", "final")
 
@@ -100,10 +102,7 @@ class Labels:
 
     def token(self, token_id: int) -> str:
         """One token, short and on one line, with visible spaces."""
-        text = self.tokenizer.decode([token_id]).replace(" ", "·")
-        text = "".join(
-            char if char.isprintable() else "⏎" if char == "\n" else "�" for char in text
-        )
+        text = visible(self.tokenizer.decode([token_id]).replace(" ", "·").replace("\n", "⏎"))
         return text if len(text) <= CELL_CHARACTERS else text[: CELL_CHARACTERS - 1] + "…"
 
     def answer(self, frame: Frame) -> str:
@@ -152,7 +151,8 @@ def picture(frame: Frame, labels: Labels, width: int) -> RenderableType:
     drawn = [_styled(cell) for cell in cells(frame, labels)]
     for start in range(0, len(drawn), columns):
         grid.add_row(*drawn[start : start + columns])
-    answer = Text(labels.answer(frame), style="bold" if frame.is_final else "")
+    shown = visible(labels.answer(frame), kept="\n\t")
+    answer = Text(shown, style="bold" if frame.is_final else "")
     return Group(Text(frame.title, style="dim"), grid, answer, Text())
 
 

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
+from dllm.tools.visible import visible
 from dllm.tools.watch_drawing import (
     ENTROPY_COLORS,
     LEGEND,
@@ -60,7 +61,7 @@ def animation(frames: Sequence[Frame], labels: Labels, question: str) -> str:
     )
     parts = [
         head,
-        f"<title>{escape(_visible(question))}</title>",
+        f"<title>{escape(visible(question))}</title>",
         f"<style>{STYLE}{_colors()}{_timing(frames)}</style>",
         f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#fff" stroke="#d1d9e0"/>',
         _text(MARGIN, MARGIN + LINE_H - 6, f"> {question}", "q"),
@@ -134,13 +135,8 @@ def _cell(cell: Cell, x: int, y: int, width: int = CELL_W, height: int = CELL_H)
 
 def _text(x: int, y: int, text: str, kind: str = "") -> str:
     name = f' class="{kind}"' if kind else ""
-    return f'<text x="{x}" y="{y}"{name}>{escape(_visible(text))}</text>'
+    return f'<text x="{x}" y="{y}"{name}>{escape(visible(text))}</text>'
 
 
 def _lines(answer: str) -> list[str]:
     return textwrap.wrap(answer, LINE_CHARACTERS) or [""]
-
-
-def _visible(text: str) -> str:
-    """``text`` without control characters, which XML does not allow."""
-    return "".join(char if char.isprintable() else "�" for char in text)

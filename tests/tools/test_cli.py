@@ -140,6 +140,14 @@ def test_the_history_is_sent_and_reset_forgets_it() -> None:
     assert "max_tokens" not in stub.requests[0]
 
 
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    said = "clip\x1b]52;c;cHduZWQ=\x07 clear\x9b2J\x7f\r 👩\u200d🔬\xa0x\ny"
+    with serve(Stub(lambda messages: said)) as stub:
+        shown, conversation = chat(stub, "one")
+    assert "clip�]52;c;cHduZWQ=� clear�2J�� 👩\u200d🔬\xa0x\ny" in shown
+    assert conversation.messages[-1]["content"] == said
+
+
 def test_an_unknown_command_is_not_sent() -> None:
     with serve(Stub(answer_with_count)) as stub:
         shown, _ = chat(stub, "/exit")

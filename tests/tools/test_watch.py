@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -157,6 +158,14 @@ def test_a_terminal_shows_the_canvas_and_the_answer(
     assert f"block 2, step {two_blocks[-1].step}:" in text
     shown = [cell.text for cell in cells(two_blocks[-1], labels) if cell.text != "�"]
     assert all(token in text for token in shown)
+
+
+def test_control_characters_do_not_reach_the_terminal(two_blocks: list[Frame]) -> None:
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "a\x1b[2J\n")
+    console = Console(width=100, file=io.StringIO())
+    console.print(picture(two_blocks[-1], Labels(tokenizer, {1}), console.width))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "a�[2J⏎" in text and "a�[2J\n" in text and "\x1b" not in text
 
 
 # --------------------------------------------------------------------------------------------------
