@@ -88,6 +88,16 @@ PATCHES = (
         "the same for the offline engine",
     ),
     Patch(
+        "vllm.tool_parsers.structural_tag_registry.register_vllm_structural_tag",
+        "call, in the front end",
+        "the grammar of tool calls in Gemma 4's syntax",
+    ),
+    Patch(
+        "vllm.tool_parsers.gemma4_engine_tool_parser.Gemma4EngineToolParser.structural_tag_model",
+        "replace, in the front end",
+        "its tool calls are held to that grammar; vLLM leaves them free",
+    ),
+    Patch(
         "vllm.v1.engine.core_client.AsyncMPClient.get_output_async",
         "wrap",
         "frames of unfinished canvases go to their streams; vLLM would count them as first tokens",
@@ -199,6 +209,11 @@ PATCHES = (
         "vLLM refuses it in a second place, too",
     ),
     Patch(
+        "vllm.v1.worker.gpu_worker.HAS_TRITON",
+        "add, in the CPU worker",
+        "vLLM 0.33 refuses Model Runner V2 in this module, too; 0.32 has no such name",
+    ),
+    Patch(
         "vllm.triton_utils.triton.next_power_of_2",
         "add to the placeholder",
         "Model Runner V2 calls it to size kernels that dllm.cpu replaces",
@@ -266,6 +281,7 @@ PATCHES = (
     Patch(
         "vllm.compilation.decorators._try_load_aot_compiled_fn",
         "wrap, in the CPU worker",
-        "a restart loads the compiled backbone; vLLM finds its own file broken and traces again",
+        "damaged files are deleted before vLLM opens them; a restart loads the compiled backbone, "
+        "where vLLM finds its own file broken and traces again",
     ),
 )

@@ -40,7 +40,7 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
         if self.serves_canvases:
             prepare_runner()
         # vLLM 0.33 refuses Model Runner V2 in this module when Triton is missing; 0.32 does it in
-        # VllmConfig. It is read for nothing else there.
+        # VllmConfig, and has no such name.
         gpu_worker.HAS_TRITON = True
         super().__init__(vllm_config, *args, **kwargs)
 

@@ -272,6 +272,10 @@ SIGNATURES = {
     "vllm.config.VllmConfig.use_v2_model_runner": ["self"],
     "vllm.config.VllmConfig._validate_v2_model_runner": ["self"],
     "vllm.triton_utils.dispatcher.register_kernels": ["overrides"],
+    "vllm.tool_parsers.structural_tag_registry.register_vllm_structural_tag": [
+        "model",
+        "builtin_tools",
+    ],
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run": ["self", "hidden_states"],
     "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs": [
         "self",
@@ -290,7 +294,10 @@ OBJECTS = {  # not functions
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
     "vllm.transformers_utils.config._CONFIG_REGISTRY": dict,
     "vllm.triton_utils.triton.next_power_of_2": object,
+    "vllm.tool_parsers.gemma4_engine_tool_parser.Gemma4EngineToolParser.structural_tag_model": str
+    | None,
 }
+FROM_LATER_VERSIONS = {"vllm.v1.worker.gpu_worker.HAS_TRITON"}  # added, and read by nobody here
 
 
 def source_parameters(target: str) -> list[str]:
@@ -314,7 +321,7 @@ def source_parameters(target: str) -> list[str]:
 
 def test_every_patched_name_is_under_contract():
     targets = [patch.target for patch in contract.PATCHES]
-    assert sorted(targets) == sorted([*SIGNATURES, *OBJECTS])
+    assert sorted(targets) == sorted([*SIGNATURES, *OBJECTS, *FROM_LATER_VERSIONS])
     assert all(patch.action and patch.why for patch in contract.PATCHES)
 
 
@@ -329,6 +336,12 @@ def test_the_signature_of_a_patched_function(target):
 @pytest.mark.parametrize("target", OBJECTS)
 def test_the_type_of_a_patched_object(target):
     assert isinstance(resolve(target), OBJECTS[target])
+
+
+@pytest.mark.parametrize("target", FROM_LATER_VERSIONS)
+def test_a_name_of_later_versions_is_not_in_this_one(target):
+    module, _, name = target.rpartition(".")
+    assert name not in inspect.getsource(resolve(module))
 
 
 def test_the_registry_has_our_architecture_to_replace():
@@ -375,46 +388,89 @@ def test_what_we_import_from_vllm_exists(module, name):
         resolve(f"{module}.{name}" if name else module)
 
 
-def replaced_attributes(path: Path) -> list[str]:
-    """Attributes of names imported from vLLM that a module of ours assigns to."""
-    tree = ast.parse(path.read_text())
-    theirs = {
-        alias.asname or alias.name.split(".")[0]
-        for node in ast.walk(tree)
-        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm")
-        or (isinstance(node, ast.Import) and node.names[0].name.split(".")[0] == "vllm")
-        for alias in node.names
-    }
-    targets = [
-        target
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-    ]
-    targets += [
-        ast.Attribute(node.args[0], "?")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "setattr"
-    ]
-    found = []
-    for target in targets:
-        owner = target
-        while isinstance(owner, ast.Attribute | ast.Subscript):
-            owner = owner.value
-        if owner is not target and getattr(owner, "id", None) in theirs:
-            found.append(ast.unparse(target))
+def names_of_vllm(tree: ast.AST) -> dict[str, str]:
+    """What a module imports from vLLM: the dotted name of each of its own names."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            found |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+        elif isinstance(node, ast.Import) and node.names[0].name.split(".")[0] == "vllm":
+            for each in node.names:
+                first = each.name.split(".")[0]
+                found[each.asname or first] = each.name if each.asname else first
     return found
 
 
-def test_only_patches_replace_attributes_of_vllm(tmp_path):
-    found = {path.relative_to(ROOT).as_posix(): replaced_attributes(path) for path in SOURCES}
-    places = {path for path, attributes in found.items() if attributes}
-    assert {Path(path).parent.as_posix() for path in places} == {"dllm/patches"}
+def assigned(tree: ast.AST) -> Iterator[ast.expr]:
+    """What a module assigns to; also by setattr, where a loop goes through (owner, name)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            yield from node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            yield node.target
+        elif isinstance(node, ast.For) and any(map(is_setattr, ast.walk(node))):
+            for item in getattr(node.iter, "elts", ()):
+                pair = getattr(item, "elts", [item])
+                yield ast.Attribute(pair[0], getattr(pair[-1], "value", "?"))
+        elif is_setattr(node):
+            yield ast.Attribute(node.args[0], getattr(node.args[1], "value", "?"))
+
+
+def is_setattr(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "id", None) == "setattr"
+
+
+def replaced_attributes(path: Path) -> list[str]:
+    """Attributes, by dotted name, that a module of ours assigns to names imported from vLLM."""
+    tree = ast.parse(path.read_text())
+    theirs = names_of_vllm(tree)
+    found = []
+    for target in assigned(tree):
+        names, owner = [], target
+        while isinstance(owner, ast.Attribute | ast.Subscript):
+            # What is in brackets is an entry, and no name of vLLM.
+            names = [owner.attr, *names] if isinstance(owner, ast.Attribute) else []
+            owner = owner.value
+        if owner is not target and getattr(owner, "id", None) in theirs:
+            found.append(".".join([theirs[owner.id], *names]))
+    return found
+
+
+def test_only_patches_replace_attributes_of_vllm():
+    places = {path.parent for path in SOURCES if replaced_attributes(path)}
+    assert places == {ROOT / "dllm/patches"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Scheduler.schedule = 1",
+        "setattr(Scheduler, 'schedule', 1)",
+        "for owner, name in ((Scheduler, 'schedule'),): setattr(owner, name, 1)",
+        "Scheduler.schedule[0] = 1",
+    ],
+)
+def test_a_planted_replacement_is_found(line, tmp_path):
     planted = tmp_path / "planted.py"
-    planted.write_text(
-        "from vllm.v1.core.sched.scheduler import Scheduler\nScheduler.schedule = 1\n"
-    )
-    assert replaced_attributes(planted) == ["Scheduler.schedule"]
+    planted.write_text(f"from vllm.v1.core.sched.scheduler import Scheduler\n{line}\n")
+    assert set(replaced_attributes(planted)) == {"vllm.v1.core.sched.scheduler.Scheduler.schedule"}
+
+
+def canonical(target: str) -> str:
+    """A dotted name with its owner named as it names itself, wherever it was imported from."""
+    owner, _, name = target.rpartition(".")
+    found = resolve(owner)
+    if inspect.isclass(found):
+        owner = f"{found.__module__}.{found.__qualname__}"
+    return f"{owner}.{name}"
+
+
+def test_what_our_source_replaces_and_registers_is_under_contract():
+    listed = {canonical(patch.target) for patch in contract.PATCHES}
+    found = {canonical(name) for path in SOURCES for name in replaced_attributes(path)}
+    imported = {name for tree in trees() for name in names_of_vllm(tree).values()}
+    found |= {canonical(name) for name in imported if name.split(".")[-1].startswith("register_")}
+    assert len(found) > 40 and sorted(found - listed) == []
 
 
 # --- what we override -----------------------------------------------------------------------------
