@@ -1,6 +1,7 @@
 """Imports point one way: a room imports lower floors only, and there is no circle of modules."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,6 +121,26 @@ def test_every_room_says_what_it_is():
         path = ROOT / room.replace(".", "/") / "__init__.py"
         if path.parent.is_dir():
             assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+@pytest.mark.parametrize("room", HEIGHT)
+def test_a_room_says_which_rooms_it_imports(room, modules):
+    """In a sentence with "imports"; "the rooms below them" are any of those."""
+    said = " ".join(re.findall(r"[Ii]mports\s([^.]*)\.", ast.get_docstring(modules[room]) or ""))
+    if not said:
+        pytest.skip("it does not say")
+    rooms = {each for each in HEIGHT if each.split(".")[-1] in re.findall(r"\w+", said)}
+    known = set(modules)
+    found = {
+        room_of(other)
+        for name, tree in modules.items()
+        if room_of(name) == room
+        for other in {*imports(tree, known), *named(tree, known)} & known
+    } - {room, None}
+    if "the rooms below them" in said:
+        lowest = min(HEIGHT[each] for each in rooms)
+        found = {each for each in found if HEIGHT[each] >= lowest}
+    assert rooms == found
 
 
 @pytest.mark.parametrize(

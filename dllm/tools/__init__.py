@@ -1,4 +1,4 @@
 """The commands ``dllm chat``, ``dllm eval`` and ``dllm watch``, and their HTTP client.
 
-Imports models, ops, tasks and settings.
+Imports models, engine, tasks and settings.
 """
