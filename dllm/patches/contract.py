@@ -124,7 +124,7 @@ PATCHES = (
         "refuses what only chats and completions serve",
     ),
     Patch(
-        "vllm.entrypoints.anthropic.serving.AnthropicServingMessages.create_messages",
+        "vllm.entrypoints.scale_out.token_in_token_out.serving.ServingTokens.serve_tokens",
         "wrap",
         "refuses what only chats and completions serve",
     ),

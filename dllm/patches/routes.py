@@ -28,15 +28,15 @@ BESIDE_NO_SUFFIX = (
 
 
 def extend_routes() -> None:
-    """Let chats and completions take our fields; all other routes refuse them."""
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+    """Let chats and completions take our fields; all other routes that answer refuse them."""
     from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 
     # Subclasses (Anthropic, Cohere) call the chat's method and translate what it streams, so only
-    # the class itself is extended.
+    # the class itself is extended, and for them the method refuses.
     OpenAIServingChat.create_chat_completion = _extended(  # type: ignore[method-assign]
         OpenAIServingChat, OpenAIServingChat.create_chat_completion
     )
@@ -46,17 +46,18 @@ def extend_routes() -> None:
     for route, method in (
         (OpenAIServingResponses, "create_responses"),
         (OpenAIServingChatBatch, "create_batch_chat_completion"),
-        (AnthropicServingMessages, "create_messages"),
+        (ServingTokens, "serve_tokens"),
     ):
         setattr(route, method, _refusing(getattr(route, method)))
 
 
 def _extended(served: type, create: Create) -> Callable[..., Any]:
     """The method of a route, which takes pins, and shows canvases."""
+    refusing = _refusing(create)
 
     async def create_extended(self: Any, request: Any, raw_request: Any = None) -> Any:
         if self.model_config.architecture not in FAMILIES or type(self) is not served:
-            return await create(self, request, raw_request)
+            return await refusing(self, request, raw_request)
         _write_pins(self, request)
         return await create_watched(create, self, request, raw_request)
 

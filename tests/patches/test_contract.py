@@ -199,12 +199,12 @@ SIGNATURES = {
         "request",
         "raw_request",
     ],
-    "vllm.entrypoints.anthropic.serving.AnthropicServingMessages.create_messages": [
+    "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.create_responses": [
         "self",
         "request",
         "raw_request",
     ],
-    "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.create_responses": [
+    "vllm.entrypoints.scale_out.token_in_token_out.serving.ServingTokens.serve_tokens": [
         "self",
         "request",
         "raw_request",

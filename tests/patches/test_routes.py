@@ -1,0 +1,45 @@
+"""Routes that drop fields that they do not know refuse ours: those of a flag or a package."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.exceptions import VLLMValidationError
+
+from dllm.models import FAMILIES
+from dllm.patches import install
+
+install.install(serve_with_dllm=True)
+
+
+class CohereLike(OpenAIServingChat):
+    """Translates what the chat's method answers; Cohere's needs a package that is not here."""
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(architecture=next(iter(FAMILIES)))
+
+
+def sent(body: dict[str, Any]) -> Any:
+    async def json() -> dict[str, Any]:
+        return body
+
+    return SimpleNamespace(json=json)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"diffusion_pins": [{"at": 0, "text": "x"}]}, "diffusion_pins is not served here"),
+        ({"diffusing": True}, "diffusion_stream is not served here"),
+        ({"vllm_xargs": {"diffusion_stream": "text"}}, "diffusion_stream is not served here"),
+    ],
+)
+@pytest.mark.parametrize(
+    "method", [ServingTokens.serve_tokens, OpenAIServingChat.create_chat_completion]
+)
+def test_our_fields_are_refused(method, body, message):
+    with pytest.raises(VLLMValidationError, match=message):
+        asyncio.run(method(CohereLike(), SimpleNamespace(), sent(body)))
