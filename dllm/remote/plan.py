@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dllm.settings.checks import FloatRange, check_fields, refuse
+from dllm.settings.checks import FloatRange, check_fields, refuse_value
 
 PRICE = FloatRange(0, 1e6)  # an hour
 WARM_UP, COUNTED = 50, 400  # steps of each target in a simulation of shared workers
@@ -97,11 +97,11 @@ class Drafts:
         check_fields(self, {"workers": 1}, {"price": PRICE})
         for name in ("is_block", "ahead"):
             if not isinstance(getattr(self, name), bool):
-                refuse(name, getattr(self, name), "true or false")
+                refuse_value(name, getattr(self, name), "true or false")
         places = self.survival
         is_falling = all(a >= b for a, b in zip((1.0, *places), (*places, 0.0), strict=True))
         if not places or not is_falling:
-            refuse("survival", places, "numbers from 1 down to 0, at least one")
+            refuse_value("survival", places, "numbers from 1 down to 0, at least one")
 
 
 class Row(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dllm.remote.plan import Drafts, Grid, Row, Targets, constant, plan
-from dllm.settings.checks import FloatRange, did_you_mean, known_fields, read_toml, refuse
+from dllm.settings.checks import FloatRange, did_you_mean, known_fields, read_toml, refuse_value
 from dllm.settings.command import OK, CommandError
 
 EXAMPLE = """\
@@ -88,7 +88,7 @@ def read_plan(
             raise ValueError(f"{key} is missing.")
     round_trip = given["round_trip_ms"]
     if round_trip not in ROUND_TRIP:
-        refuse("round_trip_ms", round_trip, str(ROUND_TRIP))
+        refuse_value("round_trip_ms", round_trip, str(ROUND_TRIP))
     targets = dict(known_fields(Targets, given["targets"], "targets"))
     drafts = dict(given["drafts"]) if isinstance(given["drafts"], Mapping) else given["drafts"]
     if survival is None and isinstance(drafts, dict) and "acceptance" in drafts:
@@ -108,27 +108,29 @@ def read_plan(
 
 def _constant(acceptance: object, places: object) -> tuple[float, ...]:
     if acceptance not in FloatRange(0, 1):
-        refuse("acceptance", acceptance, str(FloatRange(0, 1)))
+        refuse_value("acceptance", acceptance, str(FloatRange(0, 1)))
     if not isinstance(places, int) or not 1 <= places <= 64:
-        refuse("places", places, "an integer from 1 to 64")
+        refuse_value("places", places, "an integer from 1 to 64")
     return constant(float(acceptance), places)  # type: ignore[arg-type]
 
 
 def _grid(where: str, given: object) -> Grid:
     """A table of times; without ``drafts`` its ``ms`` is a list, with it a list of lists."""
     if not isinstance(given, Mapping) or not {"requests", "ms"} <= set(given) <= set(Grid._fields):
-        refuse(where, given, "a table with requests, ms, and drafts where the width matters")
+        refuse_value(where, given, "a table with requests, ms, and drafts where the width matters")
     requests = _numbers(f"{where}.requests", given["requests"], MS)
     drafts = _numbers(f"{where}.drafts", given.get("drafts", (0,)), ROUND_TRIP)
     rows = given["ms"] if "drafts" in given else [[each] for each in _listed(given["ms"])]
     ms = [_numbers(f"{where}.ms", row, MS) for row in _listed(rows)]
     if len(ms) != len(requests) or any(len(row) != len(drafts) for row in ms):
-        refuse(f"{where}.ms", given["ms"], f"{len(requests)} rows of {len(drafts)} times")
+        refuse_value(f"{where}.ms", given["ms"], f"{len(requests)} rows of {len(drafts)} times")
     if where == "targets.step" and drafts[0] != 0:
-        refuse(f"{where}.drafts", list(drafts), "numbers from 0 on: plain decoding is compared")
+        refuse_value(
+            f"{where}.drafts", list(drafts), "numbers from 0 on: plain decoding is compared"
+        )
     for name, axis in (("requests", requests), ("drafts", drafts)):
         if list(axis) != sorted(set(axis)):
-            refuse(f"{where}.{name}", list(axis), "numbers that increase")
+            refuse_value(f"{where}.{name}", list(axis), "numbers that increase")
     return Grid(requests, drafts, np.array(ms))
 
 
@@ -139,7 +141,7 @@ def _listed(given: object) -> list[Any]:
 def _numbers(name: str, given: object, allowed: FloatRange) -> tuple[float, ...]:
     values = _listed(given)
     if not values or not all(value in allowed for value in values):
-        refuse(name, given, f"a list; each {allowed}")
+        refuse_value(name, given, f"a list; each {allowed}")
     return tuple(float(value) for value in values)
 
 

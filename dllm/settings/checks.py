@@ -65,7 +65,7 @@ class Choices:
         return f"one of {', '.join(self.names)}"
 
 
-def refuse(name: str, value: object, allowed: str) -> NoReturn:
+def refuse_value(name: str, value: object, allowed: str) -> NoReturn:
     """Raise a ValueError that names the field, its value and what is allowed."""
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
 
@@ -86,7 +86,7 @@ def check_fields(
         check_int(name, getattr(holder, name), least)
     for name, allowed in ranges.items():
         if getattr(holder, name) not in allowed:
-            refuse(name, getattr(holder, name), str(allowed))
+            refuse_value(name, getattr(holder, name), str(allowed))
 
 
 def check_int(name: str, value: object, at_least: int) -> None:
@@ -96,7 +96,7 @@ def check_int(name: str, value: object, at_least: int) -> None:
         ValueError: names the value and what is allowed.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        refuse(name, value, f"an integer of at least {at_least}")
+        refuse_value(name, value, f"an integer of at least {at_least}")
 
 
 def known_fields(kind: type, given: object, where: str) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ own option ``num_speculative_tokens``.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from dllm.settings.checks import FloatRange, check_int, known_fields, refuse
+from dllm.settings.checks import FloatRange, check_int, known_fields, refuse_value
 
 # "architectures" in a drafter's config.json. vLLM uses this name for both checkpoint formats.
 DRAFTER_ARCHITECTURE = "DFlashDraftModel"
@@ -78,10 +78,10 @@ class DrafterOptions:
         self._check_record_layers()
         for key in ("mask_token", "record", "renew"):
             if getattr(self, key) is not None and not isinstance(getattr(self, key), str):
-                refuse(f"{WHERE}: {key}", getattr(self, key), "a string")
+                refuse_value(f"{WHERE}: {key}", getattr(self, key), "a string")
         for key, allowed in (("policy", POLICIES), ("noise_schedule", NOISE_SCHEDULES)):
             if getattr(self, key) not in allowed:
-                refuse(f"{WHERE}: {key}", getattr(self, key), ", ".join(allowed))
+                refuse_value(f"{WHERE}: {key}", getattr(self, key), ", ".join(allowed))
         self._check_policy()
 
     def _check_record_layers(self) -> None:
@@ -92,18 +92,18 @@ class DrafterOptions:
         is_list = isinstance(layers, list | tuple) and all(type(i) is int for i in layers)
         if not is_list or not layers or list(layers) != sorted({i for i in layers if i >= 0}):
             allowed = "a list of layers of the target, 0-based and ascending"
-            refuse(f"{WHERE}: record_layers", layers, allowed)
+            refuse_value(f"{WHERE}: record_layers", layers, allowed)
         if self.record is None:
             raise ValueError(f'{WHERE}: record_layers needs "record": the folder to write to.')
 
     def _check_policy(self) -> None:
         """Refuse wrong values of the policies' options, and options of another policy."""
         if not isinstance(self.confidence, bool):
-            refuse(f"{WHERE}: confidence", self.confidence, "true or false")
+            refuse_value(f"{WHERE}: confidence", self.confidence, "true or false")
         if self.hysteresis not in HYSTERESES:
-            refuse(f"{WHERE}: hysteresis", self.hysteresis, str(HYSTERESES))
+            refuse_value(f"{WHERE}: hysteresis", self.hysteresis, str(HYSTERESES))
         if self.pilot is not None and not isinstance(self.pilot, str):
-            refuse(f"{WHERE}: pilot", self.pilot, "a folder's path")
+            refuse_value(f"{WHERE}: pilot", self.pilot, "a folder's path")
         if self.policy == "pilot" and self.pilot is None:
             raise ValueError(
                 f'{WHERE}: policy "pilot" needs "pilot": the folder that `dllm train pilot --out` '

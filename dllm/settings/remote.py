@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dllm.settings.checks import FloatRange, check_int, known_fields, refuse
+from dllm.settings.checks import FloatRange, check_int, known_fields, refuse_value
 from dllm.settings.drafting import HYSTERESES, DrafterOptions
 
 WHERE = '--additional-config: "dllm": "remote"'
@@ -49,11 +49,11 @@ class RemoteOptions:
             ("discovery", DISCOVERIES),
         ):
             if getattr(self, key) not in allowed:
-                refuse(f"{WHERE}: {key}", getattr(self, key), ", ".join(allowed))
+                refuse_value(f"{WHERE}: {key}", getattr(self, key), ", ".join(allowed))
         if self.deadline_ms not in DEADLINES_MS:
-            refuse(f"{WHERE}: deadline_ms", self.deadline_ms, str(DEADLINES_MS))
+            refuse_value(f"{WHERE}: deadline_ms", self.deadline_ms, str(DEADLINES_MS))
         if self.hysteresis not in HYSTERESES:
-            refuse(f"{WHERE}: hysteresis", self.hysteresis, str(HYSTERESES))
+            refuse_value(f"{WHERE}: hysteresis", self.hysteresis, str(HYSTERESES))
         check_int(f"{WHERE}: ngram_min", self.ngram_min, 1)
         check_int(f"{WHERE}: ngram_max", self.ngram_max, self.ngram_min)
         if self.width is not None:
@@ -61,15 +61,15 @@ class RemoteOptions:
             if self.policy != "fixed":
                 raise ValueError(f'{WHERE}: width belongs to the policy "fixed". Leave it out.')
         if self.keys is not None and not isinstance(self.keys, str):
-            refuse(f"{WHERE}: keys", self.keys, "a folder's path")
+            refuse_value(f"{WHERE}: keys", self.keys, "a folder's path")
         self._check_workers()
 
     def _check_workers(self) -> None:
         is_list = isinstance(self.workers, list | tuple)
         if not is_list or not all(isinstance(each, str) for each in self.workers):
-            refuse(f"{WHERE}: workers", self.workers, "a list of addresses")
+            refuse_value(f"{WHERE}: workers", self.workers, "a list of addresses")
         if len(set(self.workers)) < len(self.workers):
-            refuse(f"{WHERE}: workers", list(self.workers), "each address once")
+            refuse_value(f"{WHERE}: workers", list(self.workers), "each address once")
         if self.discovery == "dynamo":
             if self.workers:
                 raise ValueError(
@@ -89,9 +89,9 @@ class RemoteOptions:
             ValueError: names the value and what is allowed.
         """
         if num_drafts > MAX_DRAFTS:
-            refuse("num_speculative_tokens", num_drafts, f"at most {MAX_DRAFTS} with {WHERE}")
+            refuse_value("num_speculative_tokens", num_drafts, f"at most {MAX_DRAFTS} with {WHERE}")
         if self.width is not None and self.width > num_drafts:
-            refuse(
+            refuse_value(
                 f"{WHERE}: width",
                 self.width,
                 f"0 to {num_drafts} (num_speculative_tokens)",

@@ -338,7 +338,7 @@ def _take_flag(extra: dict[str, object], key: str, default: bool) -> bool:
 
 
 def _take_stream(extra: dict[str, object]) -> None:
-    """Pop how canvases are streamed; the worker reads it in ``engine.frames``."""
+    """Pop how canvases are streamed; the worker reads it in ``engine.frame_taker``."""
     form = _take_choice(extra, STREAM, STREAM_FORMS)
     every = _take_choice(extra, STREAM_EVERY, STREAM_PERIODS)
     if every is not None and form is None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dllm.settings.checks import FloatRange, check_int, known_fields, refuse
+from dllm.settings.checks import FloatRange, check_int, known_fields, refuse_value
 from dllm.settings.drafting import DrafterOptions
 from dllm.settings.remote import RemoteOptions
 
@@ -71,16 +71,16 @@ class PluginOptions:
         check_int(f"{WHERE}: canvas_watchers", self.canvas_watchers, 0)
         check_int(f"{WHERE}: canvas_frames_per_s", self.canvas_frames_per_s, 1)
         if not isinstance(self.draft_worker, bool):
-            refuse(f"{WHERE}: draft_worker", self.draft_worker, "true or false")
+            refuse_value(f"{WHERE}: draft_worker", self.draft_worker, "true or false")
         if self.denoise_loop_ms != "auto" and self.denoise_loop_ms not in LOOP_MS:
-            refuse(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, f"auto, or {LOOP_MS}")
+            refuse_value(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, f"auto, or {LOOP_MS}")
         for key, value, allowed in (
             ("commit", self.commit, PASS_MODES),
             ("first_step", self.first_step, PASS_MODES),
             ("soft_embedding", self.soft_embedding, SOFT_EMBEDDINGS),
         ):
             if value not in allowed:
-                refuse(f"{WHERE}: {key}", value, ", ".join(allowed))
+                refuse_value(f"{WHERE}: {key}", value, ", ".join(allowed))
 
     @classmethod
     def from_vllm(cls, vllm_config: Any) -> "PluginOptions":

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
-from dllm.settings.checks import FloatRange, check_fields, known_fields, read_toml, refuse
+from dllm.settings.checks import FloatRange, check_fields, known_fields, read_toml, refuse_value
 from dllm.settings.command import CommandError
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
-                refuse(name, getattr(self, name), " or ".join(get_args(hint)))
+                refuse_value(name, getattr(self, name), " or ".join(get_args(hint)))
         check_fields(self, self.AT_LEAST, self.RANGES)
 
     @classmethod
@@ -112,6 +112,6 @@ def _read(kind: type[T], given: object, table: str = "") -> T:
             values[name] = _read(hint, values[name], name)
         elif get_origin(hint) is tuple:
             if not isinstance(values[name], list | tuple):
-                refuse(prefix + name, values[name], "a list")
+                refuse_value(prefix + name, values[name], "a list")
             values[name] = tuple(values[name])
     return kind(**values)

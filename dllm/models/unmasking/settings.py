@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from dllm.settings.checks import FloatRange, IntRange, check_int, refuse
+from dllm.settings.checks import FloatRange, IntRange, check_int, refuse_value
 from dllm.settings.denoising import CanvasWindow, Parameter
 from dllm.settings.request import MAX_INT32
 
@@ -53,7 +53,7 @@ class UnmaskingSettings:
         check_int("config.json: block_size", self.block_size, at_least=2)
         check_int("max_denoising_steps", self.max_denoising_steps, at_least=1)
         if self.mask_token_id not in IntRange(0, self.vocab_size - 1):
-            refuse(
+            refuse_value(
                 "config.json: mask_token_id",
                 self.mask_token_id,
                 f"a token id below vocab_size = {self.vocab_size}",
@@ -61,7 +61,9 @@ class UnmaskingSettings:
         for parameter in self.parameters:
             value = getattr(self, parameter.setting)
             if value not in parameter.allowed:
-                refuse(f"generation config: {parameter.setting}", value, str(parameter.allowed))
+                refuse_value(
+                    f"generation config: {parameter.setting}", value, str(parameter.allowed)
+                )
 
     @property
     def canvas_length(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dllm.settings.checks import FloatRange, check_int, refuse
+from dllm.settings.checks import FloatRange, check_int, refuse_value
 from dllm.train.settings import RunSettings
 
 HiddenStates = Literal["stored", "recomputed"]
@@ -42,7 +42,7 @@ class DrafterShape:
         for layer in layers:
             check_int("drafter.target_layer_ids", layer, 0)
         if list(layers) != sorted(set(layers)):
-            refuse("drafter.target_layer_ids", list(layers), "ascending layers of the target")
+            refuse_value("drafter.target_layer_ids", list(layers), "ascending layers of the target")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,4 +98,4 @@ class CalibrateSettings(RunSettings):
         super().__post_init__()
         above_zero = FloatRange(0, 1e6, excludes_low=True)
         if self.gamma is not None and self.gamma not in above_zero:
-            refuse("gamma", self.gamma, str(above_zero))
+            refuse_value("gamma", self.gamma, str(above_zero))

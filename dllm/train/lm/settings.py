@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from dllm.settings.checks import FloatRange, check_int, did_you_mean, refuse
+from dllm.settings.checks import FloatRange, check_int, did_you_mean, refuse_value
 from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES
 from dllm.train.settings import RunSettings
 
@@ -79,20 +79,22 @@ class TrainSettings(RunSettings):
             check_int(f"model.{size.name}", getattr(self.model, size.name), 1)
         # Heads of 32, and a key head for two of them.
         if self.model.hidden_size not in (32, 96) and self.model.hidden_size % 64:
-            refuse("model.hidden_size", self.model.hidden_size, "32, 96 or a multiple of 64")
+            refuse_value("model.hidden_size", self.model.hidden_size, "32, 96 or a multiple of 64")
         if self.model.num_experts < 2:
-            refuse("model.num_experts", self.model.num_experts, "an integer of at least 2")
+            refuse_value("model.num_experts", self.model.num_experts, "an integer of at least 2")
         if self.objective == "llada2" and self.model.num_experts % 2:
-            refuse("model.num_experts", self.model.num_experts, "an even integer, for groups of 2")
+            refuse_value(
+                "model.num_experts", self.model.num_experts, "an even integer, for groups of 2"
+            )
         if not self.block_lengths:
-            refuse("block_lengths", self.block_lengths, "at least one block length")
+            refuse_value("block_lengths", self.block_lengths, "at least one block length")
         for index, length in enumerate(self.block_lengths):
             check_int(f"block_lengths[{index}]", length, 1)
         allowed = TOOL_FAMILIES if self.asks_for_tools else FAMILIES
         for name in self.families:
             if name not in allowed:
                 near = did_you_mean(str(name), list(allowed))
-                refuse("families", name, f"{', '.join(allowed)}{near}")
+                refuse_value("families", name, f"{', '.join(allowed)}{near}")
 
     @property
     def asks_for_tools(self) -> bool:
