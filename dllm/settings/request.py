@@ -117,8 +117,7 @@ class RequestOptions:
             if value is not None and value != []:
                 refuse(
                     name,
-                    f"{name} = {_shown(value)} is not served for diffusion models yet. "
-                    "Leave it out.",
+                    f"{name} = {_shown(value)} is not served for diffusion models. Leave it out.",
                 )
         # Of n samples, vLLM later gives sample i the seed seed + i, which has to fit 64 bits, too.
         _check_int_range("seed", params.seed, -(2**63), 2**63 - params.n)
