@@ -165,6 +165,7 @@ def _end_after(seconds: float) -> None:
 # --- the API server -------------------------------------------------------------------------------
 
 
+@functools.wraps(_handshake_socket)
 @contextlib.contextmanager
 def handshake_socket(*args: Any, **options: Any) -> Iterator[Any]:
     """vLLM's, but a signal while the engine core starts ends the server.
