@@ -80,6 +80,7 @@ class Tile(NamedTuple):
         free: ``[N]`` int64, FREE everywhere: no grammar has chosen a token.
         is_edited, forbids_words: whether a request edits logits, and whether it has bad words.
         grammars: what ``CanvasGrammars.prepare`` returned for the requests.
+        all_have_canvases: every request; False also where it is not known.
     """
 
     logit_rows: slice
@@ -90,6 +91,7 @@ class Tile(NamedTuple):
     is_edited: bool
     forbids_words: bool
     grammars: Any
+    all_have_canvases: bool
 
 
 class DiffusionSampler:
@@ -211,6 +213,9 @@ class DiffusionSampler:
             is_edited=self.edits.are_wanted(batch),
             forbids_words=self.edits.may_forbid_words(batch),
             grammars=self.grammars.prepare(batch, rows),
+            # Under asynchronous scheduling that is known on the device only (`pending`).
+            all_have_canvases=not self._is_async
+            and bool(np.diff(batch.cu_num_logits_np[: batch.num_reqs + 1]).all()),
         )
 
     def _denoise(self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]) -> SamplerOutput:
@@ -251,7 +256,7 @@ class DiffusionSampler:
         if self.frames.are_wanted(tile.batch):
             steps_before = self.state.steps_done
             self.frames.take(rows, result.step, result.next_canvas, steps_before, tile.batch)
-        self._store_state(rows, result)
+        self._store_state(tile, result)
         return self._emit(scored, rows, result.step, num_emitted, tile.batch)
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
@@ -286,13 +291,13 @@ class DiffusionSampler:
         next_canvas = torch.where(is_trimmed[:, None], redrawn, result.next_canvas)
         return result._replace(next_canvas=next_canvas)
 
-    def _store_state(self, rows: CanvasRows, result: StepResult) -> None:
+    def _store_state(self, tile: Tile, result: StepResult) -> None:
         """Write the state that the next step of each canvas reads.
 
         A row without a canvas keeps its state. With blocks, the tail in front of a canvas may be
         scheduled without the canvas, which waits in the middle of its steps for room.
         """
-        state, step, slots = self.state, result.step, rows.slots
+        state, step, slots = self.state, result.step, tile.rows.slots
         columns = [
             (self.req_states.draft_tokens, result.next_canvas),
             (state.argmax_canvas, step.argmax_canvas),
@@ -300,8 +305,11 @@ class DiffusionSampler:
             *((state.carried[name], step.carried[name]) for name in state.carried),
         ]
         for column, values in columns:
-            has_canvas = (rows.widths > 0).view(-1, *[1] * (values.dim() - 1))
-            column[slots] = torch.where(has_canvas, values.to(column.dtype), column[slots])
+            written = values.to(column.dtype)
+            if not tile.all_have_canvases:
+                has_canvas = (tile.rows.widths > 0).view(-1, *[1] * (values.dim() - 1))
+                written = torch.where(has_canvas, written, column[slots])
+            column[slots] = written
 
     def _store_soft_embeddings(
         self, logits: torch.Tensor, rows: CanvasRows, result: StepResult

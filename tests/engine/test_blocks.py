@@ -241,10 +241,10 @@ def test_a_canvas_that_waits_for_room_goes_on_where_it_was(engine, model):
     widths = []
     store = small.runner.sampler._store_state
 
-    def spy(rows, result):
-        steps_done = small.runner.sampler.state.steps_done[rows.slots]
-        widths.extend(zip(rows.widths.tolist(), steps_done.tolist(), strict=True))
-        store(rows, result)
+    def spy(tile, result):
+        steps_done = small.runner.sampler.state.steps_done[tile.rows.slots]
+        widths.extend(zip(tile.rows.widths.tolist(), steps_done.tolist(), strict=True))
+        store(tile, result)
 
     with small.one_pass_a_visit(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(small.runner.sampler, "_store_state", spy)
