@@ -91,6 +91,8 @@ class BlockLogprobs:
     ) -> LogprobsTensors | None:
         """The logprobs of emitted tokens; None if nothing is emitted. Waits for the device.
 
+        Logits that ``when_decided`` kept of a block are let go when the block is emitted.
+
         Args:
             logits: ``[N, vocab]``, edited.
             temperature: ``[N]``, of each row of logits.
