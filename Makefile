@@ -121,7 +121,7 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 
 types: setup-dev
-	$(BIN)/mypy dllm attention quant bench
+	$(BIN)/mypy dllm bench
 
 # The figures in our pages are made from the CSV files that the first command writes.
 bench: setup-dev

@@ -27,9 +27,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from attention.cache_write import write_kv
-from attention.canvas_attention import canvas_attention, largest_workspace
-from attention.inputs import (
+from dllm.attention.cache_write import write_kv
+from dllm.attention.canvas_attention import canvas_attention, largest_workspace
+from dllm.attention.inputs import (
     FP8_DTYPES,
     MAX_HEAD_SIZE,
     MIN_HEAD_SIZE,
@@ -37,8 +37,8 @@ from attention.inputs import (
     PagedKV,
     RaggedBatch,
 )
-from attention.masks import Window
-from attention.planning import BatchShape
+from dllm.attention.masks import Window
+from dllm.attention.planning import BatchShape
 
 # vLLM's names of FP8 cache dtypes.
 FP8_OF = {"fp8": FP8_DTYPES[0], "fp8_e4m3": FP8_DTYPES[0], "fp8_e5m2": FP8_DTYPES[1]}

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.inputs import FP8_DTYPES, QUERY_DTYPES, PagedKV
-from attention.tuning import next_power_of_2
+from dllm.attention.inputs import FP8_DTYPES, QUERY_DTYPES, PagedKV
+from dllm.attention.tuning import next_power_of_2
 
 
 # The slots of a step may be a slice that starts anywhere: that must not compile the kernel again.

@@ -25,11 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.inputs import AttentionOptions, PagedKV, RaggedBatch, check_inputs
-from attention.online_softmax import attend
-from attention.planning import AttentionPlan, BatchShape, plan_attention
-from attention.row_tiles import find_sequence, pairs_of_tile, row_bounds, split_point_of
-from attention.splits import (
+from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch, check_inputs
+from dllm.attention.online_softmax import attend
+from dllm.attention.planning import AttentionPlan, BatchShape, plan_attention
+from dllm.attention.row_tiles import find_sequence, pairs_of_tile, row_bounds, split_point_of
+from dllm.attention.splits import (
     ANY_ALIGNMENT,
     CHANGING,
     merge_splits_kernel,
@@ -37,7 +37,7 @@ from attention.splits import (
     partial_row_on_device,
     visible_keys_on_device,
 )
-from attention.tuning import TARGET_PROGRAMS, next_power_of_2, tile_config
+from dllm.attention.tuning import TARGET_PROGRAMS, next_power_of_2, tile_config
 
 
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANY_ALIGNMENT)

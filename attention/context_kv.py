@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.inputs import QUERY_DTYPES, PagedKV
-from attention.tuning import next_power_of_2
+from dllm.attention.inputs import QUERY_DTYPES, PagedKV
+from dllm.attention.tuning import next_power_of_2
 
 MAX_CONTEXT_HEAD_SIZE = 256  # a larger product of one head does not fit into registers
 FEW_TOKENS = 16  # up to so many tokens make one narrow tile

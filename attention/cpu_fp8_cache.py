@@ -7,7 +7,7 @@ where rounding to nearest has 2.6%. Here they are rounded first, so that truncat
 import torch
 from vllm.model_executor.layers.attention import Attention
 
-from attention.inputs import FP8_DTYPES
+from dllm.attention.inputs import FP8_DTYPES
 
 # Rounded values are raised by this factor. The kernel divides them by the scale, and if that gave a
 # little less than the FP8 number, truncating would give the number below. 2^-6 of the value is more

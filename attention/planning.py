@@ -28,8 +28,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from attention.masks import Window
-from attention.tuning import TARGET_PROGRAMS, TileConfig, next_power_of_2
+from dllm.attention.masks import Window
+from dllm.attention.tuning import TARGET_PROGRAMS, TileConfig, next_power_of_2
 
 MIN_BLOCK_M = 16  # tl.dot takes no fewer rows
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention.inputs import AttentionOptions
-from attention.masks import QuerySpan, Window, visible_range
+from dllm.attention.inputs import AttentionOptions
+from dllm.attention.masks import QuerySpan, Window, visible_range
 
 
 def dense_mask(span: QuerySpan, window: Window | None = None, block_size: int = 1) -> Tensor:

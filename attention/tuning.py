@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attention.masks import Window
+from dllm.attention.masks import Window
 
 # A sequence is split until it has this many programs: about two for each of H200's 132 SMs. It is a
 # constant, not the number of SMs of the card, so that keys are cut at the same places, and a

@@ -31,11 +31,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention.masks import Window
-from attention.reference import dense_attention, gather_pages
 from bench.attention_shapes import Inputs, Shape, make_inputs, smoke_table, table
 from bench.context import RESULTS, provenance, write_csv
 from bench.roofline import Gpu, Work
+from dllm.attention.masks import Window
+from dllm.attention.reference import dense_attention, gather_pages
 
 Run = Callable[[], Tensor]
 
@@ -53,7 +53,7 @@ class CannotExpressError(Exception):
 
 def prepare_ours(shape: Shape, inputs: Inputs) -> Run:
     """Our kernel with the committed tiles and its workspace allocated beforehand."""
-    from attention.canvas_attention import batch_shape, canvas_attention, default_plan
+    from dllm.attention.canvas_attention import batch_shape, canvas_attention, default_plan
 
     tensors = inputs.query, inputs.cache, inputs.batch
     plan = default_plan(*tensors, inputs.options)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attention.inputs import AttentionOptions, PagedKV, RaggedBatch
-from attention.masks import QuerySpan, Window, visible_range
+from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+from dllm.attention.masks import QuerySpan, Window, visible_range
 
 CANVAS = 256
 

@@ -29,8 +29,8 @@ from bench.context import RESULTS, provenance, write_csv
 from bench.roofline import Gpu, linear
 
 if TYPE_CHECKING:
-    from attention.context_kv import ContextWeights
-    from attention.inputs import PagedKV
+    from dllm.attention.context_kv import ContextWeights
+    from dllm.attention.inputs import PagedKV
 
 PAGE_SIZE = 16
 THETA = 1e6
@@ -71,7 +71,7 @@ class Inputs:
 
     def caches(self) -> list[PagedKV]:
         """Of each layer; pages of a head lie together, keys beside values."""
-        from attention.inputs import PagedKV
+        from dllm.attention.inputs import PagedKV
 
         one = self.drafter
         shape = (-(-len(self.slots) // PAGE_SIZE), one.heads, PAGE_SIZE, 2 * one.head_size)
@@ -84,7 +84,7 @@ class Inputs:
 
 def make_inputs(one: Drafter, num_tokens: int, device: str) -> Inputs:
     """Random weights and hidden states; every token has a slot of its own."""
-    from attention.context_kv import ContextWeights
+    from dllm.attention.context_kv import ContextWeights
 
     random = torch.Generator().manual_seed(0)
 
@@ -109,7 +109,7 @@ def make_inputs(one: Drafter, num_tokens: int, device: str) -> Inputs:
 
 def prepare_kernel(inputs: Inputs, caches: list[PagedKV]) -> Callable[[], None]:
     """Ours."""
-    from attention.context_kv import write_context_kv
+    from dllm.attention.context_kv import write_context_kv
 
     slots = [inputs.slots] * inputs.drafter.layers
 

@@ -35,10 +35,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention.masks import Window
 from bench.attention_shapes import Layer, Shape
 from bench.context import RESULTS, provenance, read_csv, write_csv
 from bench.tables import markdown, measured_with
+from dllm.attention.masks import Window
 from dllm.models.gemma.tiny import tiny_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.planning import BatchShape, num_splits, plan_attention
-from attention.tuning import TileConfig, tile_config
 from bench.attention_shapes import CANVAS, FULL, SYMMETRIC, Layer, Shape, make_inputs
 from bench.context import RESULTS, provenance, read_csv, write_csv
 from bench.multiprocessor import GPUS, NAMES, SMS, programs_of_sm
 from bench.tables import markdown, measured_with
+from dllm.attention.planning import BatchShape, num_splits, plan_attention
+from dllm.attention.tuning import TileConfig, tile_config
 
 if TYPE_CHECKING:
     from bench.kernels import Compiled
@@ -130,8 +130,8 @@ def committed(gpu: int, layer: Layer) -> TileConfig:
 
 def compiled(gpu: int, layer: Layer, tiles: TileConfig, page_size: int) -> Compiled:
     """The kernel as a denoise step of one request launches it."""
-    from attention.canvas_attention import batch_shape, canvas_attention  # needs Triton
     from bench.kernels import recorded
+    from dllm.attention.canvas_attention import batch_shape, canvas_attention  # needs Triton
 
     layer = replace(layer, page_size=page_size)
     inputs = make_inputs(Shape(layer, "denoise", 1, CONTEXT, CANVAS, (0,)), "meta")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from quant.schemes import Scheme
+from dllm.quant.schemes import Scheme
 
 # How the names of tensors with scales end. The last four are not written here: they belong to
 # schemes that vLLM serves on CUDA alone (Model Optimizer's NVFP4, static scales of inputs, a

@@ -24,9 +24,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Int8,
 )
 
-from quant.cpu_experts import EXPERT_METHODS
-from quant.formats import NVFP4_GROUP, dequantize_nvfp4, round_trip, unpack_fp4
-from quant.schemes import Plan, parse_plan
+from dllm.quant.cpu_experts import EXPERT_METHODS
+from dllm.quant.formats import NVFP4_GROUP, dequantize_nvfp4, round_trip, unpack_fp4
+from dllm.quant.schemes import Plan, parse_plan
 
 
 class EmulatingConfig(CompressedTensorsConfig):

@@ -27,8 +27,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsW8A8Int8MoEMethod,
 )
 
-from quant.formats import NVFP4_GROUP, Numbers, dequantize_weight, round_trip
-from quant.schemes import Scheme
+from dllm.quant.formats import NVFP4_GROUP, Numbers, dequantize_weight, round_trip
+from dllm.quant.schemes import Scheme
 
 # vLLM's names of the activation of the gate.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from quant.checks import is_scale, layer_problems, scale_problem, unexpected_codes
-from quant.schemes import Plan, Scheme
+from dllm.quant.checks import is_scale, layer_problems, scale_problem, unexpected_codes
+from dllm.quant.schemes import Plan, Scheme
 
 
 def checked(

@@ -9,8 +9,8 @@ import fnmatch
 import re
 from collections.abc import Sequence
 
-from quant.formats import NVFP4_GROUP
-from quant.schemes import MODEL_OPTIMIZER, Plan, Scheme, shared_name
+from dllm.quant.formats import NVFP4_GROUP
+from dllm.quant.schemes import MODEL_OPTIMIZER, Plan, Scheme, shared_name
 
 # By the quant_algo that vLLM serves a checkpoint with.
 SCHEMES = {

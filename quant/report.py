@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from quant.formats import Numbers
-from quant.schemes import Scheme
+from dllm.quant.formats import Numbers
+from dllm.quant.schemes import Scheme
 
 WORDS: dict[Numbers, str] = {"fp8": "8-bit float", "int8": "8-bit integer", "nvfp4": "4-bit float"}
 # Parts of the names of kernels that take 16-bit inputs, even if the checkpoint quantizes inputs.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quant.formats import NVFP4_GROUP, Numbers
+from dllm.quant.formats import NVFP4_GROUP, Numbers
 
 # The names of all linear layers that may be quantized end so; those of norms and routers do not.
 LINEAR_ENDINGS = ("_proj", ".query_key_value", ".attention.dense")

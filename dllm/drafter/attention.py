@@ -82,7 +82,7 @@ class DrafterAttention(nn.Module):
 def _use_anchored_window(attention: Attention) -> None:
     """Count the window from the start of the draft block, not from each of its rows."""
     if attention.attn_backend.get_name() == "CPU_ATTN":
-        from attention.cpu_backend import use_anchored_window
+        from dllm.attention.cpu_backend import use_anchored_window
 
         use_anchored_window(attention)
     else:

@@ -19,8 +19,8 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from dllm.drafter.attention import DrafterAttention
 
 if TYPE_CHECKING:
-    from attention.context_kv import ContextWeights
-    from attention.inputs import PagedKV
+    from dllm.attention.context_kv import ContextWeights
+    from dllm.attention.inputs import PagedKV
 
 
 class ContextProjection:
@@ -88,7 +88,7 @@ class ContextProjection:
         )
         if not is_our_cache or not is_plain_rope:
             return None
-        from attention.context_kv import MAX_CONTEXT_HEAD_SIZE, ContextWeights
+        from dllm.attention.context_kv import MAX_CONTEXT_HEAD_SIZE, ContextWeights
 
         if self.shape[-1] % 2 or self.shape[-1] > MAX_CONTEXT_HEAD_SIZE:
             return None
@@ -115,7 +115,7 @@ class ContextProjection:
             if slots is None:
                 self.hidden_norm(hidden)  # all the memory that the kernel needs
                 return
-            from attention.context_kv import have_one_layout, write_context_kv
+            from dllm.attention.context_kv import have_one_layout, write_context_kv
 
             caches = self._caches()
             if have_one_layout(caches):

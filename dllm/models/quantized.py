@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.models.finite import finite
-from quant.loading import checked
+from dllm.quant.loading import checked
 
 logger = init_logger(LOGGER)
 
@@ -31,7 +31,7 @@ def emulate_on_cpu(vllm_config: Any) -> None:
 
     if not current_platform.is_cpu() or vllm_config.model_config.quantization != METHOD:
         return
-    from quant.cpu_config import EmulatingConfig
+    from dllm.quant.cpu_config import EmulatingConfig
 
     stock = VllmConfig._get_quantization_config(vllm_config.model_config, vllm_config.load_config)
     vllm_config.quant_config = EmulatingConfig.from_config(stock.config)  # type: ignore[union-attr]
@@ -60,8 +60,8 @@ def plan_of(quant_config: Any) -> Any:
     Raises:
         ValueError: the checkpoint cannot be served.
     """
-    from quant import modelopt
-    from quant.schemes import parse_plan
+    from dllm.quant import modelopt
+    from dllm.quant.schemes import parse_plan
 
     if quant_config is None:
         return None
@@ -129,7 +129,7 @@ def log_kernels(model: Any, plan: Any) -> None:
     """
     from vllm.platforms import current_platform
 
-    from quant.report import Choice, in_words
+    from dllm.quant.report import Choice, in_words
 
     capability = current_platform.get_device_capability()
     choices: dict[tuple[str, str], Choice] = {}

@@ -23,7 +23,7 @@ logger = init_logger(LOGGER)
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
 BUILTIN = "dllm.patches.builtin:TextOnlyDiffusionGemma"
-ATTENTION_BACKEND = "attention.backend.CanvasAttentionBackend"
+ATTENTION_BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
 NAME, PLUGIN_GROUP = "dllm", "vllm.general_plugins"
 TESTED_VLLM = ("0.32",)
 ALLOW_UNTESTED = "DLLM_ALLOW_UNTESTED_VLLM"

@@ -26,8 +26,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as directory:
         # The other environment does not have our packages. They come through links, because this
         # environment's site-packages on PYTHONPATH would bring everything else along.
-        for package in ("dllm", "quant"):
-            (Path(directory) / package).symlink_to(ROOT / package)
+        (Path(directory) / "dllm").symlink_to(ROOT / "dllm")
         environment = os.environ | {"PYTHONPATH": directory, "PYTHONUNBUFFERED": "1"}
         status = subprocess.run(
             [python, "-m", "dllm.quantize.make", *argv], env=environment

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from dllm.quant.checks import implausible_scale, is_scale, layer_problems, scale_problem
+from dllm.quant.schemes import Scheme
 from dllm.quantize.checkpoint import Checkpoint, byte_size, few
 from dllm.quantize.linears import Linear, by_one_name, layer_number, linears, text_shapes
 from dllm.quantize.recipes import Recipe
 from dllm.settings.command import CommandError
-from quant.checks import implausible_scale, is_scale, layer_problems, scale_problem
-from quant.schemes import Scheme
 
 Tensors = dict[str, torch.Tensor]
 # Quantizes layers that vLLM fuses into one. Arguments: their weights by module, and the static

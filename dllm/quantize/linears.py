@@ -15,8 +15,8 @@ from dllm.models.gemma.shapes import Config
 from dllm.models.gemma.weights import DECODER
 from dllm.models.llada2 import shapes as llada2
 from dllm.models.sdar import shapes as sdar
+from dllm.quant.schemes import LINEAR_ENDINGS, shared_name
 from dllm.quantize.checkpoint import DIFFUSION_GEMMA, Checkpoint
-from quant.schemes import LINEAR_ENDINGS, shared_name
 
 # How names of linear layers end: all but the head and the routers of SDAR-MoE and LLaDA2.
 LINEARS = (*LINEAR_ENDINGS, ".router.proj")

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dllm.quant.formats import NVFP4_GROUP
+from dllm.quant.schemes import SCHEMES, Plan, Scheme
 from dllm.quantize.linears import Linear
 from dllm.settings.checks import did_you_mean
 from dllm.settings.command import CommandError
-from quant.formats import NVFP4_GROUP
-from quant.schemes import SCHEMES, Plan, Scheme
 
 # Names and patterns as compressed-tensors reads them -> why. Norms and the embedding need no entry:
 # they are not linear layers.

@@ -23,13 +23,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import attention.canvas_attention as kernel_module
-from attention.cache_write import write_kv
-from attention.canvas_attention import batch_shape, canvas_attention
-from attention.inputs import PagedKV
-from attention.masks import QuerySpan, Window, visible_range
-from attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
-from attention.tuning import TileConfig
+import dllm.attention.canvas_attention as kernel_module
+from dllm.attention.cache_write import write_kv
+from dllm.attention.canvas_attention import batch_shape, canvas_attention
+from dllm.attention.inputs import PagedKV
+from dllm.attention.masks import QuerySpan, Window, visible_range
+from dllm.attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
+from dllm.attention.tuning import TileConfig
 from tests.support.attention_cases import CAUSAL, IMAGE, Case, CaseSpec, make_batch, make_case
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
 

@@ -141,7 +141,7 @@ def test_vllm_accepts_our_backend_for_the_layers_of_the_26b_model(
     head_size, is_sliding, cache_dtype
 ):
     """The released config lets image rows see each other (use_mm_prefix)."""
-    from attention.backend import CanvasAttentionBackend
+    from dllm.attention.backend import CanvasAttentionBackend
 
     asked = {
         name: False
@@ -164,7 +164,7 @@ def test_vllm_accepts_our_backend_for_the_layers_of_the_26b_model(
 
 def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
     """vLLM profiles without attention, and gives what is left to the KV cache."""
-    from attention import backend
+    from dllm.attention import backend
 
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=512),
@@ -189,9 +189,9 @@ def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
 def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
     """Captured with canvases of 16 rows, replayed with spans of 32: the tensors are the same
     memory, and the tiles do not depend on the step."""
-    from attention.backend import CanvasAttentionMetadataBuilder
-    from attention.planning import BatchShape, plan_attention
-    from attention.tuning import tile_config
+    from dllm.attention.backend import CanvasAttentionMetadataBuilder
+    from dllm.attention.planning import BatchShape, plan_attention
+    from dllm.attention.tuning import tile_config
 
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=512),

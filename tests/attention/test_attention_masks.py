@@ -13,7 +13,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from attention.masks import QuerySpan, Window, may_attend, picture, visible_range
+from dllm.attention.masks import QuerySpan, Window, may_attend, picture, visible_range
 
 # span (query_len, seq_len, bidirectional_from), window, what it looks like
 PICTURES = {

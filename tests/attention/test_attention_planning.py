@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.inputs import AttentionOptions, check_inputs
-from attention.masks import QuerySpan, Window, visible_range
-from attention.planning import BatchShape, ceil_div, num_splits, plan_attention, visible_keys
-from attention.tuning import HOPPER, SMALL, TABLES, TARGET_PROGRAMS, TileConfig, tile_config
 from bench.multiprocessor import SHARED_KIB
+from dllm.attention.inputs import AttentionOptions, check_inputs
+from dllm.attention.masks import QuerySpan, Window, visible_range
+from dllm.attention.planning import BatchShape, ceil_div, num_splits, plan_attention, visible_keys
+from dllm.attention.tuning import HOPPER, SMALL, TABLES, TARGET_PROGRAMS, TileConfig, tile_config
 from tests.support.attention_cases import CaseSpec, make_case
 from tests.support.process import run_python
 
@@ -241,7 +241,8 @@ def test_inconsistent_inputs_are_refused_with_both_values() -> None:
 
 def test_the_specification_can_be_read_without_triton_and_vllm() -> None:
     code = (
-        "import sys, attention.masks, attention.inputs, attention.reference, attention.planning\n"
+        "import sys, dllm.attention.masks, dllm.attention.inputs\n"
+        "import dllm.attention.reference, dllm.attention.planning\n"
         "assert not {'triton', 'vllm'} & set(sys.modules), 'imported'"
     )
     run_python("-c", code)

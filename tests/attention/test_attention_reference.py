@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attention.inputs import AttentionOptions
-from attention.masks import QuerySpan, Window
-from attention.reference import dense_attention, dense_mask, paged_attention
+from dllm.attention.inputs import AttentionOptions
+from dllm.attention.masks import QuerySpan, Window
+from dllm.attention.reference import dense_attention, dense_mask, paged_attention
 
 
 @pytest.mark.parametrize("split", [0, 3, 7])

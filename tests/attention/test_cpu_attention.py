@@ -19,10 +19,10 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import tests.support.engine_harness  # noqa: F401  sets vLLM's environment first
-from attention.cpu_backend import use_anchored_window
-from attention.inputs import AttentionOptions
-from attention.masks import QuerySpan, Window, visible_range
-from attention.reference import dense_attention
+from dllm.attention.cpu_backend import use_anchored_window
+from dllm.attention.inputs import AttentionOptions
+from dllm.attention.masks import QuerySpan, Window, visible_range
+from dllm.attention.reference import dense_attention
 from dllm.engine.spans import Spans
 
 # Measured over all cases below: 1.4e-6 in fp32 (sums in another order), and 8e-3 in bf16, which

@@ -74,4 +74,5 @@ def test_every_kernel_has_a_suite() -> None:
 
 def dotted(path: Path) -> str:
     """The name of a module."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name if name.startswith("dllm.") else f"dllm.{name}"  # dllm/attention is a link

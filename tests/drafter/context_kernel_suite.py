@@ -25,9 +25,9 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from attention import context_kv
-from attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
-from attention.context_kv import ContextTiles, context_tiles, write_context_kv
+from dllm.attention import context_kv
+from dllm.attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
+from dllm.attention.context_kv import ContextTiles, context_tiles, write_context_kv
 from dllm.drafter.attention import NO_SLOT
 from dllm.drafter.cache import OWN_DTYPES
 from dllm.drafter.context import ContextProjection

@@ -60,8 +60,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from attention.context_kv import TILE_GROUP, context_kv_kernel as kernel, context_tiles
-from attention.tuning import next_power_of_2
+from dllm.attention.context_kv import TILE_GROUP, context_kv_kernel as kernel, context_tiles
+from dllm.attention.tuning import next_power_of_2
 
 for label, case in json.loads(sys.argv[1]).items():
     layers, size, dtype, arch = case["layers"], case["head_size"], case["dtype"], case["arch"]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.masks import QuerySpan, visible_range
+from dllm.attention.masks import QuerySpan, visible_range
 from dllm.engine.spans import Spans
 
 

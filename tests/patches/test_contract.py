@@ -501,28 +501,28 @@ OVERRIDING = (
         "vllm.v1.worker.gpu.spec_decode.speculator.BaseSpeculator",
     ),
     (
-        "attention.cpu_backend.AnchoredMetadataBuilder",
+        "dllm.attention.cpu_backend.AnchoredMetadataBuilder",
         "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder",
     ),
     (
-        "attention.cpu_backend.AnchoredAttentionImpl",
+        "dllm.attention.cpu_backend.AnchoredAttentionImpl",
         "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",
     ),
     (
-        "attention.cpu_backend.AnchoredCPUBackend",
+        "dllm.attention.cpu_backend.AnchoredCPUBackend",
         "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend",
     ),
     (
-        "quant.cpu_config.EmulatingConfig",
+        "dllm.quant.cpu_config.EmulatingConfig",
         f"{COMPRESSED}.compressed_tensors.CompressedTensorsConfig",
     ),
     (
-        "quant.cpu_config.EmulatedNvfp4Linear",
+        "dllm.quant.cpu_config.EmulatedNvfp4Linear",
         f"{COMPRESSED}.schemes.CompressedTensorsW4A4Fp4",
     ),
-    ("quant.cpu_config.Int8Linear", f"{COMPRESSED}.schemes.CompressedTensorsW8A8Int8"),
+    ("dllm.quant.cpu_config.Int8Linear", f"{COMPRESSED}.schemes.CompressedTensorsW8A8Int8"),
     (
-        "quant.cpu_experts.EmulatedExperts",
+        "dllm.quant.cpu_experts.EmulatedExperts",
         "vllm.model_executor.layers.fused_moe.fused_moe_method_base.FusedMoEMethodBase",
     ),
 )
@@ -910,7 +910,7 @@ dllm.register()
 from vllm.model_executor.models.registry import ModelRegistry
 runner = ("vllm.v1.worker.gpu", "vllm.v1.worker.cpu", "vllm.v1.attention.backends.cpu_attn")
 layers = ("vllm.model_executor.layers.attention.", "vllm.model_executor.models.gemma")
-ours = ("dllm.models.gemma.backbone", "dllm.engine", "dllm.cpu", "attention")
+ours = ("dllm.models.gemma.backbone", "dllm.engine", "dllm.cpu", "dllm.attention")
 assert "ARCH" in ModelRegistry.models
 heavy = {name for name in sys.modules if name.startswith(runner + layers + ours)}
 light = {"dllm.engine", "dllm.engine.frames"}  # which the API server reads

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant.formats import (
+from dllm.quant.formats import (
     FP8_MAX,
     decode_fp4,
     dequantize_weight,
@@ -16,8 +16,8 @@ from quant.formats import (
     to_fp8,
     unpack_fp4,
 )
-from quant.report import Choice, in_words
-from quant.schemes import SCHEMES, parse_plan, shared_name
+from dllm.quant.report import Choice, in_words
+from dllm.quant.schemes import SCHEMES, parse_plan, shared_name
 from tests.support import naive_formats as naive
 from tests.support.quant_checkpoints import OURS, REDHAT, quantization_config
 

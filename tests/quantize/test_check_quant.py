@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dllm.cli import main as dllm
+from dllm.quant.checks import implausible_scale, scale_problem
 from dllm.quantize.checkpoint import Checkpoint
 from dllm.quantize.verify import Report, verify
-from quant.checks import implausible_scale, scale_problem
 from tests.support.process import run_python
 from tests.support.quant_checkpoints import ENCODER_ONLY, OURS, REDHAT, Layout, write_quantized
 

@@ -22,6 +22,9 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from dllm.cli import CommandError
+from dllm.quant.checks import is_scale
+from dllm.quant.formats import global_scale_of, quantize_weight
+from dllm.quant.schemes import parse_plan
 from dllm.quantize import command, staging
 from dllm.quantize.checkpoint import INDEX, Checkpoint
 from dllm.quantize.job import Job, prepare
@@ -29,9 +32,6 @@ from dllm.quantize.linears import by_one_name, linears
 from dllm.quantize.make import make
 from dllm.quantize.prompts import calibration_prompts
 from dllm.quantize.verify import verify
-from quant.checks import is_scale
-from quant.formats import global_scale_of, quantize_weight
-from quant.schemes import parse_plan
 from tests.support.process import start_python
 from tests.support.quant_checkpoints import write_quantized
 

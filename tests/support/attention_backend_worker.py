@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from tests.support.engine_harness import Engine
 from tests.support.interpreter import speed_up
 
-BACKEND = "attention.backend.CanvasAttentionBackend"
+BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
 
 
 def serve_with_triton_kernel() -> None:
@@ -33,7 +33,7 @@ def serve_with_triton_kernel() -> None:
 
 def main(checkpoint: str, output: str, page_size: str = "16", num_tokens: str = "24") -> None:
     """Generate, and save the tokens, the logits of every step and the arguments of our kernel."""
-    from attention import backend
+    from dllm.attention import backend
 
     serve_with_triton_kernel()
     engine = Engine(

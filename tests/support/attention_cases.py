@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.inputs import AttentionOptions, PagedKV, RaggedBatch
-from attention.masks import QuerySpan, Window
-from attention.reference import paged_attention
+from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+from dllm.attention.masks import QuerySpan, Window
+from dllm.attention.reference import paged_attention
 
 CAUSAL = 1 << 20  # a split point beyond every span: all rows are causal
 IMAGE = -1  # all rows see each other, and no window is anchored to them

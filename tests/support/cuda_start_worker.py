@@ -160,7 +160,7 @@ def graphs(config: Any, batches: list[list[Any]]) -> list[list[Any]]:
     import torch
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-    from attention.backend import CanvasAttentionBackend
+    from dllm.attention.backend import CanvasAttentionBackend
 
     canvas_length = config.diffusion_config.canvas_length
     mode = config.compilation_config.resolve_cudagraph_mode_and_sizes(

@@ -20,7 +20,7 @@ from tests.support.drafter_harness import drafting_engine, greedy, watch_context
 
 def main(target: str, drafter: str, output: str) -> None:
     """Generate, and save drafts, hidden states, and which way the context was written."""
-    from attention import context_kv
+    from dllm.attention import context_kv
     from dllm.drafter.context import ContextProjection
     from dllm.drafter.pair import drafter_config
 

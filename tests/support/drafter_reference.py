@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3ForCausalLM
 
-from attention.inputs import AttentionOptions
-from attention.masks import QuerySpan, Window
-from attention.reference import dense_attention
+from dllm.attention.inputs import AttentionOptions
+from dllm.attention.masks import QuerySpan, Window
+from dllm.attention.reference import dense_attention
 from dllm.drafter.checkpoint import DrafterConfig, LayerAttention
 
 

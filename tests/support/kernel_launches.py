@@ -17,15 +17,15 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from attention.cache_write import write_kv
-from attention.canvas_attention import batch_shape, canvas_attention
-from attention.context_kv import ContextWeights, write_context_kv
-from attention.inputs import AttentionOptions, PagedKV, RaggedBatch
-from attention.masks import Window
-from attention.planning import plan_attention
-from attention.tuning import TileConfig, tile_config
 from bench.attention_shapes import DRAFTER, FULL, SLIDING, SYMMETRIC, Layer
 from bench.kernels import recorded
+from dllm.attention.cache_write import write_kv
+from dllm.attention.canvas_attention import batch_shape, canvas_attention
+from dllm.attention.context_kv import ContextWeights, write_context_kv
+from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+from dllm.attention.masks import Window
+from dllm.attention.planning import plan_attention
+from dllm.attention.tuning import TileConfig, tile_config
 from dllm.ops import grammar_paths_gpu as grammar
 from dllm.ops.filters import RowFilters
 from dllm.ops.grammar_paths import Canvases, Ends, PackedTables

@@ -19,7 +19,7 @@ from vllm.model_executor.models.gemma4 import Gemma4Model
 from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
-from attention.cpu_fp8_cache import write_rounded
+from dllm.attention.cpu_fp8_cache import write_rounded
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized
@@ -154,7 +154,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
                 continue
             attention = layer.self_attn.attn
             if attention.attn_backend.get_name() == "CPU_ATTN":
-                from attention.cpu_backend import use_anchored_window
+                from dllm.attention.cpu_backend import use_anchored_window
 
                 use_anchored_window(attention)
             else:

@@ -12,7 +12,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
-from attention.cpu_fp8_cache import write_rounded
+from dllm.attention.cpu_fp8_cache import write_rounded
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized
 from dllm.models.unmasking.family import Unmasking
