@@ -1,5 +1,5 @@
-# make serve | test | check | bench | bench-compare | kernels | setup | setup-dev | setup-quant |
-#      setup-dynamo | chromium | lock | clean
+# make serve | test | test-all | check | bench | bench-compare | kernels | setup | setup-dev |
+#      setup-quant | setup-dynamo | chromium | lock | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
@@ -34,8 +34,8 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-quant setup-dynamo chromium serve test check lint types bench \
-        bench-compare kernels lock clean
+.PHONY: help setup setup-dev setup-quant setup-dynamo chromium serve test test-all check lint types \
+        bench bench-compare kernels lock clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -110,9 +110,11 @@ serve: export VLLM_PLUGINS ?= dllm,dllm_namesakes,dllm_canvas
 serve: setup
 	$(BIN)/vllm serve $(MODEL) --host $(HOST) --port $(PORT) --kv-cache-memory-bytes 256M $(ARGS)
 
-test: export HF_HUB_OFFLINE ?= 1
-test: setup-dev setup-quant $(VENV)/.images $(VENV)/.diffusers
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(ARGS)
+# Without the tests that are marked `nightly`; `make test-all` runs those, too.
+test: SELECT := -m "not nightly"
+test test-all: export HF_HUB_OFFLINE ?= 1
+test test-all: setup-dev setup-quant $(VENV)/.images $(VENV)/.diffusers
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(SELECT) $(ARGS)
 
 check: lint types
 
