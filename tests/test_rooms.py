@@ -1,7 +1,6 @@
 """Imports point one way: a room imports lower floors only, and there is no circle of modules."""
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,32 +121,6 @@ def test_every_room_says_what_it_is():
         path = ROOT / room.replace(".", "/") / "__init__.py"
         if path.parent.is_dir():
             assert ast.get_docstring(ast.parse(path.read_text())), path
-
-
-def test_what_rooms_say_of_their_imports_is_true(modules):
-    """In a sentence with "imports"; "the rooms below them" are any of those."""
-    said = {
-        room: " ".join(re.findall(r"[Ii]mports\s([^.]*)\.", ast.get_docstring(modules[room]) or ""))
-        for room in HEIGHT
-    }
-    assert sum(map(bool, said.values())) > len(HEIGHT) / 2
-    for room, sentence in said.items():
-        assert not sentence or says_its_imports(room, sentence, modules), (room, sentence)
-
-
-def says_its_imports(room, said, modules):
-    rooms = {each for each in HEIGHT if each.split(".")[-1] in re.findall(r"\w+", said)}
-    known = set(modules)
-    found = {
-        room_of(other)
-        for name, tree in modules.items()
-        if room_of(name) == room
-        for other in {*imports(tree, known), *named(tree, known)} & known
-    } - {room, None}
-    if "the rooms below them" in said:
-        lowest = min(HEIGHT[each] for each in rooms)
-        found = {each for each in found if HEIGHT[each] >= lowest}
-    return rooms == found
 
 
 @pytest.mark.parametrize(

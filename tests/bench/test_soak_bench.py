@@ -66,10 +66,27 @@ def test_a_stream_is_joined_and_an_incomplete_one_is_no_answer(events, answer):
 # --- the campaign ---------------------------------------------------------------------------------
 
 
-def campaign(answer, seconds):
+class Clock:
+    """The campaign's time, which passes with each request that the server answers."""
+
+    REQUESTS_PER_S = 100
+
+    def __init__(self):
+        self.num_requests = 0
+
+    def monotonic(self):
+        return self.num_requests / self.REQUESTS_PER_S
+
+    perf_counter = monotonic
+
+
+def campaign(answer, monkeypatch, num_requests):
     """The record of a campaign against an HTTP server whose completions are ``answer(body)``."""
+    clock = Clock()
+    monkeypatch.setattr(soak, "time", clock)
 
     async def reply(request):
+        clock.num_requests += 1
         data = await request.read()
         try:
             body = json.loads(data)
@@ -94,7 +111,7 @@ def campaign(answer, seconds):
             url=f"http://127.0.0.1:{port}", options=SimpleNamespace(model="m"), pid=os.getpid()
         )
         try:
-            return await soak.campaign(server, seconds, seed=3)
+            return await soak.campaign(server, num_requests / clock.REQUESTS_PER_S, seed=3)
         finally:
             await runner.cleanup()
 
@@ -105,15 +122,17 @@ def campaign(answer, seconds):
 def quick(monkeypatch):
     """A campaign of little work, without clients that wait for seconds on purpose."""
     monkeypatch.setattr(soak, "WARM_UP", 4)
+    monkeypatch.setattr(soak, "RUDE_PAUSE_S", 1e-3)
+    monkeypatch.setattr(soak, "HEAVY_PAUSE_S", 1e-3)
     monkeypatch.setattr(soak, "RUDE", {"malformed": soak_load.malformed})
     monkeypatch.setattr(soak, "HEAVY", {"burst over capacity": soak_load.burst})
 
 
-def test_a_campaign_against_a_good_server_is_clean(quick):
-    record = campaign(lambda body: (200, f"{body.get('seed')}"), 1.0)
+def test_a_campaign_against_a_good_server_is_clean(quick, monkeypatch):
+    record = campaign(lambda body: (200, f"{body.get('seed')}"), monkeypatch, 400)
     rows = soak_report.report(record, seed=0)
     assert soak_report.is_clean(rows)
-    assert record.num_good >= 30 and len(record.shadows) == record.num_good // 10
+    assert record.num_good >= 100 and len(record.shadows) == record.num_good // 10
     kinds = {(phase, kind) for phase, kind in record.sent}
     assert {(CALM, "conversation"), (RUDELY, "malformed"), (EVERYTHING, "burst over capacity")} <= (
         kinds
@@ -121,9 +140,9 @@ def test_a_campaign_against_a_good_server_is_clean(quick):
     assert (CALM, "malformed") not in kinds
 
 
-def test_other_tokens_in_a_replay_are_found(quick):
+def test_other_tokens_in_a_replay_are_found(quick, monkeypatch):
     numbers = count()
-    record = campaign(lambda body: (200, f"{next(numbers)}"), 0.5)
+    record = campaign(lambda body: (200, f"{next(numbers)}"), monkeypatch, 400)
     assert record.num_different == len(record.shadows) > 0
     assert not soak_report.is_clean(soak_report.report(record, seed=0))
 

@@ -87,12 +87,6 @@ def test_every_problem_is_in_one_split(family: str) -> None:
     assert not by_prompt["validation"] & by_prompt["heldout"]
 
 
-@pytest.mark.parametrize("family", TOOL_FAMILIES)
-def test_a_question_is_a_function_of_its_arguments(family: str) -> None:
-    assert question(family, "train", 3) == question(family, "train", 3)
-    assert drawn(family, "train", 20) != [question(family, "train", i, seed=1) for i in range(20)]
-
-
 def test_many_distinct_questions_of_each_family() -> None:
     """A prompt may come again, with other tools, in the other style, or with a thought."""
     found = questions(TOOL_FAMILIES, "heldout", 200)
