@@ -12,11 +12,15 @@ if it falls behind, or the disk fails, samples are dropped. Shards have the form
 many drafts were verified, and accepted, directly after a token; -1 where none were.
 """
 
+import fcntl
 import logging
+import os
 import queue
+import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -45,6 +49,8 @@ MAX_WAIT_S = 60.0
 # Bytes on disk besides the hidden states: for each sample (header), and for each token (its id, and
 # the two int16 counts).
 SAMPLE_OVERHEAD, TOKEN_OVERHEAD = 64, 8
+LOCK = ".lock"  # file in the folder that a process holds while it changes the folder
+DIGITS = 12  # of a shard's number, with which its name begins
 
 
 @dataclass(frozen=True)
@@ -85,17 +91,13 @@ class OpenSample:
     verified: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     hidden: list[Tensor] = field(default_factory=list)
+    num_bytes: int = 0  # of host memory that ``hidden`` takes
     last_sampled: int = -1
 
     @property
     def end(self) -> int:
         """The position after its last token."""
         return self.start + len(self.tokens)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of host memory that its hidden states take."""
-        return sum(part.nbytes for part in self.hidden)
 
     def close(self) -> "ClosedSample | None":
         """The sample as it is written; None if no draft block can be trained on it.
@@ -132,25 +134,24 @@ class ClosedSample:
 
 
 class Recorder:
-    """Records one worker's traffic; its shards never take more than ``max_bytes`` on disk.
+    """Records one worker's traffic; the folder's shards never take more than ``max_bytes``.
 
     Args:
-        folder: where shards are written; made if it is not there.
+        folder: where shards are written; made if it is not there. Several processes may share it.
         max_bytes: limit on disk. Open samples hold at most a quarter of it in host memory: a row
-            that would exceed this closes its sample, or does not begin one.
-        worker: first part of the shards' file names; every worker needs another one.
+            that would exceed this closes its sample, or does not begin one. Closed samples that are
+            not written yet are those of three shards at most.
         layers: of the target (0-based), whose outputs are recorded; noted in the shards.
     """
 
-    def __init__(
-        self, folder: Path, max_bytes: int, worker: str, layers: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, folder: Path, max_bytes: int, layers: Sequence[int] = ()) -> None:
         self.max_bytes = max_bytes
-        self.ring = ShardRing(folder, max_bytes, worker, layers)
+        self.ring = ShardRing(folder, max_bytes, layers)
         self.shard_bytes = min(MAX_SHARD_BYTES, max_bytes // SHARDS)
         self.num_dropped = 0  # samples
         self._num_steps = 0
         self._open: dict[str, OpenSample] = {}
+        self._open_bytes = 0  # of the hidden states of all open samples
         self._closed: list[ClosedSample] = []
         self._closed_bytes = 0
         self._waiting_since = 0.0
@@ -165,12 +166,16 @@ class Recorder:
         """Add one step to the samples of its requests; close those of finished requests."""
         self._num_steps += 1
         self._close_finished(set(step.requests))
-        firsts = np.cumsum(step.lengths) - step.lengths
-        for row in self._rows(step):
-            tokens = slice(int(firsts[row]), int(firsts[row] + step.kept[row]))
-            # A copy also of a tensor on the CPU, else it would keep the whole step's in memory.
-            hidden = step.features[tokens].to("cpu", copy=True)
-            self._extend(step, row, step.tokens[tokens], hidden)
+        rows = self._rows(step)
+        if rows:
+            firsts = np.cumsum(step.lengths) - step.lengths
+            places = [np.arange(firsts[row], firsts[row] + step.kept[row]) for row in rows]
+            chosen = torch.from_numpy(np.concatenate(places)).to(step.features.device)
+            hidden = step.features[chosen].cpu()  # one copy for all rows: it waits for the device
+            parts = hidden.split([len(tokens) for tokens in places])
+            for row, tokens, part in zip(rows, places, parts, strict=True):
+                # Each sample has memory of its own, or one would keep that of the others.
+                self._extend(step, row, step.tokens[tokens], part.clone())
         if self._closed and time.monotonic() - self._waiting_since > MAX_WAIT_S:
             self._hand_over()
 
@@ -179,9 +184,8 @@ class Recorder:
         self._at_exit.cancel()
         if not self._thread.is_alive():
             return
-        for sample in self._open.values():
-            self._close(sample)
-        self._open.clear()
+        for name in list(self._open):
+            self._end(name)
         self._queue.put(self._closed)
         self._queue.put(None)
         self._thread.join()
@@ -194,12 +198,12 @@ class Recorder:
         for name, sample in list(self._open.items()):
             waits = sample.last_sampled < 0 and self._num_steps - sample.seen <= MAX_GAP
             if name not in now and not waits:
-                self._close(self._open.pop(name))
+                self._end(name)
 
     def _rows(self, step: RecordedStep) -> list[int]:
         """The rows to record. Closes a sample that its row does not continue or has no room for."""
         rows = []
-        room = self.max_bytes // 4 - sum(sample.num_bytes for sample in self._open.values())
+        room = self.max_bytes // 4 - self._open_bytes
         for row, name in enumerate(step.requests):
             sample = self._open.get(name)
             num_bytes = int(step.kept[row]) * step.features[:1].nbytes
@@ -208,7 +212,7 @@ class Recorder:
                 or len(sample.tokens) + step.kept[row] > MAX_SAMPLE_TOKENS
                 or num_bytes > room
             ):
-                self._close(self._open.pop(name))
+                self._end(name)
                 room += sample.num_bytes
                 sample = None
             # A sample must begin in the prompt: a response alone is not enough context.
@@ -229,8 +233,16 @@ class Recorder:
         sample.verified += [verified or -1, *unmarked]
         sample.accepted += [verified - rejected if verified else -1, *unmarked]
         sample.hidden.append(hidden)
+        sample.num_bytes += hidden.nbytes
+        self._open_bytes += hidden.nbytes
         sample.last_sampled = int(step.last_sampled[row])
         sample.seen = self._num_steps
+
+    def _end(self, name: str) -> None:
+        """Close a request's sample."""
+        sample = self._open.pop(name)
+        self._open_bytes -= sample.num_bytes
+        self._close(sample)
 
     def _close(self, sample: OpenSample) -> None:
         closed = sample.close()
@@ -266,21 +278,32 @@ class Recorder:
 
 
 class ShardRing:
-    """One worker's shards in a folder; a new one replaces the oldest ones where room is short."""
+    """The shards of a folder; a new one replaces the oldest ones where room is short.
 
-    def __init__(
-        self, folder: Path, max_bytes: int, worker: str, layers: Sequence[int] = ()
-    ) -> None:
+    The limit holds for all processes together that write to the folder. A shard's name begins with
+    a number, which is the order of writing, and goes on with the host and the process.
+
+    Raises:
+        OSError: the folder cannot be made or written to, or its file system has no locks.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, layers: Sequence[int] = ()) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: it holds what users wrote
-        self.folder, self.max_bytes, self.worker, self.layers = folder, max_bytes, worker, layers
-        for leftover in folder.glob(f"{worker}-*.part"):
-            leftover.unlink()
-        numbers = [path.stem.rsplit("-", 1)[1] for path in self.shards()]
-        self.next = 1 + max((int(each) for each in numbers if each.isdecimal()), default=-1)
+        self.folder, self.max_bytes, self.layers = folder, max_bytes, layers
+        with self._alone():  # nobody is writing
+            for leftover in folder.glob(f"{'[0-9]' * DIGITS}-*.part"):
+                leftover.unlink()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process changes the folder inside the ``with`` block."""
+        with (self.folder / LOCK).open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def shards(self) -> list[Path]:
-        """This worker's shards in the folder, oldest first."""
-        return sorted(self.folder.glob(f"{self.worker}-*{SUFFIX}"))
+        """The shards in the folder, oldest first."""
+        return sorted(self.folder.glob(f"{'[0-9]' * DIGITS}-*{SUFFIX}"))
 
     def write(self, samples: Sequence[ClosedSample]) -> None:
         """Write one shard whole. Old shards are deleted before it, so the limit always holds.
@@ -293,22 +316,27 @@ class ShardRing:
         needed = 4096 + sum(sample.num_bytes for sample in samples)  # the header is smaller
         if needed > self.max_bytes:
             raise OSError(f"a shard of {needed} bytes exceeds the {self.max_bytes} allowed")
-        sizes = [(path, path.stat().st_size) for path in self.shards()]
-        total = sum(size for _, size in sizes)
-        for path, size in sizes:
-            if total + needed <= self.max_bytes:
-                break
-            path.unlink()
-            total -= size
+        with self._alone():
+            sizes = [(path, path.stat().st_size) for path in self.shards()]
+            number = 1 + (int(sizes[-1][0].name[:DIGITS]) if sizes else -1)
+            total = sum(size for _, size in sizes)
+            for path, size in sizes:
+                if total + needed <= self.max_bytes:
+                    break
+                path.unlink()
+                total -= size
+            name = f"{number:0{DIGITS}}-{socket.gethostname()}-{os.getpid()}{SUFFIX}"
+            self._write(self.folder / name, samples)
+
+    def _write(self, path: Path, samples: Sequence[ClosedSample]) -> None:
         marks = {
             "verified": [mark for sample in samples for mark in sample.verified],
             "accepted": [mark for sample in samples for mark in sample.accepted],
         }
         write_shard(
-            self.folder / f"{self.worker}-{self.next:012}{SUFFIX}",
+            path,
             [sample.sample for sample in samples],
             [sample.hidden for sample in samples],
             {name: torch.tensor(values, dtype=torch.int16) for name, values in marks.items()},
             self.layers,
         )
-        self.next += 1

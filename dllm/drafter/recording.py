@@ -82,7 +82,7 @@ def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
     """The recorder of this worker; None if the server does not record, or another worker does.
 
     All workers of a tensor-parallel group have the same hidden states, so only the first one
-    records. Replicas that compute together divide ``record_mb`` among them.
+    records.
     """
     options, parallel = drafter_options(vllm_config), vllm_config.parallel_config
     if options.record is None or parallel.rank % parallel.tensor_parallel_size:
@@ -91,11 +91,7 @@ def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
         layers: Sequence[int] = drafter_config(vllm_config).target_layer_ids
     else:
         layers = layers_without_drafter(vllm_config)
-    # Of a dense model vLLM makes independent servers of its replicas: these say "one of one", and
-    # only their index tells them apart. Their number is not known here.
-    max_bytes = options.record_mb * 1_000_000 // parallel.data_parallel_size
-    worker = f"worker{parallel.data_parallel_index}"
-    return Recorder(Path(options.record), max_bytes, worker, layers)
+    return Recorder(Path(options.record), options.record_mb * 1_000_000, layers)
 
 
 def step_without_drafts(state: Any, last_sampled: torch.Tensor) -> TargetStep:

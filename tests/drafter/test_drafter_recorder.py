@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ def request(name: str, num_steps: int, prompt: int = 4):
 
 
 def test_samples_are_what_the_target_kept(tmp_path):
-    recording = Recorder(tmp_path, 1 << 20, "w0")
+    recording = Recorder(tmp_path, 1 << 20)
     one, two = list(request("one", 3)), list(request("two", 1, prompt=7))
     for rows in itertools.zip_longest(one, two, fillvalue=[]):
         recording.observe(step([*rows[0], *rows[1]]))
@@ -70,7 +71,7 @@ def test_samples_are_what_the_target_kept(tmp_path):
 
 
 def test_a_preempted_or_cut_request_is_not_glued_together(tmp_path):
-    recording = Recorder(tmp_path, 1 << 20, "w0")
+    recording = Recorder(tmp_path, 1 << 20)
     steps = list(request("one", 2))
     recording.observe(step(steps[0]))
     recording.observe(step(steps[2]))  # a step is missing
@@ -81,7 +82,7 @@ def test_a_preempted_or_cut_request_is_not_glued_together(tmp_path):
 
 
 def test_a_prompt_in_chunks_is_one_sample_and_an_aborted_one_is_forgotten(tmp_path):
-    recording = Recorder(tmp_path, 1 << 20, "w0")
+    recording = Recorder(tmp_path, 1 << 20)
     chunks = [
         dict(request="a", start=0, tokens=[1, 2], prompt=4),
         dict(request="a", start=2, tokens=[3, 4], prompt=4, sampled=5),
@@ -101,21 +102,21 @@ def test_a_prompt_in_chunks_is_one_sample_and_an_aborted_one_is_forgotten(tmp_pa
 def test_the_ring_stays_within_its_bytes_and_keeps_the_newest(tmp_path):
     bound = 200_000
     for turn in range(2):  # a second server goes on where the first one ended
-        recording = Recorder(tmp_path, bound, "w0")
+        recording = Recorder(tmp_path, bound)
         for number in range(150):
             for rows in request(f"{turn} {number}", 40, prompt=4 + number % 3):
                 recording.observe(step(rows))
             assert size(tmp_path) <= bound
         recording.close()
         assert bound / 2 < size(tmp_path) <= bound
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert int(names[-1][3:15]) > 20 and names[0][:2] == "w0"
+    numbers = [int(path.name[:12]) for path in recording.ring.shards()]
+    assert numbers == list(range(numbers[0], numbers[-1] + 1)) and numbers[-1] > 20
     assert all(sample.num_anchors == 80 for sample in read_shards(tmp_path))
 
 
 def test_open_samples_hold_no_more_memory_than_is_allowed(tmp_path):
     """A small row of large steps, whose other row has no room."""
-    recording = Recorder(tmp_path, 4 * 10 * FEATURES * 4, "w0")
+    recording = Recorder(tmp_path, 4 * 10 * FEATURES * 4)
     for at in range(8):
         rows = [
             dict(request="small", start=at, tokens=[at], prompt=99),
@@ -127,6 +128,77 @@ def test_open_samples_hold_no_more_memory_than_is_allowed(tmp_path):
     assert sum(storage.nbytes() for storage in held.values()) == sample.num_bytes
     assert sample.num_bytes == 8 * FEATURES * 4
     recording.close()
+
+
+class Device(torch.Tensor):
+    """A tensor on a device: counts what has to wait for it."""
+
+    waits = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        cls.waits += function.__name__ in {"cpu", "to", "tolist", "numpy", "item"}
+        result = super().__torch_function__(function, types, arguments, options or {})
+        is_moved = function.__name__ in {"cpu", "to"}
+        return result.as_subclass(torch.Tensor) if is_moved else result
+
+
+def test_all_rows_of_a_step_are_copied_at_once(tmp_path):
+    recording = Recorder(tmp_path, 1 << 20)
+    rows = [dict(request=f"{at}", start=0, tokens=range(at), prompt=99) for at in range(1, 9)]
+    given = step(rows)
+    recording.observe(replace(given, features=given.features.as_subclass(Device)))
+    assert len(recording._open) == 8 and Device.waits == 1
+    recording.close()
+
+
+class Untouched(list):
+    """Takes new entries and refuses to be read."""
+
+    def __iter__(self):
+        raise AssertionError("a step looked at what was recorded before it")
+
+
+def test_a_step_does_not_look_at_what_was_recorded_before_it(tmp_path):
+    recording = Recorder(tmp_path, 1 << 20)
+    for at in range(4):
+        recording.observe(step([dict(request="a", start=at, tokens=[at], prompt=99)]))
+        sample = recording._open["a"]
+        sample.hidden = Untouched(list.__iter__(sample.hidden))
+    assert sample.num_bytes == recording._open_bytes == 4 * FEATURES * 4
+    sample.hidden = list(list.__iter__(sample.hidden))
+    recording.close()
+    assert recording._open_bytes == 0
+
+
+def test_servers_that_share_a_folder_share_its_bytes_and_keep_each_others_shards(tmp_path):
+    """Two recorders of one process have the same host and process in their shards' names, too."""
+    bound = 60_000
+    both = [Recorder(tmp_path, bound), Recorder(tmp_path, bound)]
+    written = 0
+    for turn in range(12):
+        for name, recording in zip("ab", both, strict=True):
+            for rows in request(f"{name}{turn}", 40, prompt=4 + "ab".index(name)):
+                recording.observe(step(rows))
+            recording.observe(step(next(request("next", 0))))
+            recording._hand_over()
+            recording._queue.put([])  # returns when the writer has taken the shard before it
+            recording._queue.put([])
+            assert size(tmp_path) <= bound
+        written += 2
+        if turn == 0:
+            assert len(read_shards(tmp_path)) == written
+    for recording in both:
+        recording.close()
+    starts = {sample.response_start for sample in read_shards(tmp_path)}
+    assert starts == {4, 5} and len(read_shards(tmp_path)) < written
+
+
+def test_what_a_killed_server_left_half_written_is_removed(tmp_path):
+    leftover = tmp_path / "000000000003-host-17.safetensors.part"
+    leftover.write_bytes(b"half")
+    Recorder(tmp_path, 40_000).close()
+    assert not leftover.exists()
 
 
 def size(folder: Path) -> int:
@@ -143,7 +215,7 @@ def size(folder: Path) -> int:
 def test_a_full_disk_costs_samples_and_nothing_else(tmp_path, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(recorder.logger, "warning", lambda text, *args: said.append(text % args))
-    recording = Recorder(tmp_path, 1 << 20, "w0")
+    recording = Recorder(tmp_path, 1 << 20)
 
     def full(tensors, path, metadata):
         Path(path).write_bytes(b"half")
@@ -158,7 +230,7 @@ def test_a_full_disk_costs_samples_and_nothing_else(tmp_path, monkeypatch):
         recording._queue.put([])  # returns when the writer has taken the shard before it
         recording._queue.put([])
     assert recording.num_dropped == 1
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [recorder.LOCK]
     (line,) = said
     assert "No space left" in line
     for rows in request("three", 3):
@@ -168,7 +240,7 @@ def test_a_full_disk_costs_samples_and_nothing_else(tmp_path, monkeypatch):
 
 
 def test_a_writer_that_is_behind_costs_samples_and_no_time(tmp_path, monkeypatch):
-    recording = Recorder(tmp_path, 1 << 20, "w0")
+    recording = Recorder(tmp_path, 1 << 20)
     held = threading.Event()
     write = recording.ring.write
     monkeypatch.setattr(recording.ring, "write", lambda some: (held.wait(), write(some)))
@@ -186,7 +258,7 @@ def test_a_writer_that_is_behind_costs_samples_and_no_time(tmp_path, monkeypatch
 
 def record_and_end(folder: Path) -> None:
     """Without ``close``; another sample is still open."""
-    recording = Recorder(folder, 1 << 20, "w0")
+    recording = Recorder(folder, 1 << 20)
     for rows in request("one", 3):
         recording.observe(step(rows))
     recording.observe(step(next(request("two", 0))))
@@ -202,7 +274,7 @@ def test_a_process_that_ends_writes_what_it_recorded(tmp_path, method):
 
 
 def test_memory_is_bounded(tmp_path):
-    recording = Recorder(tmp_path, 40_000, "w0")
+    recording = Recorder(tmp_path, 40_000)
     for number in range(200):
         row = dict(request=f"{number}", start=0, tokens=range(50), prompt=500)
         recording.observe(step([row]))
@@ -213,7 +285,7 @@ def test_memory_is_bounded(tmp_path):
 
 def test_memory_is_bounded_when_requests_go_on_and_on(tmp_path):
     """Samples that have no room to grow end, and are written."""
-    recording = Recorder(tmp_path, 40_000, "w0")
+    recording = Recorder(tmp_path, 40_000)
     for start in range(400):
         rows = [
             dict(request=f"{number}", start=start, tokens=[5], prompt=1, sampled=5)
@@ -223,11 +295,11 @@ def test_memory_is_bounded_when_requests_go_on_and_on(tmp_path):
         held = sum(sample.num_bytes for sample in recording._open.values())
         assert held <= 40_000 // 4
     recording.close()
-    assert list(tmp_path.glob("w0-*"))
+    assert recording.ring.shards()
 
 
 def test_a_new_folder_is_the_owners_alone(tmp_path):
-    Recorder(tmp_path / "buffer", 40_000, "w0").close()
+    Recorder(tmp_path / "buffer", 40_000).close()
     assert (tmp_path / "buffer").stat().st_mode & 0o077 == 0
 
 
