@@ -27,8 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from dllm.models.gemma.weights import DECODER
 from dllm.quantize.checkpoint import few
-from dllm.quantize.prompts import Message
 from dllm.settings.command import CommandError
+from dllm.tasks.prompts import Message
 
 
 @dataclass(frozen=True)

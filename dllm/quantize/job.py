@@ -12,10 +12,11 @@ from pathlib import Path
 
 from dllm.quantize.checkpoint import Checkpoint, in_units
 from dllm.quantize.groups import Group, file_bytes, groups_of, working_bytes
-from dllm.quantize.prompts import Message, calibration_prompts
+from dllm.quantize.prompts import calibration_prompts
 from dllm.quantize.recipes import RECIPES, Recipe, recipe_named
 from dllm.quantize.staging import refuse_existing
 from dllm.settings.command import CommandError
+from dllm.tasks.prompts import Message
 
 # Files beside the weights that are copied unchanged, if the source has them.
 COMPANIONS = (
@@ -92,8 +93,8 @@ def parser() -> argparse.ArgumentParser:
         "--calibration",
         type=Path,
         metavar="FILE.jsonl",
-        help='prompts for nvfp4, {"prompt": ...} or {"messages": ...} a line (default: the task '
-        "suite's training questions)",
+        help='prompts for nvfp4, {"prompt": ...} or {"messages": ...} a line (default: shipped '
+        "general prompts; for our small models the task suite's training questions)",
     )
     found.add_argument("--samples", type=int, default=64, help="prompts to calibrate with")
     found.add_argument("--blocks", type=int, default=2, help="canvases to fill for a prompt")
@@ -128,7 +129,7 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
         )
     prompts = []
     if recipe.needs_calibration:
-        prompts = calibration_prompts(args.calibration, args.samples, args.seed)
+        prompts = calibration_prompts(args.calibration, args.model, args.samples, args.seed)
     job = Job(
         source,
         recipe,

@@ -32,6 +32,7 @@ from dllm.quantize.linears import by_one_name, linears
 from dllm.quantize.make import make
 from dllm.quantize.prompts import calibration_prompts
 from dllm.quantize.verify import verify
+from dllm.tasks.prompts import SHIPPED
 from tests.support.process import start_python
 from tests.support.quant_checkpoints import write_quantized
 
@@ -375,10 +376,10 @@ def test_a_half_written_source_is_refused(source: Path, tmp_path: Path) -> None:
 # Calibration prompts
 
 
-def test_prompts_come_from_every_family_alike_and_are_held_out_from_nothing() -> None:
+def test_prompts_come_from_every_family_alike_and_are_held_out_from_nothing(source: Path) -> None:
     from dllm.tasks.suite import FAMILIES, questions
 
-    prompts = [messages[0]["content"] for messages in calibration_prompts(None, 25, seed=0)]
+    prompts = [messages[0]["content"] for messages in calibration_prompts(None, source, 25, seed=0)]
     assert len(set(prompts)) == 25
     held_out = {asked.prompt for asked in questions(FAMILIES, "heldout", 30)}
     assert not held_out & set(prompts)
@@ -387,14 +388,23 @@ def test_prompts_come_from_every_family_alike_and_are_held_out_from_nothing() ->
     assert max(counts) - min(counts) <= 1 and sum(counts) == 25
 
 
+def test_a_model_that_is_not_ours_answers_the_shipped_prompts(tmp_path: Path) -> None:
+    shipped = [json.loads(line) for line in SHIPPED.read_text().splitlines()]
+    found = calibration_prompts(None, tmp_path, 64, seed=0)
+    assert [messages[-1]["content"] for messages in found] == [
+        line.get("prompt") or line["messages"][-1]["content"] for line in shipped[:64]
+    ]
+    assert {line["domain"] for line in shipped[:64]} == {line["domain"] for line in shipped}
+
+
 def test_prompts_come_from_a_file_of_either_shape(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     file.write_text(
         json.dumps({"prompt": "hi"}) + "\n\n" + json.dumps({"messages": talk, "id": 7}) + "\n"
     )
-    assert calibration_prompts(file, 5, 0) == [[{"role": "user", "content": "hi"}], talk]
-    assert len(calibration_prompts(file, 1, 0)) == 1
+    assert calibration_prompts(file, tmp_path, 5, 0) == [[{"role": "user", "content": "hi"}], talk]
+    assert len(calibration_prompts(file, tmp_path, 1, 0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -403,8 +413,8 @@ def test_prompts_come_from_a_file_of_either_shape(tmp_path: Path) -> None:
 def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(CommandError, match=f"{re.escape(str(file))}:2"):
-        calibration_prompts(file, 5, 0)
+    with pytest.raises(CommandError, match=f"{re.escape(str(file))}, line 2"):
+        calibration_prompts(file, tmp_path, 5, 0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -573,7 +583,7 @@ def test_calibration_saw_what_both_halves_see_when_they_answer(
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(source, dtype=torch.float32).eval()
     largest = LargestInputs(model)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    for index, messages in enumerate(calibration_prompts(None, SAMPLES, SEED)):
+    for index, messages in enumerate(calibration_prompts(None, source, SAMPLES, SEED)):
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
         )

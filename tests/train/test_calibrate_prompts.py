@@ -9,8 +9,9 @@ import pytest
 from dllm import cli
 from dllm.drafter.samples import read_shards
 from dllm.settings.command import CommandError
+from dllm.tasks.prompts import SHIPPED, SHIPPED_DOMAINS
 from dllm.train.drafter import command
-from dllm.train.drafter.prompts import SHIPPED, SHIPPED_DOMAINS, default_file, load_prompts
+from dllm.train.drafter.prompts import default_file, load_prompts
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.run_files import started_with
 from tests.support.calibrate_cases import TOML

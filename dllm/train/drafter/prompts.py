@@ -1,11 +1,9 @@
 """What the target is asked: the lines of a file, or the questions of the task suite.
 
-``SHIPPED`` is a small file of general prompts (code, maths, extraction, summaries, translation,
-chat, tool-like formats, several languages). It is enough to try a calibration and to check a
-drafter; a drafter that is to be used needs thousands of prompts like its own traffic.
+The shipped prompts are enough to try a calibration and to check a drafter; a drafter that is to be
+used needs thousands of prompts like its own traffic.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,14 +11,12 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from dllm.settings.command import CommandError
+from dllm.tasks.prompts import SHIPPED, SHIPPED_DOMAINS, knows_suite, read_conversations
 from dllm.tasks.suite import FAMILIES, questions
-from dllm.tasks.tokenizer import TOKEN_ID, encode_prompt
+from dllm.tasks.tokenizer import encode_prompt
 from dllm.train.drafter.settings import CalibrateSettings
 
 OF_FILE = "prompts"  # the group of a file's prompts that name no domain
-# One prompt of each domain, then the second of each, and so on.
-SHIPPED = Path(__file__).parent / "data" / "prompts.jsonl"
-SHIPPED_DOMAINS = 12
 
 
 @dataclass(frozen=True)
@@ -69,15 +65,6 @@ def suite_prompts(target: Path, settings: CalibrateSettings) -> list[Prompt]:
     ]
 
 
-def knows_suite(target: Path) -> bool:
-    """Whether a target is one of our small models, judged by its tokenizer."""
-    path = target / "tokenizer.json"
-    if not path.exists():
-        return False
-    tokenizer = Tokenizer.from_file(str(path))
-    return all(tokenizer.token_to_id(token) == index for token, index in TOKEN_ID.items())
-
-
 def file_prompts(target: Path, file: Path, settings: CalibrateSettings) -> list[Prompt]:
     """Prompts of a file, with the target's chat template; the first ``heldout`` are held out.
 
@@ -89,24 +76,19 @@ def file_prompts(target: Path, file: Path, settings: CalibrateSettings) -> list[
             no tokenizer.
     """
     try:
-        numbered = list(enumerate(file.read_text().splitlines(), 1))
-    except OSError as error:
-        raise CommandError(f"--prompts {file}: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise CommandError(f"--prompts {file}: no text in UTF-8 ({error}).") from None
-    lines = [(number, line) for number, line in numbered if line.strip()]
-    if len(lines) <= settings.heldout:
+        chats = read_conversations(file, is_json=file.suffix == ".jsonl")
+    except ValueError as error:
+        raise CommandError(f"--prompts {error}") from None
+    if len(chats) <= settings.heldout:
         raise CommandError(
-            f"--prompts {file}: {len(lines)} prompts, of which heldout = {settings.heldout} are "
+            f"--prompts {file}: {len(chats)} prompts, of which heldout = {settings.heldout} are "
             "kept for measuring; allowed: more prompts than that, or a config with fewer held out."
         )
-    is_json = file.suffix == ".jsonl"
-    chats = [_read_line(line, file, number, is_json) for number, line in lines]
     tokenizer = AutoTokenizer.from_pretrained(target)
     prompts = []
     for index, (chat, domain) in enumerate(chats[: settings.heldout + settings.responses]):
         if tokenizer.chat_template is None:
-            ids = tokenizer(str(chat[-1]["content"]))["input_ids"]
+            ids = tokenizer(str(chat[-1].get("content")))["input_ids"]
         else:
             text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -115,27 +97,5 @@ def file_prompts(target: Path, file: Path, settings: CalibrateSettings) -> list[
                 f"{file}: the tokenizer of {target} makes no tokens of prompt {index + 1}; give a "
                 "target that has one (tokenizer.json)."
             )
-        prompts.append(Prompt(tuple(ids), domain, index < settings.heldout))
+        prompts.append(Prompt(tuple(ids), domain or OF_FILE, index < settings.heldout))
     return prompts
-
-
-def _read_line(
-    line: str, file: Path, number: int, is_json: bool
-) -> tuple[list[dict[str, object]], str]:
-    """The messages of a line, and its domain."""
-    if not is_json:
-        return [{"role": "user", "content": line}], OF_FILE
-    try:
-        given = json.loads(line)
-    except ValueError as error:
-        raise CommandError(f"{file}, line {number}: no JSON ({error}).") from None
-    if isinstance(given, dict):
-        domain = str(given.get("domain", OF_FILE))
-        if isinstance(given.get("messages"), list) and given["messages"]:
-            return given["messages"], domain
-        if isinstance(given.get("prompt"), str):
-            return [{"role": "user", "content": given["prompt"]}], domain
-    raise CommandError(
-        f'{file}, line {number}: {line[:60]!r}; allowed: an object with "prompt" (a string) or '
-        '"messages" (a list).'
-    )

@@ -1,0 +1,88 @@
+"""Prompts for any model: the shipped ones, and those of a user's file.
+
+``SHIPPED`` is a small file of general prompts (code, maths, extraction, summaries, translation,
+chat, tool-like formats, several languages). The questions of the task suite (``suite``) mean
+something to our small models alone.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from dllm.tasks.tokenizer import TOKEN_ID
+
+# One prompt of each domain, then the second of each, and so on.
+SHIPPED = Path(__file__).parent / "data" / "prompts.jsonl"
+SHIPPED_DOMAINS = 12
+
+Message = dict[str, Any]  # as in OpenAI's API
+
+
+class Conversation(NamedTuple):
+    """Messages, the last of which a model answers; and the domain that a file gives them."""
+
+    messages: list[Message]
+    domain: str | None = None
+
+
+def asked(prompt: str) -> Conversation:
+    """A user's only message."""
+    return Conversation([{"role": "user", "content": prompt}])
+
+
+def read_conversations(file: Path, is_json: bool) -> list[Conversation]:
+    """The prompts of a file, in its order; empty lines count for nothing.
+
+    Args:
+        is_json: a line is a JSON object with ``prompt`` (a text) or ``messages``, and perhaps
+            ``domain``; otherwise it is the prompt itself.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is wrong; the message begins with its name
+            and the number of the line.
+    """
+    try:
+        lines = file.read_text().splitlines()
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: no text in UTF-8 ({error}).") from None
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not is_json:
+        return [asked(line) for _, line in numbered]
+    return [_conversation(f"{file}, line {number}", line) for number, line in numbered]
+
+
+def _conversation(where: str, line: str) -> Conversation:
+    try:
+        given = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: no JSON ({error}).") from None
+    given = given if isinstance(given, dict) else {}
+    domain = given.get("domain")
+    domain = None if domain is None else str(domain)
+    prompt, messages = given.get("prompt"), given.get("messages")
+    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        return Conversation(messages, domain)
+    if isinstance(prompt, str) and prompt:
+        return asked(prompt)._replace(domain=domain)
+    raise ValueError(
+        f'{where}: {line[:60]!r}; allowed: {{"prompt": "..."}} or {{"messages": [{{"role": "user", '
+        '"content": "..."}]}.'
+    )
+
+
+def _is_message(given: object) -> bool:
+    is_dict = isinstance(given, dict) and isinstance(given.get("role"), str)
+    return is_dict and ("content" in given or "tool_calls" in given)  # type: ignore[operator]
+
+
+def knows_suite(checkpoint: Path) -> bool:
+    """Whether a checkpoint is one of our small models, judged by its tokenizer."""
+    path = checkpoint / "tokenizer.json"
+    if not path.exists():
+        return False
+    tokenizer = Tokenizer.from_file(str(path))
+    return all(tokenizer.token_to_id(token) == index for token, index in TOKEN_ID.items())
