@@ -113,7 +113,8 @@ serve: setup
 # Without the tests that are marked `nightly`; `make test-all` runs those, too.
 test: SELECT := -m "not nightly"
 test test-all: export HF_HUB_OFFLINE ?= 1
-test test-all: setup-dev setup-quant $(VENV)/.images $(VENV)/.diffusers
+test-all: $(VENV)/.images
+test test-all: setup-dev setup-quant $(VENV)/.diffusers
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(SELECT) $(ARGS)
 
 check: lint types

@@ -16,9 +16,12 @@ import pytest
 from bench.multiprocessor import SHARED_KIB, programs_of_sm
 from tests.support.process import run_python
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+    ),
+]
 COMPILED = {"TRITON_INTERPRET": None}
 GROUPS = ("sliding", "full", "drafter", "sampling")
 ONE_OF_EACH_GROUP = {"canvas_attention_kernel", "context_kv_kernel", "_block_kernel"}
@@ -44,8 +47,10 @@ def compiled(arch: int, *groups: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", SHARED_KIB)
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param(arch, marks=[] if arch == 90 else pytest.mark.nightly) for arch in SHARED_KIB],
+)
 def test_kernels_fit_every_gpu(arch: int) -> None:
     found = compiled(arch, *GROUPS)
     assert {one["kernel"] for one in found} >= ONE_OF_EACH_GROUP
@@ -63,7 +68,6 @@ def test_kernels_fit_every_gpu(arch: int) -> None:
             assert one["barriers"] >= 2, where
 
 
-@pytest.mark.slow
 def test_every_branch_of_the_attention_kernel_compiles() -> None:
     found = compiled(90, "branches")
     assert [one["kernel"] for one in found].count("canvas_attention_kernel") == 3

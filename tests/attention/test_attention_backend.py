@@ -21,6 +21,8 @@ from tests.support import family_checkpoints, hf_reference
 from tests.support.engine_harness import Run, SamplingParams, assert_same_runs, get_engine
 from tests.support.process import run_python
 
+pytestmark = pytest.mark.slow
+
 CANVAS, WINDOW = 12, 16
 
 
@@ -59,7 +61,6 @@ def test_one_pass_mixed_every_kind_of_row(engine_run):
     assert any(37 in points for points in splits), "no prompt"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SDAR", "LLADA2"])
 def test_models_with_blocks_do_the_same_as_on_vllms_cpu_kernel(name, tmp_path):
     """There, each block of a head is a sequence of its own."""

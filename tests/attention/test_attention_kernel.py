@@ -14,10 +14,11 @@ import torch
 
 from tests.support.interpreter import run_suite
 
+pytestmark = pytest.mark.slow
+
 SUITE = "tests/attention/attention_kernel_suite.py"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs compiled on this machine")
 def test_suite_in_the_interpreter() -> None:

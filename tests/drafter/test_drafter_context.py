@@ -16,13 +16,14 @@ from tests.support.drafter_pairs import write_drafter, write_target
 from tests.support.interpreter import run_suite
 from tests.support.process import QUIET_ENGINE, run_python
 
+pytestmark = pytest.mark.slow
+
 SUITE = "tests/drafter/context_kernel_suite.py"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
 
 
-@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs compiled on this machine")
 def test_suite_in_the_interpreter() -> None:
@@ -35,7 +36,6 @@ def test_suite_compiled() -> None:
     assert run_suite(SUITE, is_interpreted=False) >= 40
 
 
-@pytest.mark.slow
 @needs_triton
 def test_a_server_on_cuda_kernels_writes_its_context_by_this_one(tmp_path: Path) -> None:
     """In the interpreter: vLLM's engine, real layers, an FP8 target. The drafts are the
@@ -133,7 +133,7 @@ REGISTERS = 65536  # of a multiprocessor
 SHARED_LIMIT = 99 * 1024  # bytes a program, on the cards with least
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_triton
 def test_it_compiles_to_tensor_cores_without_spills() -> None:
     result = run_python(

@@ -3,8 +3,12 @@
 import re
 import urllib.request
 
+import pytest
+
 from tests.support.drafter_pairs import write_drafter, write_target
 from tests.support.server_harness import ENVIRONMENT, Server
+
+pytestmark = pytest.mark.slow
 
 NUM_DRAFTS, WIDTH = 3, 2
 FLAGS = (

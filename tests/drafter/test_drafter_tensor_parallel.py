@@ -13,12 +13,13 @@ from tests.support.drafter_harness import drafting_engine, greedy, plain_engine
 from tests.support.drafter_pairs import write_drafter, write_target
 from tests.support.process import printed_json, run_python
 
+pytestmark = pytest.mark.nightly
+
 NUM_DRAFTS = 5
 PROMPTS = [[(20 + 7 * index + salt) % 450 for index in range(30 + salt)] for salt in range(3)]
 PARAMS = [greedy(40), greedy(40, temperature=1.0, seed=3), greedy(40)]
 
 
-@pytest.mark.slow
 def test_ranks_that_would_decide_differently_follow_the_first(tmp_path):
     target, drafter = write_target(tmp_path / "target"), write_drafter(tmp_path / "drafter")
     # The ranks are forked, so that they get the policy below. vLLM wants a NUMA node for each rank,

@@ -28,6 +28,8 @@ from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, Engine, Run, assert_same_runs
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ours(checkpoint: Any) -> Engine:
@@ -345,7 +347,13 @@ BROKEN: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if number else [])
+        for number, name in enumerate(BROKEN)
+    ],
+)
 def test_without_a_part_of_it_runs_differ(engine, checkpoint, monkeypatch, name):
     expected = engine.quiet_run(prompt(70), params())
     budget = 260 + list(BROKEN).index(name)  # an engine to ruin
@@ -364,6 +372,7 @@ def test_without_a_part_of_it_runs_differ(engine, checkpoint, monkeypatch, name)
     assert run.difference(expected) > 100 * RUN_TOLERANCE
 
 
+@pytest.mark.nightly
 def test_plain_embeddings_of_a_block(engine, checkpoint, monkeypatch):
     """A block's tokens are not conditioned, and their layers are the encoder's."""
     expected = engine.quiet_run(prompt(70), params())

@@ -18,6 +18,8 @@ from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine
 from tests.support.process import printed_json, run_python
 
+pytestmark = pytest.mark.slow
+
 VOCAB, HIDDEN, ROWS = 50, 16, 7
 NORMALIZER = torch.tensor(HIDDEN**0.5)
 
@@ -73,8 +75,9 @@ PARAMS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheduling", ["loop", "asynchronous"])
+@pytest.mark.parametrize(
+    "scheduling", ["loop", pytest.param("asynchronous", marks=pytest.mark.nightly)]
+)
 def test_two_ranks_generate_the_tokens_of_one(engine, checkpoint, scheduling):
     """Heads, experts and vocabulary are sharded over two worker processes that speak gloo."""
     # vLLM wants a NUMA node per rank, unless it is told not to bind threads. Spawned, each rank

@@ -19,6 +19,8 @@ from dllm.patches.recording import Records
 from tests.support.engine_harness import Engine, Run, assert_same_runs
 from tests.support.process import printed_json, run_python
 
+pytestmark = pytest.mark.slow
+
 CANVAS = 32
 TIMEOUT_S = 500
 
@@ -196,7 +198,6 @@ def starts(
     return [first, second]
 
 
-@pytest.mark.slow
 def test_no_request_waits_for_a_compiler(starts: list[dict[str, Any]]) -> None:
     for report in starts:
         assert report["traced"] > 0

@@ -23,6 +23,8 @@ from dllm.models.gemma.tiny import tiny_config
 from tests.support.process import ROOT, run_python
 from tests.support.server_harness import FLAGS, MODEL, Server
 
+pytestmark = pytest.mark.slow
+
 TORCHVISION = Path(sys.prefix) / "torchvision"  # the Makefile's
 # A tower for the smallest budget that the processor knows, 70 soft tokens an image: 280 patches,
 # at worst in two rows of 140.
@@ -51,7 +53,7 @@ def path_with_torchvision() -> str:
 
 
 @needs_torchvision
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("chosen", "interpret"), [("not triton", "0"), ("triton", "1")])
 def test_the_cases(chosen: str, interpret: str) -> None:
     if interpret == "1":
@@ -102,7 +104,7 @@ def data_url(image: Image.Image) -> str:
 
 
 @needs_torchvision
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_chat_request_with_an_image_is_answered(image_server):
     first, second = data_url(picture(1)), data_url(picture(2))
     answers = {chat(image_server), chat(image_server, first), chat(image_server, second)}
@@ -112,7 +114,7 @@ def test_a_chat_request_with_an_image_is_answered(image_server):
 
 
 @needs_torchvision
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "content",
     [

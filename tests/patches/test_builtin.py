@@ -13,6 +13,8 @@ import vllm
 from dllm.patches.cpu import is_cpu_without_triton
 from tests.support.process import QUIET_ENGINE, printed_json, run_python
 
+pytestmark = pytest.mark.slow
+
 NUM_TOKENS = 40  # no multiple of the canvas of 32
 
 # Serves one request and prints what served it.

@@ -24,6 +24,8 @@ from dllm.patches.compile_cache import (
 )
 from tests.support.process import run_python
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("damage", [b"", b"\x80\x05", b"not a pickle at all" * 999], ids=repr)
 def test_a_damaged_file_counts_as_none(
@@ -129,7 +131,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_full_disk_is_named(checkpoint: Callable[..., Path], full_disk):
     ended = run_python(
         "-m",

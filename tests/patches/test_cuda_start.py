@@ -17,6 +17,8 @@ from tests.support.process import ROOT
 from tests.support.quant_checkpoints import OURS, quantization_config
 from tests.support.released import GEMMA, released, write_configs
 
+pytestmark = pytest.mark.slow
+
 CANVAS, MOST_TOKENS = 256, 4096
 GB_OF_VISION = 1.12  # of the released files; the vision tower is not made without torchvision
 FORMATS = {
@@ -219,6 +221,7 @@ def test_remote_drafts_have_no_asynchronous_scheduling(on_h200):
     assert "--async-scheduling: the host decides" in on_h200["remote, async"]["refusal"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("gpu", ["a100", "h100", "b200"])
 def test_other_gpus(tmp_path, gpu):
     """An A100 cannot read the FP8 cache that one of the checkpoints asks for."""

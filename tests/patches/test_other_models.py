@@ -18,6 +18,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.support.process import QUIET_ENGINE, printed_json, run_python
 
+pytestmark = pytest.mark.slow
+
 TOKENIZER = Path(__file__).parents[2] / "checkpoints/tiny-random"
 CPU_WORKER = "dllm.patches.cpu_worker.CanvasCPUWorker"
 TIMEOUT_S = 120
@@ -84,7 +86,6 @@ def outcome(qwen3: Path, checkpoint: Callable[..., Path]) -> Callable[[str], dic
     return run
 
 
-@pytest.mark.slow
 def test_without_the_plugin_nothing_of_ours_is_loaded(outcome):
     assert outcome("no plugin")["loaded"] == []
     assert "dllm.patches.install" in outcome("beside ours")["loaded"]

@@ -36,6 +36,8 @@ from dllm.tasks.prompts import SHIPPED
 from tests.support.process import start_python
 from tests.support.quant_checkpoints import write_quantized
 
+pytestmark = pytest.mark.slow
+
 COMMAND = ("-m", "dllm.cli", "quantize")
 SMALL = {"layer_types": ["sliding_attention", "full_attention"]}
 SCHEMES = ("fp8-dynamic", "nvfp4")
@@ -491,7 +493,6 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 
 # What rounding does to the source's normally distributed weights, layer by layer: FP8 2.37% (32
 # inputs) to 2.61%, NVFP4 9.1% to 9.8%.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "low", "high"), [("fp8-dynamic", 0.023, 0.027), ("nvfp4", 0.09, 0.1)]
 )

@@ -17,6 +17,8 @@ from tests.support.family_checkpoints import LLADA2, SDAR, SDAR_MOE
 from tests.support.family_checkpoints import write as write_source
 from tests.support.process import start_python
 
+pytestmark = pytest.mark.slow
+
 KINDS: dict[str, dict[str, Any]] = {"llada2": LLADA2, "sdar-moe": SDAR_MOE, "sdar": SDAR}
 # Attention, dense MLPs, experts: three layers; LLaDA2's first is dense, the others have a shared
 # expert beside eight.
@@ -66,7 +68,7 @@ def test_layers_that_vllm_fuses_share_a_scale(sources: dict[str, Path], tmp_path
     assert alone in {tuple(layer.module for layer in layers) for layers in groups[1].fused()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", KINDS)
 def test_llm_compressor_s_checkpoints_are_whole_and_served(
     kind: str, sources: dict[str, Path], tmp_path: Path

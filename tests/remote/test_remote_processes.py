@@ -14,6 +14,8 @@ from tests.support.draft_workers import WorkerProcess
 from tests.support.drafter_harness import greedy, plain_engine
 from tests.support.server_harness import Server
 
+pytestmark = pytest.mark.slow
+
 TARGET = Path(__file__).parents[2] / "checkpoints" / "tiny-ar"
 NUM_REQUESTS, NUM_TOKENS, AT_ONCE = 200, 12, 4
 DEADLINE_MS = 2000  # nobody misses it because the machine does something else
@@ -96,7 +98,6 @@ def answer(server: Server, prompt: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.slow
 def test_one_worker_is_killed_and_another_hangs_in_the_middle_of_200_requests(
     prompts, expected, workers, tmp_path
 ):

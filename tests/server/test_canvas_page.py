@@ -23,7 +23,7 @@ FLAGS = ("--enforce-eager", "--max-model-len=512", "--max-num-seqs=32", "--api-k
 PAGE = {"VLLM_PLUGINS": "dllm,dllm_namesakes,dllm_canvas"}
 JSON_QUESTION = "Write name, age and city as JSON: Lou is 28 and lives in Baku."
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 needs_chromium = pytest.mark.skipif(
     chromium.executable() is None, reason="no chromium on this machine: make chromium"
 )

@@ -26,6 +26,8 @@ import pytest
 
 from tests.support.server_harness import FLAGS, MODEL, STOP_TIMEOUT_S, Server, reserve_port
 
+pytestmark = pytest.mark.slow
+
 END_S = 5.0
 CLIENTS = 3
 # Three processes, and queues in shared memory between two of them.
@@ -138,7 +140,11 @@ def slow_reader(server: Server) -> socket.socket:
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")
 @pytest.mark.parametrize(
     ("victim", "method", "workers"),
-    [("API server", "spawn", 1), ("engine core", "fork", 1), ("worker", "fork", 2)],
+    [
+        pytest.param("API server", "spawn", 1, marks=pytest.mark.nightly),
+        ("engine core", "fork", 1),
+        pytest.param("worker", "fork", 2, marks=pytest.mark.nightly),
+    ],
 )
 def test_the_others_end_within_five_seconds_and_nothing_is_left(
     checkpoint: Callable[..., Path],
@@ -182,6 +188,7 @@ def test_the_others_end_within_five_seconds_and_nothing_is_left(
         assert server.process.wait() == (-signal.SIGKILL if victim == "API server" else 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux only")
 def test_sigterm_while_the_engine_core_starts_ends_the_server(
     checkpoint: Callable[..., Path], place: Place, tmp_path: Path

@@ -12,6 +12,8 @@ from vllm import SamplingParams
 
 from tests.support.server_harness import CANVAS, MAX_NUM_BATCHED_TOKENS, MODEL, Server
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["tests.support.server_harness"]
 
 BLOCKS = 3 * CANVAS

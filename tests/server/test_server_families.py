@@ -10,10 +10,12 @@ import pytest
 from tests.support import family_checkpoints
 from tests.support.server_harness import FLAGS, MODEL, Server
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = {"sdar": family_checkpoints.SDAR, "llada2": family_checkpoints.LLADA2}
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=["sdar", pytest.param("llada2", marks=pytest.mark.nightly)])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -35,7 +37,6 @@ def complete(client: openai.OpenAI, prompt: Any = "Sort these numbers", **option
     )
 
 
-@pytest.mark.slow
 def test_the_same_tokens_whichever_way_one_asks(server: Server) -> None:
     client = server.client()
     (whole,) = complete(client).choices
@@ -56,7 +57,6 @@ def test_the_same_tokens_whichever_way_one_asks(server: Server) -> None:
     assert len(scored.logprobs.token_logprobs) == 40 and max(scored.logprobs.token_logprobs) <= 0
 
 
-@pytest.mark.slow
 def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
     client = server.client()
     for options, message in (

@@ -11,6 +11,8 @@ import pytest
 from tests.server.test_server import chat, complete, prompt
 from tests.support.server_harness import CANVAS, FLAGS, Server
 
+pytestmark = pytest.mark.slow
+
 NUM_REQUESTS = 64
 # Enough room for 64 canvases and as many blocks to commit in one step.
 MIXED_FLAGS = (
@@ -112,7 +114,6 @@ def assert_same(together: dict[str, Any], alone: dict[str, Any]) -> None:
             assert row == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.slow
 def test_64_mixed_requests_at_once_get_what_each_gets_alone(server):
     client = server.client().with_options(timeout=300)
     alone = [ask(client, index) for index in range(NUM_REQUESTS)]

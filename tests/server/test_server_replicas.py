@@ -15,7 +15,7 @@ from tests.support.server_harness import CANVAS, FLAGS, Server
 
 pytest_plugins = ["tests.support.server_harness"]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NUM_REQUESTS = 32
 RANK = "X-data-parallel-rank"  # vLLM's header: which replica answers

@@ -8,10 +8,11 @@ from tests.server.test_server import complete, prompt
 from tests.server.test_server_stream import CANVASES, read
 from tests.support.server_harness import CANVAS, FLAGS, Server
 
+pytestmark = pytest.mark.nightly
+
 PARALLEL = ("--tensor-parallel-size=2", "--api-server-count=2")
 
 
-@pytest.mark.slow
 def test_each_api_server_streams_the_canvases_of_its_own_requests(checkpoint, tmp_path):
     with Server(checkpoint(), tmp_path / "log", (*FLAGS, *PARALLEL)) as server:
         server.wait_until_ready()

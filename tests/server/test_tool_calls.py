@@ -24,7 +24,7 @@ MAX_TOKENS = 120
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=PARSERS)
+@pytest.fixture(scope="module", params=["gemma", pytest.param("hermes", marks=pytest.mark.nightly)])
 def style(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

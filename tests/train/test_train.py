@@ -31,6 +31,8 @@ from dllm.train.optimizer import lr_factor, orthogonalize
 from dllm.train.run import Run
 from dllm.train.run_files import LOG
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 TINY = {"hidden_size": 32, "num_layers": 2, "intermediate_size": 32, "moe_intermediate_size": 16}
 SHORT = {
@@ -42,6 +44,9 @@ SHORT = {
     "families": ["compare", "report"],
 }
 OBJECTIVES = ("diffusion", "ar", "sdar", "llada2")
+# Whole runs of each; those of the first are in `make test`.
+RUNS = [pytest.param(name, marks=[] if name == OBJECTIVES[0] else pytest.mark.nightly)
+        for name in OBJECTIVES]  # fmt: skip
 
 
 def write_config(path: Path, objective: str, **fields: object) -> Path:
@@ -59,12 +64,12 @@ def run(tmp_path: Path, objective: str, name: str, *args: str) -> Path:
     return out
 
 
-@pytest.fixture(scope="module", params=OBJECTIVES)
+@pytest.fixture(scope="module", params=RUNS)
 def finished(request, tmp_path_factory) -> tuple[str, Path]:
     return request.param, run(tmp_path_factory.mktemp("run"), request.param, "out")
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", RUNS)
 def test_a_run_on_tools_has_their_tokenizer_and_template(objective, tmp_path):
     """A model of either kind; its checkpoint and its card say what it was trained on."""
     config = write_config(tmp_path / "c.toml", objective, families=["alarm", "record"])
@@ -293,8 +298,7 @@ def test_shipped_configs_are_valid():
     assert model_card._config(TrainSettings("ar", steps=3)) == "config.toml"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", RUNS)
 def test_overfits_ten_examples(objective, tmp_path, monkeypatch):
     """Ten questions, asked again and again, are answered right in the end."""
     settings = TrainSettings.from_mapping(
