@@ -27,7 +27,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from dllm.attention.cache_write import write_kv
+from dllm.attention.cache_write import check_write, write_kv
 from dllm.attention.canvas_attention import canvas_attention, largest_workspace
 from dllm.attention.inputs import (
     FP8_DTYPES,
@@ -36,6 +36,7 @@ from dllm.attention.inputs import (
     AttentionOptions,
     PagedKV,
     RaggedBatch,
+    check_inputs,
 )
 from dllm.attention.masks import Window
 from dllm.attention.planning import BatchShape
@@ -144,6 +145,10 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         window = None if sliding_window is None else Window("symmetric", sliding_window)
         self.options = AttentionOptions(float(scale), window, logits_soft_cap or 0.0)
+        self._cache: PagedKV | None = None  # views of ``_viewed``
+        self._viewed: torch.Tensor | None = None
+        self._read_cache: PagedKV | None = None  # checked against the layer's queries
+        self._written_cache: PagedKV | None = None  # and against its keys
         self._largest_shape = self._shape_of_the_largest_step(get_current_vllm_config_or_none())
 
     def _shape_of_the_largest_step(self, vllm_config: VllmConfig | None) -> BatchShape | None:
@@ -188,6 +193,9 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             return output.zero_()
         tokens = attn_metadata.num_actual_tokens
         cache = self.paged_kv(layer, kv_cache)
+        if self._read_cache is not cache:  # once: nothing but lengths differs between steps
+            check_inputs(query[:tokens], cache, attn_metadata.batch, output[:tokens])
+            self._read_cache = cache
         canvas_attention(query[:tokens], cache, attn_metadata.batch, self.options, output[:tokens])
         return output
 
@@ -200,15 +208,27 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Write a step's keys and values into their pages; slot -1 is padding."""
-        write_kv(key, value, self.paged_kv(layer, kv_cache), slot_mapping)
+        cache = self.paged_kv(layer, kv_cache)
+        if self._written_cache is not cache:  # once, as above
+            check_write(key, value, cache, slot_mapping)
+            self._written_cache = cache
+        write_kv(key, value, cache, slot_mapping)
 
     def paged_kv(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> PagedKV:
-        """Views of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache, any strides."""
-        key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        fp8 = FP8_OF.get(self.kv_cache_dtype)
-        if fp8 is None:
-            return PagedKV(key, value)
-        return PagedKV(key.view(fp8), value.view(fp8), layer._k_scale, layer._v_scale)
+        """Views of vLLM's ``[pages, kv_heads, page_size, 2 * head_size]`` cache, any strides.
+
+        They are kept: the cache of a layer is allocated once.
+        """
+        if self._cache is None or self._viewed is not kv_cache:
+            key, value = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+            fp8 = FP8_OF.get(self.kv_cache_dtype)
+            if fp8 is None:
+                self._cache = PagedKV(key, value)
+            else:
+                scales = layer._k_scale, layer._v_scale
+                self._cache = PagedKV(key.view(fp8), value.view(fp8), *scales)
+            self._viewed = kv_cache
+        return self._cache
 
 
 class CanvasAttentionBackend(AttentionBackend):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm.attention.inputs import FP8_DTYPES, QUERY_DTYPES, PagedKV
+from dllm.attention.inputs import FP8_DTYPES, PagedKV, check_dtypes
 from dllm.attention.tuning import next_power_of_2
 
 
@@ -61,11 +61,9 @@ def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -
     key, value ``[>= num_slots, num_kv_heads, head_size]`` fp16, bf16 or fp32; slot_mapping
     ``[num_slots]`` int64 or int32: page * page_size + slot in the page. Tokens beyond num_slots are
     padding. An fp8 cache stores x / scale, rounded to the nearest fp8 number; what is too large
-    becomes the largest finite one, NaN stays NaN. Never waits for the device: slots on a GPU are
-    not range-checked, slots on a CPU are.
-    Raises ValueError for arguments that do not fit together, with both values.
+    becomes the largest finite one, NaN stays NaN. Never waits for the device. The arguments must
+    fit together: `check_write`.
     """
-    _check(key, value, cache, slot_mapping)
     num_slots, num_kv_heads = slot_mapping.shape[0], key.shape[1]
     if num_slots == 0:
         return
@@ -80,16 +78,15 @@ def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -
     )  # fmt: skip
 
 
-def _check(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -> None:
-    if key.dim() != 3 or key.shape != value.shape:
+def check_write(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -> None:
+    """Refuse arguments of `write_kv` that do not fit together, with both values.
+
+    Slots on a CPU are range-checked, those on a GPU are not. Raises ValueError.
+    """
+    if key.dim() != 3 or key.shape != value.shape or key.dtype != value.dtype:
         raise ValueError(
-            f"key is {list(key.shape)} and value is {list(value.shape)}, "
+            f"key is {list(key.shape)} {key.dtype} and value is {list(value.shape)} {value.dtype}, "
             "expected two equal [num_tokens, num_kv_heads, head_size]"
-        )
-    if cache.key.dim() != 4 or cache.key.shape != cache.value.shape:
-        raise ValueError(
-            f"key cache is {list(cache.key.shape)} and value cache is {list(cache.value.shape)}, "
-            "expected two equal [num_pages, page_size, num_kv_heads, head_size]"
         )
     if key.shape[1:] != cache.key.shape[2:]:
         raise ValueError(
@@ -100,15 +97,7 @@ def _check(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -> 
         raise ValueError(
             f"last strides of key and value are {key.stride(2)}, {value.stride(2)}, expected 1"
         )
-    if key.dtype not in QUERY_DTYPES or value.dtype != key.dtype:
-        raise ValueError(f"key is {key.dtype} and value {value.dtype}, allowed are {QUERY_DTYPES}")
-    if cache.key.dtype != key.dtype and cache.key.dtype not in FP8_DTYPES:
-        raise ValueError(
-            f"cache is {cache.key.dtype}, key is {key.dtype}: "
-            f"the cache must have the key's dtype or one of {FP8_DTYPES}"
-        )
-    if cache.value.dtype != cache.key.dtype:
-        raise ValueError(f"value cache is {cache.value.dtype}, key cache is {cache.key.dtype}")
+    check_dtypes(key, cache, "key")
     if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}, "

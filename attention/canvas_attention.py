@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch, check_inputs
+from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 from dllm.attention.online_softmax import attend
 from dllm.attention.planning import AttentionPlan, BatchShape, plan_attention
 from dllm.attention.row_tiles import find_sequence, pairs_of_tile, row_bounds, split_point_of
@@ -256,13 +256,12 @@ def canvas_attention(
     query, out ``[num_tokens, num_heads, head_size]`` fp16, bf16 or fp32 (out must not alias query);
     `inputs.py` describes the other arguments. A row that sees no key gets zeros. Padding tokens and
     sequences with seq_len 0 are not written. K and V of the query tokens must be in the cache
-    already (`cache_write.write_kv`).
+    already (`cache_write.write_kv`). The arguments must fit together: `inputs.check_inputs`.
 
     workspace: fp32, at least ``plan.workspace_elements(shape)`` elements, overwritten; allocated
     here when None. Never waits for the device and may be captured in a CUDA graph.
-    Raises ValueError for arguments that do not fit together, with both values.
+    Raises ValueError for a workspace that is too small.
     """
-    check_inputs(query, cache, batch, out)
     shape = batch_shape(query, cache, batch)
     if plan is None:
         plan = default_plan(query, cache, batch, options)

@@ -3,14 +3,17 @@
 Index spaces: a *token* indexes the flat query axis of the batch, a *row* the query span of one
 sequence, a *position* the keys of one sequence, a *page* the cache, a *slot* one key in a page.
 
-Shapes, dtypes and devices are checked on every call, without reading device data. Values (is a
-page id in range?) can only be checked by waiting for the device. `check_values` does that. It runs
-on every call with CPU tensors; on a GPU, call it yourself when you debug.
+`PagedKV` and `RaggedBatch` check themselves when they are made: a cache once at start, a batch once
+a step. `check_inputs` checks that they fit each other and the query; a layer calls it once, because
+neither changes its shape or dtype later. Values (is a page id in range?) can only be checked by
+waiting for the device. `check_values` does that, and `check_inputs` calls it for CPU tensors; on a
+GPU, call it yourself when you debug.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,12 +62,34 @@ class PagedKV:
     key, value ``[num_pages, page_size, num_kv_heads, head_size]``, in the query's dtype or fp8. Any
     strides; a last stride of 1 is the fast case. k_scale, v_scale: one fp32 element on the same
     device by which stored fp8 numbers are multiplied when they are read; None means 1.
+    Raises ValueError for tensors that do not fit together, with both values.
     """
 
     key: Tensor
     value: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        key, value = self.key, self.value
+        if key.dim() != 4 or key.shape != value.shape:
+            raise ValueError(
+                f"key cache is {_shape(key)} and value cache is {_shape(value)}, "
+                "expected two equal [num_pages, page_size, num_kv_heads, head_size]"
+            )
+        if key.dtype != value.dtype:
+            raise ValueError(f"value cache is {value.dtype}, key cache is {key.dtype}")
+        if not MIN_HEAD_SIZE <= key.shape[3] <= MAX_HEAD_SIZE:
+            raise ValueError(
+                f"head size is {key.shape[3]}, allowed {MIN_HEAD_SIZE} .. {MAX_HEAD_SIZE}"
+            )
+        tensors = {"value cache": value, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        _check_devices(tensors, "key cache", key)
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
+                raise ValueError(
+                    f"{name} is {_shape(scale)} {scale.dtype}, expected one fp32 element"
+                )
 
     @property
     def page_size(self) -> int:
@@ -88,6 +113,7 @@ class RaggedBatch:
     max_query_len: an upper bound on span lengths, known to the host. It decides the tile height,
     and with it how sums are rounded: a sequence gives the same bits in any batch with this bound.
     max_seq_len: an upper bound on seq_lens, known to the host; None means what the tables can hold.
+    Raises ValueError for tensors that do not fit together, with both values.
     """
 
     query_start_loc: Tensor
@@ -97,6 +123,32 @@ class RaggedBatch:
     max_query_len: int
     max_seq_len: int | None = None
 
+    def __post_init__(self) -> None:
+        num_seqs, tables = self.num_seqs, self.block_tables
+        expected = {
+            "query_start_loc": (self.query_start_loc, num_seqs + 1, (torch.int32,)),
+            "seq_lens": (self.seq_lens, num_seqs, (torch.int32,)),
+            "bidirectional_from": (self.bidirectional_from, num_seqs, (torch.int32, torch.bool)),
+        }
+        for name, (tensor, length, dtypes) in expected.items():
+            if tuple(tensor.shape) != (length,):
+                raise ValueError(f"{name} is {_shape(tensor)}, expected {[length]}")
+            if tensor.dtype not in dtypes:
+                raise ValueError(f"{name} is {tensor.dtype}, expected one of {dtypes}")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name} has stride {tensor.stride()}, expected no gaps")
+        if tables.dim() != 2 or tables.shape[0] != num_seqs:
+            raise ValueError(f"block_tables is {_shape(tables)}, expected [{num_seqs}, max_pages]")
+        if tables.dtype != torch.int32 or tables.stride(1) != 1:
+            raise ValueError(
+                f"block_tables is {tables.dtype} with stride {tables.stride()}, "
+                "expected int32 with last stride 1"
+            )
+        tensors = {name: tensor for name, (tensor, _, _) in expected.items()}
+        _check_devices(tensors, "block_tables", tables)
+        if self.max_query_len < 1:
+            raise ValueError(f"max_query_len is {self.max_query_len}, it must be at least 1")
+
     @property
     def num_seqs(self) -> int:
         """Sequences in the batch, padded ones included."""
@@ -104,96 +156,50 @@ class RaggedBatch:
 
 
 def check_inputs(query: Tensor, cache: PagedKV, batch: RaggedBatch, out: Tensor) -> None:
-    """Refuse shapes, dtypes and devices that do not fit together, naming both sides.
+    """Refuse a query that does not fit the cache, the batch or the output, naming both sides.
 
     query and out ``[num_tokens, num_heads, head_size]``. Reads no data of a GPU; on a CPU, where
     that costs no waiting, `check_values` runs too. Raises ValueError.
     """
-    _check_shapes(query, cache, out)
-    _check_dtypes(query, cache, out)
-    _check_batch(batch)
-    tensors = {
-        "out": out, "key": cache.key, "value": cache.value, "k_scale": cache.k_scale,
-        "v_scale": cache.v_scale, "query_start_loc": batch.query_start_loc,
-        "seq_lens": batch.seq_lens, "block_tables": batch.block_tables,
-        "bidirectional_from": batch.bidirectional_from,
-    }  # fmt: skip
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != query.device:
-            raise ValueError(f"{name} is on {tensor.device}, query is on {query.device}")
+    if query.dim() != 3:
+        raise ValueError(f"query is {_shape(query)}, expected [num_tokens, num_heads, head_size]")
+    if out.shape != query.shape or out.dtype != query.dtype:
+        raise ValueError(
+            f"out is {_shape(out)} {out.dtype}, query is {_shape(query)} {query.dtype}: "
+            "they must be equal"
+        )
+    if query.stride(2) != 1 or out.stride(2) != 1:
+        raise ValueError(
+            f"last strides of query and out are {query.stride(2)} and {out.stride(2)}, expected 1"
+        )
+    num_heads, num_kv_heads = query.shape[1], cache.key.shape[2]
+    if cache.key.shape[3] != query.shape[2]:
+        raise ValueError(
+            f"head size of the cache is {cache.key.shape[3]}, of query {query.shape[2]}"
+        )
+    if num_kv_heads == 0 or num_heads % num_kv_heads != 0:
+        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
+    check_dtypes(query, cache, "query")
+    _check_devices({"out": out, "key cache": cache.key, "seq_lens": batch.seq_lens}, "query", query)
     if query.device.type == "cpu":
         check_values(cache, batch, num_tokens=query.shape[0])
 
 
-def _check_shapes(query: Tensor, cache: PagedKV, out: Tensor) -> None:
-    if query.dim() != 3:
-        raise ValueError(f"query is {_shape(query)}, expected [num_tokens, num_heads, head_size]")
-    if out.shape != query.shape:
-        raise ValueError(f"out is {_shape(out)}, query is {_shape(query)}: they must be equal")
-    if cache.key.dim() != 4:
+def check_dtypes(tensor: Tensor, cache: PagedKV, name: str) -> None:
+    """Refuse a query, or keys to be written, of a dtype that does not go with the cache's."""
+    if tensor.dtype not in QUERY_DTYPES:
+        raise ValueError(f"{name} is {tensor.dtype}, allowed are {QUERY_DTYPES}")
+    if cache.key.dtype != tensor.dtype and cache.key.dtype not in FP8_DTYPES:
         raise ValueError(
-            f"key cache is {_shape(cache.key)}, "
-            "expected [num_pages, page_size, num_kv_heads, head_size]"
+            f"cache is {cache.key.dtype}, {name} is {tensor.dtype}: "
+            f"the cache must have the same dtype or one of {FP8_DTYPES}"
         )
-    if cache.value.shape != cache.key.shape:
-        raise ValueError(
-            f"value cache is {_shape(cache.value)}, key cache is {_shape(cache.key)}: "
-            "they must be equal"
-        )
-    _, num_heads, head_size = query.shape
-    num_kv_heads = cache.key.shape[2]
-    if cache.key.shape[3] != head_size:
-        raise ValueError(f"head size of the cache is {cache.key.shape[3]}, of query {head_size}")
-    if not MIN_HEAD_SIZE <= head_size <= MAX_HEAD_SIZE:
-        raise ValueError(f"head size is {head_size}, allowed {MIN_HEAD_SIZE} .. {MAX_HEAD_SIZE}")
-    if num_kv_heads == 0 or num_heads % num_kv_heads != 0:
-        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    for name, tensor in (("query", query), ("out", out)):
-        if tensor.stride(2) != 1:
-            raise ValueError(f"last stride of {name} is {tensor.stride(2)}, expected 1")
 
 
-def _check_dtypes(query: Tensor, cache: PagedKV, out: Tensor) -> None:
-    if query.dtype not in QUERY_DTYPES:
-        raise ValueError(f"query is {query.dtype}, allowed are {QUERY_DTYPES}")
-    if out.dtype != query.dtype:
-        raise ValueError(f"out is {out.dtype}, query is {query.dtype}: they must be equal")
-    if cache.value.dtype != cache.key.dtype:
-        raise ValueError(f"value cache is {cache.value.dtype}, key cache is {cache.key.dtype}")
-    if cache.key.dtype != query.dtype and cache.key.dtype not in FP8_DTYPES:
-        raise ValueError(
-            f"cache is {cache.key.dtype}, query is {query.dtype}: "
-            f"the cache must have the query's dtype or one of {FP8_DTYPES}"
-        )
-    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
-        if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-            raise ValueError(f"{name} is {_shape(scale)} {scale.dtype}, expected one fp32 element")
-
-
-def _check_batch(batch: RaggedBatch) -> None:
-    num_seqs = batch.num_seqs
-    expected = {
-        "query_start_loc": (batch.query_start_loc, (num_seqs + 1,), (torch.int32,)),
-        "seq_lens": (batch.seq_lens, (num_seqs,), (torch.int32,)),
-        "bidirectional_from": (batch.bidirectional_from, (num_seqs,), (torch.int32, torch.bool)),
-    }
-    for name, (tensor, shape, dtypes) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} is {_shape(tensor)}, expected {list(shape)}")
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name} is {tensor.dtype}, expected one of {dtypes}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has stride {tensor.stride()}, expected a contiguous tensor")
-    tables = batch.block_tables
-    if tables.dim() != 2 or tables.shape[0] != num_seqs:
-        raise ValueError(f"block_tables is {_shape(tables)}, expected [{num_seqs}, max_pages]")
-    if tables.dtype != torch.int32 or tables.stride(1) != 1:
-        raise ValueError(
-            f"block_tables is {tables.dtype} with stride {tables.stride()}, "
-            "expected int32 with last stride 1"
-        )
-    if batch.max_query_len < 1:
-        raise ValueError(f"max_query_len is {batch.max_query_len}, it must be at least 1")
+def _check_devices(tensors: Mapping[str, Tensor | None], other: str, reference: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != reference.device:
+            raise ValueError(f"{name} is on {tensor.device}, {other} is on {reference.device}")
 
 
 def check_values(cache: PagedKV, batch: RaggedBatch, num_tokens: int) -> None:

@@ -24,9 +24,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dllm.attention.canvas_attention as kernel_module
-from dllm.attention.cache_write import write_kv
+from dllm.attention.cache_write import check_write, write_kv
 from dllm.attention.canvas_attention import batch_shape, canvas_attention
-from dllm.attention.inputs import PagedKV
+from dllm.attention.inputs import PagedKV, check_inputs
 from dllm.attention.masks import QuerySpan, Window, visible_range
 from dllm.attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
 from dllm.attention.tuning import TileConfig
@@ -68,6 +68,7 @@ def run(case: Case, config: TileConfig | None = TINY) -> tuple[torch.Tensor, Att
         size = plan.workspace_elements(batch_shape(case.query, case.cache, case.batch))
         workspace = torch.full((size,), float("nan"), device=case.query.device)
     out = case.poisoned_out()
+    check_inputs(case.query, case.cache, case.batch, out)
     taken = canvas_attention(case.query, case.cache, case.batch, case.options, out, plan, workspace)
     if plan is not None:
         assert taken == plan
@@ -568,11 +569,11 @@ def test_what_was_written_is_what_attention_reads() -> None:
 def test_cache_write_refuses_a_slot_beyond_the_cache() -> None:
     cache = PagedKV(torch.zeros(2, 4, 1, 16), torch.zeros(2, 4, 1, 16))
     with pytest.raises(ValueError, match="slot 8 is beyond the cache's 8 slots"):
-        write_kv(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), cache, torch.tensor([8]))
+        check_write(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), cache, torch.tensor([8]))
     with pytest.raises(ValueError, match=r"\[num_kv_heads, head_size\] = \[1, 32\].*\[1, 16\]"):
-        write_kv(torch.zeros(1, 1, 32), torch.zeros(1, 1, 32), cache, torch.tensor([0]))
+        check_write(torch.zeros(1, 1, 32), torch.zeros(1, 1, 32), cache, torch.tensor([0]))
     with pytest.raises(ValueError, match="slot_mapping has 2 slots for 1 tokens"):
-        write_kv(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), cache, torch.tensor([0, 1]))
+        check_write(torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), cache, torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)

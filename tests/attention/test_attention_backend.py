@@ -61,6 +61,12 @@ def test_one_pass_mixed_every_kind_of_row(engine_run):
     assert any(37 in points for points in splits), "no prompt"
 
 
+def test_each_layer_checks_its_tensors_once(engine_run):
+    _, run = engine_run
+    assert len(run["calls"]) > 4 * run["layers"] > 0
+    assert run["checks"] == {"check_inputs": run["layers"], "check_write": run["layers"]}
+
+
 @pytest.mark.parametrize("name", ["SDAR", "LLADA2"])
 def test_models_with_blocks_do_the_same_as_on_vllms_cpu_kernel(name, tmp_path):
     """There, each block of a head is a sequence of its own."""

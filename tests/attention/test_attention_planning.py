@@ -172,67 +172,57 @@ def test_tiles_the_kernel_cannot_take_are_refused() -> None:
         TileConfig(16, 16, 4, 1, min_keys_per_split=8)
 
 
-def test_inconsistent_inputs_are_refused_with_both_values() -> None:
-    case = make_case(CaseSpec(((3, 5, 0), (4, 9, 2))))
-    out = torch.empty_like(case.query)
-    check_inputs(case.query, case.cache, case.batch, out)
+CASE = make_case(CaseSpec(((3, 5, 0), (4, 9, 2))))
+SCALE = torch.ones(1)
 
-    def refuses(pattern: str, **changes: object) -> None:
-        parts: dict[str, Any] = {
-            "query": case.query,
-            "cache": case.cache,
-            "batch": case.batch,
-            "out": out,
-        }
-        for name, value in changes.items():
-            owner, _, field = name.partition("__")
-            parts[owner] = dataclasses.replace(parts[owner], **{field: value}) if field else value
-        with pytest.raises(ValueError, match=pattern):
-            check_inputs(parts["query"], parts["cache"], parts["batch"], parts["out"])
 
-    refuses(r"out is \[6, 4, 32\], query is \[7, 4, 32\]", out=out[:6])
-    refuses(r"out is torch.float16, query is torch.float32", out=out.half())
-    refuses(
-        r"head size of the cache is 16, of query 32",
-        cache__key=case.cache.key[..., :16],
-        cache__value=case.cache.value[..., :16],
-    )
-    refuses(
-        r"value cache is .*, key cache is .*: they must be equal", cache__value=case.cache.value[:1]
-    )
-    refuses(
-        "4 query heads are not a multiple of 3 KV heads",
-        cache__key=torch.zeros(2, 16, 3, 32),
-        cache__value=torch.zeros(2, 16, 3, 32),
-    )
-    refuses(
-        "cache is torch.float16, query is torch.float32",
-        cache__key=case.cache.key.half(),
-        cache__value=case.cache.value.half(),
-    )
-    refuses(r"k_scale is \[2\]", cache__k_scale=torch.ones(2))
-    refuses(
-        r"query_start_loc is \[2\], expected \[3\]",
-        batch__query_start_loc=case.batch.query_start_loc[:2],
-    )
-    refuses(r"seq_lens is torch.int64", batch__seq_lens=case.batch.seq_lens.long())
-    refuses(
-        r"bidirectional_from is torch.int64",
-        batch__bidirectional_from=case.batch.bidirectional_from.long(),
-    )
-    refuses(
-        r"block_tables is \[1, 2\], expected \[2, max_pages\]",
-        batch__block_tables=case.batch.block_tables[:1],
-    )
-    refuses("max_query_len is 0", batch__max_query_len=0)
-    refuses("sequence 1 has 4 rows, max_query_len is 3", batch__max_query_len=3)
-    refuses("sequence 1 has seq_len 13, the limit is 10", batch__max_seq_len=10)
-    refuses(
-        r"sequence 0 has page 99, the cache has \d+ pages",
-        batch__block_tables=case.batch.block_tables.masked_fill(case.batch.block_tables >= 0, 99),
-    )
-    refuses("query_start_loc runs 0 .. 7, query has 5 tokens", query=case.query[:5], out=out[:5])
-    refuses("seq_lens is on meta, query is on cpu", batch__seq_lens=case.batch.seq_lens.to("meta"))
+@pytest.mark.parametrize(
+    ("pattern", "owner", "change"),
+    [
+        (r"out is \[6, 4, 32\] .*, query is \[7, 4, 32\]", "out", CASE.query[:6]),
+        ("out is .* torch.float16, query is .* torch.float32", "out", CASE.query.half()),
+        ("head size of the cache is 16, of query 32", "cache", {"both": torch.ones(2, 16, 2, 16)}),
+        ("head size is 8, allowed 16", "cache", {"both": torch.ones(2, 16, 2, 8)}),
+        ("key cache is .* and value cache is .*", "cache", {"value": torch.ones(1, 16, 2, 32)}),
+        ("value cache is torch.float16", "cache", {"value": CASE.cache.value.half()}),
+        ("4 query heads .* of 3 KV heads", "cache", {"both": torch.zeros(2, 16, 3, 32)}),
+        ("cache is torch.float16", "cache", {"both": CASE.cache.key.half()}),
+        (r"k_scale is \[2\]", "cache", {"k_scale": torch.ones(2)}),
+        (r"k_scale is \[1\] torch.float16", "cache", {"k_scale": SCALE.half()}),
+        ("v_scale is on meta", "cache", {"v_scale": SCALE.to("meta")}),
+        (r"query_start_loc is \[2\], expected \[3\]", "batch", {"query_start_loc": [0, 3]}),
+        ("seq_lens is torch.int64", "batch", {"seq_lens": CASE.batch.seq_lens.long()}),
+        ("seq_lens is on meta", "batch", {"seq_lens": CASE.batch.seq_lens.to("meta")}),
+        (
+            "bidirectional_from is torch.int64",
+            "batch",
+            {"bidirectional_from": CASE.batch.bidirectional_from.long()},
+        ),
+        ("bidirectional_from is .* expected", "batch", {"bidirectional_from": [0]}),
+        (r"block_tables is \[1, 2\]", "batch", {"block_tables": CASE.batch.block_tables[:1]}),
+        ("block_tables is torch.int64", "batch", {"block_tables": CASE.batch.block_tables.long()}),
+        ("max_query_len is 0", "batch", {"max_query_len": 0}),
+        ("sequence 1 has 4 rows, max_query_len is 3", "batch", {"max_query_len": 3}),
+        ("sequence 1 has seq_len 13, the limit is 10", "batch", {"max_seq_len": 10}),
+        ("sequence 0 has page 99", "batch", {"block_tables": [[99], [99]]}),
+        ("query_start_loc runs 0 .. 9, query has 7", "batch", {"query_start_loc": [0, 3, 9]}),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused(pattern: str, owner: str, change: Any) -> None:
+    parts: dict[str, Any] = {"cache": CASE.cache, "batch": CASE.batch, "out": CASE.poisoned_out()}
+    check_inputs(CASE.query, **parts)
+    if isinstance(change, dict):
+        lists = {k: torch.tensor(v).int() for k, v in change.items() if isinstance(v, list)}
+        change = change | lists
+        if "both" in change:
+            change = dict.fromkeys(("key", "value"), change["both"])
+    with pytest.raises(ValueError, match=pattern):
+        if isinstance(change, dict):
+            change = dataclasses.replace(parts[owner], **change)
+        check_inputs(CASE.query, **(parts | {owner: change}))
+
+
+def test_options_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"scale is 0\.0"):
         AttentionOptions(0.0)
     with pytest.raises(ValueError, match=r"logit_softcap is -1\.0"):

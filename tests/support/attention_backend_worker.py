@@ -9,6 +9,7 @@ ours. So metadata builder, implementation, cache layout and split points are tho
 
 import os
 import sys
+from collections import Counter
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -43,8 +44,20 @@ def main(checkpoint: str, output: str, page_size: str = "16", num_tokens: str = 
         block_size=int(page_size),
         attention_config={"backend": "CUSTOM"},
     )
+    layers = engine.runner.vllm_config.compilation_config.static_forward_context
     calls = []
     attend = backend.canvas_attention
+    checks = Counter()
+
+    def counted(name, check):
+        def count(*args):
+            checks[name] += 1
+            check(*args)
+
+        return count
+
+    for name in ("check_inputs", "check_write"):
+        setattr(backend, name, counted(name, getattr(backend, name)))
 
     def spy(query, cache, batch, options, out):
         calls.append((options.window, batch.bidirectional_from.tolist(), query.shape[0]))
@@ -60,6 +73,8 @@ def main(checkpoint: str, output: str, page_size: str = "16", num_tokens: str = 
             "prompts": prompts,
             "tokens": [run.tokens for run in runs],
             "logits": [run.logits for run in runs],
+            "checks": dict(checks),
+            "layers": sum(hasattr(layer, "kv_cache") for layer in layers.values()),
             "calls": [(window and window.kind, points, tokens) for window, points, tokens in calls],
         },
         output,
