@@ -81,9 +81,11 @@ def read_log(path: Path) -> list[dict[str, str]]:
 def forget_later_rows(path: Path, last_step: float) -> None:
     """Remove the rows of a log behind a step, which a resumed run writes again."""
     if path.exists():
-        header, *rows = path.read_text().splitlines(keepends=True)
-        kept = [row for row in rows if int(row.split(",", 1)[0]) <= last_step]
-        path.write_text("".join([header, *kept]))
+        rows = read_log(path)
+        path.unlink()
+        for row in rows:
+            if int(row["step"]) <= last_step:
+                append_row(path, row)
 
 
 def save_state(path: Path, state: Mapping[str, object]) -> None:

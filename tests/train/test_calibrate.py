@@ -9,18 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen3ForCausalLM
 
 from dllm import cli
 from dllm.cli import CommandError
 from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
 from dllm.train.drafter import command
+from dllm.train.drafter import network as training_network
 from dllm.train.drafter.acceptance import Acceptance, measure, possible, total
 from dllm.train.drafter.export import read_checkpoint
-from dllm.train.drafter.network import DraftNetwork, cross_entropy, draft_inputs
+from dllm.train.drafter.network import DraftNetwork, count_params, cross_entropy, draft_inputs
 from dllm.train.drafter.responses import DiskEstimate
-from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.run_files import LOG
+from dllm.train.drafter.settings import CalibrateSettings, block_of
+from dllm.train.run_files import LOG, read_log
 from tests.support.calibrate_cases import (
     PROMPTS,
     TOML,
@@ -102,6 +105,51 @@ def test_cross_entropy_in_parts_is_cross_entropy():
     (gradient,) = torch.autograd.grad(parts.sum(), hidden)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(gradient, expected)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers in a tensor that was made inside the ``with`` block."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+def test_attention_of_few_blocks_at_a_time_is_attention(monkeypatch):
+    """The same outputs and gradients, and never more scores in memory than allowed."""
+    network, draw = DraftNetwork(read_config()), torch.Generator().manual_seed(0)
+    network.load_state_dict(random_drafter())
+    length, blocks = 400, 24
+    features = torch.randn(2, length, network.fc.in_features, generator=draw)
+    embeds = torch.randn(2, blocks, BLOCK, network.config.hidden_size, generator=draw)
+    anchors = torch.randint(1, length, (2, blocks), generator=draw)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        hidden = network(features, embeds, anchors)
+        return hidden, *torch.autograd.grad(hidden.square().sum(), [*network.parameters()])
+
+    heads = network.config.num_heads
+    with Largest() as whole:
+        expected = run()
+    assert whole.numel == 2 * blocks * BLOCK * heads * (length + BLOCK)  # the scores
+    monkeypatch.setattr(training_network, "SCORES_AT_ONCE", whole.numel // 3)
+    with Largest() as parts:
+        found = run()
+    assert parts.numel <= whole.numel // 3
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
+
+
+def test_parameters_are_counted_without_building_the_network():
+    built = sum(param.numel() for param in DraftNetwork(read_config()).parameters())
+    assert count_params(read_config()) == built
+    # Of 8 TB in fp32, which is more than there is.
+    assert count_params(read_config(hidden_size=1 << 20, intermediate_size=1 << 20)) > 2e12
 
 
 # --- acceptance -----------------------------------------------------------------------------------
@@ -248,6 +296,24 @@ def test_the_command_writes_a_checkpoint_and_resumes(target_path, files, capsys)
     assert "settings" in capsys.readouterr().err
 
 
+def test_domains_may_have_any_name(target_path, files):
+    """Those of columns, of a part of a column, of two lines."""
+    domains = ["step", "loss", "length", "position_1", "two\nlines, and a comma"]
+    lines = [
+        {"prompt": prompt, "domain": domains[at % len(domains)]}
+        for at, prompt in enumerate(PROMPTS)
+    ]
+    (files / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (files / "config.toml").write_text(TOML.replace("heldout = 4", "heldout = 5"))
+    more = ("--prompts", str(files / "prompts.jsonl"))
+    assert calibrate(target_path, files, *more) == 0
+    before = read_log(files / "run" / LOG)
+    assert [row["step"] for row in before] == ["0", "2", "4"]
+    assert set(before[0]) >= {f"length_{domain}" for domain in domains}
+    assert calibrate(target_path, files, "--resume", *more) == 0
+    assert read_log(files / "run" / LOG) == before
+
+
 def test_a_run_goes_on_from_a_drafter_and_from_a_buffer(target_path, target, files, capsys):
     drafter = write_drafter(files / "drafter")
     buffer = files / "buffer"
@@ -302,6 +368,13 @@ def test_bad_shapes_are_refused_before_any_work(target_path, files, capsys, old,
     assert calibrate(target_path, files) == 1
     assert message in capsys.readouterr().err
     assert not (files / "run").exists()
+
+
+def test_a_drafter_without_block_size_has_the_block_of_a_new_one():
+    assert block_of({}) == CalibrateSettings().drafter.block_size
+    for size in (1, "8", None):
+        with pytest.raises(CommandError, match="block_size"):
+            block_of({"block_size": size})
 
 
 def test_a_disk_that_is_too_small_is_refused(target_path, files, capsys, monkeypatch):

@@ -130,6 +130,15 @@ def test_a_short_recording_is_waited_for(start, target, tmp_path, capsys):
     assert "3 samples" in capsys.readouterr().out
 
 
+def test_a_drafter_need_not_say_its_block_size(start, tmp_path, capsys):
+    path = tmp_path / "drafter/config.json"
+    config = json.loads(path.read_text())
+    del config["block_size"]
+    path.write_text(json.dumps(config))
+    assert cli.main([*start, "--rounds=1", "--steps=1"]) == 0
+    assert "held-out tokens a step" in capsys.readouterr().out
+
+
 def test_a_recording_of_other_layers_is_refused(start, tmp_path):
     config = json.loads((tmp_path / "drafter/config.json").read_text())
     config["dflash_config"]["target_layer_ids"] = [0, 3]

@@ -22,7 +22,7 @@ from dllm.train.drafter.check import Checker, Conventions, Reading, Verdict
 from dllm.train.drafter.export import build_network, read_checkpoint
 from dllm.train.drafter.network import DraftNetwork
 from dllm.train.drafter.prompts import Prompt, default_file, file_prompts, suite_prompts
-from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.drafter.settings import CalibrateSettings, block_of
 from dllm.train.drafter.target import Target, read_config, target_facts
 
 NUM_PROMPTS = 10
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     target = Target(given.target, given.device)
     network = network.to(target.device).requires_grad_(False)
     samples = respond(target, load_prompts(given), given.max_tokens)
-    block = int(str(config.get("block_size", 8)))
+    block = block_of(config)
     if given.passes:
         return compare_passes(given, network, target, samples, block)
     conventions = Conventions(

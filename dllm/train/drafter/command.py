@@ -20,7 +20,7 @@ from dllm.train.curve import Panel, draw, require_matplotlib
 from dllm.train.drafter import export
 from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.learner import DraftLearner
-from dllm.train.drafter.network import DraftNetwork
+from dllm.train.drafter.network import count_params
 from dllm.train.drafter.presets import CONTINUED, PRESETS, drafter_config, settings_for
 from dllm.train.drafter.prompts import Prompt, default_file, load_prompts
 from dllm.train.drafter.responses import (
@@ -33,7 +33,7 @@ from dllm.train.drafter.responses import (
     hidden_bytes,
     usable,
 )
-from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.drafter.settings import CalibrateSettings, block_of
 from dllm.train.drafter.target import Target, read_config, target_facts
 from dllm.train.progress import progress_bar, train_with_bar
 from dllm.train.run import Run
@@ -54,7 +54,7 @@ OVERRIDES = {
 OF_RESPONSES = ("responses", "heldout", "max_tokens")  # which a buffer has already
 
 PANELS = (
-    Panel("held-out tokens a step", lambda name: not name.startswith("position_")),
+    Panel("held-out tokens a step", lambda name: name.startswith("length")),
     Panel("held-out drafts kept, %", lambda name: name.startswith("position_"), is_share=True),
 )
 
@@ -208,7 +208,7 @@ def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Netw
         check_pair(read, facts)
     except ValueError as error:
         raise CommandError(str(error)) from None
-    block = int(str(config.get("block_size", settings.drafter.block_size)))
+    block = block_of(config)
     if weights is not None:
         export.build_network(read, weights, given.drafter)  # refuses weights of another shape
     return Network(config, read, block, weights)
@@ -253,7 +253,7 @@ def report_disk(
     """Print how much of the disk the run may need; raises CommandError if less is free."""
     is_stored = settings.hidden_states == "stored"
     per_token = hidden_bytes(read_config(given.target), drafter) if is_stored else 0
-    num_params = sum(param.numel() for param in DraftNetwork(drafter).parameters())
+    num_params = count_params(drafter)
     estimate = DiskEstimate.of(prompts, settings, per_token, num_params)
     print(f"disk: {estimate}; {len(prompts)} prompts, {num_params / 1e6:.2f}M parameters")
     estimate.check(given.out, given.resume)

@@ -90,14 +90,18 @@ class DraftLearner(Learner):
         return first[:, None] + (drawn * count[:, None]).long()
 
     def evaluate(self, average: DraftNetwork) -> dict[str, float]:
-        """Acceptance on held-out responses: length, by position, and length of each group."""
+        """Acceptance on held-out responses: length, by position, and length of each group.
+
+        No column has the bare name of a group, which a user chooses: it could be another column's.
+        """
         self.acceptance = measure(average, self.target, self.heldout, self.block)
         everything = total(self.acceptance)
         by_position = enumerate(everything.by_position, 1)
+        groups = sorted(self.acceptance.items())
         return {
             "length": round(everything.length, 3),
             **{f"position_{position}": round(rate, 4) for position, rate in by_position},
-            **{name: round(one.length, 3) for name, one in sorted(self.acceptance.items())},
+            **{f"length_{name}": round(one.length, 3) for name, one in groups},
         }
 
     def summary(self) -> str:

@@ -8,6 +8,7 @@ anchor, and itself; blocks do not see each other. ``dllm.drafter.network`` is th
 serving. Tensors have the names of z-lab's checkpoints. Source: z-lab's DFlash (arXiv 2602.06036).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from dllm.drafter.checkpoint import DrafterConfig, LayerAttention
 
 INITIAL_STD = 0.02
+SCORES_AT_ONCE = 1 << 26  # attention scores of a layer in memory at a time: 256 MB in fp32
 
 
 class Turns(NamedTuple):
@@ -72,11 +74,34 @@ class DraftAttention(nn.Module):
         keys = rotate(self._heads(self.k_proj(context), self.k_norm), turns.context, is_neox)
         values, own_values = self._heads(self.v_proj(context)), self._heads(self.v_proj(hidden))
 
+        # Of few blocks at a time, and again for their gradient: all scores together may be larger
+        # than the weights.
+        size, num_rows = queries.shape[:2]
+        num_scores = size * num_rows * self.config.num_heads * (keys.shape[1] + block)
+        rows = block * max(1, num_rows // block * SCORES_AT_ONCE // num_scores)
+        parts = [each.split(rows, 1) for each in (queries, own_keys, own_values, visible.context)]
+        attend = partial(self._attend, keys, values, visible.block)
+        if rows < num_rows and torch.is_grad_enabled():
+            attend = partial(checkpoint, attend, use_reentrant=False)
+        return self.o_proj(torch.cat([attend(*some) for some in zip(*parts, strict=True)], 1))
+
+    def _attend(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        in_block: Tensor,
+        queries: Tensor,
+        own_keys: Tensor,
+        own_values: Tensor,
+        in_context: Tensor,
+    ) -> Tensor:
+        """Attention of some blocks: ``[B, rows, heads * head_dim]``."""
+        block = in_block.shape[0]
         blocks = queries.unflatten(1, (-1, block))
         to_context = torch.einsum("bqghd,bsgd->bghqs", queries, keys)
         to_block = torch.einsum("bakghd,bajgd->bghakj", blocks, own_keys.unflatten(1, (-1, block)))
-        to_context = to_context.masked_fill(~visible.context[:, None, None], -torch.inf)
-        to_block = to_block.masked_fill(~visible.block, -torch.inf).flatten(3, 4)
+        to_context = to_context.masked_fill(~in_context[:, None, None], -torch.inf)
+        to_block = to_block.masked_fill(~in_block, -torch.inf).flatten(3, 4)
         scores = torch.cat([to_context, to_block], -1).float() * self.config.head_dim**-0.5
         weights = scores.softmax(-1).to(values.dtype)
         of_context, of_block = weights.split([keys.shape[1], block], -1)
@@ -86,7 +111,7 @@ class DraftAttention(nn.Module):
             of_block.unflatten(3, (-1, block)),
             own_values.unflatten(1, (-1, block)),
         ).flatten(1, 2)
-        return self.o_proj(output.flatten(2))
+        return output.flatten(2)
 
     def _heads(self, flat: Tensor, norm: nn.Module | None = None) -> Tensor:
         heads = flat.unflatten(-1, (-1, self.config.head_dim))
@@ -188,6 +213,12 @@ class DraftNetwork(nn.Module):
             visible = visible_keys(attention, anchors, length, block)
             hidden = layer(hidden, context, turns, visible)
         return self.norm(hidden).unflatten(1, (-1, block))
+
+
+def count_params(config: DrafterConfig) -> int:
+    """Parameters of a drafter's network, which is not built for it."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in DraftNetwork(config).parameters())
 
 
 def visible_keys(layer: LayerAttention, anchors: Tensor, length: int, block: int) -> Visible:

@@ -32,6 +32,7 @@ from dllm.train.drafter.command import HELDOUT_EVERY, TooFewSamples, split_buffe
 from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.presets import CONTINUED
+from dllm.train.drafter.settings import block_of
 from dllm.train.drafter.target import read_config, target_facts
 from dllm.train.run import Run
 
@@ -91,8 +92,7 @@ def one_round(given: argparse.Namespace, ends: TargetEnds, buffer: Path) -> str:
         raise CommandError(str(error)) from None
     samples, heldout = split(*split_buffer(buffer, read))
     settings = replace(CONTINUED, steps=given.steps, evaluate_every=given.steps, threads=1)
-    block = int(str(config["block_size"]))
-    learner = DraftLearner(settings, read, block, ends, samples, heldout, weights)
+    learner = DraftLearner(settings, read, block_of(config), ends, samples, heldout, weights)
     run = Run(learner, None)
     learner.evaluate(run.average)
     before = total(learner.acceptance).length

@@ -1,9 +1,11 @@
 """CalibrateSettings: everything that a run of ``dllm calibrate`` is made of, from a TOML file."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dllm.settings.checks import FloatRange, check_int, refuse_value
+from dllm.settings.command import CommandError
 from dllm.train.settings import RunSettings
 
 HiddenStates = Literal["stored", "recomputed"]
@@ -99,3 +101,17 @@ class CalibrateSettings(RunSettings):
         above_zero = FloatRange(0, 1e6, excludes_low=True)
         if self.gamma is not None and self.gamma not in above_zero:
             refuse_value("gamma", self.gamma, str(above_zero))
+
+
+def block_of(config: Mapping[str, object]) -> int:
+    """Positions of a draft block, by a drafter's config.json; without the key ``DrafterShape``'s.
+
+    Raises:
+        CommandError: there is no such block.
+    """
+    size = config.get("block_size", DrafterShape.block_size)
+    if type(size) is not int or size < 2:
+        raise CommandError(
+            f"The drafter's config.json: block_size = {size!r}; allowed: an integer of at least 2."
+        )
+    return size

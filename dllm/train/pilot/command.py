@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from dllm.drafter.widths.pilot import PREPROCESSING, PilotConfig
 from dllm.settings.command import OK, CommandError
 from dllm.train.drafter.prompts import load_prompts
-from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.drafter.settings import CalibrateSettings, block_of
 from dllm.train.pilot.network import LABELS, Trials, footprints, scores, train_pilot
 from dllm.train.progress import progress_bar
 
@@ -98,8 +98,7 @@ def trial_settings(given: argparse.Namespace) -> "TrialSettings":
     config = given.drafter / "config.json"
     if not config.exists():
         raise CommandError(f"--drafter {given.drafter}: no config.json there.")
-    block_size = json.loads(config.read_text()).get("block_size")
-    num_drafts = given.num_drafts or (block_size - 1 if block_size else max(WIDTHS))
+    num_drafts = given.num_drafts or block_of(json.loads(config.read_text())) - 1
     if given.radius is not None:
         center = num_drafts if given.center is None else given.center
         low, high = max(0, center - given.radius), min(num_drafts, center + given.radius)
