@@ -15,12 +15,13 @@ from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-
-from dllm.drafter.attention import DrafterAttention
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Attention
 
 if TYPE_CHECKING:
     from dllm.attention.context_kv import ContextWeights
     from dllm.attention.inputs import PagedKV
+
+NO_SLOT = -1  # cache slot of a token that is not stored: a rejected draft, or padding
 
 
 class ContextProjection:
@@ -30,7 +31,7 @@ class ContextProjection:
     weights by a packed form for its own matrix product.
     """
 
-    def __init__(self, hidden_norm: RMSNorm, attentions: Sequence[DrafterAttention]) -> None:
+    def __init__(self, hidden_norm: RMSNorm, attentions: Sequence[DFlashQwen3Attention]) -> None:
         self.hidden_norm = hidden_norm
         self.attentions = attentions
         first = attentions[0]
@@ -58,12 +59,12 @@ class ContextProjection:
         In place, because CUDA graphs have recorded where the weights lie.
 
         Args:
-            weights: of a whole checkpoint, by their names in ``DFlashDrafter``.
+            weights: of a whole checkpoint, by their names there, without "model.".
         """
         layers, _, heads, head_dim = self.shape
         group = get_tp_group()
         for index in range(layers):
-            name = f"model.layers.{index}.self_attn"
+            name = f"layers.{index}.self_attn"
             self.k_norm[index].copy_(weights[f"{name}.k_norm.weight"])
             for part, projection in enumerate(("k_proj", "v_proj")):
                 for own, kind in ((self.weight, "weight"), (self.bias, "bias")):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from dllm.drafter.attention import NO_SLOT
+from dllm.drafter.context import NO_SLOT
 from dllm.drafter.step import TargetStep
 
 # Tokens that are kept at most. One product over so many tokens costs little beside the steps that

@@ -102,13 +102,20 @@ class Renewal:
         folder: what the trainer publishes to; it may not exist yet.
         initial: the checkpoint that the server was started with.
         load: copies weights over those in use.
+        refuse: raises ValueError for weights that ``load`` cannot take. A thread calls it.
 
     Attributes:
         current: number of the checkpoint in use; 0: the one that the server was started with.
     """
 
-    def __init__(self, folder: Path, initial: Path, load: Callable[[Weights], None]) -> None:
-        self.folder, self.initial, self.load = folder, initial, load
+    def __init__(
+        self,
+        folder: Path,
+        initial: Path,
+        load: Callable[[Weights], None],
+        refuse: Callable[[Weights], None],
+    ) -> None:
+        self.folder, self.initial, self.load, self.refuse = folder, initial, load, refuse
         self.current = self._before = 0
         self._refused: set[int] = set()  # also where the folder cannot be written to
         self._tally, self._tally_before = Tally(), Tally()
@@ -143,7 +150,7 @@ class Renewal:
         if self._reading is None:
             newest = answer_of_first_rank(self._newest())
             if newest > self.current:
-                self._reading = _Reading(self._path(newest), newest)
+                self._reading = _Reading(newest, lambda: self._read(newest))
         elif answer_of_first_rank(not self._reading.thread.is_alive()):
             reading, self._reading = self._reading, None
             before, tally = self.current, self._tally
@@ -163,12 +170,12 @@ class Renewal:
         """Copy weights over those in use, on all ranks or on none. Returns whether it was done.
 
         Args:
-            weights: None if they cannot be read; the checkpoint is rejected then.
+            weights: None if they cannot be read, or do not fit; the checkpoint is rejected then.
         """
         if not all_ranks_say_yes(weights is not None and self._loads(number, weights)):
             self._reject(number)
             if weights is not None:  # loaded by this rank, in part at least
-                in_use = _read(self._path(self.current))
+                in_use = self._read(self.current)
                 if in_use is None or not self._loads(self.current, in_use):
                     logger.error("The drafter is damaged, and drafts are bad: restart the server.")
             return False
@@ -177,11 +184,11 @@ class Renewal:
         return True
 
     def _loads(self, number: int, weights: Weights) -> bool:
-        """Copy weights over those in use; False if they do not fit."""
+        """Copy weights over those in use; False if that failed halfway."""
         try:
             self.load(weights)
         except Exception as error:  # serving must go on
-            logger.warning("The drafter %s does not fit: %s", self._path(number), error)
+            logger.warning("The drafter %s cannot be used: %s", self._path(number), error)
             return False
         return True
 
@@ -201,12 +208,22 @@ class Renewal:
         )
         self._reject(worse)
         for number in dict.fromkeys((self._before, 0)):  # the one before may be deleted by now
-            if self._use(number, _read(self._path(number))):
+            if self._use(number, self._read(number)):
                 self._tally = before
                 return
 
     def _path(self, number: int) -> Path:
         return checkpoint(self.folder, number) if number else self.initial
+
+    def _read(self, number: int) -> Weights | None:
+        """A checkpoint's weights; None and a warning if they cannot be read, or do not fit."""
+        try:
+            weights = read_weights(self._path(number))
+            self.refuse(weights)
+        except Exception as error:  # cut short, deleted meanwhile, or of another shape
+            logger.warning("The drafter %s cannot be used: %s", self._path(number), error)
+            return None
+        return weights
 
     def _reject(self, number: int) -> None:
         """Never use this checkpoint again, and tell the trainer."""
@@ -219,29 +236,20 @@ class Renewal:
             logger.warning("The trainer is not told of it: %s", error)
 
 
-def _read(path: Path) -> Weights | None:
-    """``read_weights``; None and a warning if they cannot be read."""
-    try:
-        return read_weights(path)
-    except Exception as error:  # cut short, or deleted meanwhile
-        logger.warning("The drafter %s cannot be read: %s", path, error)
-        return None
-
-
 class _Reading:
     """A checkpoint that a thread reads into host memory."""
 
-    def __init__(self, path: Path, number: int) -> None:
+    def __init__(self, number: int, read: Callable[[], Weights | None]) -> None:
         self.number = number
-        self._path = path
+        self._read = read
         self._weights: Weights | None = None
         self.thread = threading.Thread(target=self._run, name="dllm-renewal", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        self._weights = _read(self._path)
+        self._weights = self._read()
 
     def result(self) -> Weights | None:
-        """The weights, when the thread is over; None if they cannot be read."""
+        """The weights, when the thread is over; None if they cannot be used."""
         self.thread.join()
         return self._weights

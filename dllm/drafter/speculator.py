@@ -71,7 +71,7 @@ class Drafter(DFlashSpeculator):
         self._renewal = None
         if options.renew is not None:
             initial = Path(self.draft_model_config.model)
-            self._renewal = Renewal(Path(options.renew), initial, self._reload)
+            self._renewal = Renewal(Path(options.renew), initial, self._reload, self._refuse)
         self._context = DeferredContext()
         self._counts = DraftingCounts.none(num_drafts)  # of the steps after the last report
         # [rows, N]: the drafter's probability of its likeliest token, 0 where that ends the answer.
@@ -301,6 +301,10 @@ class Drafter(DFlashSpeculator):
         if self._renewal is not None:
             model.refuse_renewal()
         return model
+
+    def _refuse(self, weights: dict[str, torch.Tensor]) -> None:
+        """Refuse weights that ``_reload`` cannot take."""
+        self.model.refuse_weights(weights)
 
     def _reload(self, weights: dict[str, torch.Tensor]) -> None:
         """Use the weights of another checkpoint. What waits is projected by the ones before."""

@@ -28,9 +28,8 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from dllm.attention import context_kv
 from dllm.attention.backend import CanvasAttentionBackend, CanvasAttentionImpl
 from dllm.attention.context_kv import ContextTiles, context_tiles, write_context_kv
-from dllm.drafter.attention import NO_SLOT
 from dllm.drafter.cache import OWN_DTYPES
-from dllm.drafter.context import ContextProjection
+from dllm.drafter.context import NO_SLOT, ContextProjection
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
 
 speed_up()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dllm.drafter.attention import NO_SLOT
+from dllm.drafter.context import NO_SLOT
 from dllm.drafter.deferred import MAX_DEFERRED, DeferredContext, last_of_each_slot
 from dllm.drafter.step import TargetStep
 

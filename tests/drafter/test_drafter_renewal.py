@@ -1,11 +1,13 @@
 """A running server takes a newer drafter, and takes it back; the text stays the target's."""
 
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dllm.drafter import renewal
 from dllm.drafter.pair import refuse_renewal_of
@@ -58,7 +60,13 @@ class Server:
 
     def __init__(self, folder: Path, initial: Path) -> None:
         self.loaded: list[dict[str, torch.Tensor]] = []
-        self.renewal = Renewal(folder, initial, self.loaded.append)
+        self.refused_by: list[threading.Thread] = []  # threads that checked weights
+        self.renewal = Renewal(folder, initial, self.loaded.append, self.refuse)
+
+    def refuse(self, weights: dict[str, torch.Tensor]) -> None:
+        self.refused_by.append(threading.current_thread())
+        if "fc.weight" not in weights or weights["fc.weight"].shape != (64, 128):
+            raise ValueError("another shape")
 
     def serve(self, num_steps: int, rate: float, rows: int = 8) -> None:
         for _ in range(num_steps):
@@ -132,8 +140,15 @@ def test_a_drafter_that_hardly_drafted_is_not_judged(tmp_path, num_rows):
     assert server.renewal.current == 1 and not (folder / REJECTED).exists()
 
 
-@pytest.mark.parametrize("damage", ["cut short", "no weights", "incomplete"])
-def test_what_cannot_be_read_is_not_used(tmp_path, damage):
+@pytest.mark.parametrize("damage", ["cut short", "no weights", "incomplete", "another shape"])
+def test_what_cannot_be_used_is_not_loaded_and_no_step_waits_for_it(tmp_path, damage, monkeypatch):
+    reads = []
+
+    def read(path: Path) -> dict[str, torch.Tensor]:
+        reads.append(threading.current_thread())
+        return read_weights(path)
+
+    monkeypatch.setattr(renewal, "read_weights", read)
     initial = publish(tmp_path / "initial", 1, seed=1)
     path = publish(tmp_path / "newer", 1, seed=2)
     (weights,) = path.glob("*.safetensors")
@@ -141,16 +156,14 @@ def test_what_cannot_be_read_is_not_used(tmp_path, damage):
         weights.write_bytes(weights.read_bytes()[:100])
     elif damage == "no weights":
         weights.unlink()
+    elif damage == "another shape":
+        write_drafter(path, drafter_config(), random_drafter(features=3))
     else:
         (path / "config.json").unlink()  # still being written
-
-    def load(weights: dict[str, torch.Tensor]) -> None:
-        assert weights, "no tensors"
-
     server = Server(tmp_path / "newer", initial)
-    server.renewal.load = load
     server.serve(400, rate=2.0)
-    assert server.renewal.current == 0
+    assert server.renewal.current == 0 and server.loaded == []
+    assert threading.current_thread() not in reads + server.refused_by
     assert (tmp_path / "newer" / REJECTED).exists() is (damage != "incomplete")
 
 
@@ -200,11 +213,11 @@ def test_renewed_weights_draft_as_those_of_a_server_that_started_with_them(targe
         if engine is renewed:
             speculator = engine.runner.speculator
             addresses = [param.data_ptr() for param in speculator.model.parameters()]
-            context = speculator.model._context.weight.data_ptr()
+            context = speculator.model.model.context.weight.data_ptr()
             with torch.inference_mode():
                 speculator._reload(read_weights(second))
             assert [param.data_ptr() for param in speculator.model.parameters()] == addresses
-            assert speculator.model._context.weight.data_ptr() == context
+            assert speculator.model.model.context.weight.data_ptr() == context
         engine.reset_prefix_cache()
         with watch_drafts(engine) as seen:
             engine.generate(PROMPTS, greedy(12))
@@ -222,8 +235,15 @@ def test_weights_of_another_shape_are_refused_and_those_in_use_stay(target, tmp_
     before = [param.clone() for param in model.parameters()]
     weights = read_weights(first)
     weights["norm.weight"] = weights["norm.weight"][:-1]
-    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        model.reload_weights(weights)
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        model.refuse_weights(weights)
+    publish(tmp_path / "none", 1, seed=2)
+    save_file(weights, next((tmp_path / "none/000001").glob("*.safetensors")))
+    watch = engine.runner.speculator._renewal
+    watch._look()
+    watch._reading.thread.join()
+    watch._look()
+    assert watch.current == 0 and watch._refused == {1}
     assert all((old == new).all() for old, new in zip(before, model.parameters(), strict=True))
 
 
