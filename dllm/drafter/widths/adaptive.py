@@ -81,7 +81,7 @@ class AdaptiveWidth(WidthPolicy):
         self._has_news = False  # the last step changed something that a decision depends on
         self._is_trial = False
         self._until_trial = self._trial_after = FIRST_TRIAL  # steps left; steps before the next one
-        self._waited_ms: float | None = None  # of the step that ends now; None if nobody says
+        self._waited_ms: float | None = None  # `note_wait` of the step that ends now
         self._decided_at: float | None = None  # when the last step was decided, by the clock
 
     def observe(self, step: VerifiedStep) -> None:
@@ -104,8 +104,8 @@ class AdaptiveWidth(WidthPolicy):
     def wants_drafts(self, slots: np.ndarray) -> bool:
         """Whether drafting is expected to be faster than plain decoding; a trial says the opposite.
 
-        The time since the last decision is one step's: what the target verified was decided then.
-        A draft pass belongs to it if one runs now; ``widths`` is called when it is over.
+        A step is timed from one decision to the next. If nothing is drafted, this is a decision;
+        otherwise ``widths`` makes it, and the draft pass before it counts for the step.
         """
         assert len(slots) == len(self._samples), (len(slots), len(self._samples))
         if not self._samples.any():
@@ -124,7 +124,10 @@ class AdaptiveWidth(WidthPolicy):
         return drafts
 
     def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
-        """The best widths; in a trial, full width for the requests that were verified least."""
+        """The best widths; in a trial, full width for the requests that were verified least.
+
+        The step since the last decision ends here, with its draft pass.
+        """
         self._time_step(drafts=True)
         if confidence is not None:
             self._bins[slots] = bins_of(confidence)
@@ -141,27 +144,27 @@ class AdaptiveWidth(WidthPolicy):
     def worth_ms(self, slots: np.ndarray) -> float:
         """Milliseconds that drafts may be waited for; with a longer wait plain decoding is faster.
 
-        Infinity before any step was timed, and in a trial, which is there to find out.
+        Infinity before any step was timed, and in a trial, which is made to learn it.
         """
         num_rows = float(self._samples.sum())
         if self._is_trial or self.costs.is_first or not num_rows:
             return float("inf")
         plain, verified = self.costs.plain(len(slots)), self.costs.drafting(len(slots))
-        cost_ms = plain + verified - verified[0]  # without the draft pass, whose place the wait has
+        cost_ms = plain + verified - verified[0]  # the wait takes the place of the draft pass
         survival = self.survival.of(slots) * self._samples[:, None]
         gained = np.concatenate(([0.0], -np.sort(-survival.ravel()))).cumsum()
         return float((plain * (1 + gained / num_rows) - cost_ms).max())
 
     def note_wait(self, seconds: float) -> None:
-        """So much of the time since the last decision was spent waiting for drafts.
+        """Take note that the step that ``widths`` decides next has waited so long for drafts.
 
-        Called before ``widths`` by who knows it: a step without drafts would not have waited, so
-        its cost is learned from every step, and not from trials alone.
+        Without drafts it would have taken that much less time. So each such step also teaches the
+        cost of a step without drafts, which is otherwise learned in trials alone.
         """
         self._waited_ms = 1e3 * seconds
 
     def leave_untimed(self) -> None:
-        """The step since the last decision says nothing about costs: drafts came late, or never."""
+        """Learn no cost from the time since the last decision: drafts came late, or never."""
         self._decided_at = None
 
     def _judge(self, slots: np.ndarray) -> None:

@@ -45,7 +45,11 @@ class WidthPolicy(ABC):
     After each step of the target the speculator calls ``observe`` (if ``reads_outcomes``), then
     ``wants_drafts``. If it does, the drafter runs, and ``widths`` is called.
 
+    Where drafts come from another process, ``worth_ms`` says how long to wait for them, and
+    ``note_wait`` how long that was; or ``leave_untimed`` is called, if they did not come.
+
     Attributes:
+        most: no width is larger.
         reads_outcomes: ``observe`` is called; it costs one wait for the device per step.
         reads_prompt: ``VerifiedStep.prompt_logits`` is given.
         reads_confidence: ``widths`` is given the drafter's probabilities.
@@ -56,7 +60,7 @@ class WidthPolicy(ABC):
     reads_confidence: bool = False
 
     def __init__(self, num_drafts: int) -> None:
-        self.num_drafts = num_drafts
+        self.num_drafts = self.most = num_drafts
 
     def observe(self, step: VerifiedStep) -> None:  # noqa: B027  most policies learn nothing
         """Learn from a step of the target."""
@@ -79,13 +83,23 @@ class WidthPolicy(ABC):
                 unless ``reads_confidence``.
         """
 
+    def worth_ms(self, slots: np.ndarray) -> float:
+        """Milliseconds that drafts may be waited for; infinity where nothing speaks against it."""
+        return float("inf")
+
+    def note_wait(self, seconds: float) -> None:  # noqa: B027
+        """Take note that the step that is decided next has waited so long for drafts."""
+
+    def leave_untimed(self) -> None:  # noqa: B027
+        """Learn no cost from the time of the step that was decided last."""
+
 
 class FixedWidth(WidthPolicy):
     """The same width for every request, N if not given; 0 turns drafting off."""
 
     def __init__(self, num_drafts: int, width: int | None = None) -> None:
         super().__init__(num_drafts)
-        self.width = num_drafts if width is None else width
+        self.width = self.most = num_drafts if width is None else width
 
     def wants_drafts(self, slots: np.ndarray) -> bool:
         """Always, unless the width is 0."""
