@@ -1,4 +1,4 @@
-"""Runs the real ``vllm bench serve``, and Hugging Face's ``generate``, in forked processes.
+"""Runs ``vllm bench serve``, Hugging Face's ``generate`` and diffusers' pipeline in forks.
 
 ``vllm bench serve`` takes longer to import vLLM than most runs here take. So a process imports it
 once and is forked for every run (multiprocessing's forkserver); what runs in the fork is the
@@ -32,6 +32,10 @@ PRELOADED = (
 )
 
 
+# (model, questions, max_tokens, path of what a run would have saved)
+Answering = Callable[[Path, Sequence[Question], int, Path], None]
+
+
 class Client:
     """Runs one thing at a time; ``folder`` gets a log and a result of each."""
 
@@ -51,15 +55,15 @@ class Client:
         return self._call(name, run_vllm, arguments)
 
     def generate(
-        self, name: str, model: Path, asked: Sequence[Question], max_tokens: int
+        self, name: str, answer: Answering, model: Path, asked: Sequence[Question], max_tokens: int
     ) -> dict[str, Any]:
-        """What ``answer_questions`` saved.
+        """What ``answer`` saved.
 
         Raises:
             RuntimeError: it failed; with the end of its log.
         """
         result = self.folder / f"{name}.json"
-        return self._call(name, answer_questions, model, asked, max_tokens, result)
+        return self._call(name, answer, model, asked, max_tokens, result)
 
     def _call(self, name: str, function: Callable[..., None], *arguments: object) -> dict[str, Any]:
         """Run ``function(*arguments)`` in a fork and read the ``<name>.json`` that it wrote.
@@ -138,6 +142,54 @@ def answer_questions(model: Path, asked: Sequence[Question], max_tokens: int, re
         "denoise_steps": run.denoise_steps,
         "blocks": run.blocks,
         "forward_passes": len(encoded) + (run.denoise_steps or 0),
+    }
+    result.write_text(json.dumps(saved))
+
+
+def answer_by_pipeline(
+    model: Path, asked: Sequence[Question], max_tokens: int, result: Path
+) -> None:
+    """Answer with diffusers' pipeline for models with blocks, likewise.
+
+    It recomputes the whole sequence in every pass, and returns an answer when it is complete.
+    """
+    from transformers import AutoTokenizer
+
+    from bench import pipeline
+    from dllm.models.unmasking.reference import load_model
+
+    config = json.loads((model / "config.json").read_text())
+    size, tokenizer = config["block_size"], AutoTokenizer.from_pretrained(model)
+    masked = pipeline.BlockMasked(load_model(model), size, config["mask_token_id"])
+
+    def answer(question: Question) -> list[int]:
+        chat = [{"role": "user", "content": question.prompt}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, add_special_tokens=False).input_ids
+        tokens = pipeline.generate(masked, prompt, max_tokens, None)
+        end = tokens.index(config["eos_token_id"]) + 1 if config["eos_token_id"] in tokens else None
+        return tokens[:end]
+
+    answer(asked[0])
+    masked.num_passes = 0
+    ends, answers = [time.perf_counter()], []
+    for question in asked:
+        answers.append(answer(question))
+        ends.append(time.perf_counter())
+    lengths = [len(tokens) for tokens in answers]
+    latencies = [end - start for start, end in pairwise(ends)]
+    saved = {
+        "completed": len(answers),
+        "failed": 0,
+        "duration": sum(latencies),
+        "output_throughput": sum(lengths) / sum(latencies),
+        "output_lens": lengths,
+        "generated_texts": [tokenizer.decode(one, skip_special_tokens=True) for one in answers],
+        "ttfts": latencies,
+        "latencies": latencies,
+        "denoise_steps": masked.num_passes,
+        "blocks": sum(-(-length // size) for length in lengths),
+        "forward_passes": masked.num_passes,
     }
     result.write_text(json.dumps(saved))
 

@@ -1,16 +1,15 @@
 """The table of README: ours beside everything that a user might take instead, wins and losses.
 
-It reads the CSV files of ``bench.serve``, ``bench.families`` and ``bench.drafter``.
+It reads the CSV files of ``bench.serve`` and ``bench.drafter``.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import families
 from bench.context import Rows, read_csv
 from bench.drafter_tables import FILE as DRAFTER
 from bench.drafter_tables import PLAIN
-from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, REFERENCE
+from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
 from bench.tables import markdown, of, ratios
 from bench.workloads import ADAPTIVE, MIXED
 
@@ -54,9 +53,9 @@ LINES = (
             BLOCKS.format(size),
             "diffusers' pipeline",
             FAMILIES,
-            families.FUSED,
-            families.PIPELINE,
-            (("block_size", size),),
+            OURS,
+            PIPELINE,
+            (("canvas_length", size),),
         )
         for size in ("32", "4")
     ),

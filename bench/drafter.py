@@ -40,7 +40,7 @@ import torch
 
 from bench.client import Client
 from bench.context import RESULTS, ROOT, as_text, provenance, reporting_failures, write_csv
-from bench.drafter_tables import FILE, IN_PROCESS, PLAIN, report
+from bench.drafter_tables import FILE, IN_PROCESS, PLAIN, sections
 from bench.inflate import (
     DRAFTER,
     LAYERS,
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for pair in pairs(options, MADE):
             measure(options, pair, Path(folder) / pair.name, rows, about)
     found = as_text(rows)
-    print(f"{report(found)}\n\n{path}")
+    print(f"{sections(found, found)}\n\n{path}")
     return 1 if any(row["problem"] for row in found) else 0
 
 

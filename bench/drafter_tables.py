@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from bench.context import Rows, read_csv
-from bench.inflate import WEIGHTS_RATIO, matching_layers
+from bench.inflate import WEIGHTS_RATIO
 from bench.tables import (
     Table,
     markdown,
@@ -43,11 +43,6 @@ def drafting(results: Path) -> str:
     shown = [row for row in rows if (row["family"], row["concurrency"]) in SHOWN]
     last = next(reversed(targets_of(shown).values()), [])
     return f"{sections(shown, last)}\n\n{measured_with(rows, FILE)}"
-
-
-def report(rows: Rows) -> str:
-    """Everything, for the terminal."""
-    return sections(rows, rows) + matching(rows)
 
 
 def sections(rows: Rows, costed: Rows) -> str:
@@ -142,17 +137,4 @@ def steps_in_passes(rows: Rows) -> str:
     return (
         f"A step without drafting costs as much as so many passes of the drafter: "
         f"{', '.join(said)}; by the weights read, Qwen3-8B with its drafter {WEIGHTS_RATIO:.1f}."
-    )
-
-
-def matching(rows: Rows) -> str:
-    """Layers that would give Qwen3-8B's ratio here; empty unless two targets were measured."""
-    found = [(int(here[0]["layers"]), step_and_pass(here)) for here in targets_of(rows).values()]
-    sizes = [(layers, *times) for layers, times in found if times]
-    if len(sizes) != 2 or sizes[0][0] == sizes[1][0]:
-        return ""
-    (shallow, step_ms, pass_ms), (deep, deep_ms, deep_pass_ms) = sizes
-    layers = matching_layers((shallow, step_ms), (deep, deep_ms), (pass_ms + deep_pass_ms) / 2)
-    return (
-        f"\n\n--layers {layers} would cost as much beside the drafter as Qwen3-8B (here: {deep})."
     )

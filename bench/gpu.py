@@ -1,126 +1,320 @@
 """Everything that wants a big GPU, in three calls of under nine minutes; the 26B-A4B shape.
 
     python -m bench.gpu --call 1 | tee $OUT/log     # CSV files in $OUT, or bench/results/gpu
-    python -m bench.gpu --parts sampler attention   # some of the parts
-    python -m bench.gpu --toy                       # all of them at toy size on a CPU
-    python -m bench.gpu_report DIR                  # the tables at the end, from CSV files
+    python -m bench.gpu --parts parity kernels      # some of the parts
+    python -m bench.gpu --toy                       # all of them at toy size, on any machine
+    python -m bench.gpu --report DIR...             # the tables alone, from the files of all calls
 
-    call  part            what                                                          seconds
-    1     start           kernels load, engines start, answers as on a CPU                  120
-          parity          every Triton kernel against its definition                        125
-          serve-fp8       ours, the built-in, ours with the denoise loop                   275
-    2     profile-fp8     parts and kernels of a denoise step, ours and the built-in        230
-          attention       our kernel, vLLM's, SDPA, 1k to 128k                              145
-          start-compiled  as start, with torch.compile and CUDA graphs                       80
-          sampler         the sampling step                                                  35
-          context         the drafter's context kernel                                       20
-    3     serve-bf16      ours and the built-in                                             180
-          graphs-fp8      without CUDA graphs, beside ours with them                        180
-          moe             tiles of the fused experts, as a table that vLLM reads            140
-          roofline        least time of a pass, by component                                 10
+    call  part         what
+    1     start        ours and the built-in start, and answer held-out questions as their card says
+          parity       every Triton kernel against its definition: the suites of tests/
+          serve-fp8    ours, the built-in, ours with the denoise loop
+    2     profile-fp8  the parts of a denoise step, ours and the built-in
+          kernels      attention, the drafter's context, the sampling step
+    3     serve-bf16   ours and the built-in
+          graphs-fp8   without CUDA graphs, beside ours with them
+          roofline     the least time of a pass, by component
 
 Each part is a process of its own, which is ended when its seconds are over (--budget scales them
-all), with every server that it started. It writes its CSV as it goes, so what it had measured by
-then stays. A part that cannot run says why; the table at the end says so again, and where each
-millisecond above the floor goes.
+all), with everything that it started. It writes its CSV as it goes, so what it had measured by then
+stays. The table at the end says how each part went, how far each server is from the floor of
+``bench.roofline``, and in which part of a step the time above the floor goes.
 
-The engines serve dummy weights: 1, 2, 4, 8 and 32 requests at a time, 1,024 random tokens each, two
-blocks, 16 denoise steps for every block. The built-in runs with its asynchronous scheduler, serves
-8 at a time and lets others wait, as it does unless it is told otherwise (its source: more run out
-of memory on one H200). Contestants of a part run alternately.
-
---toy forces the engines into asynchronous scheduling, which is what they have on a GPU.
-
-Dummy weights choose experts about evenly and never converge; nothing here says anything about
-answers, except start, which serves checkpoints/tiny-dllm.
+Except in start, engines serve dummy weights: 1,024 random tokens a request, two blocks, 16 denoise
+steps for every block. These weights choose experts about evenly and never converge: they say
+nothing about answers. The built-in serves 8 at a time and lets others wait, as it does unless it is
+told otherwise. Contestants of a part take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import ctypes
+import importlib.util
+import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from bench.context import RESULTS, ROOT, write_csv
-from bench.descendants import ending_descendants
-from bench.dummy_models import write_without_weights
-from bench.forced_async import write_plugin
-from bench.gpu_parts import CALLS, PARTS, SETTLE_S
-from bench.gpu_report import report
-from bench.roofline import released_config
-from dllm.models.gemma.tiny import tiny_config
+import psutil  # type: ignore[import-untyped]
 
-TOY_PATIENCE = 5  # a CPU may be busy with other things
+from bench.context import RESULTS, ROOT, Rows, read_csv, write_csv
+from bench.roofline import H200, Pass, components, released_config
+from bench.step_parts import FORWARD, HEAD, SELF_CONDITIONING, SOFT_EMBEDDING, STATISTICS
+from dllm.models.gemma.tiny import tiny_config, write_checkpoint
+
+CALLS = (1, 2, 3)
+CALL_S = 540  # of a machine that ends a command after 10 minutes
+SETTLE_S = 5.0  # between a part's budget and its processes being killed
+CONTEXT = 1024  # tokens of the prompts
 
 
-def run(arguments: Sequence[str], budget_s: float, folders: Sequence[Path]) -> str:
-    """Run one part with all that it starts; how it went.
+@dataclass(frozen=True)
+class Part:
+    """One process.
+
+    Attributes:
+        command: arguments of ``python -m``, with OUT for the part's folder and MODEL for that of
+            the model without weights.
+        toy: more of them, which make it small.
+        weights: of the model without weights: fp8, bf16, or nothing.
+    """
+
+    name: str
+    call: int
+    budget_s: float
+    command: str
+    toy: str = ""
+    weights: str = ""
+    needs_gpu: bool = True
+
+    def arguments(self, out: Path, models: Path, *, is_toy: bool) -> list[str]:
+        """Of ``python -m``; a tilde stands for a blank inside of an argument."""
+        words = f"{self.command} {self.toy if is_toy else ''}".split()
+        places = (("OUT", out / self.name), ("MODEL", models / self.weights), ("~", " "))
+        for name, place in places:
+            words = [word.replace(name, str(place)) for word in words]
+        return words
+
+
+# With images it insists on an image processor. It never runs more than 8 requests at a time, so it
+# needs less room for keys and values.
+BUILTIN = "built-in~--language-model-only~--kv-cache-memory-bytes~4G"
+# On a GPU the loop is off unless it is asked for, and asynchronous scheduling on. A second is long
+# enough for a whole block; a request that arrives is seen at once.
+LOOP = "ours~--no-async-scheduling~--additional-config.dllm.denoise_loop_ms~1000"
+NO_GRAPHS = "--compilation-config.cudagraph_mode~NONE"
+
+
+def _serve(name: str, call: int, budget_s: float, contestants: str, loads: str) -> Part:
+    """Contestants in turn on dummy weights, 16 fixed steps; ``name`` ends with the weights."""
+    # So that several engines fit on one GPU; each may take its share whatever the others took.
+    share = 0.9 / len(contestants.split())
+    flags = "--load-format~dummy~--max-model-len~2048~--kv-cache-memory-bytes~12G"
+    minutes = (budget_s - 40) / 60  # for the last round to end
+    return Part(
+        name,
+        call,
+        budget_s,
+        f"bench.serve --model MODEL --results OUT --schedule fixed --minutes {minutes:.1f} "
+        f"--num-requests 16 --input-len {CONTEXT} --output-len 512 --rounds 9 {loads} "
+        f"--contestants {contestants} "
+        f"--serve-flags {flags}~--gpu-memory-utilization~{share:.2f}",
+        "--eager --rounds 1 --input-len 64 --output-len 64 --num-requests 4 --concurrency 1 2 "
+        f"--contestants {contestants.replace(BUILTIN, 'built-in')} "
+        "--serve-flags --load-format~dummy~--max-model-len~512~--kv-cache-memory-bytes~64M",
+        weights=name.partition("-")[2],
+    )
+
+
+LLM = {"load_format": "dummy", "language_model_only": True, "kv_cache_memory_bytes": 10 << 30}
+TOY_LLM = {"load_format": "dummy", "language_model_only": True}
+# In the order in which they are run: a call begins with what tells most.
+PARTS = (
+    Part(
+        "start",
+        1,
+        120,
+        "bench.serve --results OUT --schedule adaptive --rounds 1 --concurrency 1 8 --rates "
+        f"--questions 2 --contestants ours {BUILTIN} --serve-flags "
+        "--max-model-len~1024~--gpu-memory-utilization~0.4",
+        "--eager --contestants ours --num-requests 11 --concurrency 1 --questions 0 "
+        "--serve-flags --max-model-len~1024~--kv-cache-memory-bytes~64M",
+    ),
+    Part(
+        "parity", 1, 125, "pytest --noconftest -q -p no:cacheprovider --junitxml OUT.xml",
+        "-k no_rows",
+    ),
+    _serve("serve-fp8", 1, 275, f"ours {BUILTIN} {LOOP}", "--concurrency 1 2 4 8 32"),
+    Part(
+        "profile-fp8",
+        2,
+        300,
+        "bench.profile_step --model MODEL --results OUT --mode compiled --server ours built-in "
+        f"--rounds 1 --concurrency 1 8 --input-len {CONTEXT} --blocks 2 --coverage 0.5 "
+        f"--llm {json.dumps(LLM, separators=(',', ':'))}",
+        "--mode eager --concurrency 1 --input-len 64 --coverage 0 "
+        f"--llm {json.dumps(TOY_LLM, separators=(',', ':'))}",
+        weights="fp8",
+    ),
+    Part(
+        "kernels", 2, 220, "bench.kernels attention context sampler --results OUT "
+        "--stop-after-s 190", "--smoke",
+    ),
+    _serve("serve-bf16", 3, 240, f"ours {BUILTIN}", "--concurrency 1 2 4 8 32"),
+    _serve(
+        "graphs-fp8", 3, 240, f"ours ours~{NO_GRAPHS} {BUILTIN}~{NO_GRAPHS}", "--concurrency 1 8"
+    ),
+    Part("roofline", 3, 10, "bench.roofline --results OUT", needs_gpu=False),
+)  # fmt: skip
+
+
+# --- models without weights ----------------------------------------------------------------------
+
+
+def write_without_weights(path: Path, config: dict[str, object], *, is_fp8: bool) -> Path:
+    """A folder that vLLM serves with ``--load-format dummy``.
 
     Args:
-        arguments: of ``python -m``.
+        is_fp8: as ``dllm quantize --scheme fp8-dynamic`` would have written it.
+    """
+    write_checkpoint(path)  # a tiny one, for its tokenizer and generation config
+    (path / "model.safetensors").unlink()
+    quantization = {"quantization_config": fp8_dynamic()} if is_fp8 else {}
+    (path / "config.json").write_text(json.dumps(config | quantization, indent=2))
+    return path
+
+
+def fp8_dynamic() -> dict[str, object]:
+    """``quantization_config`` of the FP8 recipe, without LLM Compressor."""
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    from dllm.quantize.recipes import RECIPES
+
+    recipe = RECIPES["fp8-dynamic"]
+    scheme = preset_name_to_scheme(recipe.preset, ["Linear"])
+    scheme.format = recipe.file_format
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=list(recipe.plan.ignore),
+        quantization_status="compressed",
+        format=recipe.file_format,
+    )
+    written: dict[str, object] = config.model_dump(mode="json")
+    return written
+
+
+# --- running the parts ---------------------------------------------------------------------------
+
+
+def run(arguments: Sequence[str], budget_s: float, folders: Sequence[Path] = (ROOT,)) -> str:
+    """Run one part; says how it went. What it started is ended, whatever session it is in.
+
+    Args:
         folders: the first of its PYTHONPATH.
     """
-    begin = time.monotonic()
+    before, begin = set(psutil.Process().children(recursive=True)), time.monotonic()
     path = os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
-    with ending_descendants():  # its servers are in sessions of their own
-        process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=budget_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=SETTLE_S)
-            return f"stopped after {budget_s:.0f} s; what it had measured is in its CSV"
-    took = f"{time.monotonic() - begin:.0f} s"
-    return f"ran, {took}" if code == 0 else f"FAILED, exit code {code}, {took}"
+    # A process whose parent ends becomes a child of this one (PR_SET_CHILD_SUBREAPER).
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+    process = subprocess.Popen(
+        [sys.executable, "-m", *arguments], cwd=ROOT, env=os.environ | {"PYTHONPATH": path}
+    )
+    try:
+        code = process.wait(timeout=budget_s)
+        took = f"{time.monotonic() - begin:.0f} s"
+        return f"ran, {took}" if code == 0 else f"FAILED, exit code {code}, {took}"
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        psutil.wait_procs([psutil.Process(process.pid)], timeout=SETTLE_S)
+        return f"stopped after {budget_s:.0f} s; what it had measured is in its CSV"
+    finally:
+        while left := set(psutil.Process().children(recursive=True)) - before:
+            for one in left:
+                one.kill()
+            psutil.wait_procs(left, timeout=5)
 
 
 def run_all(options: argparse.Namespace, out: Path, models: Path) -> list[dict[str, str]]:
     """Every chosen part; gpu_parts.csv has the outcomes so far after each of them."""
-    has_gpu = _has_gpu()
-    folders = [ROOT]  # this copy of the plugin
-    if options.toy:
-        folders.append(models / "plugins")
-        write_plugin(folders[-1])
-    outcomes: list[dict[str, str]] = []
+    has_gpu, outcomes = _has_gpu(), []
     for part in PARTS:
         if part.name not in options.parts or part.call not in options.call:
             continue
         print(f"\n=== {part.name}", flush=True)
-        how = part.obstacle(is_toy=options.toy, has_gpu=has_gpu)
-        if how:
-            how = f"NOT RUN: {how}"
+        if part.needs_gpu and not has_gpu and not options.toy:
+            how = "NOT RUN: no GPU"
         else:
             folder = models / part.weights
             if part.weights and not folder.exists():
                 config = tiny_config() if options.toy else released_config()
                 is_fp8 = part.weights == "fp8" and has_gpu  # vLLM has no FP8 experts on a CPU
                 write_without_weights(folder, config, is_fp8=is_fp8)
-            scale = options.budget * (TOY_PATIENCE if options.toy else 1)
             arguments = part.arguments(out, models, is_toy=options.toy)
-            how = run(arguments, part.budget_s * scale, folders)
+            if part.name == "parity":
+                arguments += kernel_suites()
+            patience = 5 if options.toy else 1  # a CPU may be busy with other things
+            how = run(arguments, part.budget_s * options.budget * patience)
         print(how, flush=True)
         outcomes.append({"part": part.name, "outcome": how})
         write_csv(out / "gpu_parts.csv", outcomes)
     return outcomes
 
 
+def kernel_suites() -> list[str]:
+    """The suites' files, and side by side if pytest can: most of the time the compiler works."""
+    if not _has_gpu():
+        os.environ["TRITON_INTERPRET"] = "1"  # of the process that is started
+    together = ["-n", str(os.cpu_count())] if importlib.util.find_spec("xdist") else []
+    found = sorted(ROOT.glob("tests/*/*_kernel_suite.py"))
+    return [*together, *(str(path.relative_to(ROOT)) for path in found)]
+
+
 def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+# --- report --------------------------------------------------------------------------------------
+
+# Components of the floor, by the part of a step that computes them; all others are in the forward
+# pass. Scheduling, decisions and waiting have a floor of zero.
+PART_OF = {
+    "self-conditioning": SELF_CONDITIONING,
+    "head": HEAD,
+    "statistics": STATISTICS,
+    "soft embedding": SOFT_EMBEDDING,
+}
+
+
+def floors(weights: str, batch: int, *, is_toy: bool) -> dict[str, float]:
+    """Milliseconds of each part of a step, at an H200's speeds."""
+    config: dict[str, Any] = tiny_config() if is_toy else released_config()
+    one = Pass(weights, batch, CONTEXT, config["canvas_length"])
+    found: dict[str, float] = {}
+    for work in components(config["text_config"], one):
+        name = PART_OF.get(work.component, FORWARD)
+        found[name] = found.get(name, 0.0) + work.floor_ms(H200)
+    return found
+
+
+def report(*folders: Path, is_toy: bool) -> str:
+    """How each part went; each load of a server, and each part of a step, beside its floor."""
+
+    def rows(pattern: str) -> Rows:
+        paths = [path for folder in folders for path in sorted(folder.glob(pattern))]
+        return [row for path in paths for row in read_csv(path)]
+
+    note = " (toy sizes: no figure means anything)" if is_toy else ""
+    lines = [f"=== what was run{note}"]
+    lines += [f"{row['part']:14} {row['outcome']}" for row in rows("gpu_parts.csv")]
+    for part in (one for one in PARTS if one.weights):
+        for row in rows(f"{part.name}/serve_*.csv"):
+            if row["tokens_per_s"]:
+                least = sum(floors(part.weights, int(row["concurrency"]), is_toy=is_toy).values())
+                step_ms = float(row["ms_per_denoise_step"])
+                lines.append(
+                    f"{part.name} batch {row['concurrency']:>2} {step_ms:8.2f} ms a denoise step, "
+                    f"{step_ms / least:6.2f} x its floor, {float(row['tokens_per_s']):9.1f} "
+                    f"tokens/s  {row['contestant']}"
+                )
+        profiled = rows(f"{part.name}/profile_*.csv")
+        for server, load in dict.fromkeys((row["server"], row["concurrency"]) for row in profiled):
+            least_of = floors(part.weights, int(load), is_toy=is_toy)
+            lines.append(f"{part.name}, batch {load}, {server}: ms of a step, and its floor")
+            for row in profiled:
+                if (row["server"], row["concurrency"]) == (server, load):
+                    ms = float(row["share"]) * float(row["step_ms"])
+                    name = row["component"]
+                    lines.append(f"  {name:30} {ms:9.3f} {least_of.get(name, 0.0):9.3f}")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,7 +328,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--toy", action="store_true", help="toy sizes, on any device")
     parser.add_argument("--budget", type=float, default=1.0, help="scales every part's seconds")
     parser.add_argument("--out", type=Path, help="folder of the CSV files; default: see above")
+    parser.add_argument("--report", type=Path, nargs="+", metavar="DIR", help="run nothing")
     options = parser.parse_args(arguments)
+    if options.report:
+        print(report(*options.report, is_toy=options.toy))
+        return 0
     out = options.out or Path(os.environ.get("OUT") or RESULTS / "gpu")
     if options.toy and options.out is None:
         out = Path(tempfile.mkdtemp(prefix="dllm-toy-"))  # toy figures are nobody's results

@@ -1,33 +1,20 @@
 """Copies of tiny-ar with more layers and the same answers, and of its drafter for them.
 
-    python -m bench.inflate --out /tmp/inflated                # as deep as `bench.drafter` takes it
-    python -m bench.inflate --out /tmp/inflated --layers 40    # 40 in all
-    python -m bench.inflate --out /tmp/draft --layers 4        # only the first 4: another model
-
-Written to --out: ``target`` and, if there are more layers, ``drafter``.
-
 A step of tiny-ar costs about as much as a pass of its drafter. With Qwen3-8B and its drafter it
 costs 4.5 times as much (``WEIGHTS_RATIO``), because at batch 1 a step takes as long as its weights
-take to read. The deeper copy shall have this ratio. Its additional layers add exactly zero:
-``o_proj`` and ``down_proj`` are zero. Their other weights are those of an original layer, so that
-no work can be left out.
+take to read. The deeper copy shall come closer to this ratio. Its additional layers add exactly
+zero: ``o_proj`` and ``down_proj`` are zero. Their other weights are those of an original layer, so
+that no work can be left out.
 
 They stand in front of the original layers, where what they add zero to, an embedding, has the
 model's precision. Behind a layer vLLM normalizes a sum before it is rounded, so that an additional
 layer there would change logits in bf16. The copy of the drafter differs in its config.json alone,
 which names the same layers by their new places.
-
-How many layers that takes (``LAYERS``) follows from measured times: of a step without drafting at
-two depths, and of a pass of the drafter (``matching_layers``). They depend on the machine.
-``bench.drafter`` prints the number that matches, and the ratio that it found, beside its tables.
 """
 
-import argparse
 import json
 import re
 import shutil
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +24,7 @@ from safetensors.torch import load_file, save_file
 from bench.context import ROOT
 
 TARGET, DRAFTER = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-drafter"
-# In CPU time, on an AMD EPYC with other work: a step takes 1.29 ms with 5 layers and 5.48 with 29,
-# a pass with 15 drafts 1.67 ms.
-LAYERS = 41
+LAYERS = 41  # on an AMD EPYC that gives the ratio, about
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 # Weights that one forward pass reads: Qwen3-8B, and z-lab's Qwen3-8B-DFlash-b16, whose five layers
@@ -50,17 +35,6 @@ HEAD_WEIGHTS = HIDDEN * VOCABULARY
 STEP_WEIGHTS = 36 * LAYER_WEIGHTS + HEAD_WEIGHTS
 PASS_WEIGHTS = 5 * LAYER_WEIGHTS + 5 * HIDDEN**2 + HEAD_WEIGHTS
 WEIGHTS_RATIO = STEP_WEIGHTS / PASS_WEIGHTS
-
-
-def matching_layers(shallow: tuple[int, float], deep: tuple[int, float], pass_ms: float) -> int:
-    """Layers whose step takes ``WEIGHTS_RATIO`` passes of the drafter.
-
-    Args:
-        shallow, deep: layers of a target, and ms of its step without drafting.
-        pass_ms: of the drafter.
-    """
-    layer_ms = (deep[1] - shallow[1]) / (deep[0] - shallow[0])
-    return round(shallow[0] + (WEIGHTS_RATIO * pass_ms - shallow[1]) / layer_ms)
 
 
 def write_target(out: Path, num_layers: int, source: Path = TARGET) -> Path:
@@ -120,23 +94,3 @@ def with_layers(
             copied = torch.zeros_like(one) if writes else one.clone()
             found[LAYER.sub(f"model.layers.{index}.", name)] = copied
     return found
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the copies."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the copies")
-    parser.add_argument("--layers", type=int, default=LAYERS, help="in all (%(default)s)")
-    given = parser.parse_args(arguments)
-    if given.layers < 1:
-        parser.error(f"--layers {given.layers}; allowed: at least 1.")
-    print(write_target(given.out / "target", given.layers))
-    if given.layers >= num_layers_of(TARGET):
-        print(write_drafter(given.out / "drafter", given.layers))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -240,6 +240,7 @@ def csv_rows(
             "schedule": workload.schedule,
             "concurrency": workload.concurrency,
             "rate": workload.rate,
+            "canvas_length": workload.shape.canvas_length,
             **asdict(one),
             **provenance,
         }

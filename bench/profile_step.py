@@ -2,7 +2,6 @@
 
     python -m bench.profile_step                                  # ours, eager and compiled
     python -m bench.profile_step --server ours built-in --concurrency 1 8
-    python -m bench.profile_step --kernels                        # and every kernel of a step
 
 Scheduler, worker and client run in one process (one for each server and mode: which implementation
 serves is fixed when a process imports vLLM). It answers requests whose blocks all take --steps
@@ -19,14 +18,11 @@ There is no table and no CSV, and the exit code is 1, unless
     the components cover --coverage of the time that the client waited.
 
 What the measurement costs is printed with each table: the same work without it, in turn.
-
---kernels writes kernels_DEVICE.csv, too (``bench.kernel_table``): it needs two blocks or more.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import json
 import os
@@ -43,14 +39,12 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.context import RESULTS, ROOT, Rows, provenance, read_csv, write_csv
-from bench.kernel_table import kernel_times, shown, table_rows
 from bench.servers import child_environment
 from bench.step_parts import GROUPS, IDLE, Recorder, Step, step_functions
 from bench.tables import markdown, section
 
 OURS, BUILTIN = SERVERS = ("ours", "built-in")
 MODES = ("eager", "compiled")
-PROFILE, KERNELS = NAMES = ("profile", "kernels")  # what the CSV files are called
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,27 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     if options.here:
         return measure_here(options)
-    rows: dict[str, Rows] = {name: [] for name in NAMES}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path = options.results / f"profile_{device}.csv"
+    rows: Rows = []
     code = 0
     shared = provenance("bench.profile_step")
     for mode, server in itertools.product(options.mode, options.server):
         with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
-            chosen = ["--mode", mode, "--server", server, "--here", folder]
+            chosen = ["--mode", mode, "--server", server, "--here", f"{folder}/rows.csv"]
             command = [sys.executable, "-m", "bench.profile_step", *arguments, *chosen]
             code |= subprocess.run(command, env=environment(server)).returncode
-            for name in NAMES:
-                rows[name] += read_csv(Path(folder) / f"{name}.csv")
-                if rows[name]:
-                    write_csv(path_of(options, name), [row | shared for row in rows[name]])
-    path = path_of(options, PROFILE)
+            rows += read_csv(Path(folder) / "rows.csv")
+            if rows:
+                write_csv(path, [row | shared for row in rows])
     print(f"{step_time(path)}\n\n{path}")
     return code
-
-
-def path_of(options: argparse.Namespace, name: str) -> Path:
-    """The CSV of a name of ``NAMES``."""
-    folder: Path = options.results
-    return folder / f"{name}_{'cuda' if torch.cuda.is_available() else 'cpu'}.csv"
 
 
 def environment(server: str) -> dict[str, str]:
@@ -104,12 +92,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--coverage", type=float, default=0.9)
     parser.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM, as JSON")
-    parser.add_argument("--kernels", action="store_true", help="and the time of each kernel")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
-    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # a folder
+    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # a CSV file
     options = parser.parse_args(arguments)
-    if options.kernels and options.blocks < 2:
-        parser.error(f"--blocks {options.blocks}; --kernels needs at least 2.")
     options.model, options.results = options.model.resolve(), options.results.resolve()
     return options
 
@@ -118,10 +103,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure_here(options: argparse.Namespace) -> int:
-    """Print the tables of one server and mode; their rows go to files in ``options.here``."""
+    """Print the tables of one server and mode; their rows go to ``options.here``."""
     (server,), (mode,) = options.server, options.mode
     rows: list[dict[str, object]] = []
-    kernels: list[dict[str, object]] = []
     code = 0
     try:
         engine = Engine(options, server, mode)
@@ -129,11 +113,6 @@ def measure_here(options: argparse.Namespace) -> int:
             about = {"mode": mode, "server": server, "concurrency": concurrency}
             title = f"{server}, {mode}, {concurrency} at a time"
             engine.work(concurrency, seed=0)  # warms up, and compiles
-            if options.kernels:
-                new = engine.kernels(concurrency)
-                print(f"{title}\n{shown(new)}", flush=True)
-                kernels += [about | row for row in new]
-                write_csv(options.here / f"{KERNELS}.csv", kernels)
             taken = [engine.profile(concurrency, index) for index in range(options.rounds)]
             try:
                 rows += [about | row for row in report(title, taken, concurrency, options.coverage)]
@@ -141,7 +120,7 @@ def measure_here(options: argparse.Namespace) -> int:
                 print(f"No table, because:\n{error}", file=sys.stderr)
                 code = 1
             else:
-                write_csv(options.here / f"{PROFILE}.csv", rows)
+                write_csv(options.here, rows)
     except RuntimeError as error:
         print(f"No table, because:\n{error}", file=sys.stderr)
         return 1
@@ -214,26 +193,15 @@ class Engine:
         passes = concurrency * (self._options.blocks * self._passes.block + self._passes.unused)
         return Taken(recorder.steps, plain_ms, wall_ms, passes * self._canvas)
 
-    def kernels(self, concurrency: int) -> list[dict[str, object]]:
-        """The time of each kernel in a pass, as ``bench.kernel_table`` defines it."""
-        one, all_blocks = (
-            kernel_times(functools.partial(self.work, concurrency, seed, blocks))
-            for seed, blocks in ((-1, 1), (-2, self._options.blocks))
-        )
-        return table_rows(one, all_blocks, (self._options.blocks - 1) * self._passes.block)
-
-    def work(self, concurrency: int, seed: int, blocks: int | None = None) -> float:
+    def work(self, concurrency: int, seed: int) -> float:
         """Milliseconds until all answers are there; prompts differ, so nothing is found cached.
-
-        Args:
-            blocks: of every request; as the options say if it is None.
 
         Raises:
             RuntimeError: an answer has too few tokens.
         """
         from vllm import SamplingParams, TokensPrompt
 
-        output_len = (blocks or self._options.blocks) * self._canvas
+        output_len = self._options.blocks * self._canvas
         params = SamplingParams(max_tokens=output_len, ignore_eos=True, detokenize=False)
         prompts = [
             TokensPrompt(

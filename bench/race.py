@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from bench.client import Client
+from bench.client import Answering, Client, answer_questions
 from bench.context import GateError, progress
 from bench.measure import (
     Measurement,
@@ -43,7 +43,8 @@ class Contestant:
         name: as it appears in tables.
         model: the checkpoint's folder.
         commits: how its passes are counted (``measure``).
-        server: None for Hugging Face's ``generate``, which is called in a process of its own.
+        server: None for what runs without one.
+        local: that answers questions in a process of its own (``client.answer_questions``).
         client_flags: of ``vllm bench serve``, beside those of the workload.
         takes_seeds: whether a request may have one.
         expected: share of right answers on the adaptive schedule; None where nobody knows.
@@ -56,9 +57,10 @@ class Contestant:
     client_flags: tuple[str, ...] = ()
     takes_seeds: bool = True
     expected: float | None = None
+    local: Answering = answer_questions
 
     def takes(self, workload: Workload) -> bool:
-        """Hugging Face's ``generate`` answers one question after the other."""
+        """What runs without a server answers one question after the other."""
         return self.server is not None or workload.concurrency == 1
 
 
@@ -141,7 +143,7 @@ class Race:
         server, model = contestant.server, contestant.model
         with undisturbed(server, self.contestants):
             if server is None:
-                saved = self.client.generate(name, model, asked, ANSWER_TOKENS)
+                saved = self.client.generate(name, contestant.local, model, asked, ANSWER_TOKENS)
             else:
                 flags = workload.client_flags(seed, self._dataset(pair))
                 flags += contestant.client_flags

@@ -18,20 +18,14 @@ from pathlib import Path
 from bench.comparison import comparison
 from bench.context import RESULTS, ROOT
 from bench.drafter_tables import drafting
-from bench.families import families
-from bench.grammar_build import grammar_build
-from bench.plan_steps import planned_steps
-from bench.plan_tables import speedups, tokens
+from bench.kernels import sampling_step
 from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.remote import remote
 from bench.roofline import floors
-from bench.sampling_step import sampling_step
 from bench.soak_report import soak
 from bench.structured import structured
-from bench.tables import answers, markdown, serving, settings
-from bench.tiles import tiles
-from bench.watching import watching
+from bench.tables import answers, families, markdown, serving, settings
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # Before a link that a section writes: paths are relative to the top of the repository.
@@ -76,19 +70,13 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "step-time": lambda results: step_time(results / "profile_cpu.csv"),
     "answers": answers,
     "recovery": recovery,
-    "grammar-build": grammar_build,
     "structured": structured,
     "families": families,
-    "watching": watching,
     "sampling-step": sampling_step,
     "soak": soak,
     "drafting": drafting,
     "remote": remote,
     "floors": floors,
-    "tiles": tiles,
-    "plan-steps": planned_steps,
-    "plan-tokens": tokens,
-    "plan-speedups": speedups,
 }
 
 

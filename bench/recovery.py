@@ -1,4 +1,4 @@
-"""Scores of quantized checkpoints beside the bf16 one: the same questions to one server each.
+"""Scores of quantized checkpoints beside the bf16 one: `dllm eval` of one server after the other.
 
     python -m bench.recovery                                   # quantizes checkpoints/tiny-dllm
     python -m bench.recovery --quantized /tmp/q --num 20       # /tmp/q/fp8-dynamic, /tmp/q/nvfp4
@@ -13,6 +13,7 @@ contestants. Each score names what computed it.
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -34,21 +35,14 @@ from bench.context import (
 )
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
 from bench.tables import Table, markdown, section
-from dllm.tasks.suite import Question, questions
-from dllm.tools.client import connect
+from dllm.tools import evaluate
 from dllm.tools.eval_report import wilson_interval
-from dllm.tools.eval_server import ServedModel
-from dllm.tools.evaluate import ALL, chosen_families
 
 SCHEMES = ("fp8-dynamic", "nvfp4")
-MAX_TOKENS = 128
-CONCURRENCY = 8
 BASELINE = "bf16"
 RESAMPLES = 10_000
 # The line of ``dllm.models.quantized`` in a server's log.
 SAID = re.compile(r"dllm: [\w-]+ checkpoint; (.*)")
-
-Asked = Mapping[int, list[Question]]  # by seed
 
 
 @dataclass(frozen=True)
@@ -61,33 +55,25 @@ class Contestant:
     flags: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Answered:
-    """What a contestant made of all questions: which it got right, and what computed that."""
-
-    is_right: list[bool]
-    denoise_steps: int
-    blocks: int
-    computed_by: str
-
-
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all contestants, write the CSV, print the table."""
     given = parse(arguments)
-    families = chosen_families(given.tasks)
-    asked = {seed: questions(families, "heldout", given.num, seed) for seed in given.seeds}
+    evaluate.chosen_families(given.tasks)  # or says which there are
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
         quantized = given.quantized or quantize(given.model, Path(folder))
-        baseline: Answered | None = None
-        for contestant in contestants(given.model, quantized):
-            answered = measure(contestant, asked, tuple(given.flags.split()))
-            baseline = baseline or answered
-            rows.append(row_of(contestant, answered, baseline))
-            write_csv(
-                given.results / "recovery.csv", [row | provenance("bench.recovery") for row in rows]
-            )
+        wrong: list[set[tuple[int, str]]] = []
+        for one in contestants(given.model, quantized):
+            row, missed = measure(one, given, Path(folder))
+            wrong.append(missed)
+            asked = int(str(row["num_questions"]))
+            row |= {
+                "num_baseline": asked - len(wrong[0]),
+                "num_both": asked - len(missed | wrong[0]),
+            }
+            rows.append(row | provenance("bench.recovery"))
+            write_csv(given.results / "recovery.csv", rows)
     print(described(as_text(rows)))
     return 0
 
@@ -104,7 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help=f"folder with {' and '.join(SCHEMES)}; default: made with `dllm quantize`",
     )
-    parser.add_argument("--tasks", default=ALL, help="as of `dllm eval`")
+    parser.add_argument("--tasks", default=evaluate.ALL, help="as of `dllm eval`")
     parser.add_argument("--num", type=int, default=100, help="questions a family and seed (100)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--flags", default="", help="more flags of `vllm serve`, for all servers")
@@ -130,53 +116,39 @@ def quantize(model: Path, target: Path) -> Path:
     return target
 
 
-def measure(contestant: Contestant, asked: Asked, flags: tuple[str, ...]) -> Answered:
-    """Ask a server of its own everything; question i of a seed is sent with the seed plus i."""
-    name = f"{contestant.weights}-{contestant.kv_cache}"
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / f"{name}.log"
-        all_flags = (*SERVE_FLAGS, *contestant.flags, *flags)
-        is_right: list[bool] = []
-        steps = blocks = 0
-        with Server(ServerOptions(name, str(contestant.path), all_flags), log) as server:
-            server.start()
-            server.wait_until_ready()
-            connection = connect(server.url, None)
-            for seed, drawn in asked.items():
-                model = ServedModel(connection, MAX_TOKENS, CONCURRENCY, seed=seed)
-                run = model.answer(drawn, lambda: None)
-                right = [q.is_correct(a.text) for q, a in zip(drawn, run.answers, strict=True)]
-                print(f"{name}, seed {seed}: {sum(right)} of {len(right)} right", flush=True)
-                is_right += right
-                steps += run.denoise_steps or 0
-                blocks += run.blocks or 0
-        computed_by = what_computed(log.read_text(errors="replace"))
-    if contestant.kv_cache != BASELINE:
-        computed_by += f"; keys and values in {contestant.kv_cache}"
-    return Answered(is_right, steps, blocks, computed_by)
-
-
-def what_computed(log: str) -> str:
-    """What a server's log says about its quantized layers; plain layers it does not mention."""
-    said = SAID.search(log)
-    return said[1] if said else "16-bit weights and inputs, by vLLM's own kernels"
-
-
-def row_of(contestant: Contestant, answered: Answered, baseline: Answered) -> dict[str, object]:
-    """A contestant's row of the CSV."""
-    pairs = list(zip(answered.is_right, baseline.is_right, strict=True))
-    return {
-        "weights": contestant.weights,
-        "kv_cache": contestant.kv_cache,
-        "num_questions": len(pairs),
-        "num_correct": sum(answered.is_right),
-        "num_baseline": sum(baseline.is_right),
-        "num_both": sum(one and other for one, other in pairs),
-        "steps": answered.denoise_steps,
-        "blocks": answered.blocks,
-        "weight_bytes": sum(f.stat().st_size for f in contestant.path.glob("*.safetensors")),
-        "computed_by": answered.computed_by,
+def measure(
+    one: Contestant, given: argparse.Namespace, folder: Path
+) -> tuple[dict[str, object], set[tuple[int, str]]]:
+    """Its row of the CSV without the comparison, and the questions (seed, prompt) it got wrong."""
+    name, report = f"{one.weights}-{one.kv_cache}", folder / "eval.json"
+    options = ServerOptions(name, str(one.path), (*SERVE_FLAGS, *one.flags, *given.flags.split()))
+    missed: set[tuple[int, str]] = set()
+    sums = dict.fromkeys(("num_questions", "num_correct", "denoise_steps", "blocks"), 0)
+    with Server(options, folder / f"{name}.log") as server:
+        server.start()
+        server.wait_until_ready()
+        for seed in given.seeds:
+            asked = ["--tasks", given.tasks, "--num", str(given.num), "--question-seed", str(seed)]
+            asked += ["--seed", str(seed), "--output", str(report), "--base-url", server.url]
+            evaluate.main(asked)
+            found = json.loads(report.read_text())
+            missed |= {(seed, item["prompt"]) for item in found["wrong"]}
+            sums = {key: total + (found["all"][key] or 0) for key, total in sums.items()}
+        said = SAID.search(server.log.read_text(errors="replace"))
+    computed_by = said[1] if said else "16-bit weights and inputs, by vLLM's own kernels"
+    if one.kv_cache != BASELINE:
+        computed_by += f"; keys and values in {one.kv_cache}"
+    row: dict[str, object] = {
+        "weights": one.weights,
+        "kv_cache": one.kv_cache,
+        "num_questions": sums["num_questions"],
+        "num_correct": sums["num_correct"],
+        "steps": sums["denoise_steps"],
+        "blocks": sums["blocks"],
+        "weight_bytes": sum(f.stat().st_size for f in one.path.glob("*.safetensors")),
+        "computed_by": computed_by,
     }
+    return row, missed
 
 
 # --- arithmetic and tables -----------------------------------------------------------------------

@@ -35,10 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.attention_shapes import Layer, Shape
 from bench.context import RESULTS, provenance, read_csv, write_csv
 from bench.tables import markdown, measured_with
-from dllm.attention.masks import Window
 from dllm.models.gemma.tiny import tiny_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -205,17 +203,14 @@ def _attention(text: dict[str, Any], one: Pass, kind: str, weight: float) -> lis
     """
     is_full = kind == FULL
     name = kind.partition("_")[0]
-    layer = Layer(
-        name,
-        text["num_attention_heads"],
-        text["num_global_key_value_heads" if is_full else "num_key_value_heads"],
-        text["global_head_dim" if is_full else "head_dim"],
-        None if is_full else Window("anchored", text["sliding_window"]),
-    )
-    query = layer.num_heads * layer.head_size
-    keys = layer.num_kv_heads * layer.head_size * (1 if is_full else 2)
-    span = one.canvas + one.head_rows
-    shape = Shape(layer, "denoise", one.batch, one.context, span, (one.head_rows,))
+    kv_heads = text["num_global_key_value_heads" if is_full else "num_key_value_heads"]
+    size = text["global_head_dim" if is_full else "head_dim"]
+    query = text["num_attention_heads"] * size
+    keys = kv_heads * size * (1 if is_full else 2)
+    seen, pairs = _visible(one, None if is_full else text["sliding_window"])
+    # Queries and results, and every visible key and value once.
+    moved = 2.0 * BF16 * one.batch * ((one.canvas + one.head_rows) * query + seen * kv_heads * size)
+    attention = Work(name, moved, 4.0 * query * one.batch * pairs)
     projections = [
         linear(name, one.rows, text["hidden_size"], query + keys, weight),
         linear(name, one.rows, query, text["hidden_size"], weight),
@@ -223,8 +218,25 @@ def _attention(text: dict[str, Any], one: Pass, kind: str, weight: float) -> lis
     num_layers = text["layer_types"].count(kind)
     return [
         together(f"{name}: projections", projections * num_layers),
-        together(f"{name}: attention", [Work(name, shape.bytes(), shape.flops())] * num_layers),
+        together(f"{name}: attention", [attention] * num_layers),
     ]
+
+
+def _visible(one: Pass, window: int | None) -> tuple[int, int]:
+    """Of one sequence: keys that any row sees, and (row, key) pairs.
+
+    Causal rows see what is before them and themselves, rows of the canvas all of it; on sliding
+    layers from ``window - 1`` keys before the row, or before the canvas.
+    """
+    past = one.context + one.head_rows  # before the canvas
+    size = window or past + 1
+    starts = [max(0, row + 1 - size) for row in range(one.context, past)]
+    first = max(0, past - (size - 1))
+    end = past + one.canvas
+    pairs = one.canvas * (end - first) + sum(
+        row + 1 - start for row, start in zip(range(one.context, past), starts, strict=True)
+    )
+    return end - min([first, *starts]), pairs
 
 
 def _experts(text: dict[str, Any], rows: int, weight: float) -> Work:

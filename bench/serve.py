@@ -14,6 +14,7 @@ with another one, too. The first is compared with each of the others.
     tiny-ar       the autoregressive twin of tiny-dllm, of the same size and training questions;
                   without speculation, and greedy, because sampling makes it answer worse
     transformers  Hugging Face's ``generate`` at batch 1, eager, which is its default
+    diffusers     its pipeline for models with blocks (--model checkpoints/tiny-sdar), at batch 1
 
 Contestants are driven one at a time by the real ``vllm bench serve``, while the others stand still.
 Each round begins with another contestant, so that a machine that gets slower or faster meanwhile
@@ -41,7 +42,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.client import Client
+from bench import pipeline
+from bench.client import Client, answer_by_pipeline, answer_questions
 from bench.context import (
     RESULTS,
     as_text,
@@ -67,7 +69,9 @@ from dllm.tasks.suite import FAMILIES, questions
 from dllm.tools.client import connect
 from dllm.tools.eval_server import ServedModel
 
-OURS, BUILTIN, AUTOREGRESSIVE, REFERENCE = KINDS = ("ours", "built-in", "tiny-ar", "transformers")
+KINDS = ("ours", "built-in", "tiny-ar", "transformers", "diffusers")
+OURS, BUILTIN, AUTOREGRESSIVE, REFERENCE, PIPELINE = KINDS
+LOCAL = {REFERENCE: answer_questions, PIPELINE: answer_by_pipeline}  # without a server
 QUESTION_SEED = 10_000  # of answers.csv; not among the seeds of the timed runs
 
 
@@ -172,7 +176,7 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
     found = []
     for index, spec in enumerate(options.contestants):
         is_twin = spec.kind == AUTOREGRESSIVE
-        if schedule == FIXED and spec.kind in (AUTOREGRESSIVE, REFERENCE):
+        if schedule == FIXED and spec.kind in (AUTOREGRESSIVE, *LOCAL):
             continue
         model = options.autoregressive if is_twin else options.model
         flags = () if is_twin else ("--generation-config", str(generation))
@@ -187,10 +191,11 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
                 spec.name,
                 model,
                 spec.commits,
-                None if spec.kind == REFERENCE else Server(served, folder / f"{index}.log"),
+                None if spec.kind in LOCAL else Server(served, folder / f"{index}.log"),
                 client_flags=("--temperature", "0") if is_twin else (),
                 takes_seeds=spec.kind != BUILTIN,
                 expected=card_accuracy(model),
+                local=LOCAL.get(spec.kind, answer_questions),
             )
         )
     return found
@@ -286,7 +291,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         _leave_out(given, (AUTOREGRESSIVE,), f"{given.autoregressive} is not there")
     if "block_size" in json.loads((given.model / "config.json").read_text()):
         _leave_out(given, (BUILTIN, REFERENCE), f"{given.model} has blocks")
+        if not pipeline.is_installed():
+            _leave_out(given, (PIPELINE,), pipeline.MISSING)
         given.schedule = [ADAPTIVE]  # blocks that begin in a prompt, and edits, take other steps
+    else:
+        _leave_out(given, (PIPELINE,), f"{given.model} has no blocks")
     return given
 
 

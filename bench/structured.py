@@ -1,14 +1,13 @@
-"""Structured outputs: valid and right answers, denoise steps, and what a grammar costs.
+"""Structured outputs: valid and right answers, and denoise steps.
 
-    python -m bench.structured                  # the tables of docs/structured.md
-    python -m bench.structured --num 20 --rounds 3
+    python -m bench.structured                  # the table of docs/structured.md
+    python -m bench.structured --num 20
 
 Two servers answer the same held-out questions in forms that the models were, or were not, trained
 to write (``bench.structured_tasks``): tiny-dllm with our plugin, and its autoregressive twin
-tiny-ar with vLLM's own masks from left to right. Then tiny-dllm answers questions whose form it
-knows, with and without the grammar of that form, in alternating runs.
+tiny-ar with vLLM's own masks from left to right.
 
-Writes ``structured.csv`` (one row a form) and ``structured_cost.csv`` (one row a run).
+Writes ``structured.csv``, one row a form.
 """
 
 import argparse
@@ -19,7 +18,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from bench.context import (
@@ -29,13 +27,12 @@ from bench.context import (
     as_text,
     progress,
     provenance,
-    read_csv,
     reporting_failures,
     write_csv,
 )
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
 from bench.structured_tasks import FORMATS, Format, is_valid_answer
-from bench.tables import Table, markdown, measured_with, ratios
+from bench.tables import Table, markdown, section
 from dllm.tasks.suite import Question, questions
 from dllm.tools.client import Connection, connect
 from dllm.tools.eval_report import Answer
@@ -44,7 +41,6 @@ from dllm.tools.eval_server import denoise_counts
 MODELS = {"tiny-dllm": ROOT / "checkpoints/tiny-dllm", "tiny-ar": ROOT / "checkpoints/tiny-ar"}
 MAX_TOKENS = 96
 CONCURRENCY = 8
-KNOWN = "as trained"  # the form of the costs
 SEED = 100
 
 
@@ -61,20 +57,6 @@ class Score:
     blocks: int | None
 
 
-@dataclass(frozen=True)
-class Cost:
-    """One run: questions whose form the model knows, with or without its grammar."""
-
-    concurrency: int
-    pair: int
-    is_constrained: bool
-    num_right: int
-    num_questions: int
-    steps: int | None
-    blocks: int | None
-    answers_per_s: float
-
-
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the CSV files."""
@@ -82,8 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--num", type=int, default=50, help="questions of each form (50)")
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of runs of the costs (5)")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     options = parser.parse_args(arguments)
     about = provenance("bench.structured")
@@ -99,17 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for form in FORMATS:
                     scores.append(score(connection, model, form, options.num))
                     progress(str(scores[-1]))
-                if model == "tiny-dllm":
-                    costs = [
-                        cost
-                        for concurrency in options.concurrency
-                        for cost in costs_of(connection, concurrency, options.rounds)
-                    ]
     rows = [asdict(one) | about for one in scores]
-    cost_rows = [asdict(one) | about for one in costs]
     write_csv(options.results / "structured.csv", rows)
-    write_csv(options.results / "structured_cost.csv", cost_rows)
-    print(markdown(table(as_text(rows))), "", markdown(cost_table(as_text(cost_rows))), sep="\n")
+    print(markdown(table(as_text(rows))))
     return 0
 
 
@@ -117,7 +89,7 @@ def score(connection: Connection, model: str, name: str, count: int) -> Score:
     """Ask for answers in one form."""
     form = FORMATS[name]
     asked = asked_of(form, count)
-    texts, steps, blocks, _ = ask(connection, form.body, asked, CONCURRENCY)
+    texts, steps, blocks = ask(connection, form.body, asked)
     is_valid = [is_valid_answer(form, text) for text in texts]
     is_right = [
         valid and form.is_right(question, text)
@@ -132,29 +104,10 @@ def asked_of(form: Format, count: int) -> list[Question]:
     return list(itertools.islice(filter(form.concerns, drawn), count))
 
 
-def costs_of(connection: Connection, concurrency: int, rounds: int) -> list[Cost]:
-    """Pairs of runs with and without the grammar, each first in every other pair."""
-    form = FORMATS[KNOWN]
-    asked = asked_of(form, max(2 * concurrency, 24))
-    ask(connection, form.body, asked, concurrency)  # compiles the grammar
-    found = []
-    for pair in range(rounds):
-        for is_constrained in (pair % 2 == 0, pair % 2 == 1):
-            body = form.body if is_constrained else {}
-            texts, steps, blocks, seconds = ask(connection, body, asked, concurrency)
-            right = sum(one.is_correct(text) for one, text in zip(asked, texts, strict=True))
-            speed = len(asked) / seconds
-            found.append(
-                Cost(concurrency, pair, is_constrained, right, len(asked), steps, blocks, speed)
-            )
-            progress(str(found[-1]))
-    return found
-
-
 def ask(
-    connection: Connection, body: Any, asked: Sequence[Question], concurrency: int
-) -> tuple[list[str], int | None, int | None, float]:
-    """(texts, denoise steps, blocks, seconds); steps and blocks are None for tiny-ar."""
+    connection: Connection, body: Any, asked: Sequence[Question]
+) -> tuple[list[str], int | None, int | None]:
+    """(texts, denoise steps, blocks); steps and blocks are None for tiny-ar."""
 
     def one(index: int) -> Answer:
         completion = connection.client.chat.completions.create(
@@ -168,12 +121,11 @@ def ask(
         text = completion.choices[0].message.content or ""
         return Answer(text, used.completion_tokens if used else None)
 
-    before, start = connection.metrics(), perf_counter()
-    with ThreadPoolExecutor(concurrency) as pool:
+    before = connection.metrics()
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
         answers = list(pool.map(one, range(len(asked))))
-    seconds = perf_counter() - start
     steps, blocks = denoise_counts(before, connection.metrics(), answers)
-    return [answer.text for answer in answers], steps, blocks, seconds
+    return [answer.text for answer in answers], steps, blocks
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -201,39 +153,10 @@ def steps_per_block(row: dict[str, str]) -> str:
     return f"{int(row['steps']) / int(row['blocks']):.2f}" if row["steps"] else "-"
 
 
-def cost_table(rows: Rows) -> Table:
-    """One line a load: answers a second with the grammar over without it, in the same pair."""
-    heading = ["at once", "with / without, answers/s", "steps a block with", "without"]
-    lines = []
-    for load in dict.fromkeys(row["concurrency"] for row in rows):
-        of_load = [row for row in rows if row["concurrency"] == load]
-        bound = [row for row in of_load if row["is_constrained"] == "True"]
-        free = [row for row in of_load if row["is_constrained"] != "True"]
-        lines.append(
-            [
-                load,
-                ratios(bound, free, "answers_per_s"),
-                steps_per_block(bound[0]),
-                steps_per_block(free[0]),
-            ]
-        )
-    return heading, lines
-
-
 def structured(results: Path) -> str:
-    """Section of docs/structured.md: forms, and costs."""
-    rows, cost_rows = (
-        read_csv(results / "structured.csv"),
-        read_csv(results / "structured_cost.csv"),
-    )
-    if not rows or not cost_rows:
-        return "Not measured yet: `python -m bench.structured`."
-    return "\n\n".join(
-        [
-            markdown(table(rows)),
-            markdown(cost_table(cost_rows)),
-            measured_with(rows, "structured.csv"),
-        ]
+    """Section of docs/structured.md."""
+    return section(
+        results / "structured.csv", "python -m bench.structured", lambda rows: markdown(table(rows))
     )
 
 

@@ -174,6 +174,23 @@ def settings(results: Path) -> str:
     return section(results / "serve_settings.csv", "python -m bench.serve", load_tables)
 
 
+def families(results: Path) -> str:
+    """Section of docs/families.md: models with blocks, a line a block size and load."""
+    path, command = results / "families.csv", "python -m bench.serve --model checkpoints/tiny-sdar"
+    return section(path, command, lambda rows: markdown(_by_block(rows)))
+
+
+def _by_block(rows: Rows) -> Table:
+    first, *others = names_of(rows)
+    lines = []
+    for size, load in dict.fromkeys((row["canvas_length"], row["concurrency"]) for row in rows):
+        here = [r for r in rows if (r["canvas_length"], r["concurrency"]) == (size, load)]
+        own = of(here, first)
+        compared = [ratios(own, of(here, name), "tokens_per_s") for name in others]
+        lines.append([f"B = {size}, {load} at once", spread(own, "tokens_per_s", 0), *compared])
+    return ["", f"{first}, tokens/s", *(f"{first} / {name}" for name in others)], lines
+
+
 def answers(results: Path) -> str:
     """Right answers and denoise steps per block by family."""
     return section(results / "answers.csv", "make bench", lambda rows: markdown(_by_family(rows)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench.multiprocessor import SHARED_KIB, programs_of_sm
+from tests.support.multiprocessor import SHARED_KIB, programs_of_sm
 from tests.support.process import run_python
 
 pytestmark = [

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.multiprocessor import SHARED_KIB
 from dllm.attention.inputs import AttentionOptions, check_inputs
 from dllm.attention.masks import QuerySpan, Window, visible_range
 from dllm.attention.planning import BatchShape, ceil_div, num_splits, plan_attention, visible_keys
 from dllm.attention.tuning import HOPPER, SMALL, TABLES, TARGET_PROGRAMS, TileConfig, tile_config
 from tests.support.attention_cases import CaseSpec, make_case
+from tests.support.multiprocessor import SHARED_KIB
 from tests.support.process import run_python
 
 # Full-attention layers of the 26B model: 16 heads of size 512 over 2 KV heads.

@@ -15,10 +15,10 @@ import pytest
 
 from bench import compare, race, serve
 from bench.context import ROOT, read_csv
-from bench.forced_async import write_plugin
 from bench.serve import OURS, REFERENCE
 from bench.servers import Server, ServerOptions
 from dllm.tasks.suite import FAMILIES
+from tests.support.forced_async import write_plugin
 
 MODEL = ROOT / "checkpoints/tiny-dllm"
 FLAGS = ("--enforce-eager", "--kv-cache-memory-bytes", "64M", "--max-model-len", "512")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from bench import roofline
-from bench.attention_shapes import CANVAS, FULL, SLIDING
 from bench.context import read_csv
+from bench.kernels import CANVAS, FULL, SLIDING
 from bench.roofline import (
     CANVAS_LENGTH,
     H200,

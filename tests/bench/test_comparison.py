@@ -6,12 +6,11 @@ import pytest
 
 from bench import comparison
 from bench.context import write_csv
-from bench.families import FUSED, PIPELINE
-from bench.serve import BUILTIN, OURS
+from bench.serve import BUILTIN, OURS, PIPELINE
 
 ABOUT = {"machine": "a machine", "versions": "vllm 0"}
 SERVING = {"schedule": "adaptive", "commit": "aaa1111"}
-FAMILIES = {"block_size": 32, "commit": "bbb2222"}
+FAMILIES = {"canvas_length": 32, "commit": "bbb2222"}
 DRAFTER = {"target": "tiny-ar", "family": "mixed", "commit": "ccc3333"}
 
 
@@ -32,7 +31,7 @@ def results(tmp_path: Path) -> Path:
     write_csv(tmp_path / comparison.SERVING, serving)
     settings = runs(SERVING, 32, OURS, 110) + runs(SERVING, 32, f"{BUILTIN} --max-num-seqs 64", 100)
     write_csv(tmp_path / comparison.SETTINGS, settings)
-    blocks = runs(FAMILIES, 1, FUSED, 90) + runs(FAMILIES, 1, PIPELINE, 30)
+    blocks = runs(FAMILIES, 1, OURS, 90) + runs(FAMILIES, 1, PIPELINE, 30)
     write_csv(tmp_path / comparison.FAMILIES, blocks)
     drafting = runs(DRAFTER, 1, "adaptive", 90) + runs(DRAFTER, 1, "n-gram", 100)
     drafting += runs(DRAFTER | {"target": "inflated"}, 1, "n-gram", 1)

@@ -35,7 +35,7 @@ VISION = tiny_config()["vision_config"] | {
 
 needs_torchvision = pytest.mark.skipif(
     not TORCHVISION.exists() and importlib.util.find_spec("torchvision") is None,
-    reason=f"needs torchvision in {TORCHVISION} (make test installs it)",
+    reason=f"needs torchvision in {TORCHVISION} (make test-all installs it)",
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from bench.dummy_models import fp8_dynamic
+from bench.gpu import fp8_dynamic
 from dllm.patches.contract import ASYNC_SCHEDULER, GPU_WORKER, REMOTE_SCHEDULER, SCHEDULER
 from dllm.patches.cuda_graphs import capture_sizes, choose_cuda_graphs
 from dllm.patches.remote import SPECULATOR

@@ -20,7 +20,6 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from bench.forced_async import asynchronous_platform
 from dllm.engine.async_scheduler import CanvasAsyncScheduler
 from dllm.engine.scheduler import CanvasScheduler
 from dllm.models.gemma.settings import GemmaSettings
@@ -28,6 +27,7 @@ from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.patches.cpu import is_cpu_without_triton
 from dllm.settings.server import PluginOptions
 from tests.support import family_checkpoints
+from tests.support.forced_async import asynchronous_platform
 from tests.support.process import printed_json, run_python
 
 CANVAS = 32

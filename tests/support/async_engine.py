@@ -1,10 +1,10 @@
-"""Starts engines with asynchronous scheduling on a CPU (``bench.forced_async``)."""
+"""Starts engines with asynchronous scheduling on a CPU (``tests.support.forced_async``)."""
 
 from pathlib import Path
 from typing import Any
 
-from bench.forced_async import asynchronous_platform
 from tests.support.engine_harness import Engine, get_engine
+from tests.support.forced_async import asynchronous_platform
 
 
 def get_async_engine(model: str | Path, **options: Any) -> Engine:

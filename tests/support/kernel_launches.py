@@ -17,8 +17,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from bench.attention_shapes import DRAFTER, FULL, SLIDING, SYMMETRIC, Layer
-from bench.kernels import recorded
+from bench.kernels import DRAFTER, FULL, SLIDING, SYMMETRIC, Layer
 from dllm.attention.cache_write import write_kv
 from dllm.attention.canvas_attention import batch_shape, canvas_attention
 from dllm.attention.context_kv import ContextWeights, write_context_kv
@@ -33,6 +32,7 @@ from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
 from dllm.ops.soft_embedding import Shard
 from dllm.ops.soft_embedding_gpu import ProductTiles, sparse_product_kernels
+from tests.support.compiled_kernels import recorded
 
 VOCAB, HIDDEN = 262144, 2816  # DiffusionGemma 26B-A4B
 CANVAS, MAX_TOKENS, MAX_SEQS, MAX_LEN = 256, 8192, 64, 131072

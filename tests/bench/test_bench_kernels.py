@@ -1,0 +1,91 @@
+"""bench/kernels.py: what it times is compared first; every implementation, at toy size."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import kernels
+from bench.context import read_csv
+from tests.support.process import run_python
+
+ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_every_implementation_agrees_and_is_timed(tmp_path: Path) -> None:
+    run_python(
+        "-m", "bench.kernels", "--smoke", "--results", str(tmp_path), environment=ENVIRONMENT
+    )
+    for name, num_shapes, implementations in (
+        ("attention", 2, ["sdpa", "dllm"]),
+        ("context", 2, ["torch", "dllm"]),
+        ("sampler", 3, [kernels.BUILTIN, kernels.SPARSE, kernels.EXACT]),
+    ):
+        rows = read_csv(tmp_path / f"{name}_cpu.csv")
+        assert [row["implementation"] for row in rows] == num_shapes * implementations
+        assert all(float(row["p50_ms"]) > 0 and float(row["faster"]) > 0 for row in rows)
+
+
+def case(problem: str) -> kernels.Case:
+    runs = {"one": lambda: torch.ones(2), "other": lambda: torch.ones(2)}
+    return kernels.Case({"rows": 2}, runs, lambda *_: problem)
+
+
+def test_what_computes_something_else_has_no_time() -> None:
+    assert len(kernels.measure(case(""), rounds=2, device="cpu")) == 2
+    with pytest.raises(ArithmeticError, match="other: far away"):
+        kernels.measure(case("far away"), rounds=2, device="cpu")
+
+
+def test_differences_beyond_rounding_are_found() -> None:
+    first = torch.randn(4, 8, dtype=torch.bfloat16)
+    assert not kernels._far_apart(torch.bfloat16, first, first * (1 + 2**-8))
+    assert kernels._far_apart(torch.bfloat16, first, first * 1.1)
+    weight = torch.randn(5, 8, dtype=torch.bfloat16)
+    ours = kernels.Outcome(torch.zeros(4), torch.zeros(4), torch.ones(4, 8))
+    assert not kernels._disagree(weight, ours, ours)
+    for changed in (
+        ours._replace(argmax=torch.ones(4)),
+        ours._replace(entropy=torch.ones(4)),
+        ours._replace(soft=2 * ours.soft),
+    ):
+        assert kernels._disagree(weight, ours, changed)
+
+
+def test_a_ratio_is_one_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([4.0, 2.0, 1.0, 8.0, 9.0, 3.0])  # one, other; other, one; one, other
+    monkeypatch.setattr(kernels, "milliseconds", lambda run, device: next(times))
+    one, other = kernels.measure(case(""), rounds=3, device="cpu")
+    assert one["faster"] == 1 and one["p50_ms"] == 8
+    assert [other[name] for name in ("faster_low", "faster", "faster_high")] == [2, 3, 8]
+
+
+@pytest.mark.parametrize("profile", kernels.PROFILES)
+def test_profiles_differ_in_how_sure_a_row_is(profile: str) -> None:
+    logits = kernels.make_logits(16, 20_000, profile, "cpu")
+    is_sure = torch.softmax(logits / 0.6, -1).amax(-1) > 0.999
+    assert is_sure.sum() == {"open": 0, "half": 8, "settled": 16}[profile]
+
+
+def test_a_canvas_sees_what_the_masks_say() -> None:
+    """The dense mask that torch gets, beside the definition of `dllm.attention`."""
+    from dllm.attention.masks import QuerySpan, visible_range
+
+    for window in (None, kernels.SLIDING.window, kernels.SYMMETRIC.window):
+        found = kernels._visible(window, context=2000, width=8, device="cpu")
+        span = QuerySpan(8, 2008, 0)
+        for row in range(8):
+            start, stop = visible_range(row, span, window)
+            seen = found[row].nonzero().flatten().tolist()
+            assert seen == list(range(start, stop)), (window, row)
+
+
+def test_without_a_gpu_nothing_but_the_sampler_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    for names in (["attention"], []):
+        with pytest.raises(SystemExit):
+            kernels.main([*names, "--results", "/dev/null/none"])
+        assert "no GPU" in json.dumps(capsys.readouterr().err)
