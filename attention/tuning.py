@@ -20,7 +20,8 @@ of the next two; with two, computing waits for all loads.
 Head sizes 256 and 512 are chosen from what the compiler makes of candidates on each GPU, in this
 order: no spilled registers; loads that overlap with computing; many rows on a multiprocessor, in
 few programs, because every key that is read serves all rows of its program; few programs that share
-a head's columns, because each computes the logits again. No time of a GPU is behind them. They compile without a spill, except for an fp8 cache, and head size 512 on Blackwell.
+a head's columns, because each computes the logits again. No time of a GPU is behind them. They
+compile without a spill, except for an fp8 cache, and head size 512 on Blackwell.
 `SMALL` fits the 99 KiB of shared memory of all other cards.
 
 A window of 1,024 keys and a canvas of 256 make 1,279 keys: min_keys_in_window cuts them into two
