@@ -4,25 +4,18 @@ pyproject.toml names ``register`` as a ``vllm.general_plugins`` entry point. vLL
 process (API server, engine core, workers, model inspection), before any model is loaded.
 """
 
-import functools
-import os
-
 __version__ = "0.1.0"
 LOGGER = "vllm.dllm"  # a child of vLLM's logger: vLLM's handlers print what we log
 
 
-@functools.cache  # vLLM calls it as a plugin, and `register` needs it where only `dllm` is loaded
 def refuse_namesakes() -> None:
-    """Stop this process if another distribution installs a plugin or a package called ``dllm``.
+    """Refuse servers of our models if another distribution is also called ``dllm``.
 
     vLLM loads only one plugin of a name, which may be the other one; this is a plugin, too.
-
-    Raises:
-        RuntimeError: it names the distributions.
     """
-    from dllm.patches import install
+    from dllm.patches.neighbours import keep_out
 
-    install.refuse_namesakes()
+    keep_out()
 
 
 def register() -> None:
@@ -32,10 +25,13 @@ def register() -> None:
     ``DLLM_DISABLE=1`` vLLM's own DiffusionGemma is served, and only the CPU runtime is installed.
     So the two implementations can be compared on one engine.
 
-    Raises:
-        RuntimeError: the plugin was not tested with this version of vLLM, or another installed
-            package is also called ``dllm`` (``patches.install``).
+    In a version of vLLM that the plugin was not tested with, and beside another package called
+    ``dllm``, it only refuses servers of our models (``patches.neighbours``).
     """
+    from dllm.patches.neighbours import is_disabled, keep_out
+
+    if keep_out():
+        return
     from dllm.patches.install import install
 
-    install(serve_with_dllm=os.environ.get("DLLM_DISABLE", "0") != "1")
+    install(serve_with_dllm=not is_disabled())

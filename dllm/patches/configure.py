@@ -10,7 +10,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from dllm import LOGGER
-from dllm.models import settings_of
+from dllm.models import FAMILIES, settings_of
 from dllm.models.quantized import emulate_on_cpu
 from dllm.patches.contract import ASYNC_SCHEDULER, CPU_WORKER, GPU_WORKER, SCHEDULER, SCHEDULERS
 from dllm.patches.cpu import make_replicas_independent, set_cpu_worker
@@ -76,6 +76,28 @@ def configure_dllm(vllm_config: Any) -> None:
     vllm_config.model_config.override_generation_config.setdefault("max_new_tokens", None)
 
 
+def limit_default_concurrency() -> None:
+    """Let our models run DEFAULT_CONCURRENCY requests at a time unless ``--max-num-seqs`` is given.
+
+    Here, because a configuration does not say whether the user gave the flag.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    set_defaults = EngineArgs._set_default_max_num_seqs_and_batched_tokens_args
+
+    def _set_default_max_num_seqs_and_batched_tokens_args(
+        self: Any, usage_context: Any, model_config: Any, parallel_config: Any
+    ) -> None:
+        is_given = self.max_num_seqs is not None
+        set_defaults(self, usage_context, model_config, parallel_config)
+        if not is_given and model_config.architecture in FAMILIES:
+            self.max_num_seqs = min(self.max_num_seqs, DEFAULT_CONCURRENCY)
+
+    EngineArgs._set_default_max_num_seqs_and_batched_tokens_args = (  # type: ignore[method-assign]
+        _set_default_max_num_seqs_and_batched_tokens_args
+    )
+
+
 def _set_scheduler(vllm_config: Any, settings: DenoiseSettings) -> None:
     scheduler, canvas_length = vllm_config.scheduler_config, settings.canvas_length
     if scheduler.scheduler_cls not in (None, *SCHEDULERS):
@@ -95,10 +117,6 @@ def _set_scheduler(vllm_config: Any, settings: DenoiseSettings) -> None:
                 f"{flag} {limit} is less than the canvas of {canvas_length} tokens, which is "
                 f"scheduled whole or not at all. Allowed: at least {canvas_length}."
             )
-    # vLLM does not say whether the user gave the flag. Its default, or more, counts as not given.
-    if scheduler.max_num_seqs >= scheduler.DEFAULT_MAX_NUM_SEQS:
-        scheduler.max_num_seqs = DEFAULT_CONCURRENCY
-        logger.info("dllm: --max-num-seqs is %d", scheduler.max_num_seqs)
 
 
 def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:

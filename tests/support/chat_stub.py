@@ -20,6 +20,7 @@ class Stub:
         models: ids of the served models.
         num_tokens: completion tokens that every answer reports.
         passes: forward passes that the metrics count for every answer; None: no such metrics.
+        key: that a request under /v1 has to bring; None: none.
         status: HTTP status of chat requests; anything but 200 is an error.
         requests: bodies of the chat requests so far.
         url: set while the server runs.
@@ -29,6 +30,7 @@ class Stub:
     models: tuple[str, ...] = ("stub",)
     num_tokens: int = 10
     passes: int | None = None
+    key: str | None = None
     status: int = 200
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
@@ -55,9 +57,15 @@ def serve(stub: Stub) -> Iterator[Stub]:
         def do_GET(self) -> None:
             if self.path == "/metrics":
                 self._send(200, stub.metrics().encode(), "text/plain")
-            else:
+            elif self._is_allowed():
                 models = [{"id": name, "object": "model"} for name in stub.models]
                 self._send_json(200, {"object": "list", "data": models})
+
+        def _is_allowed(self) -> bool:
+            is_allowed = self.headers["Authorization"] == f"Bearer {stub.key}" or stub.key is None
+            if not is_allowed:
+                self._send_json(401, {"error": "Unauthorized"})  # as vLLM's servers do
+            return is_allowed
 
         def do_OPTIONS(self) -> None:
             self._send(200, b"", "text/plain")
@@ -65,6 +73,8 @@ def serve(stub: Stub) -> Iterator[Stub]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             stub.requests.append(body)
+            if not self._is_allowed():
+                return
             if stub.status != 200:
                 self._send_json(stub.status, {"error": {"message": "the stub refuses"}})
             elif body.get("stream"):

@@ -98,6 +98,27 @@ def test_one_of_several_models_has_to_be_named() -> None:
             client.connect(stub.url, None)
 
 
+@pytest.mark.parametrize("command", [["chat"], ["eval"], ["watch", "a question"]])
+def test_a_server_with_a_key(command: list[str], tmp_path, monkeypatch, capsys) -> None:
+    """The key comes from the flag or the variable; without it the server answers HTTP 401."""
+    answered = []
+    monkeypatch.setattr("builtins.input", lambda _: "/quit")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with serve(Stub(str, key="s3cret")) as stub:
+        asked = [*command, "--base-url", stub.url]
+        if command == ["eval"]:
+            asked += ["--tasks", "sort", "--num", "1", "--output", str(tmp_path / "out.json")]
+        for key, variable in ((None, None), ("wrong", None), ("s3cret", "wrong"), (None, "s3cret")):
+            if variable:
+                monkeypatch.setenv("OPENAI_API_KEY", variable)
+            answered.append(main([*asked, *(["--api-key", key] if key else [])]))
+    said = capsys.readouterr().err
+    # The stub shows no canvases, so `watch` fails behind the door.
+    assert answered == ([1, 1, 1, 1] if command[0] == "watch" else [1, 1, 0, 0])
+    assert said.count("HTTP 401") == said.count("--api-key, or in the variable OPENAI_API_KEY") == 2
+    assert not any("s3cret" in file.read_text() for file in tmp_path.iterdir())
+
+
 # --------------------------------------------------------------------------------------------------
 # Chat
 

@@ -420,10 +420,12 @@ class _Server(BaseHTTPRequestHandler):
     returns_ids = True
 
     def do_GET(self):
+        assert self.headers["Authorization"] == "Bearer s3cret"
         self._send({"object": "list", "data": [{"id": "target", "object": "model"}]})
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.headers["Authorization"] == "Bearer s3cret"
         assert asked["return_token_ids"] and asked["max_tokens"] == 12, asked
         choice = {"index": 0, "text": "number", "finish_reason": "stop", "logprobs": None}
         if self.returns_ids:
@@ -449,10 +451,12 @@ def test_a_server_writes_the_responses(target_path, files, returns_ids):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_port}"
-        assert calibrate(target_path, files, "--from-server", url) == 0
+        assert calibrate(target_path, files, f"--from-server={url}", "--api-key=s3cret") == 0
     finally:
         server.shutdown()
         server.server_close()
+    for file in (files / "run").rglob("*"):
+        assert file.is_dir() or b"s3cret" not in file.read_bytes(), file
     for sample in read_shards(files / "run/responses/train"):
         said = sample.tokens[sample.response_start :]
         if returns_ids:

@@ -91,7 +91,9 @@ def main(argv: Sequence[str]) -> int:
     else:
         prompts = []
         samples, heldout = split_buffer(given.from_buffer, network.read)
-    server = None if given.from_server is None else client.connect(given.from_server, given.model)
+    server = None
+    if given.from_server is not None:
+        server = client.connect(given.from_server, given.model, given.api_key)
     report_disk(given, settings, network.read, prompts)
     started = inputs_of(given, settings, network, prompts)
     check_run(given.out, started, given.resume)
@@ -141,6 +143,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--from-server", metavar="URL", help="an OpenAI-compatible server writes the responses"
     )
     parser.add_argument("--model", help="its served model name (the only one, if there is one)")
+    client.add_key(parser)
     parser.add_argument("--drafter", type=Path, help="go on from this drafter's weights")
     for flag, (field, text) in OVERRIDES.items():
         parser.add_argument(flag, type=int, dest=field, metavar="N", help=text)
@@ -317,6 +320,7 @@ def finish(
         data = f"responses of {target} to the prompts of {given.prompts.name}"
     else:
         data = f"greedy responses of {target} to the questions of the task suite"
-    command = shlex.join(["dllm", "calibrate", *(a for a in argv if a != "--resume")])
+    shown = client.without_key([each for each in argv if each != "--resume"], given.api_key)
+    command = shlex.join(["dllm", "calibrate", *shown])
     export.write_model_card(run, model, command, f"{data}: {counts}.")
     print(model)

