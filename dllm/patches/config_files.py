@@ -15,6 +15,6 @@ def read_config_files() -> None:
     for model_type, models in WITHOUT_CACHE.items():
         refuse_model_type(
             model_type,
-            f"{models} is not served: each token sees the whole sequence in every step, so no KV "
-            f"cache could be kept. Allowed: the architectures {', '.join(FAMILIES)}.",
+            f"in {models} each token sees the whole sequence in every step, so no KV cache "
+            f"could be kept. Allowed: the architectures {', '.join(FAMILIES)}.",
         )

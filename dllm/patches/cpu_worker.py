@@ -9,7 +9,6 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -39,9 +38,6 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
         self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
         if self.serves_canvases:
             prepare_runner()
-        # vLLM 0.33 refuses Model Runner V2 in this module when Triton is missing; 0.32 does it in
-        # VllmConfig, and has no such name.
-        gpu_worker.HAS_TRITON = True
         super().__init__(vllm_config, *args, **kwargs)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

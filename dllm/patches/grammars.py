@@ -126,11 +126,13 @@ def _compile_before_the_stream_starts() -> None:
 
     generate = AsyncLLM.generate
 
-    def noted_generate(self: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted_generate(
+        self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         asked = _asked.get()
-        if asked is not None and _needs_table(self, params):
-            asked.append(lambda: _shipped(self, params, prompt, True, {}))
-        return generate(self, prompt, params, *args, **kwargs)
+        if asked is not None and _needs_table(self, sampling_params):
+            asked.append(lambda: _shipped(self, sampling_params, prompt, True, {}))
+        return generate(self, prompt, sampling_params, *args, **kwargs)
 
     AsyncLLM.generate = noted_generate  # type: ignore[method-assign]
     for owner, name in (

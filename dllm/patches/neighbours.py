@@ -17,6 +17,7 @@ from dllm.settings.drafting import DRAFTER_ARCHITECTURE
 
 logger = logging.getLogger(LOGGER)
 
+IN_TRANSFORMERS = "diffusion_gemma"  # the model type of ours whose config.json it reads itself
 NAME, PLUGIN_GROUP = "dllm", "vllm.general_plugins"
 TESTED_VLLM = ("0.32",)
 ALLOW_UNTESTED, DISABLE = "DLLM_ALLOW_UNTESTED_VLLM", "DLLM_DISABLE"
@@ -91,8 +92,7 @@ def _vllm_version() -> str:
 def refuse_when_asked(reason: str) -> None:
     """Let a server of our architectures, drafters or options stop at start with a ValueError.
 
-    Also a model whose config.json only our classes could read. Any other server starts as without
-    the plugin.
+    Any other server starts as without the plugin.
     """
     from vllm import EngineArgs
 
@@ -108,9 +108,9 @@ def refuse_when_asked(reason: str) -> None:
         return config
 
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
-    for served in FAMILIES.values():
-        if served.config is not None:
-            refuse_model_type(load(served.config).model_type, reason)
+    configs = (load(served.config) for served in FAMILIES.values() if served.config is not None)
+    for model_type in (IN_TRANSFORMERS, *(config.model_type for config in configs)):
+        refuse_model_type(model_type, reason)
 
 
 def refuse_model_type(model_type: str, reason: str) -> None:
@@ -118,7 +118,7 @@ def refuse_model_type(model_type: str, reason: str) -> None:
     from transformers import AutoConfig, PreTrainedConfig
 
     def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(f"config.json: model_type = {model_type!r}: {reason}")
+        raise ValueError(f"config.json: model_type = {model_type!r} is not served: {reason}")
 
     members = {"model_type": model_type, "from_dict": classmethod(refuse)}
     AutoConfig.register(model_type, type("Refused", (PreTrainedConfig,), members), exist_ok=True)

@@ -74,6 +74,7 @@ class Server:
 
     Args:
         port: of ``reserve_port``; closed when the server is stopped.
+        command: ends where the checkpoint comes; None: ``vllm serve`` of this environment.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class Server:
         flags: Sequence[str] = FLAGS,
         environment: Mapping[str, str] | None = None,
         port: socket.socket | None = None,
+        command: Sequence[str] | None = None,
     ) -> None:
         self.log = log
         self._reserved = port or reserve_port()
         self.port = int(self._reserved.getsockname()[1])
         command = [
-            str(Path(sys.executable).parent / "vllm"),
-            "serve",
+            *(command or [str(Path(sys.executable).parent / "vllm"), "serve"]),
             str(checkpoint),
             "--host=127.0.0.1",
             f"--port={self.port}",

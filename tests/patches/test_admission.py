@@ -1,0 +1,69 @@
+"""An image that a text-only server gets is refused with HTTP 400, and the reason."""
+
+import asyncio
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.registry import MultiModalRegistry
+
+from dllm.patches import install
+
+install.install(serve_with_dllm=True)
+
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
+    "AAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+MESSAGES = [
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "What is this?"},
+            {"type": "image_url", "image_url": {"url": PIXEL}},
+        ],
+    }
+]
+
+
+def parse_chat(model: Path, messages: list[dict[str, Any]]) -> Any:
+    """What the API server does first with a chat request."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.renderers.chat_utils import parse_chat_messages_async
+
+    config = EngineArgs(model=str(model), enforce_eager=True).create_model_config()
+    return asyncio.run(parse_chat_messages_async(messages, config, "openai"))
+
+
+def test_an_image_gets_a_400_that_says_why(checkpoint, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        VLLMValidationError,
+        match=r"text-only: images need torchvision, which is not installed here\. Send text",
+    ):
+        parse_chat(checkpoint(), MESSAGES)
+
+
+def test_an_image_gets_a_400_also_where_torchvision_is(checkpoint, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(VLLMValidationError, match=r"served without its vision tower\. Send text"):
+        parse_chat(checkpoint(), MESSAGES)
+
+
+def test_text_parts_pass(checkpoint):
+    conversation, media, _ = parse_chat(
+        checkpoint(), [{"role": "user", "content": MESSAGES[0]["content"][:1]}]
+    )
+    assert conversation[0]["content"] == [{"type": "text", "text": "What is this?"}]
+    assert media is None
+
+
+def test_other_text_only_models_get_vllms_own_answer():
+    """Scoped to our architecture."""
+    config = type("Config", (), dict(architecture="Qwen3ForCausalLM", is_multimodal_model=False))
+    config.served_model_name = "qwen"
+    registry = MultiModalRegistry()
+    with pytest.raises(ValueError, match="qwen is not a multimodal model"):
+        registry.create_processor(config)

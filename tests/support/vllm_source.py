@@ -1,0 +1,259 @@
+"""What our source takes from vLLM, and what vLLM's source says of it; neither has to be imported.
+
+Both are read as syntax trees. So modules that cannot be imported here are checked, too.
+"""
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(
+    path for folder in ("dllm", "attention", "quant") for path in (ROOT / folder).rglob("*.py")
+)
+WRAPPERS = ("property", "classmethod", "staticmethod")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Class(NamedTuple):
+    """A class, and the module that defines it."""
+
+    module: str
+    node: ast.ClassDef
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.node.name}"
+
+    @property
+    def is_ours(self) -> bool:
+        return not self.module.startswith("vllm")
+
+    @property
+    def methods(self) -> dict[str, Function]:
+        return {node.name: node for node in self.node.body if isinstance(node, Function)}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@functools.cache
+def file_of(module: str) -> Path | None:
+    """A module's file; None if there is none."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return None
+    return Path(found.origin) if found is not None and found.origin else None
+
+
+def module_of(path: Path) -> str:
+    """The name under which a file of ours is imported."""
+    if not path.is_relative_to(ROOT):
+        return path.stem
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    return name if name.startswith("dllm") else f"dllm.{name}"
+
+
+@functools.cache
+def imported(path: Path, module: str) -> dict[str, str]:
+    """The dotted name behind each name that a file imports, anywhere in it."""
+    parts = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    found = {}
+    for node in nodes_of(path):
+        if isinstance(node, ast.ImportFrom):
+            above = parts[: len(parts) - node.level + 1] if node.level else []
+            source = ".".join([*above, *filter(None, [node.module])])
+            found |= {each.asname or each.name: f"{source}.{each.name}" for each in node.names}
+        elif isinstance(node, ast.Import):
+            for each in node.names:
+                first = each.name.split(".")[0]
+                found[each.asname or first] = each.name if each.asname else first
+    return found
+
+
+def names_of_vllm(path: Path) -> dict[str, str]:
+    """What a file of ours imports from vLLM: the dotted name behind each of its own names."""
+    names = imported(path, module_of(path))
+    return {name: meant for name, meant in names.items() if meant.split(".")[0] == "vllm"}
+
+
+def class_named(name: str, path: Path | None, module: str) -> Class | None:
+    """The class that a (dotted) name means in a file; None: it is neither ours nor vLLM's."""
+    for node in nodes_of(path) if path else ():
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return Class(module, node)
+    first, _, rest = name.partition(".")
+    meant = imported(path, module).get(first) if path else None
+    if meant is None or meant.split(".")[0] not in ("vllm", "dllm"):
+        return None
+    owner, _, last = f"{meant}.{rest}".rstrip(".").rpartition(".")
+    return class_named(last, file_of(owner), owner)
+
+
+def behind(cls: Class, path: Path | None = None) -> Iterator[Class]:
+    """The class and all its bases, ours and vLLM's, in the order in which a name is looked up."""
+    yield cls
+    for node in cls.node.bases:
+        name = ast.unparse(node).partition("[")[0]
+        base = class_named(name, path or file_of(cls.module), cls.module)
+        if base is not None:
+            yield from behind(base)
+
+
+def subclasses_of_vllm(paths: Sequence[Path] = SOURCES) -> dict[Class, list[Class]]:
+    """Our classes with a base of vLLM's, anywhere in a file, and what is `behind` each."""
+    classes = (
+        (Class(module_of(path), node), path)
+        for path in paths
+        for node in nodes_of(path)
+        if isinstance(node, ast.ClassDef)
+    )
+    found = {cls: list(behind(cls, path)) for cls, path in classes}
+    return {cls: lines for cls, lines in found.items() if not all(one.is_ours for one in lines)}
+
+
+class Override(NamedTuple):
+    """A method of ours in front of one of vLLM's with the same name."""
+
+    ours: Class
+    base: Class
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.ours.node.name}.{self.name}"
+
+
+def overrides(paths: Sequence[Path] = SOURCES) -> list[Override]:
+    """Every method of ours that replaces one of vLLM's, also of bases that stand beside vLLM's."""
+    found = {
+        Override(ours, base, name)
+        for line in subclasses_of_vllm(paths).values()
+        for ours in line
+        if ours.is_ours
+        for name in ours.methods
+        if (base := next((one for one in line if not one.is_ours and name in one.methods), None))
+    }
+    return sorted(found, key=str)
+
+
+def assignments(path: Path) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """(target, value) of a file; also of setattr, where a loop goes through (owner, name)."""
+    for node in nodes_of(path):
+        if isinstance(node, ast.Assign):
+            yield from ((target, node.value) for target in node.targets)
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            yield node.target, node.value
+        elif isinstance(node, ast.For) and (calls := list(filter(is_setattr, ast.walk(node)))):
+            for item in getattr(node.iter, "elts", ()):
+                pair = getattr(item, "elts", [item])
+                yield ast.Attribute(pair[0], getattr(pair[-1], "value", "?")), calls[0].args[2]
+        elif is_setattr(node):
+            yield ast.Attribute(node.args[0], getattr(node.args[1], "value", "?")), node.args[2]
+
+
+def is_setattr(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "id", None) == "setattr"
+
+
+class Replaced(NamedTuple):
+    """A dotted name of vLLM that a file of ours assigns to, and the function it gets, if any."""
+
+    name: str
+    function: Function | None
+
+
+def replaced(path: Path) -> list[Replaced]:
+    """Attributes that a file assigns to names that it imports from vLLM."""
+    theirs = names_of_vllm(path)
+    found = []
+    for target, value in assignments(path):
+        names, owner = [], target
+        while isinstance(owner, ast.Attribute | ast.Subscript):
+            # What is in brackets is an entry, and no name of vLLM.
+            names = [owner.attr, *names] if isinstance(owner, ast.Attribute) else []
+            owner = owner.value
+        if owner is not target and getattr(owner, "id", None) in theirs:
+            name = ".".join([theirs[owner.id], *names])
+            found.append(Replaced(name, function_behind(value, path)))
+    return found
+
+
+def function_behind(value: ast.expr | None, path: Path) -> Function | None:
+    """The function of this file that an expression is: its name, or a call of what returns it."""
+    defined = {node.name: node for node in nodes_of(path) if isinstance(node, Function)}
+    if isinstance(value, ast.Call) and getattr(value.func, "id", None) in WRAPPERS:
+        value = value.args[0]
+    if isinstance(value, ast.Name):
+        return defined.get(value.id)
+    maker = defined.get(getattr(getattr(value, "func", None), "id", ""))
+    returned = (
+        [node.value for node in ast.walk(maker) if isinstance(node, ast.Return)] if maker else ()
+    )
+    names = [node.id for node in returned if isinstance(node, ast.Name)]
+    return next((defined[name] for name in names if name in defined), None)
+
+
+def function_of_vllm(name: str) -> Function | None:
+    """vLLM's own function or method of a dotted name, whatever was patched."""
+    owner, _, last = name.rpartition(".")
+    if (path := file_of(owner)) is not None:
+        for node in tree_of(path).body:
+            if isinstance(node, Function) and node.name == last:
+                return node
+        meant = imported(path, owner).get(last)
+        return function_of_vllm(meant) if meant else None
+    module, _, cls = owner.rpartition(".")
+    found = class_named(cls, file_of(module), module)
+    line = behind(found) if found else ()
+    return next((one.methods[last] for one in line if last in one.methods), None)
+
+
+def mismatch(ours: Function, theirs: Function) -> str:
+    """Why a call that vLLM's function takes would mean something else to ours; empty: it would not.
+
+    What ours passes on as it comes (``*args``, ``**kwargs``) is not compared.
+    """
+    a, b = ours.args, theirs.args
+    mine, their = [*a.posonlyargs, *a.args], [*b.posonlyargs, *b.args]
+    given, wanted = defaults(a), defaults(b)
+    names = [each.arg for each in mine]
+    by_name = {*names[len(a.posonlyargs) :], *(each.arg for each in a.kwonlyargs)}
+    for place, parameter in enumerate(their):
+        name = parameter.arg
+        if place < len(names):
+            if names[place] != name and place > 0:
+                return f"{names[place]} is in the place of {name}"
+        elif not (a.vararg and a.kwarg) and not (a.kwarg and name in by_name):
+            return f"{name} is not taken"
+    lacking = [each.arg for each in b.kwonlyargs if each.arg not in by_name and not a.kwarg]
+    lacking += ["*"] * bool(b.vararg and not a.vararg) + ["**"] * bool(b.kwarg and not a.kwarg)
+    if lacking:
+        return f"{lacking} are not taken"
+    known = {*wanted, *(each.arg for each in (*their, *b.kwonlyargs)), names[0] if names else ""}
+    asked = [name for name in (*names, *by_name) if name not in known and name not in given]
+    if asked and not (b.vararg or b.kwarg):
+        return f"{asked} are asked for"
+    for name in wanted.keys() & ({*names} | by_name):
+        if given.get(name) != wanted[name]:
+            return f"the default of {name} is {wanted[name]}"
+    return ""
+
+
+def defaults(arguments: ast.arguments) -> dict[str, str]:
+    """The text of each default, by parameter."""
+    places = [*arguments.posonlyargs, *arguments.args]
+    pairs = [*zip(reversed(places), reversed(arguments.defaults), strict=False)]
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    return {parameter.arg: ast.unparse(value) for parameter, value in pairs if value is not None}
