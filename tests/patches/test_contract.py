@@ -299,8 +299,6 @@ def names_we_use() -> set[str]:
 
 # Methods that vLLM calls although no base of ours has them: of vLLM's module that does.
 CALLED_BY_VLLM = {
-    "get_draft_kv_cache_layer_names": "vllm.v1.worker.gpu.spec_decode.dflash.speculator",
-    "get_draft_attn_causal": "vllm.v1.worker.gpu.spec_decode.dflash.speculator",
     "get_model_state_cls": "vllm.v1.worker.gpu.model_states",
     "input_quant_key": "vllm.model_executor.layers.fusion.quant_activation",
 }
@@ -313,12 +311,16 @@ ALSO_USED = {
     "CanvasBackbone.forward",
     "CanvasScheduler._update_request_with_output",
     "ConfigHook.verify_and_update_config",
+    "DFlashDrafter.load_weights",
     "DiffusionGemmaForBlockDiffusion.embed_input_ids",
     "DiffusionGemmaWithImages.embed_multimodal",
     "DiffusionModelState.add_request",
     "DiffusionModelState.apply_staged_writes",
     "DiffusionModelState.prepare_attn",
     "Drafter._maybe_predict_acceptance",
+    "DrafterNetwork._build_fused_kv_buffers",
+    "DrafterNetwork.load_weights",
+    "DrafterNetwork.precompute_and_store_context_kv",
     "EmulatedExperts.apply",
     "EmulatingConfig.from_config",
     "ImageProcessingInfo.get_hf_config",
