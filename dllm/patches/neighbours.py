@@ -102,7 +102,12 @@ def refuse_when_asked(reason: str) -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _names_ours(self):
             raise ValueError(reason)
-        config = create(self, *args, **kwargs)
+        try:
+            config = create(self, *args, **kwargs)
+        except ValueError as error:  # pydantic puts lines around that of `refuse_model_type`
+            if reason in str(error):
+                raise ValueError(reason) from None
+            raise
         if _serves_ours(config):
             raise ValueError(reason)
         return config

@@ -159,7 +159,8 @@ def test_where_the_plugin_does_not_fit_other_models_are_left_alone(outcome, setu
 @pytest.mark.parametrize("setup", INSTALLED)
 @pytest.mark.parametrize("asked", ["diffusion", "masked", "drafter", "remote", "option", "worker"])
 def test_where_the_plugin_does_not_fit_ours_is_refused(outcome, setup, asked):
-    assert REFUSED[setup] in outcome(setup)["refused"][asked]
+    (line,) = outcome(setup)["refused"][asked].splitlines()
+    assert line.startswith(REFUSED[setup])
 
 
 @pytest.mark.parametrize("case", CASES)
