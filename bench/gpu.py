@@ -122,9 +122,9 @@ PARTS = (
         1,
         120,
         "bench.serve --results OUT --schedule adaptive --rounds 1 --concurrency 1 8 --rates "
-        f"--questions 2 --contestants ours {BUILTIN} --serve-flags "
+        f"--contestants ours {BUILTIN} --serve-flags "
         "--max-model-len~1024~--gpu-memory-utilization~0.4",
-        "--eager --contestants ours --num-requests 11 --concurrency 1 --questions 0 "
+        "--eager --contestants ours --num-requests 11 --concurrency 1 "
         "--serve-flags --max-model-len~1024~--kv-cache-memory-bytes~64M",
     ),
     Part(

@@ -25,7 +25,7 @@ from bench.remote import remote
 from bench.roofline import floors
 from bench.soak_report import soak
 from bench.structured import structured
-from bench.tables import answers, families, markdown, serving, settings
+from bench.tables import families, markdown, serving
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # Before a link that a section writes: paths are relative to the top of the repository.
@@ -66,9 +66,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "models": models,
     "comparison": comparison,
     "serving": serving,
-    "settings": settings,
     "step-time": lambda results: step_time(results / "profile_cpu.csv"),
-    "answers": answers,
     "recovery": recovery,
     "structured": structured,
     "families": families,

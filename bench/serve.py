@@ -26,8 +26,7 @@ asked for, and two equal seeded requests equally (the built-in refuses a seed); 
 no table. A run that is wrong (incomplete, of another length, of another number of denoise steps on
 the fixed schedule, or with fewer right answers than chance allows) has no speed.
 
-Written to --results: serve_MODE.csv (one row a run), and on the adaptive schedule answers.csv
-(denoise steps and right answers by family).
+Written to --results: serve_MODE.csv, one row a run.
 """
 
 import argparse
@@ -63,16 +62,11 @@ from bench.measure import (
 from bench.race import Contestant, Measured, Race, start_all
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
 from bench.tables import load_tables
-from bench.workloads import ADAPTIVE, ANSWER_TOKENS, FIXED, Shape, Workload, card_accuracy
-from dllm.cli import CommandError
-from dllm.tasks.suite import FAMILIES, questions
-from dllm.tools.client import connect
-from dllm.tools.eval_server import ServedModel
+from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, card_accuracy
 
 KINDS = ("ours", "built-in", "tiny-ar", "transformers", "diffusers")
 OURS, BUILTIN, AUTOREGRESSIVE, REFERENCE, PIPELINE = KINDS
 LOCAL = {REFERENCE: answer_questions, PIPELINE: answer_by_pipeline}  # without a server
-QUESTION_SEED = 10_000  # of answers.csv; not among the seeds of the timed runs
 
 
 @dataclass(frozen=True)
@@ -154,12 +148,6 @@ def measure(
         racing = contestants(options, schedule, folder)
         most = max(options.concurrency, default=1)
         start_all(racing, options.shape, most, stack)
-        if schedule == ADAPTIVE and options.questions:
-            progress("  answers by family")
-            served = [one for one in racing if one.server]
-            rows = [row for one in served for row in answers(one, options.questions)]
-            about = provenance("bench.serve")
-            write_csv(options.results / "answers.csv", [row | about for row in rows])
         budget_s = deadline - time.monotonic()
         loads = workloads(options, schedule)
         return Race(racing, loads, options.rounds, Client(folder), budget_s).run(save)
@@ -213,41 +201,6 @@ def write_generation_config(model: Path, folder: Path, steps: int | None) -> Non
     (folder / "generation_config.json").write_text(json.dumps(generation))
 
 
-# --- answers by family ---------------------------------------------------------------------------
-
-
-def answers(contestant: Contestant, each: int) -> list[dict[str, object]]:
-    """One row a family: ``each`` questions, one at a time.
-
-    Raises:
-        RuntimeError: a question was not answered.
-    """
-    assert contestant.server is not None
-    asking = ServedModel(connect(contestant.server.url, None), ANSWER_TOKENS, concurrency=1)
-    rows: list[dict[str, object]] = []
-    for family in FAMILIES:
-        drawn = questions([family], "heldout", each, QUESTION_SEED)
-        try:
-            run = asking.answer(drawn, lambda: None)
-        except CommandError as error:
-            raise RuntimeError(f"{contestant.name}: {error}") from error
-        steps, blocks = run.denoise_steps, run.blocks
-        if steps is not None and blocks and contestant.commits == BUILTIN_PASSES:
-            steps -= blocks
-        right = sum(q.is_correct(a.text) for q, a in zip(drawn, run.answers, strict=True))
-        rows.append(
-            {
-                "contestant": contestant.name,
-                "family": family,
-                "num_questions": each,
-                "num_correct": right,
-                "blocks": blocks,
-                "denoise_steps": steps,
-            }
-        )
-    return rows
-
-
 # --- command line --------------------------------------------------------------------------------
 
 
@@ -275,7 +228,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="*", default=[8, 24], help="requests per s")
     parser.add_argument("--input-len", type=int, default=64, help="of random prompts")
     parser.add_argument("--output-len", type=int, default=64, help="of answers to them")
-    parser.add_argument("--questions", type=int, default=12, help="a family, for answers.csv")
     add_serve_flags(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     given = parser.parse_args(arguments)

@@ -1,24 +1,25 @@
 """Structured outputs: valid and right answers, and denoise steps.
 
-    python -m bench.structured                  # the table of docs/structured.md
-    python -m bench.structured --num 20
+    python -m bench.structured [--num 20]       # the table of docs/structured.md
 
 Two servers answer the same held-out questions in forms that the models were, or were not, trained
-to write (``bench.structured_tasks``): tiny-dllm with our plugin, and its autoregressive twin
-tiny-ar with vLLM's own masks from left to right.
-
-Writes ``structured.csv``, one row a form.
+to write: tiny-dllm with our plugin, and its autoregressive twin tiny-ar with vLLM's own masks from
+left to right. Writes ``structured.csv``, one row a form and model.
 """
 
 import argparse
 import itertools
+import json
+import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
 
 from bench.context import (
     RESULTS,
@@ -31,83 +32,125 @@ from bench.context import (
     write_csv,
 )
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
-from bench.structured_tasks import FORMATS, Format, is_valid_answer
 from bench.tables import Table, markdown, section
 from dllm.tasks.suite import Question, questions
 from dllm.tools.client import Connection, connect
 from dllm.tools.eval_report import Answer
 from dllm.tools.eval_server import denoise_counts
 
-MODELS = {"tiny-dllm": ROOT / "checkpoints/tiny-dllm", "tiny-ar": ROOT / "checkpoints/tiny-ar"}
-MAX_TOKENS = 96
-CONCURRENCY = 8
-SEED = 100
+MODELS = ("tiny-dllm", "tiny-ar")
+MAX_TOKENS, CONCURRENCY, SEED = 96, 8, 100
+TEXT, WHOLE = {"type": "string"}, {"type": "integer"}
 
 
 @dataclass(frozen=True)
-class Score:
-    """What one model made of the questions of one form."""
+class Form:
+    """A form of answers.
 
-    form: str
-    model: str
-    num_questions: int
-    num_valid: int
-    num_right: int
-    steps: int | None
-    blocks: int | None
+    Attributes:
+        family: of the questions.
+        rule: a JSON schema, or a regular expression.
+        is_right: whether a valid answer (JSON, or the text) is the known one (the same).
+        word: that a question has to have, to be answered in this form.
+    """
+
+    family: str
+    rule: dict[str, Any] | str
+    is_right: Callable[[Any, Any], bool]
+    word: str = ""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Of a request."""
+        if isinstance(self.rule, str):
+            return {"structured_outputs": {"regex": self.rule}}
+        schema = {"name": "answer", "schema": self.rule}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+    def judged(self, question: Question, text: str) -> tuple[bool, bool]:
+        """Whether a text has the form, and whether it is also right."""
+        known = min(question.accepted)
+        if isinstance(self.rule, str):
+            is_valid = re.fullmatch(self.rule, text) is not None
+            return is_valid, is_valid and self.is_right(text, known)
+        try:
+            found = json.loads(text)
+            jsonschema.validate(found, self.rule)
+        except (ValueError, jsonschema.ValidationError):
+            return False, False
+        return True, self.is_right(found, json.loads(known))
+
+
+def _closed(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+AGE = {"type": "string", "pattern": "^[0-9]{2}$"}
+FORMS: dict[str, Form] = {
+    "as trained": Form("extract", _closed(name=TEXT, age=WHOLE, city=TEXT), lambda a, b: a == b),
+    "age as a string": Form(
+        "extract",
+        _closed(name=TEXT, age=AGE, city=TEXT),
+        lambda a, b: a | {"age": int(a["age"])} == b,
+    ),
+    "two of three keys": Form(
+        "extract", _closed(name=TEXT, city=TEXT), lambda a, b: a == {k: b[k] for k in a}
+    ),
+    "keys in another order": Form(
+        "extract", _closed(city=TEXT, age=WHOLE, name=TEXT), lambda a, b: a == b
+    ),
+    "one level deeper": Form(
+        "extract",
+        _closed(person=_closed(name=TEXT, age=WHOLE, city=TEXT)),
+        lambda a, b: a["person"] == b,
+    ),
+    "dates with slashes": Form(
+        "convert",
+        r"[0-9]{4}/(0[1-9]|1[0-2])/[0-3][0-9]",
+        lambda a, b: a.replace("/", "-") == b,
+        "ISO",
+    ),
+    "a word in front": Form("compare", r"Answer: [A-Z][a-z]+\.", lambda a, b: a == f"Answer: {b}."),
+}
 
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the CSV files."""
+    """Measure, print, and write the CSV file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--num", type=int, default=50, help="questions of each form (50)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
     options = parser.parse_args(arguments)
     about = provenance("bench.structured")
-    scores: list[Score] = []
+    rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for model, path in MODELS.items():
+        for model in MODELS:
             flags = (*SERVE_FLAGS, "--max-num-seqs", "32")
-            log = Path(folder) / f"{model}.log"
-            with Server(ServerOptions(model, str(path), flags), log) as server:
+            served = ServerOptions(model, str(ROOT / "checkpoints" / model), flags)
+            with Server(served, Path(folder) / f"{model}.log") as server:
                 server.start()
                 server.wait_until_ready()
                 connection = connect(server.url, None)
-                for form in FORMATS:
-                    scores.append(score(connection, model, form, options.num))
-                    progress(str(scores[-1]))
-    rows = [asdict(one) | about for one in scores]
+                for name in FORMS:
+                    rows.append(score(connection, model, name, options.num) | about)
+                    progress(f"{model}, {name}")
     write_csv(options.results / "structured.csv", rows)
     print(markdown(table(as_text(rows))))
     return 0
 
 
-def score(connection: Connection, model: str, name: str, count: int) -> Score:
+def score(connection: Connection, model: str, name: str, count: int) -> dict[str, object]:
     """Ask for answers in one form."""
-    form = FORMATS[name]
-    asked = asked_of(form, count)
-    texts, steps, blocks = ask(connection, form.body, asked)
-    is_valid = [is_valid_answer(form, text) for text in texts]
-    is_right = [
-        valid and form.is_right(question, text)
-        for valid, question, text in zip(is_valid, asked, texts, strict=True)
-    ]
-    return Score(name, model, len(asked), sum(is_valid), sum(is_right), steps, blocks)
-
-
-def asked_of(form: Format, count: int) -> list[Question]:
-    """Held-out questions that can be answered in this form."""
-    drawn = questions([form.family], "heldout", 4 * count)
-    return list(itertools.islice(filter(form.concerns, drawn), count))
-
-
-def ask(
-    connection: Connection, body: Any, asked: Sequence[Question]
-) -> tuple[list[str], int | None, int | None]:
-    """(texts, denoise steps, blocks); steps and blocks are None for tiny-ar."""
+    form = FORMS[name]
+    drawn = (q for q in questions([form.family], "heldout", 4 * count) if form.word in q.prompt)
+    asked = list(itertools.islice(drawn, count))
 
     def one(index: int) -> Answer:
         completion = connection.client.chat.completions.create(
@@ -115,7 +158,7 @@ def ask(
             messages=[{"role": "user", "content": asked[index].prompt}],
             max_tokens=MAX_TOKENS,
             seed=SEED + index,
-            extra_body=body,
+            extra_body=form.body,
         )
         used = completion.usage
         text = completion.choices[0].message.content or ""
@@ -125,39 +168,39 @@ def ask(
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         answers = list(pool.map(one, range(len(asked))))
     steps, blocks = denoise_counts(before, connection.metrics(), answers)
-    return [answer.text for answer in answers], steps, blocks
-
-
-# --- tables --------------------------------------------------------------------------------------
+    judged = [form.judged(q, a.text) for q, a in zip(asked, answers, strict=True)]
+    return {
+        "form": name,
+        "model": model,
+        "num_questions": len(asked),
+        "num_valid": sum(valid for valid, _ in judged),
+        "num_right": sum(right for _, right in judged),
+        "steps": steps,
+        "blocks": blocks,
+    }
 
 
 def table(rows: Rows) -> Table:
     """One line a form: both models."""
-    heading = ["form of the answer", "tiny-dllm valid", "right", "denoise steps a block"]
-    heading += ["tiny-ar valid", "right"]
     lines = []
     for form in dict.fromkeys(row["form"] for row in rows):
-        of_model = {row["model"]: row for row in rows if row["form"] == form}
-        ours, theirs = of_model["tiny-dllm"], of_model["tiny-ar"]
-        lines.append([form, *counts(ours), steps_per_block(ours), *counts(theirs)])
-    return heading, lines
-
-
-def counts(row: dict[str, str]) -> list[str]:
-    """How many answers are valid, and how many right."""
-    return [f"{row[name]} / {row['num_questions']}" for name in ("num_valid", "num_right")]
-
-
-def steps_per_block(row: dict[str, str]) -> str:
-    """A dash where the server counts none."""
-    return f"{int(row['steps']) / int(row['blocks']):.2f}" if row["steps"] else "-"
+        ours, theirs = (
+            next(r for r in rows if (r["form"], r["model"]) == (form, one)) for one in MODELS
+        )
+        steps = f"{int(ours['steps']) / int(ours['blocks']):.2f}" if ours["steps"] else "-"
+        counts = [
+            [f"{row[name]} / {row['num_questions']}" for name in ("num_valid", "num_right")]
+            for row in (ours, theirs)
+        ]
+        lines.append([form, *counts[0], steps, *counts[1]])
+    heading = ["form of the answer", "tiny-dllm valid", "right", "denoise steps a block"]
+    return [*heading, "tiny-ar valid", "right"], lines
 
 
 def structured(results: Path) -> str:
     """Section of docs/structured.md."""
-    return section(
-        results / "structured.csv", "python -m bench.structured", lambda rows: markdown(table(rows))
-    )
+    path, command = results / "structured.csv", "python -m bench.structured"
+    return section(path, command, lambda rows: markdown(table(rows)))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.context import Rows, read_csv
-from dllm.tasks.suite import FAMILIES
-from dllm.tools.eval_report import wilson_interval
 
 # A heading and lines of cells.
 Table = tuple[list[str], list[list[str]]]
@@ -110,12 +108,6 @@ def names_of(rows: Rows) -> list[str]:
     return list(dict.fromkeys(row["contestant"] for row in rows))
 
 
-def percent(right: int, asked: int) -> str:
-    """Per cent, with the Wilson interval at 95%."""
-    low, high = (100 * bound for bound in wilson_interval(right, asked))
-    return f"{100 * right / asked:.1f} % [{low:.0f} .. {high:.0f}]"
-
-
 def load_table(rows: Rows) -> Table:
     """One line a load and contestant, of one schedule; the last columns are ratios pair by pair."""
     first, *_ = names = names_of(rows)
@@ -169,11 +161,6 @@ def serving(results: Path) -> str:
     return section(results / "serve_compiled.csv", "make bench", load_tables)
 
 
-def settings(results: Path) -> str:
-    """Ours without its loop, and the built-in with as many requests at a time as ours."""
-    return section(results / "serve_settings.csv", "python -m bench.serve", load_tables)
-
-
 def families(results: Path) -> str:
     """Section of docs/families.md: models with blocks, a line a block size and load."""
     path, command = results / "families.csv", "python -m bench.serve --model checkpoints/tiny-sdar"
@@ -189,26 +176,3 @@ def _by_block(rows: Rows) -> Table:
         compared = [ratios(own, of(here, name), "tokens_per_s") for name in others]
         lines.append([f"B = {size}, {load} at once", spread(own, "tokens_per_s", 0), *compared])
     return ["", f"{first}, tokens/s", *(f"{first} / {name}" for name in others)], lines
-
-
-def answers(results: Path) -> str:
-    """Right answers and denoise steps per block by family."""
-    return section(results / "answers.csv", "make bench", lambda rows: markdown(_by_family(rows)))
-
-
-def _by_family(rows: Rows) -> Table:
-    """One line a family, and one of all."""
-    asked = {row["family"] for row in rows}
-    lines = []
-    for family in (*(family for family in FAMILIES if family in asked), "all"):
-        cells = [family]
-        for name in names_of(rows):
-            own = [row for row in of(rows, name) if family in (row["family"], "all")]
-            steps, blocks, num, right = (
-                sum(values(own, column))
-                for column in ("denoise_steps", "blocks", "num_questions", "num_correct")
-            )
-            said = f", {steps / blocks:.1f} steps" if blocks else ""
-            cells.append(percent(int(right), int(num)) + said)
-        lines.append(cells)
-    return ["", *names_of(rows)], lines

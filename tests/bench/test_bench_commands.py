@@ -17,7 +17,6 @@ from bench import compare, race, serve
 from bench.context import ROOT, read_csv
 from bench.serve import OURS, REFERENCE
 from bench.servers import Server, ServerOptions
-from dllm.tasks.suite import FAMILIES
 from tests.support.forced_async import write_plugin
 
 MODEL = ROOT / "checkpoints/tiny-dllm"
@@ -59,7 +58,7 @@ def shared(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[ServerOption
 def test_serve(
     shared: list[ServerOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [*SMALL, "--rates", "50", "--questions", "1", "--schedule", "adaptive"]
+    options = [*SMALL, "--rates", "50", "--schedule", "adaptive"]
     options += ["--contestants", OURS, REFERENCE, "--output-len", "32"]
     assert serve.main([*options, "--results", str(tmp_path)]) == 0
     rows = read_csv(tmp_path / "serve_compiled.csv")
@@ -73,10 +72,6 @@ def test_serve(
         assert all(float(row[name]) > 0 for name in ("tokens_per_s", "ttft_ms", "latency_p99_ms"))
         assert float(row["passes_per_block"]) == float(row["steps_per_block"]) >= 1  # one block
     assert "ours / this: tokens/s" in capsys.readouterr().out
-    answers = read_csv(tmp_path / "answers.csv")
-    assert [row["family"] for row in answers] == list(FAMILIES)
-    assert all(int(row["denoise_steps"]) >= int(row["blocks"]) >= 1 for row in answers)
-    assert sum(int(row["num_correct"]) for row in answers) >= 5  # it is a trained model
 
 
 def test_asynchronous_scheduling_takes_the_same_steps_and_more_passes(
