@@ -1,9 +1,10 @@
 """A draft worker that knows the answers: what a small, right draft model would be to a target.
 
-    python -m bench.known_drafts TEXTS AHEAD [STEP_S]
+    python -m bench.known_drafts SOCKET TEXTS AHEAD [STEP_S]
 
-``TEXTS`` is a JSON file with the token ids of prompts and their answers. A step of its "model" is a
-pause (seconds), whatever it drafts for; everything else is a real draft worker.
+``SOCKET`` is where it listens. ``TEXTS`` is a JSON file with the token ids of prompts and their
+answers. A step of its "model" is a pause (seconds), whatever it drafts for; everything else is a
+real draft worker.
 """
 
 import json
@@ -11,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from dllm.remote.link import Server
+from dllm.remote.address import Address
+from dllm.remote.stream import Server
 from dllm.remote.worker import DraftWorker, Limits
 
 STEP_S = 5e-4
@@ -48,9 +50,9 @@ class KnownDrafts:
         return found
 
 
-def main(texts: str, ahead: str, step_s: str = str(STEP_S)) -> None:
+def main(place: str, texts: str, ahead: str, step_s: str = str(STEP_S)) -> None:
     """Draft until the process is killed; prints the address as ``dllm draft-worker`` does."""
-    server = Server("tcp://127.0.0.1:*")
+    server = Server(Address(place))
     print(f"dllm draft-worker: known drafts at {server.address}", flush=True)
     drafts = KnownDrafts(json.loads(Path(texts).read_text()), float(step_s))
     DraftWorker(drafts, Limits(int(ahead))).serve(server, lambda: True)

@@ -1,4 +1,4 @@
-"""Remote drafts beside plain decoding: draft workers in processes of their own, over ZeroMQ.
+"""Remote drafts beside plain decoding: draft workers in processes of their own, over Unix sockets.
 
     python -m bench.remote [--rounds 5] [--requests 24] [--at-once 1 4] [--drafts 8]
 
@@ -15,6 +15,7 @@ most, and the share of steps with drafts that waited for less than 0.1 ms.
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -46,9 +47,11 @@ from bench.tables import Table, markdown, middle, names_of, of, ratios, section
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth
 from dllm.patches.remote import SPECULATOR
-from dllm.remote.link import Link, wait
+from dllm.remote.address import parse
+from dllm.remote.client import Link, wait
 from dllm.remote.ngram import Ngrams
-from dllm.remote.peers import Peer
+from dllm.remote.stream import dialer
+from dllm.remote.wire import reply_bytes
 from dllm.tasks.suite import questions
 
 FILE = "remote.csv"
@@ -65,6 +68,7 @@ SIGNALS = {HUNG: signal.SIGSTOP, KILLED: signal.SIGKILL}
 ENGINE = dict(dtype="float32", enforce_eager=True, max_model_len=512)
 MEMORY = 64 << 20
 BUDGET_S = 3000
+NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -110,15 +114,16 @@ def command(worker: str, num_drafts: int, texts: Path) -> list[str]:
     """Starts a worker; one that runs ahead does so as far as the drafts of one more step.
 
     Args:
-        texts: prompts with their answers, as JSON.
+        texts: prompts with their answers, as JSON; the sockets are beside it.
     """
     ahead = str(num_drafts + 1 if worker in (AHEAD, KNOWN_AHEAD) else 0)
     if worker in (KNOWN, KNOWN_AHEAD):
-        return [sys.executable, "-m", "bench.known_drafts", str(texts), ahead]
+        socket = str(texts.with_name(f"known-{ahead}-{next(NUMBERS)}.sock"))
+        return [sys.executable, "-m", "bench.known_drafts", socket, str(texts), ahead]
     given = ["--model", str(TARGET), "--ahead", ahead]
     if worker == CANVAS:
         given = ["--model", str(DIFFUSION), "--canvas", "16"]
-    given += ["--listen", "tcp://127.0.0.1:*", "--dtype", "float32", "--enforce-eager"]
+    given += ["--listen", str(texts.with_name("*.sock")), "--dtype", "float32", "--enforce-eager"]
     given += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(MEMORY)]
     return [sys.executable, "-m", "dllm.cli", "draft-worker", *given]
 
@@ -203,15 +208,16 @@ class Target:
         core: Any = self.llm.llm_engine.engine_core
         self.drafter = core.engine_core.scheduler.remote
         self._num_drafts, self._max_num_seqs = num_drafts, max_num_seqs
+        self._deadline_ms = deadline_ms
         self._policies: dict[str, AdaptiveWidth] = {}
         self.waits: list[float] = []  # seconds, of each step of a run that asked
-        collect = self.drafter.asker.collect
+        collect = self.drafter.client.collect
 
         def timed(*given: Any) -> float:
             self.waits.append(collect(*given))
             return self.waits[-1]
 
-        self.drafter.asker.collect = timed
+        self.drafter.client.collect = timed
 
     @contextmanager
     def drafted_by(self, contestant: Contestant, address: str | None) -> Iterator[None]:
@@ -224,18 +230,19 @@ class Target:
             drafter.policy.leave_untimed()  # the time since its last run
         drafter._wants_drafts = width != 0
         drafter._ngrams = Ngrams(2, 4) if contestant.ngrams else None
-        links = [] if address is None else [Link(address)]
-        drafter.asker.peers = [Peer(link) for link in links]
-        for peer in drafter.asker.peers:
-            while not peer.link.is_up:
-                wait(links, 0.1)
-                peer.receive()
-        yield
-        drafter.end(drafter.asker.names)
-        drafter.asker.ask({}, {}, 0.0)  # the workers hear that the requests are over
-        drafter.asker.peers = []
+        links = [] if address is None else [self._link(address)]
+        drafter.client.use(links)
         for link in links:
-            link.close()
+            while not link.is_up:
+                wait(links, 0.1)
+                link.receive()
+        yield
+        drafter.end(drafter.client.names)
+        drafter.client.use([])
+
+    def _link(self, address: str) -> Link:
+        dial = dialer(parse(address, None, "worker"), None, reply_bytes(self._max_num_seqs))
+        return Link(address, dial, 1e-3 * self._deadline_ms)
 
     def run(
         self,

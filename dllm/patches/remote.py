@@ -47,7 +47,7 @@ def configure_remote(vllm_config: Any) -> bool:
     if options.remote is None:
         raise ValueError(
             f"--speculative-config names {SPECULATOR}; name draft workers, too: {WHERE}: "
-            '{"workers": ["tcp://127.0.0.1:5800"]}.'
+            '{"workers": ["~/.cache/dllm/drafts/worker.sock"]}.'
         )
     _check(vllm_config, options.remote)
     _choose_classes(vllm_config)
@@ -58,17 +58,18 @@ def configure_remote(vllm_config: Any) -> bool:
 def _check(vllm_config: Any, options: Any) -> None:
     """Refuse what does not work, before anything is loaded."""
     from dllm.drafter.pair import refuse_other_rules
+    from dllm.remote.address import parse
     from dllm.remote.discovery import find_python
-    from dllm.remote.keys import TARGET, check_address, read_keys
+    from dllm.remote.keys import Keys
     from dllm.settings.remote import WHERE
 
     speculative = vllm_config.speculative_config
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     options.check_against(speculative.num_speculative_tokens)
     for address in options.workers:
-        check_address(address, options.keys, f"{WHERE}: workers")
+        parse(address, options.keys, f"{WHERE}: workers")
     if options.keys is not None:
-        read_keys(options.keys, TARGET)
+        Keys(options.keys)
     if options.discovery == "dynamo":
         find_python()
     for flag, is_given in (

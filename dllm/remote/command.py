@@ -7,11 +7,11 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
+from dllm.remote.address import DEFAULT, Address, parse
 from dllm.remote.discovery import Child, find_python
-from dllm.remote.keys import WORKER, Keys, check_address, read_keys
-from dllm.remote.link import Server, check_bind
+from dllm.remote.keys import Keys
+from dllm.remote.stream import Server
 from dllm.remote.worker import DraftWorker, Limits
 from dllm.settings.checks import FloatRange, IntRange
 from dllm.settings.command import OK, CommandError
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         _parser().print_help()
         return OK
     options, rest = _parser().parse_known_args(argv)
-    keys = _check(options)
+    address, keys = _check(options)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
     _prepare(engine_args)
     worker = _make_worker(engine_args, options)
 
-    server = Server(options.listen, keys)
-    listing = _listed(server.address) if options.discovery == "dynamo" else None
+    server = Server(address, keys)
+    listing = _listed(str(server.address)) if options.discovery == "dynamo" else None
     is_told_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: is_told_to_end.append(number))
     print(f"dllm draft-worker: {options.model} at {server.address}", flush=True)
@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", required=True, help="draft model: autoregressive, or a diffusion model")
-    add("--listen", default="tcp://127.0.0.1:5800", help="address; port * takes a free one")
+    add("--listen", default=DEFAULT, help="unix:///PATH or tcp://HOST:PORT (default: %(default)s)")
     add("--discovery", choices=DISCOVERIES, default="static", help="dynamo: targets find it there")
-    add("--keys", metavar="DIR", help="CURVE keys of `dllm draft-keys`; needed beyond loopback")
+    add("--keys", metavar="DIR", help="folder of `dllm draft-keys`; needed for TCP")
     add("--ahead", type=int, default=Limits.ahead, help="tokens drafted while the target verifies")
     add("--max-sessions", type=int, default=Limits.max_sessions, help="requests that are kept")
     add("--max-tokens-kept", type=int, default=Limits.max_tokens, help="their tokens, together")
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace) -> Keys | None:
+def _check(options: argparse.Namespace) -> tuple[Address, Keys | None]:
     """Refuse wrong values and an address at which nothing can listen; read the keys, if any.
 
     Raises:
@@ -100,14 +100,14 @@ def _check(options: argparse.Namespace) -> Keys | None:
         if value is not None and value not in allowed:
             raise CommandError(f"{_flag(name)} {value}; allowed: {allowed}.")
     try:
-        check_address(options.listen, options.keys, "--listen", is_own=True)
+        address = parse(options.listen, options.keys, "--listen", is_own=True)
         if options.discovery == "dynamo":
-            _check_discovery(options.listen)
-        keys = None if options.keys is None else read_keys(options.keys, WORKER)
-        check_bind(options.listen)
+            _check_discovery(address)
+        keys = None if options.keys is None else Keys(options.keys)
+        Server(address, keys).close()
     except ValueError as error:
         raise CommandError(str(error)) from None
-    return keys
+    return address, keys
 
 
 def _flag(name: str) -> str:
@@ -115,14 +115,13 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _check_discovery(address: str) -> None:
+def _check_discovery(address: Address) -> None:
     """Refuse to be listed without Dynamo, or at an address that says nothing to others.
 
     Raises:
         ValueError: says what to do.
     """
-    host = urlsplit(address).hostname
-    if host in ("*", "0.0.0.0", "::"):
+    if address.host in ("0.0.0.0", "::"):
         raise ValueError(
             f"--listen {address} with --discovery dynamo: targets are told this address. Name the "
             "one at which they reach this machine."

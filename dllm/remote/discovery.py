@@ -2,7 +2,7 @@
 
 Dynamo's runtime lives in a child process (``dynamo_process``), because it pins packages at other
 versions than vLLM does. The child ends with this process, so a worker that is killed leaves the
-list at once. Only addresses go through Dynamo; drafts go over ``link``, with its keys.
+list at once. Only addresses go through Dynamo; drafts go over ``stream``, with its keys.
 """
 
 import importlib.util
@@ -15,13 +15,10 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import zmq
-
 from dllm import LOGGER
 from dllm.remote import dynamo_process
-from dllm.remote.asker import Asker
-from dllm.remote.keys import check_address
-from dllm.remote.peers import Peer
+from dllm.remote.address import Address, parse
+from dllm.remote.client import Client, Link
 
 logger = logging.getLogger(LOGGER)
 
@@ -154,40 +151,36 @@ class Following:
 
     Args:
         child: lists addresses.
-        connect: makes a connection to one.
-        keys: folder of CURVE keys; without it only addresses of loopback are used.
+        link: makes the link to a worker.
+        keys: folder of keys; without it only Unix sockets are used.
     """
 
-    def __init__(self, child: Child, connect: Callable[[str], Peer], keys: str | None) -> None:
-        self._child, self._connect, self._keys = child, connect, keys
+    def __init__(self, child: Child, link: Callable[[Address], Link], keys: str | None) -> None:
+        self._child, self._link, self._keys = child, link, keys
         self._seen: list[str] | None = None
         self._refused: set[str] = set()
 
-    def update(self, asker: Asker) -> None:
-        """Let ``asker`` use the workers that are listed now. Called in its thread."""
+    def update(self, client: Client) -> None:
+        """Let ``client`` use the workers that are listed now. Called in its thread."""
         listed = self._child.addresses
         if listed is None or listed is self._seen:
             return
         self._seen = listed
         self._refused.intersection_update(listed)
-        there = {peer.link.address: peer for peer in asker.peers}
-        found = {
-            address: there.get(address) or self._connected(address)
-            for address in dict.fromkeys(listed)
-        }
-        gone = [peer for address, peer in there.items() if address not in found]
-        asker.use([peer for peer in found.values() if peer is not None])
-        for peer in gone:
-            peer.link.close()
+        there = {link.address: link for link in client.links}
+        found = [there.get(each) or self._linked(each) for each in dict.fromkeys(listed)]
+        client.use([link for link in found if link is not None])
 
-    def _connected(self, address: str) -> Peer | None:
-        """A connection; None if there can be none, which is logged once."""
-        if address in self._refused:
-            return None
+    def _linked(self, given: str) -> Link | None:
+        """The link to a worker; None for an address that is not used, which is logged once."""
         try:
-            check_address(address, self._keys, "a draft worker")
-            return self._connect(address)
-        except (zmq.ZMQError, ValueError) as error:
-            logger.warning("discovery: %r is not used: %s", address, error)
-            self._refused.add(address)
-            return None
+            address = parse(given, self._keys, "a draft worker")
+            if address.is_numeric:  # to ask a name server would stop the target meanwhile
+                return self._link(address)
+            error = "a name, and not a machine's number"
+        except ValueError as refusal:
+            error = str(refusal)
+        if given not in self._refused:
+            logger.warning("discovery: %r is not used: %s", given, error)
+            self._refused.add(given)
+        return None

@@ -4,10 +4,10 @@
     follow   behind a step of the target: learn from it, and ask for what comes next
     take     before the next step is scheduled: the drafts to verify
 
-The width policy is the DFlash drafter's (``drafter.widths``). It prices the waiting: a step is
-timed from the moment its drafts are there. A step whose drafts came late, or never, is not timed,
-because it says nothing about the cost of drafts; who is late too often is not waited for
-(``peers``).
+The width policy is the DFlash drafter's (``drafter.widths``). It alone decides whether drafts are
+asked for and how long a step waits for them, within the deadline of the server's options. It learns
+from every wait: the time is the cost of drafting, and a draft that did not come is as useless as
+one that is rejected.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ import numpy as np
 from dllm.drafter.metrics import DraftingCounts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
-from dllm.remote.asker import Asker
+from dllm.remote.client import Client
 from dllm.remote.ngram import Ngrams
 
 # The policy learns by the drafter's probability how far a draft can be trusted. These drafts come
@@ -63,14 +63,14 @@ class RemoteDrafter:
 
     def __init__(
         self,
-        asker: Asker,
+        client: Client,
         ngrams: Ngrams | None,
         policy: WidthPolicy,
         num_drafts: int,
         num_slots: int,
         deadline_s: float,
     ) -> None:
-        self.asker, self.policy = asker, policy
+        self.client, self.policy = client, policy
         self.num_remote = self.num_ngram = 0
         self.counts = DraftingCounts.none(num_drafts)
         self._ngrams = ngrams
@@ -80,7 +80,7 @@ class RemoteDrafter:
         self._rows: list[StepRow] = []  # of the last step
         self._short: set[str] = set()  # got fewer drafts than the policy would have verified
         self._wants_drafts = True  # what the policy said behind it
-        self._deadline_now_s = deadline_s
+        self._wait_s = deadline_s
 
     def admit(self, begun: Iterable[tuple[str, Sequence[int]]]) -> None:
         """Send prompts that the target begins to read, so that the first drafts are not late.
@@ -90,12 +90,12 @@ class RemoteDrafter:
         texts = dict(begun)
         if texts and self._wants_drafts:
             wants = dict.fromkeys(texts, self._most + 1)
-            self.asker.ask(texts, wants, self._deadline_s)
+            self.client.ask(texts, wants, self._deadline_s)
 
     def end(self, names: Iterable[str]) -> None:
         """These requests are over."""
         names = list(names)
-        self.asker.end(names)
+        self.client.end(names)
         for name in names:
             if self._ngrams is not None:
                 self._ngrams.end(name)
@@ -107,14 +107,14 @@ class RemoteDrafter:
         if self.policy.reads_outcomes:
             self.policy.observe(_outcome(rows, slots, self._short))
         self._wants_drafts = self.policy.wants_drafts(slots)
-        self._deadline_now_s = self._deadline_s
+        self._wait_s = self._deadline_s
         if isinstance(self.policy, AdaptiveWidth):
             worth_s = 1e-3 * self.policy.worth_ms(slots)
-            self._deadline_now_s = max(0.0, min(self._deadline_s, worth_s))
+            self._wait_s = max(0.0, min(self._deadline_s, worth_s))
         asking = [row for row in rows if row.limit] if self._wants_drafts else []
         texts = {row.name: row.tokens for row in asking}
         wants = {row.name: min(row.limit, self._most) for row in asking}
-        self.asker.ask(texts, wants, self._deadline_now_s)
+        self.client.ask(texts, wants, self._wait_s)
         self.counts.passes += bool(asking)
 
     def take(self) -> tuple[list[str], list[list[int]]]:
@@ -124,7 +124,7 @@ class RemoteDrafter:
         drafts: list[list[int]] = [[] for _ in rows]
         texts = {row.name: row.tokens for row in rows if row.limit} if self._wants_drafts else {}
         if texts:
-            waited_s = self.asker.collect(texts, self._deadline_now_s)
+            waited_s = self.client.collect(texts, self._wait_s)
             self.counts.seconds += waited_s
             if isinstance(self.policy, AdaptiveWidth):
                 self.policy.note_wait(waited_s)
@@ -138,31 +138,31 @@ class RemoteDrafter:
 
     def _widened(self, rows: list[StepRow]) -> list[list[int]]:
         """The drafts that there are, cut to the widths that the policy chooses."""
-        drafts, is_remote = [], []
+        drafts, is_ngram = [], []
         for row in rows:
-            tokens = self.asker.drafts(row.name, row.tokens, row.limit)
-            is_remote.append(bool(tokens))
-            if not tokens and row.limit and self._ngrams is not None:
+            tokens = self.client.drafts(row.name, row.tokens, row.limit)
+            is_ngram.append(bool(not tokens and row.limit and self._ngrams is not None))
+            if is_ngram[-1] and self._ngrams is not None:
                 tokens = self._ngrams.drafts(row.name, row.tokens, row.limit)
             drafts.append(tokens)
         self.counts.drafted += sum(map(len, drafts))
-        is_untimed = self.asker.has_missed or not any(drafts)
-        if is_untimed and isinstance(self.policy, AdaptiveWidth):
-            self.policy.leave_untimed()
-        if not any(drafts):
+        was_asked = [bool(row.limit) and self.client.was_asked(row.name) for row in rows]
+        if not (any(drafts) or any(was_asked)):
+            if isinstance(self.policy, AdaptiveWidth):
+                self.policy.leave_untimed()  # nobody is there who drafts
             return drafts
-        sources = np.where(is_remote, REMOTE_CONFIDENCE, NGRAM_CONFIDENCE)
+        sources = np.where(is_ngram, NGRAM_CONFIDENCE, REMOTE_CONFIDENCE)
         confidence = np.repeat(sources[:, None], self._num_drafts, axis=1)
         slots = np.array([self._slots[row.name] for row in rows])
         widths = self.policy.widths(slots, confidence if self.policy.reads_confidence else None)
         kept = []
-        for row, tokens, remote, width in zip(
-            rows, drafts, is_remote, widths.tolist(), strict=True
+        for row, tokens, ngram, asked, width in zip(
+            rows, drafts, is_ngram, was_asked, widths.tolist(), strict=True
         ):
             kept.append(tokens[:width])
-            self.num_remote += len(kept[-1]) * remote
-            self.num_ngram += len(kept[-1]) * (not remote)
-            if 0 < len(tokens) < min(width, row.limit):
+            self.num_remote += len(kept[-1]) * (not ngram)
+            self.num_ngram += len(kept[-1]) * ngram
+            if (tokens or asked) and len(tokens) < min(width, row.limit):
                 self._short.add(row.name)
         return kept
 
@@ -186,15 +186,13 @@ class RemoteDrafter:
 def _outcome(rows: list[StepRow], slots: np.ndarray, short: set[str]) -> VerifiedStep:
     """What the policy is told of a step.
 
-    A draft that did not come in time is as useless as one that is rejected, and is told as such;
-    otherwise a policy would go on to expect what a slow worker cannot deliver.
+    One more draft counts as rejected where fewer came in time than the policy would have verified.
+    Otherwise it would go on to expect what a slow worker cannot deliver.
     """
     verified = np.array([row.num_verified for row in rows], dtype=np.int64)
     sampled = np.array([row.num_sampled for row in rows], dtype=np.int64)
     in_prompt = np.array([row.in_prompt for row in rows], dtype=bool)
     # Tokens behind the end of an answer are cut: a draft that ends it counts as rejected.
     accepted = np.where(verified > 0, np.clip(sampled - 1, 0, verified), 0)
-    verified += np.array(
-        [row.num_verified > 0 and row.name in short for row in rows], dtype=np.int64
-    )
+    verified += np.array([row.name in short for row in rows], dtype=np.int64)
     return VerifiedStep(slots, in_prompt, sampled > 0, verified, accepted)

@@ -1,181 +1,136 @@
-"""Who may talk to whom: loopback addresses freely, others with CURVE keys and an allow-list.
+"""Who may talk to whom over TCP: TLS in which both sides show a certificate that the other knows.
 
-``dllm draft-keys DIR`` writes two pairs of keys (CurveZMQ, rfc.zeromq.org/spec/26):
+``dllm draft-keys DIR`` makes a key pair for one process:
 
-    DIR/worker.key_secret   DIR/worker.key    of the draft worker
-    DIR/target.key_secret   DIR/target.key    of the target
-    DIR/allowed/target.key                    the targets that the worker lets in
+    DIR/key.pem           the secret key; it stays on its machine
+    DIR/certificate.pem   the public part
+    DIR/trusted/*.pem     certificates of those whom this process talks to; copied there by hand
 
-A worker reads its own pair and ``allowed``; a target reads its own pair and ``worker.key``.
+A worker's ``trusted`` has the certificate of each of its targets, and a target's that of its
+workers. No authority signs anything: a certificate is known, or it is not.
 """
 
-import ipaddress
+import argparse
+import datetime
 import os
-import re
+import ssl
+import stat
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import urlsplit
-
-import zmq
-import zmq.auth
-from zmq.utils.z85 import Z85CHARS
 
 from dllm.settings.command import OK, CommandError
 
-WORKER, TARGET, ALLOWED = "worker", "target", "allowed"
-TCP = re.compile(r"tcp://(\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(\*|[0-9]{1,5})")
-MAX_IPC_BYTES = 107  # of a socket's path
-KEY_CHARS = 40
+KEY, CERTIFICATE, TRUSTED = "key.pem", "certificate.pem", "trusted"
 
 
-class Keys(NamedTuple):
-    """CURVE keys of one side (Z85 text).
-
-    Attributes:
-        public, secret: its own pair.
-        worker: the worker's public key.
-        allowed: folder of the targets' public keys that a worker lets in.
-    """
-
-    public: bytes
-    secret: bytes
-    worker: bytes
-    allowed: Path
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine can reach an address (``tcp://HOST:PORT``, ipc)."""
-    if address.startswith("ipc://"):
-        return True
-    host = urlsplit(address).hostname or ""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def check_address(address: object, keys: str | None, where: str, is_own: bool = False) -> None:
-    """Refuse what is no address, and one outside of this machine without keys.
+class Keys:
+    """The keys of a folder.
 
     Args:
-        is_own: it is to listen at; host and port may be ``*``.
+        folder: of ``dllm draft-keys``.
 
     Raises:
-        ValueError: says what is allowed.
+        ValueError: a file is missing or wrong, others can read the secret key, or nobody is
+            trusted.
     """
-    shape = f"{where} = {address!r}; allowed: tcp://HOST:PORT or ipc://PATH."
-    if not isinstance(address, str) or not (_is_tcp(address, is_own) or _is_ipc(address)):
-        raise ValueError(shape)
-    if keys is None and not is_loopback(address):
-        raise ValueError(
-            f"{where} = {address!r} is outside of this machine, and prompts cross the wire as "
-            "token ids. Allowed: a loopback address, or any with CURVE keys: run `dllm draft-keys "
-            "DIR`, and name DIR in keys."
-        )
+
+    def __init__(self, folder: str) -> None:
+        self._folder = path = Path(folder)
+        for name in (KEY, CERTIFICATE):
+            if not (path / name).is_file():
+                raise ValueError(f"keys: there is no {path / name}. Run: dllm draft-keys {folder}")
+        if (path / KEY).stat().st_mode & 0o077:
+            raise ValueError(f"keys: others may read {path / KEY}. Run: chmod 600 {path / KEY}")
+        trusted = sorted((path / TRUSTED).glob("*.pem"))
+        if not trusted:
+            raise ValueError(f"keys: no certificate in {path / TRUSTED}: nobody is trusted.")
+        self._trusted = {_read(each) for each in trusted}
+        self.context = cache(self._context)
+        for is_server in (False, True):
+            self.context(is_server)
+
+    def _context(self, is_server: bool) -> ssl.SSLContext:
+        """What makes TLS of a socket, for this side of it."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the certificate itself is known
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(self._folder / CERTIFICATE, self._folder / KEY)
+            context.load_verify_locations(cadata=b"".join(self._trusted))
+        except OSError as error:
+            raise ValueError(f"keys: {self._folder}: {error}") from None
+        return context
+
+    def check(self, connection: ssl.SSLSocket) -> None:
+        """Refuse a peer whose certificate is not one of those trusted, behind the handshake.
+
+        Raises:
+            ConnectionError: it is another one.
+        """
+        if connection.getpeercert(binary_form=True) not in self._trusted:
+            raise ConnectionError("the certificate is not trusted")
 
 
-def _is_tcp(address: str, is_own: bool) -> bool:
-    match = TCP.fullmatch(address)
-    if match is None or ("*" in match.groups() and not is_own):
-        return False
-    host, port = match.groups()
+def _read(file: Path) -> bytes:
+    """The certificate of a file, in DER."""
     try:
-        if host.startswith("["):
-            ipaddress.IPv6Address(host[1:-1])
-    except ValueError:
-        return False
-    return port == "*" or 0 < int(port) < 65536
-
-
-def _is_ipc(address: str) -> bool:
-    path = address.removeprefix("ipc://")
-    try:
-        size = len(path.encode())
-    except UnicodeEncodeError:
-        return False
-    is_path = path not in ("*", "@") and "\0" not in path
-    return address.startswith("ipc://") and is_path and 0 < size <= MAX_IPC_BYTES
-
-
-def read_keys(folder: str, side: str) -> Keys:
-    """The keys of one side, WORKER or TARGET.
-
-    Raises:
-        ValueError: a file is missing or no key, others can read the secret, or a worker's list of
-            those let in is empty.
-    """
-    path = Path(folder)
-    own, worker = path / f"{side}.key_secret", path / f"{WORKER}.key"
-    for file in (own, worker):
-        if not file.is_file():
-            raise ValueError(f"keys: there is no {file}. Run: dllm draft-keys {folder}")
-    if own.stat().st_mode & 0o077:
-        raise ValueError(f"keys: others may read {own}. Run: chmod 600 {own}")
-    if side == WORKER:
-        allowed = sorted((path / ALLOWED).glob("*.key"))
-        if not allowed:
-            raise ValueError(
-                f"keys: no key of a target in {path / ALLOWED}: nobody would be let in."
-            )
-        for file in allowed:
-            _load(file)
-    public, secret = _load(own)
-    if secret is None:
-        raise ValueError(f"keys: {own} holds no secret key.")
-    return Keys(public, secret, _load(worker)[0], path / ALLOWED)
-
-
-def _load(file: Path) -> tuple[bytes, bytes | None]:
-    """The public key of a file, and the secret one if it has any."""
-    try:
-        keys = zmq.auth.load_certificate(file)
+        return ssl.PEM_cert_to_DER_cert(file.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"keys: {file}: {error}") from None
-    for key in keys:
-        if key is not None and (len(key) != KEY_CHARS or set(key) - set(Z85CHARS)):
-            raise ValueError(f"keys: {file}: a key has {KEY_CHARS} characters of Z85.")
-    return keys
 
 
 def write_keys(folder: Path) -> None:
-    """Write new keys; never over existing ones.
+    """Write a new key pair; never over one that is there.
 
     Raises:
-        CommandError: the folder has keys already.
+        CommandError: the folder has a key already, or is none.
     """
-    allowed = folder / ALLOWED
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise CommandError("making keys needs: pip install cryptography") from None
     if folder.exists() and not folder.is_dir():
         raise CommandError(f"{folder} is no folder. Name another one.")
-    if any(folder.glob("*.key*")):
+    if (folder / KEY).exists() or (folder / CERTIFICATE).exists():
         raise CommandError(f"{folder} has keys already. Name another folder.")
-    if not folder.exists():
-        folder.mkdir(mode=0o700, parents=True)
-    allowed.mkdir(exist_ok=True)
-    before = os.umask(0o077)
-    try:
-        for side in (WORKER, TARGET):
-            zmq.auth.create_certificates(folder, side)
-    finally:
-        os.umask(before)
-    (allowed / f"{TARGET}.key").write_bytes((folder / f"{TARGET}.key").read_bytes())
+    key = ec.generate_private_key(ec.SECP256R1())
+    number = x509.random_serial_number()
+    # OpenSSL finds a certificate by its name: each has another one.
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"dllm {number:x}"[:64])])
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), number)
+        .not_valid_before(datetime.datetime(2000, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31))  # it is trusted until it is deleted
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / TRUSTED).mkdir(mode=0o700, parents=True, exist_ok=True)
+    secret = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    mode = stat.S_IRUSR | stat.S_IWUSR
+    with open(os.open(folder / KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(secret)
+    (folder / CERTIFICATE).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def main(argv: Sequence[str]) -> int:
     """``dllm draft-keys DIR``."""
-    import argparse
-
     parser = argparse.ArgumentParser(
-        prog="dllm draft-keys", description="Write CURVE keys for draft workers and targets."
+        prog="dllm draft-keys", description="Make a key pair for a draft worker or a target."
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
     folder = parser.parse_args(argv).folder
     write_keys(folder)
     print(
-        f"{folder}: keys of a draft worker and of a target. The worker's machine needs "
-        f"{WORKER}.key_secret, {WORKER}.key and {ALLOWED}/; the target's needs "
-        f"{TARGET}.key_secret, {TARGET}.key and {WORKER}.key."
+        f"{folder / KEY} is secret and stays here. Copy {folder / CERTIFICATE} into the folder "
+        f"{TRUSTED} of each process that this one talks to, under any name that ends with .pem, "
+        f"and theirs into {folder / TRUSTED}."
     )
     return OK

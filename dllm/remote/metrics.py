@@ -18,30 +18,25 @@ Counts = Mapping[str, Mapping[str, float]]  # metric -> value of its own label -
 COUNTERS = {
     "remote_asks": ("worker", "Asks sent to a draft worker."),
     "remote_replies": ("worker", "Replies of a draft worker, late ones included."),
-    "remote_misses": ("worker", "Steps that waited for a draft worker for nothing."),
-    "remote_silences": ("worker", "Times that a draft worker fell silent, so that nobody waits."),
+    "remote_misses": ("worker", "Times that a draft worker did not answer within the deadline."),
     "remote_refused": ("worker", "Messages of a draft worker that are no valid reply."),
     "remote_drafts": ("source", "Drafts scheduled for verification, by who drafted them."),
     "remote_moves": ("reason", "Sessions that went to another draft worker."),
 }
-GAUGES = {"remote_worker_up": ("worker", "1 if a draft worker is waited for, 0 if it is silent.")}
+GAUGES = {"remote_worker_up": ("worker", "1 if a draft worker is asked, 0 if it is out.")}
 
 
 def counts_of(drafter: RemoteDrafter) -> dict[str, dict[str, float]]:
     """All counts of an engine core, since it started."""
-    asker = drafter.asker
-    peers = {peer.link.address: peer for peer in asker.peers}
+    links = drafter.client.links
     return {
-        "remote_asks": {name: peer.num_asks for name, peer in peers.items()},
-        "remote_replies": {name: peer.num_replies for name, peer in peers.items()},
-        "remote_misses": {name: peer.num_misses for name, peer in peers.items()},
-        "remote_silences": {name: peer.num_silences for name, peer in peers.items()},
-        "remote_refused": {
-            name: peer.link.num_refused + peer.num_refused for name, peer in peers.items()
-        },
-        "remote_worker_up": {name: float(not peer.is_silent) for name, peer in peers.items()},
+        "remote_asks": {link.address: link.num_asks for link in links},
+        "remote_replies": {link.address: link.num_replies for link in links},
+        "remote_misses": {link.address: link.num_misses for link in links},
+        "remote_refused": {link.address: link.num_refused for link in links},
+        "remote_worker_up": {link.address: float(not link.is_out) for link in links},
         "remote_drafts": {"worker": drafter.num_remote, "ngram": drafter.num_ngram},
-        "remote_moves": {"silence": asker.num_moves},
+        "remote_moves": {"out": drafter.client.num_moves},
     }
 
 

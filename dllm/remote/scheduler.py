@@ -4,6 +4,7 @@ It asks, and not the worker of the target, so that every rank gets the same draf
 and nothing is read back from a device. One engine core has one set of connections.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -17,15 +18,16 @@ from dllm.drafter.metrics import CountedDrafts, DraftingCounts
 from dllm.drafter.scheduler import DraftingScheduler
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
-from dllm.remote.asker import Asker
+from dllm.remote.address import Address, parse
+from dllm.remote.client import Client, Link
 from dllm.remote.discovery import Child, Following
 from dllm.remote.drafter import RemoteDrafter, StepRow
-from dllm.remote.keys import TARGET, read_keys
-from dllm.remote.link import Link
+from dllm.remote.keys import Keys
 from dllm.remote.metrics import Changes, counts_of, send_remote
 from dllm.remote.ngram import Ngrams
-from dllm.remote.peers import Peer
-from dllm.settings.remote import RemoteOptions
+from dllm.remote.stream import dialer
+from dllm.remote.wire import reply_bytes
+from dllm.settings.remote import WHERE, RemoteOptions
 from dllm.settings.server import PluginOptions
 
 
@@ -41,7 +43,7 @@ class RemoteScheduler(DraftingScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """vLLM's schedule; prompts that begin are sent to the workers."""
         if self.following is not None:
-            self.following.update(self.remote.asker)
+            self.following.update(self.remote.client)
         output = super().schedule(throttle_prefills)
         begun = (self.requests[new.req_id] for new in output.scheduled_new_reqs)
         self.remote.admit((each.request_id, each.all_token_ids) for each in begun if _is_text(each))
@@ -53,7 +55,7 @@ class RemoteScheduler(DraftingScheduler):
         """vLLM's; then drafts behind the new tokens are asked for."""
         in_prompt = self._in_prompt(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.remote.end(self.remote.asker.names - self.requests.keys())
+        self.remote.end(self.remote.client.names - self.requests.keys())
         sampled = model_runner_output.sampled_token_ids
         rows = []
         for name in scheduler_output.num_scheduled_tokens:
@@ -112,19 +114,19 @@ def make_drafter(vllm_config: VllmConfig) -> RemoteDrafter:
     """What a server's options ask for, connected to its workers.
 
     Raises:
-        ValueError: the folder of keys is not as it should be.
+        ValueError: the folder of keys is not as it should be, or a worker's host is not known.
     """
     options = PluginOptions.from_vllm(vllm_config).remote
     assert options is not None, "checked at start"
-    keys = None if options.keys is None else read_keys(options.keys, TARGET)
     num_drafts = vllm_config.num_speculative_tokens
     num_slots = vllm_config.scheduler_config.max_num_seqs
-    peers = [Peer(Link(address, keys, num_slots)) for address in options.workers]
+    link = linker(options, num_slots)
+    links = [link(parse(each, options.keys, f"{WHERE}: workers")) for each in options.workers]
     ngrams = None
     if options.fallback == "ngram":
         ngrams = Ngrams(options.ngram_min, options.ngram_max)
     return RemoteDrafter(
-        Asker(peers, vllm_config.model_config.get_vocab_size()),
+        Client(links, vllm_config.model_config.get_vocab_size()),
         ngrams,
         make_policy(options, num_drafts, num_slots),
         num_drafts,
@@ -137,17 +139,29 @@ def make_following(vllm_config: VllmConfig) -> Following | None:
     """What keeps the list of workers up to date; None if the options name them.
 
     Raises:
-        ValueError: Dynamo's runtime is not there.
+        ValueError: Dynamo's runtime is not there, or the folder of keys is not as it should be.
     """
     options = PluginOptions.from_vllm(vllm_config).remote
     assert options is not None, "checked at start"
     if options.discovery == "static":
         return None
-    keys = None if options.keys is None else read_keys(options.keys, TARGET)
     num_slots = vllm_config.scheduler_config.max_num_seqs
-    return Following(
-        Child.of_dynamo("watch"), lambda address: Peer(Link(address, keys, num_slots)), options.keys
-    )
+    return Following(Child.of_dynamo("watch"), linker(options, num_slots), options.keys)
+
+
+def linker(options: RemoteOptions, num_slots: int) -> Callable[[Address], Link]:
+    """What makes the link to a worker.
+
+    Raises:
+        ValueError: the folder of keys is not as it should be.
+    """
+    keys = None if options.keys is None else Keys(options.keys)
+
+    def link(address: Address) -> Link:
+        dial = dialer(address, keys, reply_bytes(num_slots))
+        return Link(str(address), dial, 1e-3 * options.deadline_ms)
+
+    return link
 
 
 def make_policy(options: RemoteOptions, num_drafts: int, num_slots: int) -> WidthPolicy:

@@ -1,113 +1,95 @@
 """Messages between a target and a draft worker: token ids and lengths, no probabilities, no pickle.
 
-    message = header | row*
-    header  = magic 'dD', version u8, kind u8, incarnation u64, step u64, deadline u32, rows u32
-    row     = session u64, start u32, count u16, extra u8, count x u32 token ids
+A frame is the length of a message (4 bytes, big-endian) and the message, MessagePack of the types
+below. What is longer, of another type or out of range is refused whole.
 
-28 bytes, and 15 + 4 a token for each row; little-endian. An ask says of each session: behind its
-first ``start`` tokens come these, whatever stood there before is void; ``extra`` more are asked for
-(0: none yet, OVER: the session has ended). An ask without rows only asks whether anybody is there.
-A reply says: behind ``start`` tokens I expect these. UNKNOWN in ``extra`` means: I lack the tokens
-before ``start``, send them all.
-
-``incarnation`` is a random number of the asker, repeated in replies. A new one voids all sessions
-of the connection. ``step`` counts asks and is repeated in replies; ``deadline`` is in microseconds.
+A target tells a worker what is new of each request (a *session*) and how many tokens it wants
+behind it. The worker replies with what it expects there. Sessions belong to their connection: they
+end with it, and no other connection reaches them.
 """
 
-import struct
-from typing import NamedTuple
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
 
 from dllm.settings.remote import MAX_DRAFTS
 
-HEADER, ROW = struct.Struct("<2sBBQQII"), struct.Struct("<QIHB")
-MAGIC, VERSION = b"dD", 2
-ASK, REPLY = 0, 1
-UNKNOWN = 1  # `extra` of a reply's row; 0 otherwise
-OVER = 255  # `extra` of an ask's row
-MAX_WANT = MAX_DRAFTS + 1  # drafts that one row may ask for; at admission it is one more
-MAX_GUESS = 2 * MAX_WANT  # tokens of a reply's row: those asked for, and some of a run ahead
-MAX_ROWS = 8192
-MAX_ROW_TOKENS = 0xFFFF
-MAX_TOKEN_ID = 2**31 - 1
-MAX_START = 2**31 - 1
-MAX_MESSAGE_BYTES = 8 << 20  # a link closes the connection of a peer that sends more
+MAX_WANT = MAX_DRAFTS + 1  # drafts of a session; at admission it is one more
+MAX_GUESS = 2 * MAX_WANT  # tokens of a guess: those asked for, and some of a run ahead
+MAX_ROWS = 1024  # sessions of a message
+MAX_TOLD = 150_000  # new tokens of an ask, all sessions together; the rest is told with later asks
+MAX_ASK_BYTES = 1 << 20  # more than such an ask has
+LENGTH_BYTES = 4  # in front of each message
+MAX_INT32 = 2**31 - 1
+
+Token = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Length = Annotated[int, Meta(ge=0, le=MAX_INT32)]
+Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class Row(NamedTuple):
-    """What a message says of one session."""
+class Told(Struct, array_like=True, forbid_unknown_fields=True):
+    """What an ask says of a session.
 
-    session: int
-    start: int
-    tokens: list[int]
-    extra: int
+    Attributes:
+        session: its number.
+        start: behind so many tokens come ``tokens``; what stood there before is void.
+        want: drafts that are asked for behind them; 0 for none yet.
+    """
+
+    session: Number
+    start: Length
+    tokens: Annotated[list[Token], Meta(max_length=MAX_TOLD)]
+    want: Annotated[int, Meta(ge=0, le=MAX_WANT)]
 
 
-class Message(NamedTuple):
-    """An ask or a reply; the module says what the fields mean."""
+class Ask(Struct, array_like=True, forbid_unknown_fields=True, tag="dllm-ask-3"):
+    """Target to worker.
 
-    kind: int
-    incarnation: int
-    step: int
-    deadline_us: int
-    rows: list[Row]
+    Attributes:
+        step: counts the asks of a connection.
+        deadline_us: microseconds that the target waits for the reply.
+        over: sessions that have ended.
+    """
+
+    step: Number
+    deadline_us: Annotated[int, Meta(ge=0, le=2**32 - 1)]
+    rows: Annotated[list[Told], Meta(max_length=MAX_ROWS)]
+    over: Annotated[list[Number], Meta(max_length=MAX_ROWS)] = []
+
+
+class Guess(Struct, array_like=True, forbid_unknown_fields=True):
+    """What a worker expects of a session.
+
+    Attributes:
+        start: ``tokens`` are expected behind so many tokens.
+        is_unknown: the worker lacks the session's tokens; it has to be told all of them.
+    """
+
+    session: Number
+    start: Length
+    tokens: Annotated[list[Token], Meta(max_length=MAX_GUESS)]
+    is_unknown: bool = False
+
+
+class Reply(Struct, array_like=True, forbid_unknown_fields=True, tag="dllm-reply-3"):
+    """Worker to target: the answer to the ask of this ``step``."""
+
+    step: Number
+    rows: Annotated[list[Guess], Meta(max_length=MAX_ROWS)]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+read_ask = msgspec.msgpack.Decoder(Ask).decode  # ValueError for what is no such message
+read_reply = msgspec.msgpack.Decoder(Reply).decode
 
 
 def reply_bytes(num_rows: int) -> int:
-    """The size of the largest reply of so many rows."""
-    return min(HEADER.size + num_rows * (ROW.size + 4 * MAX_GUESS), MAX_MESSAGE_BYTES)
+    """No reply of so many rows has more bytes."""
+    return 64 + min(num_rows, MAX_ROWS) * (32 + 5 * MAX_GUESS)
 
 
-def encode(message: Message) -> bytes:
-    """The bytes of a message, whose fields are in range."""
-    kind, incarnation, step, deadline_us, rows = message
-    parts = [HEADER.pack(MAGIC, VERSION, kind, incarnation, step, deadline_us, len(rows))]
-    for session, start, tokens, extra in rows:
-        parts.append(ROW.pack(session, start, len(tokens), extra))
-        parts.append(struct.pack(f"<{len(tokens)}I", *tokens))
-    return b"".join(parts)
-
-
-def decode(data: bytes, max_rows: int = MAX_ROWS) -> Message:
-    """The message that these bytes are, and nothing but that.
-
-    Args:
-        max_rows: nothing of a message with more rows is read.
-
-    Raises:
-        ValueError: they are no whole message of this version, or a field is out of range.
-    """
-    if not HEADER.size <= len(data) <= MAX_MESSAGE_BYTES:
-        raise ValueError(f"{len(data)} bytes; allowed: {HEADER.size} to {MAX_MESSAGE_BYTES}")
-    magic, version, kind, incarnation, step, deadline_us, count = HEADER.unpack_from(data)
-    if (magic, version) != (MAGIC, VERSION) or kind not in (ASK, REPLY):
-        raise ValueError(f"no message of version {VERSION}")
-    if count > max_rows:
-        raise ValueError(f"{count} rows; allowed: {max_rows}")
-    if count * ROW.size > len(data) - HEADER.size:
-        raise ValueError(f"{count} rows do not fit into {len(data)} bytes")
-    at, rows = HEADER.size, []
-    for _ in range(count):
-        row, at = _row(data, at, kind)
-        rows.append(row)
-    if at != len(data):
-        raise ValueError(f"{len(data) - at} bytes behind the last row")
-    return Message(kind, incarnation, step, deadline_us, rows)
-
-
-def _row(data: bytes, at: int, kind: int) -> tuple[Row, int]:
-    """The row at a place, and where the next one begins."""
-    if at + ROW.size > len(data):
-        raise ValueError("a row is cut off")
-    session, start, count, extra = ROW.unpack_from(data, at)
-    at += ROW.size
-    if kind == REPLY and count > MAX_GUESS:
-        raise ValueError(f"a guess of {count} tokens; allowed: {MAX_GUESS}")
-    if at + 4 * count > len(data):
-        raise ValueError("tokens are cut off")
-    tokens = list(struct.unpack_from(f"<{count}I", data, at))
-    if start > MAX_START or max(tokens, default=0) > MAX_TOKEN_ID:
-        raise ValueError("a length or a token id is out of range")
-    allowed = extra in (0, UNKNOWN) if kind == REPLY else extra <= MAX_WANT or extra == OVER
-    if not allowed:
-        raise ValueError(f"{extra} is nothing to ask for or to reply")
-    return Row(session, start, tokens, extra), at + 4 * count
+def frame(message: Ask | Reply) -> bytes:
+    """The bytes of a message, with its length in front."""
+    data = _encode(message)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data

@@ -6,14 +6,14 @@ finds everything before. A worker that runs ahead drafts on while the target ver
 has is of use if the target keeps all drafts and its next token is the guess, too.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from dllm.remote.link import Server
-from dllm.remote.sessions import hear
-from dllm.remote.wire import MAX_GUESS, OVER, REPLY, UNKNOWN, Message, Row
+from dllm.remote.stream import Server
+from dllm.remote.wire import MAX_GUESS, Ask, Guess, Reply, Told
 
 SHARE_OF_DEADLINE = 0.7  # the rest is for the way back
 IDLE_S, BUSY_S = 0.05, 0.0  # how long a turn waits for asks
@@ -46,7 +46,7 @@ class Limits:
 
     Attributes:
         ahead: tokens drafted beyond those asked for; 0 does not run ahead.
-        max_sessions: sessions kept; of more, those that nobody asked for longest are dropped.
+        max_sessions: sessions kept; of more, some of the connection that has most are dropped.
         max_tokens: tokens kept, of all sessions together; as ``max_sessions``.
         ttl_s: seconds after which a session that nobody asks for is dropped.
     """
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass
 class Work:
-    """A session as the worker sees it.
+    """A request of a target, as the worker sees it.
 
     Attributes:
         tokens, guess: what the target said, and what is expected behind it.
@@ -75,12 +75,35 @@ class Work:
     used: float = 0.0
     is_readable: bool = True
 
+    def hear(self, row: Told) -> bool:
+        """Take an ask's tokens, and keep what is left of the guess.
 
-class Ask(NamedTuple):
-    """A message that waits for its reply, until ``end`` at most."""
+        Returns:
+            Whether the guess went as far as these tokens and agreed with them; if not, it is void.
+        """
+        assert row.start <= len(self.tokens), (row.start, len(self.tokens))
+        expected = self.tokens[row.start :] + self.guess
+        self.tokens[row.start :] = row.tokens
+        count = len(row.tokens)
+        agrees = expected[:count] == row.tokens
+        self.guess = expected[count:] if agrees else []
+        return agrees
 
-    message: Message
-    end: float
+
+@dataclass
+class Asker:
+    """A connection, as the worker sees it. Nobody reaches a session of another one.
+
+    Attributes:
+        works: by session; the one used last is last.
+        num_tokens: of all of them.
+        ask, due: the newest ask, and when its reply has to leave; None if none is waiting.
+    """
+
+    works: dict[int, Work] = field(default_factory=dict)
+    num_tokens: int = 0
+    ask: Ask | None = None
+    due: float = 0.0
 
 
 class Counts:
@@ -88,9 +111,6 @@ class Counts:
 
     def __init__(self) -> None:
         self.asks = self.replies = self.runs = self.dropped_runs = self.drafted = 0
-
-
-Key = tuple[bytes, int]  # connection, session: nobody reaches a session of another connection
 
 
 class DraftWorker:
@@ -109,21 +129,23 @@ class DraftWorker:
         self.limits = limits or Limits()
         self.counts = Counts()
         self._drafts, self._clock = drafts, clock
-        self._works: dict[Key, Work] = {}  # the one used last is last
-        self._incarnations: dict[bytes, int] = {}
-        self._asks: dict[bytes, Ask] = {}  # of each connection the newest: nobody waits for others
+        self._askers: dict[int, Asker] = {}  # by the number of the connection
         self._runs: dict[str, Work] = {}
-        self._num_tokens = 0  # of all sessions
 
     @property
     def num_sessions(self) -> int:
         """Sessions that are kept."""
-        return len(self._works)
+        return sum(len(asker.works) for asker in self._askers.values())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of these sessions."""
+        return sum(asker.num_tokens for asker in self._askers.values())
 
     @property
     def is_busy(self) -> bool:
         """Whether something is drafted or waits for a reply."""
-        return bool(self._runs or self._asks)
+        return bool(self._runs) or any(asker.ask for asker in self._askers.values())
 
     def serve(self, server: Server, goes_on: Callable[[], bool]) -> None:
         """Serve as long as ``goes_on()``."""
@@ -132,8 +154,11 @@ class DraftWorker:
 
     def turn(self, server: Server) -> None:
         """Hear what is there, draft one step, reply what is ready."""
-        for peer, message in server.receive(BUSY_S if self.is_busy else IDLE_S):
-            self.hear(peer, message)
+        for peer, ask in server.receive(BUSY_S if self.is_busy else IDLE_S):
+            if ask is None:
+                self.leave(peer)
+            else:
+                self.hear(peer, ask)
         self._reply(server)
         if self._runs:
             self.draft()
@@ -146,50 +171,51 @@ class DraftWorker:
 
     # --- asks -------------------------------------------------------------------------------------
 
-    def hear(self, peer: bytes, message: Message) -> None:
-        """Take an ask: what it tells at once, what it asks for by ``draft`` and ``replies``."""
+    def hear(self, peer: int, ask: Ask) -> None:
+        """Take an ask: what it tells at once, what it asks for by ``draft`` and ``replies``.
+
+        One that is still waiting is answered together with it, and no later than it was due.
+        """
         now = self._clock()
         self.counts.asks += 1
-        if self._incarnations.get(peer) != message.incarnation:
-            for key in [key for key in self._works if key[0] == peer]:
-                self._end(key)
-            self._incarnations[peer] = message.incarnation
-        for row in message.rows:
-            key = peer, row.session
-            if row.extra == OVER:
-                self._end(key)
-            else:
-                self._hear_row(key, row, now)
-        if not message.rows or any(row.extra not in (0, OVER) for row in message.rows):
-            wait_s = 1e-6 * SHARE_OF_DEADLINE * message.deadline_us
-            self._asks[peer] = Ask(message, now + wait_s)
+        asker = self._askers.setdefault(peer, Asker())
+        for session in ask.over:
+            self._end(asker, session)
+        for row in ask.rows:
+            self._hear_row(asker, row, now)
+        self._make_room()
+        if any(row.want for row in ask.rows):
+            due = now + 1e-6 * SHARE_OF_DEADLINE * ask.deadline_us
+            asker.due = due if asker.ask is None else min(due, asker.due)
+            asker.ask = ask
 
-    def _hear_row(self, key: Key, row: Row, now: float) -> None:
-        work = self._works.pop(key, None) or Work()
+    def leave(self, peer: int) -> None:
+        """A connection is closed: its sessions are over."""
+        asker = self._askers.pop(peer, Asker())
+        for session in list(asker.works):
+            self._end(asker, session)
+
+    def _hear_row(self, asker: Asker, row: Told, now: float) -> None:
+        work = asker.works.pop(row.session, None) or Work()
         if row.start > len(work.tokens) and work.is_readable:
             self._drop_run(work)
-            self._num_tokens -= len(work.tokens)
+            asker.num_tokens -= len(work.tokens)
             return  # replied as unknown
-        self._works[key] = work
+        asker.works[row.session] = work
         work.used = now
         if not work.is_readable:
             return
         num_before = len(work.tokens)
-        left = hear(work.tokens, work.guess, row)
-        if left is None:
+        if not work.hear(row):
             self._drop_run(work)
-        work.guess = left or []
         is_known = max(row.tokens, default=0) < self._drafts.vocab_size
         work.is_readable = is_known and len(work.tokens) <= self._drafts.max_len
         if not work.is_readable:
             self._drop_run(work)
             work.tokens, work.guess = [], []
-        self._num_tokens += len(work.tokens) - num_before
-        self._make_room()
-        if key not in self._works or work.run is not None:
-            return
-        if row.extra and len(work.guess) < row.extra + self.limits.ahead:
-            self._start(work, row.extra)
+        asker.num_tokens += len(work.tokens) - num_before
+        if row.want and work.run is None and len(work.guess) < row.want + self.limits.ahead:
+            self._start(work, row.want)
 
     def _start(self, work: Work, want: int) -> None:
         """Begin a run behind the session's tokens and guess, if there is room for its tokens."""
@@ -209,28 +235,30 @@ class DraftWorker:
             work.run = None
             self.counts.dropped_runs += 1
 
-    def _end(self, key: Key) -> None:
-        work = self._works.pop(key, None)
+    def _end(self, asker: Asker, session: int) -> None:
+        work = asker.works.pop(session, None)
         if work is not None:
             self._drop_run(work)
-            self._num_tokens -= len(work.tokens)
+            asker.num_tokens -= len(work.tokens)
 
     def _make_room(self) -> None:
-        limits = self.limits
-        while len(self._works) > limits.max_sessions or self._num_tokens > limits.max_tokens:
-            self._end(next(iter(self._works)))
+        """Drop sessions of the connection that has most, those first that waited longest."""
+        askers = self._askers.values()
+        while self.num_sessions > self.limits.max_sessions:
+            most = max(askers, key=lambda asker: len(asker.works))
+            self._end(most, next(iter(most.works)))
+        while self.num_tokens > self.limits.max_tokens:
+            most = max(askers, key=lambda asker: asker.num_tokens)
+            self._end(most, next(iter(most.works)))
 
     def _forget_old(self) -> None:
-        """Drop sessions that nobody asked for, and connections without any."""
+        """Drop sessions that nobody asked for."""
         oldest = self._clock() - self.limits.ttl_s
-        while self._works:
-            key, work = next(iter(self._works.items()))
-            if work.used > oldest:
-                break
-            self._end(key)
-        if len(self._incarnations) > self.limits.max_sessions:
-            used = {peer for peer, _ in self._works} | set(self._asks)
-            self._incarnations = {p: i for p, i in self._incarnations.items() if p in used}
+        for asker in self._askers.values():
+            for session, _ in list(
+                itertools.takewhile(lambda each: each[1].used <= oldest, asker.works.items())
+            ):
+                self._end(asker, session)
 
     # --- drafts -----------------------------------------------------------------------------------
 
@@ -246,24 +274,26 @@ class DraftWorker:
                 del self._runs[run]
                 work.run = None
 
-    def replies(self) -> Iterator[tuple[bytes, Message]]:
+    def replies(self) -> Iterator[tuple[int, Reply]]:
         """Replies that are complete, or due, with who gets them."""
         now = self._clock()
-        for peer, (message, end) in list(self._asks.items()):
+        for peer, asker in self._askers.items():
+            if asker.ask is None:
+                continue
             rows, is_complete = [], True
-            for row in message.rows:
-                if row.extra in (0, OVER):
+            for row in asker.ask.rows:
+                if not row.want:
                     continue
-                work = self._works.get((peer, row.session))
+                work = asker.works.get(row.session)
                 length = row.start + len(row.tokens)
                 if work is None or (work.is_readable and len(work.tokens) < length):
-                    rows.append(Row(row.session, row.start, [], UNKNOWN))
+                    rows.append(Guess(row.session, row.start, [], is_unknown=True))
                     continue
-                is_complete &= len(work.guess) >= row.extra or work.run is None
-                most = min(row.extra + self.limits.ahead, MAX_GUESS)
+                is_complete &= len(work.guess) >= row.want or work.run is None
+                most = min(row.want + self.limits.ahead, MAX_GUESS)
                 start = max(length, len(work.tokens))
-                rows.append(Row(row.session, start, work.guess[:most], 0))
-            if is_complete or now >= end:
-                del self._asks[peer]
+                rows.append(Guess(row.session, start, work.guess[:most]))
+            if is_complete or now >= asker.due:
+                step, asker.ask = asker.ask.step, None
                 self.counts.replies += 1
-                yield peer, Message(REPLY, message.incarnation, message.step, 0, rows)
+                yield peer, Reply(step, rows)

@@ -19,7 +19,8 @@ class RemoteOptions:
     """The ``remote`` object of the options.
 
     Attributes:
-        workers: addresses of draft workers, ``tcp://HOST:PORT``. With none, ``ngram`` drafts alone.
+        workers: addresses of draft workers, ``unix:///PATH`` or ``tcp://HOST:PORT``. With none,
+            ``ngram`` drafts alone.
         deadline_ms: how long a step waits for drafts at most. ``adaptive`` waits no longer than the
             drafts are expected to be worth.
         policy: how many drafts of a request are verified: ``adaptive`` or ``fixed``.
@@ -27,7 +28,7 @@ class RemoteOptions:
         hysteresis: of ``adaptive``, as for a DFlash drafter.
         fallback: what drafts for a request of which no draft has come: ``ngram`` or ``none``.
         ngram_min, ngram_max: how many last tokens are looked up by ``ngram``.
-        keys: folder with CURVE keys (`dllm draft-keys`); needed for workers on other machines.
+        keys: folder of `dllm draft-keys`; needed for workers on other machines.
         discovery: ``static``: the addresses above; ``dynamo``: those that NVIDIA Dynamo lists.
     """
 

@@ -57,7 +57,7 @@ REMOTE = {
         "model": SPECULATOR,
         "num_speculative_tokens": 4,
     },
-    "additional_config": {"dllm": {"remote": {"workers": ["tcp://127.0.0.1:1"]}}},
+    "additional_config": {"dllm": {"remote": {"workers": ["/nowhere/worker.sock"]}}},
 }
 CHOSEN = {
     "few": {"max_num_seqs": 2},

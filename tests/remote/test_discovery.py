@@ -10,19 +10,19 @@ from types import SimpleNamespace
 
 import prometheus_client
 import pytest
-import zmq
 
 from dllm.engine.metrics import LABELS
 from dllm.remote import discovery, dynamo_process
+from dllm.remote.address import Address
+from dllm.remote.client import Link
 from dllm.remote.discovery import Child, Following, find_python
 from dllm.remote.metrics import KEY, Changes, record_remote
-from dllm.remote.peers import Peer
 from tests.support.dynamo import needs_dynamo, wait_for
 from tests.support.oracle import VOCAB, plain
 from tests.support.process import start_python
-from tests.support.remote_harness import Clock, Net, Target, worker
+from tests.support.remote_harness import Clock, Net, Target, link_to, worker
 
-FIRST, SECOND, THIRD = (f"tcp://127.0.0.1:{port}" for port in (1, 2, 3))
+FIRST, SECOND, THIRD = (f"unix:///drafts/{number}" for number in (1, 2, 3))
 
 
 # --- a target and the list ------------------------------------------------------------------------
@@ -39,20 +39,19 @@ class Simulated:
         self.following = Following(self.child, self.connect, None)
         self.list(*listed)
 
-    def connect(self, address: str) -> Peer:
-        self.nets[address] = Net(worker(self.clock), self.clock, address=address)
-        return Peer(self.nets[address], self.clock)
+    def connect(self, address: Address) -> Link:
+        net = self.nets[str(address)] = Net(worker(self.clock), self.clock, address=str(address))
+        return link_to(net, 0.05)
 
     def list(self, *addresses: str) -> None:
         self.child.addresses = list(addresses)
-        self.following.update(self.target.asker)
-        self.target.nets = [net for net in self.nets.values() if not net.is_closed]
+        self.following.update(self.target.client)
+        self.target.nets = [net for net in self.nets.values() if net.is_open]
 
     @property
     def homes(self) -> set[str]:
         """Where the sessions are."""
-        asker = self.target.asker
-        return {asker._homes[number][0].link.address for number in asker._by_number}
+        return {each.link.address for each in self.target.client._sessions.values()}
 
     def begin(self, *names: int) -> None:
         for name in names:
@@ -71,7 +70,7 @@ def test_sessions_of_a_worker_that_leaves_the_list_go_to_others():
         simulated.target.step()
     assert simulated.homes == {FIRST, SECOND}
     simulated.list(SECOND)
-    assert simulated.nets[FIRST].is_closed
+    assert not simulated.nets[FIRST].is_open
     simulated.target.step()
     assert simulated.homes == {SECOND}
     before = len(simulated.target.widths)
@@ -98,38 +97,45 @@ def test_a_request_that_ended_at_a_worker_that_left_is_told_to_nobody():
     for _ in range(3):
         simulated.target.step()
     simulated.target.abort("0")
-    simulated.target.asker.end(["0"])  # to be told with the next ask
+    simulated.target.client.end(["0"])  # to be told with the next ask
+    num_asks = len(simulated.nets[FIRST].sent)
     simulated.list(SECOND)
     simulated.begin(1)
-    simulated.finish()  # a closed connection raises if it is used
+    simulated.finish()
+    assert len(simulated.nets[FIRST].sent) == num_asks
 
 
-def test_an_address_beyond_loopback_is_not_used_without_keys():
-    simulated = Simulated(FIRST, "tcp://192.0.2.1:5800", "nonsense")
-    assert [peer.link.address for peer in simulated.target.asker.peers] == [FIRST]
+def addresses(simulated: Simulated) -> list[str]:
+    return [link.address for link in simulated.target.client.links]
+
+
+def test_an_address_of_another_machine_is_not_used_without_keys():
+    assert addresses(Simulated(FIRST, "tcp://192.0.2.1:5800", "nonsense")) == [FIRST]
 
 
 def test_an_address_that_cannot_be_connected_to_leaves_the_others_alone():
+    """One that cannot be parsed, one that a name server would be asked for, and one refused."""
     simulated = Simulated()
+    simulated.following._keys = "keys"
 
-    def connect(address: str) -> Peer:
-        if address == SECOND:
-            raise zmq.ZMQError(zmq.EINVAL)
+    def connect(address: Address) -> Link:
+        if str(address) == SECOND:
+            raise ValueError("no such host")
         return simulated.connect(address)
 
-    simulated.following._connect = connect
-    simulated.list("tcp://127.0.0.1:*", SECOND, FIRST, FIRST)
+    simulated.following._link = connect
+    simulated.list("tcp://127.0.0.1:*", "tcp://drafts.example:5800", SECOND, FIRST, FIRST)
     simulated.target.step()
-    simulated.following.update(simulated.target.asker)
-    assert [peer.link.address for peer in simulated.target.asker.peers] == [FIRST]
+    simulated.following.update(simulated.target.client)
+    assert addresses(simulated) == [FIRST]
 
 
 def test_a_list_that_did_not_change_leaves_connections_alone():
     simulated = Simulated(FIRST, SECOND)
-    before = list(simulated.target.asker.peers)
+    before = list(simulated.target.client.links)
     simulated.list(FIRST, SECOND)
-    assert simulated.target.asker.peers == before
-    assert not any(net.is_closed for net in simulated.nets.values())
+    assert simulated.target.client.links == before
+    assert all(net.is_open for net in simulated.nets.values())
 
 
 def test_metrics_of_a_worker_that_left_are_gone_and_start_anew_when_it_returns():

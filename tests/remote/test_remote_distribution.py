@@ -2,7 +2,7 @@
 
 The target, the rule and the test are those of ``test_drafter_distribution.py``, which says what the
 chi-square test finds. Drafts come from a worker through the messages, sessions and deadlines of
-``dllm.remote``: late, lost, reordered, wrong, and as many as have come. More than the distribution
+``dllm.remote``: late, never asked for, wrong, and as many as have come. More than the distribution
 holds: each request gets the tokens that plain decoding draws.
 """
 
@@ -60,7 +60,7 @@ def test_the_first_three_tokens_have_the_targets_distribution(policy):
     clock = Clock()
     drafts = worker(clock, max_sessions=NUM_SLOTS * 3 // 4)  # some are forgotten all the time
     drafts._drafts = Knowing(alpha=0.8)
-    net = Net(drafts, clock, delay_s=0.0005, jitter_s=0.008, loss=0.05, draft_s=0.0005)
+    net = Net(drafts, clock, delay_s=0.0005, jitter_s=0.008, full=0.05, draft_s=0.0005)
     widths: WidthPolicy = FixedWidth(NUM_DRAFTS)
     if policy == "adaptive":
         widths = AdaptiveWidth(NUM_DRAFTS, NUM_SLOTS, clock=clock)
@@ -69,7 +69,7 @@ def test_the_first_three_tokens_have_the_targets_distribution(policy):
     drafter = Target(
         [net], clock, NUM_DRAFTS, deadline_s=0.02, policy=widths, num_slots=NUM_SLOTS
     ).drafter
-    drafter.asker._vocab_size = VOCAB
+    drafter.client._vocab_size = VOCAB
     found = np.full(NUM_SAMPLES, -1)
     texts: dict[int, list[int]] = {}
     kept: dict[int, list[int]] = {}
@@ -90,7 +90,7 @@ def test_the_first_three_tokens_have_the_targets_distribution(policy):
             rows.append(StepRow(str(request), text, in_prompt, int(count), num_verified, limit))
             if len(text) == LENGTH + 1:
                 found[request] = number_of(texts.pop(request))
-        drafter.end(drafter.asker.names - set(map(str, texts)))
+        drafter.end(drafter.client.names - set(map(str, texts)))
         clock.now += 50 * TICK_S
         drafter.follow(rows)
         names, taken = drafter.take()

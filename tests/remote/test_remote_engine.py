@@ -20,7 +20,7 @@ from dllm.drafter.widths.policy import FixedWidth
 from dllm.patches.contract import REMOTE_SCHEDULER
 from dllm.patches.remote import SPECULATOR
 from dllm.remote.engine import EngineDrafts
-from dllm.remote.wire import REPLY, Message, Row, decode, encode
+from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
 from tests.drafter.test_drafter_distribution import p_value
 from tests.drafter.test_drafter_engine import ALLOWED, joint_distribution
@@ -38,22 +38,20 @@ class Inline:
     """A connection to a worker of this process, which works while somebody waits."""
 
     def __init__(self, worker: Any) -> None:
-        self.address, self.worker = "tcp://127.0.0.1:1", worker
-        self.is_up, self.num_ups, self.num_refused = True, 1, 0
-        self.replies: list[Message] = []
-        self.num_asks = 0
+        self.worker = worker
+        self.is_open = self.is_ready = True
 
-    def send(self, message: Message) -> bool:
-        self.num_asks += 1
-        self.worker.hear(b"target", decode(encode(message)))
+    def send(self, data: bytes) -> bool:
+        self.worker.hear(1, read_ask(data[4:]))
         return True
 
-    def receive(self) -> list[Message]:
-        if self.worker.is_busy and not self.replies:
+    def read(self) -> list[bytes]:
+        if self.worker.is_busy:
             self.worker.draft()
-        self.replies += [decode(encode(reply)) for _, reply in self.worker.replies()]
-        replies, self.replies = self.replies, []
-        return replies
+        return [frame(reply)[4:] for _, reply in self.worker.replies()]
+
+    def close(self) -> None:
+        self.is_open = self.is_ready = False
 
 
 class Liar:
@@ -61,36 +59,35 @@ class Liar:
 
     def __init__(self, guess=None) -> None:
         self.guess, self.random = guess, random.Random(0)
-        self.pending: list[Message] = []
+        self.pending: list[Ask] = []
         self.texts: dict[int, list[int]] = {}
         self.is_busy = False
 
-    def hear(self, peer: bytes, message: Message) -> None:
-        self.pending.append(message)
+    def hear(self, peer: int, ask: Ask) -> None:
+        self.pending.append(ask)
 
-    def replies(self) -> Iterator[tuple[bytes, Message]]:
+    def replies(self) -> Iterator[tuple[int, Reply]]:
         pending, self.pending = self.pending, []
         for ask in pending:
             for row in ask.rows:
                 known = self.texts.setdefault(row.session, [])
                 known[row.start :] = row.tokens
-            rows = [self.row(row) for row in ask.rows if 0 < row.extra < 255]
-            yield b"target", Message(REPLY, ask.incarnation, ask.step, 0, rows)
+            yield 1, Reply(ask.step, [self.row(row) for row in ask.rows if row.want])
 
-    def row(self, row: Row) -> Row:
+    def row(self, row: Told) -> Guess:
         text = self.texts[row.session]
         if self.guess is not None:
-            return Row(row.session, len(text), self.guess(text, row.extra), 0)
+            return Guess(row.session, len(text), self.guess(text, row.want))
         tokens = [self.random.randrange(512) for _ in range(self.random.randint(0, 40))]
         if self.random.random() < 0.05:
             tokens.append(2**31 - 1)
         start = len(text) + self.random.choice((0, 0, 0, -1, 5))
-        return Row(row.session, max(0, start), tokens, self.random.random() < 0.05)
+        return Guess(row.session, max(0, start), tokens, self.random.random() < 0.05)
 
 
 def remote_engine(target: Path = TARGET, **options: Any) -> Engine:
     """A target with remote drafts, and nobody at the worker's address."""
-    given = {"workers": ["tcp://127.0.0.1:1"], "policy": "fixed", "fallback": "none"}
+    given = {"workers": ["/nowhere/worker.sock"], "policy": "fixed", "fallback": "none"}
     remote = {**given, **options.pop("remote", {})}
     speculative = {"method": "custom_class", "model": SPECULATOR}
     speculative["num_speculative_tokens"] = options.pop("num_drafts", NUM_DRAFTS)
@@ -106,16 +103,20 @@ def remote_engine(target: Path = TARGET, **options: Any) -> Engine:
 def drafted_by(engine: Engine, worker: Any) -> Iterator[Any]:
     """Let a worker of this process draft for the engine; its ``RemoteDrafter``."""
     drafter = engine.scheduler.remote
-    (peer,) = drafter.asker.peers
-    real, waits, deadline_s = peer.link, drafter.asker._wait, drafter._deadline_s
-    peer.link = Inline(worker)
-    drafter.asker._wait = lambda links, seconds: None
-    drafter._deadline_s = LONG_S
+    (link,) = drafter.client.links
+    dial, waits, deadline_s = link._dial, drafter.client._wait, drafter._deadline_s
+    link._dial, link._dialed_at = (lambda: Inline(worker)), float("-inf")
+    drafter.client._wait = lambda links, seconds: None
+    drafter._deadline_s = link._deadline_s = LONG_S
     drafter.num_remote = drafter.num_ngram = 0
+    for _ in range(2):
+        link.receive()
     try:
         yield drafter
     finally:
-        peer.link, drafter.asker._wait, drafter._deadline_s = real, waits, deadline_s
+        link.close()
+        link._dial, drafter.client._wait = dial, waits
+        drafter._deadline_s = link._deadline_s = deadline_s
 
 
 @pytest.fixture(scope="module")
@@ -253,8 +254,8 @@ def test_hostile_replies_change_no_token(alone, small):
     prompts = [prompt(length, length) for length in (3, 40, 90, 11)]
     with drafted_by(small, Liar()) as drafter:
         assert small.generate(prompts, greedy(60)) == alone.generate(prompts, greedy(60))
-    (peer,) = drafter.asker.peers
-    assert drafter.num_remote > 100 and peer.num_refused > 0
+    (link,) = drafter.client.links
+    assert drafter.num_remote > 100 and link.num_refused > 0
 
 
 def test_preempted_requests_lose_nothing(alone, small):
@@ -293,7 +294,7 @@ def test_aborted_requests_leave_nothing_behind(alone, small):
         finished = small.run()
     for name, answer in ((kept, answers[1]), (late, answers[2])):
         assert list(finished[name].outputs[0].token_ids) == answer
-    assert not drafter.asker.names
+    assert not drafter.client.names
     small.reset_prefix_cache()  # asserts that no KV block leaked
 
 
@@ -415,9 +416,9 @@ def test_a_width_of_zero_asks_nobody(small, alone):
         with drafted_by(small, Liar()) as drafter:
             drafter._wants_drafts = False
             small.generate([prompt(9)], greedy(10))
-            (peer,) = drafter.asker.peers
+            (link,) = drafter.client.links
             assert drafter.num_remote == 0
-            assert all(not message.rows for message in peer.link.worker.pending)
+            assert all(not ask.rows for ask in link.connection.worker.pending)
     finally:
         drafter.policy, drafter._wants_drafts = before, True
 
@@ -464,7 +465,7 @@ def count_widths(drafter: Any) -> list[int]:
         ({"workers": ["tcp://10.0.0.3:5800"]}, ["10.0.0.3", "draft-keys"]),
         ({"worker": []}, ["'worker'", "did you mean 'workers'"]),
         ({"width": 9}, ["width = 9", "0 to 5"]),
-        ({"keys": "/nowhere"}, ["/nowhere/target.key_secret"]),
+        ({"keys": "/nowhere"}, ["/nowhere/key.pem"]),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, words):

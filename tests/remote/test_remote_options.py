@@ -7,7 +7,7 @@ from dllm.remote import discovery
 from dllm.settings.remote import RemoteOptions
 from dllm.settings.server import PluginOptions
 
-WORKER = "tcp://127.0.0.1:5800"
+WORKER = "unix:///drafts/worker.sock"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,9 @@ def test_options_are_read():
     [
         (["--listen", "tcp://0.0.0.0:5800"], ["0.0.0.0", "draft-keys"]),
         (["--listen", "0.0.0.0:5800"], ["tcp://HOST:PORT"]),
-        (["--keys", "/nowhere"], ["/nowhere/worker.key_secret"]),
+        (["--listen", "tcp://127.0.0.1:5800"], ["127.0.0.1", "draft-keys"]),
+        (["--listen", "/tmp/worker.sock"], ["chmod 700 /tmp"]),
+        (["--keys", "/nowhere"], ["/nowhere/key.pem"]),
         (["--ahead", "-1"], ["--ahead -1", "at least 0"]),
         (["--max-sessions", "0"], ["--max-sessions 0"]),
         (["--session-ttl", "nan"], ["--session-ttl nan", "above 0"]),
@@ -104,7 +106,7 @@ def test_a_listed_worker_names_an_address_that_others_reach(monkeypatch, tmp_pat
     assert cli.main(["draft-keys", keys]) == 0
     listed = ["draft-worker", "--model", "/nowhere/model", "--keys", keys, "--discovery", "dynamo"]
     monkeypatch.setattr(discovery, "find_python", lambda: None)
-    for address in ("tcp://0.0.0.0:5800", "tcp://*:5800", "tcp://[::]:5800"):
+    for address in ("tcp://0.0.0.0:5800", "tcp://[::]:5800"):
         assert cli.main([*listed, "--listen", address]) == 1
         assert "targets are told this address" in capsys.readouterr().err
 

@@ -135,11 +135,9 @@ def test_one_worker_is_killed_and_another_hangs_in_the_middle_of_200_requests(
     assert [story.up(addresses) for story in (both, one, nobody)] == [[1, 1], [0, 1], [0, 0]]
     for address in addresses:
         assert both["remote_replies_total", address] > 20
-        assert end["remote_silences_total", address] >= 1
     asks = [story["remote_asks_total", addresses[0]] for story in (one, nobody)]
     assert asks[0] == asks[1]  # nobody asks who is dead
-    # Three, unless the missing heartbeat breaks the connection before.
-    assert nobody["remote_misses_total", addresses[1]] >= 1
+    assert nobody["remote_misses_total", addresses[1]] == 1
     drafts = [story["remote_drafts_total", "worker"] for story in (both, one, nobody, end)]
     assert drafts[1] > drafts[0] > 60 * NUM_TOKENS / 3
     assert drafts[3] > drafts[2] + 100  # drafts are back

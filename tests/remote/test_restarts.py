@@ -5,24 +5,24 @@ the engine core's part of it (``RemoteDrafter``), with real connections and real
 """
 
 import contextlib
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 
-import pytest
-
 from dllm.drafter.widths.policy import FixedWidth
-from dllm.remote.asker import Asker
+from dllm.remote.address import parse
+from dllm.remote.client import Client, Link
 from dllm.remote.drafter import RemoteDrafter, StepRow
-from dllm.remote.link import Link
-from dllm.remote.peers import Peer
+from dllm.remote.stream import dialer
+from dllm.remote.wire import reply_bytes
 from tests.support.oracle import VOCAB, truth
 from tests.support.process import start_python
 
 NUM_DRAFTS, STEP_S, DEADLINE_S = 4, 0.01, 0.05
 MAX_TOKENS = 300  # of a request; the next one begins in the same step
-GONE_STEPS = 100  # more than a second: all pauses between attempts are at their longest
+GONE_STEPS = 100  # a second
 BACK_S = 1.0
 LONG_S = 60.0  # a test that waits so long has failed
 
@@ -31,11 +31,11 @@ class LiveTarget:
     """A target that is ``truth``, one request after the other; each step takes STEP_S."""
 
     def __init__(self, address: str) -> None:
-        self.link = Link(address)
-        self.peer = Peer(self.link)
-        asker = Asker([self.peer], VOCAB)
+        dial = dialer(parse(address, None, "address"), None, reply_bytes(1))
+        self.link = Link(address, dial, DEADLINE_S)
+        client = Client([self.link], VOCAB)
         policy = FixedWidth(NUM_DRAFTS)
-        self.drafter = RemoteDrafter(asker, None, policy, NUM_DRAFTS, 1, DEADLINE_S)
+        self.drafter = RemoteDrafter(client, None, policy, NUM_DRAFTS, 1, DEADLINE_S)
         self._number = 0
         self._begin()
 
@@ -71,15 +71,15 @@ class LiveTarget:
         return time.monotonic()
 
     def step_until_none(self) -> None:
-        """Until nobody waits for the worker."""
+        """Until the worker is out."""
         end = time.monotonic() + LONG_S
-        while not self.peer.is_silent:
+        while not self.link.is_out:
             self.step()
             assert time.monotonic() < end, "the worker is still waited for"
 
 
 @contextlib.contextmanager
-def worker(address: str = "tcp://127.0.0.1:*") -> Iterator[tuple[subprocess.Popen, str, float]]:
+def worker(address: str) -> Iterator[tuple[subprocess.Popen, str, float]]:
     """A process, where it listens, and when it was ready (``time.monotonic``)."""
     with start_python("-m", "tests.support.oracle", address) as process:
         try:
@@ -101,8 +101,11 @@ def target_of(address: str) -> Iterator[LiveTarget]:
         target.link.close()
 
 
-def test_a_worker_that_is_started_again_is_used_within_a_second():
-    with worker() as (first, address, _), target_of(address) as target:
+def test_a_worker_that_is_started_again_is_used_within_a_second(tmp_path):
+    with (
+        worker(f"unix://{tmp_path}/worker.sock") as (first, address, _),
+        target_of(address) as target,
+    ):
         first.kill()
         target.step_until_none()
         for _ in range(3):
@@ -112,21 +115,20 @@ def test_a_worker_that_is_started_again_is_used_within_a_second():
                 assert target.step_until_drafts() - ready < BACK_S
                 process.kill()
                 target.step_until_none()
-        assert target.peer.num_silences == 4
+        assert target.link.num_ups == 4
 
 
-@pytest.mark.parametrize("is_long", [False, True])
-def test_a_worker_that_goes_on_is_used_within_a_second(is_long):
-    """A long pause breaks the connection, because no heartbeat comes."""
-    with worker() as (process, address, _), target_of(address) as target:
-        process.send_signal(signal.SIGSTOP)
+def test_a_worker_that_goes_on_is_used_within_a_second(tmp_path):
+    with (
+        worker(f"unix://{tmp_path}/worker.sock") as (process, address, _),
+        target_of(address) as target,
+    ):
+        os.kill(process.pid, signal.SIGSTOP)
         target.step_until_none()
-        end = time.monotonic() + LONG_S
-        while is_long and target.link.is_up:
-            target.step()
-            assert time.monotonic() < end
         for _ in range(GONE_STEPS):
             assert not target.step()
+        assert target.link.is_up and target.link.num_misses == 1
         going_on = time.monotonic()
-        process.send_signal(signal.SIGCONT)
+        os.kill(process.pid, signal.SIGCONT)
         assert target.step_until_drafts() - going_on < BACK_S
+        assert target.link.num_ups == 1

@@ -7,65 +7,68 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm.remote import wire
-from dllm.remote.wire import ASK, OVER, REPLY, UNKNOWN, Message, Row, decode, encode
+from dllm.remote.client import Session
+from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask, read_reply
+from dllm.remote.worker import Work
 from tests.support.oracle import VOCAB, plain
 from tests.support.remote_harness import Clock, Net, Target, worker
 
 NUM_MUTATED = 10_000
-U64, U32 = st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)
-LENGTH = st.integers(0, wire.MAX_START)
-TOKENS = st.lists(st.integers(0, wire.MAX_TOKEN_ID), max_size=9)
-EXTRA = {ASK: [*range(wire.MAX_WANT + 1), OVER], REPLY: [0, UNKNOWN]}
+NUMBER, LENGTH = st.integers(0, 2**63 - 1), st.integers(0, wire.MAX_INT32)
+TOKENS = st.lists(st.integers(0, wire.MAX_INT32), max_size=9)
+TOLD = st.builds(Told, NUMBER, LENGTH, TOKENS, st.integers(0, wire.MAX_WANT))
+ASKS = st.builds(
+    Ask, NUMBER, st.integers(0, 2**32 - 1), st.lists(TOLD, max_size=4), st.lists(NUMBER, max_size=4)
+)
+GUESSES = st.lists(st.builds(Guess, NUMBER, LENGTH, TOKENS, st.booleans()), max_size=4)
+REPLIES = st.builds(Reply, NUMBER, GUESSES)
 
 
-@st.composite
-def messages(draw, kind=None):
-    kind = draw(st.sampled_from((ASK, REPLY))) if kind is None else kind
-    row = st.builds(Row, U64, LENGTH, TOKENS, st.sampled_from(EXTRA[kind]))
-    return Message(kind, draw(U64), draw(U64), draw(U32), draw(st.lists(row, max_size=4)))
+def encode(message: Ask | Reply) -> bytes:
+    """Without the length in front, which is right."""
+    data = frame(message)
+    assert int.from_bytes(data[:4], "big") == len(data) - 4
+    return data[4:]
 
 
-@given(messages())
-def test_what_is_encoded_comes_back(message):
-    data = encode(message)
-    assert decode(data) == message
-    assert len(data) == 28 + sum(15 + 4 * len(row.tokens) for row in message.rows)
+@given(ASKS, REPLIES)
+def test_what_is_encoded_comes_back(ask, reply):
+    assert read_ask(encode(ask)) == ask and read_reply(encode(reply)) == reply
+    assert len(encode(reply)) <= wire.reply_bytes(len(reply.rows))
+    for read, other in ((read_ask, reply), (read_reply, ask)):
+        with pytest.raises(ValueError):
+            read(encode(other))
 
 
-@given(messages(), st.data())
+@given(ASKS, st.data())
 @settings(max_examples=200)
-def test_what_is_cut_or_longer_is_refused(message, data):
-    whole = encode(message)
+def test_what_is_cut_or_longer_is_refused(ask, data):
+    whole = encode(ask)
     cut = data.draw(st.integers(0, len(whole) - 1))
     for wrong in (whole[:cut], whole + b"\0"):
         with pytest.raises(ValueError):
-            decode(wrong)
+            read_ask(wrong)
 
 
-GOOD = encode(Message(ASK, 1, 2, 3, [Row(4, 5, [6], 7)]))
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [(0, b"X"), (2, b"\1"), (3, b"\2"), (24, b"\2"), (39, b"\x80"), (42, b"\x81"), (46, b"\x80")],
-    ids=["magic", "version", "kind", "rows", "start", "want", "token"],
-)
-def test_a_field_out_of_range_is_refused(place, value):
-    with pytest.raises(ValueError):
-        decode(GOOD[:place] + value + GOOD[place + 1 :])
-
-
-def test_more_rows_or_tokens_than_needed_are_refused():
-    row = Row(1, 0, [], 0)
-    for kind, most in ((ASK, wire.MAX_ROWS), (REPLY, 2)):
-        assert len(decode(encode(Message(kind, 1, 2, 3, [row] * most)), most).rows) == most
-        with pytest.raises(ValueError, match="rows; allowed"):
-            decode(encode(Message(kind, 1, 2, 3, [row] * (most + 1))), most)
-    longest = Message(REPLY, 1, 2, 3, [Row(1, 0, [5] * wire.MAX_GUESS, 0)])
-    assert decode(encode(longest)) == longest
-    assert len(encode(longest)) == wire.reply_bytes(1)
-    with pytest.raises(ValueError, match="a guess of"):
-        decode(encode(Message(REPLY, 1, 2, 3, [Row(1, 0, [5] * (wire.MAX_GUESS + 1), 0)])))
+def test_the_longest_messages_are_read_and_longer_ones_are_not():
+    last = wire.MAX_INT32
+    row = Guess(2**63 - 1, last, [last] * wire.MAX_GUESS)
+    longest = Reply(2**63 - 1, [row] * wire.MAX_ROWS)
+    assert len(encode(longest)) <= wire.reply_bytes(wire.MAX_ROWS)
+    assert read_reply(encode(longest)) == longest
+    told = [Told(2**63 - 1, last, [], wire.MAX_WANT)] * (wire.MAX_ROWS - 1)
+    told.append(Told(2**63 - 1, last, [last] * wire.MAX_TOLD, 0))
+    ask = Ask(2**63 - 1, 2**32 - 1, told, [2**63 - 1] * wire.MAX_ROWS)
+    assert len(encode(ask)) <= wire.MAX_ASK_BYTES
+    assert read_ask(encode(ask)) == ask
+    for reply in (
+        Reply(1, [Guess(1, 0, [])] * (wire.MAX_ROWS + 1)),
+        Reply(1, [Guess(1, 0, [5] * (wire.MAX_GUESS + 1))]),
+    ):
+        with pytest.raises(ValueError, match="length <="):
+            read_reply(encode(reply))
+    with pytest.raises(ValueError, match="length <="):
+        read_ask(encode(Ask(1, 0, [Told(1, 0, [5] * (wire.MAX_TOLD + 1), 0)])))
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
@@ -99,16 +102,14 @@ def test_mutated_asks_do_no_harm():
     num_read = 0
     for number in range(NUM_MUTATED):
         tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 5))]
-        extra = rng.choice((0, 1, 4, 4, 4, OVER))
-        row = Row(rng.randrange(8), rng.choice((0, 0, 0, 2, 5)), tokens, extra)
-        data = mutated(rng, encode(Message(ASK, rng.randrange(2), number, 1000, [row, row])))
+        told = Told(rng.randrange(8), rng.choice((0, 0, 0, 2, 5)), tokens, rng.choice((0, 1, 4)))
+        over = [rng.randrange(8)] if rng.random() < 0.2 else []
         try:
-            message = decode(data)
+            ask = read_ask(mutated(rng, encode(Ask(number, 1000, [told, told], over))))
         except ValueError:
             continue
         num_read += 1
-        if message.kind == ASK:
-            drafter.hear(rng.choice((b"a", b"b")), message)
+        drafter.hear(rng.choice((100, 101)), ask)
         if number % 50 == 0 and target.requests:
             target.step()
     target.run()
@@ -117,34 +118,31 @@ def test_mutated_asks_do_no_harm():
     assert target.drafter.num_remote > NUM_MUTATED // 50
     assert drafter.num_sessions <= 20
     clock.now += 61
-    drafter.hear(b"target", Message(ASK, 0, 0, 0, []))
     list(drafter.replies())
     drafter._forget_old()
     assert drafter.num_sessions == 0 and not drafter.is_busy
-    assert not drafter._drafts.runs and drafter._num_tokens == 0
+    assert not drafter._drafts.runs and drafter.num_tokens == 0
 
 
 class Mangled(Net):
-    """A worker whose replies are mutated, or invented from its memory of what it was asked."""
+    """A worker that sends mutations of each reply before the reply itself."""
 
     rng = random.Random(0)
     num_mangled = num_read = 0
 
-    def receive(self) -> list[Message]:
+    def read(self) -> list[bytes]:
         found = []
-        for reply in super().receive():
+        for reply in super().read():
             for _ in range(4):
                 self.num_mangled += 1
+                data = mutated(self.rng, reply)
                 try:
-                    message = decode(mutated(self.rng, encode(reply)))
+                    read_reply(data)
                 except ValueError:
-                    self.num_refused += 1
                     continue
                 self.num_read += 1
-                if message.kind == REPLY:
-                    found.append(message)
-            if self.rng.random() < 0.5:
-                found.append(reply)
+                found.append(data)
+            found.append(reply)
         return found
 
 
@@ -162,6 +160,42 @@ def test_mutated_replies_do_no_harm():
     for name, request in target.finished.items():
         assert request.tokens == plain([int(name) % VOCAB, 5, 7], 40)
     assert target.drafter.num_remote > 5 * number
-    asker = target.asker
     target.step()
-    assert not asker._sessions and not asker._by_number and not asker._homes
+    assert not target.client._sessions and not target.client._by_number
+
+
+# --- sessions -------------------------------------------------------------------------------------
+
+FEW = st.lists(st.integers(0, 3), max_size=12)
+
+
+@given(FEW, FEW, FEW, st.data())
+def test_a_worker_keeps_of_its_guess_what_is_not_contradicted(known, guess, tokens, data):
+    start = data.draw(st.integers(0, len(known)))
+    expected, said = known + guess, known[:start] + tokens
+    work = Work(list(known), list(guess))
+    agrees = work.hear(Told(1, start, tokens, 4))
+    assert work.tokens == said
+    assert agrees == (expected[: len(said)] == said)
+    assert work.tokens + work.guess == (expected if agrees else said)
+
+
+@given(FEW, FEW, st.integers(0, 12), st.integers(0, 5))
+def test_a_guess_is_used_behind_the_tokens_that_agree_with_it(tokens, guess, start, limit):
+    found = Session(1, start=start, guess=guess).usable(tokens, limit)
+    assert len(found) <= limit
+    for length in range(1, len(found) + 1):
+        whole = tokens + found[:length]
+        assert whole[start:] == guess[: len(whole) - start]
+    if not found and limit:
+        behind = tokens[start:]
+        assert start > len(tokens) or guess[: len(behind)] != behind or len(guess) <= len(behind)
+
+
+def test_an_older_reply_does_not_replace_a_newer_one():
+    session = Session(7, told=9)
+    session.take(Guess(7, 3, [1]), 5)
+    session.take(Guess(7, 2, [2]), 4)
+    assert (session.start, session.guess, session.told) == (3, [1], 9)
+    session.take(Guess(7, 0, [], is_unknown=True), 4)
+    assert (session.guess, session.told, session.resets) == ([1], 0, 1)

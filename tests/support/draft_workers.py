@@ -26,16 +26,13 @@ class WorkerProcess:
     """A process ``dllm draft-worker``; leaving a ``with`` block ends it.
 
     Args:
-        listen: its address; by default a free port of a loopback address of which no client takes
-            ports, so that a worker which starts again finds its port free.
+        listen: its address; by default a socket beside the log.
 
     Attributes:
         address: where it listens, once it is ready.
     """
 
-    def __init__(
-        self, model: Path, log: Path, *flags: str, listen: str = "tcp://127.0.0.2:*"
-    ) -> None:
+    def __init__(self, model: Path, log: Path, *flags: str, listen: str | None = None) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
         del environment["VLLM_CPU_KVCACHE_SPACE"]  # it would overrule FLAGS
@@ -44,7 +41,7 @@ class WorkerProcess:
         self.log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [*command, "--listen", listen, *FLAGS, *flags],
+                [*command, "--listen", listen or f"unix://{log}.sock", *FLAGS, *flags],
                 cwd=ROOT,
                 env=environment,
                 stdout=output,

@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from dllm.remote.link import Server
+from dllm.remote.address import parse
+from dllm.remote.stream import Server
 from dllm.remote.worker import DraftWorker
 
 VOCAB = 97
@@ -64,7 +65,7 @@ class Oracle:
 
 def main(address: str) -> None:
     """Draft until the process is killed; prints the address, and when it was ready."""
-    server = Server(address)
+    server = Server(parse(address, None, "address", is_own=True))
     print(server.address, time.monotonic(), flush=True)
     DraftWorker(Oracle()).serve(server, lambda: True)
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
-from dllm.remote.asker import Asker
+from dllm.remote.client import Client, Link
 from dllm.remote.drafter import RemoteDrafter, StepRow
 from dllm.remote.ngram import Ngrams
-from dllm.remote.peers import Peer
-from dllm.remote.wire import Message, decode, encode
+from dllm.remote.wire import Ask, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
 from tests.support.oracle import VOCAB, Oracle, truth
 
@@ -31,11 +30,11 @@ class Clock:
 
 
 class Net:
-    """A connection to a worker through a network that delays, loses and reorders (``Connection``).
+    """A worker behind a network that delays (``client.Connection``).
 
     Args:
-        delay_s, jitter_s: one way; messages overtake each other if there is jitter.
-        loss: share of the messages that are lost, each way.
+        delay_s, jitter_s: one way; no message overtakes another.
+        full: share of the asks that are not sent, because those before are not on their way.
         draft_s: a step of the worker's engine.
     """
 
@@ -45,83 +44,99 @@ class Net:
         clock: Clock,
         delay_s: float = 0.0,
         jitter_s: float = 0.0,
-        loss: float = 0.0,
+        full: float = 0.0,
         draft_s: float = TICK_S,
-        address: str = "tcp://127.0.0.1:1",
+        address: str = "unix:///1",
     ) -> None:
         self.address, self.worker, self.clock = address, worker, clock
-        self.delay_s, self.jitter_s, self.loss, self.draft_s = delay_s, jitter_s, loss, draft_s
-        self.is_up, self.num_ups, self.num_refused = True, 1, 0
-        self.is_hung = self.is_closed = False
+        self.delay_s, self.jitter_s, self.full, self.draft_s = delay_s, jitter_s, full, draft_s
+        self.is_open = self.is_ready = self.is_there = True
+        self.is_hung = False
         self._random, self._drafted_at = random.Random(1), 0.0
         self._out: list[tuple[float, bytes]] = []
         self._back: list[tuple[float, bytes]] = []
-        self.sent: list[Message] = []
+        self.sent: list[Ask] = []
+        self.peer = 0
 
-    def send(self, message: Message) -> bool:
-        assert not self.is_closed
-        if not self.is_up:
+    def dial(self) -> "Net | None":
+        """A new connection."""
+        if not self.is_there:
+            return None
+        self.is_open = self.is_ready = True
+        self.peer += 1
+        return self
+
+    def send(self, data: bytes) -> bool:
+        if not self.is_open or self._random.random() < self.full:
             return False
-        self.sent.append(message)
-        self._post(self._out, message)
+        self.sent.append(read_ask(data[4:]))
+        self._post(self._out, data[4:])
         return True
 
-    def _post(self, way: list[tuple[float, bytes]], message: Message) -> None:
-        if self._random.random() >= self.loss:
-            late = self.delay_s + self._random.random() * self.jitter_s
-            way.append((self.clock.now + late, encode(message)))
+    def _post(self, way: list[tuple[float, bytes]], data: bytes) -> None:
+        due = self.clock.now + self.delay_s + self._random.random() * self.jitter_s
+        way.append((max([due, *(time for time, _ in way[-1:])]), data))
 
-    def _due(self, way: list[tuple[float, bytes]]) -> list[Message]:
-        due = sorted(each for each in way if each[0] <= self.clock.now)
-        way[:] = [each for each in way if each[0] > self.clock.now]
-        return [decode(data) for _, data in due]
+    def _due(self, way: list[tuple[float, bytes]]) -> list[bytes]:
+        due = [data for time, data in way if time <= self.clock.now]
+        del way[: len(due)]
+        return due
 
     def turn(self) -> None:
         """What the worker does at this time."""
-        if self.is_hung or not self.is_up:
+        if self.is_hung or not self.is_open:
             return
-        for message in self._due(self._out):
-            self.worker.hear(b"target", message)
+        for data in self._due(self._out):
+            self.worker.hear(self.peer, read_ask(data))
         if self.clock.now >= self._drafted_at + self.draft_s:
             self._drafted_at = self.clock.now
             self.worker.draft()
         for _, reply in self.worker.replies():
-            self._post(self._back, reply)
+            self._post(self._back, frame(reply)[4:])
 
     @property
     def has_news(self) -> bool:
         return any(time <= self.clock.now for time, _ in self._back)
 
-    def receive(self) -> list[Message]:
-        assert not self.is_closed
+    def read(self) -> list[bytes]:
         self.turn()
         return self._due(self._back)
 
-    def kill(self) -> None:
-        """The worker's process ends, and the connection breaks."""
-        self.is_up = False
+    def close(self) -> None:
+        """The connection breaks."""
+        self.is_open = self.is_ready = False
         self._out.clear()
         self._back.clear()
+        self.worker.leave(self.peer)
 
-    def close(self) -> None:
-        """The target has no use for it any more."""
-        self.kill()
-        self.is_closed = True
+    def kill(self) -> None:
+        """The worker's process ends."""
+        self.is_there = False
+        self.close()
 
     def restart(self, worker: DraftWorker) -> None:
         """Another process at the same address."""
-        self.worker, self.is_up, self.num_ups = worker, True, self.num_ups + 1
+        self.worker, self.is_there = worker, True
 
 
-def wait(clock: Clock):
-    """What ``Asker`` waits with: the clock moves until a link has news."""
+def link_to(net: Net, deadline_s: float) -> Link:
+    """A target's link to a worker, which is up."""
+    link = Link(net.address, net.dial, deadline_s, net.clock)
+    for _ in range(2):
+        link.receive()
+    assert link.is_up
+    return link
 
-    def waits(links: Sequence[Net], seconds: float) -> None:
+
+def wait(clock: Clock, nets: Sequence[Net]):
+    """What ``Client`` waits with: the clock moves until there is news."""
+
+    def waits(links: Sequence[Link], seconds: float) -> None:
         end = clock.now + seconds
         while clock.now < end:
-            for link in links:
-                link.turn()
-            if any(link.has_news for link in links):
+            for net in nets:
+                net.turn()
+            if any(net.has_news for net in nets):
                 return
             clock.now += min(TICK_S, end - clock.now)
         clock.now = max(clock.now, end)
@@ -161,14 +176,17 @@ class Target:
     ) -> None:
         self.nets, self.clock, self.num_drafts = nets, clock, num_drafts
         self.step_s, self.per_draft_s = step_s, per_draft_s
-        self.peers = [Peer(net, clock) for net in nets]
-        self.asker = Asker(self.peers, VOCAB, clock, wait(clock))  # type: ignore[arg-type]
+        self.links = [link_to(net, deadline_s) for net in nets]
+        self.client = Client(self.links, VOCAB, clock, self._wait)
         policy = policy or FixedWidth(num_drafts)
-        self.drafter = RemoteDrafter(self.asker, ngrams, policy, num_drafts, num_slots, deadline_s)
+        self.drafter = RemoteDrafter(self.client, ngrams, policy, num_drafts, num_slots, deadline_s)
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Request] = {}
         self.steps: list[float] = []
         self.widths: list[int] = []
+
+    def _wait(self, links: Sequence[Link], seconds: float) -> None:
+        wait(self.clock, self.nets)(links, seconds)
 
     def add(self, name: str, prompt: list[int], num_tokens: int) -> None:
         """A request; its prompt is read in the next step."""
@@ -204,7 +222,7 @@ class Target:
             rows.append(StepRow(name, request.tokens, in_prompt, sampled, verified[name], limit))
             if is_over:
                 self.finished[name] = self.requests.pop(name)
-        self.drafter.end(self.asker.names - self.requests.keys())
+        self.drafter.end(self.client.names - self.requests.keys())
         self.drafter.follow(rows)
         names, drafts = self.drafter.take()
         for name, tokens in zip(names, drafts, strict=True):

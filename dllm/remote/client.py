@@ -1,0 +1,353 @@
+"""A target's side: connections to draft workers, and what each of them knows of each request.
+
+ask      behind a step of the target, when its tokens are known: tell what is new, ask for drafts
+collect  before the next step is scheduled: what has arrived, or arrives in time
+drafts   what of it the target's tokens do not contradict
+
+How long a step waits, and whether it asks at all, is the width policy's decision (``drafter``). A
+worker is *out*, so that nobody asks it or waits for it, while its connection is down, and when it
+has not answered within the deadline that the server's options name, until that answer comes.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dllm.remote import stream
+from dllm.remote.wire import MAX_ROWS, MAX_TOLD, Ask, Guess, Reply, Told, frame, read_reply
+
+RECONNECT_S = 0.1  # between two attempts
+CONNECT_WITHIN_S = 3.0
+MAX_RESETS = 3  # a worker that forgets a session more often is not asked for it again
+Texts = Mapping[str, Sequence[int]]  # the tokens of each request
+
+
+class Connection(Protocol):
+    """What a link needs of ``stream.Stream``."""
+
+    is_open: bool
+    is_ready: bool
+
+    def read(self) -> list[bytes]:
+        """Messages that are there."""
+
+    def send(self, data: bytes) -> bool:
+        """Whether the frame is on its way."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+class Link:
+    """One worker, as a target sees it: a connection that is made again whenever it breaks.
+
+    Args:
+        dial: begins a connection; gives None if nobody listens.
+        deadline_s: within which the worker has to answer.
+
+    Attributes:
+        is_up: the connection stands.
+        num_ups: how often it came up. Then the worker knows no session.
+        is_late: the last ask was not answered within the deadline.
+        step: of the last ask with a wish.
+        asked_at: when the oldest ask was sent that was not answered; None if all were.
+        over: sessions that have ended, to be told.
+        num_asks, num_replies: since the start, late replies included.
+        num_misses: how often it became late.
+        num_refused: messages that are no valid reply.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        dial: Callable[[], Connection | None],
+        deadline_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.address = address
+        self.connection: Connection | None = None
+        self.is_up = self.is_late = False
+        self.step = self.num_ups = 0
+        self.num_asks = self.num_replies = self.num_misses = self.num_refused = 0
+        self.asked_at: float | None = None
+        self.over: list[int] = []
+        self._dial, self._deadline_s, self._clock = dial, deadline_s, clock
+        self._dialed_at = float("-inf")
+
+    @property
+    def is_out(self) -> bool:
+        """Whether nobody asks it or waits for it."""
+        return not self.is_up or self.is_late
+
+    def ask(self, ask: Ask) -> bool:
+        """Send an ask; returns whether it is on its way."""
+        if self.connection is None or not self.connection.send(frame(ask)):
+            return False
+        self.num_asks += 1
+        self.over = []
+        if any(row.want for row in ask.rows):  # others get no reply
+            self.step = ask.step
+            self.asked_at = self._clock() if self.asked_at is None else self.asked_at
+        return True
+
+    def receive(self) -> list[Reply]:
+        """Replies that are there. Takes note of a broken connection, and makes it again."""
+        replies: list[Reply] = []
+        if self.connection is not None:
+            for data in self.connection.read():
+                try:
+                    reply = read_reply(data)
+                except ValueError:
+                    self.num_refused += 1
+                    self.close()
+                    break
+                if reply.step <= self.step:
+                    replies.append(reply)
+                else:  # to an ask that was never sent
+                    self.num_refused += 1
+        self._connect()
+        for reply in replies:
+            self.num_replies += 1
+            self.is_late = False
+            self.asked_at = None if reply.step >= self.step else self._clock()
+        if self.asked_at is not None and self._clock() - self.asked_at >= self._deadline_s:
+            self.num_misses += not self.is_late
+            self.is_late = True
+        return replies
+
+    def _connect(self) -> None:
+        now, connection = self._clock(), self.connection
+        is_slow = not self.is_up and now > self._dialed_at + CONNECT_WITHIN_S
+        if connection is not None and not connection.is_ready:
+            if not connection.is_open or is_slow:
+                self.close()
+        elif connection is not None and not self.is_up:
+            self.is_up = True
+            self.num_ups += 1
+        if self.connection is None and now >= self._dialed_at + RECONNECT_S:
+            self._dialed_at = now
+            self.connection = self._dial()
+
+    def close(self) -> None:
+        """Close the connection; what the worker knew and owed is void."""
+        if self.connection is not None:
+            self.connection.close()
+        self.connection, self.asked_at, self.over = None, None, []
+        self.is_up = self.is_late = False
+
+
+@dataclass
+class Session:
+    """A request as the target sees it.
+
+    Attributes:
+        number: of the session, on the wire.
+        link, num_ups: its worker, and the connection's number.
+        told: how many of its tokens the worker was told.
+        is_asked: the last ask named it and wished for drafts.
+        start: the guess stands behind so many tokens.
+        guess: token ids that the worker expects there.
+        answered: the step of the ask that this guess answers.
+        resets: how often the worker said that it lacks tokens.
+    """
+
+    number: int
+    link: Link | None = None
+    num_ups: int = 0
+    told: int = 0
+    is_asked: bool = False
+    start: int = 0
+    guess: list[int] = field(default_factory=list)
+    answered: int = 0
+    resets: int = 0
+
+    def take(self, row: Guess, step: int) -> None:
+        """Take a reply's row; an older one than the last is ignored."""
+        if row.is_unknown:
+            self.told, self.is_asked = 0, False
+            self.resets += 1
+        elif step >= self.answered:
+            self.start, self.guess, self.answered = row.start, row.tokens, step
+
+    def usable(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """The rest of the guess, ``limit`` drafts at most, unless ``tokens`` contradict it."""
+        done = len(tokens) - self.start
+        if not 0 <= done < len(self.guess):
+            return []
+        if list(tokens[self.start :]) != self.guess[:done]:
+            return []
+        return self.guess[done : done + limit]
+
+
+def wait(links: Iterable[Link], seconds: float) -> None:
+    """Wait until one of the links has news, ``seconds`` at most."""
+    stream.wait((each.connection for each in links if each.connection is not None), seconds)  # type: ignore[misc]
+
+
+class Client:
+    """The sessions of one engine core, with the workers that draft for them.
+
+    A session belongs to the worker with the highest random weight (rendezvous hashing), so that a
+    worker that is out moves its own sessions only, and targets need not agree on anything.
+
+    Args:
+        vocab_size: of the target: a reply with another token id is refused whole.
+        clock: seconds.
+        wait: as ``wait``.
+
+    Attributes:
+        num_moves: sessions that went to another worker.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+        wait: Callable[[Sequence[Link], float], None] = wait,
+    ) -> None:
+        self.links = links
+        self.num_moves = 0
+        self._vocab_size, self._clock, self._wait = vocab_size, clock, wait
+        self._sessions: dict[str, Session] = {}
+        self._by_number: dict[int, Session] = {}
+        self._step = self._number = 0
+
+    @property
+    def names(self) -> set[str]:
+        """The requests that have a session."""
+        return set(self._sessions)
+
+    def use(self, links: Sequence[Link]) -> None:
+        """Use these workers; connections to others are closed."""
+        for link in self.links:
+            if link not in links:
+                link.close()
+        self.links = links
+
+    def ask(self, texts: Texts, wants: Mapping[str, int], deadline_s: float) -> None:
+        """Tell what is new of these requests, and ask for ``wants`` drafts behind each.
+
+        Args:
+            deadline_s: how long ``collect`` will wait.
+        """
+        self._receive()
+        self._step += 1
+        for session in self._sessions.values():
+            session.is_asked = False
+        asks: dict[Link, list[tuple[Session, Told]]] = {link: [] for link in self.links}
+        room = {link: MAX_TOLD for link in self.links}
+        for name, tokens in texts.items():
+            session = self._session(name)
+            link = self._home(session)
+            if link is None or wants[name] < 1 or session.resets > MAX_RESETS:
+                continue
+            new = list(tokens[session.told : session.told + room[link]])
+            is_all = session.told + len(new) == len(tokens)
+            if len(asks[link]) < MAX_ROWS and (new or is_all):
+                want = wants[name] if is_all else 0  # the rest is told with the next ask
+                asks[link].append((session, Told(session.number, session.told, new, want)))
+                room[link] -= len(new)
+        deadline_us = min(round(1e6 * deadline_s), 2**32 - 1)
+        for link, asked in asks.items():
+            if not (asked or link.over) or link.is_out:
+                continue
+            rows = [row for _, row in asked]
+            if link.ask(Ask(self._step, deadline_us, rows, link.over)):
+                for session, row in asked:
+                    session.told = row.start + len(row.tokens)
+                    session.is_asked = row.want > 0
+
+    def collect(self, texts: Texts, seconds: float) -> float:
+        """Take replies; wait for those that are needed and awaited, ``seconds`` at most.
+
+        Returns:
+            Seconds waited.
+        """
+        start = self._clock()
+        self._receive()
+        while any(self._is_awaited(name, tokens) for name, tokens in texts.items()):
+            left = start + seconds - self._clock()
+            if left <= 0:
+                break
+            self._wait(self.links, left)
+            self._receive()
+        return self._clock() - start
+
+    def _is_awaited(self, name: str, tokens: Sequence[int]) -> bool:
+        """Whether a request has no usable draft, and a reply for it is on its way."""
+        session = self._sessions.get(name)
+        if session is None or not session.is_asked or session.link is None:
+            return False
+        link = session.link
+        is_coming = not link.is_out and link.asked_at is not None
+        return is_coming and link.num_ups == session.num_ups and not session.usable(tokens, 1)
+
+    def was_asked(self, name: str) -> bool:
+        """Whether the last ``ask`` asked a worker for drafts of this request."""
+        session = self._sessions.get(name)
+        return session is not None and session.is_asked
+
+    def drafts(self, name: str, tokens: Sequence[int], limit: int) -> list[int]:
+        """Drafts behind the tokens of a request; none if there are none, or the tokens differ."""
+        session = self._sessions.get(name)
+        return [] if session is None or limit < 1 else session.usable(tokens, limit)
+
+    def end(self, names: Iterable[str]) -> None:
+        """These requests are over; their workers hear of it with the next ask."""
+        for name in names:
+            session = self._sessions.pop(name, None)
+            if session is not None:
+                del self._by_number[session.number]
+                self._leave(session)
+
+    def _session(self, name: str) -> Session:
+        session = self._sessions.get(name)
+        if session is None:
+            self._number += 1
+            session = self._sessions[name] = Session(self._number)
+            self._by_number[self._number] = session
+        return session
+
+    def _home(self, session: Session) -> Link | None:
+        """The session's worker; another one, which knows nothing of it, if that is out."""
+        link = session.link
+        if link is None or link.is_out or link not in self.links:
+            link = choose(self.links, session.number)
+        if link is None or (link is session.link and link.num_ups == session.num_ups):
+            return link
+        if session.link is not None and link is not session.link:
+            self.num_moves += 1
+            self._leave(session)
+        session.link, session.num_ups, session.told = link, link.num_ups, 0
+        return link
+
+    def _leave(self, session: Session) -> None:
+        """Let its worker know that the session is over. What is not told it drops by age."""
+        link = session.link
+        is_known = link is not None and link.is_up and link.num_ups == session.num_ups
+        if link is not None and is_known and len(link.over) < MAX_ROWS:
+            link.over.append(session.number)
+
+    def _receive(self) -> None:
+        for link in self.links:
+            for reply in link.receive():
+                if any(max(row.tokens, default=0) >= self._vocab_size for row in reply.rows):
+                    link.num_refused += 1
+                    continue
+                for row in reply.rows:
+                    session = self._by_number.get(row.session)
+                    if session is not None and session.link is link:
+                        session.take(row, reply.step)
+
+
+def choose(links: Sequence[Link], key: int) -> Link | None:
+    """Of the workers that are not out the one for a session; None if all are out."""
+    able = [link for link in links if not link.is_out]
+    return max(able, key=lambda link: _weight(link.address, key), default=None)
+
+
+def _weight(address: str, key: int) -> bytes:
+    return hashlib.blake2b(f"{key} {address}".encode(), digest_size=8).digest()

@@ -1,0 +1,325 @@
+"""Frames over a Unix socket or TLS: a connection that never blocks, and a worker's server.
+
+How much memory a peer can take is decided here. Of each connection no more is kept than one
+incomplete frame, what one ``read`` takes from the socket, and two frames that wait to be sent. A
+server has MAX_CONNECTIONS at most.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Iterator
+
+from dllm.remote.address import Address, check_private, make_private
+from dllm.remote.keys import Keys
+from dllm.remote.wire import LENGTH_BYTES, MAX_ASK_BYTES, Ask, Reply, frame, read_ask
+
+MAX_CONNECTIONS = 64  # of a server
+CHUNK_BYTES = 1 << 18  # taken from a socket by one `read`
+MAX_FRAMES = 4  # given by one `read`
+GONE_AFTER_S = 3  # a machine that does not confirm what TCP sent is gone
+WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class Stream:
+    """One connection; it closes itself when it breaks, or a frame is too long.
+
+    Args:
+        connection: a socket that is connected, or is about to be.
+        max_bytes: of a message that is received.
+        keys: of this side; None without TLS.
+
+    Attributes:
+        is_open: not closed.
+        is_ready: connected, and the handshake is over.
+    """
+
+    def __init__(
+        self, connection: socket.socket, max_bytes: int, keys: Keys | None, is_server: bool = False
+    ) -> None:
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            _notice_lost_machines(connection)
+        self.is_open, self.is_ready = True, False
+        self._socket, self._max_bytes = connection, max_bytes
+        self._keys, self._is_server = keys, is_server
+        self._is_writing = not is_server  # the handshake, or the connection before it
+        self._in = bytearray()
+        self._out = self._next = memoryview(b"")
+
+    def fileno(self) -> int:
+        """For polling; -1 if it is closed."""
+        return self._socket.fileno()
+
+    @property
+    def events(self) -> int:
+        """What to poll for."""
+        return select.POLLIN | (select.POLLOUT if self._out or self._is_writing else 0)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``read`` has something to give that polling does not show."""
+        if self._frame_end() is not None:
+            return True
+        is_tls = self.is_ready and isinstance(self._socket, ssl.SSLSocket)
+        return is_tls and self._socket.pending() > 0  # type: ignore[attr-defined]
+
+    def read(self) -> list[bytes]:
+        """Messages that are there, so many at once that a flood does not stop the reader."""
+        with self._closing():
+            if self._get_ready():
+                self._flush()
+                if self._frame_end() is None:
+                    self._fill()
+        found: list[bytes] = []
+        while len(found) < MAX_FRAMES and (end := self._frame_end()) is not None:
+            found.append(bytes(self._in[LENGTH_BYTES:end]))
+            del self._in[:end]
+        return found
+
+    def send(self, data: bytes, replaces: bool = False) -> bool:
+        """Send a frame; returns whether it is on its way.
+
+        It is not while the frame before is still waiting.
+
+        Args:
+            replaces: then it waits, too, in place of another that does.
+        """
+        with self._closing():
+            if self._get_ready():
+                self._flush()
+        if not self.is_ready:
+            return False
+        if self._out:
+            self._next = memoryview(data) if replaces else self._next
+            return replaces
+        self._out = memoryview(data)
+        with self._closing():
+            self._flush()
+        return self.is_open
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.is_open = self.is_ready = self._is_writing = False
+        self._in = bytearray()
+        self._out = self._next = memoryview(b"")
+        self._socket.close()
+
+    def _frame_end(self) -> int | None:
+        """Where the first frame ends; None if it is incomplete."""
+        if len(self._in) < LENGTH_BYTES:
+            return None
+        size = int.from_bytes(self._in[:LENGTH_BYTES], "big")
+        if size > self._max_bytes:
+            self.close()
+            return None
+        return LENGTH_BYTES + size if LENGTH_BYTES + size <= len(self._in) else None
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
+        """What would block is left for later; every other error closes the connection."""
+        try:
+            yield
+        except WOULD_BLOCK:
+            pass
+        except OSError:
+            self.close()
+
+    def _get_ready(self) -> bool:
+        if not self.is_open or self.is_ready:
+            return self.is_ready
+        if error := self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, os.strerror(error))
+        try:
+            self._socket.getpeername()
+        except OSError:
+            raise BlockingIOError from None  # still connecting
+        if self._keys is not None:
+            self._shake_hands(self._keys)
+        self._is_writing, self.is_ready = False, True
+        return True
+
+    def _shake_hands(self, keys: Keys) -> None:
+        if not isinstance(self._socket, ssl.SSLSocket):
+            self._socket = keys.context(self._is_server).wrap_socket(
+                self._socket, server_side=self._is_server, do_handshake_on_connect=False
+            )
+        try:
+            self._socket.do_handshake()
+        except WOULD_BLOCK as error:
+            self._is_writing = isinstance(error, ssl.SSLWantWriteError)
+            raise
+        keys.check(self._socket)
+
+    def _fill(self) -> None:
+        left = CHUNK_BYTES
+        while left > 0:
+            data = self._socket.recv(left)
+            if not data:
+                raise ConnectionError("the other side has closed it")
+            self._in += data
+            left -= len(data)
+
+    def _flush(self) -> None:
+        while self._out:
+            self._out = self._out[self._socket.send(self._out) :]
+            if not self._out:
+                self._out, self._next = self._next, memoryview(b"")
+
+
+def _notice_lost_machines(connection: socket.socket) -> None:
+    """Let a TCP connection break soon after the other machine is gone; and send at once."""
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, 1),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, GONE_AFTER_S),
+        (socket.TCP_USER_TIMEOUT, 1000 * GONE_AFTER_S),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def dialer(address: Address, keys: Keys | None, max_bytes: int) -> Callable[[], Stream | None]:
+    """What begins a connection to a worker; the call returns None if nobody listens there.
+
+    Raises:
+        ValueError: its host is not known.
+    """
+    family, there = address.resolve()
+
+    def dial() -> Stream | None:
+        connection = socket.socket(family, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            if address.path:
+                check_private(address.path)
+            connection.connect(there)
+        except BlockingIOError:
+            if address.path:  # the worker has not taken those that knocked before
+                connection.close()
+                return None
+        except (OSError, ValueError):
+            connection.close()
+            return None
+        return Stream(connection, max_bytes, None if address.path else keys)
+
+    return dial
+
+
+def wait(streams: Iterable[Stream], seconds: float) -> None:
+    """Wait until one of the connections has news, ``seconds`` at most (down to milliseconds)."""
+    poll = select.poll()
+    for stream in streams:
+        if stream.has_news:
+            return
+        if stream.is_open:
+            poll.register(stream, stream.events)
+    poll.poll(int(1e3 * max(0.0, seconds)))
+
+
+class Server:
+    """A worker's side: asks of MAX_CONNECTIONS targets at most.
+
+    Of more, the one is closed that never asked, or that asked last the longest time ago.
+
+    Raises:
+        ValueError: nothing can listen at the address.
+
+    Attributes:
+        address: where it listens, with the port.
+        num_refused: connections that were closed because they sent what is no ask.
+    """
+
+    def __init__(self, address: Address, keys: Keys | None = None) -> None:
+        self.num_refused = 0
+        self._keys = None if address.path else keys
+        self._streams: dict[int, Stream] = {}  # the connection that asked last is the last one
+        self._quiet: dict[int, Stream] = {}  # those that never asked, in the order of arrival
+        self._number = 0
+        family, there = address.resolve()
+        if address.path:
+            make_private(address.path)
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if not address.path:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(there)
+            self._socket.listen(MAX_CONNECTIONS)
+        except OSError as error:
+            self._socket.close()
+            raise ValueError(f"{address}: {error.strerror}") from None
+        self._socket.setblocking(False)
+        if not address.path:
+            address = address._replace(port=self._socket.getsockname()[1])
+        self.address = address
+
+    def receive(self, seconds: float) -> list[tuple[int, Ask | None]]:
+        """Asks that are there, with the number of the connection; waits ``seconds`` at most.
+
+        None in place of an ask: the connection is closed. Its number does not come back.
+        """
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        everyone = self._quiet | self._streams
+        for stream in everyone.values():
+            poll.register(stream, stream.events)
+        has_news = any(stream.has_news for stream in everyone.values())
+        poll.poll(0 if has_news else round(1e3 * seconds))
+        found: list[tuple[int, Ask | None]] = []
+        for number, stream in everyone.items():
+            found.extend((number, ask) for ask in self._asks(number, stream))
+            if not stream.is_open:
+                found.append((number, None))
+        found.extend((number, None) for number in self._accept())
+        for number, ask in found:
+            if ask is None:
+                self._quiet.pop(number, None)
+                self._streams.pop(number, None)
+        return found
+
+    def _asks(self, number: int, stream: Stream) -> Iterator[Ask]:
+        for data in stream.read():
+            try:
+                ask = read_ask(data)
+            except ValueError:
+                self.num_refused += 1
+                stream.close()
+                return
+            self._quiet.pop(number, None)
+            self._streams.pop(number, None)
+            self._streams[number] = stream
+            yield ask
+
+    def _accept(self) -> Iterator[int]:
+        """Let in who knocks; gives the numbers of those that are closed to make room."""
+        for _ in range(MAX_CONNECTIONS):
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # nobody is left, or left again
+                return
+            if len(self._quiet) + len(self._streams) == MAX_CONNECTIONS:
+                group = self._quiet or self._streams
+                number = next(iter(group))
+                group.pop(number).close()
+                yield number
+            self._number += 1
+            stream = Stream(connection, MAX_ASK_BYTES, self._keys, is_server=True)
+            self._quiet[self._number] = stream
+
+    def reply(self, number: int, message: Reply) -> None:
+        """Send a reply. One that waits because the target does not read is replaced."""
+        stream = self._streams.get(number)
+        if stream is not None:
+            stream.send(frame(message), replaces=True)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for stream in (self._quiet | self._streams).values():
+            stream.close()
+        self._socket.close()
+        if self.address.path:
+            with contextlib.suppress(OSError):
+                os.unlink(self.address.path)

@@ -1,0 +1,517 @@
+"""Real sockets: a worker in a thread that is stopped and started; hostile peers; who is let in."""
+
+import contextlib
+import socket
+import ssl
+import stat
+import struct
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dllm.remote import stream
+from dllm.remote.address import Address, check_private, parse
+from dllm.remote.client import Link, wait
+from dllm.remote.keys import Keys, main
+from dllm.remote.stream import CHUNK_BYTES, MAX_CONNECTIONS, Server, dialer
+from dllm.remote.wire import (
+    MAX_ASK_BYTES,
+    MAX_GUESS,
+    MAX_ROWS,
+    Ask,
+    Guess,
+    Reply,
+    Told,
+    frame,
+    reply_bytes,
+)
+from dllm.remote.worker import DraftWorker
+from dllm.settings.command import CommandError
+from tests.support.oracle import Oracle, plain
+
+PROMPT = [1, 2, 3]
+ANSWER = [Guess(1, 3, plain(PROMPT, 2)[3:])]
+LONG_S = 20.0  # a test that waits so long has failed
+TCP = Address(host="127.0.0.1")
+
+
+@pytest.fixture
+def place(tmp_path) -> Address:
+    return Address(str(tmp_path / "worker.sock"))
+
+
+def until(link: Link, holds: Callable[[], bool]) -> None:
+    """Wait for something that news of this link bring."""
+    end = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < end, "not in time"
+        wait([link], 0.01)
+
+
+@contextlib.contextmanager
+def serving(address: Address, keys: Keys | None = None) -> Iterator[Server]:
+    """A draft worker with an oracle, in a thread."""
+    server, is_over = Server(address, keys), threading.Event()
+    worker = DraftWorker(Oracle())
+    thread = threading.Thread(target=worker.serve, args=(server, lambda: not is_over.is_set()))
+    thread.start()
+    try:
+        yield server
+    finally:
+        is_over.set()
+        thread.join()
+        server.close()
+
+
+@contextlib.contextmanager
+def linked(address: Address, keys: Keys | None = None, max_rows: int = 8) -> Iterator[Link]:
+    link = Link(str(address), dialer(address, keys, reply_bytes(max_rows)), LONG_S)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def ask(link: Link, step: int = 1) -> list[Guess]:
+    """The rows of the reply to an ask; asked again on a connection that broke meanwhile."""
+    found: list[Reply] = []
+    asked = 0
+
+    def has_answer() -> bool:
+        nonlocal asked
+        found.extend(link.receive())
+        if link.is_up and asked != link.num_ups:
+            assert link.ask(Ask(step, 10**6, [Told(1, 0, PROMPT, 2)]))
+            asked = link.num_ups
+        return bool(found)
+
+    until(link, has_answer)
+    return found[-1].rows
+
+
+def test_a_worker_that_goes_and_comes_back(place):
+    with linked(place) as link:
+        assert not link.receive() and not link.is_up
+        assert not link.ask(Ask(1, 0, []))  # nothing is kept for who is not there
+        for _ in range(2):
+            with serving(place):
+                assert ask(link) == ANSWER
+            until(link, lambda: bool(link.receive() or not link.is_up))
+        assert link.num_ups == 2 and link.num_refused == 0
+
+
+def test_a_socket_that_nobody_listens_at_is_removed_and_one_in_use_is_not(place):
+    with serving(place), pytest.raises(ValueError, match="in use"):
+        Server(place)
+    assert not Path(place.path).exists()
+    with socket.socket(socket.AF_UNIX) as left:  # as of a process that was killed
+        left.bind(place.path)
+    with serving(place), linked(place) as link:
+        assert ask(link) == ANSWER
+    Path(place.path).write_text("")
+    with pytest.raises(ValueError, match="no socket"):
+        Server(place)
+
+
+def test_a_socket_is_in_a_folder_that_nobody_else_enters(tmp_path):
+    new = Address(str(tmp_path / "new" / "worker.sock"))
+    with serving(new), linked(new) as link:
+        assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+        assert ask(link) == ANSWER
+        (tmp_path / "new").chmod(0o750)
+        with pytest.raises(ValueError, match="chmod 700"):
+            check_private(new.path)
+        with linked(new) as other:
+            for _ in range(3):
+                other.receive()
+            assert other.connection is None
+    with pytest.raises(ValueError, match="chmod 700"):
+        Server(new)
+
+
+# --- hostile targets ------------------------------------------------------------------------------
+
+
+class Hostile:
+    """A connection that sends bytes as fast as they are taken."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket, self.rest, self.is_closed = connection, b"", False
+        connection.setblocking(False)
+
+    @classmethod
+    def to(cls, address: Address) -> "Hostile":
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address.path)
+        return cls(connection)
+
+    def send(self, data: bytes) -> None:
+        """Go on with what was not taken before, and then with ``data``."""
+        self.rest = self.rest or data
+        try:
+            while self.rest and not self.is_closed:
+                self.rest = self.rest[self.socket.send(self.rest) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_closed = True
+
+
+def framed(message: object) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return struct.pack(">I", len(data)) + data
+
+
+GOOD = frame(Ask(1, 0, [Told(2**40, 0, [5], 1)]))
+WRONG = [
+    b"GET / HTTP/1.1\r\n\r\n" * 4,
+    struct.pack(">I", 0),
+    struct.pack(">I", 60) + b"x" * 60,
+    frame(Reply(1, [])),
+    framed(["dllm-ask-2", 1, 0, [], []]),
+    framed(["dllm-ask-3", 1, 0, [[1, 0, [2**31], 1]], []]),
+    framed(["dllm-ask-3", 1, 0, [[1, 0, [-1], 1]], []]),
+    framed(["dllm-ask-3", 1, 0, [[1, 0, ["5"], 1]], []]),
+    framed(["dllm-ask-3", 1, 0, [[1, 0, [5], 129]], []]),
+    framed(["dllm-ask-3", 1, 0, [[1, 2**31, [5], 1]], []]),
+    framed(["dllm-ask-3", 1, 0, [[1, 0, [5], 1, 0]], []]),
+    framed(["dllm-ask-3", 1, 0, [[1, 0, [], 0]] * (MAX_ROWS + 1), []]),
+    framed(["dllm-ask-3", 1, 2**32, [], []]),
+    framed({"type": "dllm-ask-3", "step": 1}),
+]
+
+
+@pytest.mark.parametrize("data", WRONG, ids=range(len(WRONG)))
+def test_who_sends_what_is_no_ask_is_not_listened_to(place, data):
+    with serving(place) as server, linked(place) as link:
+        assert ask(link) == ANSWER
+        hostile = Hostile.to(place)
+        hostile.send(GOOD + data + GOOD)
+        hostile.socket.settimeout(LONG_S)
+        with contextlib.suppress(ConnectionResetError):
+            while hostile.socket.recv(1 << 16):
+                pass  # until it is closed
+        assert server.num_refused <= 1
+        assert ask(link, 2) == ANSWER
+        assert link.num_ups == 1
+        hostile.socket.close()
+
+
+ENDLESS = struct.pack(">I", 2**32 - 1) + b"x" * (1 << 20)
+LONGEST = struct.pack(">I", MAX_ASK_BYTES)
+FULL = frame(Ask(1, 0, [Told(number, 0, [], 1) for number in range(MAX_ROWS)]))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (b"", ENDLESS),
+        (LONGEST, b"x" * (1 << 20)),
+        (LONGEST + b"x" * (MAX_ASK_BYTES - 1), b""),
+        (b"", GOOD * 1000),
+        (b"", FULL * 4),
+    ],
+    ids=["endless frame", "garbage", "unfinished frame", "flood", "flood of sessions"],
+)
+def test_what_a_hostile_target_takes_of_memory_is_bounded(place, first, then):
+    """It sends whenever there is room, and reads nothing; another target is served meanwhile."""
+    server, worker = Server(place), DraftWorker(Oracle(max_len=64))
+    many = [Hostile.to(place) for _ in range(2)]
+    with linked(place) as link:
+        tracemalloc.start()
+        try:
+            for hostile in many:
+                hostile.send(first)
+            for step in range(1, 11):
+                for hostile in many:
+                    hostile.send(then)
+                answered = link.num_replies
+                asked = 0
+                end = time.monotonic() + LONG_S
+                while link.num_replies == answered:
+                    worker.turn(server)
+                    rows = [row for reply in link.receive() for row in reply.rows]
+                    if link.is_up and asked != link.num_ups:
+                        asked = link.num_ups
+                        assert link.ask(Ask(step, 10**6, [Told(1, 0, PROMPT, 2)]))
+                    assert time.monotonic() < end
+                assert rows == ANSWER
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    # A frame, what is read at once, two replies; and what the worker keeps of its sessions.
+    each = MAX_ASK_BYTES + CHUNK_BYTES + 2 * reply_bytes(MAX_ROWS)
+    assert peak < len(many) * each + 2000 * worker.limits.max_sessions
+    assert worker.num_sessions <= worker.limits.max_sessions
+    assert link.num_ups == 1
+    for stream_ in (server._quiet | server._streams).values():
+        assert len(stream_._in) <= 4 + MAX_ASK_BYTES + CHUNK_BYTES
+    for hostile in many:
+        hostile.socket.close()
+    server.close()
+
+
+def test_many_connections_do_not_push_out_who_asks(place):
+    with serving(place) as server, linked(place) as link:
+        assert ask(link) == ANSWER
+        many = []
+        for number in range(3 * MAX_CONNECTIONS):
+            many.append(Hostile.to(place))
+            many[-1].send(GOOD[: number % len(GOOD)])
+        for step in range(2, 6):
+            assert ask(link, step) == ANSWER
+        assert len(server._quiet) + len(server._streams) <= MAX_CONNECTIONS
+        assert link.num_ups == 1
+        for hostile in many:
+            hostile.socket.close()
+
+
+def test_of_those_who_ask_the_one_that_asked_last_longest_ago_makes_room(place, monkeypatch):
+    monkeypatch.setattr(stream, "MAX_CONNECTIONS", 2)
+    server = Server(place)
+    first, second = Hostile.to(place), Hostile.to(place)
+
+    def ask_as(hostile: Hostile) -> int:
+        """The number of its connection."""
+        hostile.send(GOOD)
+        while True:
+            for number, message in server.receive(LONG_S):
+                assert message is not None
+                return number
+
+    numbers = [ask_as(each) for each in (first, second, first)]
+    assert numbers[0] == numbers[2] != numbers[1]
+    late = Hostile.to(place)
+    assert server.receive(LONG_S) == [(numbers[1], None)]
+    assert ask_as(first) == numbers[0]
+    for hostile in (first, second, late):
+        hostile.socket.close()
+    server.close()
+
+
+def test_sessions_end_with_their_connection(place):
+    server, worker = Server(place), DraftWorker(Oracle())
+    with linked(place) as link:
+        end = time.monotonic() + LONG_S
+        while not worker.num_sessions:
+            link.receive()
+            if link.is_up and not link.num_asks:
+                assert link.ask(Ask(1, 10**6, [Told(1, 0, PROMPT, 100)]))
+            worker.turn(server)
+            assert time.monotonic() < end
+    while worker.num_sessions:
+        worker.turn(server)
+        assert time.monotonic() < end
+    assert not worker.is_busy and not worker._drafts.runs
+    server.close()
+
+
+# --- hostile workers ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hostile_worker(place: Address, max_rows: int = 2) -> Iterator[tuple[Link, Hostile]]:
+    """A link to a worker that sends whatever it is told to."""
+    with socket.socket(socket.AF_UNIX) as listening, linked(place, max_rows=max_rows) as link:
+        listening.bind(place.path)
+        listening.listen()
+        until(link, lambda: bool(link.receive() or link.is_up))
+        hostile = Hostile(listening.accept()[0])
+        yield link, hostile
+        hostile.socket.close()
+
+
+def test_a_target_reads_so_much_at_once_however_much_is_there(place):
+    full = Reply(1, [Guess(1, 0, [70_000] * MAX_GUESS)] * 2)
+    with hostile_worker(place) as (link, hostile):
+        num_read = 0
+        for _ in range(50):
+            hostile.send(frame(full) * 100)
+            found = link.receive()
+            assert all(each == full for each in found) and len(found) <= stream.MAX_FRAMES
+            assert len(link.connection._in) <= 4 + reply_bytes(2) + CHUNK_BYTES
+            num_read += len(found)
+        assert num_read > 100 and link.is_up
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        frame(Ask(1, 0, [])),
+        framed(["dllm-reply-3", 1, [[1, 0, [5] * (MAX_GUESS + 1), False]]]),
+        struct.pack(">I", reply_bytes(2) + 1) + b"x" * 100_000,
+        struct.pack(">I", 9) + b"x" * 9,
+    ],
+    ids=["an ask", "too many tokens", "too long", "garbage"],
+)
+def test_what_is_no_reply_ends_the_connection(place, data):
+    with hostile_worker(place) as (link, hostile):
+        hostile.send(data)
+        until(link, lambda: bool(link.receive() or not link.is_up))
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def write_pair(folder: Path) -> Path:
+    assert main([str(folder)]) == 0
+    return folder
+
+
+def trust(folder: Path, other: Path) -> None:
+    """What the page says: copy the public part of the other."""
+    (folder / "trusted" / f"{other.name}.pem").write_bytes((other / "certificate.pem").read_bytes())
+
+
+@pytest.fixture
+def pairs(tmp_path) -> dict[str, Path]:
+    """A worker and two targets that know each other, and a stranger that knows the worker."""
+    found = {name: write_pair(tmp_path / name) for name in ("worker", "one", "two", "stranger")}
+    for name in ("one", "two", "stranger"):
+        trust(found[name], found["worker"])
+    for name in ("one", "two"):
+        trust(found["worker"], found[name])
+    return found
+
+
+def keys_of(folder: Path) -> Keys:
+    return Keys(str(folder))
+
+
+def test_only_targets_whose_certificate_is_known_are_let_in(pairs):
+    with serving(TCP, keys_of(pairs["worker"])) as server:
+        with linked(server.address, keys_of(pairs["stranger"])) as outside:
+            for name in ("one", "two"):
+                with linked(server.address, keys_of(pairs[name])) as link:
+                    for step in range(1, 4):
+                        assert ask(link, step) == ANSWER
+                        outside.receive()
+                        if outside.is_up:
+                            outside.ask(Ask(1, 10**6, [Told(1, 0, PROMPT, 2)]))
+            assert outside.num_replies == 0
+        with socket.create_connection(("127.0.0.1", server.address.port)) as plain_text:
+            plain_text.settimeout(LONG_S)
+            plain_text.sendall(GOOD)
+            with contextlib.suppress(ConnectionResetError):
+                assert b"dllm" not in plain_text.recv(1000)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        with (
+            socket.create_connection(("127.0.0.1", server.address.port)) as raw,
+            contextlib.suppress(OSError),
+            context.wrap_socket(raw) as nobody,
+        ):
+            nobody.settimeout(LONG_S)
+            nobody.sendall(GOOD)
+            assert not nobody.recv(1000)
+        assert not server._quiet or not server._streams
+
+
+def test_a_target_talks_to_the_worker_that_it_knows_only(pairs):
+    """One that has the right to be asked elsewhere, at this address, sees no token."""
+    trust(pairs["stranger"], pairs["one"])
+    with serving(TCP, keys_of(pairs["stranger"])) as server:
+        with linked(server.address, keys_of(pairs["one"])) as link:
+            until(link, lambda: bool(link.receive() or (link._dialed_at and not link.connection)))
+            assert link.num_ups == 0
+        assert not server._streams
+
+
+def test_a_certificate_without_its_key_is_refused(pairs):
+    (pairs["two"] / "certificate.pem").write_bytes((pairs["one"] / "certificate.pem").read_bytes())
+    with pytest.raises(ValueError, match="keys: "):
+        keys_of(pairs["two"])
+
+
+def test_secrets_are_for_their_owner(tmp_path):
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    folder.chmod(0o755)
+    write_pair(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert stat.S_IMODE((folder / "key.pem").stat().st_mode) == 0o600
+    with pytest.raises(CommandError, match="has keys already"):
+        main([str(folder)])
+    with pytest.raises(CommandError, match="is no folder"):
+        main([str(folder / "key.pem")])
+    with pytest.raises(ValueError, match="nobody is trusted"):
+        keys_of(folder)
+    trust(folder, folder)
+    keys_of(folder)
+    (folder / "key.pem").chmod(0o644)
+    with pytest.raises(ValueError, match="others may read"):
+        keys_of(folder)
+    with pytest.raises(ValueError, match="draft-keys"):
+        keys_of(folder / "trusted")
+
+
+@pytest.mark.parametrize("name", ["trusted/one.pem", "certificate.pem", "key.pem"])
+def test_a_file_that_holds_no_key_is_refused(pairs, name):
+    (pairs["worker"] / name).write_text("junk")
+    with pytest.raises(ValueError, match="keys: "):
+        keys_of(pairs["worker"])
+
+
+def test_an_address_of_ipv6_is_one_to_listen_at(pairs):
+    address = Address(host="::1")
+    with (
+        serving(address, keys_of(pairs["worker"])) as server,
+        linked(parse(str(server.address), "keys", "workers"), keys_of(pairs["one"])) as link,
+    ):
+        assert ask(link) == ANSWER
+
+
+# --- addresses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["tcp://127.0.0.1:5800", "tcp://0.0.0.0:5800", "tcp://drafts.example:5800", "tcp://[::]:5800"],
+)
+def test_tcp_needs_keys(given):
+    assert str(parse(given, "keys", "--listen")) == given
+    with pytest.raises(ValueError, match="TCP needs keys"):
+        parse(given, None, "--listen")
+
+
+def test_a_path_is_a_socket(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for given in ("unix:///home/me/a.sock", "/home/me/a.sock", "~/a.sock"):
+        assert str(parse(given, None, "workers")) == "unix:///home/me/a.sock"
+    assert parse("tcp://127.0.0.1:*", "keys", "--listen", is_own=True) == TCP
+    assert "*" not in str(parse("~/worker-*.sock", None, "--listen", is_own=True))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        5,
+        "127.0.0.1:5800",
+        "http://127.0.0.1:1",
+        "tcp://127.0.0.1",
+        "tcp://:5",
+        "tcp://a:x",
+        "tcp://127.0.0.1:*",
+        "tcp://*:5800",
+        "tcp://127.0.0.1:\u0665\u0668\u0660\u0660",
+        "tcp://127.0.0.1#x:5800",
+        "tcp://127.0.0.1:0;10.0.0.5:5800",
+        "tcp://127.0.0.1:5800\n",
+        "tcp://[::1:5800",
+        "tcp://[::1::2]:5800",
+        "unix://",
+        "unix://a",
+        "/a/*",
+        "/" + 107 * "a",
+        "/\ud800",
+        "/a\0",
+    ],
+)
+def test_what_is_no_address_is_refused(given):
+    with pytest.raises(ValueError, match="tcp://HOST:PORT"):
+        parse(given, "keys", "workers")
