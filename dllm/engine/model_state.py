@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.interface import ModelState
 from vllm.v1.worker.gpu.states import RequestState
@@ -85,7 +86,16 @@ class DiffusionModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Our sampler in place of vLLM's, and no rejection sampler: no draft is ever rejected."""
-        forward = CanvasForward(self, sampler.req_states.draft_tokens)
+        requests = sampler.req_states
+        # For prompt logprobs vLLM reads the id behind each scheduled token, of all requests of the
+        # step. A canvas may end with the context; behind the last slot there is foreign memory.
+        requests.all_token_ids = StagedWriteTensor(
+            (self.max_num_reqs + 1, self.max_model_len),
+            dtype=torch.int32,
+            device=self.device,
+            uva_instead_of_gpu=True,
+        )
+        forward = CanvasForward(self, requests.draft_tokens)
         self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
         ours = DiffusionSampler(
             self.vllm_config, self.family, self.canvases, sampler, self.grammars, self.loop

@@ -2,7 +2,8 @@
 
 To vLLM's scheduler a canvas is draft tokens (``request.spec_token_ids``). It needs their number
 only; the token ids stay in the worker. The first canvas of a request is scheduled with the last
-chunk of its prompt.
+chunk of its prompt, unless the request asks for prompt logprobs: vLLM's worker takes whatever is
+scheduled together with a prompt for a part of it, and would score the canvas, too.
 
 When a block is emitted, its tokens are added to ``request.num_tokens`` but not to
 ``num_computed_tokens``. So vLLM's scheduler schedules the block's tokens once more in the next
@@ -121,7 +122,7 @@ class CanvasScheduler(Scheduler):
         canvas fit into this step.
         """
         for request in self.running:
-            if request.is_prefill_chunk:
+            if request.is_prefill_chunk and not _asks_for_prompt_logprobs(request):
                 request.spec_token_ids = [UNKNOWN] * self._canvas_width(request)
 
     def _give_canvases_to_new_requests(self, output: SchedulerOutput) -> None:
@@ -138,6 +139,8 @@ class CanvasScheduler(Scheduler):
             left = self.max_num_scheduled_tokens - output.total_num_scheduled_tokens
             is_whole = request.num_computed_tokens == request.num_tokens
             if not is_whole or not 0 < width <= min(left, cap - scheduled):
+                continue
+            if _asks_for_prompt_logprobs(request):
                 continue
             # vLLM has counted the prompt as computed, so the new pages are those of the canvas. It
             # has counted it as in flight, too, so no page is freed that the prompt still needs.
@@ -222,3 +225,10 @@ class CanvasScheduler(Scheduler):
         for _ in range(self._num_passes - 1):
             stats = add(stats, width, 0, num_invalid_spec_tokens, request_id)
         return add(stats, width, num_accepted_tokens, num_invalid_spec_tokens, request_id)
+
+
+def _asks_for_prompt_logprobs(request: Request) -> bool:
+    params = request.sampling_params
+    return params is not None and (
+        params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+    )

@@ -129,9 +129,6 @@ PATCHES = {
         "in the worker: memory profiling runs the largest denoise step; vLLM's dummy batch holds "
         "no canvas"
     ),
-    "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker.compute_prompt_logprobs": (
-        "in the worker: prompts that ask are scored, and no canvas or block beside them"
-    ),
     "vllm.v1.engine.core.EngineCoreProc.run_busy_loop": (
         "in a worker that is in the engine core's process: the denoise loop ends when a request "
         "arrives"

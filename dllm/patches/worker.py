@@ -38,7 +38,6 @@ class Visits:
 def prepare_runner() -> None:
     """Patch Model Runner V2 in this worker's process; calling it again changes nothing."""
     _profile_whole_canvases()
-    _score_only_prompts_that_ask()
     _notice_arrivals()
 
 
@@ -64,38 +63,6 @@ def _profile_whole_canvases() -> None:
         self.sampler(self.model.compute_logits(hidden), batch)
 
     GPUModelRunner._dummy_sampler_run = _dummy_sampler_run  # type: ignore[method-assign]
-
-
-@functools.cache
-def _score_only_prompts_that_ask() -> None:
-    """Compute prompt logprobs only for the prompts of requests that ask for them.
-
-    vLLM computes logits for all tokens of a step in which any request asks. This applies to every
-    model of the process; the logprobs are the same.
-    """
-    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
-
-    from dllm.engine.prompt_rows import asking_requests, batch_of_requests
-
-    compute = PromptLogprobsWorker.compute_prompt_logprobs
-
-    def compute_prompt_logprobs(
-        self: Any,
-        logits_fn: Any,
-        hidden_states: Any,
-        input_batch: Any,
-        all_token_ids: Any,
-        num_computed_tokens: Any,
-        prompt_lens: Any,
-    ) -> Any:
-        asking = asking_requests(self.uses_prompt_logprobs, input_batch, prompt_lens)
-        if len(asking) == 0:
-            return {}
-        tokens, part = batch_of_requests(input_batch, asking)
-        state = (all_token_ids, num_computed_tokens, prompt_lens)
-        return compute(self, logits_fn, hidden_states[tokens], part, *state)
-
-    PromptLogprobsWorker.compute_prompt_logprobs = compute_prompt_logprobs  # type: ignore[method-assign]
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from dllm.engine import logprobs
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.logprobs import BlockLogprobs
 from dllm.engine.prompt_logprobs import PendingPromptLogprobs
-from dllm.engine.prompt_rows import asking_requests, batch_of_requests
 from dllm.patches.cpu import register_cpu_kernels
 
 VOCAB, SLOTS, CANVAS = 20, 4, 5
@@ -182,27 +181,3 @@ def test_what_nobody_waits_for_is_forgotten():
     again = output({"a": True})
     pending.postpone(again, {"a"})
     assert not again.prompt_logprobs_dict and not again.prompt_token_id_logprobs_dict
-
-
-def test_the_tokens_of_prompts_that_ask():
-    """Rows: a canvas, a prompt that asks, one that does not, one that asks and is past its end."""
-    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
-
-    buffers = InputBuffers(4, 64, torch.device("cpu"))
-    batch = InputBatch.make_dummy(4, 40, buffers)
-    batch.idx_mapping_np, batch.idx_mapping = np.array([2, 0, 3, 1]), torch.tensor([2, 0, 3, 1])
-    batch.num_scheduled_tokens = np.array([8, 11, 5, 16])
-    batch.query_start_loc_np = np.array([0, 8, 19, 24, 40], dtype=np.int32)
-    batch.num_computed_prefill_tokens_np = np.array([30, 10, 0, 20])
-    batch.prefill_len_np = np.array([30, 40, 5, 20])
-    uses = np.array([True, True, True, False])
-    prompt_lens = np.array([40, 20, 30, 5])  # by slot
-    asking = asking_requests(uses, batch, prompt_lens)
-    assert asking.tolist() == [1]
-    tokens, part = batch_of_requests(batch, np.array([1, 3]))
-    assert tokens.tolist() == [*range(8, 19), *range(24, 40)]
-    assert part.req_ids == [batch.req_ids[1], batch.req_ids[3]]
-    assert (part.num_reqs, part.num_tokens) == (2, 27)
-    assert part.query_start_loc.tolist() == part.query_start_loc_np.tolist() == [0, 11, 27]
-    assert part.idx_mapping.tolist() == part.idx_mapping_np.tolist() == [0, 1]
-    assert part.num_computed_prefill_tokens_np.tolist() == [10, 20]

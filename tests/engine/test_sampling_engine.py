@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.test_engine import scheduler_watch
+from tests.engine.test_engine import scheduled_spans, scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import (
@@ -415,24 +415,22 @@ def test_prompt_logprobs_beside_requests_in_the_middle_of_theirs(engine):
             assert logprob.logprob == pytest.approx(theirs[token].logprob, abs=1e-3)
 
 
-def test_only_prompts_that_ask_get_logits(engine, monkeypatch):
-    """No canvas and no emitted block of another request, and no prompt of one that does not ask."""
-    model, sizes = engine.runner.model, []
-    compute = model.compute_logits
-    monkeypatch.setattr(
-        model, "compute_logits", lambda hidden: (sizes.append(len(hidden)), compute(hidden))[1]
-    )
-    engine.reset_prefix_cache()
-    engine.add(prompt(33), params(3))
-    with engine.one_pass_a_visit():
-        for _ in range(2):
-            engine.step()
-        del sizes[:]
-        for context, options in ((prompt(50), {}), (prompt(21), {"prompt_logprobs": 1})):
-            engine.add(context, params(1, **options))
-        engine.step()
-    assert sizes == [3 * CANVAS, 21]
-    engine.run()
+def test_a_prompt_that_is_scored_comes_without_a_canvas(engine, checkpoint, monkeypatch):
+    """Any worker of vLLM scores the prompt, and nothing else; the last of several chunks, too."""
+    for one in (engine, get_engine(checkpoint(), max_num_batched_tokens=72)):
+        one.reset_prefix_cache()
+        schedules = scheduler_watch(monkeypatch, one, "schedule")
+        (output,) = one.outputs([prompt(100)], params(1, prompt_logprobs=1))
+        assert len(output.prompt_logprobs) == 100
+        spans = scheduled_spans([schedule for _, schedule in schedules])
+        assert [canvas for _, _, canvas in spans if canvas]
+        assert not [span for span in spans if span[0] < 0 and span[2]]
+
+
+def test_what_stands_behind_the_last_slot_is_never_scored(engine):
+    """vLLM reads the token behind each scheduled one; the last canvas may end the context."""
+    ids, requests = engine.runner.req_states.all_token_ids.gpu, engine.runner.max_num_reqs
+    assert ids.shape == (requests + 1, engine.runner.max_model_len)
 
 
 def test_prompt_logprobs_of_an_aborted_request_are_forgotten(engine):
