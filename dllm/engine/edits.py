@@ -34,8 +34,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.state import CanvasState
-
-NO_TOKEN = -1  # in place of a token id where no step has chosen one; equals no real id
+from dllm.settings.denoising import NO_TOKEN
 
 
 class LogitEdits:

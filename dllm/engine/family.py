@@ -32,8 +32,6 @@ from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
 from dllm.settings.denoising import DenoiseSettings
 
-FREE = -1  # in the place of a token: the family chooses it
-
 
 class Column(NamedTuple):
     """A tensor that a family keeps between steps: ``[slots, *shape]``, 0 when a canvas starts."""
@@ -53,14 +51,14 @@ class Canvases(NamedTuple):
         argmax_canvas: ``[R, C]`` int64, the most likely tokens of the step before. They would have
             been emitted if the canvas had converged then.
         chosen: ``[N]`` int64, the token that a grammar has chosen for a row, which counts as its
-            most likely token; FREE in the others.
+            most likely token; NO_TOKEN in the others.
         temperature: ``[R]`` fp32, of each request; 1 if it is greedy.
         is_greedy: ``[R]`` bool, the most likely token is taken instead of a sample.
         is_stop: ``[slots, V]`` bool, tokens that end the request. What follows the first of them is
             never emitted and need not converge. Indexed by slot (``CanvasRows.slots``) instead of
             by canvas: copying a row for each canvas would copy the length of the vocabulary.
         held: ``[R, C]`` int64, the token that has to be emitted at a position; -1: any. ``denoise``
-            honours it with ``engine.held.with_held_tokens``.
+            honours it with ``with_held_tokens``.
         numbers: ``[R]`` each, ``RequestOptions.numbers`` by name.
         carried: ``[R, ...]`` each, the family's columns by name.
     """
@@ -77,6 +75,24 @@ class Canvases(NamedTuple):
     numbers: Mapping[str, Tensor]
     carried: Mapping[str, Tensor]
 
+    def with_held_tokens(self, stats: RowStats, rows: CanvasRows) -> RowStats:
+        """The statistics in which held tokens are chosen, and certain.
+
+        For ``diffusion_pin_mode: hold``. ``denoise`` calls this before it decides anything.
+        Logprobs do not come from here: at a held position they say what the model itself thinks of
+        the token.
+
+        Args:
+            stats: of N rows of logits.
+        """
+        tokens = self.held[rows.row_of, rows.place]  # [N]
+        is_held = tokens >= 0
+        return stats._replace(
+            argmax=torch.where(is_held, tokens, stats.argmax),
+            sample=torch.where(is_held, tokens, stats.sample),
+            entropy=torch.where(is_held, 0.0, stats.entropy),
+        )
+
 
 class Denoised(NamedTuple):
     """The result of a denoise step. Of a row without a canvas (width 0) only ``fresh`` is valid.
@@ -92,7 +108,7 @@ class Denoised(NamedTuple):
         temperature: ``[N]`` fp32, of each row of logits.
         stats: the statistics of each row of logits at that temperature.
         decided: ``[R, C]`` bool, the positions that got their token in this step; the token's
-            logprob is of this step. None: every step decides all of them anew.
+            logprob is of this step. None where not ``decides_for_good``.
     """
 
     canvas: Tensor
@@ -106,6 +122,18 @@ class Denoised(NamedTuple):
     stats: RowStats
     decided: Tensor | None = None
 
+    def first_rows(self, num_rows: int) -> "Denoised":
+        """The first canvases alone, without the row that ``CanvasRows.at_least_two`` added."""
+        return self._replace(
+            canvas=self.canvas[:num_rows],
+            fresh=self.fresh[:num_rows],
+            argmax_canvas=self.argmax_canvas[:num_rows],
+            accepted=self.accepted[:num_rows],
+            converged=self.converged[:num_rows],
+            steps_done=self.steps_done[:num_rows],
+            carried={name: column[:num_rows] for name, column in self.carried.items()},
+        )
+
 
 class Family(ABC):
     """What the engine asks of a family. A model class returns one from ``make_family``.
@@ -116,12 +144,15 @@ class Family(ABC):
     Attributes:
         settings: how the family denoises unless a request says otherwise.
         carried: the tensors that the family keeps between steps.
+        decides_for_good: every step decides some positions (``Denoised.decided``), and those of
+            earlier steps stay. False: every step decides all positions anew.
         soft_size: last dimension of what ``look_back`` returns. None: a step depends on its canvas
             alone, and ``look_back`` and ``condition`` are never called.
     """
 
     settings: DenoiseSettings
     carried: tuple[Column, ...] = ()
+    decides_for_good: bool = False
     soft_size: int | None = None
 
     @abstractmethod

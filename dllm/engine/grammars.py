@@ -26,12 +26,12 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import FREE
 from dllm.grammar.constraint import Constraint
 from dllm.grammar.viterbi import UNLIMITED, Canvas, Path, budget_of
 from dllm.ops.dispatch import best_paths, class_maxima, mask_rows
 from dllm.ops.grammar_paths import NO_TABLE, Canvases, PackedTables, Paths, ends, join, pack
 from dllm.ops.staging import to_device
+from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.structured import grammar_of
 
 KEPT_GRAMMARS = 32  # how many are kept unpacked
@@ -53,7 +53,7 @@ class SlotGrammar:
 
 
 class Written(NamedTuple):
-    """The result of a step: ``chosen`` ``[N]`` int64, FREE in rows without a grammar; and paths."""
+    """The result of a step: ``chosen`` ``[N]`` int64, NO_TOKEN without a grammar; and paths."""
 
     chosen: torch.Tensor
     paths: Any
@@ -145,7 +145,7 @@ class HostGrammars(CanvasGrammars):
     ) -> Written:
         """As described; ``paths`` by batch row."""
         widths, seq_lens = rows.widths.tolist(), rows.seq_lens.tolist()
-        chosen = np.full(len(logits), FREE, dtype=np.int64)
+        chosen = np.full(len(logits), NO_TOKEN, dtype=np.int64)
         paths: dict[int, Path] = {}
         for row, low, grammar in prepared:
             width = widths[row]
@@ -285,7 +285,7 @@ class DeviceGrammars(CanvasGrammars):
             prepared.stops[row_of],
         )
         is_free = table_of[row_of] == NO_TABLE
-        return Written(torch.where(is_free, FREE, paths.tokens), paths)
+        return Written(torch.where(is_free, NO_TOKEN, paths.tokens), paths)
 
     def _budget(
         self, rows: CanvasRows, prepared: PreparedTables, state: torch.Tensor

@@ -1,11 +1,12 @@
-"""Logprobs of emitted blocks, computed with vLLM's own functions in the step that emits a block.
+"""Logprobs of emitted blocks, computed with vLLM's own functions.
 
 They are the log-probabilities of softmax(edited logits / temperature of the step), before top-k,
 top-p and min-p. (These filters would put the tokens that they leave out at -inf and raise the
 others.) For a read-only request (``diffusion_read_only``) the temperature is 1.
 
-If a family decides tokens one after the other (``Denoised.decided``), the step is the one that
-decided the token: in later steps the model sees it as an input.
+The step is the one that emits the block. If a family decides tokens one after the other
+(``Denoised.decided``), it is the one that decided the token: in later steps the model sees it as an
+input. Then the few scores that were asked for are kept until the block is emitted.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.family import Denoised
 from dllm.ops.staging import to_device
 
 # How many logits are copied and scaled at a time: 64 MiB of fp32. No result depends on it.
@@ -31,12 +34,16 @@ class BlockLogprobs:
 
     Args:
         sampler: vLLM's, which stores which request asked for which logprobs.
+        is_async: whether the device is not waited for. Then every pass scores whole canvases,
+            because the host does not know which of them are emitted.
+        kept: for a family that decides tokens one after the other; None for any other.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: Sampler, is_async: bool, kept: "KeptScores | None") -> None:
         self._sampler = sampler
-        # By slot: the logits [C, vocab] from which the canvas tokens of a request were decided.
-        self._decided_from: dict[int, torch.Tensor] = {}
+        self._is_async = is_async
+        self._kept = kept
+        self._asks = np.zeros(sampler.sampling_states.max_num_reqs, dtype=bool)
         self._reports_logits = sampler.logprobs_mode in ("raw_logits", "processed_logits")
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
@@ -45,7 +52,7 @@ class BlockLogprobs:
         vLLM's SamplingStates stores how many top logprobs it asks for.
         """
         self._sampler.logprob_token_ids_state.add_request(slot, params)
-        self._decided_from.pop(slot, None)
+        self._asks[slot] = params.num_logprobs is not None
 
     def apply_staged_writes(self) -> None:
         """Send what ``add_request`` stored to the device."""
@@ -55,80 +62,102 @@ class BlockLogprobs:
         """Whether a request of the batch asks for logprobs. Does not wait for the device."""
         return self._dims(input_batch) is not None
 
-    def when_decided(
-        self, logits: torch.Tensor, decided: torch.Tensor, input_batch: InputBatch
-    ) -> torch.Tensor:
-        """The logits from which each canvas token was decided: ``[N, vocab]``, a copy.
+    def keep_decided(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        step: Denoised,
+        rows: CanvasRows,
+        input_batch: InputBatch,
+    ) -> None:
+        """Keep the scores of the tokens that were decided in this step; does not wait.
 
-        Of tokens that have not been decided they mean nothing.
-
-        Args:
-            logits: ``[N, vocab]`` of this step, edited.
-            decided: ``[R, C]`` bool, from ``Denoised``.
+        Arguments as of ``of_blocks``. For a family whose steps decide every token anew, it does
+        nothing.
         """
-        starts, result = input_batch.cu_num_logits_np, logits.clone()
-        for row, slot in enumerate(input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()):
-            width = int(starts[row + 1] - starts[row])
-            if width == 0 or self._sampler.get_logprobs_dims(np.array([slot])) is None:
-                continue
-            mine = slice(int(starts[row]), int(starts[row + 1]))
-            kept = self._decided_from.get(slot)
-            if kept is None:
-                kept = logits.new_zeros(decided.shape[1], logits.shape[1])
-                self._decided_from[slot] = kept
-            kept[:width] = torch.where(decided[row, :width, None], logits[mine], kept[:width])
-            result[mine] = kept[:width]
-        return result
+        if self._kept is None or step.decided is None:
+            return
+        counts = self._rows_that_ask(input_batch)
+        some = to_device(_row_indices(counts, input_batch), logits.device)
+        if len(some):
+            found = self._scored(some, logits, temperature, step.argmax_canvas, rows, input_batch)
+            row, place = rows.row_of[some], rows.place[some]
+            self._kept.write(rows.slots[row], place, step.decided[row, place], found)
 
     def of_blocks(
         self,
         logits: torch.Tensor,
         temperature: torch.Tensor,
-        argmax_canvas: torch.Tensor,
+        step: Denoised,
         num_emitted: torch.Tensor,
         rows: CanvasRows,
         input_batch: InputBatch,
     ) -> LogprobsTensors | None:
-        """The logprobs of emitted tokens; None if nothing is emitted. Waits for the device.
+        """The logprobs of canvases that are emitted; None if nobody who asks has a canvas.
 
-        Logits that ``when_decided`` kept of a block are let go when the block is emitted.
+        Under synchronous scheduling it waits for the device if the scores were not kept, and the
+        result holds emitted tokens only. Otherwise it holds whole canvases, emitted or not; vLLM
+        reads as many rows of a request as it emits tokens.
 
         Args:
             logits: ``[N, vocab]``, edited.
             temperature: ``[N]``, of each row of logits.
-            argmax_canvas: ``[R, C]`` int64, the tokens of each canvas.
+            step: its ``argmax_canvas`` holds the tokens.
             num_emitted: ``[R]``, how many tokens of each canvas are emitted, from its start.
 
         Returns:
-            One row for each emitted token. Column 0 is the token itself, the others are the top or
-            the given token ids. Its rank is 1 for the most likely token, and counts ties. With a
-            ``--logprobs-mode`` of logits the values are logits / temperature.
+            Column 0 is the token itself, the others are the top or the given token ids. Its rank is
+            1 for the most likely token, and counts ties. With a ``--logprobs-mode`` of logits the
+            values are logits / temperature.
         """
         dims = self._dims(input_batch)
-        counts = num_emitted.cpu().numpy()  # the only wait
-        if dims is None or not counts.any():
+        if dims is None:
             return None
-        for slot in input_batch.idx_mapping_np[: len(counts)][counts > 0].tolist():
-            self._decided_from.pop(slot, None)
-        starts = input_batch.cu_num_logits_np[: len(counts)]
-        skipped = starts - np.cumsum(counts) + counts  # [R], rows in front that are not emitted
-        emitted_np = np.arange(counts.sum()) + np.repeat(skipped, counts)
-        emitted = to_device(emitted_np, logits.device)
+        counts = self._rows_that_ask(input_batch)
+        if self._kept is None and not self._is_async:
+            counts = np.minimum(counts, num_emitted.cpu().numpy())  # the only wait
+        if not counts.any():
+            return None
+        some = to_device(_row_indices(counts, input_batch), logits.device)
+        if self._kept is not None:
+            slots = rows.slots[rows.row_of[some]]
+            found = self._kept.read(slots, rows.place[some], 1 + max(dims))
+        else:
+            found = self._scored(some, logits, temperature, step.argmax_canvas, rows, input_batch)
+        return found._replace(cu_num_generated_tokens=(np.cumsum(counts) - counts).tolist())
+
+    def _rows_that_ask(self, input_batch: InputBatch) -> np.ndarray:
+        """``[R]``: how many rows of logits each request has, 0 if it asks for no logprobs."""
+        slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
+        widths = np.diff(input_batch.cu_num_logits_np[: len(slots) + 1])
+        return np.where(self._asks[slots], widths, 0)
+
+    def _scored(
+        self,
+        some: torch.Tensor,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        argmax_canvas: torch.Tensor,
+        rows: CanvasRows,
+        input_batch: InputBatch,
+    ) -> LogprobsTensors:
+        """The scores of the rows ``some`` ``[n]`` of the logits, a few at a time."""
+        dims = self._dims(input_batch)
+        assert dims is not None, "a request asks for logprobs"
         parts = [
             self._scores(
-                logits[some],
-                temperature[some],
-                argmax_canvas[rows.row_of[some], rows.place[some]],
-                input_batch.expanded_idx_mapping[some],
+                logits[few],
+                temperature[few],
+                argmax_canvas[rows.row_of[few], rows.place[few]],
+                input_batch.expanded_idx_mapping[few],
                 dims,
             )
-            for some in emitted.split(max(WORKSPACE_LOGITS // logits.shape[1], 1))
+            for few in some.split(max(WORKSPACE_LOGITS // logits.shape[1], 1))
         ]
         return LogprobsTensors(
             torch.cat([part.logprob_token_ids for part in parts]),
             torch.cat([part.logprobs for part in parts]),
             torch.cat([part.selected_token_ranks for part in parts]),
-            (np.cumsum(counts) - counts).tolist(),
         )
 
     def _scores(
@@ -156,42 +185,82 @@ class BlockLogprobs:
             logits_mode=self._reports_logits,
         )
 
-    @staticmethod
-    def joined(
-        parts: Sequence[LogprobsTensors | None], num_requests: Sequence[int]
-    ) -> LogprobsTensors | None:
-        """The logprobs of a batch, joined from those of its parts.
-
-        A part with fewer columns than the widest is padded with columns that nobody reads.
-
-        Args:
-            parts: what ``of_blocks`` returned for each part.
-            num_requests: how many requests each part holds.
-        """
-        known = [part for part in parts if part is not None]
-        if not known:
-            return None
-        width = max(part.logprobs.shape[1] for part in known)
-        starts: list[int] = []
-        num_rows = 0
-        for part, count in zip(parts, num_requests, strict=True):
-            offsets = [0] * count if part is None else part.cu_num_generated_tokens
-            assert offsets is not None and len(offsets) == count, (offsets, count)
-            starts.extend(num_rows + offset for offset in offsets)
-            num_rows += 0 if part is None else len(part.logprobs)
-        return LogprobsTensors(
-            torch.cat([_widened(part.logprob_token_ids, width) for part in known]),
-            torch.cat([_widened(part.logprobs, width) for part in known]),
-            torch.cat([part.selected_token_ranks for part in known]),
-            starts,
-        )
-
     def _dims(self, input_batch: InputBatch) -> tuple[int, int] | None:
         """How many top logprobs, and how many given token ids, a request asks for at most.
 
         None if no request of the batch asks for any.
         """
         return self._sampler.get_logprobs_dims(input_batch.idx_mapping_np[: input_batch.num_reqs])
+
+
+class KeptScores:
+    """The scores of decided tokens until their canvas is emitted, for every slot.
+
+    Allocated at start, so that vLLM's memory profile counts it. What a slot's last request left
+    there is overwritten before it is read: an emitted token was decided on this canvas.
+
+    Args:
+        canvases: ``[slots, C]``, for the shape and the device.
+        num_scores: of a token at most, beside its own.
+    """
+
+    def __init__(self, canvases: torch.Tensor, num_scores: int) -> None:
+        shape, device = (*canvases.shape, 1 + num_scores), canvases.device
+        self._ids = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._scores = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._ranks = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+
+    def write(
+        self, slots: torch.Tensor, places: torch.Tensor, is_new: torch.Tensor, new: LogprobsTensors
+    ) -> None:
+        """Store ``new`` at ``[n]`` places of canvases, where ``is_new`` ``[n]`` says so."""
+        width = new.logprobs.shape[1]
+        for table, values in (
+            (self._ids[..., :width], new.logprob_token_ids),
+            (self._scores[..., :width], new.logprobs),
+            (self._ranks[..., None], new.selected_token_ranks[:, None]),
+        ):
+            kept = torch.where(is_new[:, None], values.to(table.dtype), table[slots, places])
+            table[slots, places] = kept
+
+    def read(self, slots: torch.Tensor, places: torch.Tensor, width: int) -> LogprobsTensors:
+        """The first ``width`` columns of ``[n]`` places of canvases."""
+        return LogprobsTensors(
+            self._ids[slots, places, :width].long(),
+            self._scores[slots, places, :width],
+            self._ranks[slots, places],
+        )
+
+
+def joined(parts: Sequence[SamplerOutput]) -> LogprobsTensors | None:
+    """The logprobs of a batch, joined from those of its tiles.
+
+    A part with fewer columns than the widest is padded with columns that nobody reads.
+    """
+    known = [part.logprobs_tensors for part in parts if part.logprobs_tensors is not None]
+    if not known:
+        return None
+    width = max(one.logprobs.shape[1] for one in known)
+    starts: list[int] = []
+    num_rows = 0
+    for part in parts:
+        found = part.logprobs_tensors
+        offsets = None if found is None else found.cu_num_generated_tokens
+        # A tile without logprobs has as many requests as counts.
+        starts.extend(num_rows + start for start in offsets or [0] * len(part.num_sampled))
+        num_rows += 0 if found is None else len(found.logprobs)
+    return LogprobsTensors(
+        torch.cat([_widened(one.logprob_token_ids, width) for one in known]),
+        torch.cat([_widened(one.logprobs, width) for one in known]),
+        torch.cat([one.selected_token_ranks for one in known]),
+        starts,
+    )
+
+
+def _row_indices(counts: np.ndarray, input_batch: InputBatch) -> np.ndarray:
+    """The first ``counts`` ``[R]`` rows of logits of each request, end to end."""
+    starts = input_batch.cu_num_logits_np[: len(counts)]
+    return np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
 
 
 def _widened(columns: torch.Tensor, width: int) -> torch.Tensor:

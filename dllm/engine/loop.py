@@ -8,14 +8,16 @@ emitted blocks) in front of the canvases. While canvases denoise, their position
 attention metadata stay as they are; only their tokens change. So the canvases can go through the
 model again without the scheduler and without new inputs. The loop ends
 
-    when a canvas has converged: its tokens are waited for, and its next canvas needs KV pages;
-    when a request has arrived, where the worker can see that: in the engine core's own process;
-    when one more pass, as long as the last one, would exceed ``denoise_loop_ms``: elsewhere, a
-    request may have arrived meanwhile.
+    when a canvas has converged: a client waits for its tokens, and the next canvas needs KV pages,
+    which the scheduler gives;
+    when a request has arrived, which the worker can see if it is in the engine core's process;
+    when the visit would take longer than ``denoise_loop_ms`` if there were one more pass that takes
+    as long as the last one. A worker in a process of its own does not see that a request has
+    arrived, so this is how long the request waits at most.
 
 There is no loop if a row of the batch has no canvas (its prompt goes on in the next visit), or if
 the scheduler knows of requests that are not in the batch. Where data parallel replicas share
-experts (on a GPU) there is none at all: each expects every other in each of its passes.
+experts (on a GPU) there is none at all: the replicas run each pass together.
 """
 
 import time

@@ -87,9 +87,13 @@ class DiffusionModelState(ModelState):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Our sampler in place of vLLM's, and no rejection sampler: no draft is ever rejected."""
         requests = sampler.req_states
+        # [slots, C]; the last one is the spare slot.
+        requests.draft_tokens = torch.zeros_like(self.canvases.argmax_canvas)
         # For prompt logprobs vLLM reads the id behind each scheduled token, of all requests of the
-        # step. A canvas may end with the context; behind the last slot there is foreign memory.
-        requests.all_token_ids = StagedWriteTensor(
+        # step. A canvas may end with the context; behind the last slot there is foreign memory. So
+        # the table gets another row, in place, because vLLM's logits processors hold it.
+        StagedWriteTensor.__init__(
+            requests.all_token_ids,
             (self.max_num_reqs + 1, self.max_model_len),
             dtype=torch.int32,
             device=self.device,
@@ -131,6 +135,8 @@ class DiffusionModelState(ModelState):
             inputs_embeds: ``[padded tokens, hidden]``; canvas rows are conditioned by the family.
             is_canvas_row: ``[padded tokens]`` bool.
         """
+        # The scheduler needs no tokens of canvases, so vLLM need not copy them to the host.
+        input_batch.has_structured_output_reqs = False
         num_tokens = input_batch.num_tokens
         num_padded = input_batch.num_tokens_after_padding
         self._write_emitted_ids(input_batch, req_states)

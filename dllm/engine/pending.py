@@ -1,17 +1,20 @@
 """Pending blocks: emitted, but their causal KV has not been written yet.
 
-Under asynchronous scheduling a visit may be on its way when a canvas converges. It was scheduled as
-one more denoise step, with as many tokens as the canvas has. Its rows are then the emitted block in
-its causal pass, a *plain commit*:
+Under asynchronous scheduling the scheduler sends the next visit before it knows that a canvas has
+converged. In that visit the request has as many tokens as its canvas, and the scheduler means one
+more denoise step. The worker uses these tokens for something else: they become the emitted block,
+so that its causal KV is written. This is called a *plain commit*:
 
-    token ids        the emitted block instead of the canvas, with their plain embeddings
-    attention        causal: the split point is the length of the query
-    denoise step     none: the row counts as one without a canvas; its next one waits untouched
-    answer           nothing is emitted, and the block's tokens are not rejected
+    token ids        those of the emitted block; nothing is added to their embeddings
+    attention        causal for all of the tokens
+    denoise step     none: the request counts as one without a canvas, and its next canvas, which is
+                     in the state already, stays as it is
+    answer           no token is emitted, and the KV of the block's tokens is kept
 
-Which rows these are is known on the device only, so everything is a choice by mask: shapes, CUDA
-graphs and the host's work do not depend on it. If the block is scheduled as the head of a canvas
-instead, or alone, as by the synchronous scheduler, the canvas is one.
+Only the device knows which requests of a batch these are. So each of the points above is a
+`torch.where` over all requests: what the host does, and the shapes of tensors, are the same for any
+outcome. If the scheduler does know of the block, it schedules it in front of the next canvas or
+alone, and nothing of this happens.
 
 Nothing here waits for the device.
 """

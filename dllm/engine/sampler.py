@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -27,46 +28,16 @@ from dllm.engine import pending
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.edits import LogitEdits, clean_lengths
-from dllm.engine.family import FREE, Denoised, Family
+from dllm.engine.family import Denoised, Family
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.grammars import CanvasGrammars
 from dllm.engine.logit_rows import LogitRows, rows_at_once, tiles_of_batch
-from dllm.engine.logprobs import BlockLogprobs
+from dllm.engine.logprobs import BlockLogprobs, KeptScores, joined
 from dllm.engine.loop import DenoiseLoop
-from dllm.engine.state import NOT_PINNED, CanvasState
+from dllm.engine.state import CanvasState, denoise_rows
 from dllm.ops.filters import RowFilters
 from dllm.ops.staging import to_device
-
-
-class StepResult(NamedTuple):
-    """The result of a denoise step of R rows.
-
-    Attributes:
-        step: what the family decided. ``steps_done`` and ``carried`` are set to 0 where a fresh
-            canvas starts.
-        next_canvas: ``[R, C]`` int64, the input of the next step.
-        is_pinned: ``[R, C]`` bool, positions whose input token the request fixed
-            (``settings.pins``).
-    """
-
-    step: Denoised
-    next_canvas: torch.Tensor
-    is_pinned: torch.Tensor
-
-    def first_rows(self, num_rows: int) -> "StepResult":
-        """The first rows alone, without the row that ``CanvasRows.at_least_two`` added."""
-        step = self.step
-        return StepResult(
-            step=step._replace(
-                argmax_canvas=step.argmax_canvas[:num_rows],
-                accepted=step.accepted[:num_rows],
-                converged=step.converged[:num_rows],
-                steps_done=step.steps_done[:num_rows],
-                carried={name: column[:num_rows] for name, column in step.carried.items()},
-            ),
-            next_canvas=self.next_canvas[:num_rows],
-            is_pinned=self.is_pinned[:num_rows],
-        )
+from dllm.settings.denoising import NO_TOKEN
 
 
 class Tile(NamedTuple):
@@ -76,22 +47,29 @@ class Tile(NamedTuple):
         logit_rows: their rows among all logits of the batch.
         batch: their requests alone.
         rows: where the canvases are in it.
+        at_least_two: the same rows for compiled code.
+        written_slots: ``[R]`` int64, where the state of each row is written: the spare slot for a
+            row without a canvas. With blocks, the tail in front of a canvas may be scheduled
+            without the canvas, which waits in the middle of its steps for room.
+        is_pinned: ``[N, 1]`` bool, rows whose input token the request fixed (``settings.pins``);
+            None if nobody pins.
         filters: top-k, top-p and min-p; None if no request uses them.
-        free: ``[N]`` int64, FREE everywhere: no grammar has chosen a token.
+        free: ``[N]`` int64, NO_TOKEN everywhere: no grammar has chosen a token.
         is_edited, forbids_words: whether a request edits logits, and whether it has bad words.
         grammars: what ``CanvasGrammars.prepare`` returned for the requests.
-        all_have_canvases: every request; False also where it is not known.
     """
 
     logit_rows: slice
     batch: InputBatch
     rows: CanvasRows
+    at_least_two: CanvasRows
+    written_slots: torch.Tensor
+    is_pinned: torch.Tensor | None
     filters: RowFilters | None
     free: torch.Tensor
     is_edited: bool
     forbids_words: bool
     grammars: Any
-    all_have_canvases: bool
 
 
 class DiffusionSampler:
@@ -126,15 +104,21 @@ class DiffusionSampler:
         self.edits = LogitEdits(
             logit_bias, penalties, bad_words, num_slots=self.req_states.max_num_reqs
         )
-        self.logprobs = BlockLogprobs(sampler)
-        self.frames = FrameTaker(num_slots=self.req_states.max_num_reqs)
-        self.vocab_size = vllm_config.model_config.get_vocab_size()
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
+        most = vllm_config.model_config.max_logprobs
+        self._most_logprobs = self.vocab_size if most < 0 else most
+        kept = None
+        if family.decides_for_good:
+            num_scores = max(self._most_logprobs, MAX_LOGPROB_TOKEN_IDS)
+            kept = KeptScores(state.argmax_canvas, num_scores)
+        self.logprobs = BlockLogprobs(sampler, self._is_async, kept)
+        self.frames = FrameTaker(num_slots=self.req_states.max_num_reqs)
         self._rows_at_once = rows_at_once(vllm_config)
         # Longer than any batch: torch.compile takes two equal sizes for the same one, and would
         # compile the step again for the first batch that is not the longest.
         longest = vllm_config.scheduler_config.max_num_batched_tokens + 1
-        self._free = torch.full((longest,), FREE, dtype=torch.int64, device=state.seeds.device)
+        self._free = torch.full((longest,), NO_TOKEN, dtype=torch.int64, device=state.seeds.device)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
         self._fresh_canvas = maybe_compile(family.fresh_canvas, vllm_config)
         self._new_slots: list[int] = []  # of requests that have no canvas yet
@@ -193,6 +177,22 @@ class DiffusionSampler:
                     output = self._denoise(forward(), tiles)
         return output
 
+    def profile(self, logits: torch.Tensor | LogitRows, input_batch: InputBatch) -> None:
+        """Take a denoise step whose requests all ask for as many logprobs as the server allows.
+
+        Args:
+            logits, input_batch: as of a call; requests of these slots must not be running.
+        """
+        slots = input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()
+        asking, not_asking = SamplingParams(logprobs=self._most_logprobs), SamplingParams()
+        for params in (asking, not_asking):
+            for slot in slots:
+                self.sampling_states.add_request(slot, params)
+                self.logprobs.add_request(slot, params)
+            if params is asking:
+                self.loop.begin_visit(allows_more_passes=False)
+                self(logits, input_batch)
+
     def _tiles(self, input_batch: InputBatch, fits: bool) -> list[Tile]:
         """The canvases of a visit, in one tile if all logits fit the workspace."""
         parts: Iterable[tuple[slice, InputBatch]] = [(slice(None), input_batch)]
@@ -204,18 +204,23 @@ class DiffusionSampler:
         rows = CanvasRows.of_batch(batch, self.family.settings.canvas_length)
         if self._is_async:
             rows = pending.without_commits(rows, self.state)
+        state, slots = self.state, batch.idx_mapping_np[: batch.num_reqs]
+        is_pinned = None
+        if state.has_pins[slots].any():
+            pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
+            is_pinned = (pins != NO_TOKEN)[rows.row_of, rows.place, None]
         return Tile(
             logit_rows=logit_rows,
             batch=batch,
             rows=rows,
+            at_least_two=rows.at_least_two(state.spare_slot),
+            written_slots=torch.where(rows.widths > 0, rows.slots, state.spare_slot),
+            is_pinned=is_pinned,
             filters=self._filters(batch),
             free=self._free[: int(batch.cu_num_logits_np[batch.num_reqs])],
             is_edited=self.edits.are_wanted(batch),
             forbids_words=self.edits.may_forbid_words(batch),
             grammars=self.grammars.prepare(batch, rows),
-            # Under asynchronous scheduling that is known on the device only (`pending`).
-            all_have_canvases=not self._is_async
-            and bool(np.diff(batch.cu_num_logits_np[: batch.num_reqs + 1]).all()),
         )
 
     def _denoise(self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]) -> SamplerOutput:
@@ -232,32 +237,38 @@ class DiffusionSampler:
         written = None
         if tile.grammars is not None:
             written = self.grammars.write(logits, rows, tile.grammars)
-        result = self._denoise_rows(
+        step = self._denoise_rows(
             logits,
             self.req_states.draft_tokens[tile.batch.expanded_idx_mapping, rows.place],
             tile.free if written is None else written.chosen,
-            rows.at_least_two(self.state.spare_slot),
+            tile.at_least_two,
             self.state,
             self.family,
             tile.filters,
         ).first_rows(tile.batch.num_reqs)
-        self._store_soft_embeddings(logits, rows, result)
-        scored = logits
-        if result.step.decided is not None and self.logprobs.are_wanted(tile.batch):
-            scored = self.logprobs.when_decided(logits, result.step.decided, tile.batch)
-        num_emitted = torch.where(result.step.converged, rows.widths, 0)
+        self._store_soft_embeddings(logits, tile, step)
+        scored_at = None
+        if self.logprobs.are_wanted(tile.batch):
+            is_read_only = self.state.is_read_only[rows.slots[rows.row_of]]
+            scored_at = torch.where(is_read_only, 1.0, step.temperature)  # [N]
+            self.logprobs.keep_decided(logits, scored_at, step, rows, tile.batch)
+        num_emitted = torch.where(step.converged, rows.widths, 0)
         if context is not None and tile.forbids_words:
-            tokens = result.step.argmax_canvas[rows.row_of, rows.place]  # [N]
+            tokens = step.argmax_canvas[rows.row_of, rows.place]  # [N]
             is_bad = self.edits.completes_bad_word(logits, tokens, context)
             num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
-            result = self._trim_at_bad_word(rows, result, num_emitted)
+            step = self._trim_at_bad_word(rows, step, num_emitted)
         if written is not None:
             self.grammars.emitted(written, num_emitted, tile.grammars)
         if self.frames.are_wanted(tile.batch):
-            steps_before = self.state.steps_done
-            self.frames.take(rows, result.step, result.next_canvas, steps_before, tile.batch)
-        self._store_state(tile, result)
-        return self._emit(scored, rows, result.step, num_emitted, tile.batch)
+            self.frames.take(rows, step, step.canvas, self.state.steps_done, tile.batch)
+        self._store_state(tile, step)
+        logprobs = None
+        if scored_at is not None:
+            logprobs = self.logprobs.of_blocks(
+                logits, scored_at, step, num_emitted, rows, tile.batch
+            )
+        return self._emit(rows, step, num_emitted, logprobs, tile.batch)
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
         """Top-k, top-p and min-p of each logit row; None if no request of the batch uses them.
@@ -281,57 +292,46 @@ class DiffusionSampler:
         )
 
     def _trim_at_bad_word(
-        self, rows: CanvasRows, result: StepResult, num_emitted: torch.Tensor
-    ) -> StepResult:
+        self, rows: CanvasRows, step: Denoised, num_emitted: torch.Tensor
+    ) -> Denoised:
         """Start the next canvas of a trimmed row directly behind the tokens that are emitted."""
         starts = rows.seq_lens - rows.widths + num_emitted
-        is_trimmed = result.step.converged & (num_emitted < rows.widths)
+        is_trimmed = step.converged & (num_emitted < rows.widths)
         drawn = self.family.fresh_canvas(self.state.seeds[rows.slots], starts)
         redrawn = self.state.with_seeds(rows.slots, starts, drawn)
-        next_canvas = torch.where(is_trimmed[:, None], redrawn, result.next_canvas)
-        return result._replace(next_canvas=next_canvas)
+        return step._replace(canvas=torch.where(is_trimmed[:, None], redrawn, step.canvas))
 
-    def _store_state(self, tile: Tile, result: StepResult) -> None:
-        """Write the state that the next step of each canvas reads.
-
-        A row without a canvas keeps its state. With blocks, the tail in front of a canvas may be
-        scheduled without the canvas, which waits in the middle of its steps for room.
-        """
-        state, step, slots = self.state, result.step, tile.rows.slots
-        columns = [
-            (self.req_states.draft_tokens, result.next_canvas),
+    def _store_state(self, tile: Tile, step: Denoised) -> None:
+        """Write the state that the next step of each canvas reads."""
+        state = self.state
+        for column, values in (
+            (self.req_states.draft_tokens, step.canvas),
             (state.argmax_canvas, step.argmax_canvas),
             (state.steps_done, step.steps_done),
             *((state.carried[name], step.carried[name]) for name in state.carried),
-        ]
-        for column, values in columns:
-            written = values.to(column.dtype)
-            if not tile.all_have_canvases:
-                has_canvas = (tile.rows.widths > 0).view(-1, *[1] * (values.dim() - 1))
-                written = torch.where(has_canvas, written, column[slots])
-            column[slots] = written
+        ):
+            column[tile.written_slots] = values.to(column.dtype)
 
-    def _store_soft_embeddings(
-        self, logits: torch.Tensor, rows: CanvasRows, result: StepResult
-    ) -> None:
+    def _store_soft_embeddings(self, logits: torch.Tensor, tile: Tile, step: Denoised) -> None:
         """Write what the next step is conditioned on.
 
         Called before ``completes_bad_word``, which changes the logits.
         """
         if self.family.soft_size is None:
             return
-        soft = self.family.look_back(logits, result.step)
-        # [N, soft_size]. The model's own choice at a pinned position must not reach the next step.
-        soft = torch.where(result.is_pinned[rows.row_of, rows.place][:, None], 0, soft)
-        soft_embeds = self.state.soft_embeds
+        rows, soft_embeds = tile.rows, self.state.soft_embeds
+        soft = self.family.look_back(logits, step)  # [N, soft_size]
+        if tile.is_pinned is not None:
+            # The model's own choice at a pinned position must not reach the next step.
+            soft = torch.where(tile.is_pinned, 0, soft)
         soft_embeds[rows.slots[rows.row_of], rows.place] = soft.to(soft_embeds.dtype)
 
     def _emit(
         self,
-        logits: torch.Tensor,
         rows: CanvasRows,
         step: Denoised,
         num_emitted: torch.Tensor,
+        logprobs: LogprobsTensors | None,
         input_batch: InputBatch,
     ) -> SamplerOutput:
         """The output for vLLM: the tokens of converged canvases.
@@ -341,13 +341,6 @@ class DiffusionSampler:
         gets its causal KV in the next step. Head tokens of a block that is not whole yet count as
         rejected, too: they saw this canvas.
         """
-        logprobs = None
-        if self.logprobs.are_wanted(input_batch):
-            row_slots = rows.slots[rows.row_of]
-            temperature = torch.where(self.state.is_read_only[row_slots], 1.0, step.temperature)
-            logprobs = self.logprobs.of_blocks(
-                logits, temperature, step.argmax_canvas, num_emitted, rows, input_batch
-            )
         if self._is_async:
             num_rejected = pending.num_rejected(self.state, input_batch)
             pending.store(self.state, input_batch, num_emitted)
@@ -382,47 +375,8 @@ def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
         return parts[0]
     return SamplerOutput(
         sampled_token_ids=torch.cat([part.sampled_token_ids for part in parts]),
-        logprobs_tensors=BlockLogprobs.joined(
-            [part.logprobs_tensors for part in parts], [len(part.num_sampled) for part in parts]
-        ),
+        logprobs_tensors=joined(parts),
         num_nans=None,
         num_sampled=torch.cat([part.num_sampled for part in parts]),
         num_rejected=torch.cat([part.num_rejected for part in parts]),
-    )
-
-
-def denoise_rows(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    chosen: torch.Tensor,
-    rows: CanvasRows,
-    state: CanvasState,
-    family: Family,
-    filters: RowFilters | None,
-) -> StepResult:
-    """The compiled part of a step: the family's denoise step, and the canvas of the next step.
-
-    Args:
-        logits: ``[N, V]`` fp32, edited.
-        ids: ``[N]`` int64, the canvas tokens that entered the model.
-        chosen: ``[N]`` int64, the tokens that grammars have chosen; FREE in other rows.
-        rows: at least two of them (``CanvasRows.at_least_two``).
-        state: read only.
-    """
-    pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
-    canvases = state.canvases(rows.slots, ids, chosen, pins)
-    step = family.denoise(logits, rows, canvases, filters)
-    goes_on = (rows.widths > 0) & ~step.converged  # [R]
-    canvas = torch.where(pins != NOT_PINNED, pins, step.canvas)
-    fresh = state.with_seeds(rows.slots, rows.seq_lens, step.fresh)
-    return StepResult(
-        step=step._replace(
-            steps_done=torch.where(goes_on, step.steps_done, 0),
-            carried={  # [R, ...], so that goes_on has to be [R, 1, ...]
-                name: torch.where(goes_on.view(-1, *[1] * (column.dim() - 1)), column, 0)
-                for name, column in step.carried.items()
-            },
-        ),
-        next_canvas=torch.where(goes_on[:, None], canvas, fresh),
-        is_pinned=pins != NOT_PINNED,
     )

@@ -20,15 +20,11 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm.engine import visit
-from dllm.engine.emitted_blocks import EmittedBlocks
 from dllm.engine.frames import FrameMail
 from dllm.engine.prompt_logprobs import PendingPromptLogprobs
-from dllm.settings.denoising import block_size_of
+from dllm.settings.denoising import NO_TOKEN, block_size_of
 from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import PluginOptions
-
-UNKNOWN = -1  # stands for every token of a canvas; the worker knows them
 
 
 class CanvasScheduler(Scheduler):
@@ -44,19 +40,23 @@ class CanvasScheduler(Scheduler):
         # Lets the base class ask `_mamba_block_aligned_split` how long a prompt chunk may be.
         self.need_mamba_block_aligned_split |= self._block_size > 1
         self._num_passes = 1  # of the visit whose output is being counted
-        self.structured_output_manager: Any = EmittedBlocks(self.structured_output_manager)
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> None:
         """Nothing: the worker masks canvases itself (``engine.grammars``)."""
         return None
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Take the canvases from the worker, each cut to the width that its request asked for."""
-        for i, req_id in enumerate(draft_token_ids.req_ids):
+        """Called after a visit: each request behind its prompt has a canvas.
+
+        vLLM's would ask for the canvas's tokens, and cut them where a grammar does not allow them.
+        Read from left to right, a canvas that is not finished is no text of any grammar. What is
+        emitted is checked by vLLM (``update_from_output``).
+        """
+        for req_id in draft_token_ids.req_ids:
             request = self.requests.get(req_id)
-            if request is not None:
-                del draft_token_ids.draft_token_ids[i][self._canvas_width(request) :]
-        super().update_draft_token_ids(draft_token_ids)
+            if request is not None and not request.is_finished():
+                width = 0 if request.is_prefill_chunk else self._canvas_width(request)
+                request.spec_token_ids = [NO_TOKEN] * width
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Schedule one visit of the worker, in which every canvas is whole.
@@ -78,7 +78,7 @@ class CanvasScheduler(Scheduler):
         if self._overlaps_first_step:
             self._give_canvases_to_new_requests(output)
         if self._may_repeat(output):
-            visit.allow_more_passes(output)
+            allow_more_passes(output)
         return output
 
     def _mamba_block_aligned_split(
@@ -123,7 +123,7 @@ class CanvasScheduler(Scheduler):
         """
         for request in self.running:
             if request.is_prefill_chunk and not _asks_for_prompt_logprobs(request):
-                request.spec_token_ids = [UNKNOWN] * self._canvas_width(request)
+                request.spec_token_ids = [NO_TOKEN] * self._canvas_width(request)
 
     def _give_canvases_to_new_requests(self, output: SchedulerOutput) -> None:
         """Schedule a canvas behind every prompt that was admitted whole, if there is room.
@@ -151,7 +151,7 @@ class CanvasScheduler(Scheduler):
                 output.new_block_ids_to_zero = [*(output.new_block_ids_to_zero or ()), *pages]
             output.num_scheduled_tokens[data.req_id] += width
             output.total_num_scheduled_tokens += width
-            output.scheduled_spec_decode_tokens[data.req_id] = [UNKNOWN] * width
+            output.scheduled_spec_decode_tokens[data.req_id] = [NO_TOKEN] * width
             request.num_computed_tokens += width
             request.num_in_flight_tokens += width
 
@@ -186,7 +186,7 @@ class CanvasScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's accounting of a visit; prompt logprobs are kept until the first block."""
         self._prompt_logprobs.postpone(model_runner_output, self.requests)
-        self._num_passes = visit.num_passes(model_runner_output)
+        self._num_passes = num_passes(model_runner_output)
         frames = FrameMail(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         frames.add_to(outputs)
@@ -232,3 +232,28 @@ def _asks_for_prompt_logprobs(request: Request) -> bool:
     return params is not None and (
         params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     )
+
+
+# --- what scheduler and worker tell each other about a visit, beside vLLM's own messages ----------
+
+# vLLM's messages have no field for it. It travels as an attribute of them, which survives pickling.
+
+
+def allow_more_passes(message: SchedulerOutput) -> None:
+    """Scheduler: the worker may repeat the batch, because no request waits for another one."""
+    message.allows_more_passes = True  # type: ignore[attr-defined]
+
+
+def allows_more_passes(message: SchedulerOutput) -> bool:
+    """Worker: whether it may repeat the batch."""
+    return getattr(message, "allows_more_passes", False)
+
+
+def report_passes(answer: ModelRunnerOutput, num_passes: int) -> None:
+    """Worker: how often every canvas of the batch went through the model."""
+    answer.num_passes = num_passes  # type: ignore[attr-defined]
+
+
+def num_passes(answer: ModelRunnerOutput) -> int:
+    """Scheduler: how often that was; 1 if the worker does not say."""
+    return getattr(answer, "num_passes", 1)

@@ -32,12 +32,13 @@ import hashlib
 import numpy as np
 import torch
 
-from dllm.engine.family import Canvases, Family
+from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.family import Canvases, Denoised, Family
+from dllm.ops.filters import RowFilters
 from dllm.ops.staging import to_device
-from dllm.settings.pins import NOISE, PINNED_CANVASES
+from dllm.settings.denoising import NO_TOKEN
+from dllm.settings.pins import PINNED_CANVASES
 from dllm.settings.request import RequestOptions
-
-NOT_PINNED = -1
 
 
 class CanvasState:
@@ -52,7 +53,8 @@ class CanvasState:
         device: torch.device,
     ) -> None:
         canvas_length = family.settings.canvas_length
-        # A slot that no request ever has, for the empty row that CanvasRows.at_least_two adds.
+        # A slot that no request ever has: that of the empty row which CanvasRows.at_least_two adds,
+        # and what is written for a row without a canvas goes there.
         self.spare_slot = num_slots
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -91,10 +93,11 @@ class CanvasState:
         self.is_greedy = self._column("is_greedy")
         self.is_read_only = self._column("is_read_only")
         self.is_stop = zeros(vocab_size, dtype=torch.bool)
+        self.has_pins = np.zeros(num_slots, dtype=bool)  # for the host
 
         self.seed_canvas = self._column("seed_canvas")
-        # By answer position: a token that is given, or NOT_PINNED.
-        self.pinned = self._column("pinned").fill_(NOT_PINNED)
+        # By answer position: a token that is given, or NO_TOKEN.
+        self.pinned = self._column("pinned").fill_(NO_TOKEN)
         self.holds_pins = self._column("holds_pins")
         # The position of the answer's first token in the sequence; -1: nothing is given.
         self.given_from = self._column("given_from").fill_(-1)
@@ -128,10 +131,11 @@ class CanvasState:
         is_given = bool(options.seed_canvas or options.pins)
         record["given_from"] = prompt_len if is_given else -1
         record["holds_pins"] = options.holds_pins
-        record["seed_canvas"] = NOISE
+        record["seed_canvas"] = NO_TOKEN
         first = options.seed_canvas or ()
         record["seed_canvas"][: len(first)] = first
-        record["pinned"] = NOT_PINNED
+        self.has_pins[slot] = bool(options.pins)
+        record["pinned"] = NO_TOKEN
         record["pinned"][list(options.pins)] = list(options.pins.values())
         self._staged[slot] = record, sorted(options.stops)
 
@@ -174,7 +178,7 @@ class CanvasState:
             temperature=self.temperatures[slots],
             is_greedy=self.is_greedy[slots],
             is_stop=self.is_stop,
-            held=torch.where(self.holds_pins[slots, None], pins, NOT_PINNED),
+            held=torch.where(self.holds_pins[slots, None], pins, NO_TOKEN),
             numbers={name: column[slots] for name, column in self.numbers.items()},
             carried={name: column[slots] for name, column in self.carried.items()},
         )
@@ -193,12 +197,12 @@ class CanvasState:
             drawn: ``[R, C]`` int64, from ``Family.fresh_canvas``.
         """
         seed_canvas, pins = self.seed_canvas[slots], self.pins(slots, starts)
-        is_seeded = (starts == self.given_from[slots])[:, None] & (seed_canvas != NOISE)
+        is_seeded = (starts == self.given_from[slots])[:, None] & (seed_canvas != NO_TOKEN)
         contents = torch.where(is_seeded, seed_canvas, drawn)
-        return torch.where(pins != NOT_PINNED, pins, contents)
+        return torch.where(pins != NO_TOKEN, pins, contents)
 
     def pins(self, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """The tokens that a request gives at each position, else NOT_PINNED: ``[R, C]`` int64.
+        """The tokens that a request gives at each position, else NO_TOKEN: ``[R, C]`` int64.
 
         Arguments as of ``with_seeds``.
         """
@@ -208,7 +212,45 @@ class CanvasState:
         place = starts[:, None] - given_from + columns  # [R, C], in the answer
         is_known = (given_from >= 0) & (place >= 0) & (place < num_positions)
         pins = self.pinned[slots[:, None], place.clamp(0, num_positions - 1)].long()
-        return torch.where(is_known, pins, NOT_PINNED)
+        return torch.where(is_known, pins, NO_TOKEN)
+
+
+def denoise_rows(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    chosen: torch.Tensor,
+    rows: CanvasRows,
+    state: CanvasState,
+    family: Family,
+    filters: RowFilters | None,
+) -> Denoised:
+    """The compiled part of a step: the family's denoise step, and the canvas of the next step.
+
+    Args:
+        logits: ``[N, V]`` fp32, edited.
+        ids: ``[N]`` int64, the canvas tokens that entered the model.
+        chosen: ``[N]`` int64, the tokens that grammars have chosen; NO_TOKEN in other rows.
+        rows: at least two of them (``CanvasRows.at_least_two``).
+        state: read only.
+
+    Returns:
+        What the family decided; but ``canvas`` is the input of the next step in any case, and
+        ``steps_done`` and ``carried`` are 0 where a fresh canvas starts.
+    """
+    pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
+    canvases = state.canvases(rows.slots, ids, chosen, pins)
+    step = family.denoise(logits, rows, canvases, filters)
+    goes_on = (rows.widths > 0) & ~step.converged  # [R]
+    canvas = torch.where(pins != NO_TOKEN, pins, step.canvas)
+    fresh = state.with_seeds(rows.slots, rows.seq_lens, step.fresh)
+    return step._replace(
+        canvas=torch.where(goes_on[:, None], canvas, fresh),
+        steps_done=torch.where(goes_on, step.steps_done, 0),
+        carried={  # [R, ...], so that goes_on has to be [R, 1, ...]
+            name: torch.where(goes_on.view(-1, *[1] * (column.dim() - 1)), column, 0)
+            for name, column in step.carried.items()
+        },
+    )
 
 
 def request_seed(options: RequestOptions, request_id: str, server_seed: int) -> int:

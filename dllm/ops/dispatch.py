@@ -49,7 +49,7 @@ def row_stats(
         logits: [N, V] fp32 or bf16, soft-capped; every entry finite or -inf. -inf excludes a token:
             it is never sampled, has probability 0 and adds 0 to the entropy.
         temperature: [N] fp32, > 0.
-        keys: [N, 2] int64 from `noise.row_keys`.
+        keys: [N, 2] int64 from `noise.row_keys`; `noise.NO_KEY` where the sample is the argmax.
         probs_dtype: of the probabilities; None leaves them out.
     """
     if not logits.is_cuda and logits.shape[-1] <= TILE_TOKENS:

@@ -39,6 +39,10 @@ _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 MIX_MULTIPLIERS = (0xED5AD4BB - 2**32, 0xAC4C1B51 - 2**32, 0x31848BAB)
 
 
+# In the place of a row's key: nothing is drawn, and the row's sample is its argmax.
+NO_KEY = -1
+
+
 class StepNoise(NamedTuple):
     """All random numbers of one denoise step, for `R` rows of `C` canvas positions."""
 

@@ -3,7 +3,8 @@
 For a row of logits x at temperature T, with d = (x - max x) / T, z = sum exp(d), s = sum d exp(d):
 
     argmax   = the lowest id with the largest x
-    sample   = argmax(d + gumbel)         one exact draw from softmax(x / T)   (Gumbel-max)
+    sample   = argmax(d + gumbel)         one exact draw from softmax(x / T)   (Gumbel-max);
+                                          the argmax of a row whose key is NO_KEY
     entropy  = log z - s / z              nats, of softmax(x / T)
     probs    = exp(d) / z                 what self-conditioning embeds
 
@@ -26,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm.ops.noise import gumbel
+from dllm.ops.noise import NO_KEY, gumbel
 
 KERNEL_MASS_TILE = 64  # tokens of one tile of `tile_mass` on a GPU
 
@@ -69,9 +70,11 @@ def reference_row_stats(
     has_distribution = z > 0  # false if d is NaN: all logits -inf (-inf - -inf), or one is NaN
     log_z = torch.where(has_distribution, torch.log(z), torch.inf)
     probs = torch.where(has_distribution[:, None], e / z[:, None], 0.0)
+    argmax = x.argmax(dim=-1)
+    drawn = (d + gumbel(keys, x.shape[-1])).argmax(dim=-1)
     return RowStats(
-        argmax=x.argmax(dim=-1),
-        sample=(d + gumbel(keys, x.shape[-1])).argmax(dim=-1),
+        argmax=argmax,
+        sample=torch.where(keys[:, 0] == NO_KEY, argmax, drawn),
         entropy=torch.where(has_distribution, log_z - s / z, torch.inf),
         peak=peak,
         log_z=log_z,

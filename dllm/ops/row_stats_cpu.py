@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dllm.ops.filters import RowFilters, cutoffs
-from dllm.ops.noise import gumbel_from_bits, smallest_words, token_bits
+from dllm.ops.noise import NO_KEY, gumbel_from_bits, smallest_words, token_bits
 
 # Tokens of a tile: wide enough for vectorized reductions, and narrow enough that most tiles can be
 # skipped.
@@ -129,8 +129,14 @@ def _statistics(tile: RowTile, cutoff: Tensor, is_compiled: bool) -> tuple[Tenso
     log_z = torch.where(has_distribution, torch.log(z), torch.inf)
     entropy = torch.where(has_distribution, log_z - s / z, torch.inf)
     tile_mass = torch.where(has_distribution[:, None], z_of / z[:, None], 0.0)
-    sample = _sample(tile, is_compiled)
-    return _argmax(tile), sample, entropy, tile.peak, log_z, cutoff, tile_mass
+    argmax = _argmax(tile)
+    # Rows in which nothing is drawn are skipped if no other is among them: one row alone would be
+    # compiled as a special case.
+    draws_nothing = tile.keys[:, 0] == NO_KEY
+    sample = argmax
+    if not bool(draws_nothing.all()):
+        sample = torch.where(draws_nothing, argmax, _sample(tile, is_compiled))
+    return argmax, sample, entropy, tile.peak, log_z, cutoff, tile_mass
 
 
 def _sums(x: Tensor, peak: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

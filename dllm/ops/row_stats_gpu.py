@@ -17,7 +17,7 @@ exp(d) is known already, and v <= E <= v / (1 - v), so the token with the smalle
 nearly always the winner. E is computed for all tokens only if another token comes so close that it
 could win. Each block reports its winning token; the merge kernel recomputes d + gumbel for those
 few with the formula of the definition and takes the largest. Only within a block may two tokens
-whose values differ by no more than rounding (1e-6 nats) swap.
+whose values differ by no more than rounding (1e-6 nats) swap. A row with NO_KEY skips all this.
 
 With filters these two kernels run twice. Between the runs the cutoff kernel finds each row's cutoff
 (`filters`); the second run skips rows without filters.
@@ -182,20 +182,24 @@ def _block_kernel(
     # merge kernel finds it.
     s = tl.sum(tl.where(e > 0, d * e, 0.0), 0)
 
-    v = _uniform(_token_bits(ids, tl.load(keys + 2 * row).to(tl.uint32),
-                             tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
-    lower = tl.where(e > 0, v / e, float("inf"))  # at most E / e, the value to minimize
-    smallest = tl.min(lower, 0)
     inside = tl.arange(0, BLOCK)
-    winner = tl.min(tl.where(lower == smallest, inside, BLOCK), 0)  # place in the block
-    its_v = tl.sum(tl.where(inside == winner, v, 0.0), 0)
-    # E / e of this token, with a margin for rounding. A token that beats it has a smaller E / e, so
-    # its v / e, which is no larger, is below this limit too. `rivals` counts the token itself.
-    limit = smallest * (_exponential(its_v) / its_v) * 1.0001
-    rivals = tl.sum((lower <= limit).to(tl.int32), 0)
-    if rivals > 1:
-        value = tl.where(lower <= limit, _exponential(v) / e, float("inf"))
-        winner = tl.min(tl.where(value == tl.min(value, 0), inside, BLOCK), 0)
+    first_key = tl.load(keys + 2 * row)
+    winner = tl.full((), 0, tl.int32)
+    if first_key >= 0:  # not NO_KEY
+        v = _uniform(_token_bits(ids, first_key.to(tl.uint32),
+                                 tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
+        lower = tl.where(e > 0, v / e, float("inf"))  # at most E / e, the value to minimize
+        smallest = tl.min(lower, 0)
+        winner = tl.min(tl.where(lower == smallest, inside, BLOCK), 0)  # place in the block
+        its_v = tl.sum(tl.where(inside == winner, v, 0.0), 0)
+        # E / e of this token, with a margin for rounding. A token that beats it has a smaller
+        # E / e, so its v / e, which is no larger, is below this limit too. `rivals` counts the
+        # token itself.
+        limit = smallest * (_exponential(its_v) / its_v) * 1.0001
+        rivals = tl.sum((lower <= limit).to(tl.int32), 0)
+        if rivals > 1:
+            value = tl.where(lower <= limit, _exponential(v) / e, float("inf"))
+            winner = tl.min(tl.where(value == tl.min(value, 0), inside, BLOCK), 0)
 
     place = row * num_blocks + block
     tl.store(block_max + place, largest)
@@ -243,15 +247,21 @@ def _merge_kernel(
                                      float("inf")))  # fmt: skip
 
     first = tl.argmax(tl.where(maxima == m, 1, 0), 0)
-    tl.store(argmax + row, _valid(tl.load(block_argmax + row * num_blocks + first), vocab_size))
-    ids = _valid(tl.load(block_winner + place, mask=is_block, other=0), vocab_size)
-    x = tl.load(logits + row * row_stride + ids, mask=is_block, other=float("-inf")).to(tl.float32)
-    v = _uniform(_token_bits(ids, tl.load(keys + 2 * row).to(tl.uint32),
-                             tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
-    noisy = (x - base) / t - tl.log(_exponential(v))  # [BLOCKS], d + gumbel of the winners
-    noisy = tl.where(is_block & (maxima > float("-inf")), noisy, float("-inf"))
-    chosen = tl.argmax(noisy, 0)
-    tl.store(sample + row, tl.sum(tl.where(block == chosen, ids, 0), 0))
+    likeliest = _valid(tl.load(block_argmax + row * num_blocks + first), vocab_size)
+    tl.store(argmax + row, likeliest)
+    first_key = tl.load(keys + 2 * row)
+    if first_key < 0:  # NO_KEY
+        tl.store(sample + row, likeliest)
+    else:
+        ids = _valid(tl.load(block_winner + place, mask=is_block, other=0), vocab_size)
+        x = tl.load(logits + row * row_stride + ids, mask=is_block, other=float("-inf"))
+        v = _uniform(_token_bits(ids, first_key.to(tl.uint32),
+                                 tl.load(keys + 2 * row + 1).to(tl.uint32)))  # fmt: skip
+        # [BLOCKS], d + gumbel of the winners
+        noisy = (x.to(tl.float32) - base) / t - tl.log(_exponential(v))
+        noisy = tl.where(is_block & (maxima > float("-inf")), noisy, float("-inf"))
+        chosen = tl.argmax(noisy, 0)
+        tl.store(sample + row, tl.sum(tl.where(block == chosen, ids, 0), 0))
 
     # From sums relative to each block's own maximum to probabilities.
     for first_tile in range(0, num_tiles, TILES):

@@ -125,10 +125,6 @@ PATCHES = {
     "vllm._custom_ops.weight_packed_linear_cpu": (
         "in the CPU worker: a product of zero rows divides by zero and kills the process"
     ),
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run": (
-        "in the worker: memory profiling runs the largest denoise step; vLLM's dummy batch holds "
-        "no canvas"
-    ),
     "vllm.v1.engine.core.EngineCoreProc.run_busy_loop": (
         "in a worker that is in the engine core's process: the denoise loop ends when a request "
         "arrives"

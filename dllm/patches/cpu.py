@@ -62,11 +62,12 @@ def use_our_worker(vllm_config: Any, needs: str, advice: str = "Leave the flag o
 def make_replicas_independent(vllm_config: Any) -> None:
     """On a CPU, let each data parallel replica of a model with experts be an engine of its own.
 
-    In vLLM the replicas of such a model share its experts: each holds a part of every expert, and
-    all replicas exchange their tokens in every layer. vLLM's CPU communicator cannot exchange
-    unequal numbers of tokens. Replicas of a model without experts share nothing, so that is what
-    vLLM is told. Behind ``num_experts`` here it decides about processes only; our models read the
-    checkpoint's own configuration. Each replica then holds the whole model.
+    In vLLM the replicas of such a model share its experts: each holds a part of them, and all
+    replicas exchange their tokens in every layer. vLLM's CPU communicator cannot exchange unequal
+    numbers of tokens. Replicas of a model without experts share nothing. So this function tells
+    vLLM that the model has none (``num_experts`` = 0), and vLLM starts engines that know nothing of
+    each other. Each holds the whole model: model classes do not read this number, but the one in
+    config.json.
 
     Raises:
         ValueError: a flag asks for shared experts, or leaves the balancing to others.

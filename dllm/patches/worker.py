@@ -3,10 +3,11 @@
 import functools
 from typing import Any
 
+import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from dllm.engine import visit
-from dllm.models import FAMILIES
+from dllm.engine.scheduler import allows_more_passes, report_passes
+from dllm.engine.warm_up import canvas_batch
 
 
 class Visits:
@@ -15,11 +16,29 @@ class Visits:
     serves_canvases: bool
     model_runner: Any
 
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's. Memory profiling then runs the denoise step that needs the most memory.
+
+        vLLM profiles its sampler with a batch that holds no canvas.
+        """
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if self.serves_canvases:
+            self.model_runner._dummy_sampler_run = self._profile_sampler
+
+    @torch.inference_mode()
+    def _profile_sampler(self, hidden_states: torch.Tensor) -> None:
+        """Takes the place of ``GPUModelRunner._dummy_sampler_run``, with its arguments."""
+        runner = self.model_runner
+        length = runner.num_speculative_steps
+        batch = canvas_batch(runner.input_buffers, runner.max_num_reqs, length)
+        hidden = hidden_states.new_zeros(batch.num_draft_tokens, hidden_states.shape[1])
+        runner.sampler.profile(runner.model.compute_logits(hidden), batch)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """vLLM's; before it, the loop learns what the scheduler allows."""
         if self.serves_canvases:
             loop = self.model_runner.model_state.loop
-            loop.begin_visit(visit.allows_more_passes(scheduler_output))
+            loop.begin_visit(allows_more_passes(scheduler_output))
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -30,39 +49,14 @@ class Visits:
         answer = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self.serves_canvases and answer is not None:
             output = getattr(answer, "model_runner_output", answer)
-            visit.report_passes(output, self.model_runner.model_state.loop.num_passes)
+            report_passes(output, self.model_runner.model_state.loop.num_passes)
             self.model_runner.sampler.frames.attach(output)
         return answer
 
 
 def prepare_runner() -> None:
     """Patch Model Runner V2 in this worker's process; calling it again changes nothing."""
-    _profile_whole_canvases()
     _notice_arrivals()
-
-
-@functools.cache
-def _profile_whole_canvases() -> None:
-    """Let memory profiling at start run the largest denoise step.
-
-    vLLM profiles its sampler with a dummy batch that holds no canvas, so a denoise step would need
-    more memory than vLLM has set aside.
-    """
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-
-    from dllm.engine.warm_up import canvas_batch
-
-    run = GPUModelRunner._dummy_sampler_run
-
-    def _dummy_sampler_run(self: Any, hidden_states: Any) -> None:
-        if self.model_config.architecture not in FAMILIES:
-            return run(self, hidden_states)
-        batch = canvas_batch(self.input_buffers, self.max_num_reqs, self.num_speculative_steps)
-        hidden = hidden_states.new_zeros(batch.num_draft_tokens, hidden_states.shape[1])
-        self.sampler.loop.begin_visit(allows_more_passes=False)
-        self.sampler(self.model.compute_logits(hidden), batch)
-
-    GPUModelRunner._dummy_sampler_run = _dummy_sampler_run  # type: ignore[method-assign]
 
 
 @functools.cache

@@ -6,6 +6,9 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from dllm.settings.checks import Choices, FloatRange, IntRange
 
+# In the place of a token's id: there is none, or whoever reads it chooses one.
+NO_TOKEN = -1
+
 CanvasWindow = Literal["symmetric", "anchored"]
 CANVAS_WINDOWS: tuple[CanvasWindow, ...] = ("symmetric", "anchored")
 

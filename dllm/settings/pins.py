@@ -12,12 +12,13 @@ A position counts tokens of the answer, from 0.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from dllm.settings.denoising import NO_TOKEN
+
 SEED_CANVAS, PINNED = "diffusion_seed_canvas", "diffusion_pinned"
 PIN_AT, PIN_IDS = "diffusion_pin_at", "diffusion_pin_ids"
 PIN_MODE, PIN_MODES = "diffusion_pin_mode", ("hint", "hold")
 PIN_ARGS = (SEED_CANVAS, PINNED, PIN_AT, PIN_IDS, PIN_MODE)
 
-NOISE = -1  # in a seed canvas: the server draws this token
 # Pins may be in so many canvases from the start of the answer on; the worker has a table of them.
 PINNED_CANVASES = 16
 
@@ -36,9 +37,11 @@ def holds(extra: Mapping[str, Any]) -> bool:
 
 
 def without_noise(extra: dict[str, Any]) -> dict[str, Any]:
-    """Extra arguments with an id in the place of every NOISE, as vLLM's own check wants them."""
+    """Extra arguments with an id in the place of every NO_TOKEN, as vLLM's own check wants them."""
     canvas = extra.get(SEED_CANVAS) or ()
-    return extra | {SEED_CANVAS: [max(token, 0) for token in canvas]} if NOISE in canvas else extra
+    if NO_TOKEN not in canvas:
+        return extra
+    return extra | {SEED_CANVAS: [max(token, 0) for token in canvas]}
 
 
 def held_length(pins: Mapping[int, int], stops: Collection[int]) -> int:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from dllm.settings.checks import Choices, FloatRange, IntRange, did_you_mean
-from dllm.settings.denoising import DenoiseSettings, Parameter
+from dllm.settings.denoising import NO_TOKEN, DenoiseSettings, Parameter
 from dllm.settings.pins import (
-    NOISE,
     PIN_ARGS,
     PIN_AT,
     PIN_IDS,
@@ -133,7 +132,7 @@ class RequestOptions:
         if (params.extra_args or {}).get("diffusion_constrained"):
             _check_constrained(params)
         for token in options.seed_canvas or ():
-            _check_int_range(SEED_CANVAS, token, NOISE, vocab_size - 1)
+            _check_int_range(SEED_CANVAS, token, NO_TOKEN, vocab_size - 1)
         for token in (params.extra_args or {}).get(PIN_IDS) or ():
             _check_int_range(PIN_IDS, token, 0, vocab_size - 1)
         return options
@@ -385,10 +384,10 @@ def _take_pins(
         )
     for position in pinned:
         _check_int_range(PINNED, position, 0, width - 1)
-        if seed_canvas is not None and seed_canvas[position] == NOISE:
+        if seed_canvas is not None and seed_canvas[position] == NO_TOKEN:
             refuse(
                 PINNED,
-                f"{PINNED} has position {position}, where {SEED_CANVAS} is {NOISE}; allowed: "
+                f"{PINNED} has position {position}, where {SEED_CANVAS} is {NO_TOKEN}; allowed: "
                 "positions with a token. Give one there, or leave the position out.",
             )
     if len(at) != len(ids):

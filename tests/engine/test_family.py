@@ -11,16 +11,15 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import FREE, Canvases, Column, Denoised, Family
-from dllm.engine.sampler import denoise_rows
-from dllm.engine.state import CanvasState
+from dllm.engine.family import Canvases, Column, Denoised, Family
+from dllm.engine.state import CanvasState, denoise_rows
 from dllm.models.gemma import step as gemma
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
 from dllm.settings.checks import FloatRange
-from dllm.settings.denoising import CanvasWindow, Parameter
+from dllm.settings.denoising import NO_TOKEN, CanvasWindow, Parameter
 from dllm.settings.request import RequestOptions
 
 VOCAB, CANVAS, MASK = 12, 4, 11
@@ -125,18 +124,18 @@ def test_it_denoises_two_requests_to_the_end(state):
     rows = CanvasRows.whole(torch.tensor([5, 5]), CANVAS)._replace(slots=torch.tensor([0, 2]))
     canvas = Masked().fresh_canvas(torch.zeros(2), torch.zeros(2))
     logits = logits_of([9.0, 0.5, 9.0, 0.5] * 2)
-    free = torch.full((canvas.numel(),), FREE)
+    free = torch.full((canvas.numel(),), NO_TOKEN)
     first = denoise_rows(logits, canvas.flatten(), free, rows, state, Masked(), None)
-    assert first.step.converged.tolist() == [False, True]
-    assert first.next_canvas[0].tolist() == [0, MASK, 2, MASK]
-    assert first.next_canvas[1].tolist() == [MASK] * CANVAS  # the canvas behind the emitted one
-    assert first.step.argmax_canvas[1].tolist() == [4, 5, 6, 7]
-    assert first.step.steps_done.tolist() == [1, 0]
-    assert first.step.carried["last_kept"].tolist() == [[1, 0, 1, 0], [0] * CANVAS]
+    assert first.converged.tolist() == [False, True]
+    assert first.canvas[0].tolist() == [0, MASK, 2, MASK]
+    assert first.canvas[1].tolist() == [MASK] * CANVAS  # the canvas behind the emitted one
+    assert first.argmax_canvas[1].tolist() == [4, 5, 6, 7]
+    assert first.steps_done.tolist() == [1, 0]
+    assert first.carried["last_kept"].tolist() == [[1, 0, 1, 0], [0] * CANVAS]
     sure = logits_of([9.0] * 8)
-    second = denoise_rows(sure, first.next_canvas.flatten(), free, rows, state, Masked(), None)
-    assert second.step.converged.tolist() == [True, True]
-    assert second.step.argmax_canvas[0].tolist() == [0, 1, 2, 3]
+    second = denoise_rows(sure, first.canvas.flatten(), free, rows, state, Masked(), None)
+    assert second.converged.tolist() == [True, True]
+    assert second.argmax_canvas[0].tolist() == [0, 1, 2, 3]
 
 
 def test_what_the_warm_up_sends_is_admitted(state):

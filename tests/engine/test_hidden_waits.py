@@ -209,10 +209,18 @@ def test_logprobs_wait_for_one_number_more(engine, passes):
     assert found["read", LOOP] <= len(watch.passes)
 
 
+def test_logprobs_wait_for_nothing_under_asynchronous_scheduling(checkpoint):
+    ours = get_async_engine(checkpoint(), max_num_batched_tokens=256)
+    asked = params(blocks=2, logprobs=3, prompt_logprobs=2)
+    requests = [(prompt(20), asked), (prompt(33), params(blocks=2))]
+    assert not watched_run(ours, requests, passes=1).findings
+
+
+@pytest.mark.parametrize("scored", [None, 2])
 @pytest.mark.parametrize("passes", [1, UNBOUNDED])
-def test_models_with_blocks_do_not_wait_either(model, passes):  # noqa: F811
+def test_models_with_blocks_do_not_wait_either(model, passes, scored):  # noqa: F811
     requests = [
-        (test_blocks.prompt(37 + salt, salt), model.params(blocks=2.5, seed=salt))
+        (test_blocks.prompt(37 + salt, salt), model.params(blocks=2.5, seed=salt, logprobs=scored))
         for salt in range(2)
     ]
     watch = watched_run(model.engine(), requests, passes)
@@ -233,6 +241,48 @@ def test_the_number_of_operations_does_not_grow_with_the_batch(engine):
     assert set(few.passes) == set(many.passes)
     for hook in ("state.prepare_inputs", "state.prepare_attn", "sampler.apply_staged_writes"):
         assert set(few.calls[hook]) == set(many.calls[hook])
+
+
+def test_state_is_written_without_being_read(scheduled, monkeypatch):
+    """Also where only the device knows which rows have a canvas."""
+    calls = counted_calls(scheduled, "_store_state", CASES["two"], monkeypatch)
+    columns = 3 + len(scheduled.runner.model_state.canvases.carried)
+    assert {call["__setitem__"] for call in calls} == {columns}
+    assert {name for call in calls for name in call} <= {"__setitem__", "to", "dtype"}
+
+
+def test_pins_cost_nothing_where_nobody_pins(engine, monkeypatch):
+    store = "_store_soft_embeddings"
+    (plain,) = {call["where"] for call in counted_calls(engine, store, CASES["one"], monkeypatch)}
+    (pinned,) = {call["where"] for call in counted_calls(engine, store, CASES["pins"], monkeypatch)}
+    assert pinned == plain + 1
+
+
+def counted_calls(engine, name, requests, monkeypatch) -> list[Counter[str]]:
+    """The operations of each call of a method of the sampler."""
+    kind = type(engine.runner.sampler)
+    method, calls = getattr(kind, name), []
+
+    def spy(*args):
+        with DeviceWatch() as watch:
+            method(*args)
+        calls.append(watch.num_calls)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, spy)
+        watched_run(engine, requests, passes=1)
+    return [call for call in calls if call]  # the first run is not watched
+
+
+def test_a_visit_looks_at_its_rows_once(engine, monkeypatch):
+    made = []
+    pad = canvas_rows.CanvasRows.at_least_two
+    monkeypatch.setattr(
+        canvas_rows.CanvasRows, "at_least_two", lambda *args: (made.append(1), pad(*args))[1]
+    )
+    watch = watched_run(engine, CASES["one"], passes=UNBOUNDED)
+    assert len(watch.passes) > len(watch.calls["sampler"])
+    assert len(made) <= 2 * len(watch.calls["sampler"])  # of two runs
 
 
 def test_a_watched_canvas_is_packed_without_a_wait():

@@ -17,7 +17,8 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 import dllm
 from dllm.engine import logprobs
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.logprobs import BlockLogprobs
+from dllm.engine.family import Denoised
+from dllm.engine.logprobs import BlockLogprobs, KeptScores, joined
 from dllm.engine.prompt_logprobs import PendingPromptLogprobs
 from dllm.patches.cpu import register_cpu_kernels
 
@@ -35,14 +36,17 @@ def cpu_kernels() -> None:
 class Blocks:
     """Four canvases in slots 3, 2, 1, 0; the first wants two top logprobs, the last its own ids."""
 
-    def __init__(self, mode: str = "raw_logprobs") -> None:
+    def __init__(
+        self, mode: str = "raw_logprobs", is_async: bool = False, keeps: bool = False
+    ) -> None:
         sampler = SimpleNamespace(
             logprobs_mode=mode,
             sampling_states=SamplingStates(SLOTS, VOCAB),
             logprob_token_ids_state=LogprobTokenIdsState(SLOTS, torch.device("cpu")),
         )
         sampler.get_logprobs_dims = partial(Sampler.get_logprobs_dims, sampler)
-        self.logprobs = BlockLogprobs(sampler)
+        kept = KeptScores(torch.zeros(SLOTS, CANVAS), VOCAB) if keeps else None
+        self.logprobs = BlockLogprobs(sampler, is_async, kept)
         asked = (SamplingParams(logprob_token_ids=IDS), None, None, SamplingParams(logprobs=2))
         for slot, params in enumerate(asked):
             sampler.sampling_states.add_request(slot, params or SamplingParams())
@@ -76,11 +80,15 @@ class Blocks:
         return self.logprobs.of_blocks(
             self.logits.clone(),
             self.temperature,
-            self.argmax,
+            self.step(),
             torch.tensor(num_emitted),
             self.rows,
             self.batch,
         )
+
+    def step(self, decided: torch.Tensor | None = None) -> Denoised:
+        nothing = dict.fromkeys(Denoised._fields)
+        return Denoised(**nothing | {"argmax_canvas": self.argmax, "decided": decided})
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits"])
@@ -114,10 +122,10 @@ def test_the_workspace_changes_nothing(monkeypatch):
     )
     monkeypatch.setattr(logprobs, "WORKSPACE_LOGITS", 5 * VOCAB)
     in_parts = blocks.of(4, 0, 3, 5)
-    assert sizes == [5, 5, 2]
+    assert sizes == [5, 4]
     for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
         assert torch.equal(getattr(in_parts, name), getattr(at_once, name))
-    assert in_parts.cu_num_generated_tokens == at_once.cu_num_generated_tokens == [0, 4, 4, 7]
+    assert in_parts.cu_num_generated_tokens == at_once.cu_num_generated_tokens == [0, 4, 4, 4]
 
 
 def test_nothing_emitted_and_nobody_asking():
@@ -125,6 +133,53 @@ def test_nothing_emitted_and_nobody_asking():
     assert blocks.of(0, 0, 0, 0) is None
     blocks.batch.num_reqs, blocks.batch.idx_mapping_np = 2, np.array([2, 1])
     assert not blocks.logprobs.are_wanted(blocks.batch)
+
+
+def test_without_a_wait_whole_canvases_are_scored():
+    """The host does not ask which tokens are emitted; their scores are the same."""
+    known = Blocks().of(4, 0, 3, 5)
+    blocks = Blocks(is_async=True)
+    result = blocks.of(4, 0, 3, 5)
+    assert result.cu_num_generated_tokens == [0, 5, 5, 5]  # two requests do not ask
+    emitted = [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
+        assert torch.equal(getattr(result, name)[emitted], getattr(known, name)), name
+    assert blocks.of(0, 0, 0, 0).cu_num_generated_tokens == [0, 5, 5, 5]
+
+
+def test_scores_of_decided_tokens_are_kept_and_nothing_of_the_size_of_the_vocabulary():
+    """Two steps decide the odd and the even positions; other logits come in between."""
+    blocks = Blocks(keeps=True)
+    expected = Blocks().of(5, 0, 0, 5)
+    is_even = (torch.arange(CANVAS) % 2 == 0).expand(4, CANVAS)
+    logits = blocks.logits.clone()
+    for decided in (is_even, torch.zeros_like(is_even), ~is_even):
+        row, place = blocks.rows.row_of, blocks.rows.place
+        right = torch.where(decided[row, place, None], logits, logits.flip(0))
+        arguments = blocks.temperature, blocks.step(decided), blocks.rows, blocks.batch
+        blocks.logprobs.keep_decided(right, *arguments)
+    blocks.logits.zero_()
+    result = blocks.of(5, 0, 0, 5)
+    assert result.cu_num_generated_tokens == [0, 5, 5, 5]
+    for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
+        assert torch.equal(getattr(result, name), getattr(expected, name)), name
+
+
+def test_parts_of_a_batch_are_joined():
+    """The second tile asks for nothing; the columns of the third are fewer."""
+    first, third = Blocks().of(4, 0, 0, 5), Blocks().of(1, 0, 0, 0)
+    third = third._replace(
+        logprobs=third.logprobs[:, :2], logprob_token_ids=third.logprob_token_ids[:, :2]
+    )
+    parts = [
+        SimpleNamespace(logprobs_tensors=one, num_sampled=torch.zeros(count))
+        for one, count in ((first, 4), (None, 2), (third, 4))
+    ]
+    result = joined(parts)
+    assert result.cu_num_generated_tokens == [0, 4, 4, 4, 9, 9, 9, 10, 10, 10]
+    assert torch.equal(result.logprobs[9, :2], third.logprobs[0])
+    assert torch.equal(result.logprobs[:9], first.logprobs)
+    assert joined(parts[1:2]) is None
 
 
 def test_a_temperature_near_zero_loses_no_digits():

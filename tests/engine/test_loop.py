@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.v1.engine.core import EngineCoreProc
 
-from dllm.engine import visit
 from dllm.engine.loop import DenoiseLoop
-from dllm.engine.scheduler import CanvasScheduler
+from dllm.engine.scheduler import CanvasScheduler, allows_more_passes, num_passes
 from dllm.settings.server import PluginOptions
 from tests.engine.test_engine import page_contents, scheduled_spans, scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
@@ -153,7 +152,7 @@ def test_a_request_aborted_in_mid_loop_leaves_nothing_behind(engine, monkeypatch
 
         def abort_first(scheduled: Any, answer: Any) -> Any:
             if not aborted:
-                aborted.append(visit.num_passes(answer))
+                aborted.append(num_passes(answer))
                 engine.llm.llm_engine.abort_request([doomed])
             return update(scheduled, answer)
 
@@ -321,7 +320,7 @@ def test_one_pass_a_visit_while_a_request_waits_for_admission(engine, checkpoint
 
     def spy(self: Any, throttle_prefills: bool = False) -> Any:
         output = schedule(self, throttle_prefills)
-        messages.append((len(self.waiting) > 0, visit.allows_more_passes(output)))
+        messages.append((len(self.waiting) > 0, allows_more_passes(output)))
         return output
 
     with pytest.MonkeyPatch.context() as patch, switched(crowded, UNBOUNDED):
@@ -342,7 +341,7 @@ def test_one_pass_a_visit_while_a_running_request_found_no_room(checkpoint, monk
     def spy(self: Any, throttle_prefills: bool = False) -> Any:
         output = schedule(self, throttle_prefills)
         left_out = {r.request_id for r in self.running} - set(output.num_scheduled_tokens)
-        messages.append((bool(left_out), visit.allows_more_passes(output)))
+        messages.append((bool(left_out), allows_more_passes(output)))
         return output
 
     monkeypatch.setattr(type(small.scheduler), "schedule", spy)

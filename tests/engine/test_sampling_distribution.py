@@ -11,11 +11,11 @@ from vllm import SamplingParams
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import FREE
-from dllm.engine.sampler import StepResult, denoise_rows
-from dllm.engine.state import CanvasState
+from dllm.engine.family import Denoised
+from dllm.engine.state import CanvasState, denoise_rows
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops.filters import RowFilters
+from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import RequestOptions
 from tests.ops.test_noise import chi_square_tail
 from tests.support.denoise_cases import family
@@ -35,7 +35,7 @@ CONFIG = GemmaSettings(
 LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5
 
 
-def step(steps_done: int = 0, entropy_bound: float = 1e5, **options) -> StepResult:
+def step(steps_done: int = 0, entropy_bound: float = 1e5, **options) -> Denoised:
     """One step of 800 requests with seeds of their own and the same logits everywhere."""
     params = SamplingParams(extra_args={"diffusion_entropy_bound": entropy_bound}, **options)
     parsed = RequestOptions.parse(params, CONFIG, VOCAB)
@@ -55,7 +55,7 @@ def step(steps_done: int = 0, entropy_bound: float = 1e5, **options) -> StepResu
     )
     logits = LOGITS.expand(num_rows, VOCAB).contiguous()
     ids = torch.zeros(num_rows, dtype=torch.int32)
-    return denoise_rows(logits, ids, torch.full_like(ids, FREE), rows, canvases, gemma, filters)
+    return denoise_rows(logits, ids, torch.full_like(ids, NO_TOKEN), rows, canvases, gemma, filters)
 
 
 def distribution(
@@ -99,37 +99,37 @@ def test_candidates_are_drawn_at_the_schedules_temperature_times_the_requests(op
     expected = distribution(
         schedule * scale, **{key: x for key, x in options.items() if key != "temperature"}
     )
-    assert_drawn_from(result.next_canvas, expected)
+    assert_drawn_from(result.canvas, expected)
     # What is committed is the argmax, which no filter excludes.
-    assert (result.step.argmax_canvas == LOGITS.argmax()).all()
+    assert (result.argmax_canvas == LOGITS.argmax()).all()
     assert expected[LOGITS.argmax()] > 0
 
 
 def test_the_temperatures_are_told_apart():
     """The test above would notice a temperature that is 10% off."""
-    counts = torch.bincount(step().next_canvas.flatten(), minlength=VOCAB).double()
+    counts = torch.bincount(step().canvas.flatten(), minlength=VOCAB).double()
     wrong = distribution(CONFIG.t_max * 1.1) * counts.sum()
     assert chi_square_tail(counts, wrong) < ERROR_PROBABILITY
 
 
 def test_greedy_takes_the_argmax_and_renoises_at_random():
     """With a bound so small that one position a canvas is accepted, the leftmost of equals."""
-    canvas = step(entropy_bound=1e-9, temperature=0).next_canvas
+    canvas = step(entropy_bound=1e-9, temperature=0).canvas
     assert (canvas[:, 0] == LOGITS.argmax()).all()
     assert_drawn_from(canvas[:, 1:], torch.full((VOCAB,), 1 / VOCAB, dtype=torch.float64))
-    accepted = step(temperature=0).next_canvas
+    accepted = step(temperature=0).canvas
     assert (accepted == LOGITS.argmax()).all()
 
 
 def test_entropies_of_a_greedy_request_are_those_of_the_models_schedule():
     greedy, plain = step(temperature=0), step()
-    assert torch.equal(greedy.step.stats.entropy, plain.step.stats.entropy)
-    assert not torch.equal(step(temperature=0.5).step.stats.entropy, plain.step.stats.entropy)
+    assert torch.equal(greedy.stats.entropy, plain.stats.entropy)
+    assert not torch.equal(step(temperature=0.5).stats.entropy, plain.stats.entropy)
 
 
 def test_positions_and_requests_draw_independently():
     """Disjoint pairs of neighbours, in a canvas and in a slot, against the product of two draws."""
-    canvas = step(temperature=1.5).next_canvas
+    canvas = step(temperature=1.5).canvas
     likely = distribution(CONFIG.t_max * 1.5)
     order = likely.argsort(descending=True)
     rank = torch.empty(VOCAB, dtype=torch.int64).scatter(0, order, torch.arange(VOCAB)).clamp(max=5)

@@ -3,9 +3,9 @@
 import torch
 from vllm import SamplingParams
 
-from dllm.engine.family import FREE
 from dllm.engine.state import CanvasState, request_seed
 from dllm.models.gemma.settings import GemmaSettings
+from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import RequestOptions
 from tests.support.denoise_cases import family
 
@@ -89,7 +89,7 @@ def test_only_held_pins_have_to_be_emitted():
     pins = canvases.pins(slots, starts)
     assert pins[:, 1].tolist() == [7, 7]
     ids = torch.zeros(2 * CANVAS, dtype=torch.int64)
-    held = canvases.canvases(slots, ids, torch.full_like(ids, FREE), pins).held
+    held = canvases.canvases(slots, ids, torch.full_like(ids, NO_TOKEN), pins).held
     assert held.tolist() == [[-1] * CANVAS, [-1, 7, -1, -1, -1, -1]]
 
 

@@ -48,9 +48,22 @@ def test_memory_is_profiled_with_as_many_canvases_as_a_step_holds(
     loop = engine.runner.sampler.loop
     loop.begin_visit(allows_more_passes=True)  # as a visit before may have
     monkeypatch.setattr(loop, "goes_on", lambda emitted: pytest.fail("the step is repeated"))
+    of_blocks, scored = engine.runner.sampler.logprobs.of_blocks, []
+
+    def spy(*args):
+        result = of_blocks(*args)
+        scored.append(result)
+        return result
+
+    monkeypatch.setattr(engine.runner.sampler.logprobs, "_is_async", True)  # scores all canvases
+    monkeypatch.setattr(engine.runner.sampler.logprobs, "of_blocks", spy)
+    num_reqs = engine.runner.max_num_reqs
     with sampled(engine) as batches:
         engine.runner.profile_run()
-    assert batches == [[CANVAS] * engine.runner.max_num_reqs]
+    assert batches == [[CANVAS] * num_reqs]
+    (largest,) = scored  # as many logprobs as --max-logprobs allows, and the token's own
+    assert largest.logprobs.shape == (num_reqs * CANVAS, 21)
+    assert (engine.runner.sampler.sampling_states.num_logprobs[:num_reqs] == -1).all()
 
 
 def test_the_largest_step_fits_the_token_budget() -> None:
@@ -94,9 +107,9 @@ def test_the_warm_up_emits_and_scores_blocks(engine: Engine, monkeypatch) -> Non
     emit, of_blocks = sampler._emit, sampler.logprobs.of_blocks
     of_prompt = runner.prompt_logprobs_worker.compute_prompt_logprobs
 
-    def spy_emit(logits, rows, step, num_emitted, batch):
+    def spy_emit(rows, step, num_emitted, *others):
         emitted.append(num_emitted.tolist())
-        return emit(logits, rows, step, num_emitted, batch)
+        return emit(rows, step, num_emitted, *others)
 
     def spy_blocks(*args):
         found = of_blocks(*args)

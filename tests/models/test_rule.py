@@ -6,6 +6,7 @@ numbers, it is asked for always and to the bit.
 """
 
 import math
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -21,12 +22,14 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.family import Canvases
 from dllm.models.gemma import rule as denoise
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.models.gemma.step import denoise as denoise_step
 from dllm.models.gemma.step import first_canvases, next_step
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
+from dllm.ops.row_stats import RowStats
 from tests.support.hf_reference import generate_with_noise, one_step_logits, tiny_hf_model
 
 INF = math.inf
@@ -34,12 +37,93 @@ NONE_HELD = torch.zeros(1, 1, dtype=torch.bool)
 SMALL = settings(max_examples=150, derandomize=True)
 
 
-def rules(**changes: float | Tensor) -> denoise.DenoiseRules:
-    """The defaults of Hugging Face's generation config, with `changes`."""
-    defaults = denoise.DenoiseRules(
-        t_min=0.4, t_max=0.8, max_steps=48, entropy_bound=0.1, confidence=0.005, stability_window=2
+class Rules(NamedTuple):
+    """The parameters of a step, each a number or [R]: the defaults of HF's generation config."""
+
+    max_steps: float | Tensor = 48
+    entropy_bound: float | Tensor = 0.1
+    confidence: float | Tensor = 0.005
+    stability_window: int = 2
+
+
+class State(NamedTuple):
+    """What is kept of R canvases: [R, C], [R, C], [R]."""
+
+    argmax_canvas: Tensor
+    stable_count: Tensor
+    steps_done: Tensor
+
+
+class Inputs(NamedTuple):
+    """What a step decides from, [R, C] each; token ids below 100."""
+
+    argmax: Tensor
+    sample: Tensor
+    entropy: Tensor
+    noise_tokens: Tensor
+    is_stop: Tensor
+    is_held: Tensor
+
+
+class Outcome(NamedTuple):
+    """The state after a step, and what it decided."""
+
+    canvas: Tensor
+    argmax_canvas: Tensor
+    stable_count: Tensor
+    steps_done: Tensor
+    converged: Tensor
+
+
+def take_step(state: State, inputs: Inputs, width: Tensor, rules: Rules) -> Outcome:
+    """`rule.denoise_step` of canvases whose positions have likeliest tokens of their own."""
+    num_rows, length = inputs.argmax.shape
+    offsets = 100 * torch.arange(length)  # so that a token can be a stop at one position only
+    argmax, index = inputs.argmax + offsets, torch.arange(num_rows * length)
+    is_stop = torch.zeros(num_rows, 100 * length, dtype=torch.bool).scatter(
+        1, argmax, inputs.is_stop
     )
-    return defaults._replace(**changes)
+    canvases = Canvases(
+        **dict.fromkeys(Canvases._fields)
+        | dict(
+            steps_done=state.steps_done,
+            argmax_canvas=state.argmax_canvas + offsets,
+            is_stop=is_stop,
+            held=torch.where(inputs.is_held, 0, -1),
+            numbers={
+                name: value if isinstance(value, Tensor) else torch.full((num_rows,), value)
+                for name, value in zip(Rules._fields[:3], rules, strict=False)
+            },
+            carried={"stable_count": state.stable_count},
+        )
+    )
+    rows = CanvasRows(
+        slots=torch.arange(num_rows),
+        widths=width,
+        seq_lens=width,
+        row_of=index // length,
+        place=index % length,
+        padded=index.view(num_rows, length),
+    )
+    stats = RowStats(
+        **dict.fromkeys(RowStats._fields)
+        | dict(
+            argmax=argmax.flatten(),
+            sample=inputs.sample.flatten(),
+            entropy=inputs.entropy.flatten(),
+        )
+    )
+    drawn = noise.StepNoise(inputs.noise_tokens, inputs.noise_tokens, inputs.noise_tokens)
+    step = denoise.denoise_step(
+        canvases, rows, stats, drawn, inputs.entropy.flatten(), rules.stability_window
+    )
+    return Outcome(
+        step.canvas,
+        step.argmax_canvas - offsets,
+        step.carried["stable_count"],
+        step.steps_done,
+        step.converged,
+    )
 
 
 def hf_accept(logits: Tensor, bound: float) -> Tensor:
@@ -206,8 +290,9 @@ def test_stop_decision_equals_hugging_face(
         argmax, entropy = logits.argmax(-1), hf_entropy(logits)
         count = denoise.count_stable(argmax, previous, count)
         previous = argmax
-        limits = rules(confidence=confidence, stability_window=threshold + 1)
-        ours = denoise.has_settled(count, entropy, full(2, width), limits, NONE_HELD)
+        ours = denoise.has_settled(
+            count, entropy, full(2, width), NONE_HELD, confidence, stability_window=threshold + 1
+        )
         assert torch.equal(ours, criteria(argmax, logits))
 
 
@@ -215,16 +300,16 @@ def test_a_mean_entropy_at_the_threshold_is_not_confident() -> None:
     logits = torch.zeros(1, 4, 8)
     mean = hf_entropy(logits)[0, 0].item()
     assert not StableAndConfidentStoppingCriteria(0, mean)(logits.argmax(-1), logits)
-    limits = rules(confidence=mean, stability_window=1)
     count = torch.ones(1, 4, dtype=torch.int64)
-    assert not denoise.has_settled(count, hf_entropy(logits), full(1, 4), limits, NONE_HELD)
+    entropy = hf_entropy(logits)
+    assert not denoise.has_settled(count, entropy, full(1, 4), NONE_HELD, mean, 1)
 
 
 def test_out_of_steps_converges_whatever_the_canvas() -> None:
     state, inputs = random_step(3, 4, 5)
     state = state._replace(steps_done=torch.tensor([0, 4, 5, 6]))
-    limits = rules(max_steps=torch.tensor([6, 6, 6, 7]), confidence=0.0)
-    outcome = denoise.denoise_step(state, inputs, full(4, 5), limits)
+    limits = Rules(max_steps=torch.tensor([6, 6, 6, 7]), confidence=0.0)
+    outcome = take_step(state, inputs, full(4, 5), limits)
     assert outcome.converged.tolist() == [False, False, True, True]
 
 
@@ -251,7 +336,7 @@ def stop_step(stable: list[int], entropy: list[float], stop: int | None) -> bool
     if stop is not None:
         is_stop[0, stop] = True
     inputs = inputs._replace(entropy=torch.tensor([entropy]), is_stop=is_stop)
-    return bool(denoise.denoise_step(state, inputs, full(1, 4), rules(confidence=0.1)).converged)
+    return bool(take_step(state, inputs, full(1, 4), Rules(confidence=0.1)).converged)
 
 
 @pytest.mark.parametrize(
@@ -283,20 +368,18 @@ def test_the_stop_rule_is_the_reference_on_a_canvas_cut_behind_the_stop(
     width = torch.tensor(widths)
     generator = torch.Generator().manual_seed(seed)
     is_stop = torch.rand(len(widths), 9, generator=generator) < 0.2
-    with_stop = denoise.denoise_step(state, inputs._replace(is_stop=is_stop), width, ROW_RULES)
-    reference = denoise.denoise_step(state, inputs, width, ROW_RULES)
+    with_stop = take_step(state, inputs._replace(is_stop=is_stop), width, ROW_RULES)
+    reference = take_step(state, inputs, width, ROW_RULES)
     assert all(torch.equal(*pair) for pair in zip(with_stop[:4], reference[:4], strict=True))
     cut = denoise.width_to_stop(is_stop, width)
-    on_cut = denoise.denoise_step(state, inputs, cut, ROW_RULES).converged
+    on_cut = take_step(state, inputs, cut, ROW_RULES).converged
     assert torch.equal(with_stop.converged, reference.converged | on_cut)
 
 
 # --- the step, widths and rows -------------------------------------------------------------------
 
 
-def random_step(
-    seed: int, num_rows: int, width: int
-) -> tuple[denoise.DenoiseState, denoise.StepInputs]:
+def random_step(seed: int, num_rows: int, width: int) -> tuple[State, Inputs]:
     """A state and what its next step decides from, all random, without a stop token."""
     g = torch.Generator().manual_seed(seed)
 
@@ -308,14 +391,14 @@ def random_step(
     argmax = ids()
     keep = torch.rand(num_rows, 1, generator=g) < 0.5
     previous = torch.where(keep, argmax, ids())
-    state = denoise.DenoiseState(ids(), previous, stable_count, steps_done)
+    state = State(previous, stable_count, steps_done)
     entropy = torch.rand(num_rows, width, generator=g) * 0.2
     is_stop = torch.zeros(num_rows, width, dtype=torch.bool)
     is_held = torch.zeros_like(is_stop)
-    return state, denoise.StepInputs(argmax, ids(), entropy, ids(), is_stop, is_held)
+    return state, Inputs(argmax, ids(), entropy, ids(), is_stop, is_held)
 
 
-ROW_RULES = rules(confidence=0.11, entropy_bound=0.3, max_steps=4)
+ROW_RULES = Rules(confidence=0.11, entropy_bound=0.3, max_steps=4)
 
 
 @SMALL
@@ -327,10 +410,10 @@ def test_a_row_of_smaller_width_is_that_smaller_canvas(seed: int, widths: list[i
     beyond = ~denoise.valid_positions(width, 9)
     garbage = (math.nan, 0.0, -5.0)[seed % 3]
     poison = {torch.float32: garbage, torch.int64: 99, torch.bool: True}
-    spoiled = denoise.StepInputs(*(x.masked_fill(beyond, poison[x.dtype]) for x in inputs))
-    together = denoise.denoise_step(state, spoiled, width, ROW_RULES)
+    spoiled = Inputs(*(x.masked_fill(beyond, poison[x.dtype]) for x in inputs))
+    together = take_step(state, spoiled, width, ROW_RULES)
     for r, w in enumerate(widths):
-        assert torch.equal(together.canvas[r, w:], state.canvas[r, w:])
+        assert torch.equal(together.canvas[r, w:], spoiled.noise_tokens[r, w:])
         assert torch.equal(together.argmax_canvas[r, w:], state.argmax_canvas[r, w:])
         assert torch.equal(together.stable_count[r, w:], state.stable_count[r, w:])
         if w == 0:
@@ -338,14 +421,13 @@ def test_a_row_of_smaller_width_is_that_smaller_canvas(seed: int, widths: list[i
             assert not together.converged[r]
             continue
         row = slice(r, r + 1)
-        cut = denoise.DenoiseState(
-            state.canvas[row, :w],
+        cut = State(
             state.argmax_canvas[row, :w],
             state.stable_count[row, :w],
             state.steps_done[row],
         )
-        small = denoise.StepInputs(*(x[row, :w] for x in inputs))
-        alone = denoise.denoise_step(cut, small, full(1, w), ROW_RULES)
+        small = Inputs(*(x[row, :w] for x in inputs))
+        alone = take_step(cut, small, full(1, w), ROW_RULES)
         assert torch.equal(together.canvas[row, :w], alone.canvas)
         assert torch.equal(together.argmax_canvas[row, :w], alone.argmax_canvas)
         assert torch.equal(together.stable_count[row, :w], alone.stable_count)
@@ -356,20 +438,20 @@ def test_a_row_of_smaller_width_is_that_smaller_canvas(seed: int, widths: list[i
 def test_a_step_writes_nothing_in_place() -> None:
     state, inputs = random_step(1, 4, 6)
     before = [x.clone() for x in (*state, *inputs)]
-    denoise.denoise_step(state, inputs, torch.tensor([6, 3, 0, 1]), ROW_RULES)
+    take_step(state, inputs, torch.tensor([6, 3, 0, 1]), ROW_RULES)
     assert all(torch.equal(a, b) for a, b in zip(before, (*state, *inputs), strict=True))
 
 
 def test_compiled_step_equals_eager() -> None:
     with torch._dynamo.config.patch(disable=False):
-        compiled = torch.compile(denoise.denoise_step, dynamic=True, fullgraph=True)
+        compiled = torch.compile(take_step, dynamic=True, fullgraph=True)
         for num_rows, width in ((2, 8), (5, 24)):
             state, inputs = random_step(num_rows, num_rows, width)
             widths = torch.arange(num_rows) * 3 % (width + 1)
             bound = torch.linspace(0.1, 0.5, num_rows)
             limits = ROW_RULES._replace(entropy_bound=bound)
             ours = compiled(state, inputs, widths, limits)
-            eager = denoise.denoise_step(state, inputs, widths, limits)
+            eager = take_step(state, inputs, widths, limits)
             assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
 
 

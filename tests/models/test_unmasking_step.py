@@ -5,10 +5,11 @@ import torch
 
 from bench import pipeline as llada2_pipeline
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import FREE, Canvases
+from dllm.engine.family import Canvases
 from dllm.models.llada2.settings import LLaDA2Settings
 from dllm.models.unmasking import step
 from dllm.ops.filters import RowFilters
+from dllm.settings.denoising import NO_TOKEN
 
 VOCAB, BLOCK, MASK = 40, 8, 39
 SETTINGS = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.5, 0, 0.5, 16)
@@ -29,7 +30,7 @@ def canvases(count: int, temperature: float, is_greedy: bool = False) -> Canvase
         seeds=torch.arange(count),
         steps_done=torch.zeros(count, dtype=torch.int64),
         argmax_canvas=torch.zeros(count, BLOCK, dtype=torch.int64),
-        chosen=torch.full((count * BLOCK,), FREE),
+        chosen=torch.full((count * BLOCK,), NO_TOKEN),
         temperature=torch.full((count,), temperature),
         is_greedy=torch.full((count,), is_greedy),
         is_stop=torch.zeros(count, VOCAB, dtype=torch.bool),

@@ -103,6 +103,20 @@ def test_statistics_of_hostile_rows(vocab_size: int, temperature: float) -> None
     assert (ours.entropy[-3:] == INF).all()
 
 
+@pytest.mark.parametrize("filtered", [False, True])
+def test_rows_without_a_key_get_their_argmax(filtered: bool) -> None:
+    logits = torch.randn(9, 700, generator=torch.Generator().manual_seed(4))
+    t, keys = torch.linspace(0.2, 1.5, 9), keys_for(9)
+    few = RowFilters(torch.full((9,), 50), torch.full((9,), 0.9), torch.zeros(9))
+    filters = few if filtered else None
+    drawn = kernel_stats(logits, t, keys, filters=filters)
+    keys[::2] = noise.NO_KEY
+    ours = kernel_stats(logits, t, keys, filters=filters)
+    assert_same(ours, row_stats(logits, t, keys, torch.float32, filters), CUTS[0].tile)
+    assert torch.equal(ours.sample[::2], logits.argmax(-1)[::2])
+    assert torch.equal(ours.sample[1::2], drawn.sample[1::2])
+
+
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
 def test_samples_are_those_of_the_definition(spread: float, cut: KernelTiles) -> None:

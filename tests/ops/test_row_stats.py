@@ -333,3 +333,27 @@ def test_compiled_equals_eager(monkeypatch: pytest.MonkeyPatch) -> None:
                 tiled = compiled(logits, temperature, keys, torch.float32, filters)
             for a, b in zip(ours, tiled, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+# --- rows in which nothing is drawn --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab_size", [50, 5000])
+def test_rows_without_a_key_get_their_argmax(vocab_size: int) -> None:
+    logits = torch.randn(6, vocab_size, generator=torch.Generator().manual_seed(4))
+    temperature, keys = torch.full((6,), 0.7), keys_for(6)
+    drawn = row_stats(logits, temperature, keys, torch.float32)
+    keys[::2] = noise.NO_KEY
+    ours = row_stats(logits, temperature, keys, torch.float32)
+    assert torch.equal(ours.sample[::2], logits.argmax(-1)[::2])
+    assert torch.equal(ours.sample[1::2], drawn.sample[1::2])
+    assert (drawn.sample != logits.argmax(-1)).any()
+    assert_identical(ours._replace(sample=drawn.sample), drawn)
+
+
+def test_no_noise_is_computed_where_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(6, 5000)
+    keys = torch.full((6, 2), noise.NO_KEY)
+    monkeypatch.setattr(row_stats_cpu, "_sample", lambda *_: pytest.fail("noise is computed"))
+    ours = row_stats(logits, torch.ones(6), keys, None)
+    assert torch.equal(ours.sample, logits.argmax(-1))

@@ -492,6 +492,14 @@ def test_the_state_of_filters():
         assert filters.np.tolist() == filters.gpu.tolist() == [off, off]
 
 
+def test_what_memory_profiling_runs_of_the_sampler():
+    """Our worker replaces it on its own runner (``patches.worker``)."""
+    run = resolve("vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run")
+    assert parameters(run) == ["self", "hidden_states"]
+    profile = resolve("vllm.v1.worker.gpu.model_runner.GPUModelRunner.profile_run")
+    assert "self._dummy_sampler_run(" in inspect.getsource(profile)
+
+
 def test_the_states_of_the_sampler():
     sampler = resolve("vllm.v1.worker.gpu.sample.sampler.Sampler")
     assert attributes_read("sampler", "dllm/engine/sampler.py", "dllm/engine/edits.py") == {

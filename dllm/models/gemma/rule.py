@@ -11,90 +11,71 @@ every function with the class that its docstring names. Parameters are plain num
 `[R]` with one number for each canvas.
 
 Two rules are not in the reference. What follows the first token that ends the request is never
-emitted, so it need not converge (`is_stop` of `StepInputs`). What the request gives is settled from
-the start, and in no mean (`is_held`). With all False both are the reference's rule.
+emitted, so it need not converge (`is_stop` of `Canvases`). What the request gives is settled from
+the start, and in no mean (`held`). Where there is neither, the rule is the reference's.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.family import Canvases, Denoised
+from dllm.ops.noise import StepNoise
+from dllm.ops.row_stats import RowStats
+
 PerRow = Tensor | float
 
 
-class DenoiseRules(NamedTuple):
-    """The parameters of a step, each `[R]` or a plain number."""
-
-    t_min: PerRow
-    t_max: PerRow
-    max_steps: PerRow  # a canvas converges after this many denoise steps at the latest
-    entropy_bound: PerRow  # nats, see `accept_mask`
-    confidence: PerRow  # nats: a canvas is confident if its mean entropy is below this
-    stability_window: PerRow  # equal argmax canvases in a row; Hugging Face's threshold + 1
-
-
-class DenoiseState(NamedTuple):
-    """What is kept of R canvases from step to step."""
-
-    canvas: Tensor  # [R, C] int64: the noisy input of the next step
-    argmax_canvas: Tensor  # [R, C] int64: the most likely tokens, which would be emitted
-    stable_count: Tensor  # [R, C] int: for how many steps the argmax token has been the same
-    steps_done: Tensor  # [R] int: denoise steps that the canvas has taken
-
-
-class StepInputs(NamedTuple):
-    """What a step decides from. Values beyond a row's width are not used."""
-
-    # argmax, sample and entropy are of the distribution at `temperature(state.steps_done, ...)`, as
-    # `ops.row_stats` computes them.
-    argmax: Tensor  # [R, C] int64: the most likely token
-    sample: Tensor  # [R, C] int64: a sampled token
-    entropy: Tensor  # [R, C] fp32, nats
-    noise_tokens: Tensor  # [R, C] int64: a random token, used where the sample is not accepted
-    is_stop: Tensor  # [R, C] bool: the argmax token ends the request
-    is_held: Tensor  # [R, C] bool: the token is given, and argmax, sample and entropy say so
-
-
-class DenoiseOutcome(NamedTuple):
-    """The state after a step, and which canvases have converged."""
-
-    canvas: Tensor
-    argmax_canvas: Tensor
-    stable_count: Tensor
-    steps_done: Tensor
-    accepted: Tensor  # [R, C] bool: the sampled token is kept
-    converged: Tensor  # [R] bool: emit `argmax_canvas`
-
-
 def denoise_step(
-    state: DenoiseState, inputs: StepInputs, width: Tensor, rules: DenoiseRules
-) -> DenoiseOutcome:
+    canvases: Canvases,
+    rows: CanvasRows,
+    stats: RowStats,
+    drawn: StepNoise,
+    temperature: Tensor,
+    stability_window: int,
+) -> Denoised:
     """The whole step: the next state of every canvas, and which have converged.
 
-    width: [R] int. Positions beyond it keep the values of `state`. Nothing is written in place. A
+    Nothing is written in place. Positions beyond a row's width keep the values of ``canvases``. A
     converged canvas is returned like any other; the caller starts the next one.
+
+    Args:
+        rows: where the canvases are.
+        stats: of each row of logits at ``temperature`` ``[N]``; sample and argmax are what may be
+            kept and emitted.
+        drawn: of this step; its tokens stand where the sample is not accepted.
+        stability_window: equal argmax canvases in a row; Hugging Face's threshold + 1.
     """
-    valid = valid_positions(width, inputs.entropy.shape[-1])
-    accept = accept_mask(inputs.entropy, width, rules.entropy_bound)
-    stable_count = count_stable(inputs.argmax, state.argmax_canvas, state.stable_count)
-    steps_done = state.steps_done + 1
-    entropy, is_held = inputs.entropy, inputs.is_held
-    stop_width = width_to_stop(inputs.is_stop, width)
-    converged = (
-        has_settled(stable_count, entropy, width, rules, is_held)
-        | has_settled(stable_count, entropy, stop_width, rules, is_held)
-        | (steps_done >= rules.max_steps)
-    )
+    width, numbers = rows.widths, canvases.numbers
+    argmax, entropy = stats.argmax[rows.padded], stats.entropy[rows.padded]  # [R, C]
+    valid = valid_positions(width, entropy.shape[-1])
+    accept = accept_mask(entropy, width, numbers["entropy_bound"])
+    before = canvases.carried["stable_count"]
+    stable_count = count_stable(argmax, canvases.argmax_canvas, before)
+    steps_done = canvases.steps_done + 1
+    stop_width = width_to_stop(canvases.is_stop[rows.slots[:, None], argmax], width)
+    converged = steps_done >= numbers["max_steps"]
+    for looked_at in (width, stop_width):
+        converged = converged | has_settled(
+            stable_count,
+            entropy,
+            looked_at,
+            is_held=canvases.held >= 0,
+            confidence=numbers["confidence"],
+            stability_window=stability_window,
+        )
+    next_canvas = renoise(stats.sample[rows.padded], accept, drawn.renoise_tokens)
     active = width > 0
-    next_canvas = renoise(inputs.sample, accept, inputs.noise_tokens)
-    return DenoiseOutcome(
-        canvas=torch.where(valid, next_canvas, state.canvas),
-        argmax_canvas=torch.where(valid, inputs.argmax, state.argmax_canvas),
-        stable_count=torch.where(valid, stable_count, state.stable_count),
-        steps_done=torch.where(active, steps_done, state.steps_done),
+    return Denoised(
+        canvas=torch.where(valid, next_canvas, drawn.renoise_tokens),
+        fresh=drawn.next_canvas,
+        argmax_canvas=torch.where(valid, argmax, canvases.argmax_canvas),
         accepted=accept,
         converged=converged & active,
+        steps_done=torch.where(active, steps_done, canvases.steps_done),
+        carried={"stable_count": torch.where(valid, stable_count, before)},
+        temperature=temperature,
+        stats=stats,
     )
 
 
@@ -170,16 +151,22 @@ def mean_entropy(entropy: Tensor, counts: Tensor) -> Tensor:
 
 
 def has_settled(
-    stable_count: Tensor, entropy: Tensor, width: Tensor, rules: DenoiseRules, is_held: Tensor
+    stable_count: Tensor,
+    entropy: Tensor,
+    width: Tensor,
+    is_held: Tensor,
+    confidence: PerRow,
+    stability_window: PerRow,
 ) -> Tensor:
     """Whether the first `width` positions, without those that are held, are stable and confident.
 
     Returns [R] bool. stable_count: [R, C] int and entropy: [R, C] fp32, after this step; width: [R]
-    int; is_held: [R, C] bool. Source: StableAndConfidentStoppingCriteria.
+    int; is_held: [R, C] bool. confidence: nats, the mean entropy has to be below it.
+    stability_window: equal argmax canvases in a row. Source: StableAndConfidentStoppingCriteria.
     """
     counts = valid_positions(width, entropy.shape[-1]) & ~is_held
-    stable = ((stable_count >= _column(rules.stability_window)) | ~counts).all(dim=-1)
-    return stable & (mean_entropy(entropy, counts) < rules.confidence)
+    stable = ((stable_count >= _column(stability_window)) | ~counts).all(dim=-1)
+    return stable & (mean_entropy(entropy, counts) < confidence)
 
 
 def _column(value: PerRow) -> PerRow:

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 import torch
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import FREE, Canvases, Column, Denoised
-from dllm.engine.held import with_held_tokens
+from dllm.engine.family import Canvases, Column, Denoised
 from dllm.models.gemma import rule
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
+from dllm.settings.denoising import NO_TOKEN
 
 
 def carried(canvas_length: int) -> tuple[Column, ...]:
@@ -52,55 +52,15 @@ def denoise(
     temperature = rule.temperature(
         canvases.steps_done, settings.max_denoising_steps, numbers["t_min"], numbers["t_max"]
     )[rows.row_of]  # [R] -> [N]
-    keys = drawn.keys[rows.row_of, rows.place]  # [N]
+    is_greedy = canvases.is_greedy[rows.row_of]  # [N]
+    keys = torch.where(is_greedy[:, None], noise.NO_KEY, drawn.keys[rows.row_of, rows.place])
     stats = row_stats(logits, temperature, keys, probs_dtype, filters)
-    is_free = canvases.chosen == FREE
+    is_free = canvases.chosen == NO_TOKEN
     stats = stats._replace(argmax=torch.where(is_free, stats.argmax, canvases.chosen))
-    stats = with_held_tokens(stats, canvases.held, rows)
-    sample = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)
-    argmax = stats.argmax[rows.padded]  # [R, C], the shape of everything below
-    outcome = rule.denoise_step(
-        rule.DenoiseState(
-            canvas=drawn.renoise_tokens,  # only padding keeps these values
-            argmax_canvas=canvases.argmax_canvas,
-            stable_count=canvases.carried["stable_count"],
-            steps_done=canvases.steps_done,
-        ),
-        rule.StepInputs(
-            argmax=argmax,
-            sample=sample[rows.padded],
-            entropy=stats.entropy[rows.padded],
-            noise_tokens=drawn.renoise_tokens,
-            is_stop=canvases.is_stop[rows.slots[:, None], argmax],
-            is_held=canvases.held >= 0,
-        ),
-        rows.widths,
-        _rules(canvases, settings),
-    )
-    return Denoised(
-        canvas=outcome.canvas,
-        fresh=drawn.next_canvas,
-        argmax_canvas=outcome.argmax_canvas,
-        accepted=outcome.accepted,
-        converged=outcome.converged,
-        steps_done=outcome.steps_done,
-        carried={"stable_count": outcome.stable_count},
-        temperature=temperature,
-        stats=stats,
-    )
-
-
-def _rules(canvases: Canvases, settings: GemmaSettings) -> rule.DenoiseRules:
-    """The parameters of a step."""
-    numbers = canvases.numbers
-    return rule.DenoiseRules(
-        t_min=numbers["t_min"],
-        t_max=numbers["t_max"],
-        max_steps=numbers["max_steps"],
-        entropy_bound=numbers["entropy_bound"],
-        confidence=numbers["confidence"],
-        stability_window=settings.stability_threshold + 1,
-    )
+    stats = canvases.with_held_tokens(stats, rows)
+    stats = stats._replace(sample=torch.where(is_greedy, stats.argmax, stats.sample))
+    window = settings.stability_threshold + 1
+    return rule.denoise_step(canvases, rows, stats, drawn, temperature, window)
 
 
 def first_canvases(
@@ -127,7 +87,7 @@ def first_canvases(
         seeds=seeds,
         steps_done=torch.zeros_like(seeds),
         argmax_canvas=torch.zeros(num_rows, length, dtype=torch.int64, device=device),
-        chosen=torch.full((num_rows * length,), FREE, dtype=torch.int64, device=device),
+        chosen=torch.full((num_rows * length,), NO_TOKEN, dtype=torch.int64, device=device),
         temperature=torch.ones(num_rows, device=device),
         is_greedy=torch.zeros(num_rows, dtype=torch.bool, device=device),
         is_stop=is_stop.expand(num_rows, -1),

@@ -12,6 +12,7 @@ from dllm.ops.filters import RowFilters
 class Unmasking(Family):
     """What the engine asks of an SDAR or a LLaDA2: nothing is looked back at or conditioned."""
 
+    decides_for_good = True
     carried = (Column("post_steps", (), torch.int32),)
 
     def __init__(self, settings: UnmaskingSettings) -> None:

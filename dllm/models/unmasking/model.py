@@ -6,7 +6,7 @@ are vLLM's. Attention differs (heads see blocks), and logits are those of canvas
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 class UnmaskingModel:
     """A base class in front of a causal language model of vLLM.
 
-    The subclass calls ``serve_masks`` at the end of its constructor.
+    Attributes:
+        settings_class: of the family.
     """
+
+    settings_class: ClassVar[type[UnmaskingSettings]]
 
     @staticmethod
     def get_model_state_cls() -> "type[DiffusionModelState]":
@@ -35,9 +38,9 @@ class UnmaskingModel:
 
         return DiffusionModelState
 
-    def serve_masks(self, vllm_config: VllmConfig, settings: UnmaskingSettings) -> None:
-        """Let heads see blocks in every attention layer, and remember the settings."""
-        self.settings = settings
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self.settings = settings = self.settings_class.from_vllm(vllm_config)
         self._rows_at_once = rows_at_once(vllm_config)
         for layer in self.modules():  # type: ignore[attr-defined]
             if isinstance(layer, Attention):

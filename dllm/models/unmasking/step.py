@@ -9,13 +9,14 @@ as both references do.
 import torch
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import FREE, Canvases, Denoised
+from dllm.engine.family import Canvases, Denoised
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.settings import UnmaskingSettings
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
+from dllm.settings.denoising import NO_TOKEN
 
 
 def denoise(
@@ -76,10 +77,12 @@ def propose(
     starts = rows.seq_lens - rows.widths
     keys = noise.row_keys(canvases.seeds, starts, canvases.steps_done, length, noise.STREAM_GUMBEL)
     temperature = canvases.temperature[rows.row_of]  # [N]
-    stats = row_stats(logits, temperature, keys[rows.row_of, rows.place], None, filters)
-    token = torch.where(canvases.is_greedy[rows.row_of], stats.argmax, stats.sample)  # [N]
+    is_greedy = canvases.is_greedy[rows.row_of, None]
+    keys = torch.where(is_greedy, noise.NO_KEY, keys[rows.row_of, rows.place])  # [N, 2]
+    stats = row_stats(logits, temperature, keys, None, filters)
+    token = stats.sample
     # What a grammar has chosen counts as drawn: only its tokens together are an allowed text.
-    token = torch.where(canvases.chosen == FREE, token, canvases.chosen)
+    token = torch.where(canvases.chosen == NO_TOKEN, token, canvases.chosen)
     logit = logits.gather(1, token[:, None]).squeeze(1)
     confidence = torch.exp((logit - stats.peak) / temperature - stats.log_z)
     ids, padded = canvases.ids[rows.padded].long(), token[rows.padded]  # [R, C]
