@@ -97,21 +97,12 @@ def _gather_block_tables_kernel(
     num_blocks_ptr: torch.Tensor,
     num_blocks_stride: int,
     num_reqs: int,
-    num_computed_tokens_ptr: torch.Tensor | None = None,
-    sliding_window_reach_ptr: torch.Tensor | None = None,
-    block_sizes_ptr: torch.Tensor | None = None,
-    *,
-    MASK_SLIDING_WINDOW: bool = False,
     BLOCK_SIZE: int,
 ) -> None:
     """Copy the KV block ids of each row's slot to the row, and zero the rows after the last.
 
     Source tables are indexed by slot, destination tables by row. num_blocks: [groups,
     max_num_reqs] int32, by slot; a row's entries after its last block stay as they are.
-
-    With MASK_SLIDING_WINDOW (vLLM 0.33) blocks that end below a row's window become block 0:
-    they may belong to another request. sliding_window_reach: [groups], how many tokens below its
-    first scheduled one, num_computed_tokens [slots], a row can see; 0 is all.
     """
     slots = batch_idx_to_req_idx.tolist()
     num_blocks = num_blocks_ptr.numpy()
@@ -125,17 +116,8 @@ def _gather_block_tables_kernel(
     for group, (source_address, target_address, width) in enumerate(tables):
         source = _table_at(source_address, max_num_reqs, width)
         target = _table_at(target_address, max_num_reqs, width)
-        reach = block_size = 0
-        if MASK_SLIDING_WINDOW:
-            assert sliding_window_reach_ptr is not None and block_sizes_ptr is not None
-            reach = int(sliding_window_reach_ptr[group])
-            block_size = int(block_sizes_ptr[group])
         for row, (slot, count) in enumerate(zip(slots, num_blocks[group, slots], strict=True)):
             target[row, :count] = source[slot, :count]
-            if reach:
-                assert num_computed_tokens_ptr is not None
-                below = max(int(num_computed_tokens_ptr[slot]) - reach, 0) // block_size
-                target[row, : min(below, count)] = 0
         target[num_reqs:] = 0
 
 
@@ -329,14 +311,9 @@ def _post_update_kernel(
     all_token_ids_ptr: torch.Tensor,
     all_token_ids_stride: int,
     total_len_ptr: torch.Tensor,
-    draft_tokens_ptr: torch.Tensor | None = None,
-    draft_tokens_out_ptr: torch.Tensor | None = None,
-    num_draft_tokens: int = 0,
     num_warps: int = 1,
 ) -> None:
     """Append each row's sampled tokens to its request, and advance its computed tokens.
-
-    draft_tokens (vLLM 0.33), [rows, num_draft_tokens], are copied to draft_tokens_out, by slot.
 
     num_computed_tokens grows by query_len - num_rejected. The first num_sampled[row] tokens of
     sampled_tokens, [rows, width], are added to all_token_ids, total_len, last_sampled_tokens and
@@ -344,9 +321,6 @@ def _post_update_kernel(
     """
     rows = np.flatnonzero(idx_mapping_ptr.numpy() >= 0)
     slots = idx_mapping_ptr.numpy()[rows]
-    if draft_tokens_ptr is not None:
-        assert draft_tokens_out_ptr is not None
-        draft_tokens_out_ptr.numpy()[slots] = draft_tokens_ptr.numpy()[rows]
     num_computed = num_computed_tokens_ptr.numpy()
     num_computed[slots] -= num_rejected_ptr.numpy()[rows]
     if query_start_loc_ptr is not None:

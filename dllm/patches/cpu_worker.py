@@ -20,7 +20,7 @@ from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
 from dllm.patches.drafting import draft_in_this_worker, verify_by_our_rule
 from dllm.patches.recording import Records
 from dllm.patches.remote import RidingDrafts
-from dllm.patches.worker import Visits, prepare_runner
+from dllm.patches.worker import Visits, notice_arrivals
 
 
 class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
@@ -37,7 +37,7 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
         # on this worker, too.
         self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
         if self.serves_canvases:
-            prepare_runner()
+            notice_arrivals()
         super().__init__(vllm_config, *args, **kwargs)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -14,7 +14,7 @@ from dllm.patches.contract import SCHEDULERS
 from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
 from dllm.patches.recording import Records
 from dllm.patches.remote import RidingDrafts
-from dllm.patches.worker import Visits, prepare_runner
+from dllm.patches.worker import Visits, notice_arrivals
 
 
 class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
@@ -23,7 +23,7 @@ class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
         if self.serves_canvases:
-            prepare_runner()
+            notice_arrivals()
         draft_in_this_worker(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 

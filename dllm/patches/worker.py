@@ -1,4 +1,4 @@
-"""What our workers do with a diffusion model: visits, and patches of vLLM's Model Runner V2."""
+"""What our workers do with a diffusion model: visits, and what they see of the engine core."""
 
 import functools
 from typing import Any
@@ -54,13 +54,8 @@ class Visits:
         return answer
 
 
-def prepare_runner() -> None:
-    """Patch Model Runner V2 in this worker's process; calling it again changes nothing."""
-    _notice_arrivals()
-
-
 @functools.cache
-def _notice_arrivals() -> None:
+def notice_arrivals() -> None:
     """Let the denoise loop see that a request has arrived, if the engine core is in this process.
 
     The engine core's input thread puts messages into a queue while the worker denoises.
