@@ -18,11 +18,11 @@ from pathlib import Path
 from bench.comparison import comparison
 from bench.context import RESULTS, ROOT
 from bench.drafter_tables import drafting
-from bench.kernels import sampling_step
 from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.remote import remote
 from bench.roofline import floors
+from bench.sampler import sampling_step
 from bench.soak_report import soak
 from bench.structured import structured
 from bench.tables import families, markdown, serving

@@ -200,53 +200,32 @@ def soak(results: Path) -> str:
 
 
 def _tables(rows: Rows) -> str:
-    parts = [
-        markdown((["", *PHASES], [*_requests(rows), *_latencies(rows)])),
-        markdown((["everything", *MEASURES], _resources(rows))),
-        _verdict(rows),
-    ]
-    return "\n\n".join(parts)
-
-
-def _of(rows: Rows, what: str, part: str = "") -> dict[str, str] | None:
-    return next((row for row in rows if row["what"] == what and row["part"] == part), None)
-
-
-def _requests(rows: Rows) -> list[list[str]]:
-    """A line a kind: requests in each phase, and how many of them failed."""
-    kinds = dict.fromkeys(row["part"].split(": ")[1] for row in rows if row["what"] == "requests")
+    """Requests and latencies by phase; what each process holds, and its slope; the replays."""
+    found = {(row["what"], row["part"]): row for row in rows}
+    kinds = dict.fromkeys(part.split(": ")[1] for what, part in found if what == "requests")
     lines = []
     for kind in kinds:
-        cells = [kind]
-        for phase in PHASES:
-            sent, failed = (_of(rows, what, f"{phase}: {kind}") for what in ("requests", "failed"))
-            wrong = f" ({failed['value']} failed)" if failed else ""
-            cells.append(f"{sent['value']}{wrong}" if sent else "-")
-        lines.append(cells)
-    return lines
-
-
-def _latencies(rows: Rows) -> list[list[str]]:
-    """p50, p99 and its ratio of good requests, a column a phase."""
-    lines = []
+        sent = [_number(found.get(("requests", f"{phase}: {kind}")), 0) for phase in PHASES]
+        wrong = [found.get(("failed", f"{phase}: {kind}")) for phase in PHASES]
+        failed = [f" ({row['value']} failed)" if row else "" for row in wrong]
+        lines.append([kind, *(one + said for one, said in zip(sent, failed, strict=True))])
     for what, decimals in (("p50", 0), ("p99", 0), ("p99 / p99 of calm", 2)):
-        found = (_of(rows, what, phase) for phase in PHASES)
-        lines.append([f"good requests: {what}", *(_number(one, decimals) for one in found)])
-    return lines
-
-
-def _resources(rows: Rows) -> list[list[str]]:
-    """A line a process: median of the last phase, and slope an hour."""
-    lines = []
-    for process in dict.fromkeys(row["part"] for row in rows if row["what"] == MEASURES[0]):
+        cells = [_number(found.get((what, phase)), decimals) for phase in PHASES]
+        lines.append([f"good requests: {what}", *cells])
+    held = []
+    for process in (part for what, part in found if what == MEASURES[0]):
         cells = [process]
         for measure in MEASURES:
-            decimals = 1 if measure == "memory" else 0
-            held = _number(_of(rows, measure, process), decimals)
-            rate = _number(_of(rows, f"{measure}: slope", process), 1)
-            cells.append(f"{held}; {rate}")
-        lines.append(cells)
-    return lines
+            value = _number(found.get((measure, process)), 1 if measure == "memory" else 0)
+            cells.append(f"{value}; {_number(found.get((f'{measure}: slope', process)), 1)}")
+        held.append(cells)
+    replays, different = found["sent once more", ""]["value"], found["other tokens", ""]["value"]
+    verdict = (
+        f"Sent once more, alone: {replays} good requests; {different} of them got other tokens. "
+        f"Tracebacks in the log: {found['tracebacks', 'log']['value']}."
+    )
+    tables = markdown((["", *PHASES], lines)), markdown((["everything", *MEASURES], held))
+    return "\n\n".join([*tables, verdict])
 
 
 def _number(row: dict[str, str] | None, decimals: int) -> str:
@@ -258,15 +237,3 @@ def _number(row: dict[str, str] | None, decimals: int) -> str:
     )
     unit = f" {row['unit']}" if row["unit"] else ""
     return f"{value}{unit} [{low} .. {high}]" if low else f"{value}{unit}"
-
-
-def _verdict(rows: Rows) -> str:
-    replays, different, tracebacks = (
-        int(row["value"])
-        for what, part in (("sent once more", ""), ("other tokens", ""), ("tracebacks", "log"))
-        if (row := _of(rows, what, part)) is not None
-    )
-    return (
-        f"Sent once more, alone: {replays} good requests; {different} of them got other tokens. "
-        f"Tracebacks in the log: {tracebacks}."
-    )

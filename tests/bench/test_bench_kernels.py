@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import kernels
+from bench import kernels, sampler
 from bench.context import read_csv
 from tests.support.process import run_python
 
@@ -23,7 +23,7 @@ def test_every_implementation_agrees_and_is_timed(tmp_path: Path) -> None:
     for name, num_shapes, implementations in (
         ("attention", 2, ["sdpa", "dllm"]),
         ("context", 2, ["torch", "dllm"]),
-        ("sampler", 3, [kernels.BUILTIN, kernels.SPARSE, kernels.EXACT]),
+        ("sampler", 3, [sampler.BUILTIN, sampler.SPARSE, sampler.EXACT]),
     ):
         rows = read_csv(tmp_path / f"{name}_cpu.csv")
         assert [row["implementation"] for row in rows] == num_shapes * implementations
@@ -46,14 +46,14 @@ def test_differences_beyond_rounding_are_found() -> None:
     assert not kernels._far_apart(torch.bfloat16, first, first * (1 + 2**-8))
     assert kernels._far_apart(torch.bfloat16, first, first * 1.1)
     weight = torch.randn(5, 8, dtype=torch.bfloat16)
-    ours = kernels.Outcome(torch.zeros(4), torch.zeros(4), torch.ones(4, 8))
-    assert not kernels._disagree(weight, ours, ours)
+    ours = sampler.Outcome(torch.zeros(4), torch.zeros(4), torch.ones(4, 8))
+    assert not sampler._disagree(weight, ours, ours)
     for changed in (
         ours._replace(argmax=torch.ones(4)),
         ours._replace(entropy=torch.ones(4)),
         ours._replace(soft=2 * ours.soft),
     ):
-        assert kernels._disagree(weight, ours, changed)
+        assert sampler._disagree(weight, ours, changed)
 
 
 def test_a_ratio_is_one_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +64,9 @@ def test_a_ratio_is_one_of_the_same_round(monkeypatch: pytest.MonkeyPatch) -> No
     assert [other[name] for name in ("faster_low", "faster", "faster_high")] == [2, 3, 8]
 
 
-@pytest.mark.parametrize("profile", kernels.PROFILES)
+@pytest.mark.parametrize("profile", sampler.PROFILES)
 def test_profiles_differ_in_how_sure_a_row_is(profile: str) -> None:
-    logits = kernels.make_logits(16, 20_000, profile, "cpu")
+    logits = sampler.make_logits(16, 20_000, profile, "cpu")
     is_sure = torch.softmax(logits / 0.6, -1).amax(-1) > 0.999
     assert is_sure.sum() == {"open": 0, "half": 8, "settled": 16}[profile]
 
