@@ -31,6 +31,7 @@ from torch import Tensor
 
 from dllm import LOGGER
 from dllm.drafter.samples import SUFFIX, Sample, write_shard
+from dllm.drafter.step import TargetStep
 
 logger = logging.getLogger(LOGGER)
 
@@ -51,33 +52,6 @@ MAX_WAIT_S = 60.0
 SAMPLE_OVERHEAD, TOKEN_OVERHEAD = 64, 8
 LOCK = ".lock"  # file in the folder that a process holds while it changes the folder
 DIGITS = 12  # of a shard's number, with which its name begins
-
-
-@dataclass(frozen=True)
-class RecordedStep:
-    """One step of the target, row by row. All on the host except ``features``.
-
-    Attributes:
-        requests: the request id of each row.
-        starts: ``[rows]`` position of each row's first token.
-        lengths: ``[rows]`` number of tokens of each row, rejected drafts included.
-        kept: ``[rows]`` the same without rejected drafts.
-        prompts: ``[rows]`` length of each request's prompt.
-        verified: ``[rows]`` how many of the tokens are drafts: all but the first of a decoding row.
-        last_sampled: ``[rows]`` the token that follows the kept ones; -1 in the middle of a prompt.
-        tokens: ``[tokens]`` token ids of all rows, one row after the other.
-        features: ``[tokens, features]`` their hidden states, on the target's device.
-    """
-
-    requests: Sequence[str]
-    starts: np.ndarray
-    lengths: np.ndarray
-    kept: np.ndarray
-    prompts: np.ndarray
-    verified: np.ndarray
-    last_sampled: np.ndarray
-    tokens: np.ndarray
-    features: Tensor
 
 
 @dataclass
@@ -162,16 +136,16 @@ class Recorder:
         # Not atexit, whose functions a forked process (vLLM's engine core may be one) does not run.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
-    def observe(self, step: RecordedStep) -> None:
+    def observe(self, step: TargetStep) -> None:
         """Add one step to the samples of its requests; close those of finished requests."""
         self._num_steps += 1
-        self._close_finished(set(step.requests))
+        self._close_finished(set(step.batch.req_ids))
         rows = self._rows(step)
         if rows:
-            firsts = np.cumsum(step.lengths) - step.lengths
-            places = [np.arange(firsts[row], firsts[row] + step.kept[row]) for row in rows]
-            chosen = torch.from_numpy(np.concatenate(places)).to(step.features.device)
-            hidden = step.features[chosen].cpu()  # one copy for all rows: it waits for the device
+            firsts, kept = step.batch.query_start_loc_np, step.kept
+            places = [np.arange(firsts[row], firsts[row] + kept[row]) for row in rows]
+            chosen = torch.from_numpy(np.concatenate(places))
+            hidden = step.features(chosen).cpu()  # one copy for all rows: it waits for the device
             parts = hidden.split([len(tokens) for tokens in places])
             for row, tokens, part in zip(rows, places, parts, strict=True):
                 # Each sample has memory of its own, or one would keep that of the others.
@@ -200,34 +174,34 @@ class Recorder:
             if name not in now and not waits:
                 self._end(name)
 
-    def _rows(self, step: RecordedStep) -> list[int]:
+    def _rows(self, step: TargetStep) -> list[int]:
         """The rows to record. Closes a sample that its row does not continue or has no room for."""
         rows = []
         room = self.max_bytes // 4 - self._open_bytes
-        for row, name in enumerate(step.requests):
+        starts, kept = step.starts, step.kept.tolist()
+        for row, name in enumerate(step.batch.req_ids):
             sample = self._open.get(name)
-            num_bytes = int(step.kept[row]) * step.features[:1].nbytes
+            num_bytes = kept[row] * step.token_bytes
             if sample is not None and (
-                sample.end != step.starts[row]
-                or len(sample.tokens) + step.kept[row] > MAX_SAMPLE_TOKENS
+                sample.end != starts[row]
+                or len(sample.tokens) + kept[row] > MAX_SAMPLE_TOKENS
                 or num_bytes > room
             ):
                 self._end(name)
                 room += sample.num_bytes
                 sample = None
             # A sample must begin in the prompt: a response alone is not enough context.
-            begins = sample is None and step.starts[row] < step.prompts[row]
+            begins = sample is None and starts[row] < step.batch.prefill_len_np[row]
             if (sample is not None or begins) and num_bytes <= room:
                 rows.append(row)
                 room -= num_bytes
         return rows
 
-    def _extend(self, step: RecordedStep, row: int, tokens: np.ndarray, hidden: Tensor) -> None:
+    def _extend(self, step: TargetStep, row: int, tokens: np.ndarray, hidden: Tensor) -> None:
         """Add a row's tokens and hidden states to its request's sample."""
-        begun = OpenSample(int(step.starts[row]), int(step.prompts[row]))
-        sample = self._open.setdefault(step.requests[row], begun)
-        verified = int(step.verified[row])
-        rejected = int(step.lengths[row]) - len(tokens)
+        begun = OpenSample(int(step.starts[row]), int(step.batch.prefill_len_np[row]))
+        sample = self._open.setdefault(step.batch.req_ids[row], begun)
+        verified, rejected = int(step.verified[row]), int(step.rejected[row])
         unmarked = [-1] * (len(tokens) - 1)  # the counts belong to the row's first token
         sample.tokens += tokens.tolist()
         sample.verified += [verified or -1, *unmarked]
@@ -235,7 +209,7 @@ class Recorder:
         sample.hidden.append(hidden)
         sample.num_bytes += hidden.nbytes
         self._open_bytes += hidden.nbytes
-        sample.last_sampled = int(step.last_sampled[row])
+        sample.last_sampled = int(step.followers[row])
         sample.seen = self._num_steps
 
     def _end(self, name: str) -> None:

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 from dllm.drafter.pair import drafter_config, drafter_options
-from dllm.drafter.recorder import RecordedStep, Recorder
+from dllm.drafter.recorder import Recorder
 from dllm.drafter.step import TargetStep
 from dllm.settings.drafting import WHERE
 
@@ -111,27 +111,4 @@ def step_without_drafts(state: Any, last_sampled: torch.Tensor) -> TargetStep:
         num_sampled,
         torch.zeros_like(num_sampled),
         last_sampled,
-    )
-
-
-def recorded_step(step: TargetStep) -> RecordedStep:
-    """A target step for the recorder: all on the host except the hidden states.
-
-    Waits for the device.
-    """
-    batch = step.batch
-    firsts = torch.from_numpy(batch.query_start_loc_np[: batch.num_reqs]).to(batch.positions.device)
-    sampled = step.last_sampled.view(-1)[batch.idx_mapping].cpu().numpy()
-    drafts = batch.num_draft_tokens_per_req
-    verified = np.zeros(batch.num_reqs, dtype=np.int64) if drafts is None else drafts
-    return RecordedStep(
-        requests=batch.req_ids,
-        starts=batch.positions[firsts].cpu().numpy(),
-        lengths=batch.num_scheduled_tokens,
-        kept=batch.num_scheduled_tokens - step.num_rejected.cpu().numpy(),
-        prompts=batch.prefill_len_np,
-        verified=np.where(batch.is_prefilling_np, 0, verified),
-        last_sampled=np.where(step.num_sampled.cpu().numpy() > 0, sampled, -1),
-        tokens=batch.input_ids[: batch.num_tokens].cpu().numpy(),
-        features=step.features(),
     )

@@ -26,7 +26,7 @@ from dllm.drafter.cache import with_own_cache
 from dllm.drafter.deferred import DeferredContext
 from dllm.drafter.metrics import CountedDrafts, DraftingCounts
 from dllm.drafter.pair import drafter_options, end_ids
-from dllm.drafter.recording import make_recorder, recorded_step
+from dllm.drafter.recording import make_recorder
 from dllm.drafter.renewal import Renewal
 from dllm.drafter.schedule import reveal_counts, reveal_surest
 from dllm.drafter.step import TargetStep
@@ -212,26 +212,22 @@ class Drafter(DFlashSpeculator):
             if self._renewal is not None:
                 self._renewal.after_step(verified.accepted[verified.verified > 0])
         if self._recorder is not None:
-            self._recorder.observe(recorded_step(step))
+            self._recorder.observe(step)
 
     def _verified(self, step: TargetStep) -> VerifiedStep:
         """What the target's step did, for the policy; waits for the device."""
-        batch = step.batch
-        in_prompt = np.asarray(batch.is_prefilling_np)
-        samples = step.num_sampled.cpu().numpy() > 0
-        verified = np.zeros(batch.num_reqs, dtype=np.int64)
-        if batch.num_draft_tokens_per_req is not None:
-            verified = np.where(in_prompt, 0, batch.num_draft_tokens_per_req)
-        accepted = np.where(verified > 0, verified - step.num_rejected.cpu().numpy(), 0)
+        batch, in_prompt, verified = step.batch, step.in_prompt, step.verified
+        accepted = np.where(verified > 0, verified - step.rejected, 0)
         if accepted.any():
             accepted = np.minimum(accepted, self._before_end(batch))
         logits = None
         if self.policy.reads_prompt:
             # Index of the one logit row of each prompt that ended in this step.
-            ends = torch.from_numpy(batch.cu_num_logits_np[:-1][in_prompt & samples])
+            ends = torch.from_numpy(batch.cu_num_logits_np[:-1][in_prompt & step.samples])
             rows = batch.logits_indices[ends.to(batch.logits_indices.device)]
             logits = self._target_logits(step.last_hidden_states[rows])
-        return VerifiedStep(batch.idx_mapping_np, in_prompt, samples, verified, accepted, logits)
+        slots = batch.idx_mapping_np
+        return VerifiedStep(slots, in_prompt, step.samples, verified, accepted, logits)
 
     def _before_end(self, batch: InputBatch) -> np.ndarray:
         """``[rows]``: verified drafts before the first that ends the answer; N if none does."""

@@ -1,13 +1,18 @@
 """One step of the target as the drafter receives it: its tokens, and which of them were kept."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
-class TargetStep(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TargetStep:
     """What vLLM gives to a speculator. Views of its buffers: valid until the next step begins.
+
+    The properties are on the host, and those that wait for the device do so once.
 
     Attributes:
         batch: the rows (one for each request) and their tokens.
@@ -24,16 +29,82 @@ class TargetStep(NamedTuple):
     num_rejected: torch.Tensor
     last_sampled: torch.Tensor
 
-    def features(self) -> torch.Tensor:
-        """The hidden states that the drafter reads, side by side: ``[tokens, layers * hidden]``."""
+    @property
+    def in_prompt(self) -> np.ndarray:
+        """``[rows]`` bool: the row computed prompt tokens."""
+        return np.asarray(self.batch.is_prefilling_np)
+
+    @cached_property
+    def verified(self) -> np.ndarray:
+        """``[rows]``: drafts that the target verified."""
+        drafts = self.batch.num_draft_tokens_per_req
+        none = np.zeros(self.batch.num_reqs, dtype=np.int64)
+        return none if drafts is None else np.where(self.in_prompt, 0, drafts)
+
+    @cached_property
+    def samples(self) -> np.ndarray:
+        """``[rows]`` bool: the row emitted tokens. Waits for the device."""
+        sampled: np.ndarray = self.num_sampled.cpu().numpy() > 0
+        return sampled
+
+    @cached_property
+    def rejected(self) -> np.ndarray:
+        """``[rows]``: drafts that were rejected, the last tokens of a row. Waits for the device."""
+        rejected: np.ndarray = self.num_rejected.cpu().numpy()
+        return rejected
+
+    @cached_property
+    def kept(self) -> np.ndarray:
+        """``[rows]``: tokens of each row without the rejected ones. Waits for the device."""
+        kept: np.ndarray = self.batch.num_scheduled_tokens - self.rejected
+        return kept
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """``[rows]``: position of each row's first token. Waits for the device."""
+        firsts = torch.from_numpy(self.batch.query_start_loc_np[: self.batch.num_reqs])
+        positions = self.batch.positions
+        starts: np.ndarray = positions[firsts.to(positions.device)].cpu().numpy()
+        return starts
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """``[tokens]``: token ids of all rows, one row after the other. Waits for the device."""
+        tokens: np.ndarray = self.batch.input_ids[: self.batch.num_tokens].cpu().numpy()
+        return tokens
+
+    @cached_property
+    def followers(self) -> np.ndarray:
+        """``[rows]``: the token behind the kept ones; -1 in the middle of a prompt. Waits, too."""
+        last = self.last_sampled.view(-1)[self.batch.idx_mapping].cpu().numpy()
+        return np.where(self.samples, last, -1)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's ``features``."""
+        return sum(hidden[:1].nbytes for hidden in self._hidden_states)
+
+    def features(self, chosen: torch.Tensor | None = None) -> torch.Tensor:
+        """The hidden states that the drafter reads, side by side: ``[tokens, layers * hidden]``.
+
+        Args:
+            chosen: indices of tokens; None: all of the step.
+        """
+        layers = self._hidden_states
+        if chosen is None:
+            return torch.cat([hidden[: self.batch.num_tokens] for hidden in layers], dim=-1)
+        rows = chosen.to(layers[0].device)
+        return torch.cat([hidden[rows] for hidden in layers], dim=-1)
+
+    @property
+    def _hidden_states(self) -> list[torch.Tensor]:
         assert self.aux_hidden_states, "the drafter reads layers of the target"
-        num_tokens = self.batch.num_tokens
-        return torch.cat([hidden[:num_tokens] for hidden in self.aux_hidden_states], dim=-1)
+        return self.aux_hidden_states
 
     def is_rejected(self) -> torch.Tensor:
-        """``[tokens]`` bool: the drafts that the target rejected, always the last ones of a row."""
-        ends = torch.from_numpy(self.batch.query_start_loc_np[1 : self.batch.num_reqs + 1])
-        lengths = torch.from_numpy(self.batch.num_scheduled_tokens)
-        kept_ends = (ends - self.num_rejected.cpu()).repeat_interleave(lengths)
-        rejected: torch.Tensor = torch.arange(self.batch.num_tokens) >= kept_ends
+        """``[tokens]`` bool, on the device: the drafts that the target rejected."""
+        lengths = self.batch.num_scheduled_tokens
+        firsts = self.batch.query_start_loc_np[: self.batch.num_reqs]
+        kept_ends = np.repeat(firsts + self.kept, lengths)
+        rejected = torch.from_numpy(np.arange(self.batch.num_tokens) >= kept_ends)
         return rejected.to(self.num_rejected.device)

@@ -10,7 +10,6 @@ from dllm.drafter.recording import (
     give_hidden_states,
     layers_without_drafter,
     make_recorder,
-    recorded_step,
     refuse_target_without_hidden_states,
     step_without_drafts,
 )
@@ -47,5 +46,5 @@ class Records:
         answer = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if state is not None:
             last_sampled = self.model_runner.req_states.last_sampled_tokens
-            self.recorder.observe(recorded_step(step_without_drafts(state, last_sampled)))
+            self.recorder.observe(step_without_drafts(state, last_sampled))
         return answer

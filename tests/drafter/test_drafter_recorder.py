@@ -3,8 +3,9 @@
 import itertools
 import multiprocessing
 import threading
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,29 +14,44 @@ from safetensors import safe_open
 
 from dllm.drafter import recorder
 from dllm.drafter import samples as shards
-from dllm.drafter.recorder import RecordedStep, Recorder
+from dllm.drafter.recorder import Recorder
 from dllm.drafter.samples import read_shards
+from dllm.drafter.step import TargetStep
 from dllm.settings.drafting import DrafterOptions
 
 FEATURES = 6
 
 
-def step(rows: list[dict]) -> RecordedStep:
-    """Rows of {request, start, tokens, rejected, prompt, sampled}; features are the positions."""
-    tokens = [token for row in rows for token in row["tokens"]]
-    places = [row["start"] + at for row in rows for at in range(len(row["tokens"]))]
+def step(rows: list[dict], kind: type[torch.Tensor] = torch.Tensor) -> TargetStep:
+    """Rows of {request, start, tokens, rejected, prompt, sampled}; features are the positions.
+
+    kind: class of the tensors on the device.
+    """
     lengths = np.array([len(row["tokens"]) for row in rows])
-    decodes = np.array([row["start"] >= row["prompt"] for row in rows])
-    return RecordedStep(
-        [row["request"] for row in rows],
-        np.array([row["start"] for row in rows]),
-        lengths,
-        lengths - np.array([row.get("rejected", 0) for row in rows]),
-        np.array([row["prompt"] for row in rows]),
-        np.where(decodes, lengths - 1, 0),
-        np.array([row.get("sampled", -1) for row in rows]),
-        np.array(tokens),
-        torch.tensor(places, dtype=torch.float32)[:, None].expand(-1, FEATURES).contiguous(),
+    starts, prompts = (np.array([row[key] for row in rows]) for key in ("start", "prompt"))
+    sampled = torch.tensor([row.get("sampled", -1) for row in rows])
+    places = [row["start"] + at for row in rows for at in range(len(row["tokens"]))]
+    batch: Any = SimpleNamespace(
+        req_ids=[row["request"] for row in rows],
+        num_reqs=len(rows),
+        num_tokens=len(places),
+        num_scheduled_tokens=lengths,
+        query_start_loc_np=np.append(0, np.cumsum(lengths)),
+        idx_mapping=torch.arange(len(rows)),
+        input_ids=torch.tensor([token for row in rows for token in row["tokens"]]),
+        positions=torch.tensor(places),
+        prefill_len_np=prompts,
+        is_prefilling_np=starts < prompts,
+        num_draft_tokens_per_req=lengths - 1,
+    )
+    hidden = torch.tensor(places, dtype=torch.float32)[:, None].expand(-1, FEATURES)
+    return TargetStep(
+        batch,
+        hidden,
+        [hidden.contiguous().as_subclass(kind)],
+        (sampled >= 0).long(),
+        torch.tensor([row.get("rejected", 0) for row in rows]),
+        sampled[:, None],
     )
 
 
@@ -146,8 +162,7 @@ class Device(torch.Tensor):
 def test_all_rows_of_a_step_are_copied_at_once(tmp_path):
     recording = Recorder(tmp_path, 1 << 20)
     rows = [dict(request=f"{at}", start=0, tokens=range(at), prompt=99) for at in range(1, 9)]
-    given = step(rows)
-    recording.observe(replace(given, features=given.features.as_subclass(Device)))
+    recording.observe(step(rows, Device))
     assert len(recording._open) == 8 and Device.waits == 1
     recording.close()
 
