@@ -8,37 +8,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dllm.tasks.suite import Question
-from dllm.tasks.tokenizer import TOKEN_ID
 from dllm.train.generate import continue_prompts
 from dllm.train.lm.objective import (
     END_IDS,
     EOS,
+    MAX_TOKENS,
     Answers,
     Encoded,
+    Objective,
     answer_loss,
     answer_mask,
     check_kind,
-    decode_until_end,
     layer_sizes,
     pad_right,
-    save_transformers,
 )
-from dllm.train.lm.settings import TrainSettings
-
-MAX_TOKENS = 128  # of an answer, in validation
 
 
-class Autoregressive:
+class Autoregressive(Objective):
     """The next-token objective (see the module)."""
-
-    def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
-        self.settings = settings
-        self.tokenizer = tokenizer
 
     def config(self) -> dict[str, object]:
         """config.json: full attention in every layer, one key head for two query heads."""
@@ -55,34 +46,15 @@ class Autoregressive:
             **END_IDS,
         }
 
-    def generation_config(self) -> dict[str, object]:
-        """generation_config.json: greedy unless a request says otherwise.
-
-        Hugging Face reads ``do_sample`` of it, vLLM reads ``temperature``.
-        """
-        return {
-            "bos_token_id": TOKEN_ID["<bos>"],
-            "pad_token_id": TOKEN_ID["<pad>"],
-            "eos_token_id": [EOS, TOKEN_ID["<turn|>"]],
-            "do_sample": False,
-            "temperature": 0.0,
-        }
-
     def build_model(self) -> Qwen3ForCausalLM:
         """A new model in fp32; all of it is trained."""
-        torch.manual_seed(self.settings.seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**(self.config() | {"dtype": "float32"})))
-        model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
-        return model
+        config = Qwen3Config(**(self.config() | {"dtype": "float32"}))
+        return self.new(Qwen3ForCausalLM, config)
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of a model of this kind."""
         check_kind(path, "Qwen3ForCausalLM")
         return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
-
-    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
-        """Write them as Hugging Face does."""
-        save_transformers(model, path)
 
     def loss(
         self, model: Qwen3ForCausalLM, questions: Sequence[Question], random: torch.Generator
@@ -101,8 +73,4 @@ class Autoregressive:
         rows = continue_prompts(
             model, prompt_ids, MAX_TOKENS, EOS, do_sample=False, eos_token_id=EOS
         )
-        texts = [
-            decode_until_end(self.tokenizer, row, question)
-            for row, question in zip(rows, questions, strict=True)
-        ]
-        return Answers(texts, 1.0)
+        return Answers(self.texts(rows, questions), 1.0)

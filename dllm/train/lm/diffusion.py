@@ -20,7 +20,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.models.diffusion_gemma import (
     DiffusionGemmaConfig,
     DiffusionGemmaForBlockDiffusion,
@@ -35,13 +35,12 @@ from dllm.train.lm.objective import (
     EOS,
     Answers,
     Encoded,
+    Objective,
     answer_loss,
     answer_mask,
     check_kind,
-    decode_until_end,
     pad_right,
     padded_vocab_size,
-    save_transformers,
 )
 from dllm.train.lm.settings import ModelShape, TrainSettings
 
@@ -83,12 +82,11 @@ class Canvases(NamedTuple):
     noised: Tensor
 
 
-class Diffusion:
+class Diffusion(Objective):
     """The block-diffusion objective (see the module)."""
 
     def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
-        self.settings = settings
-        self.tokenizer = tokenizer
+        super().__init__(settings, tokenizer)
         self.vocab_size = padded_vocab_size(tokenizer)
         self.canvas_length = settings.model.canvas_length
         self.sampling = GemmaSettings(
@@ -127,11 +125,8 @@ class Diffusion:
 
     def build_model(self) -> DiffusionGemmaForBlockDiffusion:
         """A new model in fp32; its vision tower is never used here and is not trained."""
-        torch.manual_seed(self.settings.seed)
-        model = DiffusionGemmaForBlockDiffusion(
-            DiffusionGemmaConfig(**(self.config() | {"dtype": "float32"}))
-        )
-        model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
+        config = DiffusionGemmaConfig(**(self.config() | {"dtype": "float32"}))
+        model = self.new(DiffusionGemmaForBlockDiffusion, config)
         model.set_experts_implementation("grouped_mm")
         model.model.encoder.vision_tower.requires_grad_(False)
         model.model.encoder.embed_vision.requires_grad_(False)
@@ -143,10 +138,6 @@ class Diffusion:
         return DiffusionGemmaForBlockDiffusion.from_pretrained(
             path, dtype=torch.float32
         ).state_dict()
-
-    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
-        """Write them as Hugging Face does."""
-        save_transformers(model, path)
 
     def loss(
         self,
@@ -274,11 +265,7 @@ class Diffusion:
             steps += block_steps.tolist()
             for row, block in zip(open_rows, blocks.tolist(), strict=True):
                 outputs[row] += block
-        texts = [
-            decode_until_end(self.tokenizer, output, question)
-            for output, question in zip(outputs, questions, strict=True)
-        ]
-        return Answers(texts, sum(steps) / len(steps))
+        return Answers(self.texts(outputs, questions), sum(steps) / len(steps))
 
     def _generate_block(
         self, model: DiffusionGemmaForBlockDiffusion, context: list[list[int]], seed: int

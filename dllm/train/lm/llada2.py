@@ -69,9 +69,7 @@ class LLaDA2(MaskDiffusion):
 
     def build_model(self) -> Glm4MoeForCausalLM:
         """A new model in fp32; all of it is trained but the biases of the router, which stay 0."""
-        torch.manual_seed(self.settings.seed)
-        model = Glm4MoeForCausalLM(glm4_config(self.config()))
-        model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
+        model = self.new(Glm4MoeForCausalLM, glm4_config(self.config()))
         model.set_experts_implementation("grouped_mm")
         return model
 

@@ -9,9 +9,7 @@ Many blocks are all MASK (t = 1), as at the start of generation. For a model tha
 tokens that were kept are wrong, and all positions count; otherwise only the masked ones do.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import torch
 from tokenizers import Tokenizer
@@ -22,19 +20,17 @@ from transformers import PreTrainedModel
 from dllm.models.unmasking.reference import DecodingRule, additive, generate_blocks
 from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID
-from dllm.train.lm.objective import EOS, Answers, Encoded, decode_until_end
+from dllm.train.lm.objective import EOS, MAX_TOKENS, STOPS, Answers, Encoded, Objective
 from dllm.train.lm.settings import TrainSettings
 from dllm.train.lm.two_copies import TwoCopies
 
 MASK = TOKEN_ID["<mask>"]
-STOPS = (EOS, TOKEN_ID["<turn|>"])
 PURE_NOISE = 0.3  # share of blocks that are MASK throughout
 TAIL_WEIGHT = 0.1  # in the loss, of a position behind the first end-of-sequence token
 GROUP = 8  # questions of about the same length that go through the model together
-MAX_TOKENS = 128  # of an answer, in validation
 
 
-class MaskDiffusion(ABC):
+class MaskDiffusion(Objective):
     """The objective of masked blocks (see the module); a subclass adds the model's format.
 
     Attributes:
@@ -45,43 +41,19 @@ class MaskDiffusion(ABC):
     editing_threshold: float | None = None
 
     def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
-        self.settings = settings
-        self.tokenizer = tokenizer
+        super().__init__(settings, tokenizer)
         self.rule = DecodingRule(
             settings.model.canvas_length, MASK, STOPS, self.threshold, self.editing_threshold
         )
 
-    @abstractmethod
-    def config(self) -> dict[str, object]:
-        """config.json of the finished model."""
-
     def generation_config(self) -> dict[str, object]:
-        """generation_config.json: the most probable tokens unless a request says otherwise.
-
-        Hugging Face reads ``do_sample`` of it, vLLM reads ``temperature``.
-        """
+        """That of every objective, and the thresholds."""
         editing = {"editing": 1, "editing_threshold": self.editing_threshold}
-        return {
-            "bos_token_id": TOKEN_ID["<bos>"],
-            "pad_token_id": TOKEN_ID["<pad>"],
-            "eos_token_id": list(STOPS),
-            "do_sample": False,
-            "temperature": 0.0,
+        own = {
             "threshold": self.threshold,
             **(editing if self.editing_threshold is not None else {}),
         }
-
-    @abstractmethod
-    def build_model(self) -> PreTrainedModel:
-        """A new model in fp32; all of it is trained."""
-
-    @abstractmethod
-    def load_start(self, path: Path) -> Mapping[str, Tensor]:
-        """Initial weights from a checkpoint directory, by the names of ``build_model``."""
-
-    @abstractmethod
-    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
-        """Write the weights of the finished model into a directory."""
+        return super().generation_config() | own
 
     def loss(
         self, model: PreTrainedModel, questions: Sequence[Question], random: torch.Generator
@@ -136,11 +108,7 @@ class MaskDiffusion(ABC):
         """Generate like a server, with the block length of the config."""
         prompts_ids = Encoded.of(self.tokenizer, questions).prompts
         answers, steps, blocks = generate_blocks(model, prompts_ids, self.rule, MAX_TOKENS)
-        texts = [
-            decode_until_end(self.tokenizer, ids, question)
-            for ids, question in zip(answers, questions, strict=True)
-        ]
-        return Answers(texts, steps / blocks)
+        return Answers(self.texts(answers, questions), steps / blocks)
 
 
 def position_weights(copies: TwoCopies, counts: Tensor) -> Tensor:

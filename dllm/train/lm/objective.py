@@ -1,23 +1,28 @@
-"""What differs between kinds of language models in training: the interface, and shared helpers."""
+"""What differs between kinds of language models in training, and what they share."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeVar
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID, encode_answer, encode_prompt
 from dllm.tasks.tool_tokenizer import encode_chat
 from dllm.train.lm.settings import ModelShape, TrainSettings
 
+AnyModel = TypeVar("AnyModel", bound=PreTrainedModel)
+
 EOS = TOKEN_ID["<eos>"]
+STOPS = (EOS, TOKEN_ID["<turn|>"])
 HEAD_DIM = 32
+MAX_TOKENS = 128  # of an answer, in validation
 # Of every config.json.
 END_IDS = {
     "bos_token_id": TOKEN_ID["<bos>"],
@@ -36,29 +41,44 @@ class Answers(NamedTuple):
     steps_per_block: float
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """A kind of model: how to build it, its loss, how it generates."""
 
-    settings: TrainSettings
-    tokenizer: Tokenizer
+    def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
+        self.settings, self.tokenizer = settings, tokenizer
 
+    @abstractmethod
     def build_model(self) -> PreTrainedModel:
         """A new model in fp32; only the parameters that are trained require a gradient."""
 
+    @abstractmethod
     def loss(
         self, model: PreTrainedModel, questions: Sequence[Question], random: torch.Generator
     ) -> Tensor:
         """The loss of a batch, a scalar with a gradient."""
 
+    @abstractmethod
     def answer(self, model: PreTrainedModel, questions: Sequence[Question], seed: int) -> Answers:
         """Answers to all questions, generated in one batch."""
 
     def generation_config(self) -> dict[str, object]:
-        """generation_config.json of the finished model."""
+        """generation_config.json: the most probable tokens unless a request says otherwise.
 
+        Hugging Face reads ``do_sample`` of it, vLLM reads ``temperature``.
+        """
+        return {
+            "bos_token_id": TOKEN_ID["<bos>"],
+            "pad_token_id": TOKEN_ID["<pad>"],
+            "eos_token_id": list(STOPS),
+            "do_sample": False,
+            "temperature": 0.0,
+        }
+
+    @abstractmethod
     def config(self) -> dict[str, object]:
         """config.json of the finished model."""
 
+    @abstractmethod
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Initial weights from a checkpoint directory, by the names of ``build_model``.
 
@@ -67,7 +87,36 @@ class Objective(Protocol):
         """
 
     def save_weights(self, model: PreTrainedModel, path: Path) -> None:
-        """Write the weights of the finished model into a directory, in bf16."""
+        """Write the weights of the finished model into a directory, in bf16, as Hugging Face does.
+
+        ``save_pretrained`` knows which of them are shared (encoder and decoder of the diffusion
+        model) and writes these once.
+        """
+        half = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+        copy = type(model)(model.config).to(torch.bfloat16)
+        copy.load_state_dict(half)
+        copy.save_pretrained(path)
+        for leftover in path.glob(f"{WEIGHTS}.index.json"):
+            leftover.unlink()
+
+    def new(self, kind: type[AnyModel], config: PretrainedConfig) -> AnyModel:
+        """A model of a class of transformers in fp32, with weights drawn by the run's seed."""
+        torch.manual_seed(self.settings.seed)
+        model = kind(config)
+        model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
+        return model
+
+    def texts(self, answers: Sequence[Sequence[int]], questions: Sequence[Question]) -> list[str]:
+        """Generated answers as text, up to the first end-of-sequence token.
+
+        With marks (special tokens) if the question has a chat.
+        """
+        found = []
+        for tokens, question in zip(answers, questions, strict=True):
+            end = list(tokens).index(EOS) if EOS in tokens else len(tokens)
+            is_plain = question.chat is None
+            found.append(self.tokenizer.decode(tokens[:end], skip_special_tokens=is_plain))
+        return found
 
 
 class Encoded(NamedTuple):
@@ -122,13 +171,6 @@ def layer_sizes(shape: ModelShape, tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
-def decode_until_end(tokenizer: Tokenizer, tokens: Sequence[int], question: Question) -> str:
-    """The text before the first end-of-sequence token; with marks if the question has a chat."""
-    tokens = list(tokens)
-    end = tokens.index(EOS) if EOS in tokens else len(tokens)
-    return tokenizer.decode(tokens[:end], skip_special_tokens=question.chat is None)
-
-
 def answer_loss(logits: Tensor, ids: Tensor, is_answer: Tensor) -> Tensor:
     """Next-token cross-entropy of each answer, averaged over its tokens, then over answers; nats.
 
@@ -161,17 +203,3 @@ def check_kind(path: Path, *kinds: str) -> str:
     if kind not in kinds:
         raise ValueError(f"{path} is a {kind}; allowed: a {' or a '.join(kinds)}.")
     return kind
-
-
-def save_transformers(model: PreTrainedModel, path: Path) -> None:
-    """Write a model's weights in bf16, under Hugging Face's names.
-
-    ``save_pretrained`` knows which of them are shared (encoder and decoder of the diffusion model)
-    and writes these once.
-    """
-    half = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    copy = type(model)(model.config).to(torch.bfloat16)
-    copy.load_state_dict(half)
-    copy.save_pretrained(path)
-    for leftover in path.glob(f"{WEIGHTS}.index.json"):
-        leftover.unlink()

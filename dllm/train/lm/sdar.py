@@ -8,13 +8,12 @@ at its own position.
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from dllm.models.sdar.reference import load_reference, qwen3_config
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
-from dllm.train.lm.objective import END_IDS, check_kind, layer_sizes, save_transformers
+from dllm.train.lm.objective import END_IDS, check_kind, layer_sizes
 
 
 class SDAR(MaskDiffusion):
@@ -43,16 +42,9 @@ class SDAR(MaskDiffusion):
 
     def build_model(self) -> Qwen3ForCausalLM:
         """A new model in fp32; all of it is trained."""
-        torch.manual_seed(self.settings.seed)
-        model = Qwen3ForCausalLM(qwen3_config(self.config()))
-        model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
-        return model
+        return self.new(Qwen3ForCausalLM, qwen3_config(self.config()))
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of an SDAR, or of the autoregressive Qwen3 that it begins as."""
         check_kind(path, "SDARForCausalLM", "Qwen3ForCausalLM")
         return load_reference(path).state_dict()
-
-    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
-        """Write them as Hugging Face does."""
-        save_transformers(model, path)
