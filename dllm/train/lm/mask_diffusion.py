@@ -48,11 +48,9 @@ class MaskDiffusion(Objective):
 
     def generation_config(self) -> dict[str, object]:
         """That of every objective, and the thresholds."""
-        editing = {"editing": 1, "editing_threshold": self.editing_threshold}
-        own = {
-            "threshold": self.threshold,
-            **(editing if self.editing_threshold is not None else {}),
-        }
+        own: dict[str, object] = {"threshold": self.threshold}
+        if self.editing_threshold is not None:
+            own |= {"editing": 1, "editing_threshold": self.editing_threshold}
         return super().generation_config() | own
 
     def loss(
