@@ -10,7 +10,7 @@ from dllm.drafter.widths.adaptive import LAST_TRIAL, AdaptiveWidth, best_widths
 from dllm.drafter.widths.choice import make_policy
 from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.pilot import PREPROCESSING, TOP_K, Pilot, PilotConfig, PilotWidth
-from dllm.drafter.widths.policy import VerifiedStep
+from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.drafter.widths.survival import BIN_EDGES, NUM_BINS, Survival, bins_of
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
 from tests.support.drafter_harness import FixedCosts
@@ -21,6 +21,15 @@ N = 5
 def draw_accepted(rng: np.random.Generator, conditional: np.ndarray) -> np.ndarray:
     """Drafts kept of each row: ``conditional [rows, N]``, given that those before it were."""
     return (rng.random(conditional.shape) < conditional).cumprod(axis=1).sum(axis=1)
+
+
+def test_a_policy_that_prices_nothing_waits_and_never_verifies_more_than_its_width():
+    policy = FixedWidth(N, 3)
+    policy.note_wait(1.0)
+    policy.leave_untimed()
+    assert policy.worth_ms(np.arange(2)) == float("inf")
+    assert policy.most == policy.widths(np.arange(2), None).max() == 3
+    assert FixedWidth(N).most == N
 
 
 # --- survival -------------------------------------------------------------------------------------

@@ -1,14 +1,12 @@
 """``dllm train pilot``: measure every draft width on prompts, train a pilot that chooses one.
 
     dllm train pilot --target TARGET --drafter DRAFTER --out runs/pilot
-    dllm train pilot ... --trials runs/pilot/trials.safetensors --ablations
+    dllm train pilot ... --trials runs/pilot/trials.safetensors --hidden-size 64
 
 Written to --out:
     trials.safetensors                what every width took on every prompt (for a later --trials)
     pilot.safetensors, pilot.json     the pilot, for ``"policy": "pilot", "pilot": OUT``
     report.csv                        the pilot and every fixed width, on prompts held out
-    footprint.csv                     time and memory of choosing a width
-    ablations.csv                     with --ablations: the pilot with one setting changed at a time
 """
 
 import argparse
@@ -16,22 +14,21 @@ import csv
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dllm.drafter.widths.pilot import PREPROCESSING, PilotConfig
 from dllm.settings.command import OK, CommandError
 from dllm.train.drafter.prompts import load_prompts
 from dllm.train.drafter.settings import CalibrateSettings, block_of
-from dllm.train.pilot.network import LABELS, Trials, footprints, scores, train_pilot
+from dllm.train.pilot.network import LABELS, Trials, scores, train_pilot
 from dllm.train.progress import progress_bar
 
 if TYPE_CHECKING:
     from dllm.train.pilot.trials import TrialSettings
 
-TRIALS, REPORT, ABLATIONS = "trials.safetensors", "report.csv", "ablations.csv"
-FOOTPRINT = "footprint.csv"
+TRIALS, REPORT = "trials.safetensors", "report.csv"
 WIDTHS = (0, 1, 2, 3, 5, 7, 11, 15)
 # Options that count something.
 AT_LEAST_ONE = (
@@ -62,11 +59,7 @@ def main(argv: Sequence[str]) -> int:
     )
     pilot = train_pilot(trials, config, given.label, given.seed)
     pilot.save(given.out)
-    found = [asdict(one) for one in scores(trials, pilot)]
-    write(given.out / REPORT, found)
-    write(given.out / FOOTPRINT, footprints(pilot, trials.logits))
-    if given.ablations:
-        write(given.out / ABLATIONS, ablations(trials, config, given))
+    write(given.out / REPORT, [asdict(one) for one in scores(trials, pilot)])
     print(given.out)
     return OK
 
@@ -123,31 +116,6 @@ def trial_settings(given: argparse.Namespace) -> "TrialSettings":
     )
 
 
-def ablations(
-    trials: Trials, base: PilotConfig, given: argparse.Namespace
-) -> list[dict[str, object]]:
-    """The tables of BlockPilot's paper: one thing varied at a time, on the same trials."""
-    fixed = scores(trials, train_pilot(trials, base, given.label, given.seed))[1:-1]
-    center = max(range(len(fixed)), key=lambda place: fixed[place].tokens_per_s)
-    half, double = base.hidden_size // 2, 2 * base.hidden_size
-    changes: list[tuple[str, object, dict[str, Any]]] = [
-        *(("hidden_size", n, {"hidden_size": n}) for n in (half, base.hidden_size, double)),
-        *(("num_layers", n, {"num_layers": n}) for n in (1, 2, 3)),
-        *(("preprocessing", name, {"preprocessing": name}) for name in PREPROCESSING),
-    ]
-    for radius in (1, 2, 3):  # candidates on either side of the best fixed width
-        near = trials.widths[max(0, center - radius) : center + radius + 1]
-        changes.append(("radius", radius, {"widths": near}))
-    rows: list[dict[str, object]] = []
-    for varied, value, change in changes:
-        config = replace(base, **change)
-        kept = trials.only(config.widths)
-        for label in LABELS:
-            found = scores(kept, train_pilot(kept, config, label, given.seed))[0]
-            rows.append({"varied": varied, "value": value, "label": label} | asdict(found))
-    return rows
-
-
 def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
     """Write rows as a CSV file, and print them."""
     cells = [
@@ -194,7 +162,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--preprocessing", choices=tuple(PREPROCESSING), default="raw")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--ablations", action="store_true", help="also ablations.csv")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(argv)
     for name in AT_LEAST_ONE:

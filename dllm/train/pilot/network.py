@@ -10,9 +10,6 @@ the width with the most tokens per step, however long a step takes.
 """
 
 import json
-import statistics
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,18 +54,6 @@ class Trials:
     def acceptance(self) -> Tensor:
         """Tokens per step, ``[prompts, W]``."""
         return self.tokens / self.steps
-
-    def only(self, widths: Sequence[int]) -> "Trials":
-        """The trials of some of the widths."""
-        kept = [self.widths.index(width) for width in widths]
-        return Trials(
-            tuple(widths),
-            self.logits,
-            self.tokens[:, kept],
-            self.steps[:, kept],
-            self.seconds[kept],
-            self.is_heldout,
-        )
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
@@ -137,27 +122,6 @@ class Score:
     choice: str
     tokens_per_s: float
     acceptance: float
-
-
-def footprints(pilot: Pilot, logits: Tensor, repeats: int = 50) -> list[dict[str, object]]:
-    """What choosing a width costs, for 1, 8 and 32 prompts at once.
-
-    Returns:
-        rows with ``prompts``, ``ms`` (milliseconds, median of ``repeats`` on this machine) and
-        ``weights_kb`` (size of the pilot).
-    """
-    weights = sum(weight.numel() * weight.element_size() for weight in pilot.parameters())
-    found: list[dict[str, object]] = []
-    for prompts in (1, 8, 32):
-        rows = logits[torch.arange(prompts) % len(logits)]
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            pilot.choose(rows)
-            times.append(1e3 * (time.perf_counter() - start))
-        ms = statistics.median(times)
-        found.append({"prompts": prompts, "ms": ms, "weights_kb": weights / 1000})
-    return found
 
 
 def score(trials: Trials, choice: str, chosen: Tensor) -> Score:
