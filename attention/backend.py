@@ -132,9 +132,10 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        if alibi_slopes is not None:
-            raise NotImplementedError("the CUSTOM attention backend of dllm has no ALiBi")
+        if alibi_slopes is not None or sinks is not None:
+            raise NotImplementedError("the CUSTOM attention backend of dllm has no ALiBi, no sinks")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"attention of type {attn_type}; dllm has decoder attention")
         self.num_heads = num_heads
