@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dllm.drafter.metrics import DraftingCounts
-from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
+from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
 from dllm.remote.client import Client
 from dllm.remote.ngram import Ngrams
 
@@ -89,7 +88,7 @@ class RemoteDrafter:
         """
         texts = dict(begun)
         if texts and self._wants_drafts:
-            wants = dict.fromkeys(texts, self._most + 1)
+            wants = dict.fromkeys(texts, self.policy.most + 1)
             self.client.ask(texts, wants, self._deadline_s)
 
     def end(self, names: Iterable[str]) -> None:
@@ -107,13 +106,11 @@ class RemoteDrafter:
         if self.policy.reads_outcomes:
             self.policy.observe(_outcome(rows, slots, self._short))
         self._wants_drafts = self.policy.wants_drafts(slots)
-        self._wait_s = self._deadline_s
-        if isinstance(self.policy, AdaptiveWidth):
-            worth_s = 1e-3 * self.policy.worth_ms(slots)
-            self._wait_s = max(0.0, min(self._deadline_s, worth_s))
+        worth_s = 1e-3 * self.policy.worth_ms(slots)
+        self._wait_s = max(0.0, min(self._deadline_s, worth_s))
         asking = [row for row in rows if row.limit] if self._wants_drafts else []
         texts = {row.name: row.tokens for row in asking}
-        wants = {row.name: min(row.limit, self._most) for row in asking}
+        wants = {row.name: min(row.limit, self.policy.most) for row in asking}
         self.client.ask(texts, wants, self._wait_s)
         self.counts.passes += bool(asking)
 
@@ -126,10 +123,9 @@ class RemoteDrafter:
         if texts:
             waited_s = self.client.collect(texts, self._wait_s)
             self.counts.seconds += waited_s
-            if isinstance(self.policy, AdaptiveWidth):
-                self.policy.note_wait(waited_s)
+            self.policy.note_wait(waited_s)
             drafts = self._widened(rows)
-        elif self._wants_drafts and isinstance(self.policy, AdaptiveWidth):
+        elif self._wants_drafts:
             self.policy.leave_untimed()
         for row, kept in zip(rows, drafts, strict=True):
             if row.limit:
@@ -148,8 +144,7 @@ class RemoteDrafter:
         self.counts.drafted += sum(map(len, drafts))
         was_asked = [bool(row.limit) and self.client.was_asked(row.name) for row in rows]
         if not (any(drafts) or any(was_asked)):
-            if isinstance(self.policy, AdaptiveWidth):
-                self.policy.leave_untimed()  # nobody is there who drafts
+            self.policy.leave_untimed()  # nobody is there who drafts
             return drafts
         sources = np.where(is_ngram, NGRAM_CONFIDENCE, REMOTE_CONFIDENCE)
         confidence = np.repeat(sources[:, None], self._num_drafts, axis=1)
@@ -165,11 +160,6 @@ class RemoteDrafter:
             if (tokens or asked) and len(tokens) < min(width, row.limit):
                 self._short.add(row.name)
         return kept
-
-    @property
-    def _most(self) -> int:
-        """Drafts of a request that the policy may verify."""
-        return self.policy.width if isinstance(self.policy, FixedWidth) else self._num_drafts
 
     def _slots_of(self, rows: list[StepRow]) -> np.ndarray:
         """``[rows]``: the number that the policy knows each request by, below ``num_slots``."""

@@ -12,29 +12,41 @@ the share of verified drafts at that place that were kept, so that all drafts be
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
-from dllm.settings.checks import FloatRange, check_fields, refuse_value
-
-PRICE = FloatRange(0, 1e6)  # an hour
 WARM_UP, COUNTED = 50, 400  # steps of each target in a simulation of shared workers
+Count = Annotated[int, Meta(ge=1)]
+Number = Annotated[float, Meta(ge=0, le=1e6)]
+Time = Annotated[float, Meta(gt=0, le=1e6)]  # milliseconds
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
-class Grid(NamedTuple):
+class Grid(Struct, frozen=True, forbid_unknown_fields=True):
     """Measured milliseconds of a step.
 
     Attributes:
         requests: ``[R]``, requests in the step, increasing.
-        drafts: ``[D]``, drafts of each request, increasing; ``(0,)`` where it does not matter.
-        ms: ``[R, D]``.
+        ms: ``[R]``, or ``[R, D]`` where the width matters.
+        drafts: ``[D]``, drafts of each request, increasing.
     """
 
-    requests: tuple[float, ...]
-    drafts: tuple[float, ...]
-    ms: np.ndarray
+    requests: Annotated[tuple[Time, ...], Meta(min_length=1)]
+    ms: tuple[Time | tuple[Time, ...], ...]
+    drafts: Annotated[tuple[Number, ...], Meta(min_length=1)] = (0.0,)
+
+    def __post_init__(self) -> None:
+        rows = tuple(each if isinstance(each, tuple) else (each,) for each in self.ms)
+        if len(rows) != len(self.requests) or any(len(row) != len(self.drafts) for row in rows):
+            raise ValueError(f"ms; allowed: {len(self.requests)} rows of {len(self.drafts)} times")
+        for name in ("requests", "drafts"):
+            axis = getattr(self, name)
+            if list(axis) != sorted(set(axis)):
+                raise ValueError(f"{name} = {axis}; allowed: numbers that increase")
+        force_setattr(self, "ms", rows)
 
     def at(self, requests: float, drafts: float = 0) -> float:
         """Interpolated linearly in both. Below the smallest batch its time counts.
@@ -47,61 +59,74 @@ class Grid(NamedTuple):
                 f"no time was measured of {requests:g} requests with {drafts:g} drafts; the "
                 f"largest are {self.requests[-1]:g} and {self.drafts[-1]:g}."
             )
-        by_width = [np.interp(requests, self.requests, column) for column in self.ms.T]
+        by_width = [
+            np.interp(requests, self.requests, column) for column in zip(*self.ms, strict=True)
+        ]  # type: ignore[arg-type]
         return float(np.interp(drafts, self.drafts, by_width))
 
 
-@dataclass(frozen=True)
-class Targets:
+class Targets(Struct, frozen=True, forbid_unknown_fields=True):
     """The pool that verifies.
 
     Attributes:
         engines: how many.
         requests: at once, in each engine.
-        step: time of a step by requests and drafts of each.
+        step: time of a step by requests and drafts of each, plain decoding included.
         price: of one engine, an hour, in any currency.
         kv_bytes: of one token in the KV cache, all layers.
     """
 
-    engines: int
-    requests: int
+    engines: Count
+    requests: Count
     step: Grid
-    price: float = 0.0
-    kv_bytes: int = 0
+    price: Number = 0.0
+    kv_bytes: Annotated[int, Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, {"engines": 1, "requests": 1, "kv_bytes": 0}, {"price": PRICE})
+        if self.step.drafts[0] != 0:
+            raise ValueError(f"step.drafts = {self.step.drafts}; allowed: numbers from 0 on")
 
 
-@dataclass(frozen=True)
-class Drafts:
+class Drafts(Struct, frozen=True, forbid_unknown_fields=True):
     """The pool that drafts.
 
     Attributes:
         workers: how many; the requests of every target are spread evenly over them.
         step: time by requests, of one token each, or of a whole block each (``is_block``).
         survival: ``[N]``, of each place; not increasing.
+        acceptance, places: in place of it: each draft is kept with this probability, given those
+            before it; N.
         is_block: all drafts of a request come out of one step, as of a diffusion model.
         ahead: the worker drafts on while the target verifies (`dllm draft-worker --ahead`).
         price: of one worker, an hour.
     """
 
-    workers: int
+    workers: Count
     step: Grid
-    survival: tuple[float, ...]
+    survival: tuple[Share, ...] = ()
     is_block: bool = False
     ahead: bool = False
-    price: float = 0.0
+    price: Number = 0.0
+    acceptance: Share | None = None
+    places: Annotated[int, Meta(ge=1, le=64)] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, {"workers": 1}, {"price": PRICE})
-        for name in ("is_block", "ahead"):
-            if not isinstance(getattr(self, name), bool):
-                refuse_value(name, getattr(self, name), "true or false")
+        if not self.survival and self.acceptance is not None:
+            if self.places is None:
+                raise ValueError("places is missing; it belongs to acceptance")
+            force_setattr(self, "survival", constant(self.acceptance, self.places))
         places = self.survival
         is_falling = all(a >= b for a, b in zip((1.0, *places), (*places, 0.0), strict=True))
         if not places or not is_falling:
-            refuse_value("survival", places, "numbers from 1 down to 0, at least one")
+            raise ValueError(f"survival = {places}; allowed: numbers from 1 down to 0")
+
+
+class Plan(Struct, frozen=True, forbid_unknown_fields=True):
+    """What `dllm plan` reads."""
+
+    round_trip_ms: Number
+    targets: Targets
+    drafts: Drafts
 
 
 class Row(NamedTuple):

@@ -3,15 +3,15 @@
 import argparse
 import http.client
 import re
+import tomllib
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
 
-from dllm.remote.plan import Drafts, Grid, Row, Targets, constant, plan
-from dllm.settings.checks import FloatRange, did_you_mean, known_fields, read_toml, refuse_value
+from dllm.remote.plan import Plan, Row, plan
 from dllm.settings.command import OK, CommandError
 
 EXAMPLE = """\
@@ -38,9 +38,6 @@ survival = [0.80, 0.66, 0.55, 0.46, 0.39, 0.33, 0.28, 0.24]  # or: acceptance = 
 requests = [1, 8]
 ms = [2.0, 2.2]
 """
-MS = FloatRange(0, 1e6, excludes_low=True)
-ROUND_TRIP = FloatRange(0, 1e6)
-TOP = ("round_trip_ms", "targets", "drafts")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,85 +61,26 @@ def main(argv: Sequence[str]) -> int:
         parser.error("a plan is needed; `dllm plan --example` prints one")
     survival = None if options.metrics is None else _survival_of(_fetch(options.metrics))
     try:
-        rows = plan(*read_plan(read_toml(options.plan), survival))
-    except ValueError as error:
+        given = read_plan(options.plan.read_text(), survival)
+        rows = plan(given.targets, given.drafts, given.round_trip_ms)
+    except (OSError, ValueError) as error:
         raise CommandError(f"{options.plan}: {error}") from None
     best = min(rows, key=lambda row: row.price if options.best == "price" else -row.tokens_per_s)
     print("\n".join(report(rows, best)))
     return OK
 
 
-def read_plan(
-    given: Mapping[str, Any], survival: tuple[float, ...] | None = None
-) -> tuple[Targets, Drafts, float]:
-    """The pools and the round trip (ms) of a TOML file; ``survival`` replaces the file's.
+def read_plan(text: str, survival: tuple[float, ...] | None = None) -> Plan:
+    """The plan of a TOML file; ``survival`` replaces the file's.
 
     Raises:
-        ValueError: names the field, its value and what is allowed.
+        ValueError: names the field, and what is allowed.
     """
-    for key in given:
-        if key not in TOP:
-            raise ValueError(f"no table {key!r}{did_you_mean(key, list(TOP))}.")
-    for key in TOP:
-        if key not in given:
-            raise ValueError(f"{key} is missing.")
-    round_trip = given["round_trip_ms"]
-    if round_trip not in ROUND_TRIP:
-        refuse_value("round_trip_ms", round_trip, str(ROUND_TRIP))
-    targets = dict(known_fields(Targets, given["targets"], "targets"))
-    drafts = dict(given["drafts"]) if isinstance(given["drafts"], Mapping) else given["drafts"]
-    if survival is None and isinstance(drafts, dict) and "acceptance" in drafts:
-        survival = _constant(drafts.pop("acceptance"), drafts.pop("places", None))
-    drafts = dict(known_fields(Drafts, drafts, "drafts"))
-    drafts["survival"] = _numbers(
-        "survival", drafts.get("survival", ()) if survival is None else survival, FloatRange(0, 1)
-    )
-    for name, pool in (("targets", targets), ("drafts", drafts)):
-        pool["step"] = _grid(f"{name}.step", pool.get("step"))
-        needed = ("engines", "requests") if name == "targets" else ("workers",)
-        for field in needed:
-            if field not in pool:
-                raise ValueError(f"{name}.{field} is missing.")
-    return Targets(**targets), Drafts(**drafts), float(round_trip)
-
-
-def _constant(acceptance: object, places: object) -> tuple[float, ...]:
-    if acceptance not in FloatRange(0, 1):
-        refuse_value("acceptance", acceptance, str(FloatRange(0, 1)))
-    if not isinstance(places, int) or not 1 <= places <= 64:
-        refuse_value("places", places, "an integer from 1 to 64")
-    return constant(float(acceptance), places)  # type: ignore[arg-type]
-
-
-def _grid(where: str, given: object) -> Grid:
-    """A table of times; without ``drafts`` its ``ms`` is a list, with it a list of lists."""
-    if not isinstance(given, Mapping) or not {"requests", "ms"} <= set(given) <= set(Grid._fields):
-        refuse_value(where, given, "a table with requests, ms, and drafts where the width matters")
-    requests = _numbers(f"{where}.requests", given["requests"], MS)
-    drafts = _numbers(f"{where}.drafts", given.get("drafts", (0,)), ROUND_TRIP)
-    rows = given["ms"] if "drafts" in given else [[each] for each in _listed(given["ms"])]
-    ms = [_numbers(f"{where}.ms", row, MS) for row in _listed(rows)]
-    if len(ms) != len(requests) or any(len(row) != len(drafts) for row in ms):
-        refuse_value(f"{where}.ms", given["ms"], f"{len(requests)} rows of {len(drafts)} times")
-    if where == "targets.step" and drafts[0] != 0:
-        refuse_value(
-            f"{where}.drafts", list(drafts), "numbers from 0 on: plain decoding is compared"
-        )
-    for name, axis in (("requests", requests), ("drafts", drafts)):
-        if list(axis) != sorted(set(axis)):
-            refuse_value(f"{where}.{name}", list(axis), "numbers that increase")
-    return Grid(requests, drafts, np.array(ms))
-
-
-def _listed(given: object) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else []
-
-
-def _numbers(name: str, given: object, allowed: FloatRange) -> tuple[float, ...]:
-    values = _listed(given)
-    if not values or not all(value in allowed for value in values):
-        refuse_value(name, given, f"a list; each {allowed}")
-    return tuple(float(value) for value in values)
+    given = tomllib.loads(text)
+    if survival is not None and isinstance(given.get("drafts"), dict):
+        given["drafts"]["survival"] = survival
+    plan: Plan = msgspec.convert(given, Plan)
+    return plan
 
 
 def _fetch(url: str) -> str:
@@ -178,7 +116,7 @@ def _survival_of(metrics: str) -> tuple[float, ...]:
     if not places:
         raise CommandError("this server has verified no drafts.")
     # A policy verifies late places where it expects more, so their share may rise by a little.
-    return tuple(np.minimum.accumulate(places))
+    return tuple(np.minimum.accumulate(places).tolist())
 
 
 def report(rows: Sequence[Row], best: Row) -> list[str]:
