@@ -4,7 +4,6 @@ It asks, and not the worker of the target, so that every rank gets the same draf
 and nothing is read back from a device. One engine core has one set of connections.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -27,7 +26,7 @@ from dllm.remote.metrics import Changes, counts_of, send_remote
 from dllm.remote.ngram import Ngrams
 from dllm.remote.stream import dialer
 from dllm.remote.wire import reply_bytes
-from dllm.settings.remote import WHERE, RemoteOptions
+from dllm.settings.remote import WHERE
 from dllm.settings.server import PluginOptions
 
 
@@ -36,8 +35,7 @@ class RemoteScheduler(DraftingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.remote = make_drafter(self.vllm_config)
-        self.following = make_following(self.vllm_config)
+        self.remote, self.following = make_drafter(self.vllm_config)
         self._changes = Changes()
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -110,62 +108,30 @@ def _is_text(request: Request) -> bool:
     return request.prompt_embeds is None and not request.pooling_params
 
 
-def make_drafter(vllm_config: VllmConfig) -> RemoteDrafter:
-    """What a server's options ask for, connected to its workers.
+def make_drafter(vllm_config: VllmConfig) -> tuple[RemoteDrafter, Following | None]:
+    """What a server's options ask for, connected to its workers; and what follows Dynamo's list.
 
     Raises:
-        ValueError: the folder of keys is not as it should be, or a worker's host is not known.
+        ValueError: the folder of keys is not as it should be, a worker's host is not known, or
+            Dynamo's runtime is not there.
     """
     options = PluginOptions.from_vllm(vllm_config).remote
     assert options is not None, "checked at start"
     num_drafts = vllm_config.num_speculative_tokens
     num_slots = vllm_config.scheduler_config.max_num_seqs
-    link = linker(options, num_slots)
-    links = [link(parse(each, options.keys, f"{WHERE}: workers")) for each in options.workers]
-    ngrams = None
-    if options.fallback == "ngram":
-        ngrams = Ngrams(options.ngram_min, options.ngram_max)
-    return RemoteDrafter(
-        Client(links, vllm_config.model_config.get_vocab_size()),
-        ngrams,
-        make_policy(options, num_drafts, num_slots),
-        num_drafts,
-        num_slots,
-        1e-3 * options.deadline_ms,
-    )
-
-
-def make_following(vllm_config: VllmConfig) -> Following | None:
-    """What keeps the list of workers up to date; None if the options name them.
-
-    Raises:
-        ValueError: Dynamo's runtime is not there, or the folder of keys is not as it should be.
-    """
-    options = PluginOptions.from_vllm(vllm_config).remote
-    assert options is not None, "checked at start"
-    if options.discovery == "static":
-        return None
-    num_slots = vllm_config.scheduler_config.max_num_seqs
-    return Following(Child.of_dynamo("watch"), linker(options, num_slots), options.keys)
-
-
-def linker(options: RemoteOptions, num_slots: int) -> Callable[[Address], Link]:
-    """What makes the link to a worker.
-
-    Raises:
-        ValueError: the folder of keys is not as it should be.
-    """
+    deadline_s = 1e-3 * options.deadline_ms
     keys = None if options.keys is None else Keys(options.keys)
 
     def link(address: Address) -> Link:
-        dial = dialer(address, keys, reply_bytes(num_slots))
-        return Link(str(address), dial, 1e-3 * options.deadline_ms)
+        return Link(str(address), dialer(address, keys, reply_bytes(num_slots)), deadline_s)
 
-    return link
-
-
-def make_policy(options: RemoteOptions, num_drafts: int, num_slots: int) -> WidthPolicy:
-    """The width policy that the options name."""
+    links = [link(parse(each, options.keys, f"{WHERE}: workers")) for each in options.workers]
+    client = Client(links, vllm_config.model_config.get_vocab_size())
+    ngrams = Ngrams(options.ngram_min, options.ngram_max) if options.fallback == "ngram" else None
+    policy: WidthPolicy = FixedWidth(num_drafts, options.width)
     if options.policy == "adaptive":
-        return AdaptiveWidth(num_drafts, num_slots, hysteresis=options.hysteresis)
-    return FixedWidth(num_drafts, options.width)
+        policy = AdaptiveWidth(num_drafts, num_slots, hysteresis=options.hysteresis)
+    following = None
+    if options.discovery == "dynamo":
+        following = Following(Child.of_dynamo("watch"), link, options.keys)
+    return RemoteDrafter(client, ngrams, policy, num_drafts, num_slots, deadline_s), following

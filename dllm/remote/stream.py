@@ -256,10 +256,11 @@ class Server:
             address = address._replace(port=self._socket.getsockname()[1])
         self.address = address
 
-    def receive(self, seconds: float) -> list[tuple[int, Ask | None]]:
+    def receive(self, seconds: float) -> Iterator[tuple[int, Ask | None]]:
         """Asks that are there, with the number of the connection; waits ``seconds`` at most.
 
-        None in place of an ask: the connection is closed. Its number does not come back.
+        None in place of an ask: the connection is closed. Its number does not come back. One ask is
+        in memory at a time.
         """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -268,17 +269,15 @@ class Server:
             poll.register(stream, stream.events)
         has_news = any(stream.has_news for stream in everyone.values())
         poll.poll(0 if has_news else round(1e3 * seconds))
-        found: list[tuple[int, Ask | None]] = []
         for number, stream in everyone.items():
-            found.extend((number, ask) for ask in self._asks(number, stream))
+            for ask in self._asks(number, stream):
+                yield number, ask
             if not stream.is_open:
-                found.append((number, None))
-        found.extend((number, None) for number in self._accept())
-        for number, ask in found:
-            if ask is None:
                 self._quiet.pop(number, None)
                 self._streams.pop(number, None)
-        return found
+                yield number, None
+        for number in self._accept():
+            yield number, None
 
     def _asks(self, number: int, stream: Stream) -> Iterator[Ask]:
         for data in stream.read():

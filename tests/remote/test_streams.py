@@ -280,14 +280,14 @@ def test_of_those_who_ask_the_one_that_asked_last_longest_ago_makes_room(place, 
         """The number of its connection."""
         hostile.send(GOOD)
         while True:
-            for number, message in server.receive(LONG_S):
+            for number, message in list(server.receive(LONG_S)):
                 assert message is not None
                 return number
 
     numbers = [ask_as(each) for each in (first, second, first)]
     assert numbers[0] == numbers[2] != numbers[1]
     late = Hostile.to(place)
-    assert server.receive(LONG_S) == [(numbers[1], None)]
+    assert list(server.receive(LONG_S)) == [(numbers[1], None)]
     assert ask_as(first) == numbers[0]
     for hostile in (first, second, late):
         hostile.socket.close()
