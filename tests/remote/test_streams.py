@@ -327,7 +327,7 @@ def hostile_worker(place: Address, max_rows: int = 2) -> Iterator[tuple[Link, Ho
 
 
 def test_a_target_reads_so_much_at_once_however_much_is_there(place):
-    full = Reply(1, [Guess(1, 0, [70_000] * MAX_GUESS)] * 2)
+    full = Reply(0, [Guess(1, 0, [70_000] * MAX_GUESS)] * 2)
     with hostile_worker(place) as (link, hostile):
         num_read = 0
         for _ in range(50):
