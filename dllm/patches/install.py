@@ -6,12 +6,12 @@ plugin. ``contract`` lists every name that is touched, and why.
 
 from typing import Any
 
-from dllm.models import FAMILIES
+from dllm.models import FAMILIES, WITHOUT_CACHE, load
 from dllm.patches.admission import check_requests_at_admission
-from dllm.patches.config_files import read_config_files
 from dllm.patches.configure import configure_dllm, limit_default_concurrency
 from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, set_cpu_worker
 from dllm.patches.drafting import serve_drafters
+from dllm.patches.neighbours import refuse_model_type
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
 BUILTIN = "dllm.patches.builtin:TextOnlyDiffusionGemma"
@@ -50,13 +50,32 @@ def _serve_families() -> None:
 
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
-    read_config_files()
+    _read_config_files()
     for architecture, served in FAMILIES.items():
         ModelRegistry.register_model(architecture, served.model_class())
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm)
     limit_default_concurrency()
     check_requests_at_admission()
     serve_structured_outputs()
+
+
+def _read_config_files() -> None:
+    """Let transformers read the config.json files of our families, without remote code.
+
+    Other diffusion models are refused there, with the reason.
+    """
+    from transformers import AutoConfig
+
+    for served in FAMILIES.values():
+        if served.config is not None:
+            config = load(served.config)
+            AutoConfig.register(config.model_type, config, exist_ok=True)
+    for model_type, models in WITHOUT_CACHE.items():
+        refuse_model_type(
+            model_type,
+            f"in {models} each token sees the whole sequence in every step, so no KV cache "
+            f"could be kept. Allowed: the architectures {', '.join(FAMILIES)}.",
+        )
 
 
 def _keep_builtin() -> None:

@@ -88,8 +88,9 @@ def _replace_main_functions() -> None:
 
 # --- engine core, workers, coordinator ------------------------------------------------------------
 
-# A spawned process is given the name of its main function, which brings it to this module; so these
-# run in spawned and in forked processes.
+# multiprocessing sends the main function to a spawned process as the names of a module and of a
+# function in it. The process imports this module to find it. So a spawned process runs what is
+# below, as a forked one does.
 
 
 def engine_core_main(*args: Any, **options: Any) -> None:
