@@ -274,6 +274,13 @@ def counted_calls(engine, name, requests, monkeypatch) -> list[Counter[str]]:
     return [call for call in calls if call]  # the first run is not watched
 
 
+def test_canvases_of_requests_with_a_grammar_are_not_copied_to_the_host(engine):
+    """vLLM copies drafts for its scheduler, and ours does not ask for their tokens."""
+    engine.generate(*zip(*CASES["a grammar"], strict=True))
+    handler = engine.runner.draft_tokens_handler
+    assert handler.num_draft_tokens and handler.draft_tokens_np is None
+
+
 def test_a_visit_looks_at_its_rows_once(engine, monkeypatch):
     made = []
     pad = canvas_rows.CanvasRows.at_least_two
