@@ -10,34 +10,42 @@ from pathlib import Path
 from dllm.grammar.table import Table
 
 MOST_FILE_BYTES = 256 << 20  # of all files together
+MOST_BYTES = 64 << 20  # in memory
+KEY_BYTES = 256  # what a key is counted as
 
 
 class Recent:
-    """The tables that were used last, up to so many bytes; for any number of threads."""
+    """What was asked for last: tables, and messages of refusals; for any number of threads.
 
-    def __init__(self, most_bytes: int) -> None:
+    Args:
+        most_bytes: of all together.
+    """
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self.most_bytes = most_bytes
         self.num_bytes = 0
-        self._tables: OrderedDict[str, Table] = OrderedDict()
+        self._kept: OrderedDict[str, bytes | str] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> Table | None:
-        """The table of a key, if it is there."""
+    def get(self, key: str) -> bytes | str | None:
+        """What was put there, if it is still kept."""
         with self._lock:
-            if key in self._tables:
-                self._tables.move_to_end(key)
-            return self._tables.get(key)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
 
-    def put(self, key: str, table: Table) -> None:
-        """Keep a table; one that is larger than all that may be kept is not."""
+    def put(self, key: str, found: bytes | str) -> None:
+        """Keep it, in the place of what was used longest ago."""
         with self._lock:
-            if key in self._tables or table.num_bytes > self.most_bytes:
-                return
-            self._tables[key] = table
-            self.num_bytes += table.num_bytes
+            if key not in self._kept:
+                self._kept[key] = found
+                self.num_bytes += _size(found)
             while self.num_bytes > self.most_bytes:
-                _, oldest = self._tables.popitem(last=False)
-                self.num_bytes -= oldest.num_bytes
+                self.num_bytes -= _size(self._kept.popitem(last=False)[1])
+
+
+def _size(found: bytes | str) -> int:
+    return len(found) + KEY_BYTES
 
 
 class Files:
@@ -52,24 +60,25 @@ class Files:
         self.folder = folder
         self.most_bytes = most_bytes
 
-    def get(self, key: str, vocab_size: int) -> Table | None:
+    def get(self, key: str, vocab_size: int) -> bytes | None:
         """The table of a key; None if there is no file, or one that is damaged."""
         path = self._path(key)
         try:
-            table = Table.from_bytes(path.read_bytes())
+            packed = path.read_bytes()
+            found = len(Table.from_bytes(packed).class_of)
         except Exception:  # whatever is wrong with the file, it is built again
             return None
         with contextlib.suppress(OSError):
             os.utime(path)  # used last
-        return table if len(table.class_of) == vocab_size else None
+        return packed if found == vocab_size else None
 
-    def put(self, key: str, table: Table) -> None:
+    def put(self, key: str, packed: bytes) -> None:
         """Write a file, whole or not at all."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
                 try:
-                    file.write(table.to_bytes())
+                    file.write(packed)
                     file.flush()  # or a full disk is noticed behind os.replace
                     os.replace(file.name, self._path(key))
                 except OSError:
@@ -78,7 +87,8 @@ class Files:
             self._delete_oldest()
 
     def _delete_oldest(self) -> None:
-        files = [(path.stat(), path) for path in self.folder.glob("*.table")]
+        # Among them unfinished files of servers that were killed.
+        files = [(path.stat(), path) for path in self.folder.iterdir() if path.is_file()]
         files.sort(key=lambda file: file[0].st_mtime)
         num_bytes = sum(about.st_size for about, _ in files)
         for about, path in files:

@@ -1,69 +1,85 @@
-"""What runs in the process that compiles grammars (`children` says why there is one).
+"""What runs in the processes that compile grammars (`children` says why there are such).
 
-A request is a line of JSON: the fields of a `Spec`, and ``most_states``.
-An answer is a byte for its kind, eight for its length, and a message or the arrays of a table.
+One process loads xgrammar and the vocabulary, says so with one byte, and waits for sockets. For
+each of them it forks a child, which reads one request there, answers, and ends.
+
+A request is JSON: the fields of a `Spec`, ``most_states`` and ``absent``, tokens that are in no
+text. An answer is a letter for its kind, and a table or a message.
 """
 
 import json
 import os
 import resource
-import select
 import signal
+import socket
 import sys
-import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import xgrammar
 
 from dllm.grammar.automaton import Automaton, Unsupported
-from dllm.grammar.packing import HEADER, OUT_OF_MEMORY, REFUSAL, TABLE
-from dllm.grammar.reach import ByteTable, nearest
+from dllm.grammar.packing import OUT_OF_MEMORY, REFUSAL, TABLE
+from dllm.grammar.reach import nearest
+from dllm.grammar.table import by_tokens
+from dllm.grammar.vocabulary import Vocabulary
 
 SHOWN = 300  # characters of a message of xgrammar
 
 
 def main(seconds: float, most_memory: int) -> None:
-    """Answer requests until the pipe is closed.
+    """Fork a child for every socket that comes in, until nobody can send one.
+
+    The vocabulary comes first. This process leads a group of its own, in which its children are.
 
     Args:
-        seconds: after so many with one request the process ends.
-        most_memory: bytes, in addition to those of the idle process.
+        seconds: after so many a child ends.
+        most_memory: bytes, in addition to those of this process.
     """
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing that a library prints gets among the answers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the pipe is closed
     os.nice(19)
-    threading.Thread(target=_end_with_pipe, daemon=True).start()
-    # Which tokens there are does not matter: only the automaton over bytes is read.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    control = socket.socket(fileno=sys.stdin.fileno())
+    vocabulary = Vocabulary.from_bytes(Connection(os.dup(control.fileno())).recv_bytes())
+    _ = vocabulary.trie, vocabulary.is_text  # made once, and shared with all children
+    # Which tokens xgrammar knows does not matter: only its automaton over bytes is read.
     info = xgrammar.TokenizerInfo([b"a", b""], vocab_size=2, stop_token_ids=[1])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (used + most_memory, used + most_memory))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for line in requests:
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends a process, also inside of C++
-        try:
-            kind, answer = TABLE, explore(compiler, **json.loads(line)).to_bytes()
-        except Unsupported as refusal:
-            kind, answer = REFUSAL, str(refusal).encode()
-        except MemoryError:
-            sys.exit(OUT_OF_MEMORY)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(HEADER.pack(kind, len(answer)) + answer)
-        answers.flush()
+    control.sendall(b"!")
+    while True:
+        _, sockets, _, _ = socket.recv_fds(control, 1, 1)
+        if not sockets:  # the process that asks has ended: so do all that work for it
+            os.killpg(0, signal.SIGKILL)
+        if os.fork() == 0:
+            control.close()
+            signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends it, also inside of C++
+            used = int(Path("/proc/self/statm").read_text().split()[0])
+            most = used * os.sysconf("SC_PAGE_SIZE") + most_memory
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            connection = Connection(sockets[0])
+            connection.send_bytes(_answer(compiler, vocabulary, connection.recv_bytes()))
+            os._exit(0)
+        os.close(sockets[0])
 
 
-def _end_with_pipe() -> None:
-    """End, also amid a grammar, when nobody can ask any more: the asking process may be killed."""
-    pipe = select.poll()
-    pipe.register(sys.stdin.fileno(), 0)  # wakes up when the other end is closed
-    pipe.poll()
-    os._exit(0)
+def _answer(compiler: xgrammar.GrammarCompiler, vocabulary: Vocabulary, request: bytes) -> bytes:
+    try:
+        return TABLE + table_of(compiler, vocabulary, **json.loads(request))
+    except Unsupported as refusal:
+        return REFUSAL + str(refusal).encode(errors="replace")
+    except MemoryError:
+        return OUT_OF_MEMORY
 
 
-def explore(compiler: xgrammar.GrammarCompiler, most_states: int, **spec: Any) -> ByteTable:
-    """The states of a grammar."""
+def table_of(
+    compiler: xgrammar.GrammarCompiler,
+    vocabulary: Vocabulary,
+    most_states: int,
+    absent: list[int],
+    **spec: Any,
+) -> bytes:
+    """The table of a grammar (``Table.to_bytes``), without texts that have ``absent`` tokens."""
     try:
         serialized = _compile(compiler, **spec).serialize_json()
     except RuntimeError as error:
@@ -72,7 +88,7 @@ def explore(compiler: xgrammar.GrammarCompiler, most_states: int, **spec: Any) -
         raise Unsupported(f"xgrammar does not compile the grammar: {str(error)[:SHOWN]}") from error
     kind = spec["kind"]
     made = Automaton(serialized, is_json=kind == "json", is_tag=kind == "structural_tag")
-    return nearest(made, most_states)
+    return by_tokens(nearest(made, most_states), vocabulary).without(absent).to_bytes()
 
 
 def _compile(

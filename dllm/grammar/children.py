@@ -1,23 +1,28 @@
 """Processes that compile grammars, so that one that takes too much time or memory can be ended.
 
 xgrammar's compiler cannot be interrupted, and grammars of a few kilobytes keep it, or our search
-for states, busy for minutes or take gigabytes. A child compiles one grammar after the other, with
-the lowest priority, and ends itself when one takes too long; another one is started in its place.
+for states, busy for minutes or take gigabytes. So each is compiled in a child of its own, with the
+lowest priority, which ends itself when it takes too long. Children are forked from one process that
+has everything loaded (`child`).
 """
 
 import json
+import multiprocessing
 import os
-import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import dllm
 from dllm.grammar.automaton import TooSlow, Unsupported
-from dllm.grammar.packing import HEADER, OUT_OF_MEMORY, TABLE
-from dllm.grammar.reach import ByteTable
+from dllm.grammar.packing import OUT_OF_MEMORY, REFUSAL, TABLE
+from dllm.grammar.vocabulary import Vocabulary
 
 SECONDS = 10.0  # for one grammar
 MOST_MEMORY = 1 << 30  # bytes for one grammar
@@ -25,26 +30,27 @@ MOST_CHILDREN = 2  # at once; further requests wait
 
 
 class Children:
-    """Started when they are needed, and kept; for any number of threads.
+    """Of one vocabulary; for any number of threads.
 
     Args:
-        seconds: for one grammar, without the start of a process.
+        vocabulary: of the tables.
+        seconds: for one grammar, without the start of the first process.
         most_memory: bytes for one grammar.
     """
 
-    def __init__(self, seconds: float = SECONDS, most_memory: int = MOST_MEMORY) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, seconds: float = SECONDS, most_memory: int = MOST_MEMORY
+    ) -> None:
         self.seconds = seconds
         self.most_memory = most_memory
+        self._vocabulary = vocabulary
         self._may_run = threading.BoundedSemaphore(MOST_CHILDREN)
-        self._idle: list[subprocess.Popen[bytes]] = []
+        self._starting = threading.Lock()
+        self.forking: subprocess.Popen[bytes] | None = None  # the process that forks
+        self._control: socket.socket | None = None  # to it
 
-    def start(self) -> None:
-        """Start one ahead: it takes 2 to 3 s, most of it to import PyTorch for xgrammar."""
-        if not self._idle:
-            self._idle.append(self._new())
-
-    def explore(self, request: dict[str, Any]) -> ByteTable:
-        """The answer to a request (`child`).
+    def table(self, request: Mapping[str, Any]) -> bytes:
+        """The table that a request asks for (`child`).
 
         Raises:
             Unsupported: the grammar is refused.
@@ -52,69 +58,66 @@ class Children:
             ChildProcessError: two processes failed with it.
         """
         with self._may_run:
-            try:
-                return self._explore(request)
-            except ChildProcessError:  # killed from outside, perhaps before it was asked
-                return self._explore(request)
-
-    def _explore(self, request: dict[str, Any]) -> ByteTable:
-        child = self._idle.pop() if self._idle else self._new()
-        try:
-            is_table, answer = self._ask(child, request)
-        except BaseException:
-            _end(child)
-            self.start()  # others need not wait for it
-            raise
-        self._idle.append(child)
-        if not is_table:
-            raise Unsupported(answer.decode())
-        return ByteTable.from_bytes(answer)
-
-    def close(self) -> None:
-        """End those that are idle."""
-        while self._idle:
-            _end(self._idle.pop())
-
-    def _new(self) -> subprocess.Popen[bytes]:
-        path = [str(Path(dllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        limits = [str(self.seconds), str(self.most_memory)]
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "dllm.grammar.child", *limits],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
-        )
-
-    def _ask(self, child: subprocess.Popen[bytes], request: dict[str, Any]) -> tuple[bool, bytes]:
-        """(whether the answer is a table, the answer)."""
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            child.stdin.write(json.dumps(request).encode() + b"\n")
-            child.stdin.flush()
-            kind, length = HEADER.unpack(_read(child.stdout, HEADER.size))
-            return kind == TABLE, _read(child.stdout, length)
-        except (EOFError, BrokenPipeError):
-            status = child.wait()
-        if status == -signal.SIGALRM:
-            raise TooSlow(
-                f"The grammar took more than {self.seconds:g} s to compile. Make it smaller: fewer "
-                "choices and repetitions, less nesting."
-            )
-        if status == OUT_OF_MEMORY:
+            # A second time, if one was killed from outside.
+            answer = self._ask(request) or self._ask(request)
+        kind, content = answer[:1], answer[1:]
+        if kind == TABLE:
+            return content
+        if kind == REFUSAL:
+            raise Unsupported(content.decode())
+        if kind == OUT_OF_MEMORY:
             raise Unsupported(
                 f"The grammar took more than {self.most_memory >> 20} MiB to compile. Make it "
                 "smaller: fewer properties, choices and repetitions."
             )
-        raise ChildProcessError(f"the grammar's compiler ended with status {status}")
+        raise ChildProcessError("The grammar's compiler failed twice. Change the grammar.")
 
+    def _ask(self, request: Mapping[str, Any]) -> bytes:
+        """The answer of a child; empty if there is none."""
+        ours, theirs = multiprocessing.Pipe()
+        with ours:
+            with theirs, self._starting:
+                try:
+                    socket.send_fds(self._running(), [b"!"], [theirs.fileno()])
+                except OSError:
+                    return b""
+            begun = time.monotonic()
+            try:
+                ours.send_bytes(json.dumps(request).encode())
+                return ours.recv_bytes()
+            except (EOFError, OSError):
+                if time.monotonic() - begun < self.seconds:
+                    return b""
+                raise TooSlow(
+                    f"The grammar took more than {self.seconds:g} s to compile. Make it smaller: "
+                    "fewer choices and repetitions, less nesting."
+                ) from None
 
-def _read(stream: IO[bytes], length: int) -> bytes:
-    found = stream.read(length)
-    if len(found) < length:
-        raise EOFError
-    return found
+    def _running(self) -> socket.socket:
+        """The way to the process that forks, which is started when there is none: in 2 to 3 s."""
+        if self._control is None or self.forking is None or self.forking.poll() is not None:
+            self.close()
+            self._control, theirs = socket.socketpair()
+            path = [str(Path(dllm.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+            limits = [str(self.seconds), str(self.most_memory)]
+            with theirs:
+                self.forking = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "dllm.grammar.child", *limits],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+                    process_group=0,
+                )
+            connection = Connection(os.dup(self._control.fileno()))
+            with connection:
+                connection.send_bytes(self._vocabulary.to_bytes())
+            if not self._control.recv(1):
+                raise OSError("the process that compiles grammars does not start")
+        return self._control
 
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    child.kill()
-    child.communicate()
+    def close(self) -> None:
+        """End them all."""
+        if self._control is not None and self.forking is not None:
+            self._control.close()
+            self.forking.wait()
+        self._control = self.forking = None

@@ -1,31 +1,35 @@
-"""The table of a grammar: from memory, from a file, or built, within limits of size and time.
+"""The table of a grammar: from memory, from a file, or compiled by a child process.
 
-A grammar is refused if its text is too long, if it takes a child process (`children`) too much time
-or memory to find its states, if they are too many, or if the tokens do too many different things.
+A grammar is refused if its text is too long, if it takes a child (`children`) too much time or
+memory, if its states are too many, or if the tokens do too many different things.
+
+A special token (``<eos>``, ``<|turn>``) is no text: a JSON string must not hold one, though its
+name could be spelled there. Only the text of a structural tag may name special tokens, for instance
+those around a tool call; where a tag does, the token may stand for its name.
 """
 
 import hashlib
 import importlib.metadata
 import json
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from dllm.grammar.automaton import TooSlow, Unsupported
 from dllm.grammar.cache import Files, Recent
 from dllm.grammar.children import Children
-from dllm.grammar.table import MOST_STATES, Table, by_tokens, time_limit
+from dllm.grammar.json_schema import check_text
+from dllm.grammar.table import MOST_STATES
 from dllm.grammar.vocabulary import Vocabulary
 
 MOST_TEXT = 1 << 17  # bytes of a schema, regular expression or grammar
-TOKEN_SECONDS = 5.0  # from bytes to tokens
-MOST_TABLE_BYTES = 256 << 20  # of all tables in memory
-MOST_REFUSALS = 1024  # remembered
 
 Kind = Literal["json", "regex", "grammar", "lark", "structural_tag"]
+# Where a structural tag has texts, in either of xgrammar's forms.
+SPOKEN = ("begin", "end", "triggers", "value", "separator", "pattern", "grammar")
 
 
 @dataclass(frozen=True)
@@ -45,90 +49,130 @@ class Spec:
     separators: tuple[str, str] | None = None
 
 
-def check_length(spec: Spec) -> None:
-    """Raise Unsupported for a text that xgrammar must not even be asked to read."""
-    length = len(spec.text.encode(errors="surrogatepass"))
+def check_length(text: str) -> None:
+    """Raise Unsupported for a text of a grammar that nothing must even be asked to read."""
+    length = len(text.encode(errors="surrogatepass"))
     if length > MOST_TEXT:
         raise Unsupported(
             f"The grammar has {length:,} bytes; allowed: {MOST_TEXT:,}. Make it shorter."
         )
 
 
-class Compiler:
-    """Makes the tables of one vocabulary; for any number of threads.
+class Tokens(NamedTuple):
+    """What tokens stand for.
+
+    Attributes:
+        words: the bytes of every token id, also of special tokens; empty for one in no text.
+        names: of the special tokens.
+    """
+
+    words: list[bytes]
+    names: dict[int, str]
+
+
+class Grammars:
+    """Makes the tables of one tokenizer; for any number of threads.
 
     Args:
+        read_tokens: called once, in the thread that asks for the first table.
         folder: for files of tables; None for no files.
         children: that compile; new ones by default.
+        most_states: of a table.
     """
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        read_tokens: Callable[[], Tokens],
         folder: Path | None = None,
         children: Children | None = None,
         most_states: int = MOST_STATES,
-        most_bytes: int = MOST_TABLE_BYTES,
     ) -> None:
-        self.vocabulary = vocabulary
         self.most_states = most_states
-        self._children = children or Children()
+        self._read_tokens = read_tokens
         self._files = Files(folder) if folder else None
-        self._recent = Recent(most_bytes)
-        self._refusals: dict[str, str] = {}
-        self._running: dict[str, Future[Table]] = {}
-        self._lock = threading.Lock()
-        versions = importlib.metadata.version("xgrammar"), _own_digest()
-        self._made_with = [*versions, vocabulary.digest, most_states]
+        self._recent = Recent()
+        self._reading = threading.Lock()
+        self._children = children
 
-    def table(self, spec: Spec) -> Table:
-        """The table of a grammar; equal requests at one time build it once.
+    def known(self, spec: Spec, stops: Collection[int]) -> bytes | None:
+        """What ``packed`` has returned for these arguments, if it is still kept; at once.
+
+        Raises:
+            Unsupported: it has refused them.
+        """
+        found = self._recent.get(_key(spec, stops))
+        if isinstance(found, str):
+            raise Unsupported(found)
+        return found
+
+    def packed(self, spec: Spec, stops: Collection[int]) -> bytes:
+        """The table (``Table.to_bytes``) of a grammar, in whose texts the tokens ``stops`` are not.
 
         Raises:
             Unsupported: the grammar is refused; the message names the limit, and what to do.
+            ChildProcessError: two processes failed with it.
         """
-        check_length(spec)
-        given = json.dumps([*self._made_with, asdict(spec)])
-        key = hashlib.sha256(given.encode()).hexdigest()
-        if table := self._recent.get(key):
-            return table
-        with self._lock:
-            if key in self._refusals:
-                raise Unsupported(self._refusals[key])
-            running = self._running.get(key)
-            if is_mine := running is None:
-                running = self._running[key] = Future()
-        if is_mine:
-            try:
-                table = self._find(key, spec)
-                self._recent.put(key, table)
-                running.set_result(table)
-            except BaseException as error:
-                self._remember(key, error)
-                running.set_exception(error)
-            finally:
-                with self._lock:
-                    del self._running[key]
-        return running.result()
+        if (found := self.known(spec, stops)) is not None:
+            return found
+        key = _key(spec, stops)
+        try:
+            check_length(spec.text)
+            check_text(spec.kind, spec.text)
+            found = self._find(spec, stops)
+        except TooSlow:  # not remembered: the machine may be less busy
+            raise
+        except Unsupported as refusal:
+            self._recent.put(key, str(refusal))
+            raise
+        self._recent.put(key, found)
+        return found
 
-    def _remember(self, key: str, error: BaseException) -> None:
-        """A refusal, unless it is one of a busy machine."""
-        if isinstance(error, Unsupported) and not isinstance(error, TooSlow):
-            with self._lock:
-                if len(self._refusals) >= MOST_REFUSALS:
-                    self._refusals.clear()
-                self._refusals[key] = str(error)
-
-    def _find(self, key: str, spec: Spec) -> Table:
-        vocab_size = len(self.vocabulary.words)
-        if self._files and (table := self._files.get(key, vocab_size)):
+    def _find(self, spec: Spec, stops: Collection[int]) -> bytes:
+        with self._reading:
+            tokens, made_with = self._tokens, self._made_with
+            children = self._children = self._children or Children(Vocabulary(tokens.words))
+        spoken = ""
+        if spec.kind == "structural_tag":
+            spoken = "\n".join(_spoken(json.loads(spec.text)))
+        unnamed = (token for token, name in tokens.names.items() if name not in spoken)
+        made_from = [*made_with, self.most_states, _key(spec, stops)]
+        key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+        if self._files and (table := self._files.get(key, len(tokens.words))):
             return table
-        request = asdict(spec) | {"most_states": self.most_states}
-        states = self._children.explore(request)
-        table = by_tokens(states, self.vocabulary, time_limit(TOKEN_SECONDS))
+        absent = sorted({*stops, *unnamed})
+        given = {"most_states": self.most_states, "absent": absent}
+        table = children.table(asdict(spec) | given)
         if self._files:
             self._files.put(key, table)
         return table
+
+    @cached_property
+    def _tokens(self) -> Tokens:
+        return self._read_tokens()
+
+    @cached_property
+    def _made_with(self) -> list[str]:
+        """What a table depends on, besides the request."""
+        words, names = self._tokens
+        digest = hashlib.sha256(Vocabulary(words).to_bytes() + json.dumps(names).encode())
+        return [importlib.metadata.version("xgrammar"), _own_digest(), digest.hexdigest()]
+
+
+def _spoken(tag: Any, key: str = "") -> Iterator[str]:
+    """The texts that a structural tag has answers written with; no names or descriptions."""
+    if isinstance(tag, str) and key in SPOKEN:
+        yield tag
+    elif isinstance(tag, list):
+        for one in tag:
+            yield from _spoken(one, key)
+    elif isinstance(tag, Mapping):
+        for name, value in tag.items():
+            if name not in ("json_schema", "schema"):
+                yield from _spoken(value, name)
+
+
+def _key(spec: Spec, stops: Collection[int]) -> str:
+    return hashlib.sha256(json.dumps([asdict(spec), sorted(stops)]).encode()).hexdigest()
 
 
 @cache

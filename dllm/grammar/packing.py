@@ -1,16 +1,13 @@
 """Arrays as bytes, for files and pipes; nothing in them is ever run."""
 
 import io
-import struct
 import zlib
 from collections.abc import Sequence
 
 import numpy as np
 
-# Before what goes through a pipe: what it is, and its length.
-HEADER = struct.Struct("<BQ")
-TABLE, REFUSAL = 0, 1
-OUT_OF_MEMORY = 3  # status of a process
+# The first byte of what a process answers that compiles.
+TABLE, REFUSAL, OUT_OF_MEMORY = b"T", b"R", b"M"
 
 
 def pack(arrays: Sequence[np.ndarray]) -> bytes:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START, Automaton, Unsupported
-from dllm.grammar.packing import pack, unpack
 
 NEVER = 1 << 30  # steps to the end of the text from a state that has none
 
@@ -33,16 +32,6 @@ class ByteTable:
     class_of: np.ndarray
     accepts: np.ndarray
     levels: int
-
-    def to_bytes(self) -> bytes:
-        """For another process: `from_bytes` reads it."""
-        return pack([self.rows, self.class_of, self.accepts, np.array(self.levels)])
-
-    @classmethod
-    def from_bytes(cls, packed: bytes) -> "ByteTable":
-        """What `to_bytes` wrote."""
-        rows, class_of, accepts, levels = unpack(packed, 4)
-        return cls(rows, class_of, accepts, int(levels))
 
 
 def nearest(automaton: Automaton, most_states: int) -> ByteTable:

@@ -9,14 +9,13 @@ word without its last byte, and then that byte's. Few of the maps are different,
 once for all words that share it, along the tree of the beginnings of all words.
 """
 
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from dllm.grammar.automaton import DEAD, START, TooSlow, Unsupported
+from dllm.grammar.automaton import DEAD, START, Unsupported
 from dllm.grammar.packing import pack, unpack
 from dllm.grammar.reach import NEVER, ByteTable, only, steps_to_end
 from dllm.grammar.vocabulary import Trie, Vocabulary
@@ -134,26 +133,13 @@ def without_empty(class_of: np.ndarray, following: np.ndarray) -> tuple[np.ndarr
     return class_of, following[:, used]
 
 
-def time_limit(seconds: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
-    """A function that raises TooSlow when it is called after the time."""
-    deadline = clock() + seconds
-
-    def check_time() -> None:
-        if clock() > deadline:
-            raise TooSlow(f"The grammar took more than {seconds:g} s to compile. Make it smaller.")
-
-    return check_time
-
-
-def by_tokens(
-    states: ByteTable, vocabulary: Vocabulary, check_time: Callable[[], None] = lambda: None
-) -> Table:
+def by_tokens(states: ByteTable, vocabulary: Vocabulary) -> Table:
     """The table over tokens of one over bytes.
 
     Raises:
         Unsupported: no text can be spelled, or the words do too many different things.
     """
-    maps, map_of = _maps(states, vocabulary.trie, check_time)
+    maps, map_of = _maps(states, vocabulary.trie)
     map_of[~vocabulary.is_text] = NOWHERE
     used, kind_of = np.unique(map_of, return_inverse=True)
     following = np.stack([maps[each] for each in used], axis=1)  # [states, kinds]
@@ -194,9 +180,7 @@ def by_tokens(
 IDENTITY, NOWHERE = 0, 1  # the first maps: of the empty word, and of a word that is never allowed
 
 
-def _maps(
-    states: ByteTable, trie: Trie, check_time: Callable[[], None]
-) -> tuple[list[np.ndarray], np.ndarray]:
+def _maps(states: ByteTable, trie: Trie) -> tuple[list[np.ndarray], np.ndarray]:
     """(different maps, ``[states]`` int16 each; ``[V]``, the map of each word)."""
     num_states, num_kinds = states.rows.shape
     # A last row for DEAD, so that -1 as an index leads to DEAD again.
@@ -209,7 +193,6 @@ def _maps(
     map_of[0] = IDENTITY
     first = 1
     for parent, byte in trie.levels:
-        check_time()
         before = map_of[parent]
         alive = np.flatnonzero(before != NOWHERE)
         pair, which = np.unique(
@@ -219,8 +202,6 @@ def _maps(
         found = np.empty(len(pair), dtype=np.int32)
         for index, key in enumerate(pair.tolist()):
             if key not in behind:
-                if len(behind) % 64 == 0:
-                    check_time()
                 one = by_kind[key % num_kinds][maps[key // num_kinds]]
                 spelled = one.tobytes()
                 if spelled not in numbers:

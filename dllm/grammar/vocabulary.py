@@ -1,11 +1,12 @@
 """What the tokens of a tokenizer stand for, and the tree of all their beginnings."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+
+from dllm.grammar.packing import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,17 @@ class Vocabulary:
         """``[V]`` bool: tokens that may be in a text."""
         return np.array([bool(word) for word in self.words])
 
-    @cached_property
-    def digest(self) -> str:
-        """Differs for different vocabularies (SHA-256)."""
+    def to_bytes(self) -> bytes:
+        """For another process: `from_bytes` reads it."""
         lengths = np.array([len(word) for word in self.words], dtype=np.int64)
-        whole = hashlib.sha256(lengths.tobytes())
-        whole.update(b"".join(self.words))
-        return whole.hexdigest()
+        return pack([lengths, np.frombuffer(b"".join(self.words), dtype=np.uint8)])
+
+    @classmethod
+    def from_bytes(cls, packed: bytes) -> "Vocabulary":
+        """What `to_bytes` wrote."""
+        lengths, letters = unpack(packed, 2)
+        whole, ends = letters.tobytes(), np.cumsum(lengths).tolist()
+        return cls([whole[end - size : end] for end, size in zip(ends, lengths, strict=True)])
 
     @cached_property
     def trie(self) -> Trie:

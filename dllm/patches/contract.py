@@ -48,6 +48,9 @@ PATCHES = {
     "vllm.sampling_params.SamplingParams._validate_structured_outputs": (
         "admits structured outputs, which vLLM refuses for diffusion models"
     ),
+    "vllm.v1.structured_output.StructuredOutputManager.grammar_init": (
+        "what is emitted is checked with the request's table; vLLM would compile its grammar again"
+    ),
     "vllm.v1.engine.async_llm.AsyncLLM.add_request": (
         "the request's grammar is compiled and sent with it"
     ),

@@ -1,27 +1,28 @@
 """Patches of the API server for structured outputs: grammars are compiled there, and shipped.
 
-    admission       a request's combination of parameters and xgrammar's own checks  -> HTTP 400
-    before engine   the grammar's table is compiled, in a thread                     -> HTTP 400
-    engine core     vLLM compiles the grammar once more; its matcher checks what is emitted
+    admission       a request's combination of parameters         -> HTTP 400
+    before engine   a child process compiles the grammar's table  -> HTTP 400
+    engine core     checks with the table what is emitted (``engine.emitted_blocks``)
     worker          reads the table from the request (``engine.grammars``)
 
-So no worker compiles anything, and all of them hold the same table.
+So a grammar is compiled once, within limits of time and memory, and all hold the same table.
 """
 
+import json
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from types import AsyncGeneratorType
 from typing import Any
 
-from dllm.grammar.automaton import TooSlow, Unsupported
-from dllm.grammar.compile import Spec, check_length
+from dllm.grammar.automaton import Unsupported
+from dllm.grammar.compile import Grammars, Spec, check_length
 from dllm.grammar.constraint import Constraint, Thoughts
-from dllm.grammar.json_schema import check_text
-from dllm.grammar.tokenizer import TokenizerGrammars
+from dllm.grammar.tokenizer import tokens_of
 from dllm.grammar.turns import Turns
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
@@ -39,12 +40,17 @@ GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
 def serve_structured_outputs() -> None:
     """Admit structured outputs and ship their tables, for our architectures."""
     _admit()
+    _check_in_the_engine()
     _compile_before_the_engine()
     _compile_before_the_stream_starts()
 
 
 def _admit() -> None:
-    """Replace vLLM's refusal of structured outputs by its own checks of a grammar, and ours."""
+    """Take the place of vLLM's checks of structured outputs, for our architectures.
+
+    They refuse diffusion models, and ask xgrammar in the thread that serves all requests. Here the
+    process that compiles the grammar checks it, before the request goes on.
+    """
     from vllm.sampling_params import SamplingParams
 
     validate = SamplingParams._validate_structured_outputs
@@ -56,29 +62,32 @@ def _admit() -> None:
             validate(self, model_config, structured_outputs_config, tokenizer)
             return
         refuse_beside_structured_outputs(self)
-        try:  # before xgrammar reads it, here and below
-            spec = _spec(self.structured_outputs, is_compact=False)
-            check_length(spec)
-            check_text(spec.kind, spec.text)
-        except Unsupported as reason:
-            refuse("structured_outputs", str(reason))
-        # With "auto" vLLM takes another library where xgrammar refuses; here is only xgrammar's.
-        config = replace(structured_outputs_config, backend="xgrammar")
-        validate(self, _CausalConfig(model_config), config, tokenizer)
+        if tokenizer is None:
+            refuse("structured_outputs", "Structured outputs need a tokenizer. Serve with one.")
+        _spec(self.structured_outputs, is_compact=False)
 
     SamplingParams._validate_structured_outputs = _validate_structured_outputs  # type: ignore[method-assign]
 
 
-class _CausalConfig:
-    """A model's configuration that does not say that it is a diffusion model."""
+def _check_in_the_engine() -> None:
+    """Let the engine core check what is emitted with the request's table; vLLM compiles again."""
+    from vllm.v1.structured_output import StructuredOutputManager
 
-    is_diffusion = False
+    from dllm.engine.emitted_blocks import EmittedText
 
-    def __init__(self, model_config: Any) -> None:
-        self._model_config = model_config
+    grammar_init = StructuredOutputManager.grammar_init
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model_config, name)
+    def table_init(self: Any, request: Any) -> None:
+        asked = request.structured_output_request
+        if asked is None or self.vllm_config.model_config.architecture not in FAMILIES:
+            grammar_init(self, request)
+            return
+        try:
+            asked.grammar = EmittedText.of_request(request.sampling_params)
+        except Exception as error:  # vLLM ends this request, and no other one
+            asked.grammar = error
+
+    StructuredOutputManager.grammar_init = table_init  # type: ignore[method-assign]
 
 
 def _compile_before_the_engine() -> None:
@@ -103,7 +112,10 @@ def _compile_before_the_engine() -> None:
     ) -> Any:
         if _needs_table(self, params):
             self.input_processor._validate_params(params, ("generate",))
-            params = with_grammar(params, _Asked.of(self, params).shipped(prompt, None, {}))
+            asked = _Asked.of(self, params)
+            with _refusing():
+                packed = asked.packed()
+            params = with_grammar(params, asked.shipped(packed, prompt, None, {}))
         return add(self, request_id, prompt, params, *args, **kwargs)
 
     AsyncLLM.add_request = async_add_request  # type: ignore[method-assign]
@@ -232,12 +244,20 @@ async def _shipped(
 ) -> bytes:
     """The request's grammar, as the worker gets it; other requests go on meanwhile."""
     asked = _Asked.of(engine, params)
-    if asked.grammars.known(asked.spec, asked.stops) is None:
-        try:
-            await _turns().take(asked, asked.packed)
-        except TooSlow as reason:
-            refuse("structured_outputs", str(reason))
-    return asked.shipped(prompt, reasoning_ended, of_parser)
+    with _refusing():
+        packed = asked.grammars.known(asked.spec, asked.stops)
+        if packed is None:
+            packed = await _turns().take(asked, asked.packed)
+    return asked.shipped(packed, prompt, reasoning_ended, of_parser)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Refuse a request whose grammar is refused; the client gets HTTP 400."""
+    try:
+        yield
+    except (Unsupported, ChildProcessError) as reason:
+        refuse("structured_outputs", str(reason))
 
 
 @cache
@@ -250,7 +270,7 @@ class _Asked:
     """The grammar that a request asks for."""
 
     processor: Any
-    grammars: TokenizerGrammars
+    grammars: Grammars
     spec: Spec
     stops: frozenset[int]
 
@@ -269,56 +289,91 @@ class _Asked:
         return cls(processor, _grammars_of(processor), spec, stops)
 
     def packed(self) -> bytes:
-        """The table.
-
-        Raises:
-            VLLMValidationError: the grammar is refused; the client gets HTTP 400.
-        """
-        try:
-            return self.grammars.packed(self.spec, self.stops)
-        except (Unsupported, ChildProcessError) as reason:
-            refuse("structured_outputs", str(reason))
+        """The table. Raises as ``Grammars.packed``."""
+        if self.spec.kind == "json":
+            _check_features(self.spec.text)
+        return self.grammars.packed(self.spec, self.stops)
 
     def shipped(
-        self, prompt: Any, reasoning_ended: bool | None, of_parser: Mapping[str, Any]
+        self,
+        packed: bytes,
+        prompt: Any,
+        reasoning_ended: bool | None,
+        of_parser: Mapping[str, Any],
     ) -> bytes:
         """The table and what is known of the thoughts, as the worker gets them.
 
         Args:
+            packed: the table.
             reasoning_ended: None: the reasoning parser says it of the prompt.
             of_parser: arguments of the reasoning parser.
         """
         thoughts = _thoughts(self.processor, prompt, reasoning_ended, of_parser)
-        return Constraint.shipped(self.packed(), thoughts)
+        return Constraint.shipped(packed, thoughts)
+
+
+def _check_features(schema: str) -> None:
+    """Refuse what vLLM knows of xgrammar that it would leave out; ``json_schema`` knows more."""
+    from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+
+    try:
+        is_held = not has_xgrammar_unsupported_json_features(json.loads(schema))
+    except ValueError as error:
+        raise Unsupported("The grammar is no valid JSON. Correct it.") from error
+    if not is_held:
+        raise Unsupported(
+            "The schema has a keyword that answers cannot be held to, for instance multipleOf, "
+            "uniqueItems, a length beside a pattern or format, or allOf of several. Leave it out."
+        )
 
 
 def _spec(asked: Any, is_compact: bool) -> Spec:
-    """A grammar as vLLM's xgrammar backend reads it. Choices are a grammar already."""
-    from vllm.v1.structured_output.request import get_structured_output_key
-    from vllm.v1.structured_output.utils import grammar_is_likely_lark
+    """A grammar as vLLM's xgrammar backend reads it. Takes no longer than to read its text.
 
+    Raises:
+        VLLMValidationError: it is empty, too long or nested too deeply.
+    """
+    from vllm.sampling_params import check_json_nesting
+    from vllm.v1.structured_output.request import get_structured_output_key
+    from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
+
+    check_json_nesting(asked.json)
+    check_json_nesting(asked.structural_tag, structural_tag=True)
     option, text = get_structured_output_key(asked)
     kind = option.name.lower()
+    is_empty = asked.choice == [] or (kind not in ("regex", "json_object") and not text.strip())
+    if is_empty or asked.json_object is False or "\0" in text:
+        refuse(
+            "structured_outputs",
+            f"structured_outputs: {kind} is empty, false or has a NUL character; allowed: a text "
+            "without. Give one, or leave structured_outputs out.",
+        )
+    try:
+        check_length(text)
+    except Unsupported as reason:
+        refuse("structured_outputs", str(reason))
     if kind == "json_object":
         kind, text = "json", '{"type": "object"}'
+    elif kind == "choice":
+        kind, text = "grammar", choice_as_grammar(asked.choice)
     elif kind == "grammar" and grammar_is_likely_lark(text):
         kind = "lark"
     return Spec(kind, text, not is_compact, (",", ":") if is_compact else None)
 
 
-_grammars: weakref.WeakKeyDictionary[Any, TokenizerGrammars] = weakref.WeakKeyDictionary()
+_grammars: weakref.WeakKeyDictionary[Any, Grammars] = weakref.WeakKeyDictionary()
 
 
-def _grammars_of(processor: Any) -> TokenizerGrammars:
+def _grammars_of(processor: Any) -> Grammars:
     """One for each engine: it keeps what it has compiled."""
     from vllm import envs
 
     if processor not in _grammars:
-        if processor.tokenizer is None:
-            refuse("structured_outputs", "Structured outputs need a tokenizer. Serve with one.")
-        folder = Path(envs.VLLM_CACHE_ROOT) / "dllm" / "grammars"
         vocab_size = processor.model_config.get_vocab_size()
-        _grammars[processor] = TokenizerGrammars(processor.tokenizer, vocab_size, folder)
+        _grammars[processor] = Grammars(
+            partial(tokens_of, processor.tokenizer, vocab_size),
+            Path(envs.VLLM_CACHE_ROOT) / "dllm" / "grammars",
+        )
     return _grammars[processor]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+import xgrammar
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -18,6 +19,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm.engine import grammars
 from dllm.engine.grammars import DeviceGrammars, HostGrammars
+from dllm.grammar.table import Table
 from dllm.grammar.viterbi import Canvas
 from dllm.ops.grammar_paths import pack
 from dllm.patches.grammars import _Asked
@@ -86,7 +88,7 @@ def shortest_text(engine, sampling: SamplingParams) -> int:
     llm_engine = engine.llm.llm_engine
     llm_engine.input_processor._validate_params(sampling, ("generate",))
     asked = _Asked.of(llm_engine, sampling)
-    return int(asked.grammars.table(asked.spec, asked.stops).left[0])
+    return int(Table.from_bytes(asked.packed()).left[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,7 +181,24 @@ def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monk
     assert preempted, "the cache was large enough for everybody"
 
 
-def test_vllms_own_matcher_checks_every_block(engine, monkeypatch):
+def test_xgrammar_is_asked_by_the_process_that_compiles_alone(engine, monkeypatch):
+    """It has limits of time and memory; the front end and the engine core have none."""
+
+    def asked(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("xgrammar compiles without limits")
+
+    for name in ("from_json_schema", "from_ebnf", "from_lark", "from_regex", "from_structural_tag"):
+        monkeypatch.setattr(xgrammar.Grammar, name, asked)
+    for name in ("json_schema", "grammar", "lark", "regex", "structural_tag"):
+        monkeypatch.setattr(xgrammar.GrammarCompiler, f"compile_{name}", asked)
+    asked_for = [params(kind) for kind in KINDS]
+    for kind, output in zip(
+        KINDS, engine.outputs([prompt(10)] * len(KINDS), asked_for), strict=True
+    ):
+        assert KINDS[kind][1](text_of(engine, output.outputs[0]))
+
+
+def test_every_block_is_checked_before_it_is_served(engine, monkeypatch):
     """A block that is no text would end its request with an error, and not be served."""
     accept, answers = StructuredOutputManager.accept_tokens, []
 

@@ -1,5 +1,6 @@
 """Tables from memory, from files and from children, and what is refused in what time."""
 
+import contextlib
 import json
 import os
 import resource
@@ -13,10 +14,10 @@ import psutil
 import pytest
 
 from dllm.grammar import compile as compiling
-from dllm.grammar.automaton import Unsupported
-from dllm.grammar.cache import Files, Recent
-from dllm.grammar.children import Children, TooSlow
-from dllm.grammar.compile import Compiler, Spec
+from dllm.grammar.automaton import DEAD, TooSlow, Unsupported
+from dllm.grammar.cache import KEY_BYTES, Files, Recent
+from dllm.grammar.children import Children
+from dllm.grammar.compile import Grammars, Spec, Tokens
 from dllm.grammar.table import Table
 from tests.support.grammars import GRAMMARS, VOCABULARY, WORDS, table
 from tests.support.process import start_python
@@ -28,7 +29,7 @@ SLOW = Spec("regex", "(((a{1,30}){1,30}){1,30}){1,30}")
 
 @pytest.fixture(scope="module")
 def children():
-    made = Children(seconds=20)
+    made = Children(VOCABULARY, seconds=20)
     yield made
     made.close()
 
@@ -40,9 +41,17 @@ class Counted:
         self.children = children
         self.num_asked = 0
 
-    def explore(self, request):
+    def table(self, request):
         self.num_asked += 1
-        return self.children.explore(request)
+        return self.children.table(request)
+
+
+def grammars(children, folder=None, names=(), **limits) -> Grammars:
+    return Grammars(lambda: Tokens(list(WORDS), dict(names)), folder, children, **limits)
+
+
+def made_by(made: Grammars, spec: Spec, stops=()) -> Table:
+    return Table.from_bytes(made.packed(spec, stops))
 
 
 def same(one: Table, other: Table) -> bool:
@@ -54,46 +63,89 @@ def same(one: Table, other: Table) -> bool:
 def test_a_child_builds_what_this_process_builds(name, children):
     kind, text = GRAMMARS[name]
     spec = Spec("grammar" if kind == "ebnf" else kind, text, any_whitespace=False)
-    found = Compiler(VOCABULARY, children=children, most_states=300).table(spec)
+    found = made_by(grammars(children, most_states=300), spec)
     assert same(found, table(kind, text, most_states=300)[0])
 
 
 def test_other_kinds(children):
-    compiler = Compiler(VOCABULARY, children=children)
-    lark = compiler.table(Spec("lark", 'start: "a" | "b"'))
+    made = grammars(children)
+    lark = made_by(made, Spec("lark", 'start: "a" | "b"'))
     assert lark.accepts[lark.read(0, [0])]
     schema = json.dumps({"type": "integer", "minimum": 1, "maximum": 2})
     tag = {"begin": "<a>", "schema": json.loads(schema), "end": "</a>"}
-    tagged = compiler.table(
-        Spec("structural_tag", json.dumps({"structures": [tag], "triggers": ["<a>"]}))
+    tagged = made_by(
+        made, Spec("structural_tag", json.dumps({"structures": [tag], "triggers": ["<a>"]}))
     )
     new = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
-    newer = compiler.table(
-        Spec("structural_tag", json.dumps({"type": "structural_tag", "format": new}))
+    newer = made_by(
+        made, Spec("structural_tag", json.dumps({"type": "structural_tag", "format": new}))
     )
     for found, inside in ((tagged, "1"), (newer, "any\n")):
         tokens = [WORDS.index(bytes([byte])) for byte in f"<a>{inside}</a>".encode()]
         assert found.accepts[found.read(0, tokens)]
-    spaced = compiler.table(Spec("json", schema, separators=(",", ":")))
+    spaced = made_by(made, Spec("json", schema, separators=(",", ":")))
     assert spaced.accepts[spaced.read(0, [WORDS.index(b"1")])]
+
+
+def test_special_tokens_are_text_only_where_a_tag_names_them(children):
+    """And stop tokens never are."""
+    ab, ba = WORDS.index(b"ab"), WORDS.index(b"ba")
+    made = grammars(children, names={ab: "ab", ba: "ba"})
+    text = made_by(made, Spec("regex", "(ab|ba)+"))
+    assert text.class_of[ab] == text.class_of[ba] == -1
+    form = {"type": "tag", "begin": "ab", "content": {"type": "regex", "pattern": "a"}, "end": "ba"}
+    spec = Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    tag = made_by(made, spec)
+    assert tag.accepts[tag.read(0, [ab, WORDS.index(b"a"), ba])]
+    assert made_by(made, spec, [ab]).read(0, [ab]) == DEAD
 
 
 def test_memory_then_files_then_children(children, tmp_path):
     counted = Counted(children)
-    first = Compiler(VOCABULARY, tmp_path, counted)
-    found = first.table(PERSON)
-    assert first.table(PERSON) is found and counted.num_asked == 1
-    again = Compiler(VOCABULARY, tmp_path, counted)
-    assert same(again.table(PERSON), found) and counted.num_asked == 1
+    first = grammars(counted, tmp_path)
+    assert first.known(PERSON, [9]) is None
+    found = first.packed(PERSON, [9])
+    assert first.packed(PERSON, [9]) is first.known(PERSON, [9]) is found
+    assert counted.num_asked == 1
+    again = grammars(counted, tmp_path)
+    assert again.packed(PERSON, [9]) == found and counted.num_asked == 1
     # Anything that the table depends on makes it another one.
-    Compiler(VOCABULARY, tmp_path, counted, most_states=2000).table(PERSON)
-    again.table(Spec("json", PERSON.text, any_whitespace=True))
-    assert counted.num_asked == 3 and len(list(tmp_path.iterdir())) == 3
+    grammars(counted, tmp_path, most_states=2000).packed(PERSON, [9])
+    grammars(counted, tmp_path, names={0: "a"}).packed(PERSON, [9])
+    again.packed(Spec("json", PERSON.text, any_whitespace=True), [9])
+    again.packed(PERSON, [10])
+    assert counted.num_asked == 5 and len(list(tmp_path.iterdir())) == 5
+
+
+def test_what_is_in_memory_does_not_wait_for_the_vocabulary():
+    """Who asks for it serves all streams; a large vocabulary is read for seconds."""
+    reading, may_go = threading.Event(), threading.Event()
+
+    def read_tokens():
+        reading.set()
+        assert may_go.wait(60)
+        raise ValueError("enough")
+
+    def ask():
+        with pytest.raises(ValueError, match="enough"):
+            made.packed(PERSON, [])
+
+    made = Grammars(read_tokens)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert reading.wait(60)
+    asked = threading.Thread(target=lambda: made.known(PERSON, []))
+    asked.start()
+    asked.join(60)
+    is_free = not asked.is_alive()
+    may_go.set()
+    thread.join()
+    assert is_free
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "directory"])
 def test_a_damaged_file_is_built_again(damage, children, tmp_path):
-    found = Compiler(VOCABULARY, tmp_path, children).table(PERSON)
+    found = grammars(children, tmp_path).packed(PERSON, [])
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     if damage == "directory":
@@ -103,7 +155,7 @@ def test_a_damaged_file_is_built_again(damage, children, tmp_path):
         changed = whole[:50] + bytes([whole[50] ^ 255]) + whole[51:]
         path.write_bytes({"cut": whole[:-9], "changed": changed, "empty": b""}[damage])
     counted = Counted(children)
-    assert same(Compiler(VOCABULARY, tmp_path, counted).table(PERSON), found)
+    assert grammars(counted, tmp_path).packed(PERSON, []) == found
     assert counted.num_asked == 1
     if damage != "directory":
         assert path.read_bytes() == whole
@@ -112,84 +164,60 @@ def test_a_damaged_file_is_built_again(damage, children, tmp_path):
 @pytest.mark.parametrize("missing", [1, 2000])
 def test_on_a_full_disk_there_is_a_table_and_no_file(missing, children, tmp_path):
     """The disk is full when so many bytes of the file are missing."""
-    compiler = Compiler(VOCABULARY, tmp_path, children)
-    compiler.table(PERSON)
+    grammars(children, tmp_path).packed(PERSON, [])
     (path,) = tmp_path.iterdir()
     size = path.stat().st_size
     path.unlink()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, hard))
     try:
-        table = Compiler(VOCABULARY, tmp_path, children).table(PERSON)
+        table = made_by(grammars(children, tmp_path), PERSON)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(table.accepts) > 10 and not list(tmp_path.iterdir())
     counted = Counted(children)
-    Compiler(VOCABULARY, tmp_path, counted).table(PERSON)
+    grammars(counted, tmp_path).packed(PERSON, [])
     assert counted.num_asked == 1 and [one.stat().st_size for one in tmp_path.iterdir()] == [size]
 
 
 def test_without_a_place_for_files_there_is_no_cache(children, tmp_path):
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "folder"  # cannot be made, not even by root
-    assert len(Compiler(VOCABULARY, folder, children).table(PERSON).accepts) > 10
+    assert len(made_by(grammars(children, folder), PERSON).accepts) > 10
 
 
 def test_files_used_longest_ago_are_deleted(tmp_path):
-    found, _ = table(*GRAMMARS["words"])
-    files = Files(tmp_path, most_bytes=3 * len(found.to_bytes()))
+    found = table(*GRAMMARS["words"])[0].to_bytes()
+    files = Files(tmp_path, most_bytes=3 * len(found))
+    # What a server leaves that is killed while it writes.
+    (tmp_path / "tmp1").write_bytes(found)
+    os.utime(tmp_path / "tmp1", (-1, -1))
     for number in range(5):
         files.put(str(number), found)
         os.utime(tmp_path / f"{number}.table", (number, number))
         if number == 2:
-            assert files.get("0", len(WORDS)) is not None  # used last
+            assert files.get("0", len(WORDS)) == found  # used last
     assert {path.stem for path in tmp_path.iterdir()} == {"0", "3", "4"}
     assert files.get("0", 1) is None  # of another vocabulary
 
 
-def test_tables_used_longest_ago_are_forgotten():
-    found, _ = table(*GRAMMARS["words"])
-    recent = Recent(3 * found.num_bytes)
+def test_what_was_asked_for_longest_ago_is_forgotten():
+    recent = Recent(3 * (1000 + KEY_BYTES))
     for key in "abc":
-        recent.put(key, found)
-    assert recent.get("a") is found
-    recent.put("d", found)
-    assert recent.get("b") is None and recent.get("a") is found
-    assert recent.num_bytes == 3 * found.num_bytes
-    small = Recent(found.num_bytes - 1)
-    small.put("a", found)
-    assert small.get("a") is None
-
-
-def test_equal_requests_at_one_time_build_once(children):
-    entered, may_go = threading.Event(), threading.Event()
-
-    class Held(Counted):
-        def explore(self, request):
-            entered.set()
-            assert may_go.wait(60)
-            return super().explore(request)
-
-    held = Held(children)
-    compiler = Compiler(VOCABULARY, children=held)
-    found: list[Table] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(compiler.table(PERSON))) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    assert entered.wait(60)
-    may_go.set()
-    for thread in threads:
-        thread.join()
-    assert held.num_asked == 1 and all(each is found[0] for each in found)
+        recent.put(key, bytes(1000))
+    assert recent.get("a") == bytes(1000)
+    recent.put("d", 1000 * "x")
+    assert recent.get("b") is None and recent.get("a") and recent.get("d") == 1000 * "x"
+    assert recent.num_bytes == recent.most_bytes
+    recent.put("e", bytes(recent.most_bytes))
+    assert recent.get("e") is None and recent.num_bytes == 0
 
 
 def test_threads_get_their_own_tables(children):
-    compiler, found = Compiler(VOCABULARY, children=children), {}
+    made, found = grammars(children), {}
 
     def build_one(length: int) -> None:
-        found[length] = compiler.table(Spec("regex", f"a{{{length}}}"))
+        found[length] = made_by(made, Spec("regex", f"a{{{length}}}"))
 
     threads = [threading.Thread(target=build_one, args=(length,)) for length in range(1, 9)]
     for thread in threads:
@@ -224,98 +252,95 @@ def test_threads_get_their_own_tables(children):
 )
 def test_limits_are_answers(spec, words, children):
     counted = Counted(children)
-    compiler = Compiler(VOCABULARY, children=counted)
-    for _ in range(2):
+    made = grammars(counted)
+    for ask in (made.packed, made.known, made.packed):
         with pytest.raises(Unsupported, match=words) as refusal:
-            compiler.table(spec)
+            ask(spec, [])
         assert not isinstance(refusal.value, TooSlow)
     assert counted.num_asked <= 1  # the refusal is remembered
 
 
 def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_served():
-    children = Children(seconds=0.5)
-    compiler = Compiler(VOCABULARY, children=children)
-    start = time.monotonic()
-    with pytest.raises(TooSlow, match=r"more than 0\.5 s"):
-        compiler.table(SLOW)
-    assert time.monotonic() - start < 60  # unended it takes hours; starting a child is most of it
-    with pytest.raises(TooSlow):  # not remembered: another child tried
-        compiler.table(SLOW)
+    children = Children(VOCABULARY, seconds=0.5)
+    made = grammars(children)
+    with pytest.raises(TooSlow, match=r"more than 0\.5 s"):  # unended it takes hours
+        made.packed(SLOW, [])
+    assert made.known(SLOW, []) is None  # the machine may be less busy then
     children.close()
     # Children have the lowest priority: on a busy machine the next one may wait for its turn.
     children.seconds = 60
-    assert len(compiler.table(Spec("regex", "a|b")).accepts) == 2
+    assert len(made_by(made, Spec("regex", "a|b")).accepts) == 2
     children.close()
 
 
 def test_a_grammar_that_takes_too_much_memory_is_ended():
-    children = Children(seconds=60, most_memory=256 << 20)
+    children = Children(VOCABULARY, seconds=60, most_memory=256 << 20)
     names = [f"f{i}" for i in range(1000)]
     schema = {"type": "object", "properties": {name: {} for name in names}, "required": names}
     with pytest.raises(Unsupported, match="more than 256 MiB"):
-        children.explore(
-            {
-                "kind": "json", "text": json.dumps(schema), "any_whitespace": True,
-                "separators": None, "most_states": 4096,
-            }
-        )  # fmt: skip
+        grammars(children).packed(Spec("json", json.dumps(schema)), [])
     children.close()
 
 
-def test_a_child_that_dies_is_replaced(children):
+def test_a_process_that_dies_is_replaced(children):
     """Its death says nothing about the grammar that comes next."""
-    compiler = Compiler(VOCABULARY, children=children)
-    compiler.table(Spec("regex", "a"))
-    children._idle[-1].send_signal(signal.SIGKILL)
-    children._idle[-1].wait()
-    assert len(compiler.table(Spec("regex", "ab")).accepts) == 3
+    made = grammars(children)
+    made.packed(Spec("regex", "a"), [])
+    children.forking.send_signal(signal.SIGKILL)
+    children.forking.wait()
+    assert len(made_by(made, Spec("regex", "ab")).accepts) == 3
 
 
 BUSY = """
 import sys, threading
 from dllm.grammar.children import Children
-children = Children(seconds=60)
-children.start()
-child = children._idle[0]
-request = dict(kind="regex", text=sys.argv[1], any_whitespace=True, separators=None)
-request |= dict(most_states=10**6)
-threading.Thread(target=children.explore, args=[request]).start()
-print(child.pid, flush=True)
+from dllm.grammar.compile import Grammars, Spec, Tokens
+children = Children(Vocabulary([b"a"]), seconds=600)
+made = Grammars(lambda: Tokens([b"a"], {}), None, children)
+made.packed(Spec("regex", "a"), [])
+threading.Thread(target=made.packed, args=[Spec("regex", sys.argv[1]), []]).start()
+print(children.forking.pid, flush=True)
 """
 
 
-def test_a_busy_child_ends_with_the_process_that_asked():
+@pytest.mark.parametrize("ended", ["asking", "child"])
+def test_a_busy_child_ends_with_the_process_that_asked_and_alone(ended):
     with start_python("-c", BUSY, SLOW.text) as asking:
-        child = int(asking.stdout.readline())
-        handle = os.pidfd_open(child)
-        wait_until_busy(child)
-        asking.kill()
+        forking = psutil.Process(int(asking.stdout.readline()))
+        handles = [os.pidfd_open(forking.pid)]
+        child = busy_child(forking)
+        handles.append(os.pidfd_open(child.pid))
+        (asking if ended == "asking" else child).kill()
         poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        assert poll.poll(30_000)
-    os.close(handle)
+        for handle in handles[ended == "child" :]:
+            poll.register(handle, select.POLLIN)
+            assert poll.poll(30_000)
+            poll.unregister(handle)
+        if ended == "child":
+            assert busy_child(forking).pid != child.pid  # it is asked once more
+            asking.kill()
+    for handle in handles:
+        os.close(handle)
 
 
-def wait_until_busy(pid):
-    """Until a child that is ready for requests has used another second of CPU time."""
-    process = psutil.Process(pid)
-    while process.nice() != 19:
-        time.sleep(0.05)
-    begun = sum(process.cpu_times()[:2])
-    while sum(process.cpu_times()[:2]) < begun + 1:
+def busy_child(forking: psutil.Process) -> psutil.Process:
+    """A child that has used some CPU time with its grammar."""
+    while True:
+        for child in forking.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if sum(child.cpu_times()[:2]) > 0.3:
+                    return child
         time.sleep(0.05)
 
 
 def test_a_grammar_that_kills_two_children_is_an_error_and_not_remembered(monkeypatch, children):
-    def killed(*args):
-        raise ChildProcessError("the grammar's compiler ended with status -11")
-
-    compiler = Compiler(VOCABULARY, children=children)
+    made, asked = grammars(children), []
     with monkeypatch.context() as patched:
-        patched.setattr(Children, "_ask", killed)
-        with pytest.raises(ChildProcessError, match="-11"):
-            compiler.table(Spec("regex", "abb"))
-    assert len(compiler.table(Spec("regex", "abb")).accepts) == 4
+        patched.setattr(Children, "_ask", lambda self, request: asked.append(request) or b"")
+        with pytest.raises(ChildProcessError, match="failed twice"):
+            made.packed(Spec("regex", "abb"), [])
+    assert len(asked) == 2
+    assert len(made_by(made, Spec("regex", "abb")).accepts) == 4
 
 
 def test_too_many_edges_are_refused(monkeypatch):

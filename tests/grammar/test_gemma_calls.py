@@ -11,7 +11,7 @@ from vllm.parser.gemma4 import _parse_gemma4_args
 from dllm.grammar import gemma_calls
 from dllm.grammar.automaton import Unsupported
 from dllm.grammar.children import Children
-from dllm.grammar.compile import MOST_TEXT, Compiler, Spec
+from dllm.grammar.compile import MOST_TEXT, Grammars, Spec, Tokens
 from dllm.grammar.gemma_calls import BEGIN, END, QUOTE, structural_tag
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas, budget_of
@@ -67,15 +67,16 @@ FREE = ({"type": "object"}, True, {})
 
 @pytest.fixture(scope="module")
 def compiler():
-    children = Children()
-    yield Compiler(VOCABULARY, children=children)
+    children = Children(VOCABULARY)
+    yield Grammars(lambda: Tokens(list(WORDS), {}), children=children)
     children.close()
 
 
 def table_of(compiler, schema, choice: str) -> Table:
     nothing = {"type": "object", "additionalProperties": False}
     tag = structural_tag([("ask", schema), ("other", nothing)], choice)
-    return compiler.table(Spec("structural_tag", json.dumps(tag.model_dump())))
+    spec = Spec("structural_tag", json.dumps(tag.model_dump()))
+    return Table.from_bytes(compiler.packed(spec, []))
 
 
 def random_text(found: Table, draws: np.random.Generator) -> str:

@@ -11,14 +11,13 @@ import pytest
 import xgrammar
 
 from dllm.grammar.automaton import DEAD, Unsupported
-from dllm.grammar.reach import NEVER, nearest
-from dllm.grammar.table import Table, by_tokens, time_limit
+from dllm.grammar.reach import NEVER
+from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas, Path, budget_of
 from tests.support.grammars import (
     GRAMMARS,
     PADDING,
     STOP,
-    VOCABULARY,
     WORDS,
     automaton,
     build,
@@ -211,10 +210,3 @@ def test_a_table_that_was_cut_holds_texts_of_the_grammar():
         tokens, is_over = generate(found, rng, draws, 30)
         matcher = xgrammar.GrammarMatcher(compiled)
         assert is_over and all(matcher.accept_token(token) for token in tokens)
-
-
-def test_a_table_that_takes_too_long_is_refused():
-    made, _ = automaton(*GRAMMARS["person"])
-    ticks = itertools.count(step=0.2)
-    with pytest.raises(Unsupported, match="more than 1 s"):
-        by_tokens(nearest(made, 4096), VOCABULARY, time_limit(1.0, lambda: next(ticks)))
