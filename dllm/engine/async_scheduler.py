@@ -44,16 +44,6 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         """Never: the next visit is scheduled while the worker has this one."""
         return False
 
-    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """vLLM's, which gives every request behind its prompt the next canvas.
-
-        vLLM holds back the sampling of a visit until the tokens in flight of requests with a
-        grammar are known, because its own mask depends on them. Our worker makes the mask itself
-        (``engine.grammars``).
-        """
-        super()._update_after_schedule(scheduler_output)
-        scheduler_output.pending_structured_output_tokens = False
-
     def _give_canvases_to_new_requests(self, output: SchedulerOutput) -> None:
         """As the base class; the canvases count as tokens to come."""
         super()._give_canvases_to_new_requests(output)

@@ -3,12 +3,18 @@
 A block that is no text of the grammar ends its request with an error, and no other one.
 """
 
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
 from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from dllm.grammar.automaton import DEAD, START
-from dllm.grammar.constraint import Constraint
-from dllm.grammar.table import Table
+from dllm.grammar.constraint import Constraint, Thoughts
+from dllm.grammar.table import MOST_CELLS, MOST_CLASSES, MOST_EDGES, MOST_STATES, Table
+from dllm.ops.grammar_paths import CHUNK, Sizes
 from dllm.settings.structured import grammar_of
 
 
@@ -16,20 +22,26 @@ class EmittedText(StructuredOutputGrammar):
     """What a request has emitted so far; vLLM asks this in the place of a matcher of its own.
 
     Args:
-        table: of the request's grammar.
+        shipped: what the request ships.
         stops: tokens that end a text.
     """
 
-    def __init__(self, table: Table, stops: set[int]) -> None:
-        self._table, self._stops = table, stops
+    def __init__(self, shipped: bytes, stops: Collection[int]) -> None:
+        constraint = Constraint.from_bytes(shipped)
+        self._table, self._stops = constraint.table, frozenset(stops)
         self._state, self._has_ended = START, False
+        # What the worker's table takes, and by what it knows equal ones.
+        self.sizes = Sizes.of(self._table)
+        if constraint.thoughts is not None:
+            self.sizes = with_thoughts(self.sizes, self._table, constraint.thoughts)
+        self.key = shipped, self._stops
 
     @classmethod
     def of_request(cls, params: SamplingParams) -> "EmittedText":
         """Of an admitted request, which ships its table."""
         shipped = grammar_of(params)
         assert shipped is not None, "an admitted request has the table of its grammar"
-        return cls(Constraint.from_bytes(shipped).table, params.all_stop_token_ids)
+        return cls(shipped, params.all_stop_token_ids)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Whether the text goes on with these tokens; what stands behind its end is not read."""
@@ -63,3 +75,70 @@ class EmittedText(StructuredOutputGrammar):
     def fill_bitmask(self, bitmask: object, batch_index: int) -> None:
         """Not asked: the worker masks canvases itself."""
         raise NotImplementedError
+
+
+def room_for(num_requests: int, vocab_size: int) -> Sizes:
+    """The room that all tables of running requests share.
+
+    One of the largest size, also with thoughts, and for each request one of a size that few exceed:
+    some 300 MB for 64 requests and 262,144 tokens.
+    """
+    chunks = vocab_size // CHUNK
+    largest = Sizes(0, MOST_CELLS, MOST_STATES, MOST_EDGES, chunks + MOST_CLASSES)
+    most = Sizes(num_requests, *(2 * size for size in largest[1:]))
+    for _ in range(num_requests):
+        most = most.plus(Sizes(0, 1 << 18, 1 << 10, 1 << 14, chunks + 512))
+    return most
+
+
+def with_thoughts(sizes: Sizes, table: Table, thoughts: Thoughts) -> Sizes:
+    """What a table takes at most with thoughts in front: a state, and classes of single tokens."""
+    more = 3 + len(thoughts.forbidden)
+    classes = table.num_classes + more
+    chunks = len(table.class_of) // CHUNK + more
+    return sizes.plus(Sizes(0, more * sizes.states + classes, 1, classes, chunks))
+
+
+class GrammarRoom:
+    """Which requests with a grammar may run: as many as their tables have room for.
+
+    Args:
+        room: of all tables together; equal ones count once.
+    """
+
+    def __init__(self, room: Sizes) -> None:
+        self._room = room
+        self._used = Sizes(0, 0, 0, 0, 0)
+        self._let_in: dict[str, EmittedText] = {}
+        self._count: Counter[Any] = Counter()  # of those, by equal tables
+
+    def admits(self, request: Request) -> bool:
+        """Let a request in if there is room; it waits otherwise, until others end.
+
+        One whose table alone is larger than the room ends with an error.
+        """
+        asked = request.structured_output_request
+        text = asked.grammar if asked is not None else None
+        if not isinstance(text, EmittedText) or request.request_id in self._let_in:
+            return True
+        assert asked is not None
+        if not text.sizes.fits(self._room):
+            asked.grammar = ValueError("the table of the grammar is too large")  # type: ignore[assignment]
+            return True
+        needed = self._used if self._count[text.key] else self._used.plus(text.sizes)
+        if not needed.fits(self._room):
+            return False
+        self._used = needed
+        self._count[text.key] += 1
+        self._let_in[request.request_id] = text
+        return True
+
+    def release(self, request: Request) -> None:
+        """Take the room back of a request that has ended."""
+        text = self._let_in.pop(request.request_id, None)
+        if text is None:
+            return
+        self._count[text.key] -= 1
+        if not self._count[text.key]:
+            del self._count[text.key]
+            self._used = self._used.minus(text.sizes)

@@ -14,10 +14,14 @@ On a CPU each canvas is solved by `grammar.viterbi`. On a GPU all canvases are s
 of `ops.grammar_paths`, and states stay on the device.
 """
 
+import logging
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -26,15 +30,45 @@ from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.canvas_rows import CanvasRows
+from dllm.engine.emitted_blocks import room_for
 from dllm.grammar.constraint import Constraint
+from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import UNLIMITED, Canvas, Path, budget_of
 from dllm.ops.dispatch import best_paths, class_maxima, mask_rows
-from dllm.ops.grammar_paths import NO_TABLE, Canvases, PackedTables, Paths, ends, join, pack
+from dllm.ops.grammar_paths import (
+    NO_TABLE,
+    Canvases,
+    NoRoom,
+    PackedTables,
+    Paths,
+    Sizes,
+    TablePool,
+    ends,
+)
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.structured import grammar_of
 
-KEPT_GRAMMARS = 32  # how many are kept unpacked
+# Classes and states of a table with thoughts in front, with a few forbidden tokens.
+LARGEST = MOST_CLASSES + 64, MOST_STATES + 1
+KEPT_GRAMMARS = 8  # that no request has any more, unpacked
+
+logger = logging.getLogger(__name__)
+
+
+class Grammar:
+    """One that some requests have, unpacked.
+
+    Args:
+        shipped: what a request ships.
+        stops, fillers: tokens that end a text, and that may stand behind it.
+    """
+
+    def __init__(self, shipped: bytes, stops: tuple[int, ...], fillers: tuple[int, ...]) -> None:
+        if not stops:
+            raise ValueError("no token ends a text")
+        table, self.start = Constraint.from_bytes(shipped).with_start(stops, fillers)
+        self.canvas = Canvas(table, stops, fillers)
 
 
 @dataclass
@@ -42,12 +76,12 @@ class SlotGrammar:
     """The grammar of one request.
 
     Attributes:
-        canvas: what it allows.
+        grammar: what it allows.
         state: of the text in front of the request's canvas.
         end: the position in the sequence at which the answer ends at the latest.
     """
 
-    canvas: Canvas
+    grammar: Grammar
     state: int
     end: int
 
@@ -73,29 +107,55 @@ class CanvasGrammars(ABC):
         self._fillers = () if padding is None else (int(padding),)
         self.slots: list[SlotGrammar | None] = [None] * num_slots
         self._has_grammar = np.zeros(num_slots, dtype=bool)
-        self._unpacked = lru_cache(KEPT_GRAMMARS)(self._unpack)
-
-    def _unpack(self, shipped: bytes, stops: tuple[int, ...]) -> tuple[Canvas, int]:
-        """What a grammar allows on canvases, and the state in which an answer starts."""
-        table, start = Constraint.from_bytes(shipped).with_start(stops, self._fillers)
-        return Canvas(table, stops, self._fillers), start
+        self._slot_of: dict[str, int] = {}
+        # Equal grammars are unpacked once, as long as a request has them or they were used last.
+        self._unpacked: WeakValueDictionary[Any, Grammar] = WeakValueDictionary()
+        self._last: deque[Grammar] = deque(maxlen=KEPT_GRAMMARS)
 
     def add_request(self, slot: int, data: NewRequestData) -> None:
-        """Store the grammar of a new (or resumed) request, in place of the slot's last one."""
+        """Store the grammar of a new (or resumed) request, in place of the slot's last one.
+
+        One that contradicts its grammar goes on without: the engine core does not accept what it
+        emits, and ends this request with an error.
+        """
+        self._put(slot, None)
         params = data.sampling_params
-        assert params is not None, "a generation request has parameters"
-        shipped = grammar_of(params)
-        self._has_grammar[slot] = shipped is not None
-        self.slots[slot] = None
-        if shipped is None:
+        if params is None or (shipped := grammar_of(params)) is None:
             return
-        canvas, start = self._unpacked(shipped, tuple(sorted(params.all_stop_token_ids)))
+        try:
+            self._put(slot, self._read(shipped, data))
+            self._slot_of[data.req_id] = slot
+        except Exception:
+            logger.exception("Request %s has a grammar that cannot be kept to", data.req_id)
+
+    def remove_request(self, req_id: str) -> None:
+        """Let go of the grammar of a request that has ended, or was preempted."""
+        if (slot := self._slot_of.pop(req_id, None)) is not None:
+            self._put(slot, None)
+
+    def _put(self, slot: int, found: SlotGrammar | None) -> None:
+        self._has_grammar[slot] = found is not None
+        self.slots[slot] = found
+
+    def _read(self, shipped: bytes, data: NewRequestData) -> SlotGrammar:
+        params = data.sampling_params
+        assert params is not None
+        key = shipped, tuple(sorted(params.all_stop_token_ids))
+        if (grammar := self._unpacked.get(key)) is None:
+            grammar = self._unpacked[key] = Grammar(*key, self._fillers)
+        self._last.append(grammar)
         generated = (data.prefill_token_ids or [])[data.prompt_len :]
-        states, num_valid = canvas.read(generated, start, UNLIMITED)
-        assert num_valid == len(generated), "what was emitted is the beginning of an allowed text"
+        states, num_valid = grammar.canvas.read(generated, grammar.start, UNLIMITED)
+        if num_valid < len(generated):
+            raise ValueError("what was emitted is not the beginning of an allowed text")
         most = params.max_tokens if params.max_tokens is not None else self._longest
         end = min(data.prompt_len + most, self._longest)
-        self.slots[slot] = SlotGrammar(canvas, states[-1], end)
+        return SlotGrammar(grammar, states[-1], end)
+
+    @contextmanager
+    def largest(self) -> Iterator[None]:
+        """Inside, a step takes as much memory of the device as one with the largest grammars."""
+        yield
 
     def apply_staged_writes(self) -> None:  # noqa: B027  nothing is stored for the host's
         """Send what ``add_request`` stored to the device."""
@@ -129,7 +189,7 @@ class CanvasGrammars(ABC):
 
 
 class HostGrammars(CanvasGrammars):
-    """Canvases are solved one after the other, on the host. Waits for the device."""
+    """Canvases are solved one after the other, on the host, where the logits are."""
 
     def _prepare(self, batch: InputBatch, rows: CanvasRows) -> list[tuple[int, int, SlotGrammar]]:
         """(row, its first row of logits, grammar) of those that have one."""
@@ -152,15 +212,15 @@ class HostGrammars(CanvasGrammars):
             if not width:
                 continue
             high = low + width
-            canvas, of_canvas = grammar.canvas, logits[low:high]
+            canvas, of_canvas = grammar.grammar.canvas, logits[low:high]
             tokens_left = grammar.end - (seq_lens[row] - width)
             budget = budget_of(canvas.table, grammar.state, tokens_left)
-            path = canvas.best_path(of_canvas.cpu().numpy(), grammar.state, budget)
-            is_forbidden = torch.from_numpy(canvas.forbidden(path, budget))
-            of_canvas.masked_fill_(is_forbidden.to(logits.device), -torch.inf)
+            path = canvas.best_path(of_canvas.numpy(), grammar.state, budget)
+            for place, is_forbidden in enumerate(canvas.forbidden(path, budget)):
+                of_canvas[place].masked_fill_(torch.from_numpy(is_forbidden), -torch.inf)
             chosen[low:high] = path.tokens
             paths[row] = path
-        return Written(torch.from_numpy(chosen).to(logits.device), paths)
+        return Written(torch.from_numpy(chosen), paths)
 
     def emitted(
         self,
@@ -206,24 +266,25 @@ class DeviceGrammars(CanvasGrammars):
         self._device = device
         self._states = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self._staged: dict[int, int] = {}  # states of new requests, by slot
-        self._packed: dict[Canvas, PackedTables] = {}  # each alone
-        self._joined: PackedTables | None = None
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        self._room = room_for(num_slots, vocab_size)
+        self._pool = TablePool(self._room, vocab_size, device)
 
-    def _tables(self, canvases: list[Canvas]) -> PackedTables:
-        """The tables of all, in this order. Those that were asked for last are on the device."""
-        if self._joined is None or canvases != list(self._packed):
-            known = self._packed
-            self._packed = {
-                one: known.get(one) or pack(one.table, self._device) for one in canvases
-            }
-            self._joined = join([*self._packed.values()])
-        return self._joined
-
-    def add_request(self, slot: int, data: NewRequestData) -> None:
+    def _put(self, slot: int, found: SlotGrammar | None) -> None:
         """As described; the state goes to the device with ``apply_staged_writes``."""
-        super().add_request(slot, data)
-        found = self.slots[slot]
+        super()._put(slot, found)
         self._staged[slot] = found.state if found else 0
+        # The scheduler lets in no more than there is room for.
+        needed = Sizes(0, 0, 0, 0, 0)
+        for grammar in self._grammars() if found else ():
+            needed = needed.plus(Sizes.of(grammar.canvas.table))
+        if not needed.fits(self._room):
+            super()._put(slot, None)
+            raise NoRoom(f"tables of all requests need {needed}; there is room for {self._room}")
+
+    def _grammars(self) -> set[Grammar]:
+        """Of all slots."""
+        return {one.grammar for one in self.slots if one}
 
     def apply_staged_writes(self) -> None:
         """As described."""
@@ -232,22 +293,56 @@ class DeviceGrammars(CanvasGrammars):
             self._states[slots] = states.int()
             self._staged = {}
 
+    @contextmanager
+    def largest(self) -> Iterator[None]:
+        """As described; for vLLM's memory profile, before there are requests."""
+        vocab_size = self._pool.vocab_size
+        anything = Table(
+            class_of=np.zeros(vocab_size, dtype=np.int32),
+            next=np.zeros((1, 1), dtype=np.int32),
+            accepts=np.ones(1, dtype=bool),
+            left=np.zeros(1, dtype=np.int32),
+        )
+        tables = self._pool.place([anything])[0]
+        largest = tables._replace(most_classes=LARGEST[0], most_states=LARGEST[1])
+
+        def prepare(batch: InputBatch, rows: CanvasRows) -> PreparedTables:
+            one = torch.zeros_like(rows.slots)
+            widths = np.diff(batch.cu_num_logits_np[: batch.num_reqs + 1])
+            return PreparedTables(
+                tables=largest,
+                table_of=one.int(),
+                slots=rows.slots,
+                end=one + self._longest,
+                stops=one[:, None],
+                fillers=one[:, None],
+                first_row=to_device(batch.cu_num_logits_np[: batch.num_reqs], self._device).int(),
+                most_rows=max(int(widths.max()), 1),
+            )
+
+        self.prepare = prepare  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.prepare
+
     def _prepare(self, batch: InputBatch, rows: CanvasRows) -> PreparedTables:
         slots = batch.idx_mapping_np[: batch.num_reqs].tolist()
         found = [self.slots[slot] for slot in slots]
-        # Of all slots, not of this batch: the same for every tile of every visit, until a request
-        # with another grammar comes.
-        canvases = sorted({one.canvas for one in self.slots if one}, key=id)
-        number = {canvas: table for table, canvas in enumerate(canvases)}
-        of_row = [one.canvas if one else canvases[0] for one in found]  # any, without a grammar
+        # Of all slots, not of this batch alone: the same for every tile of a visit.
+        grammars = [*self._grammars()]
+        tables, numbers = self._pool.place([one.canvas.table for one in grammars])
+        number = dict(zip(grammars, numbers, strict=True))
+        # Any grammar where there is none.
+        of_row = [(one.grammar if one else grammars[0]).canvas for one in found]
         starts = batch.cu_num_logits_np[: batch.num_reqs + 1]
 
         def sent(values: Any, dtype: type[np.integer]) -> torch.Tensor:
             return to_device(np.array(values, dtype), self._device)
 
-        table_of = sent([number[o.canvas] if o else NO_TABLE for o in found], np.int32)
+        table_of = sent([number[o.grammar] if o else NO_TABLE for o in found], np.int32)
         return PreparedTables(
-            tables=self._tables(canvases),
+            tables=tables,
             # A row that only writes a block's KV has logits, but no canvas (`engine.pending`).
             table_of=torch.where(rows.widths > 0, table_of, NO_TABLE),
             slots=rows.slots,

@@ -114,6 +114,11 @@ class DiffusionModelState(ModelState):
         self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
         self.grammars.add_request(req_index, new_req_data)
 
+    def remove_request(self, req_id: str) -> None:
+        """Let go of what a request that has ended, or was preempted, keeps on the device."""
+        super().remove_request(req_id)
+        self.grammars.remove_request(req_id)
+
     def apply_staged_writes(self) -> None:
         """Send what ``add_request`` stored to the device."""
         self.canvases.apply_staged_writes()

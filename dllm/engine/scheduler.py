@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from dllm.engine.emitted_blocks import GrammarRoom, room_for
 from dllm.engine.frames import FrameMail
 from dllm.engine.prompt_logprobs import PendingPromptLogprobs
 from dllm.settings.denoising import NO_TOKEN, block_size_of
@@ -40,10 +41,28 @@ class CanvasScheduler(Scheduler):
         # Lets the base class ask `_mamba_block_aligned_split` how long a prompt chunk may be.
         self.need_mamba_block_aligned_split |= self._block_size > 1
         self._num_passes = 1  # of the visit whose output is being counted
+        vocab_size = self.vllm_config.model_config.get_vocab_size()
+        self._grammar_room = GrammarRoom(room_for(self.scheduler_config.max_num_seqs, vocab_size))
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> None:
-        """Nothing: the worker masks canvases itself (``engine.grammars``)."""
-        return None
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """vLLM's, without a word of structured outputs: the worker masks canvases itself.
+
+        Else vLLM would make masks here, which an asynchronous visit would wait for, and copy every
+        canvas to the host for them.
+        """
+        super()._update_after_schedule(scheduler_output)
+        scheduler_output.has_structured_output_requests = False
+        scheduler_output.pending_structured_output_tokens = False
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """vLLM's; a request waits, too, until there is room for the table of its grammar."""
+        admits = self._grammar_room.admits(request)
+        return admits and super()._handle_blocked_waiting_request(request)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        """vLLM's; gives back the room of the request's grammar."""
+        self._grammar_room.release(request)
+        return super()._free_request(request, delay_free_blocks)
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Called after a visit: each request behind its prompt has a canvas.

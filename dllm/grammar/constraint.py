@@ -79,14 +79,13 @@ def _behind_thoughts(table: Table, end: int, forbidden: list[int]) -> tuple[Tabl
     thinking, num_classes = len(table.accepts), table.num_classes
     others, of_end, first_forbidden = num_classes, num_classes + 1, num_classes + 2
     class_of = np.where(table.class_of < 0, others, table.class_of).astype(np.int32)
+    class_of[forbidden] = -1
     class_of[end] = of_end
-    class_of[forbidden] = first_forbidden + np.arange(len(forbidden))
-    following = np.full((thinking + 1, first_forbidden + len(forbidden)), DEAD, dtype=np.int32)
+    spoken = [token for token in forbidden if table.class_of[token] >= 0]
+    class_of[spoken] = first_forbidden + np.arange(len(spoken))
+    following = np.full((thinking + 1, first_forbidden + len(spoken)), DEAD, dtype=np.int32)
     following[:thinking, :num_classes] = table.next
-    for number, token in enumerate(forbidden):
-        if table.class_of[token] >= 0:
-            column = table.next[:, table.class_of[token]]
-            following[:thinking, first_forbidden + number] = column
+    following[:thinking, first_forbidden:] = table.next[:, table.class_of[spoken]]
     following[thinking, :first_forbidden] = thinking
     following[thinking, of_end] = START
     class_of, following = without_empty(class_of, following)

@@ -15,6 +15,9 @@ NUMBERED = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})(?![0-9a-fA-F]|\\[dw])"
 PART = re.compile(rf"\[(?:\\.|[^\]\\])*\]?|{NUMBERED}|\\.|.", flags=re.DOTALL)
 BETWEEN_CHARACTERS = {r"\b", r"\B", r"\A", r"\Z", r"\z"}
 
+# What xgrammar reads in another way than everybody: \x041 is no "\x04" and "1" to it.
+LONG_NUMBER = re.compile(r"(?:[^\\]|\\(?!x[0-9a-fA-F]{3}).)*\\x[0-9a-fA-F]{3}", flags=re.DOTALL)
+
 ESCAPED = rf"{NUMBERED}|\\[fnrtv]|\\[^a-zA-Z0-9]"
 IN_CLASS = rf"[^\\\]\-]|{ESCAPED}"
 ITEM = rf"\\[dswDSW]|({IN_CLASS})(?:-({IN_CLASS}))?"
@@ -24,11 +27,16 @@ WITHOUT = {".": "[^<]", r"\D": r"[^<\d]", r"\S": r"[^<\s]", r"\W": r"[^<\w]"}
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse anchors inside of a regular expression, and groups that look around.
+    """Refuse what xgrammar would leave out or misread.
 
     Raises:
-        Unsupported: xgrammar would leave them out.
+        Unsupported: anchors inside, groups that look around, a digit behind ``\\x00``.
     """
+    if LONG_NUMBER.match(pattern):
+        raise Unsupported(
+            f"The pattern {pattern[:80]!r} has a hexadecimal digit behind '\\x' and two of them; "
+            "allowed: other characters. Write '\\u00' in the place of '\\x'."
+        )
     parts = PART.findall(pattern)
     bare = "".join(part if len(part) == 1 else "x" for part in parts)
     if re.search(r"\(\?(?!:)", bare) or BETWEEN_CHARACTERS & set(parts):

@@ -26,6 +26,7 @@ VERSION = 2  # of the arrays as bytes
 MOST_MAP_ENTRIES = 1 << 25
 MOST_EDGES = 1 << 17  # every denoise step follows all of them, at each position of a canvas
 MOST_CELLS = 1 << 22  # states times classes
+MOST_CLASSES = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,11 @@ def by_tokens(states: ByteTable, vocabulary: Vocabulary) -> Table:
         if known == len(first):
             first.append(kind)
         class_of_kind[kind] = known
+    if len(first) > MOST_CLASSES:
+        raise Unsupported(
+            f"The grammar tells {len(first):,} kinds of tokens apart; allowed: {MOST_CLASSES:,}. "
+            "Make it smaller: fewer choices and patterns."
+        )
     if len(accepts) * len(first) > MOST_CELLS:
         raise Unsupported(
             f"The grammar has {len(accepts)} states that tell {len(first)} kinds of tokens apart; "

@@ -118,14 +118,16 @@ class Canvas:
                 states.append(state)
         return states, len(tokens)
 
-    def forbidden(self, path: Path, budget: int) -> np.ndarray:
-        """``[C, V]`` bool: tokens that may not stand at each position, behind those in front of it.
+    def forbidden(self, path: Path, budget: int) -> list[np.ndarray]:
+        """C times ``[V]`` bool: tokens that may not stand there, behind those in front of it.
+
+        Read only: equal ones share memory.
 
         Args:
             path: what ``best_path`` returned for this budget.
         """
         states = path.states[:-1].tolist()
-        return np.stack([self._forbidden(at, budget - place) for place, at in enumerate(states)])
+        return [self._forbidden(at, budget - place) for place, at in enumerate(states)]
 
     def _forbidden(self, state: int, budget: int) -> np.ndarray:
         """``[V]`` bool: tokens that may not follow a state, with ``budget`` tokens left."""

@@ -18,13 +18,13 @@ Several tables are packed into one, because rows of one batch have different gra
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dllm.ops.staging import to_device
+from dllm.ops.staging import put
 
 DEAD, STOPPED, NO_TABLE = -1, -2, -1
 WORST = -1e30  # in the place of -inf: a text of impossible tokens is still one of the grammar
@@ -84,64 +84,160 @@ class PackedTables(NamedTuple):
     most_chunks: int
 
 
-def pack(table: Table, device: torch.device | str = "cpu") -> PackedTables:
-    """One table on a device."""
+class Sizes(NamedTuple):
+    """What tables take, or the room for them: how many there are of each part."""
 
-    def sent(values: Any, dtype: type[np.integer] = np.int32) -> Tensor:
-        return to_device(np.asarray(values, dtype), torch.device(device))
+    tables: int
+    cells: int  # states times classes
+    states: int
+    edges: int
+    chunks: int
 
-    chunk, chunk_class = _chunks(table)
-    source, kind, target = table.edges
-    num_states, num_classes = table.next.shape
-    return PackedTables(
-        class_of=sent(table.class_of[None]),
-        next=sent(table.next.reshape(-1)),
-        accepts=sent(table.accepts, np.int8),
-        left=sent(table.left),
-        source=sent(source),
-        kind=sent(kind),
-        target=sent(target),
-        is_last=sent(np.append(target[1:] != target[:-1], True)[: len(target)], np.int8),
-        into=sent(np.searchsorted(target, np.arange(num_states + 1))),
-        chunk=sent(chunk),
-        chunk_class=sent(chunk_class),
-        first_next=sent([0, table.next.size]),
-        first_state=sent([0, num_states]),
-        first_edge=sent([0, len(target)]),
-        first_chunk=sent([0, len(chunk_class)]),
-        num_classes=sent([num_classes]),
-        most_classes=num_classes,
-        most_states=num_states,
-        most_chunks=len(chunk_class),
-    )
+    @classmethod
+    def of(cls, table: Table) -> "Sizes":
+        """Of one table."""
+        members, starts = table.members
+        num_chunks = int((-(-np.diff(np.append(starts, len(members))) // CHUNK)).sum())
+        return cls(1, table.next.size, len(table.accepts), len(table.edges[0]), num_chunks)
+
+    def plus(self, other: "Sizes") -> "Sizes":
+        """Both together."""
+        return Sizes(*(one + more for one, more in zip(self, other, strict=True)))
+
+    def minus(self, other: "Sizes") -> "Sizes":
+        """What is left without the other."""
+        return Sizes(*(one - less for one, less in zip(self, other, strict=True)))
+
+    def fits(self, room: "Sizes") -> bool:
+        """Whether there is room for all of them."""
+        return all(one <= most for one, most in zip(self, room, strict=True))
 
 
-def join(packs: Sequence[PackedTables]) -> PackedTables:
-    """Tables of one vocabulary, at least one, that are on a device. Does not wait for it."""
-    device = packs[0].next.device
+class NoRoom(ValueError):
+    """Tables that do not fit into a pool together."""
 
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(one, name) for one in packs])
 
-    def firsts(name: str) -> Tensor:
-        sizes = [len(getattr(one, name)) for one in packs]
-        return to_device(np.cumsum([0, *sizes], dtype=np.int32), device)
+class TablePool:
+    """Memory of one size on a device, in which tables lie one behind the other.
 
-    first_edge = np.cumsum([0, *(len(one.source) for one in packs)]).tolist()
-    into = [one.into[:-1] + first for one, first in zip(packs, first_edge, strict=False)]
-    into.append(packs[-1].into[-1:] + first_edge[-2])
-    whole = ("class_of", "next", "accepts", "left", "source", "kind", "target", "is_last", "chunk")
-    return PackedTables(
-        **{name: joined(name) for name in (*whole, "chunk_class", "num_classes")},
-        into=torch.cat(into),
-        first_next=firsts("next"),
-        first_state=firsts("accepts"),
-        first_edge=firsts("source"),
-        first_chunk=firsts("chunk_class"),
-        most_classes=max(one.most_classes for one in packs),
-        most_states=max(one.most_states for one in packs),
-        most_chunks=max(one.most_chunks for one in packs),
-    )
+    All memory is taken when it is made. Nothing waits for the device: tables are written behind
+    the kernels that were launched before.
+
+    Args:
+        room: for all tables.
+        vocab_size: of every table.
+        device: of the tensors.
+    """
+
+    def __init__(self, room: Sizes, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        if max(room.cells, room.edges, room.chunks) >= 1 << 31:
+            raise NoRoom(f"{room}: the kernels count in 32 bits")
+        self.vocab_size = vocab_size
+        self._room = room
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self._packed = PackedTables(
+            class_of=empty(room.tables, vocab_size),
+            next=empty(room.cells),
+            accepts=empty(room.states, dtype=torch.int8),
+            left=empty(room.states),
+            source=empty(room.edges),
+            kind=empty(room.edges),
+            target=empty(room.edges),
+            is_last=empty(room.edges, dtype=torch.int8),
+            into=empty(room.states + 1),
+            chunk=empty(room.chunks, CHUNK),
+            chunk_class=empty(room.chunks),
+            **{name: empty(room.tables + 1) for name in FIRSTS},
+            num_classes=empty(room.tables),
+            most_classes=0,
+            most_states=0,
+            most_chunks=0,
+        )
+        self._clear()
+
+    def _clear(self) -> None:
+        self._placed: list[Table] = []
+        self._used = Sizes(0, 0, 0, 0, 0)
+        self._packed = self._packed._replace(most_classes=0, most_states=0, most_chunks=0)
+
+    def place(self, tables: Sequence[Table]) -> tuple[PackedTables, list[int]]:
+        """(the pool's tables, the numbers of those that were given).
+
+        Others stay as long as there is room.
+
+        Raises:
+            NoRoom: there is none, even for these tables alone; those in front of the first one that
+                does not fit are there.
+        """
+        needed = self._used
+        for table in {id(one): one for one in tables}.values():
+            if self._number(table) is None:
+                needed = needed.plus(Sizes.of(table))
+        if not needed.fits(self._room):
+            self._clear()
+        numbers = [self._placed_at(table) for table in tables]
+        return self._packed, numbers
+
+    def _number(self, table: Table) -> int | None:
+        return next((at for at, one in enumerate(self._placed) if one is table), None)
+
+    def _placed_at(self, table: Table) -> int:
+        number = self._number(table)
+        if number is None:
+            number = len(self._placed)
+            self._write(table, Sizes.of(table))
+            self._placed.append(table)
+        return number
+
+    def _write(self, table: Table, sizes: Sizes) -> None:
+        used, packed = self._used, self._packed
+        behind = used.plus(sizes)
+        if not behind.fits(self._room):
+            raise NoRoom(f"{behind} into {self._room}")
+        source, kind, target = table.edges
+        chunk, chunk_class = _chunks(table)
+        is_last = np.append(target[1:] != target[:-1], True)[: len(target)]
+        into = used.edges + np.searchsorted(target, np.arange(sizes.states + 1))
+        for part, first, values in (
+            (packed.class_of, used.tables, table.class_of[None]),
+            (packed.next, used.cells, table.next.reshape(-1)),
+            (packed.accepts, used.states, table.accepts),
+            (packed.left, used.states, table.left),
+            (packed.source, used.edges, source),
+            (packed.kind, used.edges, kind),
+            (packed.target, used.edges, target),
+            (packed.is_last, used.edges, is_last),
+            (packed.into, used.states, into),
+            (packed.chunk, used.chunks, chunk),
+            (packed.chunk_class, used.chunks, chunk_class),
+            (packed.num_classes, used.tables, [table.next.shape[1]]),
+            (packed.first_next, used.tables, [used.cells, behind.cells]),
+            (packed.first_state, used.tables, [used.states, behind.states]),
+            (packed.first_edge, used.tables, [used.edges, behind.edges]),
+            (packed.first_chunk, used.tables, [used.chunks, behind.chunks]),
+        ):
+            narrow = np.int8 if part.dtype == torch.int8 else np.int32
+            put(np.asarray(values, narrow), part[first : first + len(values)])
+        self._used = behind
+        self._packed = packed._replace(
+            most_classes=max(packed.most_classes, table.next.shape[1]),
+            most_states=max(packed.most_states, sizes.states),
+            most_chunks=max(packed.most_chunks, sizes.chunks),
+        )
+
+
+FIRSTS = ("first_next", "first_state", "first_edge", "first_chunk")
+
+
+def pack(tables: Sequence[Table], device: torch.device | str = "cpu") -> PackedTables:
+    """Tables of one vocabulary, at least one, in this order and in a pool of their size."""
+    room = Sizes(0, 0, 0, 0, 0)
+    for table in tables:
+        room = room.plus(Sizes.of(table))
+    return TablePool(room, len(tables[0].class_of), device).place(tables)[0]
 
 
 def _chunks(table: Table) -> tuple[np.ndarray, np.ndarray]:

@@ -17,12 +17,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 
-from dllm.engine import grammars
+from dllm.engine.emitted_blocks import EmittedText, GrammarRoom
 from dllm.engine.grammars import DeviceGrammars, HostGrammars
-from dllm.grammar.table import Table
+from dllm.grammar.constraint import Constraint
+from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import Canvas
-from dllm.ops.grammar_paths import pack
+from dllm.ops.grammar_paths import Sizes, TablePool
 from dllm.patches.grammars import _Asked
+from dllm.settings.structured import with_grammar
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import TIGHT, assert_same_runs, blocks_of, get_engine
@@ -243,10 +245,104 @@ def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
     on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
     monkeypatch.setattr(sampler, "grammars", on_device)
     monkeypatch.setattr(state, "grammars", on_device)
-    packed = []
-    monkeypatch.setattr(grammars, "pack", lambda *given: packed.append(given) or pack(*given))
+    written, write = [], TablePool._write
+    monkeypatch.setattr(TablePool, "_write", lambda *given: written.append(1) or write(*given))
+    memory = {name: part.data_ptr() for name, part in tensors_of(on_device)}
+    few = slice(state.max_num_reqs)
+    for _ in range(2):
+        assert engine.generate(contexts[few], asked[few]) == expected[few]
+    assert len(written) == len([*KINDS][few]), "each goes there once"
     assert engine.generate(contexts, asked) == expected
-    assert len(packed) == len(KINDS), "each grammar goes to the device once"
+    assert memory == {name: part.data_ptr() for name, part in tensors_of(on_device)}
+    assert engine.generate([prompt(9)], [params(None, max_tokens=4)])
+    assert not any(on_device.slots), "a request that has ended has no grammar"
+
+
+def tensors_of(on_device: DeviceGrammars) -> list[tuple[str, torch.Tensor]]:
+    """The memory of all tables."""
+    fields = on_device._pool.place([])[0]._asdict().items()
+    return [(name, part) for name, part in fields if isinstance(part, torch.Tensor)]
+
+
+def test_the_largest_step_is_inside_the_memory_profile(engine):
+    """vLLM profiles with a batch that has no requests."""
+    sampler, state = engine.runner.sampler, engine.runner.model_state
+    on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
+    seen = []
+
+    def write(logits, rows, prepared):
+        seen.append((prepared.tables.most_classes, prepared.tables.most_states))
+        return DeviceGrammars.write(on_device, logits, rows, prepared)
+
+    on_device.write = write
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampler, "grammars", on_device)
+        engine.runner._dummy_sampler_run(torch.zeros(1, state.model_config.get_hidden_size()))
+    assert seen and seen[0] >= (MOST_CLASSES, MOST_STATES)
+    assert on_device.prepare.__func__ is DeviceGrammars.prepare
+
+
+def test_requests_wait_for_room_for_their_tables(engine, monkeypatch):
+    """Two equal tables need the room of one."""
+    kinds = ["json", "regex", "json", "choice"]
+    asked = [params(kind, seed=seed) for seed, kind in enumerate(kinds)]
+    expected = engine.generate([prompt(12)] * 4, asked)
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    sizes = [EmittedText.of_request(admitted(engine, one)).sizes for one in asked]
+    room = GrammarRoom(Sizes(1, *(max(column) for column in list(zip(*sizes, strict=True))[1:])))
+    monkeypatch.setattr(scheduler, "_grammar_room", room)
+    held = []
+    admits = GrammarRoom.admits
+    monkeypatch.setattr(
+        GrammarRoom,
+        "admits",
+        lambda *given: ((is_in := admits(*given)) and held.append(len({*room._count}))) or is_in,
+    )
+    assert engine.generate([prompt(12)] * 4, asked) == expected
+    assert set(held) == {1}
+    assert not room._count and room._used == Sizes(0, 0, 0, 0, 0)
+    nothing = GrammarRoom(Sizes(0, 0, 0, 0, 0))
+    monkeypatch.setattr(scheduler, "_grammar_room", nothing)
+    large, free = engine.outputs([prompt(12)] * 2, [asked[0], params(None, max_tokens=4)])
+    assert large.outputs[0].finish_reason == "error"
+    assert len(free.outputs[0].token_ids) == 4
+
+
+def admitted(engine, sampling: SamplingParams) -> SamplingParams:
+    """With its table, as a worker gets it."""
+    asked = _Asked.of(engine.llm.llm_engine, sampling)
+    return with_grammar(sampling, Constraint.shipped(asked.packed(), None))
+
+
+def test_one_that_contradicts_its_grammar_ends_alone(engine, monkeypatch):
+    """The worker cannot keep to it; the engine core accepts nothing that it emits."""
+    expected = engine.generate([prompt(12)], [params("regex", seed=5)])
+    read = Canvas.read
+
+    def broken(self: Canvas, *given: Any) -> Any:
+        if len(self.table.accepts) == num_states:
+            return [0], -1
+        return read(self, *given)
+
+    num_states = len(
+        Table.from_bytes(_Asked.of(engine.llm.llm_engine, params("json")).packed()).accepts
+    )
+    monkeypatch.setattr(Canvas, "read", broken)
+    bad, good = engine.outputs([prompt(12)] * 2, [params("json"), params("regex", seed=5)])
+    assert bad.outputs[0].finish_reason == "error"
+    assert [list(good.outputs[0].token_ids)] == expected
+
+
+def test_canvases_are_not_copied_to_the_host_for_masks(engine, monkeypatch):
+    handler = engine.runner.draft_tokens_handler
+    seen, take = [], handler.set_draft_tokens
+    monkeypatch.setattr(
+        handler,
+        "set_draft_tokens",
+        lambda batch, tokens: seen.append(batch.has_structured_output_reqs) or take(batch, tokens),
+    )
+    engine.generate([prompt(12)], [params("json")])
+    assert seen and not any(seen)
 
 
 def test_logprobs_are_of_the_masked_distribution(engine):

@@ -295,6 +295,7 @@ BUSY = """
 import sys, threading
 from dllm.grammar.children import Children
 from dllm.grammar.compile import Grammars, Spec, Tokens
+from dllm.grammar.vocabulary import Vocabulary
 children = Children(Vocabulary([b"a"]), seconds=600)
 made = Grammars(lambda: Tokens([b"a"], {}), None, children)
 made.packed(Spec("regex", "a"), [])

@@ -31,6 +31,18 @@ def test_what_only_seems_to_look_around_is_not_refused(pattern):
     check_pattern(pattern)
 
 
+@pytest.mark.parametrize("pattern", [r"\x41a", r"a[\x41a]", r"\\\x410"])
+def test_numbers_that_xgrammar_misreads_are_refused(pattern):
+    with pytest.raises(Unsupported, match="hexadecimal"):
+        check_pattern(pattern)
+    assert "A" not in texts_of(r"[\x41a]", "A"), "xgrammar reads it right: admit it"
+
+
+@pytest.mark.parametrize("pattern", [r"\x41", r"\x41g", r"\\x41a", r"\u0041a", r"[\x20-\x7e]"])
+def test_other_numbers_are_not_refused(pattern):
+    check_pattern(pattern)
+
+
 def test_a_class_that_is_empty_in_javascript_ends_there():
     with pytest.raises(Unsupported, match="inside"):
         check_pattern("[^]a^b]")
@@ -108,7 +120,7 @@ def test_anchors_are_left_out_and_escaped_ones_are_not():
         (r"[\d-z]", "the class"),
         (r"[\u{3c}]", "the class"),
         ("[a", "the class"),
-        (r"\x03c", "not known"),  # "\x3c" for xgrammar
+        (r"\x03c", "hexadecimal"),  # "\x3c" for xgrammar
         (r"[\u0003c]", "the class"),
         (r"[\x03\w]", "the class"),  # "[\x03a-z...]" for xgrammar
         (r"\cA", "not known"),

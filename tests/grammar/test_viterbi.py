@@ -79,7 +79,7 @@ def check(found: Table, path: Path, budget: int) -> None:
         path.states.tolist(),
         len(path.tokens),
     )
-    forbidden = canvas.forbidden(path, budget)
+    forbidden = np.stack(canvas.forbidden(path, budget))
     for place, token in enumerate(path.tokens.tolist()):
         before, behind = path.states[place], path.states[place + 1]
         assert not forbidden[place, token]
@@ -101,6 +101,17 @@ def test_where_positions_are_independent_it_is_the_best_of_each():
     path = Canvas(found, STOPS).best_path(scores, 0, NEVER - 1)
     expected = np.array(letters)[scores[:, letters].argmax(axis=1)]
     np.testing.assert_array_equal(path.tokens, expected)
+
+
+def test_what_a_state_forbids_is_made_once():
+    canvas = Canvas(table("regex", "[a-z]*")[0], [STOP])
+    path = canvas.best_path(np.zeros((5, len(WORDS)), np.float32), 0, 99)
+    rows = canvas.forbidden(path, 99)
+    assert len(set(path.states.tolist())) < len(rows) == 5
+    by_state = dict(zip(path.states[:-1].tolist(), rows, strict=True))
+    assert all(
+        row is by_state[state] for state, row in zip(path.states[:-1].tolist(), rows, strict=True)
+    )
 
 
 def test_what_is_a_text_already_stays():

@@ -12,8 +12,11 @@ from dllm.ops.grammar_paths import (
     NO_TABLE,
     STOPPED,
     Canvases,
+    NoRoom,
+    PackedTables,
+    Sizes,
+    TablePool,
     ends,
-    join,
     pack,
 )
 from tests.support.grammar_path_cases import VOCAB, MadeTable, batch
@@ -28,7 +31,7 @@ def test_a_class_without_tokens(empty):
     following = np.zeros((1, 4), dtype=np.int32)
     following[0, empty] = -1
     made = MadeTable(class_of, following, np.ones(1, dtype=bool), np.zeros(1, dtype=np.int32))
-    tables, table_of = pack(made), torch.zeros(3, dtype=torch.int32)
+    tables, table_of = pack([made]), torch.zeros(3, dtype=torch.int32)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     ours = class_maxima(logits, tables, table_of)
     assert (ours.token[:, empty] == -1).all() and (ours.best[:, empty] == -math.inf).all()
@@ -78,7 +81,7 @@ def test_paths_and_masks_are_those_of_the_search(seed):
     first = np.cumsum(lengths) - lengths
     canvas_of = torch.from_numpy(np.repeat(np.arange(6), lengths))
     ints = [torch.tensor(x, dtype=torch.int32) for x in (first, lengths, which, states, budgets)]
-    tables, logits = join([pack(one) for one in found]), torch.from_numpy(scores)
+    tables, logits = pack(found), torch.from_numpy(scores)
     stops = torch.full((6, 1), STOP)
     fillers = torch.tensor([[STOP, PADDING]]).repeat(6, 1)
     table_of = ints[2][canvas_of]
@@ -102,6 +105,42 @@ def test_paths_and_masks_are_those_of_the_search(seed):
         assert paths.score[canvas] == expected.score
         forbidden = search.forbidden(expected, budgets[canvas])
         np.testing.assert_array_equal(masked[rows], np.where(forbidden, -np.inf, scores[rows]))
+
+
+def test_a_pool_holds_what_fits_and_makes_room():
+    """Tables that nobody asks for stay until their room is needed; the answers stay the same."""
+    one, two, three = (table(*GRAMMARS[name])[0] for name in ("words", "date", "choice"))
+    sizes = [Sizes.of(each) for each in (one, two, three)]
+    room = Sizes(2, *(max(column) * 2 for column in list(zip(*sizes, strict=True))[1:]))
+    pool = TablePool(room, len(WORDS))
+    memory = {name: part.data_ptr() for name, part in parts(pool.place([one])[0])}
+    assert pool.place([two, one])[1] == [1, 0] and pool.place([two])[1] == [1]
+    packed, numbers = pool.place([three, two])  # the first one is gone
+    assert numbers == [0, 1]
+    assert memory == {name: part.data_ptr() for name, part in parts(packed)}
+    for name, expected in parts(pack([three, two])):
+        found = getattr(packed, name)[: len(expected)]
+        assert torch.equal(found[: len(expected)], expected), name
+    assert [packed.most_classes, packed.most_states, packed.most_chunks] == [
+        max(two.num_classes, three.num_classes),
+        max(len(two.accepts), len(three.accepts)),
+        max(sizes[1].chunks, sizes[2].chunks),
+    ]
+    with pytest.raises(NoRoom):
+        pool.place([one, two, three])
+    assert pool.place([one])[1]  # it goes on
+
+
+def parts(packed: PackedTables) -> list[tuple[str, torch.Tensor]]:
+    """The arrays of tables."""
+    fields = zip(packed._fields, packed, strict=True)
+    return [(name, part) for name, part in fields if isinstance(part, torch.Tensor)]
+
+
+@pytest.mark.parametrize("part", ["cells", "edges", "chunks"])
+def test_a_pool_beyond_what_kernels_count_is_refused(part):
+    with pytest.raises(NoRoom, match="32 bits"):
+        TablePool(Sizes(1, 1, 1, 1, 1)._replace(**{part: 1 << 31}), 1, "meta")
 
 
 def test_rows_without_a_table_stay():

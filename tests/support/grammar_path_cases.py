@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm.ops.grammar_paths import NO_TABLE, STOPPED, Canvases, PackedTables, join, pack
+from dllm.ops.grammar_paths import NO_TABLE, STOPPED, Canvases, PackedTables, pack
 
 VOCAB = 300  # more than a chunk
 UNLIMITED = (1 << 30) - 1
@@ -116,7 +116,7 @@ def batch(seed: int, num_canvases: int = 7, dtype: torch.dtype = torch.float32) 
     fillers = torch.cat([stops, torch.full((num_canvases, 1), PADDING)], dim=1)
     return Batch(
         logits.to(dtype),
-        join([pack(table) for table in tables]),
+        pack(tables),
         Canvases(*ints, table_of, *rest, most_rows=int(lengths.max())),
         canvas_of,
         table_of[canvas_of],
