@@ -84,6 +84,7 @@ def watched_worker(engine: Engine) -> Iterator[WorkerWatch]:
         on_gpu = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
         put(state, "grammars", on_gpu)
         put(sampler, "grammars", on_gpu)
+        put(on_gpu._pool, "_packed", on_device(on_gpu._pool._packed))
         for name in GRAMMAR_KERNELS:
             put(grammars, name, as_kernel(getattr(grammars, name)))
         view = UvaBuffer.uva  # pinned memory that a GPU reads where it is
