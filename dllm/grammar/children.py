@@ -78,10 +78,11 @@ class Children:
         with ours:
             with theirs, self._starting:
                 try:
-                    socket.send_fds(self._running(), [b"!"], [theirs.fileno()])
+                    control = self._running()
+                    begun = time.monotonic()  # before the child begins
+                    socket.send_fds(control, [b"!"], [theirs.fileno()])
                 except OSError:
                     return b""
-            begun = time.monotonic()
             try:
                 ours.send_bytes(json.dumps(request).encode())
                 return ours.recv_bytes()
