@@ -191,7 +191,8 @@ class DiffusionSampler:
                 self.logprobs.add_request(slot, params)
             if params is asking:
                 self.loop.begin_visit(allows_more_passes=False)
-                self(logits, input_batch)
+                with self.grammars.largest():
+                    self(logits, input_batch)
 
     def _tiles(self, input_batch: InputBatch, fits: bool) -> list[Tile]:
         """The canvases of a visit, in one tile if all logits fit the workspace."""

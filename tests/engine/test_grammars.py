@@ -19,6 +19,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm.engine.emitted_blocks import EmittedText, GrammarRoom
 from dllm.engine.grammars import DeviceGrammars, HostGrammars
+from dllm.engine.warm_up import canvas_batch
 from dllm.grammar.constraint import Constraint
 from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import Canvas
@@ -277,7 +278,12 @@ def test_the_largest_step_is_inside_the_memory_profile(engine):
     on_device.write = write
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sampler, "grammars", on_device)
-        engine.runner._dummy_sampler_run(torch.zeros(1, state.model_config.get_hidden_size()))
+        runner = engine.runner
+        batch = canvas_batch(
+            runner.input_buffers, runner.max_num_reqs, runner.num_speculative_steps
+        )
+        hidden = torch.zeros(batch.num_draft_tokens, state.model_config.get_hidden_size())
+        sampler.profile(runner.model.compute_logits(hidden), batch)
     assert seen and seen[0] >= (MOST_CLASSES, MOST_STATES)
     assert on_device.prepare.__func__ is DeviceGrammars.prepare
 
