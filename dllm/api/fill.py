@@ -8,10 +8,10 @@ behind it, too, and too short a hole often looks right.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dllm.api.encoder import Encoder
 from dllm.settings.pins import PIN_ARGS, PIN_AT, PIN_IDS, PIN_MODE
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 WIDTHS, END = "diffusion_fill_widths", "diffusion_fill_end"
 DEFAULT_WIDTHS = (1, 32)
 MAX_CANDIDATES = 64
-MAX_SEARCH = 512  # candidates of all samples of a request; they are in the engine at once
 FINALISTS = 4  # of the widths, which are read once more
 # Of the prompt, so many tokens are decoded with the hole: a first token may begin with a space.
 CONTEXT = 8
 
+T = TypeVar("T")
 Generate = Callable[..., "AsyncGenerator[RequestOutput, None]"]
 Decode = Callable[[list[int]], str]
 
@@ -49,14 +49,11 @@ class Fill:
     widths: tuple[int, int]
     canvas_width: int
 
-    def width_range(
-        self, min_tokens: int, max_tokens: int, room: int, num_samples: int = 1
-    ) -> range:
+    def width_range(self, min_tokens: int, max_tokens: int, room: int) -> range:
         """The widths to try.
 
         Args:
             min_tokens, max_tokens: of the hole, as the client asks.
-            num_samples: n of the request; each sample tries every width.
             room: tokens between the prompt and the end of the model's context.
 
         Raises:
@@ -79,14 +76,6 @@ class Fill:
                 WIDTHS,
                 f"{WIDTHS} = {list(self.widths)} comes to {len(widths)} widths; allowed: at most "
                 f"{MAX_CANDIDATES}. Send a smaller range.",
-            )
-        if num_samples * len(widths) > MAX_SEARCH:
-            refuse(
-                "n",
-                f"n = {num_samples} beside a suffix, with {len(widths)} widths of the hole to try "
-                f"for each sample; allowed: n times widths of at most {MAX_SEARCH}, here an n of "
-                f"at most {MAX_SEARCH // len(widths)}. Send a smaller n or range ({WIDTHS}), or "
-                "several requests.",
             )
         return widths
 
@@ -190,6 +179,9 @@ async def filled(
         generate: vLLM's, with its arguments ``prompt``, ``params``, ``request_id``, ``options``.
         widths: to try.
         decode: gives the text of ids.
+
+    Raises:
+        Exception: the first one of a candidate; all others have ended when it is raised.
     """
 
     async def last_output(width: int, sample: int) -> "RequestOutput":
@@ -200,18 +192,18 @@ async def filled(
         return output
 
     async def best_answer(sample: int) -> tuple["RequestOutput", int]:
-        tried = await asyncio.gather(*(last_output(width, sample) for width in widths))
+        tried = await _all(last_output(width, sample) for width in widths)
         places = sorted(range(len(tried)), key=lambda place: _canvas_score(tried[place]))
         finalists = [tried[place] for place in places[-FINALISTS:]]
         readings = (
             _reading_score(generate, prompt, output, f"{output.request_id}-read", options)
             for output in finalists
         )
-        scores = await asyncio.gather(*readings)
+        scores = await _all(readings)
         best = scores.index(max(scores))
         return finalists[best], widths[places[-FINALISTS:][best]]
 
-    best = await asyncio.gather(*(best_answer(sample) for sample in range(params.n)))
+    best = await _all(best_answer(sample) for sample in range(params.n))
     holes = [_hole(output.outputs[0], width, params) for output, width in best]
     context = prompt["prompt_token_ids"][-CONTEXT:]
     for sample, hole in enumerate(holes):
@@ -222,6 +214,22 @@ async def filled(
     result.request_id = request_id
     result.outputs = holes
     yield result
+
+
+async def _all(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of coroutines that run at once; if one fails, the others are cancelled.
+
+    They start one after the other, and the event loop goes on between them.
+    """
+    tasks = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in started:
+                tasks.append(group.create_task(coroutine))
+                await asyncio.sleep(0)
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _canvas_score(output: "RequestOutput") -> float:

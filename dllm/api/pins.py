@@ -29,9 +29,17 @@ def as_extra_args(given: Any, encoder: Encoder, canvas_length: int) -> dict[str,
     """
     if not isinstance(given, list) or not given:
         _refuse(given)
+    most = PINNED_CANVASES * canvas_length
     texts = (pin.get("text") for pin in given if isinstance(pin, dict))
     num_chars = sum(len(text) for text in texts if isinstance(text, str))
-    encoder.check_length(FIELD, num_chars, PINNED_CANVASES * canvas_length)
+    num_ids = sum(len(pin["ids"]) for pin in given if _has_list(pin))
+    if max(len(given), num_ids) > most:
+        refuse(
+            FIELD,
+            f"{FIELD} has {len(given)} pins, with {num_ids} ids; allowed: at most {most} of each. "
+            "Send fewer.",
+        )
+    encoder.check_length(FIELD, num_chars, most)
     token_at: dict[int, int] = {}
     for pin in given:
         tokens = _tokens(pin, encoder)
@@ -54,6 +62,10 @@ def _tokens(pin: Any, encoder: Encoder) -> list[int]:
     if not isinstance(tokens, list) or not tokens or not all(type(one) is int for one in tokens):
         _refuse(pin)
     return tokens
+
+
+def _has_list(pin: Any) -> bool:
+    return isinstance(pin, dict) and isinstance(pin.get("ids"), list)
 
 
 def _refuse(given: Any) -> NoReturn:

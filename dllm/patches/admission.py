@@ -1,5 +1,6 @@
 """Patches of the API server: what cannot be served is refused there, with HTTP 400 and a reason."""
 
+import asyncio
 import importlib.util
 import weakref
 from typing import Any
@@ -13,15 +14,16 @@ def check_requests_at_admission() -> None:
 
     The message says what was given, what is allowed and what to do.
     """
-    from dllm.patches.routes import extend_routes, offer_page
+    from dllm.patches.routes import add_endpoint_plugins, extend_routes
     from dllm.patches.streaming import take_frames_out
 
     _parse_requests()
     _refuse_before_the_stream_starts()
+    _start_in_turn()
     _explain_refusals()
     _explain_missing_images()
     extend_routes()
-    offer_page()
+    add_endpoint_plugins()
     take_frames_out()
 
 
@@ -31,9 +33,11 @@ def _parse_requests() -> None:
     vLLM's own check of diffusion requests is left out for our architectures: it refuses parameters
     that our sampler applies.
     """
+    from vllm import envs
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
+    from dllm.api.encoder import Encoder
     from dllm.patches.streaming import refuse_offline_streams
     from dllm.settings.edit_limits import refuse_impossible_edits, refuse_pins_behind_the_end
     from dllm.settings.pins import without_noise
@@ -58,6 +62,10 @@ def _parse_requests() -> None:
             is_watermarked = validate_params(self, params, supported_tasks)
         finally:
             params.extra_args = extra
+        if params.bad_words and self.tokenizer is not None:
+            num_chars = sum(len(word) for word in params.bad_words)
+            most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+            Encoder.of(self.tokenizer).check_length("bad_words", num_chars, most)
         resolved = constrained(with_resolved_ids(self, params))
         refuse_impossible_edits(resolved, vocab_size, configs[self].never_emitted)
         refuse_pins_behind_the_end(resolved)
@@ -128,7 +136,7 @@ def _refuse_before_the_stream_starts() -> None:
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from dllm.patches.routes import start_fill
+    from dllm.patches.routes import count, start_fill
     from dllm.patches.streaming import serving_of, start_watching
 
     generate = AsyncLLM.generate
@@ -144,11 +152,41 @@ def _refuse_before_the_stream_starts() -> None:
                 given = (prompt, sampling_params, request_id, *args)
                 if (filled := start_fill(self, generate, *given, **kwargs)) is not None:
                     return filled
+                count(1, sampling_params.n)
             if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
                 self.renderer.validate_token_ids(prompt["prompt_token_ids"])
         return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
 
     AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
+
+
+def _start_in_turn() -> None:
+    """Let the API server answer others between two of the many requests of one body.
+
+    vLLM checks all prompts of a list in one loop, and then starts all of them in one turn of the
+    event loop.
+    """
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    headers_of, add = BaseServing._get_trace_headers, AsyncLLM.add_request
+    turns: weakref.WeakKeyDictionary[Any, asyncio.Lock] = weakref.WeakKeyDictionary()
+
+    async def headers_after_others(self: Any, headers: Any) -> Any:
+        """vLLM's; its routes wait for it between two prompts, and for nothing else."""
+        if self.model_config.architecture in FAMILIES:
+            await asyncio.sleep(0)
+        return await headers_of(self, headers)
+
+    async def add_in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.model_config.architecture not in FAMILIES:
+            return await add(self, *args, **kwargs)
+        async with turns.setdefault(self, asyncio.Lock()):
+            await asyncio.sleep(0)  # while others wait for their turn
+            return await add(self, *args, **kwargs)
+
+    BaseServing._get_trace_headers = headers_after_others  # type: ignore[method-assign]
+    AsyncLLM.add_request = add_in_turn  # type: ignore[method-assign]
 
 
 def _explain_refusals() -> None:

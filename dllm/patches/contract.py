@@ -52,7 +52,10 @@ PATCHES = {
         "what is emitted is checked with the request's table; vLLM would compile its grammar again"
     ),
     "vllm.v1.engine.async_llm.AsyncLLM.add_request": (
-        "the request's grammar is compiled and sent with it"
+        "requests of one body start one by one; a request's grammar is compiled and sent with it"
+    ),
+    "vllm.entrypoints.serve.engine.serving.BaseServing._get_trace_headers": (
+        "between two prompts of a body the API server answers others"
     ),
     "vllm.v1.engine.llm_engine.LLMEngine.add_request": "the same for the offline engine",
     "vllm.tool_parsers.structural_tag_registry.register_vllm_structural_tag": (
@@ -79,7 +82,8 @@ PATCHES = {
         "refuses what only chats and completions serve"
     ),
     "vllm.plugins.load_endpoint_plugins": (
-        "/canvas where VLLM_PLUGINS names dllm_canvas; an entry point would warn everybody else"
+        "bodies are read with bounds; /canvas where VLLM_PLUGINS names dllm_canvas; entry points "
+        "would warn everybody else"
     ),
     "vllm.renderers.base.BaseRenderer.validate_token_ids": (
         "token ids outside the model's vocabulary are refused with the range"

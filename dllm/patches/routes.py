@@ -9,9 +9,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from vllm.utils.async_utils import make_async
+
 from dllm.api import fill, pins
+from dllm.api.early_refusal import EarlyRefusal
 from dllm.api.encoder import Encoder
 from dllm.api.page import CanvasPage
+from dllm.api.tally import Tally, current_tally
 from dllm.models import FAMILIES
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.settings.denoising import block_size_of
@@ -37,18 +41,42 @@ def extend_routes() -> None:
 
     # Subclasses (Anthropic, Cohere) call the chat's method and translate what it streams, so only
     # the class itself is extended, and for them the method refuses.
-    OpenAIServingChat.create_chat_completion = _extended(  # type: ignore[method-assign]
-        OpenAIServingChat, OpenAIServingChat.create_chat_completion
+    OpenAIServingChat.create_chat_completion = _counting(  # type: ignore[method-assign]
+        _extended(OpenAIServingChat, OpenAIServingChat.create_chat_completion)
     )
-    OpenAIServingCompletion.create_completion = _filling(  # type: ignore[method-assign]
-        _extended(OpenAIServingCompletion, OpenAIServingCompletion.create_completion)
+    OpenAIServingCompletion.create_completion = _counting(  # type: ignore[method-assign]
+        _filling(_extended(OpenAIServingCompletion, OpenAIServingCompletion.create_completion))
     )
     for route, method in (
         (OpenAIServingResponses, "create_responses"),
         (OpenAIServingChatBatch, "create_batch_chat_completion"),
         (ServingTokens, "serve_tokens"),
     ):
-        setattr(route, method, _refusing(getattr(route, method)))
+        setattr(route, method, _counting(_refusing(getattr(route, method))))
+
+
+def _counting(create: Create) -> Callable[..., Any]:
+    """A route's method, with a count of what its request starts."""
+
+    async def create_counted(self: Any, request: Any, raw_request: Any = None) -> Any:
+        token = current_tally.set(Tally())
+        try:
+            return await create(self, request, raw_request)
+        finally:
+            current_tally.reset(token)
+
+    return create_counted
+
+
+def count(number: int, num_samples: int) -> None:
+    """Count requests of the engine that the current HTTP request starts, for each sample.
+
+    Raises:
+        VLLMValidationError: there are too many.
+    """
+    tally = current_tally.get()
+    if tally is not None:
+        tally.add(number * num_samples, "n" if num_samples > 1 else "prompt")
 
 
 def _extended(served: type, create: Create) -> Callable[..., Any]:
@@ -58,7 +86,7 @@ def _extended(served: type, create: Create) -> Callable[..., Any]:
     async def create_extended(self: Any, request: Any, raw_request: Any = None) -> Any:
         if self.model_config.architecture not in FAMILIES or type(self) is not served:
             return await refusing(self, request, raw_request)
-        _write_pins(self, request)
+        await _write_pins(self, request)
         return await create_watched(create, self, request, raw_request)
 
     return create_extended
@@ -74,7 +102,7 @@ def _filling(create: Create) -> Callable[..., Any]:
             request.suffix = None  # vLLM would refuse an empty one
             _refuse_hole_without_suffix(request)
             return await create(self, request, raw_request)
-        token = fill.current_fill.set(_take_fill(self, request))
+        token = fill.current_fill.set(await _take_fill(self, request))
         try:
             return await create(self, request, raw_request)
         finally:
@@ -117,7 +145,8 @@ def start_fill(
     if hole is None:
         return None
     room = llm.model_config.max_model_len - len(prompt["prompt_token_ids"])
-    widths = hole.width_range(params.min_tokens, params.max_tokens, room, params.n)
+    widths = hole.width_range(params.min_tokens, params.max_tokens, room)
+    count(len(widths), params.n)
     candidate = hole.candidate(params, widths[-1], 0)
     llm.input_processor._validate_params(candidate, ("generate",))
     start = functools.partial(generate, llm)
@@ -127,20 +156,20 @@ def start_fill(
     return fill.filled(start, hole, widths, decode, prompt, params, *args, **options)
 
 
-def _write_pins(self: Any, request: Any) -> None:
+async def _write_pins(self: Any, request: Any) -> None:
     """Turn ``diffusion_pins`` into extra arguments."""
     given = getattr(request, pins.FIELD, None)
     if given is not None:
         _refuse_blocks(self, pins.FIELD)
         canvas = self.engine_client.vllm_config.diffusion_config.canvas_length
-        written = pins.as_extra_args(given, _encoder(self), canvas)
+        written = await _off_the_loop(self, pins.as_extra_args, given, _encoder(self), canvas)
         both = written.keys() & (request.vllm_xargs or {}).keys()
         if both:
             refuse(pins.FIELD, f"{pins.FIELD} beside {min(both)}; allowed: one. Leave one out.")
         request.vllm_xargs = {**(request.vllm_xargs or {}), **written}
 
 
-def _take_fill(self: Any, request: Any) -> fill.Fill:
+async def _take_fill(self: Any, request: Any) -> fill.Fill:
     """Take the suffix out of a request of completions; vLLM refuses it for our models."""
     _refuse_blocks(self, "suffix")
     for field in (*BESIDE_NO_SUFFIX, pins.FIELD):
@@ -152,7 +181,8 @@ def _take_fill(self: Any, request: Any) -> fill.Fill:
     canvas = llm.vllm_config.diffusion_config.canvas_length
     end = llm.renderer.get_eos_token_id()
     vocab_size = llm.model_config.get_vocab_size()
-    hole = fill.fill_of(request.suffix, extra, _encoder(self), end, canvas, vocab_size)
+    given = (request.suffix, extra, _encoder(self), end, canvas, vocab_size)
+    hole: fill.Fill = await _off_the_loop(self, fill.fill_of, *given)
     request.suffix = None
     request.vllm_xargs = {k: v for k, v in extra.items() if k not in (fill.WIDTHS, fill.END)}
     return hole
@@ -174,6 +204,11 @@ def _refuse_blocks(self: Any, field: str) -> None:
         )
 
 
+async def _off_the_loop(self: Any, tokenize: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function that tokenizes, on the threads where vLLM tokenizes prompts."""
+    return await make_async(tokenize, self.renderer._executor)(*args)
+
+
 def _encoder(self: Any) -> Encoder:
     return Encoder.of(self.renderer.get_tokenizer())
 
@@ -186,10 +221,10 @@ def _refuse_pins() -> NoReturn:
     )
 
 
-def offer_page() -> None:
-    """Serve ``/canvas`` where ``VLLM_PLUGINS`` names ``dllm_canvas``.
+def add_endpoint_plugins() -> None:
+    """Refuse wrong bodies early; serve ``/canvas`` where ``VLLM_PLUGINS`` names ``dllm_canvas``.
 
-    An entry point would do as well; but then vLLM would warn every user who does not set
+    Entry points would do as well; but then vLLM would warn every user who does not set
     ``VLLM_PLUGINS``, whether they know of the page or not.
     """
     from vllm import envs, plugins
@@ -198,9 +233,10 @@ def offer_page() -> None:
 
     def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
         loaded = load(supported_tasks)
-        is_served = set(CanvasPage.required_tasks) & set(supported_tasks or ())
-        if is_served and CanvasPage.name in (envs.VLLM_PLUGINS or ()):
-            loaded = [*loaded, CanvasPage()]
+        if "generate" in (supported_tasks or ()):
+            loaded = [*loaded, EarlyRefusal(FAMILIES)]
+            if CanvasPage.name in (envs.VLLM_PLUGINS or ()):
+                loaded.append(CanvasPage())
         return loaded
 
     plugins.load_endpoint_plugins = load_endpoint_plugins

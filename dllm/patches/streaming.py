@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from dllm.api.events import CanvasWriter, Stream, TextWriter
 from dllm.api.watching import Watch, Watchers, Writer, current_watch, has_frames, interleaved
+from dllm.patches.contract import CPU_WORKER, GPU_WORKER
 from dllm.settings.request import STREAM, refuse
 from dllm.settings.server import PluginOptions
 
@@ -45,6 +46,9 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
     watch = current_watch.get()
     if watch is None or watch.feed is None:
         refuse_route()
+    worker = llm.vllm_config.parallel_config.worker_cls
+    if worker not in (CPU_WORKER, GPU_WORKER):  # nobody would take the frames
+        refuse(STREAM, f"{STREAM} is not served with the worker {worker}. Leave it out.")
     watch.feed.request_id = watch.feed.request_id or request_id
     serving_of(llm).watchers.start(request_id, watch)
 

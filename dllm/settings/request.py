@@ -6,7 +6,7 @@ the API server and refuses bad input with HTTP 400. ``RequestOptions.read`` runs
 requests that were admitted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -62,6 +62,8 @@ WHOLE_CANVAS_ARGS = (*PIN_ARGS, "diffusion_read_only")
 UNSUPPORTED_PARAMETERS = ("thinking_token_budget", "trace_decode_token_ids")
 
 MAX_INT32 = 2**31 - 1
+# Of lists that are copied for each prompt and sample. vLLM's worker has tables for 1,024 tokens.
+LONGEST_LISTS = {"logit_bias": 1024, "allowed_token_ids": 1024, "stop_token_ids": 1024}
 # Far beyond any use, and narrow enough that no fp32 logit overflows in the worker.
 REPETITION_PENALTIES = FloatRange(1e-4, 1e4)
 LOGIT_BIASES = FloatRange(-1e6, 1e6)
@@ -123,6 +125,8 @@ class RequestOptions:
         _check_int_range("top_k", params.top_k, -1, MAX_INT32)
         _check_int_range("min_tokens", params.min_tokens, 0, MAX_INT32 // 2)
         _check_float("repetition_penalty", params.repetition_penalty, REPETITION_PENALTIES)
+        for name, at_most in LONGEST_LISTS.items():
+            _check_length(name, getattr(params, name) or (), at_most)
         for bias in (params.logit_bias or {}).values():
             _check_float("logit_bias", bias, LOGIT_BIASES)
         if settings.block_size > 1:
@@ -288,6 +292,14 @@ def _refuse_structured_outputs(params: "SamplingParams") -> None:
             "structured_outputs",
             "structured outputs (response_format and the like) are not served for this model: the "
             "masks of a canvas are replaced one after the other. Leave them out.",
+        )
+
+
+def _check_length(name: str, given: Sized, at_most: int) -> None:
+    """Refuse a list that is too long."""
+    if len(given) > at_most:
+        refuse(
+            name, f"{name} comes to {len(given)} tokens; allowed: at most {at_most}. Send fewer."
         )
 
 

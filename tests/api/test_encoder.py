@@ -39,9 +39,9 @@ def test_a_suffix_as_long_as_a_canvas_can_hold_is_tokenized(tokenizer):
 
 
 def test_a_longer_suffix_is_refused_before_that(tokenizer):
-    with pytest.raises(VLLMValidationError, match=r"suffix has 37 characters .* at most 36, more"):
+    with pytest.raises(VLLMValidationError) as refusal:
         fill_of("x" * (LONGEST_SUFFIX + 1), {}, Encoder.of(tokenizer), 1, CANVAS, 128)
-    assert tokenizer.num_texts == 0
+    assert refusal.value.parameter == "suffix" and tokenizer.num_texts == 0
 
 
 def test_pins_as_long_as_their_canvases_can_hold_are_tokenized(tokenizer):
@@ -60,9 +60,9 @@ def test_pins_as_long_as_their_canvases_can_hold_are_tokenized(tokenizer):
     ids=["one", "many", "others among them"],
 )
 def test_longer_pins_are_refused_before_that(given, tokenizer):
-    with pytest.raises(VLLMValidationError, match=rf"diffusion_pins has {LONGEST_PINS + 1} char"):
+    with pytest.raises(VLLMValidationError) as refusal:
         as_extra_args(given, Encoder.of(tokenizer), CANVAS)
-    assert tokenizer.num_texts == 0
+    assert refusal.value.parameter == "diffusion_pins" and tokenizer.num_texts == 0
 
 
 def test_vllms_tokenizers_say_how_long_a_token_is():

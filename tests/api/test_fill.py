@@ -67,13 +67,6 @@ def test_too_many_widths_are_refused():
         wide.width_range(0, 1000, 1000)
 
 
-def test_too_many_samples_are_refused():
-    narrow = fill_of("yz", {"diffusion_fill_widths": [1, 10]}, ENCODER, END, 256, 128)
-    assert len(narrow.width_range(0, 1000, 1000, num_samples=51)) == 10
-    with pytest.raises(VLLMValidationError, match=r"n = 52 .* here an n of at most 51\."):
-        narrow.width_range(0, 1000, 1000, num_samples=52)
-
-
 @pytest.mark.parametrize(
     "widths", [[], 0, [1], [1, 2, 3], [3, 2], [-1, 2], ["a", "b"], "ab", [1.5, 2]]
 )
@@ -184,6 +177,34 @@ def test_each_sample_is_searched_for_itself():
     assert all(len(answer.logprobs) == len(answer.token_ids) == 5 for answer in output.outputs)
     seeds = {params.seed for _, params in model.asked if params.prompt_logprobs is None}
     assert seeds == {3, 4}
+
+
+def test_if_a_candidate_fails_the_others_end_first():
+    class Failing(Model):
+        """Fails at width 3, behind a turn of the loop; every other candidate waits for ever."""
+
+        ended = 0
+
+        async def generate(self, prompt: Any, params: SamplingParams, name: str, **_: Any) -> Any:
+            if params.max_tokens == 3 + 3:
+                await asyncio.sleep(0)
+                raise VLLMValidationError("no", parameter="width 3")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.ended += 1
+            yield
+
+    async def run() -> None:
+        model = Failing()
+        prompt = {"prompt_token_ids": [50, 51]}
+        params = SamplingParams(max_tokens=50, n=2)
+        with pytest.raises(VLLMValidationError) as failure:
+            await anext(filled(model.generate, hole(), range(1, 8), decode, prompt, params, "name"))
+        assert failure.value.parameter == "width 3"
+        assert model.ended > 0 and len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
 
 
 def test_a_stop_string_ends_the_hole():

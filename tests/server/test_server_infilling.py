@@ -181,7 +181,7 @@ def test_an_empty_suffix_is_none(client):
             {"min_tokens": 5, "vllm_xargs": {"diffusion_fill_widths": [1, 4]}},
             "the hole at least 5; allowed: a hole of at most 4",
         ),
-        ({"n": 86}, "n = 86 beside a suffix, with 6 widths"),
+        ({"n": 86}, "prompts x n x widths of a hole come to 516"),
         ({"echo": True}, "echo beside suffix"),
         ({"temperature": -1}, "temperature"),
         ({"vllm_xargs": {"diffusion_fill_end": 512}}, "from 0 to 511"),

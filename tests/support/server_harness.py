@@ -43,6 +43,13 @@ FLAGS = (
     # Every frame of a watched canvas, however fast the machine is.
     f"--additional-config={json.dumps({'dllm': {'canvas_frames_per_s': 1000}})}",
 )
+# Of the server that many files share.
+SHARED_FLAGS = (
+    *FLAGS,
+    "--middleware=tests.support.loop_gap.LoopGap",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser=gemma4",
+)
 MAX_WATCHERS = 16  # the default of canvas_watchers
 ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
@@ -67,6 +74,12 @@ class Reply(NamedTuple):
     def message(self) -> str:
         """The ``error.message`` of a refusal."""
         return str(json.loads(self.text)["error"]["message"])
+
+    @property
+    def parameter(self) -> str | None:
+        """The ``error.param`` of a refusal: the name of what is refused."""
+        error = json.loads(self.text).get("error", {})
+        return str(error["param"]) if error.get("param") is not None else None
 
 
 class Server:
@@ -152,6 +165,11 @@ class Server:
         except urllib.error.HTTPError as error:
             return Reply(error.code, error.read().decode(errors="replace"))
 
+    def get(self, path: str) -> Reply:
+        """GET a path that answers 200."""
+        with urllib.request.urlopen(self.url + path, timeout=REQUEST_TIMEOUT_S) as response:
+            return Reply(response.status, response.read().decode())
+
     def stop(self) -> None:
         """End the process and every process that it started."""
         if self.process.poll() is None:
@@ -175,7 +193,9 @@ def server(
     checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """The server that all ``test_server*.py`` share: random weights, a small token budget."""
-    with Server(checkpoint(), tmp_path_factory.mktemp("server") / "log") as running:
+    log = tmp_path_factory.mktemp("server") / "log"
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with Server(checkpoint(), log, SHARED_FLAGS, environment) as running:
         running.wait_until_ready()
         yield running
 

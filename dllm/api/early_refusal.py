@@ -1,0 +1,82 @@
+"""Refuses a wrong body at its first wrong item, and long lists before they are read to their end.
+
+vLLM's request models collect every error of a body. A list of 20,000 empty objects as the input of
+``/v1/responses`` (60 kB) comes to 4.7 million errors, which take 44 s of the event loop and 17 GB.
+And every item of a long list costs time, even if all of them are right.
+"""
+
+from typing import Any
+
+from pydantic_core import SchemaValidator
+
+# Items of a list of objects in a body. An item of a response's input takes 70 us.
+LONGEST = 1024
+LONGEST_OF_FIELD = {"messages": 4096, "input": 512}
+# Lists of these are read fast, and have bounds of their own.
+PLAIN = {"int", "float", "str", "bool"}
+
+
+class EarlyRefusal:
+    """An endpoint plugin of vLLM: reads the bodies of an API server's routes with bounds.
+
+    Args:
+        architectures: of the models for which it does so.
+    """
+
+    name = "dllm_early_refusal"
+    required_tasks = ("generate",)
+
+    def __init__(self, architectures: Any) -> None:
+        self._architectures = architectures
+        self._app: Any = None
+
+    def attach_router(self, app: Any) -> None:
+        """Remember the app, which has its routes by then."""
+        self._app = app
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Replace the validators of the routes' bodies, if the model is one of ours."""
+        if engine_client and engine_client.model_config.architecture in self._architectures:
+            bound_bodies(self._app.routes)
+
+
+def bound_bodies(routes: Any) -> None:
+    """Let every route of FastAPI read its body with bounds."""
+    for route in routes:
+        field = getattr(route, "body_field", None)
+        adapter = getattr(field, "_type_adapter", None)
+        if adapter is not None:
+            adapter.validator = bounded_validator(adapter.core_schema)
+
+
+def bounded_validator(schema: Any) -> SchemaValidator:
+    """A validator for a schema of pydantic that stops at the first error of a list or object."""
+    return SchemaValidator(_bounded(schema, LONGEST), _use_prebuilt=False)
+
+
+def _bounded(schema: Any, longest: int) -> Any:
+    """A copy of a part of a schema, whose lists have bounds."""
+    if isinstance(schema, list):
+        return [_bounded(part, longest) for part in schema]
+    if isinstance(schema, tuple):
+        return tuple(_bounded(part, longest) for part in schema)
+    if not isinstance(schema, dict):
+        return schema
+    copy = {
+        key: part
+        if key in ("metadata", "serialization")
+        else _bounded(part, LONGEST_OF_FIELD.get(key, longest))
+        for key, part in schema.items()
+    }
+    if copy.get("type") in ("list", "set", "tuple", "dict"):
+        copy["fail_fast"] = True
+    is_list = copy.get("type") in ("list", "generator")
+    if is_list and not _is_plain(copy.get("items_schema") or {}):
+        copy.setdefault("max_length", longest)
+    return copy
+
+
+def _is_plain(schema: Any) -> bool:
+    """Whether all values of a schema are numbers or texts."""
+    choices = schema.get("choices", ()) if schema.get("type") == "union" else (schema,)
+    return bool(choices) and all(choice.get("type") in PLAIN for choice in choices)

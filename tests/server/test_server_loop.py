@@ -1,0 +1,168 @@
+"""No body of at most 1 MB holds the event loop of the API server for more than 100 ms.
+
+What is measured is CPU time of the loop's thread between two turns of the loop.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.server_harness import MODEL, Server
+
+pytest_plugins = ["tests.support.server_harness"]
+
+LONGEST_MS = 100
+MEGABYTE = 1_000_000
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+USER = {"role": "user", "content": "a"}
+
+
+def completion(**options: Any) -> tuple[str, Any]:
+    return COMPLETIONS, {"model": MODEL, "prompt": "ab", "max_tokens": 2, "seed": 1} | options
+
+
+def chat(**options: Any) -> tuple[str, Any]:
+    return CHAT, {"model": MODEL, "messages": [USER], "max_tokens": 2, "seed": 1} | options
+
+
+def response(**options: Any) -> tuple[str, Any]:
+    return RESPONSES, {"model": MODEL, "input": "ab", "max_output_tokens": 2} | options
+
+
+def message(**options: Any) -> tuple[str, Any]:
+    return MESSAGES, {"model": MODEL, "messages": [USER], "max_tokens": 2} | options
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties or {"a": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(30_000)}}
+NESTED: dict[str, Any] = {"type": "object"}
+for _ in range(300):
+    NESTED = {"type": "object", "properties": {"a": NESTED}, "required": ["a"]}
+
+QUICK = {"diffusion_max_steps": 1}
+NO_MESSAGE = "body.messages.0.ChatCompletionDeveloperMessageParam"
+
+# Name: the body, and the status and parameter that it gets.
+REFUSED = {
+    # Requests of the engine.
+    "prompts x widths": (completion(prompt=["a"] * 600, suffix="b", n=16), "n"),
+    "prompts": (completion(prompt=["a"] * 1024), "prompt"),
+    "prompts x n": (completion(prompt=["a"] * 1024, n=16), "n"),
+    "n": (completion(n=16_384), "n"),
+    # Texts.
+    "ids": (completion(prompt=[5] * 300_000), "input_tokens"),
+    "text": (completion(prompt="1 2 " * 240_000), "input_text"),
+    "chat text": (chat(messages=[{"role": "user", "content": "1 2 " * 240_000}]), "input_text"),
+    "suffix": (completion(suffix="a " * 450_000), "suffix"),
+    "bad words": (completion(bad_words=["ab " * 330_000]), "bad_words"),
+    "60 bad words": (completion(bad_words=[f"{i}" + "ab " * 2600 for i in range(60)]), "bad_words"),
+    "pins": (chat(diffusion_pins=[{"at": 0, "text": "a"}] * 40_000), "diffusion_pins"),
+    "text of a pin": (chat(diffusion_pins=[{"at": 0, "text": "a " * 450_000}]), "diffusion_pins"),
+    "ids of a pin": (chat(diffusion_pins=[{"at": 0, "ids": [5] * 300_000}]), "diffusion_pins"),
+    # Lists of a request.
+    "stop strings": (completion(stop=["a"] * 190_000), "body.stop"),
+    "stop tokens": (completion(stop_token_ids=list(range(130_000))), "stop_token_ids"),
+    "logit bias": (completion(logit_bias={str(i): 1 for i in range(80_000)}), "logit_bias"),
+    "allowed tokens": (completion(allowed_token_ids=[5] * 300_000), "allowed_token_ids"),
+    "positions": (completion(vllm_xargs={"diffusion_pin_at": list(range(130_000))}),
+                  "diffusion_pin_at"),
+    "canvas": (completion(vllm_xargs={"diffusion_seed_canvas": [5] * 300_000}),
+               "diffusion_seed_canvas"),
+    "extra arguments": (completion(vllm_xargs={f"k{i}": 1 for i in range(70_000)}), "extra_args"),
+    "nested arguments": (completion(vllm_xargs={"a": [["b"]] * 130_000}), "body.vllm_xargs.a"),
+    # Structured outputs.
+    "wide schema": (completion(structured_outputs={"json": WIDE}), "structured_outputs"),
+    "wide format": (chat(response_format=schema_format(WIDE)), "structured_outputs"),
+    "deep schema": (chat(response_format=schema_format(NESTED)), None),
+    "regex": (completion(structured_outputs={"regex": "(a|b)" * 190_000}), "structured_outputs"),
+    "grammar": (completion(structured_outputs={"grammar": "root ::= " + '"a" ' * 150_000}),
+                "structured_outputs"),
+    "choices": (completion(structured_outputs={"choice": [f"c{i}" for i in range(90_000)]}),
+                "structured_outputs"),
+    # Lists of objects.
+    "prompts of wrong numbers": (completion(prompt=[1.5] * 190_000), "prompt"),
+    "prompts of lists": (completion(prompt=[[1]] * 160_000), "prompt"),
+    "messages": (chat(messages=[USER] * 28_000), "body.messages"),
+    "no messages": (chat(messages=[1] * 300_000), NO_MESSAGE),
+    "tools": (chat(tools=[tool(f"f{i}") for i in range(7_000)]), "body.tools"),
+    "no tools": (chat(tools=[{}] * 200_000), "body.tools.0.function"),
+    "input": (response(input=[USER] * 20_000), "body.input"),
+    "no input": (response(input=[{}] * 200_000), "body.input"),
+    "Anthropic's messages": (message(messages=[USER] * 28_000), "body.messages"),
+}  # fmt: skip
+ANSWERED = {
+    "512 prompts": completion(prompt=["a"] * 512, max_tokens=1, vllm_xargs=QUICK),
+    "512 samples": completion(n=512, max_tokens=1, vllm_xargs=QUICK),
+    "widths": completion(prompt=["ab"] * 2, suffix="b", n=2, max_tokens=40,
+                         vllm_xargs={"diffusion_fill_widths": [0, 25]} | QUICK),
+    "long stop strings": completion(stop=["a" * 240_000] * 4),
+    "unknown fields": completion(**{f"u{i}": 1 for i in range(80_000)}),
+    "unknown numbers": completion(x=[1] * 300_000),
+    "500 pins": chat(diffusion_pins=[{"at": i, "text": "a"} for i in range(500)]),
+    "template's arguments": chat(chat_template_kwargs={f"k{i}": i for i in range(50_000)}),
+    "documents": chat(documents=[{"a": "b"}] * 1000),
+}  # fmt: skip
+
+
+@pytest.fixture
+def loop(server: Server) -> Iterator[Any]:
+    """Gives the longest hold of the loop, in ms, and begins anew; meanwhile others ask /health."""
+    done = threading.Event()
+    sick = []
+
+    def ping() -> None:
+        while not done.is_set():
+            if not server.is_healthy():
+                sick.append(1)
+
+    # What is imported by the first request of a route is not what is measured.
+    for route in (completion(suffix="b"), chat(), response(), message()):
+        assert server.post(*route).status == 200
+    pings = threading.Thread(target=ping)
+    pings.start()
+    try:
+        server.get("/loop-gap")
+        yield lambda: json.loads(server.get("/loop-gap").text)["longest_ms"]
+    finally:
+        done.set()
+        pings.join()
+        server.get("/loop-gap?stop")
+    assert not sick
+
+
+def test_the_worst_bodies_hold_no_loop(server, loop):
+    expected = {name: (400, parameter) for name, (_, parameter) in REFUSED.items()}
+    expected |= dict.fromkeys(ANSWERED, (200, None))
+    found, held = {}, {}
+    for name, (route, body) in ({n: given for n, (given, _) in REFUSED.items()} | ANSWERED).items():
+        data = json.dumps(body, separators=(",", ":")).encode()
+        assert len(data) <= MEGABYTE, name
+        loop()
+        reply = server.post(route, data)
+        held[name] = loop()
+        found[name] = reply.status, None if reply.status == 200 else reply.parameter
+    print(json.dumps(held, indent=0))
+    assert found == expected
+    assert not {name: ms for name, ms in held.items() if ms > LONGEST_MS}
+
+
+def test_json_that_is_too_deep_holds_no_loop(server, loop):
+    loop()
+    assert (
+        server.post(COMPLETIONS, b'{"prompt":' + b"[" * 450_000 + b"]" * 450_000 + b"}").status
+        == 400
+    )
+    assert loop() <= LONGEST_MS

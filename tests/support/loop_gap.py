@@ -1,0 +1,45 @@
+"""``vllm serve --middleware tests.support.loop_gap.LoopGap``: how long the event loop was held.
+
+``GET /loop-gap`` answers how long a timer of the loop had to wait at most while the thread of the
+loop was at work, in milliseconds, and begins anew. It is CPU time of that thread, so that it does
+not depend on what else the machine does. The first such request starts the timer, and ``?stop``
+ends it.
+"""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+
+class LoopGap:
+    """An ASGI middleware that watches the loop when it is asked to."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._watching: asyncio.Task[None] | None = None
+        self._longest = 0.0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer ``/loop-gap``; every other request goes on."""
+        if scope.get("path") != "/loop-gap":
+            await self._app(scope, receive, send)
+            return
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        elif scope["query_string"] == b"stop":
+            self._watching.cancel()
+            self._watching = None
+        body = json.dumps({"longest_ms": self._longest * 1000}).encode()
+        self._longest = 0.0
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _watch(self) -> None:
+        before = time.thread_time()
+        while True:
+            await asyncio.sleep(0.001)
+            after = time.thread_time()
+            self._longest = max(self._longest, after - before)
+            before = after
