@@ -329,7 +329,6 @@ ALSO_USED = {
     "DrafterNetwork._build_fused_kv_buffers",
     "DrafterNetwork.load_weights",
     "DrafterNetwork.precompute_and_store_context_kv",
-    "EmittedText.accept_tokens",
     "EmittedText.reset",
     "EmulatedExperts.apply",
     "EmulatingConfig.from_config",
