@@ -1,4 +1,4 @@
-"""Attention for causal, bidirectional and mixed rows over a paged KV cache.
+"""Attention for causal and bidirectional sequences over a paged KV cache.
 
 Read the files in this order; each uses only the ones before it:
 
@@ -7,17 +7,17 @@ Read the files in this order; each uses only the ones before it:
     reference.py         dense fp32 attention written from the specification
     tuning.py            the committed table of tile sizes (nothing is searched at start-up)
     planning.py          from static shapes to a launch plan; pure Python, no device access
-    row_tiles.py         which rows a Triton program works on and which keys they see
     splits.py            long sequences cut into parts, and how the parts are merged
     online_softmax.py    the inner loop: a running softmax over tiles of keys
     canvas_attention.py  the Triton kernel and its wrapper
     cache_write.py       writes K and V into cache pages, as fp8 if the cache is fp8
     context_kv.py        computes a drafter's K and V of all layers and writes them, in one kernel
 
-None of these imports vLLM, and the first five do not import Triton. Three files connect them, or
+None of these imports vLLM, and the first five do not import Triton. Four files connect them, or
 vLLM's own CPU kernel, to a server:
 
+    layers.py            what a model asks of its attention layers: the anchored window, blocks
     backend.py           vLLM's attention backend on CUDA: runs the Triton kernel
-    cpu_backend.py       vLLM's attention backend on a CPU, plus the anchored window
+    cpu_backend.py       vLLM's attention backend on a CPU, plus the anchored window and blocks
     cpu_fp8_cache.py     an FP8 KV cache on a CPU that is rounded as on a GPU
 """

@@ -1,16 +1,14 @@
 """vLLM's attention backend for CUDA that runs our kernel; registered under the name CUSTOM.
 
-``CommonAttentionMetadata.causal`` is a flag in vLLM. Here it may be more, because one sequence can
-have causal rows first and bidirectional rows after them. It is one of
+It takes the batch as vLLM's own backends do: sequences, each with query rows, a length and pages;
+and in ``CommonAttentionMetadata.causal`` an int32 tensor ``[num_reqs]``, which says of each
+whether it is causal. Passes of a drafter have True or False there, for all sequences.
 
-    int32 tensor [num_reqs]   the row of each query span at which rows stop being causal
-    bool tensor [num_reqs]    vLLM's flag per sequence: all of its rows are causal, or none
-    True or False             vLLM's flag for the whole batch; passes of the drafter come so
-
-The tensors are read on the device, so one captured CUDA graph serves every mix of spans.
+The tensors are read on the device, so one captured CUDA graph serves every step with as many
+sequences.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -38,7 +36,6 @@ from dllm.attention.inputs import (
     RaggedBatch,
     check_inputs,
 )
-from dllm.attention.masks import Window
 from dllm.attention.planning import BatchShape
 
 # vLLM's names of FP8 cache dtypes.
@@ -54,7 +51,7 @@ class CanvasAttentionMetadata:
 
 
 class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
-    """Hands vLLM's tensors to the kernel as they are; computes nothing per step."""
+    """Hands vLLM's tensors to the kernel as they are."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
@@ -71,11 +68,11 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         # of a sequence.
         self._max_query_len = vllm_config.scheduler_config.max_num_batched_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
-        # What a plain True or False stands for, as tensors. They are kept: a captured CUDA graph
-        # reads the same memory again.
-        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        self._all_rows = {
-            flag: torch.full((max_num_seqs,), flag, dtype=torch.bool, device=device)
+        # True and False as tensors. A captured CUDA graph reads the same memory again.
+        self._flags = {
+            flag: torch.full(
+                (vllm_config.scheduler_config.max_num_seqs,), flag, dtype=torch.int32, device=device
+            )
             for flag in (True, False)
         }
 
@@ -97,28 +94,69 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
     def _metadata(
         self, common: CommonAttentionMetadata, max_seq_len: int
     ) -> CanvasAttentionMetadata:
-        seq_lens = common.seq_lens[: common.num_reqs]
-        bidirectional_from = common.causal
-        if isinstance(bidirectional_from, bool):
-            bidirectional_from = self._all_rows[bidirectional_from]
-        return CanvasAttentionMetadata(
-            batch=RaggedBatch(
-                query_start_loc=common.query_start_loc[: common.num_reqs + 1],
-                seq_lens=seq_lens,
-                block_tables=common.block_table_tensor[: common.num_reqs],
-                bidirectional_from=bidirectional_from[: common.num_reqs],
-                max_query_len=self._max_query_len,
-                max_seq_len=max_seq_len,
-            ),
-            num_actual_tokens=common.num_actual_tokens,
+        num_seqs = common.num_reqs
+        is_causal = common.causal
+        if isinstance(is_causal, bool):
+            is_causal = self._flags[is_causal][:num_seqs]
+        batch = RaggedBatch(
+            query_start_loc=common.query_start_loc[: num_seqs + 1],
+            seq_lens=common.seq_lens[:num_seqs],
+            block_tables=common.block_table_tensor[:num_seqs],
+            is_causal=is_causal,
+            first_keys=self._first_keys(common, is_causal),
+            max_query_len=self._max_query_len,
+            max_seq_len=max_seq_len,
         )
+        return CanvasAttentionMetadata(batch, common.num_actual_tokens)
+
+    def _first_keys(
+        self, common: CommonAttentionMetadata, is_causal: torch.Tensor
+    ) -> torch.Tensor | None:
+        """None: the window of the layers is symmetric."""
+        return None
+
+
+class AnchoredMetadataBuilder(CanvasAttentionMetadataBuilder):
+    """Gives every canvas its first visible key, for layers with an anchored window."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self._window = layer.impl.options.window
+        # More sequences than this are no full graph's, and may lie anywhere.
+        self._kept = torch.empty(
+            vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device
+        )
+
+    def _first_keys(self, common: CommonAttentionMetadata, is_causal: torch.Tensor) -> torch.Tensor:
+        """`masks.anchor` of canvases; -1 for causal sequences and for images.
+
+        Images are the keys of ``mm_req_doc_ranges``.
+        """
+        num_seqs = common.num_reqs
+        query_lens = common.query_start_loc[: num_seqs + 1].diff()
+        first_rows = common.seq_lens[:num_seqs] - query_lens
+        anchors = (first_rows - (self._window - 1)).clamp_(min=0)
+        first_keys = torch.where(is_causal != 0, -1, anchors)
+        if common.mm_req_doc_ranges:
+            images = torch.tensor(list(common.mm_req_doc_ranges), dtype=torch.int64)
+            if first_keys.is_cuda:  # or the copy waits for the device
+                images = images.pin_memory()
+            images = images.to(first_keys.device, non_blocking=True)
+            first_keys.index_fill_(0, images, -1)
+        if num_seqs > len(self._kept):
+            return first_keys
+        return self._kept[:num_seqs].copy_(first_keys)
 
 
 class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
-    """Attention of one layer.
-
-    A sliding-window layer has the symmetric window, until `use_anchored_window` is called on it.
-    """
+    """Attention of one layer."""
 
     def __init__(
         self,
@@ -144,8 +182,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        window = None if sliding_window is None else Window("symmetric", sliding_window)
-        self.options = AttentionOptions(float(scale), window, logits_soft_cap or 0.0)
+        self.options = AttentionOptions(float(scale), sliding_window, logits_soft_cap or 0.0)
         self._cache: PagedKV | None = None  # views of ``_viewed``
         self._viewed: torch.Tensor | None = None
         self._read_cache: PagedKV | None = None  # checked against the layer's queries
@@ -153,25 +190,25 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self._largest_shape = self._shape_of_the_largest_step(get_current_vllm_config_or_none())
 
     def _shape_of_the_largest_step(self, vllm_config: VllmConfig | None) -> BatchShape | None:
-        """Bounds of all steps of a server; None outside of one."""
+        """Bounds of all steps of a server; None outside of one.
+
+        A request of a diffusion model is up to two sequences. A prompt with images may be many.
+        """
         if vllm_config is None:
             return None
         scheduler = vllm_config.scheduler_config
+        num_seqs = scheduler.max_num_seqs * (1 if vllm_config.diffusion_config is None else 2)
+        if vllm_config.model_config.is_mm_prefix_lm:
+            num_seqs = scheduler.max_num_batched_tokens
         return BatchShape(
             num_tokens=scheduler.max_num_batched_tokens,
-            num_seqs=scheduler.max_num_seqs,
+            num_seqs=num_seqs,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             max_query_len=scheduler.max_num_batched_tokens,
             max_seq_len=vllm_config.model_config.max_model_len,
         )
-
-    def use_anchored_window(self) -> None:
-        """Give all canvas rows of a sliding layer the context that the first of them sees."""
-        assert self.options.window is not None, "only sliding-window layers can be anchored"
-        window = replace(self.options.window, kind="anchored")
-        self.options = replace(self.options, window=window)
 
     def forward(
         self,
@@ -294,3 +331,12 @@ class CanvasAttentionBackend(AttentionBackend):
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Only decoder self-attention over a paged cache."""
         return attn_type == AttentionType.DECODER
+
+
+class AnchoredCanvasBackend(CanvasAttentionBackend):
+    """The backend of layers with an anchored window; the kernel and the layers are the same."""
+
+    @staticmethod
+    def get_builder_cls() -> type[AnchoredMetadataBuilder]:
+        """The builder of one KV cache group."""
+        return AnchoredMetadataBuilder

@@ -1,4 +1,4 @@
-"""Paged attention for causal, bidirectional and mixed rows: the Triton kernel and its wrapper.
+"""Paged attention for causal and bidirectional sequences: the Triton kernel and its wrapper.
 
 For row i of a sequence, query head h and the keys k in [start_i, stop_i) that row i sees:
 
@@ -9,9 +9,13 @@ computed one tile of keys after the other with a running maximum (FlashAttention
 arXiv:2307.08691). exp(x) is computed as exp2(x * log2(e)), the factor multiplied into the scale.
 `masks.visible_range` defines [start_i, stop_i).
 
-- A program takes one row tile (`row_tiles.py`) and loops over the union of its rows' key ranges.
-  Cache slots outside the union are never loaded. Keys that all rows see (the intersection of the
-  ranges) need no mask, so only the tiles at the edges are masked.
+- GROUP query heads share one KV head. A *pair* is one query row with one of these heads; pairs are
+  numbered row * GROUP + head. A *row tile* is BLOCK_M consecutive pairs of one sequence and KV
+  head. So K and V are loaded once for all heads that share them, and a tile is full whatever the
+  group size.
+- A program takes one row tile and loops over the union of its rows' key ranges. Cache slots outside
+  the union are never loaded. Keys that all rows see (the intersection of the ranges) need no mask,
+  so only the tiles at the edges are masked.
 - Long sequences are split along the keys, by a rule that looks at one sequence alone: who shares
   the batch does not change a sequence's bits (`planning.py`, `splits.py`).
 """
@@ -28,7 +32,6 @@ from torch import Tensor
 from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 from dllm.attention.online_softmax import attend
 from dllm.attention.planning import AttentionPlan, BatchShape, plan_attention
-from dllm.attention.row_tiles import find_sequence, pairs_of_tile, row_bounds, split_point_of
 from dllm.attention.splits import (
     ANY_ALIGNMENT,
     CHANGING,
@@ -40,18 +43,84 @@ from dllm.attention.splits import (
 from dllm.attention.tuning import TARGET_PROGRAMS, next_power_of_2, tile_config
 
 
+@triton.jit
+def find_sequence(query_start_loc, tile, num_seqs, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence that row tile ``tile`` belongs to: the last i with first_tile(i) <= tile.
+
+    first_tile(i) = query_start_loc[i] * GROUP // BLOCK_M + i. Sequence i needs
+    ceil(pairs / BLOCK_M) tiles; the "+ i" leaves room for that rounding in every sequence before,
+    so that their tiles need not be summed. A tile that is left over has no pairs. Binary search.
+    """
+    low: tl.int32 = 0
+    high = num_seqs
+    while low < high:
+        mid = (low + high) // 2
+        first_tile = tl.load(query_start_loc + mid) * GROUP // BLOCK_M + mid
+        if first_tile <= tile:
+            low = mid + 1
+        else:
+            high = mid
+    return low - 1
+
+
+@triton.jit
+def pairs_of_tile(query_start_loc, seq, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The (row, head) pairs of a tile.
+
+    Returns the first token and the first row of the tile (scalars), then for each pair
+    ``[BLOCK_M]``: its row minus the first row, its head within the group, and whether it exists.
+
+    Pairs beyond the sequence repeat its last pair, so that they load valid memory and do not widen
+    the range of keys. The loads are volatile: the kernel calls this again before it stores
+    its output, and without that the compiler would keep the first results in registers during the
+    whole loop over keys.
+    """
+    query_start = tl.load(query_start_loc + seq, volatile=True)
+    num_pairs = (tl.load(query_start_loc + seq + 1, volatile=True) - query_start) * GROUP
+    first_pair = (tile - query_start * GROUP // BLOCK_M - seq) * BLOCK_M
+    first_row = first_pair // GROUP
+    pair = first_pair + tl.arange(0, BLOCK_M)
+    is_pair = pair < num_pairs
+    pair = tl.minimum(pair, num_pairs - 1)
+    return query_start + first_row, first_row, pair // GROUP - first_row, pair % GROUP, is_pair
+
+
+@triton.jit
+def row_bounds(
+    row, query_len, seq_len, is_causal, first_key,
+    WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The keys [start, stop) that each row sees: `masks.visible_range` for a vector of rows.
+
+    row ``[BLOCK_M]``; the other arguments are of their sequence. first_key: -1 for none. WINDOW: 0
+    for none. BLOCK_SIZE: of the model, 1 for none.
+    """
+    pos = seq_len - query_len + row
+    if BLOCK_SIZE > 1:
+        stop = tl.where(is_causal, (pos // BLOCK_SIZE + 1) * BLOCK_SIZE, seq_len)
+    else:
+        stop = tl.where(is_causal, pos + 1, seq_len)
+    start = tl.zeros_like(pos)
+    if WINDOW > 0:
+        has_window = first_key < 0
+        start = tl.maximum(tl.where(has_window, pos - (WINDOW - 1), first_key), 0)
+        stop = tl.where(has_window, tl.minimum(stop, pos + WINDOW), stop)
+    stop = tl.minimum(tl.maximum(stop, 0), seq_len)
+    return start, stop
+
+
 @triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=ANY_ALIGNMENT)
 def canvas_attention_kernel(
     out, query, key_cache, value_cache, k_scale, v_scale, partial_acc, partial_max, partial_sum,
-    query_start_loc, seq_lens, block_tables, bidirectional_from,
+    query_start_loc, seq_lens, block_tables, is_causal, first_keys,
     scale, softcap, num_seqs, num_partial_rows, partial_rows_per_seq,
     out_stride_token, out_stride_head, q_stride_token, q_stride_head,
     k_stride_page, k_stride_slot, k_stride_head, k_stride_dim,
     v_stride_page, v_stride_slot, v_stride_head, v_stride_dim, table_stride,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     PADDED_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    ANCHORED: tl.constexpr, SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr,
-    HAS_V_SCALE: tl.constexpr, IS_BOOL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_FIRST_KEYS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_K_SCALE: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, SPLIT_ROWS: tl.constexpr, MIN_KEYS: tl.constexpr,
     MAX_SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -81,10 +150,12 @@ def canvas_attention_kernel(
         return
 
     _, first_row, row, _, _ = pairs_of_tile(query_start_loc, seq, tile, GROUP, BLOCK_M)
-    row += first_row  # [pairs]: the row of the span that each pair belongs to
-    split_point = split_point_of(bidirectional_from, seq, query_len, IS_BOOL)
+    row += first_row  # [pairs]: the row of the sequence that each pair belongs to
+    first_key = tl.full((), -1, tl.int32)
+    if HAS_FIRST_KEYS:
+        first_key = tl.load(first_keys + seq)
     row_start, row_stop = row_bounds(
-        row, query_len, seq_len, split_point, WINDOW, ANCHORED, BLOCK_SIZE
+        row, query_len, seq_len, tl.load(is_causal + seq) != 0, first_key, WINDOW, BLOCK_SIZE
     )
     # Keys that any row of the tile sees, and keys that all of them see.
     union_low, union_high = tl.min(row_start, 0), tl.max(row_stop, 0)
@@ -301,7 +372,7 @@ def _launch(
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_SIZE": head_size,
         "PADDED_SIZE": max(16, next_power_of_2(head_size)),
-        "WINDOW": window.size if window is not None else 0,
+        "WINDOW": window or 0,
         "HAS_V_SCALE": cache.v_scale is not None,
         "SPLIT_ROWS": config.block_m,
         "MIN_KEYS": config.keys_per_split(window),
@@ -313,13 +384,13 @@ def _launch(
     canvas_attention_kernel[grid](
         out, query, cache.key, cache.value, cache.k_scale, cache.v_scale,
         partial_acc, partial_max, partial_sum,
-        batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.bidirectional_from,
+        batch.query_start_loc, batch.seq_lens, batch.block_tables, batch.is_causal,
+        batch.first_keys,
         options.scale, options.logit_softcap, batch.num_seqs, plan.num_partial_rows,
         plan.partial_rows_per_seq, *out.stride()[:2], *query.stride()[:2],
         *cache.key.stride(), *cache.value.stride(), batch.block_tables.stride(0),
-        PAGE_SIZE=cache.page_size, ANCHORED=window is not None and window.kind == "anchored",
+        PAGE_SIZE=cache.page_size, HAS_FIRST_KEYS=batch.first_keys is not None,
         SOFTCAP=options.logit_softcap > 0, HAS_K_SCALE=cache.k_scale is not None,
-        IS_BOOL=batch.bidirectional_from.dtype == torch.bool,
         BLOCK_M=plan.block_m, BLOCK_N=config.block_n,
         BLOCK_V=plan.block_v,
         UPCAST=query.dtype == torch.bfloat16 and not _IS_COMPILED, BLOCK_SIZE=options.block_size,

@@ -1,22 +1,23 @@
-"""vLLM's CPU attention backend, plus the anchored window of canvases.
+"""vLLM's CPU attention backend, plus the anchored window and blocks.
 
-vLLM's CPU kernel takes one causal flag per sequence and a sliding window relative to each query
-row. That is enough for causal rows and the symmetric window. It is not enough for the anchored
-window, in which every row of a canvas sees the same keys: ``[canvas_start - (W - 1), canvas_end)``
-(`attention.masks`).
+vLLM's CPU kernel takes sequences that are causal or bidirectional, and one symmetric window for all
+of them. It knows neither blocks nor a first visible key (`masks.py`). So a batch is translated:
 
-A causal row at the last position of a canvas of ``width`` rows, with a window of ``W - 1 + width``,
-sees exactly these keys. So each canvas row is given to the kernel as a sequence of its own, with
-one query row, that ends where its canvas ends. The price: keys are read once per row instead of
-once per canvas.
+blocks          Of a causal sequence, each block becomes a bidirectional sequence of its own that
+                ends with the block.
+first keys      All rows of a canvas see the W - 1 keys before it and the whole canvas. A causal
+                sequence whose only row is the canvas' last position sees just these, if the window
+                is W - 1 + the canvas' width. So each row of a canvas becomes such a sequence. The
+                price: keys are read once per row instead of once per canvas. The kernel is called
+                once for each width, and once for causal sequences and images.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from vllm import _custom_ops as ops
-from vllm import envs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
@@ -27,71 +28,63 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 
+def translate(layer: Attention, *, is_anchored: bool = False, block_size: int = 1) -> None:
+    """Let the backend of one layer translate its batches, for one of the two."""
+    impl = layer.impl
+    assert type(impl) is CPUAttentionBackendImpl, f"expected vLLM's CPU attention, got {type(impl)}"
+    assert not is_anchored or impl.sliding_window > 0, "only sliding-window layers can be anchored"
+    impl.__class__ = TranslatingImpl
+    impl.is_anchored, impl.block_size = is_anchored, block_size
+    layer.attn_backend = TranslatingBackend
+
+
 @dataclass
-class SubBatch:
-    """Query rows of a batch that share one window: the arguments of one call of the CPU kernel.
+class Part:
+    """One call of the kernel.
 
     Attributes:
-        tokens: ``[rows]`` int64, where the rows are on the batch's flat token axis. None: they
-            are the whole batch, in order.
-        window: how many keys a row sees to one side, itself included.
-        is_causal: whether a row sees only the keys before it, or those on both sides.
-        query_start_loc, seq_lens, block_table, scheduler_metadata: as the kernel expects them, for
-            these rows alone.
+        tokens: ``[rows]`` int64, where the part's query rows are on the batch's flat token axis.
+            None: they are the whole batch, in order.
+        window: of the call, in keys; -1 for none.
+        metadata: of these rows alone.
     """
 
     tokens: torch.Tensor | None
     window: int
-    is_causal: bool
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    scheduler_metadata: torch.Tensor
+    metadata: CPUAttentionMetadata
 
 
 @dataclass
-class AnchoredMetadata(CPUAttentionMetadata):
-    """At most one sub-batch of causal rows, one of images, and one for each canvas width."""
+class TranslatedMetadata(CPUAttentionMetadata):
+    """A batch as one or more calls of the kernel."""
 
-    sub_batches: tuple[SubBatch, ...] = ()
+    parts: tuple[Part, ...] = ()
 
 
-class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Splits a batch into causal sequences and single canvas rows."""
+class TranslatingBuilder(CPUAttentionMetadataBuilder):
+    """Builds the calls of a group of layers that were all given to `translate` alike."""
+
+    window_size: int
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], *args: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, *args)
+        layer = self.vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self.is_anchored, self.blocks = layer.impl.is_anchored, layer.impl.block_size
 
     def build(
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> AnchoredMetadata:
-        """Build the sub-batches of a batch.
+    ) -> TranslatedMetadata:
+        """Build the calls for a batch.
 
-        ``causal`` is a flag for each sequence (a tensor), or one for all of them. A bidirectional
-        sequence is either one canvas, whose rows are its last ``width`` positions, or one image of
-        a prompt (a key of ``mm_req_doc_ranges``), which has the symmetric window as in Hugging
-        Face's model.
+        In a layer with an anchored window, a bidirectional sequence is a canvas unless it is a key
+        of ``mm_req_doc_ranges``: an image.
         """
         common = common_attn_metadata
-        is_causal = np.full(common.num_reqs, common.causal is not False)
-        if isinstance(common.causal, torch.Tensor):
-            is_causal = common.causal[: common.num_reqs].numpy() != 0
-        lens = np.diff(common.query_start_loc[: common.num_reqs + 1].numpy())
-        sub_batches = []
-        is_image = np.isin(np.arange(common.num_reqs), list(common.mm_req_doc_ranges or ()))
-        for kind, one_sided in ((is_causal, True), (is_image, False)):
-            whole = np.flatnonzero(kind)
-            if len(whole):
-                sub_batches.append(
-                    self._sub_batch(common, whole, lens[whole], self.window_size, one_sided)
-                )
-        is_canvas = ~is_causal & ~is_image
-        for width in np.unique(lens[is_canvas]).tolist():
-            canvases = np.flatnonzero(is_canvas & (lens == width))
-            window = self.window_size - 1 + width
-            rows = np.repeat(canvases, width)
-            sub_batches.append(self._sub_batch(common, rows, np.ones_like(rows), window))
-        return AnchoredMetadata(
+        parts = self._anchored(common) if self.is_anchored else self._blocks(common)
+        return TranslatedMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
             query_start_loc=common.query_start_loc,
@@ -100,58 +93,81 @@ class AnchoredMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
-            sub_batches=tuple(sub_batches),
+            parts=tuple(parts),
         )
 
-    def _sub_batch(
+    def _blocks(self, common: CommonAttentionMetadata) -> Iterator[Part]:
+        """A single call, in which each block of a causal sequence is a bidirectional one."""
+        is_causal, lens = _is_causal(common), _query_lens(common)
+        stops = common.seq_lens.numpy()
+        starts = stops - lens
+        size = np.where(is_causal, self.blocks, np.maximum(stops, 1))  # one block of all keys
+        counts = np.maximum(-(-stops // size) - starts // size, 1)
+        source = np.repeat(np.arange(common.num_reqs), counts)
+        nth = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+        first = (starts[source] // size[source] + nth) * size[source]
+        seq_lens = np.minimum(first + size[source], stops[source])
+        query_lens = seq_lens - np.maximum(first, starts[source])
+        yield self._part(common, source, query_lens, seq_lens, None, self.window_size, False)
+
+    def _anchored(self, common: CommonAttentionMetadata) -> Iterator[Part]:
+        """A call for causal sequences and images, and one for the canvases of each width."""
+        is_causal, lens = _is_causal(common), _query_lens(common)
+        stops, starts = common.seq_lens.numpy(), common.query_start_loc.numpy()
+        is_image = np.isin(np.arange(common.num_reqs), list(common.mm_req_doc_ranges or ()))
+        is_canvas = ~is_causal & ~is_image
+        whole = np.flatnonzero(~is_canvas)
+        if len(whole):
+            tokens = np.repeat(starts[whole], lens[whole]) + _ramp(lens[whole])
+            causal = torch.from_numpy(is_causal[whole].astype(np.int32))
+            yield self._part(
+                common, whole, lens[whole], stops[whole], tokens, self.window_size, causal
+            )
+        for width in np.unique(lens[is_canvas]).tolist():
+            canvases = np.flatnonzero(is_canvas & (lens == width))
+            rows = np.repeat(canvases, width)
+            tokens = starts[rows] + _ramp(lens[canvases])
+            window = self.window_size - 1 + width
+            yield self._part(common, rows, np.ones_like(rows), stops[rows], tokens, window, True)
+
+    def _part(
         self,
         common: CommonAttentionMetadata,
-        sequences: np.ndarray,
+        source: np.ndarray,
         query_lens: np.ndarray,
+        seq_lens: np.ndarray,
+        tokens: np.ndarray | None,
         window: int,
-        is_causal: bool = True,
-    ) -> SubBatch:
-        """A kernel call with ``query_lens[i]`` rows of sequence ``sequences[i]``, for every i.
-
-        The rows end where the sequence ends. A sequence that is named several times, once for each
-        row of its canvas, gives its rows in order; each is a sequence of one row for the kernel.
-        """
-        starts = common.query_start_loc.numpy()
-        first_row = starts[sequences] + _occurrence(sequences)
-        tokens = np.repeat(first_row, query_lens) + _ramp(query_lens)
-        query_start_loc = torch.from_numpy(
-            np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+        causal: bool | torch.Tensor,
+    ) -> Part:
+        """The call with these sequences; number i has the pages of ``source[i]``."""
+        starts = torch.from_numpy(np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32))
+        if tokens is not None and len(tokens) == common.num_actual_tokens and len(tokens) > 0:
+            tokens = None if (np.diff(tokens) == 1).all() else tokens
+        part = replace(
+            common,
+            num_reqs=len(source),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(query_lens.max()),
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=torch.from_numpy(seq_lens.astype(np.int32)),
+            block_table_tensor=common.block_table_tensor[torch.from_numpy(source)],
+            causal=causal,
         )
-        index = torch.from_numpy(sequences)
-        seq_lens = common.seq_lens[index]
-        is_whole = len(tokens) == common.num_actual_tokens  # never a token twice
-        return SubBatch(
-            tokens=None if is_whole else torch.from_numpy(tokens.astype(np.int64)),
-            window=window,
-            is_causal=is_causal,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=common.block_table_tensor[index],
-            scheduler_metadata=ops.cpu_attn_get_scheduler_metadata(
-                num_reqs=len(sequences),
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                seq_lens=seq_lens,
-                dtype=self.dtype,
-                query_start_loc=query_start_loc,
-                causal=is_causal,
-                sliding_window_size=window,
-                isa=self.isa,
-                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-                dynamic_causal=None,
-                kv_cache_dtype=self.kv_cache_dtype,
-            ),
-        )
+        usual, self.window_size = self.window_size, window
+        metadata = super().build(0, part)
+        self.window_size = usual
+        where = None if tokens is None else torch.from_numpy(tokens.astype(np.int64))
+        return Part(where, window, metadata)
 
 
-class AnchoredAttentionImpl(CPUAttentionBackendImpl):
-    """Attention of one layer: runs the CPU kernel once per sub-batch."""
+class TranslatingImpl(CPUAttentionBackendImpl):
+    """Attention of one layer: runs vLLM's forward pass once per part."""
+
+    sliding_window: int
+    is_anchored: bool
+    block_size: int
 
     def forward(
         self,
@@ -160,94 +176,51 @@ class AnchoredAttentionImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: AnchoredMetadata | None,
+        attn_metadata: TranslatedMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write ``[tokens, heads, head_size]`` into ``output``; keys are already in the cache."""
-        assert output_scale is None and output_block_scale is None, "no fused output quantization"
-        if attn_metadata is None:  # a profiling run
-            return output
-        num_blocks, num_kv_heads, block_size, _ = kv_cache.size()
-        pages = kv_cache.view(num_blocks, num_kv_heads, block_size * 2, -1)
-        key_cache, value_cache = pages.chunk(2, dim=2)
-        for sub_batch in attn_metadata.sub_batches:
-            tokens = sub_batch.tokens
-            num_actual = attn_metadata.num_actual_tokens
-            rows = (
-                output[:num_actual] if tokens is None else torch.empty_like(output[: len(tokens)])
-            )
-            ops.cpu_attention_with_kv_cache(
-                query=query[:num_actual] if tokens is None else query[tokens],
-                key_cache=key_cache,
-                value_cache=value_cache,
-                output=rows,
-                query_start_loc=sub_batch.query_start_loc,
-                seq_lens=sub_batch.seq_lens,
-                scale=self.scale,
-                causal=sub_batch.is_causal,
-                alibi_slopes=None,
-                sliding_window=sub_batch.window,
-                block_table=sub_batch.block_table,
-                softcap=self.logits_soft_cap,
-                scheduler_metadata=sub_batch.scheduler_metadata,
-                s_aux=None,
-                dynamic_causal=None,
-                k_scale=layer._k_scale_float,
-                v_scale=layer._v_scale_float,
-                kv_cache_dtype=self.kv_cache_dtype,
-            )
+        usual, scales = self.sliding_window, (output_scale, output_block_scale)
+        for part in () if attn_metadata is None else attn_metadata.parts:
+            self.sliding_window, tokens = part.window, part.tokens
+            rows = output if tokens is None else torch.empty_like(output[: len(tokens)])
+            own = query if tokens is None else query[tokens]
+            super().forward(layer, own, key, value, kv_cache, part.metadata, rows, *scales)
             if tokens is not None:
                 output[tokens] = rows
+        self.sliding_window = usual
         return output
 
 
-class AnchoredCPUBackend(CPUAttentionBackend):
-    """vLLM's CPU backend (CPU_ATTN) for sliding layers whose canvas window is anchored."""
+class TranslatingBackend(CPUAttentionBackend):
+    """vLLM's CPU backend (CPU_ATTN) for layers that were given to `translate`."""
 
     @staticmethod
-    def get_impl_cls() -> type[AnchoredAttentionImpl]:
+    def get_impl_cls() -> type[TranslatingImpl]:
         """The implementation of one layer."""
-        return AnchoredAttentionImpl
+        return TranslatingImpl
 
     @staticmethod
-    def get_builder_cls() -> type[AnchoredMetadataBuilder]:
+    def get_builder_cls() -> type[TranslatingBuilder]:
         """The builder of one KV cache group."""
-        return AnchoredMetadataBuilder
+        return TranslatingBuilder
 
 
-def use_anchored_window(layer: Attention) -> None:
-    """Give one sliding-window layer the anchored backend; call it before the KV cache is allocated.
+def _is_causal(common: CommonAttentionMetadata) -> np.ndarray:
+    """``[num_reqs]`` bool."""
+    if isinstance(common.causal, torch.Tensor):
+        flags: np.ndarray = common.causal[: common.num_reqs].numpy() != 0
+        return flags
+    return np.full(common.num_reqs, common.causal)
 
-    vLLM offers no choice of backend on a CPU, so the model chooses for each of its layers. Other
-    models in the process keep vLLM's backend.
-    """
-    impl = layer.impl
-    assert type(impl) is CPUAttentionBackendImpl, f"expected vLLM's CPU attention, got {type(impl)}"
-    assert impl.sliding_window > 0, "only sliding-window layers can be anchored"
-    assert impl.alibi_slopes is None and impl.sinks is None, "neither ALiBi nor sinks"
-    layer.attn_backend = AnchoredCPUBackend
-    layer.impl = AnchoredAttentionImpl(
-        num_heads=impl.num_heads,
-        head_size=impl.head_size,
-        scale=impl.scale,
-        num_kv_heads=impl.num_kv_heads,
-        alibi_slopes=None,
-        sliding_window=impl.sliding_window,
-        kv_cache_dtype=impl.kv_cache_dtype,
-        logits_soft_cap=impl.logits_soft_cap,
-        attn_type=impl.attn_type,
-        kv_sharing_target_layer_name=impl.kv_sharing_target_layer_name,
-    )
+
+def _query_lens(common: CommonAttentionMetadata) -> np.ndarray:
+    return np.diff(common.query_start_loc[: common.num_reqs + 1].numpy())
 
 
 def _ramp(lens: np.ndarray) -> np.ndarray:
     """Count within each of some runs: ``[2, 3] -> [0, 1, 0, 1, 2]``."""
     ends = np.cumsum(lens)
     return np.arange(ends[-1]) - np.repeat(ends - lens, lens)
-
-
-def _occurrence(sequences: np.ndarray) -> np.ndarray:
-    """How often each entry of a sorted array stands before itself: ``[4, 4, 7] -> [0, 1, 0]``."""
-    return np.arange(len(sequences)) - np.searchsorted(sequences, sequences)

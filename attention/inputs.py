@@ -1,6 +1,6 @@
 """The tensors of one attention call, grouped, and the checks that refuse inconsistent ones.
 
-Index spaces: a *token* indexes the flat query axis of the batch, a *row* the query span of one
+Index spaces: a *token* indexes the flat query axis of the batch, a *row* the query rows of one
 sequence, a *position* the keys of one sequence, a *page* the cache, a *slot* one key in a page.
 
 `PagedKV` and `RaggedBatch` check themselves when they are made: a cache once at start, a batch once
@@ -19,8 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dllm.attention.masks import Window
-
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 512
@@ -28,17 +26,17 @@ MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 512
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What one layer computes: softmax scale, window and logit soft cap.
+    """What one layer computes: softmax scale, window, logit soft cap and block size.
 
-    scale: multiplies every logit. window: None lets every row see the whole sequence.
-    logit_softcap: logits s become cap * tanh(s / cap); 0 leaves them as they are.
-    block_size: positions of a block, which head rows see as a whole (`masks.py`); 1: causal.
-    Raises ValueError for a scale that is not finite and positive, a negative soft cap, a block size
-    below 1, and blocks together with a window.
+    scale: multiplies every logit. window: in keys, the row itself included; None lets every row see
+    the whole sequence. logit_softcap: logits s become cap * tanh(s / cap); 0 leaves them as they
+    are. block_size: positions of a block, which causal rows see as a whole (`masks.py`); 1: none.
+    Raises ValueError for a scale that is not finite and positive, a negative soft cap, a window or
+    a block size below 1, and blocks together with a window.
     """
 
     scale: float
-    window: Window | None = None
+    window: int | None = None
     logit_softcap: float = 0.0
     block_size: int = 1
 
@@ -47,11 +45,13 @@ class AttentionOptions:
             raise ValueError(f"scale is {self.scale}, it must be finite and above 0")
         if not (math.isfinite(self.logit_softcap) and self.logit_softcap >= 0):
             raise ValueError(f"logit_softcap is {self.logit_softcap}, it must be 0 (none) or above")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window is {self.window}, it counts the row itself: at least 1")
         if self.block_size < 1:
             raise ValueError(f"block_size is {self.block_size}, it must be 1 (causal) or above")
         if self.block_size > 1 and self.window is not None:
             raise ValueError(
-                f"block_size is {self.block_size} beside {self.window}: only one of them"
+                f"block_size is {self.block_size} and window {self.window}: only one of them"
             )
 
 
@@ -99,18 +99,18 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Which tokens belong to which sequence and what every row may see. All tensors on one device.
+    """The sequences of a step (`masks.py`). All tensors on one device.
 
-    query_start_loc ``[num_seqs + 1]`` int32: the query span of sequence i is tokens
+    query_start_loc ``[num_seqs + 1]`` int32: the query rows of sequence i are tokens
     [query_start_loc[i], query_start_loc[i + 1]); tokens from query_start_loc[-1] on are padding.
-    seq_lens ``[num_seqs]`` int32: keys in the cache, the span included; 0 marks a padded sequence,
-    for which nothing is written.
-    block_tables ``[num_seqs, max_pages]`` int32: the pages of each sequence, in order. Entries of
-    pages that no row sees are never read.
-    bidirectional_from ``[num_seqs]``: int32, the row of the span at which rows stop being causal;
-    negative for an image, whose rows all see each other and have the symmetric window.
-    A bool tensor is accepted too: True makes all rows causal, False none.
-    max_query_len: an upper bound on span lengths, known to the host. It decides the tile height,
+    seq_lens ``[num_seqs]`` int32: keys in the cache, those of the query rows included; 0 marks a
+    padded sequence, for which nothing is written.
+    block_tables ``[num_seqs, max_pages]`` int32: the pages of each sequence, in order. Sequences of
+    one request have the same. Entries of pages that no row sees are never read.
+    is_causal ``[num_seqs]`` int32: 1 where all rows are causal, 0 where all are bidirectional.
+    first_keys ``[num_seqs]`` int32: the first visible key of a bidirectional sequence, at most
+    window - 1 keys before its first row; -1 where the layer's window decides. None: all -1.
+    max_query_len: an upper bound on query rows, known to the host. It decides the tile height,
     and with it how sums are rounded: a sequence gives the same bits in any batch with this bound.
     max_seq_len: an upper bound on seq_lens, known to the host; None means what the tables can hold.
     Raises ValueError for tensors that do not fit together, with both values.
@@ -119,24 +119,29 @@ class RaggedBatch:
     query_start_loc: Tensor
     seq_lens: Tensor
     block_tables: Tensor
-    bidirectional_from: Tensor
+    is_causal: Tensor
     max_query_len: int
+    first_keys: Tensor | None = None
     max_seq_len: int | None = None
 
     def __post_init__(self) -> None:
         num_seqs, tables = self.num_seqs, self.block_tables
         expected = {
-            "query_start_loc": (self.query_start_loc, num_seqs + 1, (torch.int32,)),
-            "seq_lens": (self.seq_lens, num_seqs, (torch.int32,)),
-            "bidirectional_from": (self.bidirectional_from, num_seqs, (torch.int32, torch.bool)),
+            "query_start_loc": (self.query_start_loc, num_seqs + 1),
+            "seq_lens": (self.seq_lens, num_seqs),
+            "is_causal": (self.is_causal, num_seqs),
+            "first_keys": (self.first_keys, num_seqs),
         }
-        for name, (tensor, length, dtypes) in expected.items():
+        for name, (tensor, length) in expected.items():
+            if tensor is None:
+                continue
             if tuple(tensor.shape) != (length,):
                 raise ValueError(f"{name} is {_shape(tensor)}, expected {[length]}")
-            if tensor.dtype not in dtypes:
-                raise ValueError(f"{name} is {tensor.dtype}, expected one of {dtypes}")
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} has stride {tensor.stride()}, expected no gaps")
+            if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} is {tensor.dtype} with stride {tensor.stride()}, "
+                    "expected int32 without gaps"
+                )
         if tables.dim() != 2 or tables.shape[0] != num_seqs:
             raise ValueError(f"block_tables is {_shape(tables)}, expected [{num_seqs}, max_pages]")
         if tables.dtype != torch.int32 or tables.stride(1) != 1:
@@ -144,7 +149,7 @@ class RaggedBatch:
                 f"block_tables is {tables.dtype} with stride {tables.stride()}, "
                 "expected int32 with last stride 1"
             )
-        tensors = {name: tensor for name, (tensor, _, _) in expected.items()}
+        tensors = {name: tensor for name, (tensor, _) in expected.items()}
         _check_devices(tensors, "block_tables", tables)
         if self.max_query_len < 1:
             raise ValueError(f"max_query_len is {self.max_query_len}, it must be at least 1")

@@ -3,11 +3,11 @@
 Pure Python: nothing is read from the device and nothing is measured. A CUDA graph captures one plan
 and may be replayed with any content of the tensors.
 
-A request with a long context has few query rows, so its row tiles alone leave most of the GPU idle.
+A canvas behind a long context has few query rows: its row tiles alone leave most of the GPU idle.
 Therefore the keys of a long sequence are split into parts that different programs work on, and the
-results are merged (`splits.py`). `num_splits` asks for as many parts as bring the programs of a
-sequence to TARGET_PROGRAMS, none shorter than `TileConfig.keys_per_split`. With a window that is
-less: one request at a time has few visible keys there, and few programs.
+results are merged (`splits.py`). There are as many parts as it takes to give a sequence
+TARGET_PROGRAMS programs, but no part has fewer keys than `TileConfig.keys_per_split`. That minimum
+is smaller in layers with a window: there, a sequence has few visible keys in all.
 
 One sequence must give the same bits whichever sequences share its batch, and two choices change
 how fp32 sums are rounded:
@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from dllm.attention.masks import Window
 from dllm.attention.tuning import TARGET_PROGRAMS, TileConfig, next_power_of_2
 
 MIN_BLOCK_M = 16  # tl.dot takes no fewer rows
@@ -95,13 +94,13 @@ def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-def visible_keys(query_len: int, seq_len: int, window: Window | None) -> int:
-    """Upper bound on the keys that the rows of one span see together, counted from the last key."""
-    return seq_len if window is None else min(seq_len, query_len + window.size - 1)
+def visible_keys(query_len: int, seq_len: int, window: int | None) -> int:
+    """Upper bound on the keys that the rows of a sequence see together, counted from the last."""
+    return seq_len if window is None else min(seq_len, query_len + window - 1)
 
 
 def num_splits(
-    query_len: int, seq_len: int, shape: BatchShape, config: TileConfig, window: Window | None
+    query_len: int, seq_len: int, shape: BatchShape, config: TileConfig, window: int | None
 ) -> int:
     """Parts into which the keys of one sequence are split; a function of this sequence alone.
 
@@ -118,7 +117,7 @@ def _head_programs(shape: BatchShape, config: TileConfig) -> int:
     return shape.num_kv_heads * ceil_div(shape.head_size, config.columns(shape.head_size))
 
 
-def most_splits(shape: BatchShape, config: TileConfig, window: Window | None) -> int:
+def most_splits(shape: BatchShape, config: TileConfig, window: int | None) -> int:
     """The most parts that any sequence within the bounds of ``shape`` can have.
 
     A longer span sees more keys through a window, which allows more parts, but it also has more
@@ -135,7 +134,7 @@ def most_splits(shape: BatchShape, config: TileConfig, window: Window | None) ->
 
 
 @functools.lru_cache(maxsize=256)
-def plan_attention(shape: BatchShape, config: TileConfig, window: Window | None) -> AttentionPlan:
+def plan_attention(shape: BatchShape, config: TileConfig, window: int | None) -> AttentionPlan:
     """The launch plan of a batch shape. Cached: the layers of one step ask for the same.
 
     The first axis of the grid has floor(num_tokens * group / block_m) + num_seqs programs. However

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dllm.attention.inputs import AttentionOptions
-from dllm.attention.masks import QuerySpan, Window, visible_range
+from dllm.attention.masks import QuerySpan, visible_range
 
 
-def dense_mask(span: QuerySpan, window: Window | None = None, block_size: int = 1) -> Tensor:
+def dense_mask(span: QuerySpan, window: int | None = None, block_size: int = 1) -> Tensor:
     """The mask of one span, ``[query_len, seq_len]`` bool on the CPU: True where a key is seen."""
     mask = torch.zeros(span.query_len, span.seq_len, dtype=torch.bool)
     for row in range(span.query_len):
@@ -83,7 +83,7 @@ def paged_attention(
 ) -> list[Tensor]:
     """Attention of several sequences over a paged cache; returns one fp32 tensor per sequence.
 
-    query ``[>= sum(query_len), num_heads, head_size]``: the spans lie one after the other; caches
+    query ``[>= sum(query_len), num_heads, head_size]``: sequences lie one after the other; caches
     ``[num_pages, page_size, num_kv_heads, head_size]``, of an fp8 cache the numbers it stands for
     (multiplied by its scale); block_tables ``[num_seqs, max_pages]``.
     """

@@ -51,7 +51,7 @@ def partial_row_on_device(seq, row, token, rows_per_seq):
     """Where a row's partial results are on the workspace's row axis.
 
     With rows_per_seq 0 the workspace has a row for each token of the batch; else it has
-    rows_per_seq rows for each sequence, and ``row`` counts from the start of the span.
+    rows_per_seq rows for each sequence, and ``row`` counts from its first query row.
     """
     in_span = seq.to(tl.int64) * rows_per_seq + row
     return tl.where(rows_per_seq > 0, in_span, token.to(tl.int64))

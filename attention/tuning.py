@@ -34,8 +34,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dllm.attention.masks import Window
-
 # A sequence is split until it has this many programs: about two for each of H200's 132 SMs. It is a
 # constant, not the number of SMs of the card, so that keys are cut at the same places, and a
 # sequence gives the same bits, on every card.
@@ -70,7 +68,7 @@ class TileConfig:
     block_v: int = 256
     min_keys_in_window: int = 640
 
-    def keys_per_split(self, window: Window | None) -> int:
+    def keys_per_split(self, window: int | None) -> int:
         """The fewest keys of a part in a layer with this window."""
         return self.min_keys_per_split if window is None else self.min_keys_in_window
 

@@ -39,7 +39,7 @@ from torch import Tensor
 from bench.context import RESULTS, provenance, write_csv
 from bench.sampler import sampler_cases
 from bench.tables import Spread
-from dllm.attention.masks import Window
+from dllm.attention.masks import QuerySpan, anchor
 
 CANVAS = 256
 
@@ -66,12 +66,13 @@ class Layer:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    window: Window | None = None
+    window: int | None = None
+    is_anchored: bool = False
     page_size: int = 64  # keys of a page
 
 
-SLIDING = Layer("sliding-anchored", 16, 8, 256, Window("anchored", 1024))
-SYMMETRIC = replace(SLIDING, name="sliding-symmetric", window=Window("symmetric", 1024))
+SLIDING = Layer("sliding-anchored", 16, 8, 256, 1024, is_anchored=True)
+SYMMETRIC = replace(SLIDING, name="sliding-symmetric", is_anchored=False)
 FULL = Layer("full", 16, 2, 512, page_size=128)  # vLLM: as many bytes as a sliding layer's
 DRAFTER = Layer("drafter", 32, 8, 128, page_size=16)
 
@@ -81,7 +82,7 @@ def attention_cases(smoke: bool, device: str) -> Iterator[Case]:
     if smoke:
         small = Layer("full", 4, 2, 32)
         yield attention_case(small, 2, 48, 8, torch.float32, device)
-        window = replace(small, name="sliding", window=Window("symmetric", 16))
+        window = replace(small, name="sliding", window=16)
         yield attention_case(window, 2, 48, 8, torch.float32, device)
         return
     for batch, context in ((1, 65536), (1, 1024), (8, 8192), (8, 65536), (32, 1024), (32, 8192)):
@@ -105,12 +106,14 @@ def attention_case(
     tables = torch.randperm(batch * pages_each, device=device).int().view(batch, pages_each)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * width
     lens = torch.full((batch,), length, dtype=torch.int32, device=device)
-    is_causal = torch.zeros(batch, dtype=torch.bool, device=device)
-    ragged = RaggedBatch(starts, lens, tables, is_causal, max_query_len=width)
+    is_causal = torch.zeros(batch, dtype=torch.int32, device=device)
+    first_key = _first_key(layer, context, width)
+    first_keys = None if first_key is None else torch.full_like(lens, first_key)
+    ragged = RaggedBatch(starts, lens, tables, is_causal, width, first_keys)
     options = AttentionOptions(layer.head_size**-0.5, layer.window)
     cache = PagedKV(key, value)
     ours, theirs = torch.empty_like(query), torch.empty_like(query)
-    is_visible = _visible(layer.window, context, width, device)
+    is_visible = _visible(layer, context, width, device)
 
     def heads_first(one: Tensor) -> Tensor:
         return one.reshape(batch, -1, one.shape[-2], layer.head_size).transpose(1, 2).contiguous()
@@ -134,27 +137,35 @@ def attention_case(
         unified_attention(
             q=query, k=key, v=value, out=theirs, cu_seqlens_q=starts, max_seqlen_q=width,
             seqused_k=lens, max_seqlen_k=length, softmax_scale=options.scale, causal=is_causal,
-            window_size=(layer.window.size - 1, 0) if layer.window else (-1, -1),
+            window_size=(layer.window - 1, 0) if layer.window else (-1, -1),
             block_table=tables, softcap=0.0, q_descale=None, k_descale=None, v_descale=None,
         )  # fmt: skip
         return theirs
 
     runs = {"sdpa": sdpa, "dllm": dllm}
-    if device == "cuda" and (layer.window is None or layer.window.kind == "symmetric"):
+    if device == "cuda" and not layer.is_anchored:
         runs["vllm_unified"] = vllm_unified
     about = {"layer": layer.name, "batch": batch, "context": context, "rows": width}
     return Case(about, runs, functools.partial(_far_apart, dtype))
 
 
-def _visible(window: Window | None, context: int, width: int, device: str) -> Tensor:
+def _first_key(layer: Layer, context: int, width: int) -> int | None:
+    """The first visible key of a canvas; None where the symmetric window decides, or none."""
+    if not layer.is_anchored or layer.window is None:
+        return None
+    return anchor(QuerySpan(width, context + width, is_causal=False), layer.window)
+
+
+def _visible(layer: Layer, context: int, width: int, device: str) -> Tensor:
     """Which keys each row of a canvas sees, ``[width, context + width]``."""
     position = torch.arange(context + width, device=device)
     row = torch.arange(width, device=device)[:, None] + context
-    if window is None:
+    if layer.window is None:
         return torch.ones(width, context + width, dtype=torch.bool, device=device)
-    if window.kind == "anchored":
-        return (position >= context - (window.size - 1)).expand(width, -1)
-    return (position - row).abs() < window.size
+    first_key = _first_key(layer, context, width)
+    if first_key is not None:
+        return (position >= first_key).expand(width, -1)
+    return (position - row).abs() < layer.window
 
 
 def _far_apart(dtype: torch.dtype, first: Tensor, other: Tensor) -> str:

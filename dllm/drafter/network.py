@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -33,6 +32,7 @@ from vllm.model_executor.models.qwen3_dflash import (
     DFlashQwen3Model,
 )
 
+from dllm.attention.layers import use_anchored_window
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.context import ContextProjection
@@ -79,17 +79,7 @@ class DrafterLayer(DFlashQwen3DecoderLayer):
             vllm_config, config=own, layer_idx=layer_idx, cache_config=cache_config, **others
         )
         if layer.is_anchored:
-            _use_anchored_window(self.self_attn.attn)
-
-
-def _use_anchored_window(attention: Attention) -> None:
-    """Count the window from the start of the draft block, not from each of its rows."""
-    if attention.attn_backend.get_name() == "CPU_ATTN":
-        from dllm.attention.cpu_backend import use_anchored_window
-
-        use_anchored_window(attention)
-    else:
-        attention.impl.use_anchored_window()
+            use_anchored_window(self.self_attn.attn)
 
 
 class DrafterNetwork(DFlashQwen3Model):

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
@@ -38,7 +37,7 @@ from dllm.engine.family import Family
 from dllm.engine.grammars import CanvasGrammars, DeviceGrammars, HostGrammars
 from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
-from dllm.engine.spans import Spans, VirtualSequences
+from dllm.engine.spans import Sequences, Spans
 from dllm.engine.state import CanvasState, request_seed
 from dllm.ops.staging import to_device
 from dllm.settings.request import RequestOptions
@@ -72,11 +71,7 @@ class DiffusionModelState(ModelState):
         self._inputs_embeds = torch.zeros(
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
         )
-        # Our own backend takes, for each row, where it stops being causal. vLLM's backends take one
-        # causal flag for each sequence.
-        backend = vllm_config.attention_config.backend
-        self._takes_split_points = backend == AttentionBackendEnum.CUSTOM
-        self._split_points = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self._is_causal = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._condition = maybe_compile(self.family.condition, vllm_config)
         self._is_canvas_row = torch.zeros(self.max_num_tokens, dtype=torch.bool, device=device)
 
@@ -203,18 +198,20 @@ class DiffusionModelState(ModelState):
         for_capture: bool = False,
         ubatch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Metadata for the attention backend: heads are causal and canvases bidirectional."""
+        """Metadata for the attention backend: which sequences of the batch are causal.
+
+        One picture of a batch for every backend (``engine.spans``).
+        """
         assert ubatch_idx == 0, "batches of heads and canvases are not split"
-        if self._is_async:
-            pending.find_commits(self.canvases, input_batch)
         self._attention = block_tables, slot_mappings, attn_groups, kv_cache_config
-        describe = self._rows if self._takes_split_points else self._virtual_sequences
+        is_full = cudagraph_mode == CUDAGraphMode.FULL
+        describe = self._in_place if is_full else self._gathered
         return build_attn_metadata(
             attn_groups=attn_groups,
             slot_mappings=slot_mappings,
             kv_cache_config=kv_cache_config,
             for_cudagraph_capture=for_capture,
-            **describe(input_batch, cudagraph_mode, block_tables),
+            **describe(input_batch, block_tables),
         )
 
     def canvas_attention(
@@ -233,70 +230,60 @@ class DiffusionModelState(ModelState):
         )
         return metadata, build_slot_mappings_by_layer(slot_mapping, kv_cache_config)
 
-    def _rows(
-        self,
-        input_batch: InputBatch,
-        cudagraph_mode: CUDAGraphMode,
-        block_tables: tuple[torch.Tensor, ...],
+    def _gathered(
+        self, input_batch: InputBatch, block_tables: tuple[torch.Tensor, ...]
     ) -> dict[str, Any]:
-        """One sequence for each row, with its split point, in tensors that a CUDA graph can use."""
-        is_padded = cudagraph_mode == CUDAGraphMode.FULL
-        num_rows = input_batch.num_reqs_after_padding if is_padded else input_batch.num_reqs
-        split_points = self._split_points[:num_rows].zero_()
-        head_lens = to_device(_spans(input_batch).head_lens, self.device)
-        if self._is_async:
-            head_lens = head_lens + pending.causal_lens(self.canvases, input_batch)
-        split_points[: input_batch.num_reqs] = head_lens
-        return {
-            "num_reqs": num_rows,
-            "num_tokens": (
-                input_batch.num_tokens_after_padding if is_padded else input_batch.num_tokens
-            ),
-            "query_start_loc_gpu": input_batch.query_start_loc[: num_rows + 1],
-            "query_start_loc_cpu": torch.from_numpy(input_batch.query_start_loc_np[: num_rows + 1]),
-            "max_query_len": int(input_batch.num_scheduled_tokens.max()),
-            "seq_lens": input_batch.seq_lens,
-            "max_seq_len": int(input_batch.seq_lens_cpu_upper_bound.max()),
-            "block_tables": block_tables,
-            # [rows] int32. Backends of vLLM expect a flag for each sequence here; vLLM only passes
-            # the tensor on. Our backend reads split points from it: how many tokens at the start of
-            # the row's query span are causal (0: none, query_len: all).
-            "causal": split_points,
-        }
-
-    def _virtual_sequences(
-        self,
-        input_batch: InputBatch,
-        cudagraph_mode: CUDAGraphMode,
-        block_tables: tuple[torch.Tensor, ...],
-    ) -> dict[str, Any]:
-        """Heads and canvases as separate sequences, for backends with one flag per sequence."""
-        assert cudagraph_mode != CUDAGraphMode.FULL, "virtual sequences change in number"
+        """Any batch: a row may be several sequences, over the same pages."""
         sequences = self._sequences(input_batch)
+        rows = input_batch.seq_lens_cpu_upper_bound.numpy()[sequences.row_of]
         row_of = to_device(sequences.row_of, self.device)
-        seq_lens = to_device(sequences.seq_lens, self.device)
+        # The host may count a canvas in flight as if it moved the position; the device knows.
+        tokens_behind = to_device(rows - sequences.seq_lens, self.device)
         is_causal = to_device(sequences.is_causal, self.device)
         if self._is_async:
-            seq_lens = seq_lens + pending.host_error(input_batch)[row_of]
-            is_block = pending.causal_lens(self.canvases, input_batch)[row_of] > 0
-            is_causal = torch.where(is_block, 1, is_causal)
+            is_causal = is_causal | pending.find_commits(self.canvases, input_batch)[row_of]
         return {
             "num_reqs": len(sequences.row_of),
             "num_tokens": input_batch.num_tokens,
             "query_start_loc_gpu": to_device(sequences.query_start_loc, self.device),
             "query_start_loc_cpu": torch.from_numpy(sequences.query_start_loc),
             "max_query_len": int(np.diff(sequences.query_start_loc).max()),
-            "seq_lens": seq_lens,
+            "seq_lens": input_batch.seq_lens[row_of] - tokens_behind,
             "max_seq_len": int(sequences.seq_lens.max()),
             "block_tables": [table[row_of] for table in block_tables],
             "causal": is_causal,
             "mm_req_doc_ranges": sequences.images,
         }
 
-    def _sequences(self, input_batch: InputBatch) -> VirtualSequences:
+    def _in_place(
+        self, input_batch: InputBatch, block_tables: tuple[torch.Tensor, ...]
+    ) -> dict[str, Any]:
+        """A batch in which each row is one sequence, in tensors that a full CUDA graph has read.
+
+        ``patches.cuda_graphs`` keeps rows with a head and a canvas out of full graphs.
+        """
+        sequences, num_rows = self._sequences(input_batch), input_batch.num_reqs_after_padding
+        num_reqs = input_batch.num_reqs
+        assert len(sequences.row_of) == num_reqs, "a row of a full graph is one sequence"
+        is_causal = self._is_causal[:num_rows].zero_()
+        is_causal[:num_reqs] = to_device(sequences.is_causal, self.device)
+        if self._is_async:
+            is_causal[:num_reqs] |= pending.find_commits(self.canvases, input_batch)
+        return {
+            "num_reqs": num_rows,
+            "num_tokens": input_batch.num_tokens_after_padding,
+            "query_start_loc_gpu": input_batch.query_start_loc[: num_rows + 1],
+            "query_start_loc_cpu": torch.from_numpy(input_batch.query_start_loc_np[: num_rows + 1]),
+            "max_query_len": int(input_batch.num_scheduled_tokens.max()),
+            "seq_lens": input_batch.seq_lens,
+            "max_seq_len": self.model_config.max_model_len,  # a graph is captured for any length
+            "block_tables": block_tables,
+            "causal": is_causal,
+        }
+
+    def _sequences(self, input_batch: InputBatch) -> Sequences:
         seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
-        block_size = self.family.settings.block_size
-        return _spans(input_batch).virtual_sequences(seq_lens, block_size)
+        return _spans(input_batch).sequences(seq_lens, self.family.settings.block_size)
 
     def _write_emitted_ids(self, input_batch: InputBatch, req_states: RequestState) -> None:
         """Write the token ids of emitted blocks into the heads of their rows.

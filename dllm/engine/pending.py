@@ -24,7 +24,6 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.state import CanvasState
-from dllm.ops.staging import to_device
 
 
 def find_commits(state: CanvasState, batch: InputBatch) -> torch.Tensor:
@@ -38,23 +37,6 @@ def find_commits(state: CanvasState, batch: InputBatch) -> torch.Tensor:
     commits = has_no_head & (state.num_pending[slots] > 0)
     state.commits[slots] = commits
     return commits
-
-
-def causal_lens(state: CanvasState, batch: InputBatch) -> torch.Tensor:
-    """How many tokens of each row a plain commit makes causal: all of them, or 0. ``[R]`` int32."""
-    slots = batch.idx_mapping[: batch.num_reqs].long()
-    query_lens = batch.query_start_loc[: batch.num_reqs + 1].diff()
-    return torch.where(state.commits[slots], query_lens, 0)
-
-
-def host_error(batch: InputBatch) -> torch.Tensor:
-    """What to add to a sequence length that the host knows: ``[R]`` int32, at most 0.
-
-    The host counts a canvas in flight as if it moved the position. Most do not.
-    """
-    believed = batch.seq_lens_cpu_upper_bound[: batch.num_reqs]
-    seq_lens = batch.seq_lens[: batch.num_reqs]
-    return seq_lens - to_device(believed.numpy(), seq_lens.device)
 
 
 def write_block_ids(state: CanvasState, batch: InputBatch) -> torch.Tensor:

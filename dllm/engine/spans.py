@@ -1,16 +1,20 @@
-"""Splits each row of a step's batch into a causal head and a bidirectional canvas.
+"""Reads off the schedule which tokens of a step are causal, and describes the step as sequences.
 
-A row of the batch is one request; its query span is the tokens that are scheduled for it. No flag
-says whether a request is in its prompt or denoises: it follows from the schedule, in which the
-canvas counts as draft tokens (the core rule of ARCHITECTURE.md):
+A row of the batch is one request; its tokens are those that are scheduled for it. No flag says
+whether a request is in its prompt or denoises: it follows from the schedule, in which the canvas
+counts as draft tokens (the core rule of ARCHITECTURE.md):
 
     head_len = query_len - num_draft_tokens
     tokens [0, head_len)          causal, KV kept, no logits  (a prompt chunk, or an emitted block)
     tokens [head_len, query_len)  the canvas: bidirectional, with logits
 
-In a model with blocks of B > 1 tokens, a head token at position p sees its own block, too: the keys
-before min((p // B + 1) * B, seq_len). Of a block that is not whole yet, no KV is kept. Its tokens
-are the *tail* of the head. They are in front of the canvas in every step, and see it.
+Attention takes sequences, each of which is causal or bidirectional as a whole
+(``attention.masks``). A row with a head and a canvas is two sequences over the same KV pages.
+Positions, slot mappings and logits belong to tokens, and stay as they are.
+
+In a model with blocks of B > 1 tokens, a causal token sees its own block, too. If a head ends
+within a block, the tokens of that block are the *tail* of the head. No KV is kept of them, because
+the block is not whole yet. They are in front of the canvas in every step, and part of its sequence.
 """
 
 from collections.abc import Sequence
@@ -20,12 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 
-class VirtualSequences(NamedTuple):
-    """The batch for attention backends that take one causal flag for each sequence.
-
-    A row with a head and a canvas becomes two sequences over the same KV pages: its head, causal,
-    and its canvas, bidirectional. Positions, slot mappings and logits belong to tokens, not to
-    sequences, and stay as they are.
+class Sequences(NamedTuple):
+    """A batch as attention takes it: S sequences in the order of their tokens.
 
     Attributes:
         row_of: [S] int64, the batch row that a sequence belongs to.
@@ -41,7 +41,7 @@ class VirtualSequences(NamedTuple):
     is_causal: np.ndarray
     images: dict[int, list[tuple[int, int]]] | None = None
 
-    def with_images(self, images: Sequence[Sequence[tuple[int, int]]]) -> "VirtualSequences":
+    def with_images(self, images: Sequence[Sequence[tuple[int, int]]]) -> "Sequences":
         """Make every image of the causal sequences a bidirectional sequence of its own.
 
         Such a sequence ends with the image's last token, so the image sees what is in front of it
@@ -70,7 +70,7 @@ class VirtualSequences(NamedTuple):
             if start < stop:
                 parts.append((row, stop - start, stop, is_causal))
         rows, lengths, ends, flags = np.array(parts, dtype=np.int32).T
-        return VirtualSequences(
+        return Sequences(
             row_of=rows.astype(np.int64),
             query_start_loc=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
             seq_lens=ends.copy(),
@@ -108,44 +108,25 @@ class Spans:
         """
         return np.minimum((seq_lens - self.canvas_widths) % block_size, self.head_lens)
 
-    def virtual_sequences(self, seq_lens: np.ndarray, block_size: int = 1) -> VirtualSequences:
-        """The same batch as sequences that are causal or bidirectional as a whole.
+    def sequences(self, seq_lens: np.ndarray, block_size: int = 1) -> Sequences:
+        """The batch as sequences that are causal or bidirectional as a whole.
 
         Args:
             seq_lens: [R], tokens of context and query together, of each row.
             block_size: of the model.
         """
-        if block_size > 1:
-            return self._block_sequences(seq_lens, block_size)
-        num_rows = len(self.head_lens)
+        tails = np.where(self.canvas_widths > 0, self.tail_lens(seq_lens, block_size), 0)
+        widths = self.canvas_widths + tails
+        num_rows = len(widths)
         # [2 * R]: head, canvas, head, canvas, ... Empty heads and canvases are dropped below.
-        lens = np.stack([self.head_lens, self.canvas_widths], axis=1).reshape(-1)
-        ends = np.stack([seq_lens - self.canvas_widths, seq_lens], axis=1).reshape(-1)
+        lens = np.stack([self.head_lens - tails, widths], axis=1).reshape(-1)
+        ends = np.stack([seq_lens - widths, seq_lens], axis=1).reshape(-1)
         row_of = np.repeat(np.arange(num_rows, dtype=np.int64), 2)
         is_causal = np.tile(np.array([1, 0], dtype=np.int32), num_rows)
         kept = lens > 0
-        query_start_loc = np.concatenate(([0], np.cumsum(lens[kept])))
-        return VirtualSequences(
+        return Sequences(
             row_of=row_of[kept],
-            query_start_loc=query_start_loc.astype(np.int32),
+            query_start_loc=np.concatenate(([0], np.cumsum(lens[kept]))).astype(np.int32),
             seq_lens=ends[kept].astype(np.int32),
             is_causal=is_causal[kept],
-        )
-
-    def _block_sequences(self, seq_lens: np.ndarray, block_size: int) -> VirtualSequences:
-        """Each block of a head as a bidirectional sequence; the last one may hold the canvas."""
-        query_lens = self.head_lens + self.canvas_widths
-        starts = seq_lens - query_lens
-        # A row is cut at the ends of its blocks. A canvas ends with its block, or the context does.
-        num_blocks = -(-seq_lens // block_size) - starts // block_size
-        row_of = np.repeat(np.arange(len(seq_lens), dtype=np.int64), num_blocks)
-        nth = np.arange(len(row_of)) - np.repeat(np.cumsum(num_blocks) - num_blocks, num_blocks)
-        first_block = starts[row_of] // block_size + nth
-        ends = np.minimum((first_block + 1) * block_size, seq_lens[row_of])
-        lens = ends - np.maximum(first_block * block_size, starts[row_of])
-        return VirtualSequences(
-            row_of=row_of,
-            query_start_loc=np.concatenate(([0], np.cumsum(lens))).astype(np.int32),
-            seq_lens=ends.astype(np.int32),
-            is_causal=np.zeros(len(row_of), dtype=np.int32),
         )

@@ -236,7 +236,6 @@ def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:
     Raises:
         ValueError: the backend that the user asks for cannot serve this model.
     """
-    from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -274,10 +273,6 @@ def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:
                 "out, or use --attention-backend TRITON_ATTN."
             )
         attention.flash_attn_version = 4
-    # These backends get heads and canvases as separate sequences. Their number differs from step to
-    # step, which a full CUDA graph does not allow.
-    if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def _refuse_cache_dtype(cache_dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the batch sizes for which CUDA graphs are captured, and keeps images out of full graphs.
+"""Chooses the batch sizes for which CUDA graphs are captured, and keeps heads out of full graphs.
 
 vLLM chooses the graph of a batch from three numbers, before any attention metadata exists
 (``CudaGraphManager.dispatch``): tokens, requests, and the query length if it is the same for all
@@ -9,15 +9,20 @@ mode, ``FULL_AND_PIECEWISE``,
     heads, prompts, narrow canvases, images       a PIECEWISE graph, between whose pieces the
                                                   attention is launched
 
+A full graph replays a fixed number of sequences (``engine.spans``). Canvases alone are one sequence
+for each request; a head with a canvas behind it is two, and a prompt with images may be many.
+
 A batch is padded to the next captured size. vLLM's default sizes end at 512 tokens, that is, two
 canvases of 256; a batch that is larger than all sizes runs without a graph.
 """
 
+import functools
 from typing import Any
 
 from vllm.logger import init_logger
 
 from dllm import LOGGER
+from dllm.models import FAMILIES
 
 logger = init_logger(LOGGER)
 
@@ -32,8 +37,7 @@ EACH_UP_TO = 16
 def choose_cuda_graphs(vllm_config: Any, canvas_length: int) -> None:
     """Set the sizes of graphs unless the user gave some; call it when ``max_num_seqs`` is known.
 
-    A mode in which prompts run as full graphs is not allowed with bidirectional images: a full
-    graph replays a fixed number of sequences, and each such image is a sequence of its own.
+    A mode in which prompts run as full graphs becomes one in which they do not.
     """
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
@@ -47,14 +51,36 @@ def choose_cuda_graphs(vllm_config: Any, canvas_length: int) -> None:
         compilation.cudagraph_capture_sizes = capture_sizes(
             canvas_length, scheduler.max_num_seqs, scheduler.max_num_batched_tokens
         )
-    model = vllm_config.model_config
-    has_images = model.is_multimodal_model and model.is_mm_prefix_lm
-    if has_images and compilation.cudagraph_mode == CUDAGraphMode.FULL:
+    if compilation.cudagraph_mode == CUDAGraphMode.FULL:
         compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
         logger.warning(
-            "dllm: the CUDA graph mode is FULL_AND_PIECEWISE instead of FULL, in which the tokens "
-            "of an image would not see each other"
+            "dllm: the CUDA graph mode is FULL_AND_PIECEWISE instead of FULL: a step in which a "
+            "request has more than its canvas cannot be a full graph"
         )
+
+
+@functools.cache
+def keep_heads_out_of_full_graphs() -> None:
+    """Let vLLM's runner take a full graph for a diffusion model's canvases alone.
+
+    It takes one where all requests have as many tokens as the widest canvas. That may be a head and
+    a narrower canvas behind it. With blocks it is always one block, which is one sequence.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    gather = GPUModelRunner.gather_batch_req_state
+
+    def gather_batch_req_state(self: Any, scheduler_output: Any, dummy_run: bool) -> Any:
+        state, num_tokens_each = gather(self, scheduler_output, dummy_run)
+        widths = getattr(state, "num_draft_tokens_np", None)
+        if widths is None or self.model_config.architecture not in FAMILIES:
+            return state, num_tokens_each
+        has_head = (widths > 0) & (widths < state.num_scheduled_tokens)
+        if self.model_state.family.settings.block_size == 1 and has_head.any():
+            num_tokens_each = None
+        return state, num_tokens_each
+
+    GPUModelRunner.gather_batch_req_state = gather_batch_req_state  # type: ignore[method-assign]
 
 
 def capture_sizes(canvas_length: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:

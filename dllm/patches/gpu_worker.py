@@ -11,6 +11,7 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from dllm.drafter.cache import check_pages
 from dllm.engine.warm_up import warm_up
 from dllm.patches.contract import SCHEDULERS
+from dllm.patches.cuda_graphs import keep_heads_out_of_full_graphs
 from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
 from dllm.patches.recording import Records
 from dllm.patches.remote import RidingDrafts
@@ -24,6 +25,7 @@ class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
         self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
         if self.serves_canvases:
             notice_arrivals()
+            keep_heads_out_of_full_graphs()
         draft_in_this_worker(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
 

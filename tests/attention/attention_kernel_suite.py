@@ -27,10 +27,19 @@ import dllm.attention.canvas_attention as kernel_module
 from dllm.attention.cache_write import check_write, write_kv
 from dllm.attention.canvas_attention import batch_shape, canvas_attention
 from dllm.attention.inputs import PagedKV, check_inputs
-from dllm.attention.masks import QuerySpan, Window, visible_range
+from dllm.attention.masks import QuerySpan, visible_range
 from dllm.attention.planning import AttentionPlan, num_splits, plan_attention, visible_keys
 from dllm.attention.tuning import TileConfig
-from tests.support.attention_cases import CAUSAL, IMAGE, Case, CaseSpec, make_batch, make_case
+from tests.support.attention_cases import (
+    CAUSAL,
+    IMAGE,
+    Case,
+    CaseSpec,
+    Window,
+    make_batch,
+    make_case,
+    sequences_of,
+)
 from tests.support.interpreter import DEVICE, UNIT_ROUNDOFF, speed_up
 
 speed_up()
@@ -41,11 +50,10 @@ UNSPLIT = dataclasses.replace(TINY, max_splits=1)
 MIXED = (
     (5, 20, CAUSAL), (7, 33, 0), (9, 0, 4), (1, 70, CAUSAL), (3, 90, 1), (6, 0, 0), (9, 40, IMAGE),
 )  # fmt: skip
-# With blocks: a prompt in two chunks, the second of which ends within a block; a tail with its
-# canvas; an emitted block with the next canvas; a commit alone; blocks that cross pages; a context
-# that ends within a block.
+# With blocks: a prompt in two chunks, the second of which ends within a block; a canvas; an emitted
+# block with the next canvas; a commit alone; a context that ends within a block.
 BLOCKS = (
-    (64, 0, CAUSAL), (41, 64, CAUSAL), (32, 96, 9), (64, 96, 32), (32, 32, CAUSAL),
+    (64, 0, CAUSAL), (41, 64, CAUSAL), (32, 96, 0), (64, 96, 32), (32, 32, CAUSAL),
     (7, 89, CAUSAL), (1, 96, CAUSAL),
 )  # fmt: skip
 WINDOWS = [None, Window("symmetric", 8), Window("anchored", 8)]
@@ -87,7 +95,7 @@ def splits(case: Case, plan: AttentionPlan) -> list[int]:
     ]
 
 
-def sees_nothing(span: QuerySpan, parts: int, window: Window) -> bool:
+def sees_nothing(span: QuerySpan, parts: int, window: int) -> bool:
     """Whether some row tile (16 pairs, groups of 2) sees no key of some part of a span.
 
     Parts are multiples of 32 keys long, from the first visible key on, rounded down to 32.
@@ -153,7 +161,7 @@ def test_every_dtype_and_row_kind(
 def test_contexts_around_the_window(kind: str, context: int) -> None:
     """W = 26: below, at and above W - 1 - canvas, W - 1 and W, where the kinds start to differ."""
     spans = ((15, context, CAUSAL), (15, context, 0), (15, context, 7))
-    case = make_case(CaseSpec(spans, window=Window(kind, 26), num_heads=2, device=DEVICE))  # type: ignore[arg-type]
+    case = make_case(CaseSpec(spans, window=Window(kind, 26), num_heads=2, device=DEVICE))
     check(case, run(case)[0])
 
 
@@ -165,7 +173,7 @@ def test_windows_that_are_split(kind: str, size: int, page_size: int) -> None:
     Some rows see nothing of some parts: the first rows of a causal head end before the last part,
     and the last rows of a canvas begin behind the first one.
     """
-    window = Window(kind, size)  # type: ignore[arg-type]
+    window = Window(kind, size)
     spans = ((33, 61, 0), (30, 150, CAUSAL), (21, 43, 13), (1, 95, 0), (9, 0, 0))
     spec = CaseSpec(
         spans, num_kv_heads=1, num_heads=2, page_size=page_size, window=window,
@@ -175,7 +183,7 @@ def test_windows_that_are_split(kind: str, size: int, page_size: int) -> None:
     out, plan = run(case)
     parts = splits(case, plan)
     assert max(parts) == min(3, -(-(size + 32) // 32))
-    assert any(sees_nothing(*each, window) for each in zip(case.spans, parts, strict=True))
+    assert any(sees_nothing(*each, size) for each in zip(case.spans, parts, strict=True))
     check(case, out)
     whole, _ = run(case, UNSPLIT)
     torch.testing.assert_close(out, whole, rtol=0, atol=2e-6, equal_nan=True)
@@ -188,7 +196,7 @@ def test_dtypes_of_windows_that_are_split(
 ) -> None:
     spec = CaseSpec(
         ((7, 70, 0), (9, 90, 5), (5, 80, CAUSAL)), num_kv_heads=1, num_heads=2, dtype=dtype,
-        cache_dtype=cache_dtype, window=Window(kind, 40), device=DEVICE,  # type: ignore[arg-type]
+        cache_dtype=cache_dtype, window=Window(kind, 40), device=DEVICE,
     )  # fmt: skip
     out, plan = run(case := make_case(spec))
     assert min(splits(case, plan)) > 1
@@ -200,7 +208,7 @@ def test_dtypes_of_windows_that_are_split(
 def test_canvases_wider_than_the_window(kind: str, size: int) -> None:
     """Here both edges of a symmetric row lie inside the canvas."""
     spans = ((15, 9, 0), (15, 2, 4), (40, 0, 0))
-    case = make_case(CaseSpec(spans, window=Window(kind, size), num_heads=2, device=DEVICE))  # type: ignore[arg-type]
+    case = make_case(CaseSpec(spans, window=Window(kind, size), num_heads=2, device=DEVICE))
     check(case, run(case)[0])
 
 
@@ -227,7 +235,7 @@ def test_blocks_with_the_committed_tiles() -> None:
 
 
 def tiles_of_rows(
-    span: QuerySpan, window: Window | None, block_size: int = 1
+    span: QuerySpan, window: int | None, block_size: int = 1
 ) -> list[tuple[range, int, int]]:
     """Rows of each row tile (16 pairs, groups of 2), and from the specification the first and
     last-plus-one key that any of them sees."""
@@ -258,14 +266,13 @@ def test_only_visible_tiles_are_taken_and_only_edges_masked(
 
     monkeypatch.setattr(kernel_module, "attend", spy)
     spans = ((20, 110, CAUSAL), (20, 110, 0), (20, 110, 9), (20, 110, IMAGE))
-    case = make_case(CaseSpec(spans, num_kv_heads=2, num_heads=4, head_size=16))
-    options = dataclasses.replace(case.options, window=window, block_size=block_size)
-    _, plan = run(case := dataclasses.replace(case, options=options), UNSPLIT)
+    spec = CaseSpec(spans, 4, 2, head_size=16, window=window, block_size=block_size)
+    _, plan = run(case := make_case(spec), UNSPLIT)
     assert (plan.block_m, plan.config.block_n) == (16, 32)
     expected = []
     for span in case.spans:
-        for rows, low, high in tiles_of_rows(span, window, block_size):
-            bounds = [visible_range(row, span, window, block_size) for row in rows]
+        for rows, low, high in tiles_of_rows(span, case.options.window, block_size):
+            bounds = [visible_range(row, span, case.options.window, block_size) for row in rows]
             whole = max(0, min(b[1] for b in bounds) // 32 - -(-max(b[0] for b in bounds) // 32))
             expected += [(False, whole), (True, -(-high // 32) - low // 32 - whole)]
     assert sorted(taken) == sorted(2 * expected)  # two KV heads
@@ -286,7 +293,12 @@ def test_a_row_tile_loads_nothing_that_its_rows_do_not_see(
         window, block_size = None, window
     spec = CaseSpec(((20, 60, split),), window=window, block_size=block_size, device=DEVICE)
     case = make_case(spec)
-    for rows, low, high in tiles_of_rows(case.spans[0], window, block_size):
+    tiles = [
+        (index, *tile)
+        for index, span in enumerate(case.spans)
+        for tile in tiles_of_rows(span, case.options.window, block_size)
+    ]
+    for index, rows, low, high in tiles:
         key, value = case.cache.key.clone(), case.cache.value.clone()
         for pos in (*range(low), *range(high, 80)):
             page = case.batch.block_tables[0, pos // 16]
@@ -294,8 +306,9 @@ def test_a_row_tile_loads_nothing_that_its_rows_do_not_see(
         poisoned = dataclasses.replace(case, cache=PagedKV(key, value))
         out, plan = run(poisoned, UNSPLIT)
         assert plan.block_m == 16
-        mine = slice(rows.start, rows.stop)
-        torch.testing.assert_close(out[mine], case.expected[0][mine], rtol=0, atol=1e-4)
+        got = rows_of(poisoned, out, index)[rows.start : rows.stop]
+        expected = case.expected[index][rows.start : rows.stop]
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("page_size", [5, 32, 48, 64])
@@ -334,16 +347,6 @@ def test_columns_of_a_head_shared_by_programs_while_split() -> None:
 def test_soft_cap(window: Window | None) -> None:
     spec = CaseSpec(MIXED, 2, 1, logit_softcap=1.5, window=window, device=DEVICE)
     check(case := make_case(spec), run(case, UNSPLIT)[0])
-
-
-def test_a_bool_flag_is_the_special_case_of_the_split_point() -> None:
-    spans = ((9, 20, CAUSAL), (7, 33, 0), (5, 0, 0), (1, 40, CAUSAL))
-    case = make_case(CaseSpec(spans, padding_seqs=1, device=DEVICE))
-    flags = torch.tensor([True, False, False, True, False], device=DEVICE)
-    batch = dataclasses.replace(case.batch, bidirectional_from=flags)
-    out, _ = run(dataclasses.replace(case, batch=batch), UNSPLIT)
-    check(case, out)
-    assert torch.equal(out, run(case, UNSPLIT)[0])
 
 
 def test_splitting_changes_nothing_but_rounding() -> None:
@@ -549,11 +552,11 @@ def test_cache_write_quantizes_and_saturates(fp8: torch.dtype) -> None:
 
 def test_what_was_written_is_what_attention_reads() -> None:
     """Context and canvas enter through `write_kv`, into pages that held NaN."""
-    spans = [QuerySpan(6, 20, 0), QuerySpan(9, 9, 4)]
+    spans = [*sequences_of(6, 14, 0), *sequences_of(9, 0, 4)]
     page_size, heads, head_size = 4, 2, 32
     cache_key = torch.full((9, page_size, heads, head_size), float("nan"), device=DEVICE)
     cache = PagedKV(cache_key, cache_key.clone())
-    tables = torch.tensor([[3, 1, 8, 0, 5], [7, 2, 4, -1, -1]], dtype=torch.int32)
+    tables = torch.tensor([[3, 1, 8, 0, 5], *[[7, 2, 4, -1, -1]] * 2], dtype=torch.int32)
     case = make_case(CaseSpec(((6, 14, 0), (9, 0, 4)), num_kv_heads=heads, device=DEVICE))
     for index, span in enumerate(spans):
         pages = case.batch.block_tables[index].cpu()
@@ -578,24 +581,24 @@ def test_cache_write_refuses_a_slot_beyond_the_cache() -> None:
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_one_graph_serves_every_mix(window: Window | None) -> None:
-    """Captured once with empty spans; replayed with other split points, lengths and padding.
+    """Captured once with empty sequences; replayed with other kinds, lengths and padding.
 
-    Spans go up to twice the canvas of 8: an emitted block and the next canvas. Without a GPU the
-    replay is the same launch on the same tensors: one plan and its bounds hold for every mix.
+    Without a GPU the replay is the same launch on the same tensors: one plan and its bounds hold
+    for every mix.
     """
-    rows, num_seqs = 16, 3
+    rows, num_seqs = 16, 6
     spec = CaseSpec((), 2, 1, dtype=torch.bfloat16, window=window, device=DEVICE)
     shape = (32, spec.page_size, spec.num_kv_heads, spec.head_size)
     cache = PagedKV(*(torch.zeros(shape, dtype=spec.dtype, device=DEVICE) for _ in range(2)))
-    query = torch.zeros(
-        num_seqs * rows, spec.num_heads, spec.head_size, dtype=spec.dtype, device=DEVICE
-    )
+    query = torch.zeros(3 * rows, spec.num_heads, spec.head_size, dtype=spec.dtype, device=DEVICE)
     out = torch.zeros_like(query)
     tables = torch.zeros(num_seqs, 12, dtype=torch.int32)
-    empty = [QuerySpan(0, 0, 0)] * num_seqs
+    empty = [QuerySpan(0, 0, is_causal=False)] * num_seqs
     static = dataclasses.replace(make_batch(empty, tables, device=DEVICE), max_query_len=rows)
+    if window is not None and window.kind == "anchored":
+        static = dataclasses.replace(static, first_keys=static.seq_lens - 1)
     options = make_case(spec).options
-    plan = plan_attention(batch_shape(query, cache, static), TINY, window)
+    plan = plan_attention(batch_shape(query, cache, static), TINY, options.window)
 
     def launch() -> None:
         canvas_attention(query, cache, static, options, out, plan)
@@ -614,19 +617,19 @@ def test_one_graph_serves_every_mix(window: Window | None) -> None:
         ((3, 20, 1), (rows, 100, 8), (5, 60, 0)),
         ((8, 70, 0),),
     ):
-        padding = num_seqs * rows - sum(span[0] for span in spans)
-        case = make_case(
-            dataclasses.replace(
-                spec, spans=spans, padding_seqs=num_seqs - len(spans), padding_tokens=padding
-            )
-        )
+        padding = 3 * rows - sum(span[0] for span in spans)
+        missing = num_seqs - sum(len(sequences_of(*span)) for span in spans)
+        spec = dataclasses.replace(spec, spans=spans, padding_seqs=missing, padding_tokens=padding)
+        case = make_case(spec)
         for target, source in (
             (static.query_start_loc, case.batch.query_start_loc),
             (static.seq_lens, case.batch.seq_lens),
-            (static.bidirectional_from, case.batch.bidirectional_from),
+            (static.is_causal, case.batch.is_causal),
+            (static.first_keys, case.batch.first_keys),
             (query, case.query),
         ):
-            target.copy_(source)
+            if target is not None:
+                target.copy_(-1 if source is None else source)
         static.block_tables.fill_(-1)
         static.block_tables[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
         for target, source in ((cache.key, case.cache.key), (cache.value, case.cache.value)):

@@ -54,11 +54,11 @@ def test_first_step_logits_equal_hugging_face(engine_run):
 
 def test_one_pass_mixed_every_kind_of_row(engine_run):
     _, run = engine_run
-    kinds = {kind for kind, _, _ in run["calls"]}
-    assert kinds == {"anchored", None}  # sliding and full layers
-    splits = [tuple(points) for _, points, _ in run["calls"]]
-    assert any(0 in points and CANVAS in points for points in splits), "no head beside a canvas"
-    assert any(37 in points for points in splits), "no prompt"
+    assert {is_anchored for is_anchored, _ in run["calls"]} == {True, False}  # sliding, full layers
+    batches = [sequences for _, sequences in run["calls"]]
+    canvas, block, prompt = (CANVAS, 0), (CANVAS, 1), (37, 1)
+    assert any(canvas in batch and block in batch for batch in batches), "no block with a canvas"
+    assert any(prompt in batch for batch in batches), "no prompt"
 
 
 def test_each_layer_checks_its_tensors_once(engine_run):
@@ -69,7 +69,7 @@ def test_each_layer_checks_its_tensors_once(engine_run):
 
 @pytest.mark.parametrize("name", ["SDAR", "LLADA2"])
 def test_models_with_blocks_do_the_same_as_on_vllms_cpu_kernel(name, tmp_path):
-    """There, each block of a head is a sequence of its own."""
+    """There, each block of a causal sequence is a sequence of its own."""
     path = family_checkpoints.write(tmp_path / "model", getattr(family_checkpoints, name))
     worker, output, num_tokens = "tests.support.attention_backend_worker", tmp_path / "run.pt", 12
     run_python("-m", worker, str(path), str(output), "32", str(num_tokens))
@@ -114,9 +114,8 @@ def test_our_backend_is_the_default_with_full_graphs(choose, backend, window):
 
 
 def test_backends_with_one_flag_a_sequence_keep_working(choose):
-    piecewise = CUDAGraphMode.PIECEWISE
-    assert choose("TRITON_ATTN", "symmetric") == ("TRITON_ATTN", None, piecewise)
-    assert choose("FLASH_ATTN", "symmetric") == ("FLASH_ATTN", 4, piecewise)
+    assert choose("TRITON_ATTN", "symmetric") == ("TRITON_ATTN", None, None)
+    assert choose("FLASH_ATTN", "symmetric") == ("FLASH_ATTN", 4, None)
     no_graphs = choose("TRITON_ATTN", "symmetric", mode=CUDAGraphMode.NONE)
     assert no_graphs == ("TRITON_ATTN", None, CUDAGraphMode.NONE)
 
@@ -175,7 +174,8 @@ def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
 
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=512),
-        model_config=SimpleNamespace(max_model_len=8192),
+        model_config=SimpleNamespace(max_model_len=8192, is_mm_prefix_lm=False),
+        diffusion_config=None,
     )
     sizes, allocate = [], backend.largest_workspace
     monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
@@ -194,7 +194,7 @@ def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
 
 
 def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
-    """Captured with canvases of 16 rows, replayed with spans of 32: the tensors are the same
+    """Captured with 16 rows a sequence, replayed with 32: the tensors are the same
     memory, and the tiles do not depend on the step."""
     from dllm.attention.backend import CanvasAttentionMetadataBuilder
     from dllm.attention.planning import BatchShape, plan_attention
@@ -209,7 +209,7 @@ def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
         "query_start_loc": torch.zeros(5, dtype=torch.int32),
         "seq_lens": torch.zeros(4, dtype=torch.int32),
         "block_tables": torch.zeros(4, 512, dtype=torch.int32),
-        "bidirectional_from": torch.zeros(4, dtype=torch.int32),
+        "is_causal": torch.zeros(4, dtype=torch.int32),
     }
 
     def common(num_reqs, num_tokens, causal):
@@ -226,9 +226,9 @@ def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
             causal=causal,
         )
 
-    points = buffers["bidirectional_from"]
-    captured = builder.build_for_cudagraph_capture(common(4, 64, points[:4])).batch
-    step = builder.build(0, common(2, 64, points[:2])).batch
+    is_causal = buffers["is_causal"]
+    captured = builder.build_for_cudagraph_capture(common(4, 64, is_causal[:4])).batch
+    step = builder.build(0, common(2, 64, is_causal[:2])).batch
     for batch, num_reqs in ((captured, 4), (step, 2)):
         assert batch.num_seqs == num_reqs
         for name, buffer in buffers.items():
@@ -243,7 +243,40 @@ def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
 
     assert tiles(captured) == tiles(step)
 
-    flags = [builder.build(0, common(3, 48, flag)).batch.bidirectional_from for flag in (True,) * 2]
+    flags = [builder.build(0, common(3, 48, flag)).batch.is_causal for flag in (True,) * 2]
     assert flags[0].data_ptr() == flags[1].data_ptr()
-    assert flags[0].tolist() == [True] * 3
-    assert builder.build(0, common(3, 48, False)).batch.bidirectional_from.tolist() == [False] * 3
+    assert flags[0].tolist() == [1] * 3
+    assert builder.build(0, common(3, 48, False)).batch.is_causal.tolist() == [0] * 3
+
+
+def test_canvases_of_an_anchored_layer_have_a_first_key_and_nothing_else_has():
+    """A canvas near the start, one behind it, a causal sequence, an image, a padded sequence."""
+    from dllm.attention.backend import AnchoredMetadataBuilder
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=512),
+        model_config=SimpleNamespace(max_model_len=8192),
+        compilation_config=SimpleNamespace(
+            static_forward_context={
+                "layer": SimpleNamespace(impl=SimpleNamespace(options=SimpleNamespace(window=24)))
+            }
+        ),
+    )
+    builder = AnchoredMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    starts = torch.tensor([0, 16, 32, 48, 60, 60], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor([30, 116, 116, 112, 0], dtype=torch.int32),
+        num_reqs=5,
+        num_actual_tokens=60,
+        max_query_len=16,
+        max_seq_len=116,
+        block_table_tensor=torch.zeros(5, 8, dtype=torch.int32),
+        slot_mapping=torch.zeros(60, dtype=torch.int64),
+        causal=torch.tensor([0, 0, 1, 0, 0], dtype=torch.int32),
+        mm_req_doc_ranges={3: [(100, 111)]},
+    )
+    first_keys = [builder.build(0, common).batch.first_keys for _ in range(2)]
+    assert first_keys[0].tolist() == [0, 100 - 23, -1, -1, 0]
+    assert first_keys[0].data_ptr() == first_keys[1].data_ptr(), "a graph reads the same memory"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,12 +15,12 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from dllm.attention.masks import QuerySpan, Window, may_attend, picture, visible_range
+from dllm.attention.masks import QuerySpan, anchor, may_attend, picture, visible_range
 
-# span (query_len, seq_len, bidirectional_from), window, what it looks like
+# (query_len, seq_len, is_causal, first key), window, what it looks like
 PICTURES = {
     "causal, no context": (
-        (4, 4, 4), None,
+        (4, 4, True), None,
         """
         x...
         xx..
@@ -27,7 +29,7 @@ PICTURES = {
         """,
     ),
     "causal after two keys": (
-        (3, 5, 3), None,
+        (3, 5, True), None,
         """
         xxx..
         xxxx.
@@ -35,25 +37,15 @@ PICTURES = {
         """,
     ),
     "denoise": (
-        (3, 5, 0), None,
+        (3, 5, False), None,
         """
         xxxxx
         xxxxx
         xxxxx
-        """,
-    ),
-    "causal head of two, canvas of three": (
-        (5, 6, 2), None,
-        """
-        xx....
-        xxx...
-        xxxxxx
-        xxxxxx
-        xxxxxx
         """,
     ),
     "causal, W = 3: two keys back and itself": (
-        (3, 6, 3), Window("anchored", 3),
+        (3, 6, True), 3,
         """
         .xxx..
         ..xxx.
@@ -61,16 +53,7 @@ PICTURES = {
         """,
     ),
     "symmetric, W = 3: two keys to either side": (
-        (4, 8, 0), Window("symmetric", 3),
-        """
-        ..xxxxx.
-        ...xxxxx
-        ....xxxx
-        .....xxx
-        """,
-    ),
-    "an image, W = 3: two keys to either side, though canvases are anchored": (
-        (4, 8, -1), Window("anchored", 3),
+        (4, 8, False), 3,
         """
         ..xxxxx.
         ...xxxxx
@@ -79,97 +62,62 @@ PICTURES = {
         """,
     ),
     "anchored, W = 3: two keys before the canvas, all of the canvas": (
-        (4, 8, 0), Window("anchored", 3),
+        (4, 8, False, 2), 3,
         """
         ..xxxxxx
         ..xxxxxx
         ..xxxxxx
         ..xxxxxx
-        """,
-    ),
-    "anchored in a fused span: the anchor is the first canvas row": (
-        (5, 8, 2), Window("anchored", 3),
-        """
-        .xxx....
-        ..xxx...
-        ...xxxxx
-        ...xxxxx
-        ...xxxxx
-        """,
-    ),
-    "symmetric in a fused span": (
-        (5, 8, 2), Window("symmetric", 3),
-        """
-        .xxx....
-        ..xxx...
-        ...xxxxx
-        ....xxxx
-        .....xxx
         """,
     ),
     "W = 1, anchored: the canvas alone": (
-        (2, 5, 0), Window("anchored", 1),
+        (2, 5, False, 3), 1,
         """
         ...xx
         ...xx
         """,
     ),
     "W = 1, symmetric: itself alone": (
-        (2, 5, 0), Window("symmetric", 1),
+        (2, 5, False), 1,
         """
         ...x.
         ....x
         """,
     ),
-    "a drafter that shortens seq_len by three": (
-        (4, 3, 2), None,
+    "a drafter that shortens seq_len by two": (
+        (4, 2, True), None,
         """
-        ...
-        x..
-        xxx
-        xxx
+        ..
+        ..
+        x.
+        xx
         """,
     ),
 }  # fmt: skip
 
 
-# span, block size, what it looks like
+# (query_len, seq_len, is_causal), block size, what it looks like
 BLOCK_PICTURES = {
-    "a prompt of two blocks and a tail, then the canvas": (
-        (8, 8, 5), 2,
+    "a prompt of two blocks": (
+        (4, 4, True), 2,
         """
-        xx......
-        xx......
-        xxxx....
-        xxxx....
-        xxxxxx..
-        xxxxxxxx
-        xxxxxxxx
-        xxxxxxxx
+        xx..
+        xx..
+        xxxx
+        xxxx
         """,
     ),
-    "a tail, and the canvas that it sees": (
-        (4, 8, 1), 4,
+    "a tail and its canvas": (
+        (4, 8, False), 4,
         """
         xxxxxxxx
         xxxxxxxx
         xxxxxxxx
         xxxxxxxx
-        """,
-    ),
-    "an emitted block does not see the next canvas": (
-        (6, 9, 3), 3,
-        """
-        xxxxxx...
-        xxxxxx...
-        xxxxxx...
-        xxxxxxxxx
-        xxxxxxxxx
-        xxxxxxxxx
         """,
     ),
     "a chunk that starts and ends within a block": (
-        (4, 7, 4), 4,
+        (4, 7, True), 4,
         """
         xxxx...
         xxxxxxx
@@ -189,7 +137,7 @@ def test_pictures_of_blocks(name: str) -> None:
 
 @settings(max_examples=300)
 @given(
-    span=st.builds(QuerySpan, st.integers(0, 12), st.integers(0, 30), st.integers(-2, 14)),
+    span=st.builds(QuerySpan, st.integers(0, 12), st.integers(0, 30), st.booleans()),
     block_size=st.integers(1, 9),
 )
 def test_the_range_of_a_row_in_a_block_is_the_predicate(span: QuerySpan, block_size: int) -> None:
@@ -198,7 +146,7 @@ def test_the_range_of_a_row_in_a_block_is_the_predicate(span: QuerySpan, block_s
         keys = range(-3, span.seq_len + 3)
         seen = [key for key in keys if may_attend(row, key, span, None, block_size)]
         assert seen == list(range(start, stop))
-        if span.is_causal(row):
+        if span.is_causal:
             end_of_block = (span.position(row) // block_size + 1) * block_size
             assert stop == min(max(end_of_block, 0), span.seq_len)
 
@@ -210,15 +158,15 @@ def test_pictures(name: str) -> None:
     assert picture(QuerySpan(*span), window) == expected
 
 
-SPANS = st.builds(QuerySpan, st.integers(0, 12), st.integers(0, 30), st.integers(-2, 14))
-WINDOWS = st.none() | st.builds(
-    Window, st.sampled_from(["symmetric", "anchored"]), st.integers(1, 35)
+SPANS = st.builds(QuerySpan, st.integers(0, 12), st.integers(0, 30), st.booleans()) | st.builds(
+    QuerySpan, st.integers(0, 12), st.integers(0, 30), st.just(False), st.integers(0, 35)
 )
+WINDOWS = st.none() | st.integers(1, 35)
 
 
 @settings(max_examples=300)
 @given(span=SPANS, window=WINDOWS)
-def test_the_range_is_the_predicate_in_closed_form(span: QuerySpan, window: Window | None) -> None:
+def test_the_range_is_the_predicate_in_closed_form(span: QuerySpan, window: int | None) -> None:
     for row in range(span.query_len):
         start, stop = visible_range(row, span, window)
         assert 0 <= start <= stop <= span.seq_len
@@ -232,42 +180,39 @@ def test_the_kinds_agree_while_the_sequence_fits_into_the_window(
     query_len: int, context: int, size: int
 ) -> None:
     """They agree while context < W - canvas, and differ from there on."""
-    span = QuerySpan(query_len, context + query_len, 0)
-    is_same = picture(span, Window("symmetric", size)) == picture(span, Window("anchored", size))
+    span = QuerySpan(query_len, context + query_len, is_causal=False)
+    anchored = replace(span, first_key=anchor(span, size))
+    is_same = picture(span, size) == picture(anchored, size)
     if context < size - query_len:
         assert is_same
-        assert picture(span, Window("anchored", size)) == picture(span)
+        assert picture(anchored, size) == picture(span)
     elif query_len > 1 and context >= size:
         assert not is_same
 
 
 def test_refusals_name_the_values() -> None:
-    with pytest.raises(ValueError, match=r"'left', allowed are \('symmetric', 'anchored'\)"):
-        Window("left", 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="window size is 0"):
-        Window("anchored", 0)
     with pytest.raises(ValueError, match="query_len is -1 and seq_len is 4"):
-        QuerySpan(-1, 4, 0)
+        QuerySpan(-1, 4, is_causal=False)
+    with pytest.raises(ValueError, match="first_key is 2"):
+        QuerySpan(1, 4, is_causal=True, first_key=2)
     with pytest.raises(IndexError, match=r"row is 3, the span has rows 0 \.\. 2"):
-        may_attend(3, 0, QuerySpan(3, 4, 0))
+        may_attend(3, 0, QuerySpan(3, 4, is_causal=False))
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 9, 40])
 def test_hugging_face_mask_functions(size: int) -> None:
     """Causal; sliding causal with the same W; bidirectional, whose count is inclusive: W - 1."""
     seq_len, query_len = 20, 8
-    causal = QuerySpan(query_len, seq_len, query_len)
-    denoise = QuerySpan(query_len, seq_len, 0)
+    causal = QuerySpan(query_len, seq_len, is_causal=True)
+    denoise = QuerySpan(query_len, seq_len, is_causal=False)
     sliding = sliding_window_causal_mask_function(size)
     symmetric = sliding_window_bidirectional_mask_function(size - 1)
     for row in range(query_len):
         for key in range(seq_len):
             indices = (0, 0, torch.tensor(causal.position(row)), torch.tensor(key))
             assert may_attend(row, key, causal) == bool(causal_mask_function(*indices))
-            for window in (Window("anchored", size), Window("symmetric", size)):
-                assert may_attend(row, key, causal, window) == bool(sliding(*indices))
-            both_sides = Window("symmetric", size)
-            assert may_attend(row, key, denoise, both_sides) == bool(symmetric(*indices))
+            assert may_attend(row, key, causal, size) == bool(sliding(*indices))
+            assert may_attend(row, key, denoise, size) == bool(symmetric(*indices))
 
 
 @pytest.mark.parametrize("num_context", [7, 15, 16, 17, 37])
@@ -299,9 +244,10 @@ def test_anchored_is_what_the_reference_model_sees(num_context: int) -> None:
     weights = decoded.attentions[0][0]
     assert weights.shape[1] == canvas
     assert weights.shape[2] == num_context - first_kept + canvas
-    span = QuerySpan(canvas, num_context + canvas, 0)
+    span = QuerySpan(canvas, num_context + canvas, is_causal=False)
+    span = replace(span, first_key=anchor(span, window))
     for row in range(canvas):
-        start, stop = visible_range(row, span, Window("anchored", window))
+        start, stop = visible_range(row, span, window)
         is_seen = (weights[:, row] > 0).all(dim=0)
         seen = (is_seen.nonzero().flatten() + first_kept).tolist()
         assert seen == list(range(start, stop))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm.attention.inputs import AttentionOptions, check_inputs
-from dllm.attention.masks import QuerySpan, Window, visible_range
+from dllm.attention.masks import QuerySpan, anchor, visible_range
 from dllm.attention.planning import BatchShape, ceil_div, num_splits, plan_attention, visible_keys
 from dllm.attention.tuning import HOPPER, SMALL, TABLES, TARGET_PROGRAMS, TileConfig, tile_config
 from tests.support.attention_cases import CaseSpec, make_case
@@ -36,9 +36,8 @@ def test_one_request_with_a_long_context_fills_the_chip() -> None:
     assert plan.split_programs >= parts
 
 
-@pytest.mark.parametrize("kind", ["symmetric", "anchored"])
-def test_a_sliding_layer_of_one_request_is_split_in_two(kind: str) -> None:
-    config, window = tile_config(256, 2), Window(kind, 1024)  # type: ignore[arg-type]
+def test_a_sliding_layer_of_one_request_is_split_in_two() -> None:
+    config, window = tile_config(256, 2), 1024
     plan = plan_attention(SLIDING_LAYER, config, window)
     unsplit = 256 * 2 // config.block_m * 8
     assert (plan.split_programs, unsplit * plan.split_programs) == (2, 64)
@@ -97,7 +96,7 @@ SHAPES = st.builds(
 @given(shape=SHAPES, data=st.data())
 def test_the_plan_bounds_what_the_device_decides(shape: BatchShape, data: st.DataObject) -> None:
     """Whatever lengths turn up within the bounds, grid and workspace have room for them."""
-    window = data.draw(st.none() | st.builds(Window, st.just("anchored"), st.integers(1, 5000)))
+    window = data.draw(st.none() | st.integers(1, 5000))
     config = tile_config(shape.head_size, data.draw(st.sampled_from([2, 4])))
     plan = plan_attention(shape, config, window)
     left, tiles = shape.num_tokens, 0
@@ -118,7 +117,7 @@ def test_the_plan_bounds_what_the_device_decides(shape: BatchShape, data: st.Dat
 def test_no_step_needs_more_workspace_than_the_largest(
     shape: BatchShape, data: st.DataObject
 ) -> None:
-    window = data.draw(st.none() | st.builds(Window, st.just("symmetric"), st.integers(1, 5000)))
+    window = data.draw(st.none() | st.integers(1, 5000))
     config = tile_config(shape.head_size, 2)
     step = dataclasses.replace(
         shape,
@@ -134,17 +133,18 @@ def test_no_step_needs_more_workspace_than_the_largest(
 
 @settings(max_examples=100)
 @given(
-    query_len=st.integers(1, 20), context=st.integers(0, 60), split=st.integers(0, 20),
-    kind=st.sampled_from(["symmetric", "anchored"]), size=st.integers(1, 50),
+    query_len=st.integers(1, 20), context=st.integers(0, 60), is_causal=st.booleans(),
+    size=st.integers(1, 50),
 )  # fmt: skip
 def test_visible_keys_covers_every_row(
-    query_len: int, context: int, split: int, kind: str, size: int
+    query_len: int, context: int, is_causal: bool, size: int
 ) -> None:
-    span = QuerySpan(query_len, query_len + context, split)
-    window = Window(kind, size)  # type: ignore[arg-type]
-    count = visible_keys(query_len, span.seq_len, window)
-    first = min(visible_range(row, span, window)[0] for row in range(query_len))
-    assert span.seq_len - count <= first
+    span = QuerySpan(query_len, query_len + context, is_causal)
+    spans = [span] if is_causal else [span, dataclasses.replace(span, first_key=anchor(span, size))]
+    count = visible_keys(query_len, span.seq_len, size)
+    for one in spans:
+        first = min(visible_range(row, one, size)[0] for row in range(query_len))
+        assert span.seq_len - count <= first
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
@@ -172,7 +172,7 @@ def test_tiles_the_kernel_cannot_take_are_refused() -> None:
         TileConfig(16, 16, 4, 1, min_keys_per_split=8)
 
 
-CASE = make_case(CaseSpec(((3, 5, 0), (4, 9, 2))))
+CASE = make_case(CaseSpec(((3, 5, 0), (4, 9, 0))))
 SCALE = torch.ones(1)
 
 
@@ -193,12 +193,9 @@ SCALE = torch.ones(1)
         (r"query_start_loc is \[2\], expected \[3\]", "batch", {"query_start_loc": [0, 3]}),
         ("seq_lens is torch.int64", "batch", {"seq_lens": CASE.batch.seq_lens.long()}),
         ("seq_lens is on meta", "batch", {"seq_lens": CASE.batch.seq_lens.to("meta")}),
-        (
-            "bidirectional_from is torch.int64",
-            "batch",
-            {"bidirectional_from": CASE.batch.bidirectional_from.long()},
-        ),
-        ("bidirectional_from is .* expected", "batch", {"bidirectional_from": [0]}),
+        ("is_causal is torch.bool", "batch", {"is_causal": CASE.batch.is_causal.bool()}),
+        ("is_causal is .* expected", "batch", {"is_causal": [0]}),
+        ("first_keys is .* expected", "batch", {"first_keys": [0]}),
         (r"block_tables is \[1, 2\]", "batch", {"block_tables": CASE.batch.block_tables[:1]}),
         ("block_tables is torch.int64", "batch", {"block_tables": CASE.batch.block_tables.long()}),
         ("max_query_len is 0", "batch", {"max_query_len": 0}),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from dllm.attention.inputs import AttentionOptions
-from dllm.attention.masks import QuerySpan, Window
+from dllm.attention.masks import QuerySpan
 from dllm.attention.reference import dense_attention, dense_mask, paged_attention
 
 
-@pytest.mark.parametrize("split", [0, 3, 7])
-@pytest.mark.parametrize("window", [None, Window("symmetric", 5), Window("anchored", 5)], ids=str)
-def test_dense_attention_is_softmax_attention(split: int, window: Window | None) -> None:
+@pytest.mark.parametrize("values", [(7, 12, True), (7, 12, False), (7, 12, False, 2)], ids=str)
+@pytest.mark.parametrize("window", [None, 5], ids=str)
+def test_dense_attention_is_softmax_attention(values: tuple[Any, ...], window: int | None) -> None:
     torch.manual_seed(0)
-    span = QuerySpan(7, 12, split)
+    span = QuerySpan(*values)
     query, key, value = torch.randn(7, 6, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
     got = dense_attention(query, key, value, span, AttentionOptions(0.3, window))
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -30,7 +32,7 @@ def test_dense_attention_is_softmax_attention(split: int, window: Window | None)
 
 def test_a_head_of_blocks_is_block_causal_attention() -> None:
     torch.manual_seed(0)
-    span = QuerySpan(8, 12, 8)
+    span = QuerySpan(8, 12, is_causal=True)
     query, key, value = torch.randn(8, 2, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
     got = dense_attention(query, key, value, span, AttentionOptions(0.3, block_size=4))
     block = torch.arange(12) // 4
@@ -45,8 +47,10 @@ def test_a_head_of_blocks_is_block_causal_attention() -> None:
 
 
 def test_blocks_beside_a_window_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"block_size is 4 beside Window\(.*\): only one"):
-        AttentionOptions(1.0, Window("anchored", 8), block_size=4)
+    with pytest.raises(ValueError, match="block_size is 4 and window 8: only one"):
+        AttentionOptions(1.0, 8, block_size=4)
+    with pytest.raises(ValueError, match="window is 0"):
+        AttentionOptions(1.0, 0)
     with pytest.raises(ValueError, match="block_size is 0"):
         AttentionOptions(1.0, block_size=0)
 
@@ -55,14 +59,16 @@ def test_the_soft_cap_bounds_logits() -> None:
     """With a tiny cap all logits are nearly equal: the output is the mean of the values."""
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 1, 8) * 50, torch.randn(5, 1, 8) * 50, torch.randn(5, 1, 8)
-    got = dense_attention(query, key, value, QuerySpan(2, 5, 0), AttentionOptions(1.0, None, 1e-4))
+    got = dense_attention(
+        query, key, value, QuerySpan(2, 5, False), AttentionOptions(1.0, None, 1e-4)
+    )
     torch.testing.assert_close(got, value.mean(0).expand(2, 1, 8), rtol=0, atol=1e-3)
 
 
 def test_rows_that_see_nothing_are_zero() -> None:
     ones = torch.ones(3, 1, 4)
     query = torch.ones(4, 1, 4)
-    got = dense_attention(query, ones, ones, QuerySpan(4, 3, 4), AttentionOptions(1.0))
+    got = dense_attention(query, ones, ones, QuerySpan(4, 3, True), AttentionOptions(1.0))
     assert (got[0] == 0).all()
     assert (got[1:] == 1).all()
 
@@ -70,8 +76,8 @@ def test_rows_that_see_nothing_are_zero() -> None:
 def test_keys_that_no_row_sees_do_not_matter() -> None:
     key, value = torch.ones(5, 1, 4), torch.ones(5, 1, 4)
     key[:2] = value[:2] = float("nan")
-    options = AttentionOptions(1.0, Window("anchored", 2))
-    got = dense_attention(torch.ones(2, 1, 4), key, value, QuerySpan(2, 5, 2), options)
+    options = AttentionOptions(1.0, 2)
+    got = dense_attention(torch.ones(2, 1, 4), key, value, QuerySpan(2, 5, True), options)
     assert (got == 1).all()
 
 
@@ -79,7 +85,7 @@ def test_keys_that_no_row_sees_do_not_matter() -> None:
 def test_pages_hold_the_keys_in_order(page_size: int) -> None:
     """Two sequences in scattered pages, the rest of the cache NaN, equal the dense reference."""
     torch.manual_seed(0)
-    spans = [QuerySpan(5, 25, 5), QuerySpan(9, 40, 4)]
+    spans = [QuerySpan(5, 25, True), QuerySpan(9, 40, False, 23)]
     pages = [-(-span.seq_len // page_size) for span in spans]
     scattered = torch.randperm(sum(pages) + 2)[: sum(pages)].split(pages)
     tables = torch.nn.utils.rnn.pad_sequence(scattered, batch_first=True, padding_value=-1).int()
@@ -89,7 +95,7 @@ def test_pages_hold_the_keys_in_order(page_size: int) -> None:
         for pos in range(content.shape[1]):
             caches[:, mine[pos // page_size], pos % page_size] = content[:, pos]
     query = torch.randn(14, 4, 8)
-    options = AttentionOptions(0.4, Window("anchored", 9))
+    options = AttentionOptions(0.4, 9)
     got = paged_attention(query, caches[0], caches[1], tables, spans, options)
     for rows, (key, value), span, output in zip(
         query.split([5, 9]), contents, spans, got, strict=True
@@ -103,6 +109,6 @@ def test_shapes_that_disagree_are_refused() -> None:
             torch.ones(3, 1, 4),
             torch.ones(4, 1, 4),
             torch.ones(4, 1, 4),
-            QuerySpan(2, 4, 0),
+            QuerySpan(2, 4, False),
             AttentionOptions(1.0),
         )

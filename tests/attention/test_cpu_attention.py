@@ -1,11 +1,11 @@
 """vLLM's CPU attention kernel, called as we call it, against the dense reference.
 
 Batches come from ``Spans``, so that what is tested is the whole way from a schedule to attention
-outputs: virtual sequences, vLLM's metadata builder with a per-sequence causal tensor (symmetric
-window) or ours (anchored window), the cache write and the C++ kernel.
+outputs: sequences, vLLM's metadata builder (symmetric window) or ours (anchored window, blocks),
+the cache write and the C++ kernel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +19,12 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import tests.support.engine_harness  # noqa: F401  sets vLLM's environment first
-from dllm.attention.cpu_backend import use_anchored_window
 from dllm.attention.inputs import AttentionOptions
-from dllm.attention.masks import QuerySpan, Window, visible_range
+from dllm.attention.layers import see_blocks, use_anchored_window
+from dllm.attention.masks import QuerySpan, visible_range
 from dllm.attention.reference import dense_attention
 from dllm.engine.spans import Spans
+from tests.support.attention_cases import Window, sequences_of
 
 # Measured over all cases below: 1.4e-6 in fp32 (sums in another order), and 8e-3 in bf16, which
 # rounds outputs of up to 4 to 2**-9 of their size.
@@ -42,6 +43,7 @@ class Case:
     page_size: int = 32
     dtype: torch.dtype = torch.float32
     softcap: float = 0.0
+    block_size: int = 1
     seed: int = 0
 
 
@@ -79,6 +81,7 @@ def make_layer(monkeypatch):
         layer = Layer(impl, cpu_attn.CPUAttentionBackend)
         if case.window and case.window.kind == "anchored":
             use_anchored_window(layer)
+        see_blocks(layer, case.block_size)
         vllm_config.compilation_config.static_forward_context["layer"] = layer
         spec = FullAttentionSpec(
             block_size=case.page_size,
@@ -92,10 +95,14 @@ def make_layer(monkeypatch):
     return make
 
 
-def spans_of(case: Case) -> list[QuerySpan]:
-    return [
-        QuerySpan(head + width, context + head + width, head) for context, head, width in case.rows
-    ]
+def spans_of(case: Case) -> list[list[QuerySpan]]:
+    """The sequences of each row; with blocks, the tail of a head belongs to the canvas."""
+    rows = []
+    for context, head, width in case.rows:
+        tail = (context + head) % case.block_size if width else 0
+        causal = max(head - tail, 0)
+        rows.append(sequences_of(head + width, context, causal, case.window))
+    return rows
 
 
 def fill_cache(
@@ -110,24 +117,28 @@ def fill_cache(
         The cache, the block table, and keys and values of each row in order of position.
     """
     spans = spans_of(case)
-    counts = [-(-span.seq_len // case.page_size) for span in spans]
+    lengths = [of_row[-1].seq_len for of_row in spans]
+    counts = [-(-length // case.page_size) for length in lengths]
     pages = torch.randperm(sum(counts) + 2, generator=generator).split([*counts, 2])[:-1]
     table = torch.zeros(len(spans), max(counts) + 1, dtype=torch.int32)
     shape = (sum(counts) + 2, case.num_kv_heads, case.page_size, 2 * case.head_size)
     cache = torch.full(shape, float("nan"), dtype=case.dtype)
     contents = []
-    for row, span in enumerate(spans):
+    for row, length in enumerate(lengths):
         table[row, : counts[row]] = pages[row]
-        first = min(visible_range(i, span, case.window)[0] for i in range(span.query_len))
+        size = case.window and case.window.size
+        first = min(
+            visible_range(i, span, size)[0] for span in spans[row] for i in range(span.query_len)
+        )
         first_page = first // case.page_size * case.page_size
         positions = torch.arange(first_page, counts[row] * case.page_size)
         slots = pages[row][positions // case.page_size] * case.page_size
         slots += positions % case.page_size
         unseen = torch.full((len(slots), case.num_kv_heads, case.head_size), garbage).to(case.dtype)
         layer.impl.do_kv_cache_update(layer, unseen * float("nan"), unseen, cache, slots)
-        slots = slots[first - first_page : span.seq_len - first_page]
+        slots = slots[first - first_page : length - first_page]
         key, value = (
-            torch.randn(span.seq_len, case.num_kv_heads, case.head_size, generator=generator).to(
+            torch.randn(length, case.num_kv_heads, case.head_size, generator=generator).to(
                 case.dtype
             )
             for _ in range(2)
@@ -140,9 +151,8 @@ def fill_cache(
 def metadata(case: Case, table: torch.Tensor) -> CommonAttentionMetadata:
     """As ``DiffusionModelState.prepare_attn`` makes it: heads and canvases apart."""
     contexts, heads, widths = np.array(case.rows, dtype=np.int32).T
-    sequences = Spans.of_schedule(heads + widths, widths).virtual_sequences(
-        contexts + heads + widths
-    )
+    spans = Spans.of_schedule(heads + widths, widths)
+    sequences = spans.sequences(contexts + heads + widths, case.block_size)
     query_start_loc = torch.from_numpy(sequences.query_start_loc)
     return CommonAttentionMetadata(
         query_start_loc=query_start_loc,
@@ -169,14 +179,17 @@ def check(case: Case, make_layer: Any, garbage: float = 1e30) -> None:
     out = torch.full_like(query, float("nan"))
     layer.impl.forward(layer, query, query, query, cache, builder.build(0, common), out)
 
-    options = AttentionOptions(case.head_size**-0.5, case.window, case.softcap)
+    size = case.window and case.window.size
+    options = AttentionOptions(case.head_size**-0.5, size, case.softcap, case.block_size)
     start = 0
-    for span, (key, value) in zip(spans_of(case), contents, strict=True):
-        rows = slice(start, start + span.query_len)
-        expected = dense_attention(query[rows], key, value, span, options)
-        tolerance = TOLERANCE[case.dtype]
-        torch.testing.assert_close(out[rows].float(), expected, rtol=tolerance, atol=tolerance)
-        start = rows.stop
+    tolerance = TOLERANCE[case.dtype]
+    for spans, (key, value) in zip(spans_of(case), contents, strict=True):
+        for span in spans:
+            rows = slice(start, start + span.query_len)
+            keys = slice(span.seq_len)
+            expected = dense_attention(query[rows], key[keys], value[keys], span, options)
+            torch.testing.assert_close(out[rows].float(), expected, rtol=tolerance, atol=tolerance)
+            start = rows.stop
 
 
 WINDOW = 24
@@ -242,6 +255,19 @@ def test_random_batches(seed, window, make_layer):
     check(Case(tuple(rows), window, seed=seed), make_layer)
 
 
+@pytest.mark.parametrize("block_size", [2, 16, 32])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ((0, 70, 0), (64, 33, 0), (33, 40, 0), (0, 1, 0)),  # chunks of prompts
+        ((96, 0, 32), (64, 9, 23), (32, 32, 32), (0, 0, 32), (70, 2, 24)),  # with canvases
+    ],
+    ids=["heads", "mixed"],
+)
+def test_blocks(rows, block_size, make_layer):
+    check(Case(rows, block_size=block_size), make_layer)
+
+
 @pytest.mark.parametrize("window", WINDOWS[1:], ids=["symmetric", "anchored"])
 def test_the_two_windows_agree_on_short_contexts_only(window, make_layer):
     """What the other window would give is noticed: the tests above can tell them apart."""
@@ -249,13 +275,11 @@ def test_the_two_windows_agree_on_short_contexts_only(window, make_layer):
     short, long = Case(((WINDOW - 16, 0, 16),), window), Case(((WINDOW, 0, 16),), window)
     generator = torch.Generator().manual_seed(0)
     for case, agrees in ((short, True), (long, False)):
-        span = spans_of(case)[0]
-        key = torch.randn(span.seq_len, 2, 32, generator=generator)
+        spans = [spans_of(replace(case, window=kind))[0][0] for kind in (window, other)]
+        key = torch.randn(spans[0].seq_len, 2, 32, generator=generator)
         query = torch.randn(16, 4, 32, generator=generator)
-        results = [
-            dense_attention(query, key, key, span, AttentionOptions(1.0, kind))
-            for kind in (window, other)
-        ]
+        options = AttentionOptions(1.0, WINDOW)
+        results = [dense_attention(query, key, key, span, options) for span in spans]
         assert torch.equal(*results) == agrees
         check(case, make_layer)
 

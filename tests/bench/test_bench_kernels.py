@@ -75,13 +75,13 @@ def test_a_canvas_sees_what_the_masks_say() -> None:
     """The dense mask that torch gets, beside the definition of `dllm.attention`."""
     from dllm.attention.masks import QuerySpan, visible_range
 
-    for window in (None, kernels.SLIDING.window, kernels.SYMMETRIC.window):
-        found = kernels._visible(window, context=2000, width=8, device="cpu")
-        span = QuerySpan(8, 2008, 0)
+    for layer in (kernels.FULL, kernels.SLIDING, kernels.SYMMETRIC):
+        found = kernels._visible(layer, context=2000, width=8, device="cpu")
+        span = QuerySpan(8, 2008, is_causal=False, first_key=kernels._first_key(layer, 2000, 8))
         for row in range(8):
-            start, stop = visible_range(row, span, window)
+            start, stop = visible_range(row, span, layer.window)
             seen = found[row].nonzero().flatten().tolist()
-            assert seen == list(range(start, stop)), (window, row)
+            assert seen == list(range(start, stop)), (layer, row)
 
 
 def test_without_a_gpu_nothing_but_the_sampler_is_timed(capsys: pytest.CaptureFixture[str]) -> None:

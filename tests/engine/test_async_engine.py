@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.config.compilation import CUDAGraphMode
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
@@ -306,30 +305,30 @@ def test_logits_in_tiles(engine, ours, monkeypatch):
 # --- attention ------------------------------------------------------------------------------------
 
 
-def test_split_points_and_virtual_sequences_say_the_same(ours, monkeypatch):
-    """What our own kernel gets on a GPU: every row with the number of its causal tokens."""
-    describe, met = DiffusionModelState._virtual_sequences, Counter()
+def test_a_full_graph_gets_the_same_sequences(ours, monkeypatch):
+    """Where each row is one sequence, in tensors that stay in place."""
+    describe, met = DiffusionModelState._gathered, Counter()
 
-    def spy(self: Any, batch: Any, mode: Any, tables: Any) -> Any:
-        sequences = describe(self, batch, mode, tables)
-        rows = self._rows(batch, CUDAGraphMode.NONE, tables)
-        row_of = torch.from_numpy(self._sequences(batch).row_of)
-        num_causal = sequences["query_start_loc_gpu"].diff() * sequences["causal"]
-        of_rows = torch.zeros(batch.num_reqs, dtype=num_causal.dtype)
-        of_rows.index_add_(0, row_of, num_causal)
-        assert rows["causal"].tolist() == of_rows.tolist()
-        ends = torch.zeros(batch.num_reqs, dtype=torch.int32)
-        ends.scatter_reduce_(0, row_of, sequences["seq_lens"], "amax")
-        assert ends.tolist() == rows["seq_lens"][: batch.num_reqs].tolist()
-        assert sequences["max_seq_len"] >= int(ends.max())
-        met["late"] += bool((pending.host_error(batch) < 0).any())
+    def spy(self: Any, batch: Any, tables: Any) -> Any:
+        sequences = describe(self, batch, tables)
+        believed = torch.from_numpy(self._sequences(batch).seq_lens)
+        met["late"] += bool((sequences["seq_lens"] < believed).any())
         met["commit"] += bool(self.canvases.commits[batch.idx_mapping].any())
+        if sequences["num_reqs"] == batch.num_reqs:
+            in_place = self._in_place(batch, tables)
+            for name in ("query_start_loc_gpu", "seq_lens", "causal"):
+                whole = in_place[name][: len(sequences[name])]
+                assert whole.tolist() == sequences[name].tolist(), name
+            for whole, gathered in zip(tables, sequences["block_tables"], strict=True):
+                assert torch.equal(whole[: batch.num_reqs], gathered)
+            assert not in_place["causal"][batch.num_reqs :].any()
+            met["in place"] += 1
         return sequences
 
-    monkeypatch.setattr(DiffusionModelState, "_virtual_sequences", spy)
+    monkeypatch.setattr(DiffusionModelState, "_gathered", spy)
     ours.reset_prefix_cache()
     ours.generate(*zip(*REQUESTS, strict=True))
-    assert met["late"] and met["commit"]
+    assert met["late"] and met["commit"] and met["in place"]
 
 
 # --- these tests can fail -------------------------------------------------------------------------
@@ -342,8 +341,6 @@ def no_commits(state: Any, batch: Any) -> torch.Tensor:
 
 BROKEN: dict[str, Callable[..., Any]] = {
     "find_commits": no_commits,
-    "causal_lens": lambda state, batch: torch.zeros(batch.num_reqs, dtype=torch.int32),
-    "host_error": lambda batch: torch.zeros(batch.num_reqs, dtype=torch.int32),
     "without_commits": lambda rows, state: rows,
     "num_rejected": lambda state, batch: batch.cu_num_logits.diff(),
 }

@@ -137,20 +137,10 @@ def test_the_loop_of_several_passes_changes_nothing(engine, model):
 def test_causal_heads_give_other_runs(engine, model, monkeypatch):
     """What happens without the block rule: the tests above and below would notice."""
     expected = engine.quiet_run(prompt(2 * model.block_size), model.params())
-    state = type(engine.runner.model_state)
-    monkeypatch.setattr(
-        state,
-        "_sequences",
-        lambda self, batch: _causal_sequences(batch),
-    )
+    for group in (group for groups in engine.runner.attn_groups for group in groups):
+        monkeypatch.setattr(group.get_metadata_builder(0), "blocks", 1)
     broken = engine.quiet_run(prompt(2 * model.block_size), model.params())
     assert broken.difference(expected) > 100 * RUN_TOLERANCE
-
-
-def _causal_sequences(batch):
-    from dllm.engine.model_state import _spans
-
-    return _spans(batch).virtual_sequences(batch.seq_lens_cpu_upper_bound.numpy()[: batch.num_reqs])
 
 
 # --- key-value cache -----------------------------------------------------------------------------

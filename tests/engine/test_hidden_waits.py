@@ -17,7 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.engine import canvas_rows, frame_taker, model_state, pending, sampler, state
+from dllm.engine import canvas_rows, frame_taker, model_state, sampler, state
 from tests.engine import test_blocks
 from tests.engine.test_blocks import model  # noqa: F401  a fixture: SDAR, LLaDA2
 from tests.engine.test_loop import UNBOUNDED, params, switched
@@ -315,14 +315,12 @@ def blocking(values: Any, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values)).to(device)
 
 
-@pytest.mark.parametrize("module", [canvas_rows, model_state, pending, sampler, state])
+@pytest.mark.parametrize("module", [canvas_rows, model_state, sampler, state])
 def test_a_copy_that_blocks_would_be_found_in_the_worker(scheduled, monkeypatch, module):
     monkeypatch.setattr(module, "to_device", blocking)
     watch = watched_run(scheduled, CASES["one"], passes=1)
-    # The copies are in this file. Blocks are pending under asynchronous scheduling only.
-    is_called = module is not pending or scheduled.core.batch_queue is not None
-    expected = {("copy", "tests/engine/test_hidden_waits.py")} if is_called else set()
-    assert set(files_of(watch)) == expected
+    # The copies are in this file.
+    assert set(files_of(watch)) == {("copy", "tests/engine/test_hidden_waits.py")}
 
 
 def test_a_read_would_be_found_in_the_worker(engine, monkeypatch):

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm.attention.masks import QuerySpan, visible_range
 from dllm.engine.spans import Spans
 
 
@@ -37,9 +36,9 @@ def test_a_canvas_longer_than_its_row_is_refused_with_its_values():
         spans_of((32, 32), (16, 32))
 
 
-def test_virtual_sequences_of_a_mixed_batch():
+def test_the_sequences_of_a_mixed_batch():
     spans = spans_of((50, 0), (32, 32), (64, 32), (1, 0))
-    sequences = spans.virtual_sequences(int32(150, 100, 264, 9))
+    sequences = spans.sequences(int32(150, 100, 264, 9))
     assert sequences.row_of.tolist() == [0, 1, 2, 2, 3]
     assert sequences.is_causal.tolist() == [1, 0, 1, 0, 1]
     assert sequences.query_start_loc.tolist() == [0, 50, 82, 114, 146, 147]
@@ -48,12 +47,12 @@ def test_virtual_sequences_of_a_mixed_batch():
 
 
 def test_a_single_denoise_step_is_one_bidirectional_sequence():
-    sequences = spans_of((13, 13)).virtual_sequences(int32(13))
+    sequences = spans_of((13, 13)).sequences(int32(13))
     assert [array.tolist() for array in sequences[:4]] == [[0], [0, 13], [13], [0]]
 
 
 def test_types_are_those_the_backend_takes():
-    sequences = spans_of((64, 32)).virtual_sequences(np.array([100], dtype=np.int64))
+    sequences = spans_of((64, 32)).sequences(np.array([100], dtype=np.int64))
     assert sequences.row_of.dtype == np.int64
     dtypes = {array.dtype for array in sequences[1:4]}
     assert dtypes == {np.dtype(np.int32)}
@@ -69,11 +68,11 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-def test_virtual_sequences_partition_the_tokens_of_a_batch(rows):
+def test_sequences_partition_the_tokens_of_a_batch(rows):
     """Every token belongs to one sequence, at the position and under the mask of its row."""
     heads, widths, contexts = (np.array(column) for column in zip(*rows, strict=True))
     seq_lens = contexts + heads + widths
-    sequences = Spans.of_schedule(heads + widths, widths).virtual_sequences(seq_lens)
+    sequences = Spans.of_schedule(heads + widths, widths).sequences(seq_lens)
     starts = sequences.query_start_loc
     lens = np.diff(starts)
     assert starts[0] == 0 and (lens > 0).all()
@@ -100,27 +99,30 @@ def test_virtual_sequences_partition_the_tokens_of_a_batch(rows):
     ),
     block_size=st.integers(2, 7),
 )
-def test_blocks_as_sequences_see_what_the_specification_says(rows, block_size):
+def test_with_blocks_every_token_sees_its_own_block(rows, block_size):
     """rows: blocks computed before, tokens of the head, whether a canvas fills the last block."""
-    spans, seq_lens, heads = [], [], []
+    spans, starts = [], []
     for blocks, head, has_canvas in rows:
         start = blocks * block_size
         canvas = block_size - (start + head) % block_size if has_canvas or head == 0 else 0
         spans.append((head + canvas, canvas))
-        seq_lens.append(start + head + canvas)
-        heads.append(head)
-    sequences = spans_of(*spans).virtual_sequences(int32(*seq_lens), block_size)
-    assert not sequences.is_causal.any()
-    starts = sequences.query_start_loc
-    seen = np.repeat(sequences.seq_lens, np.diff(starts))  # of every token: it sees keys below
-    expected = [
-        visible_range(row, QuerySpan(query_len, seq_len, head), None, block_size)[1]
-        for (query_len, _), seq_len, head in zip(spans, seq_lens, heads, strict=True)
-        for row in range(query_len)
+        starts.append(start)
+    lens = [query_len for query_len, _ in spans]
+    seq_lens = int32(*(start + n for start, n in zip(starts, lens, strict=True)))
+    sequences = spans_of(*spans).sequences(seq_lens, block_size)
+    places = []  # (row, position, last key that it sees) of every token
+    lengths = np.diff(sequences.query_start_loc)
+    for row, length, end, causal in zip(
+        sequences.row_of, lengths, sequences.seq_lens, sequences.is_causal, strict=True
+    ):
+        for position in range(end - length, end):
+            block_end = (position // block_size + 1) * block_size if causal else end
+            places.append((row, position, min(block_end, end)))
+    assert places == [
+        (row, position, min((position // block_size + 1) * block_size, seq_lens[row]))
+        for row, start in enumerate(starts)
+        for position in range(start, start + lens[row])
     ]
-    assert seen.tolist() == expected
-    row_of_token = np.repeat(sequences.row_of, np.diff(starts))
-    assert row_of_token.tolist() == [row for row, (n, _) in enumerate(spans) for _ in range(n)]
 
 
 def test_the_tail_of_a_head_is_what_shares_a_block_with_the_canvas():

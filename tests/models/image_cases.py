@@ -244,7 +244,11 @@ def test_the_triton_kernel_shows_images_what_the_cpu_kernel_does(checkpoint):
     on_cpu = get_engine(path, **options)
     attention_backend_worker.serve_with_triton_kernel()
     ours = get_engine(path, attention_config={"backend": "CUSTOM"}, **options)
-    assert ours.runner.model_state._takes_split_points
+    layers = ours.runner.vllm_config.compilation_config.static_forward_context
+    backends = {
+        layer.attn_backend.get_name() for layer in layers.values() if hasattr(layer, "impl")
+    }
+    assert backends == {"CUSTOM"}
     ids = [*prompt(80), *PLACEHOLDER, *prompt(9)]  # the image is behind the first window
     logits = [
         generate(engine, ids, [picture(1)], 1, extra_args={"diffusion_max_steps": 1})[1][0].logits

@@ -149,7 +149,7 @@ def test_sequences_show_each_row_what_the_reference_does(context, head, canvas, 
     images = [image for image in images if not image[0] < context + head <= image[1]]
     spans = Spans.of_schedule(np.array([head + canvas]), np.array([canvas]))
     seq_len = context + head + canvas
-    sequences = spans.virtual_sequences(np.array([seq_len])).with_images([images])
+    sequences = spans.sequences(np.array([seq_len])).with_images([images])
     seen = []
     for i, stop in enumerate(sequences.seq_lens):
         rows = int(sequences.query_start_loc[i + 1] - sequences.query_start_loc[i])

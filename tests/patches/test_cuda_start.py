@@ -4,13 +4,18 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
 from bench.gpu import fp8_dynamic
 from dllm.patches.contract import ASYNC_SCHEDULER, GPU_WORKER, REMOTE_SCHEDULER, SCHEDULER
-from dllm.patches.cuda_graphs import capture_sizes, choose_cuda_graphs
+from dllm.patches.cuda_graphs import (
+    capture_sizes,
+    choose_cuda_graphs,
+    keep_heads_out_of_full_graphs,
+)
 from dllm.patches.remote import SPECULATOR
 from tests.support.cuda_start import rehearse
 from tests.support.process import ROOT
@@ -163,9 +168,8 @@ def test_a_user_may_choose_other_graphs(on_h200):
     assert on_h200["sizes"]["graph_sizes"] == [256, 512]
     assert on_h200["largest"]["graph_sizes"][-1] == 1024
     assert (on_h200["eager"]["graph_mode"], on_h200["eager"]["graph_sizes"]) == ("NONE", [])
-    # Heads and canvases are separate sequences there, whose number changes.
     assert on_h200["triton"]["attention"] == "TRITON_ATTN"
-    assert on_h200["triton"]["graph_mode"] == "PIECEWISE"
+    assert on_h200["triton"]["graph_mode"] == "FULL_AND_PIECEWISE"
 
 
 @pytest.mark.parametrize("canvas", [4, 32, 256, 1000])
@@ -182,16 +186,15 @@ def test_sizes_are_whole_canvases_and_halves_of_one(canvas, max_num_seqs, budget
 
 
 @pytest.mark.parametrize(
-    ("sees_images", "given", "chosen"),
+    ("given", "chosen"),
     [
-        (True, CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE),
-        (True, CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_DECODE_ONLY),
-        (True, CUDAGraphMode.PIECEWISE, CUDAGraphMode.PIECEWISE),
-        (True, None, None),  # vLLM's default, FULL_AND_PIECEWISE, comes later
-        (False, CUDAGraphMode.FULL, CUDAGraphMode.FULL),
+        (CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE),
+        (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_DECODE_ONLY),
+        (CUDAGraphMode.PIECEWISE, CUDAGraphMode.PIECEWISE),
+        (None, None),  # vLLM's default, FULL_AND_PIECEWISE, comes later
     ],
 )
-def test_prompts_with_images_run_in_no_full_graph(monkeypatch, sees_images, given, chosen):
+def test_prompts_run_in_no_full_graph(monkeypatch, given, chosen):
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     compilation = SimpleNamespace(
         cudagraph_capture_sizes=None, max_cudagraph_capture_size=None, cudagraph_mode=given
@@ -199,10 +202,54 @@ def test_prompts_with_images_run_in_no_full_graph(monkeypatch, sees_images, give
     config = SimpleNamespace(
         compilation_config=compilation,
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=8192),
-        model_config=SimpleNamespace(is_multimodal_model=sees_images, is_mm_prefix_lm=True),
     )
     choose_cuda_graphs(config, CANVAS)
     assert compilation.cudagraph_mode == chosen
+
+
+@pytest.mark.parametrize(
+    ("drafts", "block_size", "architecture", "expected"),
+    [
+        ([CANVAS, CANVAS], 1, "DiffusionGemmaForBlockDiffusion", CANVAS),  # canvases alone
+        (
+            [0, CANVAS],
+            1,
+            "DiffusionGemmaForBlockDiffusion",
+            CANVAS,
+        ),  # an emitted block alone is one sequence, too
+        (
+            [CANVAS // 2, CANVAS],
+            1,
+            "DiffusionGemmaForBlockDiffusion",
+            None,
+        ),  # a head, and a narrow canvas behind it
+        (
+            [3, CANVAS],
+            CANVAS,
+            "DiffusionGemmaForBlockDiffusion",
+            CANVAS,
+        ),  # a tail and a canvas, in one block
+        ([CANVAS // 2, CANVAS], 1, "LlamaForCausalLM", CANVAS),
+    ],
+)
+def test_a_head_with_a_canvas_is_in_no_full_graph(
+    monkeypatch, drafts, block_size, architecture, expected
+):
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(architecture=architecture),
+        model_state=SimpleNamespace(
+            family=SimpleNamespace(settings=SimpleNamespace(block_size=block_size))
+        ),
+    )
+    state = SimpleNamespace(
+        num_draft_tokens_np=np.array(drafts), num_scheduled_tokens=np.array([CANVAS, CANVAS])
+    )
+    gathered = lambda self, scheduler_output, dummy_run: (state, CANVAS)  # noqa: E731
+    monkeypatch.setattr(GPUModelRunner, "gather_batch_req_state", gathered)
+    keep_heads_out_of_full_graphs.__wrapped__()
+    assert GPUModelRunner.gather_batch_req_state(runner, None, False) == (state, expected)
 
 
 # --- refusals and other GPUs ----------------------------------------------------------------------

@@ -4,7 +4,7 @@
 
 ``test_attention_backend.py`` starts it as a process of its own, because ``TRITON_INTERPRET=1`` has
 to be set before triton is imported. vLLM's CPU platform knows one backend only; here it returns
-ours. So metadata builder, implementation, cache layout and split points are those of a CUDA server.
+ours. So metadata builder, implementation and cache layout are those of a CUDA server.
 """
 
 import os
@@ -60,7 +60,9 @@ def main(checkpoint: str, output: str, page_size: str = "16", num_tokens: str = 
         setattr(backend, name, counted(name, getattr(backend, name)))
 
     def spy(query, cache, batch, options, out):
-        calls.append((options.window, batch.bidirectional_from.tolist(), query.shape[0]))
+        is_anchored = batch.first_keys is not None
+        lens = batch.query_start_loc.diff().tolist()
+        calls.append((is_anchored, list(zip(lens, batch.is_causal.tolist(), strict=True))))
         return attend(query, cache, batch, options, out)
 
     backend.canvas_attention = spy
@@ -75,7 +77,7 @@ def main(checkpoint: str, output: str, page_size: str = "16", num_tokens: str = 
             "logits": [run.logits for run in runs],
             "checks": dict(checks),
             "layers": sum(hasattr(layer, "kv_cache") for layer in layers.values()),
-            "calls": [(window and window.kind, points, tokens) for window, points, tokens in calls],
+            "calls": calls,
         },
         output,
     )

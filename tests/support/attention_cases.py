@@ -6,22 +6,34 @@ pages in front of a window. The output starts as NaN, so that rows that a kernel
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
-from dllm.attention.masks import QuerySpan, Window
+from dllm.attention.masks import QuerySpan, anchor
 from dllm.attention.reference import paged_attention
 
-CAUSAL = 1 << 20  # a split point beyond every span: all rows are causal
-IMAGE = -1  # all rows see each other, and no window is anchored to them
+CAUSAL = 1 << 20  # more rows than any request has: all are causal
+IMAGE = -1  # no row is causal, and no window is anchored to them
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window of a layer: its kind, symmetric or anchored, and its size in keys."""
+
+    kind: str
+    size: int
 
 
 @dataclass(frozen=True)
 class CaseSpec:
-    """The sizes of a batch. spans: (query_len, context_len, bidirectional_from) per sequence."""
+    """The sizes of a batch.
+
+    spans: (query_len, context_len, causal rows) of each request. One with causal rows and others
+    behind them is two sequences over the same pages.
+    """
 
     spans: tuple[tuple[int, int, int], ...]
     num_heads: int = 4
@@ -44,6 +56,7 @@ class Case:
     """The tensors of a batch, and the right result.
 
     Attributes:
+        spans: of the batch's sequences, without padding.
         expected: the output of each sequence, in fp32.
         magnitude: the output if all values (V) were positive, which bounds rounding errors.
     """
@@ -61,42 +74,54 @@ class Case:
         return torch.full_like(self.query, float("nan"))
 
 
-def make_spans(spec: CaseSpec) -> list[QuerySpan]:
-    """The query spans of a batch, without padding sequences."""
-    return [QuerySpan(q, q + context, split) for q, context, split in spec.spans]
+def sequences_of(
+    query_len: int, context_len: int, num_causal: int, window: Window | None = None
+) -> list[QuerySpan]:
+    """The sequences of a request: its causal rows, then a canvas or an image."""
+    head = min(max(num_causal, 0), query_len)
+    spans = [QuerySpan(head, context_len + head, is_causal=True)] if head > 0 else []
+    if head < query_len or query_len == 0:
+        tail = QuerySpan(query_len - head, context_len + query_len, is_causal=False)
+        if window is not None and window.kind == "anchored" and num_causal != IMAGE:
+            tail = replace(tail, first_key=anchor(tail, window.size))
+        spans.append(tail)
+    return spans
 
 
 def make_case(spec: CaseSpec) -> Case:
     """Random tensors for a batch, with NaN in every place that a kernel must not read."""
     generator = torch.Generator().manual_seed(spec.seed)
-    spans = make_spans(spec)
-    first = [_first_visible(span, spec.window) for span in spans]
-    pages = [-(-span.seq_len // spec.page_size) for span in spans]
+    requests = [sequences_of(*span, spec.window) for span in spec.spans]
+    first = [_first_visible(spans[0], spec.window) for spans in requests]
+    seq_lens = [spans[-1].seq_len for spans in requests]
+    pages = [-(-seq_len // spec.page_size) for seq_len in seq_lens]
     max_pages = max([*pages, 1]) + 1
     num_pages = sum(pages) + 3
     order = torch.randperm(num_pages, generator=generator)
-    tables = torch.full((len(spans) + spec.padding_seqs, max_pages), -1, dtype=torch.int32)
+    tables = torch.full((len(requests) + 1, max_pages), -1, dtype=torch.int32)
     shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_size)
     key, value = torch.full(shape, float("nan")), torch.full(shape, float("nan"))
 
     used = 0
-    for index, span in enumerate(spans):
+    for index, seq_len in enumerate(seq_lens):
         mine = order[used : used + pages[index]]
         used += pages[index]
         tables[index, : pages[index]] = mine.int()
         tables[index, : first[index] // spec.page_size] = -1  # freed by a sliding-window cache
-        for pos in range(first[index], span.seq_len):
+        for pos in range(first[index], seq_len):
             where = (mine[pos // spec.page_size], pos % spec.page_size)
             key[where] = torch.randn(shape[2:], generator=generator)
             value[where] = torch.randn(shape[2:], generator=generator)
 
+    request_of = [i for i, spans in enumerate(requests) for _ in spans]
+    tables = tables[request_of + [-1] * spec.padding_seqs]  # the last one has no pages
+    spans = [span for spans in requests for span in spans]
     cache, key_seen, value_seen = _store(key, value, spec)
     num_tokens = sum(span.query_len for span in spans) + spec.padding_tokens
     query = torch.randn(num_tokens, spec.num_heads, spec.head_size, generator=generator)
     query = query.to(spec.dtype).to(spec.device)
-    options = AttentionOptions(
-        spec.head_size**-0.5, spec.window, spec.logit_softcap, spec.block_size
-    )
+    window = spec.window and spec.window.size
+    options = AttentionOptions(spec.head_size**-0.5, window, spec.logit_softcap, spec.block_size)
     reference_tables = tables.clamp(min=0).to(spec.device)
     expected, magnitude = (
         paged_attention(query, key_seen, values, reference_tables, spans, options)
@@ -109,11 +134,14 @@ def make_case(spec: CaseSpec) -> Case:
 def make_batch(
     spans: list[QuerySpan], tables: Tensor, padding_seqs: int = 0, device: str = "cpu"
 ) -> RaggedBatch:
-    """The batch tensors of some spans followed by ``padding_seqs`` sequences of length zero."""
+    """The batch tensors of some sequences followed by ``padding_seqs`` sequences of length zero."""
     starts = [0]
     for span in spans:
         starts.append(starts[-1] + span.query_len)
     starts += [starts[-1]] * padding_seqs
+
+    first_keys = [-1 if span.first_key is None else span.first_key for span in spans]
+    has_first_keys = any(first_key >= 0 for first_key in first_keys)
 
     def int32(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -122,15 +150,16 @@ def make_batch(
         query_start_loc=int32(starts),
         seq_lens=int32([span.seq_len for span in spans] + [0] * padding_seqs),
         block_tables=tables.to(device),
-        bidirectional_from=int32([s.bidirectional_from for s in spans] + [0] * padding_seqs),
+        is_causal=int32([span.is_causal for span in spans] + [0] * padding_seqs),
         max_query_len=max([1, *(span.query_len for span in spans)]),
+        first_keys=int32(first_keys + [-1] * padding_seqs) if has_first_keys else None,
     )
 
 
 def _first_visible(span: QuerySpan, window: Window | None) -> int:
     if window is None:
         return 0
-    return max(0, span.context_len - (window.size - 1))
+    return anchor(span, window.size)
 
 
 def _store(key: Tensor, value: Tensor, spec: CaseSpec) -> tuple[PagedKV, Tensor, Tensor]:

@@ -4,7 +4,7 @@ Source: z-lab's DFlash (arXiv 2602.06036). Attention is `attention.reference`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import Qwen3ForCausalLM
 
 from dllm.attention.inputs import AttentionOptions
-from dllm.attention.masks import QuerySpan, Window
+from dllm.attention.masks import QuerySpan, anchor
 from dllm.attention.reference import dense_attention
 from dllm.drafter.checkpoint import DrafterConfig, LayerAttention
 
@@ -63,15 +63,16 @@ class ReferenceDrafter:
         values = (both @ self.weights[f"{name}self_attn.v_proj.weight"].T).unflatten(
             -1, (-1, self.config.head_dim)
         )
-        span = QuerySpan(len(hidden), len(positions), len(hidden) if layer.is_causal else 0)
-        kind = "anchored" if layer.is_anchored else "symmetric"
-        window = None if layer.window is None else Window(kind, layer.window)
+        span = QuerySpan(len(hidden), len(positions), layer.is_causal)
+        if layer.is_anchored:
+            assert layer.window is not None, "an anchored layer has a window"
+            span = replace(span, first_key=anchor(span, layer.window))
         attended = dense_attention(
             self._rotate(queries, positions[len(context) :]),
             self._rotate(keys, positions),
             values,
             span,
-            AttentionOptions(self.config.head_dim**-0.5, window, 0.0),
+            AttentionOptions(self.config.head_dim**-0.5, layer.window, 0.0),
         )
         hidden = hidden + attended.flatten(1) @ self.weights[f"{name}self_attn.o_proj.weight"].T
         normed = self._norm(hidden, f"{name}post_attention_layernorm")

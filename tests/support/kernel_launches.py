@@ -22,7 +22,6 @@ from dllm.attention.cache_write import write_kv
 from dllm.attention.canvas_attention import batch_shape, canvas_attention
 from dllm.attention.context_kv import ContextWeights, write_context_kv
 from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
-from dllm.attention.masks import Window
 from dllm.attention.planning import plan_attention
 from dllm.attention.tuning import TileConfig, tile_config
 from dllm.ops import grammar_paths_gpu as grammar
@@ -68,7 +67,6 @@ def attend(
     page_size: int = 64,
     dtype: torch.dtype = BF16,
     cache_dtype: torch.dtype | None = None,
-    is_bool: bool = False,
     options: AttentionOptions | None = None,
     tiles: TileConfig | None = None,
 ) -> None:
@@ -78,7 +76,8 @@ def attend(
         query_start_loc=ints(MAX_SEQS + 1)[: num_seqs + 1],
         seq_lens=ints(MAX_SEQS)[:num_seqs],
         block_tables=ints(MAX_SEQS, MAX_LEN // page_size)[:num_seqs],
-        bidirectional_from=meta(MAX_SEQS, dtype=torch.bool if is_bool else torch.int32)[:num_seqs],
+        is_causal=ints(MAX_SEQS)[:num_seqs],
+        first_keys=ints(MAX_SEQS)[:num_seqs] if layer.is_anchored else None,
         max_query_len=MAX_TOKENS,
         max_seq_len=max_seq_len,
     )
@@ -166,7 +165,7 @@ def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
 
 # --- what is compiled ----------------------------------------------------------------------------
 
-ODD = Layer("odd", 6, 2, 80, Window("anchored", 100))
+ODD = Layer("odd", 6, 2, 80, 100, is_anchored=True)
 ODD_TILES = TileConfig(64, 32, 4, 2, max_splits=4, block_v=64)
 
 
@@ -177,7 +176,7 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
         "sliding": {"symmetric": lambda: attend(SYMMETRIC, arch)},
         "full": {"full": lambda: attend(FULL, arch)},
         "drafter": {
-            "draft": lambda: attend(DRAFTER, arch, page_size=16, is_bool=True),
+            "draft": lambda: attend(DRAFTER, arch, page_size=16),
             "context": lambda: write_context(1024),
             "few tokens of context": lambda: write_context(16),
             "cache write": lambda: write_cache(FULL, 256),
@@ -198,12 +197,12 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
         scale = AttentionOptions(0.1, ODD.window, 30.0)
         groups["branches"] = {
             "anchored, 16 keys a page": lambda: attend(SLIDING, arch, page_size=16),
-            "bool flag, soft cap, odd sizes": lambda: attend(
-                ODD, arch, page_size=24, dtype=torch.float16, is_bool=True, options=scale,
+            "soft cap, odd sizes": lambda: attend(
+                ODD, arch, page_size=24, dtype=torch.float16, options=scale,
                 tiles=ODD_TILES,
             ),
             "heads that see blocks": lambda: attend(
-                replace(ODD, window=None), arch, page_size=32, tiles=ODD_TILES,
+                replace(ODD, window=None, is_anchored=False), arch, page_size=32, tiles=ODD_TILES,
                 options=AttentionOptions(0.1, block_size=32),
             ),
         }  # fmt: skip
@@ -237,7 +236,7 @@ def count_variants(num_batches: int) -> None:
             for layer in (SYMMETRIC, FULL):
                 attend(layer, 90, **sizes)
                 write_cache(layer, num_tokens, first=rng.randint(0, 99))
-            attend(DRAFTER, 90, page_size=16, is_bool=True, **sizes)
+            attend(DRAFTER, 90, page_size=16, **sizes)
             write_context(rng.choice([1, 3, 16, 17, num_tokens]), first=rng.randint(0, 99))
             num_rows = rng.randint(1, 4096)
             sample(num_rows, filtered=rng.random() < 0.5)

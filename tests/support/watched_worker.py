@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from vllm.config.compilation import CUDAGraphMode
 from vllm.utils import torch_utils
 from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 
@@ -95,7 +94,7 @@ def watched_worker(engine: Engine) -> Iterator[WorkerWatch]:
         for name in MODEL:
             put(state.model, name, as_kernel(getattr(state.model, name)))
         put(model_state, "build_attn_metadata", as_kernel(model_state.build_attn_metadata))
-        put(state, "prepare_attn", partial(_with_split_points, state, state.prepare_attn))
+        put(state, "prepare_attn", partial(_in_a_graph_too, state, state.prepare_attn))
         for label, owner, names in (
             ("requests", runner.req_states, ("apply_staged_writes",)),
             ("state", state, STATE_HOOKS),
@@ -110,11 +109,11 @@ def watched_worker(engine: Engine) -> Iterator[WorkerWatch]:
         yield watch
 
 
-def _with_split_points(state: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`prepare_attn`, which on a CPU prepares virtual sequences, and what our own backend gets."""
+def _in_a_graph_too(state: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`prepare_attn`, also as for a full CUDA graph where each row is one sequence."""
     batch, _, tables = args[:3]
-    for graph_mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-        state._rows(batch, graph_mode, tables)
+    if len(state._sequences(batch).row_of) == batch.num_reqs:
+        state._in_place(batch, tables)
     return prepare(*args, **kwargs)
 
 

@@ -20,6 +20,7 @@ from vllm.model_executor.models.interfaces import SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from dllm.attention.cpu_fp8_cache import write_rounded
+from dllm.attention.layers import use_anchored_window
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized
@@ -150,15 +151,8 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
     def _anchor_sliding_layers(self) -> None:
         """Use the ``anchored`` window on sliding layers; vLLM's own backends do not have it."""
         for layer in self.model.layers:
-            if not layer.self_attn.is_sliding:
-                continue
-            attention = layer.self_attn.attn
-            if attention.attn_backend.get_name() == "CPU_ATTN":
-                from dllm.attention.cpu_backend import use_anchored_window
-
-                use_anchored_window(attention)
-            else:
-                attention.impl.use_anchored_window()
+            if layer.self_attn.is_sliding:
+                use_anchored_window(layer.self_attn.attn)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Scaled token embeddings, ``[tokens, hidden]``."""

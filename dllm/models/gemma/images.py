@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModel, DiffusionGemmaConfig
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.models.gemma4_mm import (
     Gemma4DummyInputsBuilder,
     Gemma4MultimodalEmbedder,
@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.engine.model_state import DiffusionModelState
-from dllm.engine.spans import VirtualSequences
+from dllm.engine.spans import Sequences
 from dllm.models import takes_images
 from dllm.models.gemma.backbone import DiffusionGemmaForBlockDiffusion
 from dllm.ops.staging import to_device
@@ -143,7 +143,7 @@ class ImageModelState(DiffusionModelState):
                 inputs["inputs_embeds"][rows] = torch.cat(embeds).to(self.dtype)
         return inputs
 
-    def _sequences(self, input_batch: InputBatch) -> VirtualSequences:
+    def _sequences(self, input_batch: InputBatch) -> Sequences:
         """Heads, canvases and bidirectional images as separate sequences."""
         sequences = super()._sequences(input_batch)
         images = self._images(input_batch)
@@ -162,24 +162,3 @@ class ImageModelState(DiffusionModelState):
                 for feature in features:
                     images[row] += feature.mm_position.extract_embeds_range()
         return images
-
-    def _rows(
-        self,
-        input_batch: InputBatch,
-        cudagraph_mode: CUDAGraphMode,
-        block_tables: tuple[torch.Tensor, ...],
-    ) -> dict[str, Any]:
-        """As the base class; a row with images becomes several sequences, each causal or not.
-
-        A full CUDA graph cannot replay a number of sequences that changes; ``patches.cuda_graphs``
-        keeps prompts with images out of it. Its dummy batches have none.
-        """
-        is_full = cudagraph_mode == CUDAGraphMode.FULL
-        if is_full or self._sequences(input_batch).images is None:
-            return super()._rows(input_batch, cudagraph_mode, block_tables)
-        sequences = self._virtual_sequences(input_batch, cudagraph_mode, block_tables)
-        # [sequences]: the whole length of a causal one, 0 of a canvas, negative of an image.
-        split_points = sequences["query_start_loc_gpu"].diff() * sequences["causal"]
-        images = list(sequences["mm_req_doc_ranges"])
-        is_image = to_device(np.isin(np.arange(len(split_points)), images), self.device)
-        return sequences | {"causal": torch.where(is_image, -1, split_points)}

@@ -5,7 +5,6 @@ are vLLM's. Attention differs (heads see blocks), and logits are those of canvas
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 
 from dllm.attention.cpu_fp8_cache import write_rounded
+from dllm.attention.layers import see_blocks
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized
 from dllm.models.unmasking.family import Unmasking
@@ -44,7 +44,7 @@ class UnmaskingModel:
         self._rows_at_once = rows_at_once(vllm_config)
         for layer in self.modules():  # type: ignore[attr-defined]
             if isinstance(layer, Attention):
-                _see_blocks(layer, settings.block_size)
+                see_blocks(layer, settings.block_size)
                 write_rounded(layer)
 
     def make_family(self, vllm_config: VllmConfig) -> Unmasking:
@@ -103,12 +103,3 @@ class UnmaskingModel:
         loaded: set[str] = model.load_weights(weights)
         quantized.log_kernels(self, plan)
         return loaded
-
-
-def _see_blocks(layer: Attention, block_size: int) -> None:
-    """Let head rows of our CUDA backend see their whole block.
-
-    A CPU gets each block of a head as a sequence of its own (``engine.spans``).
-    """
-    if layer.attn_backend.get_name() == "CUSTOM":
-        layer.impl.options = replace(layer.impl.options, block_size=block_size)
