@@ -73,8 +73,6 @@ def _check_in_the_engine() -> None:
     """Let the engine core check what is emitted with the request's table; vLLM compiles again."""
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from dllm.engine.emitted_blocks import EmittedText
-
     grammar_init = StructuredOutputManager.grammar_init
 
     def table_init(self: Any, request: Any) -> None:
@@ -82,6 +80,8 @@ def _check_in_the_engine() -> None:
         if asked is None or self.vllm_config.model_config.architecture not in FAMILIES:
             grammar_init(self, request)
             return
+        from dllm.engine.emitted_blocks import EmittedText  # heavy; only the engine core needs it
+
         try:
             asked.grammar = EmittedText.of_request(request.sampling_params)
         except Exception as error:  # vLLM ends this request, and no other one
