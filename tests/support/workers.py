@@ -1,38 +1,44 @@
 """How pytest-xdist spreads the tests over its workers: ``pytest --numprocesses 2``.
 
-A worker takes a whole file, so that what the file starts is started once. Tests of the server that
-several files share (the fixture ``server`` of ``server_harness``) count as one file. Files that are
+A worker takes a whole file, so that what the file starts is started once. The files that import the
+shared server (the fixture ``server`` of ``server_harness``) count as one. Files with a test that is
 marked as slow are first, so that none is left for the end.
 """
 
+import ast
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-SHARED_SERVER = "@server"  # ends the names of its tests in a worker
+ROOT = Path(__file__).parents[2]
+HARNESS, FIXTURE = "tests.support.server_harness", "server"
 
 
 def group_of(nodeid: str) -> str:
-    """What a worker takes at once: a file, or all tests of the shared server."""
-    return SHARED_SERVER if nodeid.endswith(SHARED_SERVER) else nodeid.split("::", 1)[0]
+    """What a worker takes at once: a file, or all files that share the server."""
+    file = nodeid.split("::", 1)[0]
+    return "shared server" if imports_server(file) else file
 
 
-def asks_shared_server(item: Any) -> bool:
-    """Whether the test's fixture ``server`` is that of the whole run; a file may have its own."""
-    found = item._fixtureinfo.name2fixturedefs.get("server")
-    return bool(found) and found[-1].scope == "session"
+@functools.cache
+def imports_server(file: str) -> bool:
+    """Whether the tests of a file ask the server that is started once for the whole run."""
+    return any(
+        isinstance(node, ast.ImportFrom)
+        and node.module == HARNESS
+        and FIXTURE in (alias.name for alias in node.names)
+        for node in ast.parse((ROOT / file).read_text()).body
+    )
 
 
 @pytest.hookimpl(trylast=True)  # behind `-m` and `-k`, which leave some out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In a worker, put the slow groups first; every worker sorts in the same way."""
-    if not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        if asks_shared_server(item):
-            item._nodeid += SHARED_SERVER
-    slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: group_of(item.nodeid) not in slow)
+    if hasattr(config, "workerinput"):
+        slow = {group_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: group_of(item.nodeid) not in slow)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing, or turned off
