@@ -1,11 +1,10 @@
 """How pytest-xdist spreads the tests over its workers: ``pytest --numprocesses 2``.
 
-A worker takes a whole file, so that what the file starts is started once. The files that import the
-shared server (the fixture ``server`` of ``server_harness``) count as one. Files with a test that is
+A worker takes a whole file, so that what the file starts is started once. The files that ask
+the shared server (the fixture ``server`` of ``server_harness``) count as one. Files with a test that is
 marked as slow are first, so that none is left for the end.
 """
 
-import ast
 import functools
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,19 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HARNESS, FIXTURE = "tests.support.server_harness", "server"
+SHARED_SERVER = 'pytest_plugins = ["tests.support.server_harness"]'
 
 
 def group_of(nodeid: str) -> str:
     """What a worker takes at once: a file, or all files that share the server."""
     file = nodeid.split("::", 1)[0]
-    return "shared server" if imports_server(file) else file
+    return "shared server" if asks_shared_server(file) else file
 
 
 @functools.cache
-def imports_server(file: str) -> bool:
+def asks_shared_server(file: str) -> bool:
     """Whether the tests of a file ask the server that is started once for the whole run."""
-    return any(
-        isinstance(node, ast.ImportFrom)
-        and node.module == HARNESS
-        and FIXTURE in (alias.name for alias in node.names)
-        for node in ast.parse((ROOT / file).read_text()).body
-    )
+    return SHARED_SERVER in (ROOT / file).read_text()
 
 
 @pytest.hookimpl(trylast=True)  # behind `-m` and `-k`, which leave some out
