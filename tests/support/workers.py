@@ -1,7 +1,7 @@
 """How pytest-xdist spreads the tests over its workers: ``pytest --numprocesses 2``.
 
-A worker takes a whole file, so that what the file starts is started once. The files that ask
-the shared server (the fixture ``server`` of ``server_harness``) count as one. Files with a test that is
+A worker takes a whole file, so that what the file starts is started once. The files that ask the
+shared server (the fixture ``server`` of ``server_harness``) count as one. Files with a test that is
 marked as slow are first, so that none is left for the end.
 """
 
