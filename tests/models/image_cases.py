@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine.test_parity import CANVAS, RELATIVE_TOLERANCE, WINDOW, prompt, relative_error
 from tests.models.test_images import VISION, picture
-from tests.patches.test_contract import MESSAGES, parse_chat
+from tests.patches.test_admission import MESSAGES, parse_chat
 from tests.support import hf_reference
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine, get_engine
