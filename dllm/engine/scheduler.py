@@ -23,6 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from dllm.engine.emitted_blocks import GrammarRoom, room_for
 from dllm.engine.frames import FrameMail
 from dllm.engine.prompt_logprobs import PendingPromptLogprobs
+from dllm.engine.visit import allow_more_passes, num_passes
 from dllm.settings.denoising import NO_TOKEN, block_size_of
 from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import PluginOptions
@@ -251,28 +252,3 @@ def _asks_for_prompt_logprobs(request: Request) -> bool:
     return params is not None and (
         params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     )
-
-
-# --- what scheduler and worker tell each other about a visit, beside vLLM's own messages ----------
-
-# vLLM's messages have no field for it. It travels as an attribute of them, which survives pickling.
-
-
-def allow_more_passes(message: SchedulerOutput) -> None:
-    """Scheduler: the worker may repeat the batch, because no request waits for another one."""
-    message.allows_more_passes = True  # type: ignore[attr-defined]
-
-
-def allows_more_passes(message: SchedulerOutput) -> bool:
-    """Worker: whether it may repeat the batch."""
-    return getattr(message, "allows_more_passes", False)
-
-
-def report_passes(answer: ModelRunnerOutput, num_passes: int) -> None:
-    """Worker: how often every canvas of the batch went through the model."""
-    answer.num_passes = num_passes  # type: ignore[attr-defined]
-
-
-def num_passes(answer: ModelRunnerOutput) -> int:
-    """Scheduler: how often that was; 1 if the worker does not say."""
-    return getattr(answer, "num_passes", 1)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from dllm.engine.scheduler import allows_more_passes, report_passes
+from dllm.engine.visit import allows_more_passes, report_passes
 from dllm.engine.warm_up import canvas_batch
 
 

@@ -15,7 +15,8 @@ from vllm import SamplingParams
 from vllm.v1.engine.core import EngineCoreProc
 
 from dllm.engine.loop import DenoiseLoop
-from dllm.engine.scheduler import CanvasScheduler, allows_more_passes, num_passes
+from dllm.engine.scheduler import CanvasScheduler
+from dllm.engine.visit import allows_more_passes, num_passes
 from dllm.settings.server import PluginOptions
 from tests.engine.test_engine import page_contents, scheduled_spans, scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
