@@ -24,7 +24,6 @@ from bench.remote import remote
 from bench.roofline import floors
 from bench.sampler import sampling_step
 from bench.soak_report import soak
-from bench.structured import structured
 from bench.tables import families, markdown, serving
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -68,7 +67,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "serving": serving,
     "step-time": lambda results: step_time(results / "profile_cpu.csv"),
     "recovery": recovery,
-    "structured": structured,
     "families": families,
     "sampling-step": sampling_step,
     "soak": soak,
