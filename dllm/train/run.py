@@ -1,4 +1,4 @@
-"""The training loop of models, drafters and pilots: the same run when it is resumed.
+"""The training loop of models and drafters: the same run when it is resumed.
 
 What is trained is a ``Learner``. Everything random in step i comes from (seed, i), so a run that
 was stopped and resumed ends with the same bits as one that was not.
@@ -77,23 +77,14 @@ class Run(Generic[AnyLearner]):
         average: the exponential average of the weights.
     """
 
-    def __init__(
-        self,
-        learner: AnyLearner,
-        out: Path | None,
-        optimizers: list[torch.optim.Optimizer] | None = None,
-    ) -> None:
-        """Begin with the learner's weights.
-
-        Args:
-            optimizers: instead of Muon and AdamW; their learning rates are the peak ones.
-        """
+    def __init__(self, learner: AnyLearner, out: Path | None) -> None:
+        """Begin with the learner's weights."""
         self.learner, self.out = learner, out
         self.settings: RunSettings = learner.settings
         torch.set_num_threads(self.settings.threads)
         self.model = learner.model
         self.average: Any = copy.deepcopy(self.model).eval().requires_grad_(False)
-        self.optimizers = optimizers or make_optimizers(self.model, self.settings)
+        self.optimizers = make_optimizers(self.model, self.settings)
         self.device = next(self.model.parameters()).device
         self.step, self.loss = 0, 0.0
         self._started = time.monotonic()

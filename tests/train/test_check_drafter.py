@@ -162,5 +162,5 @@ def test_pairs_that_cannot_be_measured_are_refused(broken, capsys, tmp_path):
     assert cli.main(["check-drafter", str(TARGET), str(tmp_path)]) == 1
     assert "no drafter with config.json" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        cli.main(["check-drafter", str(TARGET), str(tmp_path), "--passes", "2", "--json", "-"])
-    assert "leave out --json" in capsys.readouterr().err
+        cli.main(["check-drafter", str(TARGET), str(tmp_path), "--num-prompts", "1"])
+    assert "at least 2" in capsys.readouterr().err

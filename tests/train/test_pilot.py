@@ -61,9 +61,9 @@ def test_the_command_trains_from_trials_and_reports(tmp_path, capsys):
     made_up_trials().save(trials)
     again = Trials.load(trials)
     assert again.widths == WIDTHS and (again.steps == made_up_trials().steps).all()
-    pair = ["--target", "none", "--drafter", "none", "--hidden-size", "16"]
+    pair = ["--target", "none", "--drafter", "none"]
     assert main(["pilot", *pair, "--out", str(out), "--trials", str(trials)]) == 0
-    assert Pilot.load(out).config == PilotConfig(WIDTHS, 40, "raw", 16)
+    assert Pilot.load(out).config == PilotConfig(WIDTHS, 40)
     with (out / pilot_command.REPORT).open() as file:
         report = {row["choice"]: float(row["tokens_per_s"]) for row in csv.DictReader(file)}
     assert report["best of each prompt"] >= report["pilot"] >= report["fixed 0"]
@@ -78,8 +78,7 @@ def test_candidates_are_checked_before_anything_is_run(tmp_path):
         return pilot_command.trial_settings(pilot_command.parse([*given, *flags])).widths
 
     assert widths() == (0, 1, 2, 3, 5, 7)
-    assert widths("--radius", "2", "--center", "4") == (2, 3, 4, 5, 6)
-    assert widths("--radius", "2") == (5, 6, 7)
+    assert widths("--widths", "4", "2") == (2, 4)
     with pytest.raises(CommandError, match=r"9.*from 0 to the 7"):
         widths("--widths", "3", "9")
     with pytest.raises(SystemExit):

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dllm.drafter.samples import Sample
-from dllm.drafter.schedule import reveal_surest
 from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.network import DraftNetwork, draft_inputs
 from dllm.train.drafter.target import Target
@@ -141,21 +140,18 @@ def measure(
     samples: Sequence[Sample],
     block: int,
     layer_ids: Sequence[int] | None = None,
-    reveal: Sequence[int] = (),
 ) -> dict[str, Acceptance]:
     """Acceptance of each group of samples.
 
     Args:
         block: positions of a draft block, the last token included.
         layer_ids: layers of the target to feed it with; None: those of its config.
-        reveal: drafts that each pass over a block decides (``dllm.drafter.schedule``); empty: one
-            pass decides all. With several passes no loss is measured.
     """
     layers = network.config.target_layer_ids if layer_ids is None else layer_ids
     found: dict[str, Acceptance] = defaultdict(Acceptance)
     for group in _batches([sample for sample in samples if sample.num_anchors], block):
         batch = load_batch(group, target, layers)
-        drafts = draft_all(network, target, batch, block, reveal)
+        drafts = draft_all(network, target, batch, block)
         for sample, drafted in zip(group, drafts, strict=True):
             agreeing = drafted.agreeing[: sample.num_anchors]
             found[sample.group].add(agreeing, block - 1, drafted.loss)
@@ -169,10 +165,8 @@ class Drafted(NamedTuple):
     loss: float
 
 
-def draft_all(
-    network: DraftNetwork, target: TargetEnds, batch: Batch, block: int, reveal: Sequence[int] = ()
-) -> list[Drafted]:
-    """Draft behind every token of every response; ``reveal`` as in ``measure``."""
+def draft_all(network: DraftNetwork, target: TargetEnds, batch: Batch, block: int) -> list[Drafted]:
+    """Draft behind every token of every response."""
     most = max(sample.num_anchors for sample in batch.samples)
     device = batch.tokens.device
     first = torch.tensor([sample.response_start for sample in batch.samples], device=device)
@@ -182,55 +176,18 @@ def draft_all(
     places = anchors[..., None] + torch.arange(1, block, device=device)
     after = batch.tokens[:, None].expand(-1, most, -1)
     labels = after.gather(2, places.clamp(max=batch.tokens.shape[1] - 1))
-    if len(reveal) > 1:
-        agrees = _draft_in_passes(network, target, batch, anchors, reveal) == labels
-        losses = torch.zeros(labels.shape, device=device)
-    else:
-        ids = draft_inputs(batch.tokens, anchors, block, network.config.mask_token_id)
-        logits = _logits(network, target, batch, ids, anchors)
-        pairs = zip(logits, labels.split(ANCHORS_AT_ONCE, 1), strict=True)
-        parts = [_compare(*pair) for pair in pairs]
-        agrees, losses = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    ids = draft_inputs(batch.tokens, anchors, block, network.config.mask_token_id)
+    dtype = next(network.parameters()).dtype
+    hidden = network(batch.features.to(dtype), target.embedding[ids].to(dtype), anchors)
+    head = target.head.to(dtype)
+    some = (each.split(ANCHORS_AT_ONCE, 1) for each in (hidden[:, :, 1:], labels))
+    parts = [_compare(rows @ head.T, of_rows) for rows, of_rows in zip(*some, strict=True)]
+    agrees, losses = (torch.cat(part, 1) for part in zip(*parts, strict=True))
     # Drafts beyond the end of a response, and behind the repeated anchors, do not count.
     exists = (places < last[:, None, None] + 2) & (behind <= last[:, None])[..., None]
     prefixes = (agrees & exists).int().cumprod(-1).sum(-1).tolist()
     means = (losses * exists).sum((1, 2)) / exists.sum((1, 2))
     return [Drafted(*pair) for pair in zip(prefixes, means.tolist(), strict=True)]
-
-
-def _logits(
-    network: DraftNetwork, target: TargetEnds, batch: Batch, ids: Tensor, anchors: Tensor
-) -> Iterator[Tensor]:
-    """Of the drafts, ``[B, A', K - 1, V]``: A' anchors at a time, so that few are in memory."""
-    dtype = next(network.parameters()).dtype
-    hidden = network(batch.features.to(dtype), target.embedding[ids].to(dtype), anchors)
-    head = target.head.to(dtype)
-    return (rows @ head.T for rows in hidden[:, :, 1:].split(ANCHORS_AT_ONCE, 1))
-
-
-def _draft_in_passes(
-    network: DraftNetwork,
-    target: TargetEnds,
-    batch: Batch,
-    anchors: Tensor,
-    reveal: Sequence[int],
-) -> Tensor:
-    """``[B, A, K - 1]``: drafts of which each pass decides the surest, as a server's passes do."""
-    mask = network.config.mask_token_id
-    ids = draft_inputs(batch.tokens, anchors, sum(reveal) + 1, mask)
-    drafts = torch.zeros_like(ids[..., 1:])
-    confidence = torch.zeros(drafts.shape, device=drafts.device)
-    is_masked = torch.ones_like(drafts, dtype=torch.bool)
-    for count in reveal:
-        for at, logits in enumerate(_logits(network, target, batch, ids, anchors)):
-            some = slice(at * ANCHORS_AT_ONCE, (at + 1) * ANCHORS_AT_ONCE)
-            state = (drafts, confidence, is_masked)
-            of_some = [tensor[:, some].reshape(-1, sum(reveal)).clone() for tensor in state]
-            reveal_surest(of_some[0], of_some[1], of_some[2], logits.flatten(0, 1), count)
-            for tensor, part in zip(state, of_some, strict=True):
-                tensor[:, some] = part.view_as(tensor[:, some])
-        ids[..., 1:] = drafts.masked_fill(is_masked, mask)
-    return drafts
 
 
 def _compare(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

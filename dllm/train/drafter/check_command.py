@@ -13,14 +13,12 @@ from tokenizers import Tokenizer
 
 from dllm.drafter.checkpoint import DrafterConfig, TargetFacts, check_pair
 from dllm.drafter.samples import Sample
-from dllm.drafter.schedule import MASKED_FRACTION, reveal_counts
 from dllm.settings.command import FAILED, OK, CommandError
 from dllm.settings.drafting import DrafterOptions
 from dllm.tasks.suite import FAMILIES
-from dllm.train.drafter.acceptance import measure, possible, total
+from dllm.train.drafter.acceptance import possible, total
 from dllm.train.drafter.check import Checker, Conventions, Reading, Verdict
 from dllm.train.drafter.export import build_network, read_checkpoint
-from dllm.train.drafter.network import DraftNetwork
 from dllm.train.drafter.prompts import Prompt, default_file, file_prompts, suite_prompts
 from dllm.train.drafter.settings import CalibrateSettings, block_of
 from dllm.train.drafter.target import Target, read_config, target_facts
@@ -42,8 +40,6 @@ def main(argv: Sequence[str]) -> int:
     network = network.to(target.device).requires_grad_(False)
     samples = respond(target, load_prompts(given), given.max_tokens)
     block = block_of(config)
-    if given.passes:
-        return compare_passes(given, network, target, samples, block)
     conventions = Conventions(
         facts.num_layers, special_tokens(given.target), rope_parameters(target_config)
     )
@@ -78,24 +74,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     ):
         help_text = f"{text} (default: {default})"
         parser.add_argument(flag, type=int, default=default, metavar="N", help=help_text)
-    parser.add_argument(
-        "--passes",
-        type=int,
-        nargs="+",
-        default=(),
-        metavar="N",
-        help="only measure what so many passes over a draft block (denoise_steps) reach",
-    )
-    parser.add_argument(
-        "--noise-schedule", choices=sorted(MASKED_FRACTION), default="cosine", help="of --passes"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found; -: print")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(argv)
     if given.num_prompts < 2 or given.max_tokens < 2:
         parser.error("--num-prompts and --max-tokens are at least 2.")
-    if given.passes and given.json is not None:
-        parser.error("--passes only measures; leave out --json, which writes what a check finds.")
     return given
 
 
@@ -158,33 +141,6 @@ def respond(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> list[
     if sum(sample.num_anchors > 0 for sample in samples) < 2:
         raise CommandError("fewer than two responses have two tokens; give other --prompts.")
     return samples
-
-
-def compare_passes(
-    given: argparse.Namespace,
-    network: DraftNetwork,
-    target: Target,
-    samples: Sequence[Sample],
-    block: int,
-) -> int:
-    """Print what several passes over a draft block reach.
-
-    Raises:
-        CommandError: a number of passes that the block does not allow.
-    """
-    for passes in given.passes:
-        if not 1 <= passes < block:
-            raise CommandError(f"--passes {passes}; allowed: 1 to {block - 1}.")
-    for passes in given.passes:
-        reveal = reveal_counts(given.noise_schedule, block - 1, passes)
-        found = total(measure(network, target, samples, block, reveal=reveal))
-        rates = ", ".join(f"{100 * rate:.0f}" for rate in found.by_position)
-        print(
-            f"{passes} passes: {found.length:.2f} tokens a step; keep 1, 2, ... drafts: {rates} %"
-        )
-    best = total(possible(samples, block - 1)).length
-    print(f"possible: {best:.2f}; {len(samples)} responses")
-    return OK
 
 
 def special_tokens(target: Path) -> dict[int, str]:

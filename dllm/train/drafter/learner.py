@@ -63,9 +63,9 @@ class DraftLearner(Learner):
         noise = noise_of_step(self.settings, step)
         anchors = self._draw_anchors(chosen, noise).to(self.target.device)
         with torch.autocast(self.target.device.type, torch.bfloat16):
-            return self._loss_behind(anchors, batch, noise)
+            return self._loss_behind(anchors, batch)
 
-    def _loss_behind(self, anchors: Tensor, batch: Batch, noise: torch.Generator) -> Tensor:
+    def _loss_behind(self, anchors: Tensor, batch: Batch) -> Tensor:
         """``anchors``: ``[B, A]``, positions in the batch's sequences."""
         places = anchors[..., None] + torch.arange(1, self.block, device=anchors.device)
         lengths = torch.tensor([len(sample.tokens) for sample in batch.samples]).to(anchors.device)
@@ -73,10 +73,6 @@ class DraftLearner(Learner):
         tokens = batch.tokens[:, None].expand(-1, anchors.shape[1], -1)
         labels = tokens.gather(2, places.clamp(max=batch.tokens.shape[1] - 1))
         ids = draft_inputs(batch.tokens, anchors, self.block, self.config.mask_token_id)
-        if self.settings.revealed_share > 0:
-            shown = draw_revealed(exists.cpu(), self.settings.revealed_share, noise).to(ids.device)
-            ids[..., 1:] = torch.where(shown, labels, ids[..., 1:])
-            exists = exists & ~shown
         hidden = self.model(batch.features.float(), self.embedding[ids], anchors)
         losses = cross_entropy(hidden[:, :, 1:][exists], self.head, labels[exists])
         weights = self.weights.expand(exists.shape)[exists]
@@ -116,20 +112,3 @@ class DraftLearner(Learner):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take it over."""
         self.acceptance = {name: Acceptance(**one) for name, one in state["acceptance"].items()}
-
-
-def draw_revealed(exists: Tensor, share: float, noise: torch.Generator) -> Tensor:
-    """Choose positions of draft blocks that show the target's token instead of the mask.
-
-    Args:
-        exists: ``[B, A, K - 1]`` bool, the positions that have a token, on the CPU.
-        share: of the blocks in which any position is shown. In each of them the number of shown
-            positions is uniform, from none to all but one of those that exist.
-
-    Returns:
-        ``[B, A, K - 1]`` bool. At least one position that exists stays masked in every block.
-    """
-    order = (torch.rand(exists.shape, generator=noise) + ~exists).argsort(-1).argsort(-1)
-    count = (torch.rand(exists.shape[:2], generator=noise) * exists.sum(-1)).long()
-    is_chosen = torch.rand(exists.shape[:2], generator=noise) < share
-    return (order < count[..., None]) & is_chosen[..., None]

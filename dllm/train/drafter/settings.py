@@ -56,8 +56,6 @@ class CalibrateSettings(RunSettings):
         batch_size: sequences (a prompt and its response) in each step.
         anchors: draft blocks in each sequence, each behind a random token of the response.
         gamma: draft k weighs exp(-(k - 1) / gamma) in the loss, tokens; None: block_size / 2.
-        revealed_share: share of the draft blocks in which a random number of positions shows the
-            target's token, as in the later passes of ``denoise_steps``; the others are all masks.
         responses: task suite: training prompts of each family; prompt file: at most so many.
         heldout: task suite: held-out prompts of each family; prompt file: the first so many.
         max_tokens: of a response.
@@ -73,7 +71,6 @@ class CalibrateSettings(RunSettings):
     decay_from: float = 0.4
     anchors: int = 16
     gamma: float | None = None
-    revealed_share: float = 0.0
     responses: int = 1000
     heldout: int = 40
     max_tokens: int = 256
@@ -91,10 +88,7 @@ class CalibrateSettings(RunSettings):
         "generate_batch": 1,
         "max_length": 4,
     }
-    RANGES = RunSettings.RANGES | {
-        "temperature": FloatRange(0, 10),
-        "revealed_share": FloatRange(0, 1),
-    }
+    RANGES = RunSettings.RANGES | {"temperature": FloatRange(0, 10)}
 
     def __post_init__(self) -> None:
         super().__post_init__()

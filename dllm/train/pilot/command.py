@@ -1,7 +1,7 @@
 """``dllm train pilot``: measure every draft width on prompts, train a pilot that chooses one.
 
     dllm train pilot --target TARGET --drafter DRAFTER --out runs/pilot
-    dllm train pilot ... --trials runs/pilot/trials.safetensors --hidden-size 64
+    dllm train pilot ... --trials runs/pilot/trials.safetensors --label acceptance
 
 Written to --out:
     trials.safetensors                what every width took on every prompt (for a later --trials)
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dllm.drafter.widths.pilot import PREPROCESSING, PilotConfig
+from dllm.drafter.widths.pilot import PilotConfig
 from dllm.settings.command import OK, CommandError
 from dllm.train.drafter.prompts import load_prompts
 from dllm.train.drafter.settings import CalibrateSettings, block_of
@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 TRIALS, REPORT = "trials.safetensors", "report.csv"
 WIDTHS = (0, 1, 2, 3, 5, 7, 11, 15)
 # Options that count something.
-AT_LEAST_ONE = (
-    *("questions", "heldout", "concurrency", "max_tokens"),
-    *("kv_cache_mib", "hidden_size", "num_layers"),
-)
+AT_LEAST_ONE = ("questions", "heldout", "concurrency", "max_tokens", "kv_cache_mib")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,13 +47,7 @@ def main(argv: Sequence[str]) -> int:
         )
     given.out.mkdir(parents=True, exist_ok=True)
     trials = measure(given) if given.trials is None else Trials.load(given.trials)
-    config = PilotConfig(
-        trials.widths,
-        trials.logits.shape[1],
-        given.preprocessing,
-        given.hidden_size,
-        given.num_layers,
-    )
+    config = PilotConfig(trials.widths, trials.logits.shape[1])
     pilot = train_pilot(trials, config, given.label, given.seed)
     pilot.save(given.out)
     write(given.out / REPORT, [asdict(one) for one in scores(trials, pilot)])
@@ -92,12 +83,7 @@ def trial_settings(given: argparse.Namespace) -> "TrialSettings":
     if not config.exists():
         raise CommandError(f"--drafter {given.drafter}: no config.json there.")
     num_drafts = given.num_drafts or block_of(json.loads(config.read_text())) - 1
-    if given.radius is not None:
-        center = num_drafts if given.center is None else given.center
-        low, high = max(0, center - given.radius), min(num_drafts, center + given.radius)
-        widths = list(range(low, high + 1))
-    else:
-        widths = [width for width in given.widths or WIDTHS if given.widths or width <= num_drafts]
+    widths = given.widths or [width for width in WIDTHS if width <= num_drafts]
     if not widths or max(widths) > num_drafts or min(widths) < 0:
         raise CommandError(
             f"candidate widths {widths}; allowed: from 0 to the {num_drafts} tokens drafted "
@@ -149,8 +135,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--heldout", type=int, default=12, help="to report on, likewise")
     parser.add_argument("--widths", type=int, nargs="+", help=f"candidates (of {WIDTHS})")
-    parser.add_argument("--radius", type=int, help="instead: so many on either side of --center")
-    parser.add_argument("--center", type=int, help="(--num-drafts)")
     parser.add_argument("--num-drafts", type=int, help="drafted at a time (block_size - 1)")
     parser.add_argument("--concurrency", type=int, default=1, help="prompts at once")
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
@@ -159,9 +143,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache-mib", type=int, default=512, help="of the engine")
     parser.add_argument("--trials", type=Path, help="of an earlier run, instead of new ones")
     parser.add_argument("--label", choices=LABELS, default=LABELS[0])
-    parser.add_argument("--preprocessing", choices=tuple(PREPROCESSING), default="raw")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(argv)
     for name in AT_LEAST_ONE:

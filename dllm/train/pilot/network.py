@@ -19,8 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dllm.drafter.widths.pilot import Pilot, PilotConfig
-from dllm.train.run import Learner, Run
-from dllm.train.settings import RunSettings
 
 LABELS = ("tokens_per_s", "acceptance")
 STEPS, LEARNING_RATE, WEIGHT_DECAY = 300, 1e-3, 0.1
@@ -69,49 +67,29 @@ class Trials:
             return cls(widths, **{name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
-class PilotLearner(Learner):
-    """A pilot; every step sees all prompts that are not held out.
+def train_pilot(trials: Trials, config: PilotConfig, label: str, seed: int = 0) -> Pilot:
+    """A pilot for the prompts that are not held out; every step sees all of them.
 
     Label ``tokens_per_s``: the loss is the expected time, relative to the best width of each
     prompt, so a width that is nearly as fast costs little. Label ``acceptance``: the paper's
     cross-entropy with the width of most tokens per step; of equal ones, the narrowest.
     """
-
-    def __init__(self, pilot: Pilot, trials: Trials, label: str, seed: int) -> None:
-        kept = ~trials.is_heldout
-        self.model, self.label = pilot, label
-        self.settings = RunSettings(
-            seed=seed,
-            steps=STEPS,
-            batch_size=int(kept.sum()),
-            # The learning rate stays as it is, and there is no average.
-            warmup_steps=0,
-            decay_from=1.0,
-            ema=0.0,
-            clip=1e6,
-            threads=torch.get_num_threads(),
-        )
-        self.logits = trials.logits[kept]
-        speeds = trials.speeds[kept]
-        self.slowness = speeds.max(-1, keepdim=True).values / speeds
-        self.labels = trials.acceptance[kept].argmax(-1)
-
-    def loss(self, step: int) -> Tensor:
-        """The loss of the label."""
-        scores = self.model(self.logits)
-        if self.label == "acceptance":
-            return torch.nn.functional.cross_entropy(scores, self.labels)
-        return (scores.softmax(-1) * self.slowness).sum(-1).mean()
-
-
-def train_pilot(trials: Trials, config: PilotConfig, label: str, seed: int = 0) -> Pilot:
-    """A pilot of one of ``LABELS``, for the prompts that are not held out."""
     torch.manual_seed(seed)
     pilot = Pilot(config)
     optimizer = torch.optim.AdamW(pilot.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-    run = Run(PilotLearner(pilot, trials, label, seed), None, [optimizer])
-    for _ in run.run():
-        pass
+    kept = ~trials.is_heldout
+    logits, speeds = trials.logits[kept], trials.speeds[kept]
+    slowness = speeds.max(-1, keepdim=True).values / speeds
+    narrowest_of_most = trials.acceptance[kept].argmax(-1)
+    for _ in range(STEPS):
+        scores = pilot(logits)
+        if label == "acceptance":
+            loss = torch.nn.functional.cross_entropy(scores, narrowest_of_most)
+        else:
+            loss = (scores.softmax(-1) * slowness).sum(-1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return pilot
 
 
