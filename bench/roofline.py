@@ -33,10 +33,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench.context import RESULTS, provenance, read_csv, write_csv
-from bench.tables import markdown, measured_with
+from bench.context import RESULTS, Rows, provenance, write_csv
+from bench.tables import markdown, section
 from dllm.models.gemma.tiny import tiny_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -83,8 +83,7 @@ class Gpu:
 H200 = Gpu("H200", 4.3e12, 788e12, 2 * 788e12)
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a component moves and computes in one pass; ``is_low`` where it does so in FP8."""
 
     component: str
@@ -105,6 +104,15 @@ class Work:
         """Which one it is."""
         moving, computing = self.times_ms(gpu)
         return "bytes" if moving >= computing else "operations"
+
+    def beside(self, other: Work) -> Work:
+        """Both as one component, in the same arithmetic."""
+        num_bytes, flops = self.num_bytes + other.num_bytes, self.flops + other.flops
+        return self._replace(num_bytes=num_bytes, flops=flops)
+
+    def of_layers(self, count: int) -> Work:
+        """The same in so many layers."""
+        return self._replace(num_bytes=count * self.num_bytes, flops=count * self.flops)
 
 
 @dataclass(frozen=True)
@@ -140,20 +148,10 @@ def linear(name: str, rows: int, inner: int, outer: int, weight_bytes: float) ->
     return Work(name, moved, 2.0 * rows * inner * outer, is_low=weight_bytes == 1)
 
 
-def together(name: str, works: Sequence[Work]) -> Work:
-    """One component of several, all in the same arithmetic."""
-    return Work(
-        name,
-        sum(work.num_bytes for work in works),
-        sum(work.flops for work in works),
-        works[0].is_low,
-    )
-
-
 def gated_mlp(name: str, rows: int, hidden: int, inner: int, weight_bytes: float) -> Work:
     """Gate and up in one product, then down."""
     up = linear(name, rows, hidden, 2 * inner, weight_bytes)
-    return together(name, [up, linear(name, rows, inner, hidden, weight_bytes)])
+    return up.beside(linear(name, rows, inner, hidden, weight_bytes))
 
 
 def components(text: dict[str, Any], one: Pass) -> list[Work]:
@@ -162,38 +160,29 @@ def components(text: dict[str, Any], one: Pass) -> list[Work]:
     Args:
         text: the text_config of config.json.
     """
-    hidden, vocab, rows = text["hidden_size"], text["vocab_size"], one.rows
-    canvas_rows, weight = one.canvas_rows, WEIGHT_BYTES[one.weights]
+    hidden, vocab, inner = text["hidden_size"], text["vocab_size"], text["intermediate_size"]
+    rows, canvas_rows, weight = one.rows, one.canvas_rows, WEIGHT_BYTES[one.weights]
     num_layers = len(text["layer_types"])
     works = [
         Work("embedding", 2.0 * BF16 * rows * hidden, 0),
-        gated_mlp("self-conditioning", canvas_rows, hidden, text["intermediate_size"], BF16),
+        gated_mlp("self-conditioning", canvas_rows, hidden, inner, BF16),
     ]
     for kind in sorted(set(text["layer_types"]), reverse=True):
         works += _attention(text, one, kind, weight)
-    dense = gated_mlp("dense MLP", rows, hidden, text["intermediate_size"], weight)
-    works.append(together("dense MLP", [dense] * num_layers))
+    in_layers = [gated_mlp("dense MLP", rows, hidden, inner, weight)]
     if text["num_experts"]:
-        router = linear("router", rows, hidden, text["num_experts"], BF16)
-        works += [
-            together("router", [router] * num_layers),
-            together("experts", [_experts(text, rows, weight)] * num_layers),
-        ]
-    works += [
-        Work("residual stream", 4.0 * BF16 * rows * hidden * num_layers, 0),
-        Work(
-            "head",
-            BF16 * (vocab + canvas_rows) * hidden + float(FP32) * canvas_rows * vocab,
-            2.0 * canvas_rows * vocab * hidden,
-        ),
-        Work("statistics", float(FP32) * canvas_rows * vocab, 0),
-        Work(
-            "soft embedding",
-            float(FP32) * canvas_rows * vocab + BF16 * (vocab + canvas_rows) * hidden,
-            2.0 * canvas_rows * vocab * hidden,
-        ),
+        in_layers.append(linear("router", rows, hidden, text["num_experts"], BF16))
+        in_layers.append(_experts(text, rows, weight))
+    in_layers.append(Work("residual stream", 4.0 * BF16 * rows * hidden, 0))
+    logits, product = float(FP32) * canvas_rows * vocab, 2.0 * canvas_rows * vocab * hidden
+    embedding = BF16 * (vocab + canvas_rows) * hidden
+    return [
+        *works,
+        *(work.of_layers(num_layers) for work in in_layers),
+        Work("head", embedding + logits, product),
+        Work("statistics", logits, 0),
+        Work("soft embedding", logits + embedding, product),
     ]
-    return works
 
 
 def _attention(text: dict[str, Any], one: Pass, kind: str, weight: float) -> list[Work]:
@@ -210,16 +199,11 @@ def _attention(text: dict[str, Any], one: Pass, kind: str, weight: float) -> lis
     seen, pairs = _visible(one, None if is_full else text["sliding_window"])
     # Queries and results, and every visible key and value once.
     moved = 2.0 * BF16 * one.batch * ((one.canvas + one.head_rows) * query + seen * kv_heads * size)
-    attention = Work(name, moved, 4.0 * query * one.batch * pairs)
-    projections = [
-        linear(name, one.rows, text["hidden_size"], query + keys, weight),
-        linear(name, one.rows, query, text["hidden_size"], weight),
-    ]
-    num_layers = text["layer_types"].count(kind)
-    return [
-        together(f"{name}: projections", projections * num_layers),
-        together(f"{name}: attention", [attention] * num_layers),
-    ]
+    attention = Work(f"{name}: attention", moved, 4.0 * query * one.batch * pairs)
+    hidden, num_layers = text["hidden_size"], text["layer_types"].count(kind)
+    projections = linear(f"{name}: projections", one.rows, hidden, query + keys, weight)
+    projections = projections.beside(linear(name, one.rows, query, hidden, weight))
+    return [projections.of_layers(num_layers), attention.of_layers(num_layers)]
 
 
 def _visible(one: Pass, window: int | None) -> tuple[int, int]:
@@ -289,30 +273,18 @@ def printed(text: dict[str, Any], one: Pass, gpu: Gpu) -> str:
     return "\n".join(lines)
 
 
-def row_of(text: dict[str, Any], one: Pass, gpu: Gpu) -> dict[str, object]:
-    """Of the CSV."""
-    return {
-        "gpu": gpu.name,
-        "weights": one.weights,
-        "batch": one.batch,
-        "context": one.context,
-        "floor_ms": pass_floor_ms(text, one, gpu),
-        "tokens_per_s": tokens_per_s(text, one, gpu, separate_commit=False),
-    }
-
-
 def floors(results: Path) -> str:
     """Section of docs/benchmarks.md: the least time of a pass, and the speed that it allows."""
-    rows = read_csv(results / "roofline.csv")
-    if not rows:
-        return "Not computed yet: `python -m bench.roofline`."
-    numbers = [(float(row["floor_ms"]), float(row["tokens_per_s"])) for row in rows]
+    return section(results / "roofline.csv", "python -m bench.roofline", _table)
+
+
+def _table(rows: Rows) -> str:
     lines = [
-        [row["weights"], row["batch"], f"{floor_ms:.1f}", f"{speed:,.0f}"]
-        for row, (floor_ms, speed) in zip(rows, numbers, strict=True)
+        [*(row[name] for name in ("weights", "batch")), f"{float(row['floor_ms']):.1f}"]
+        + [f"{float(row['tokens_per_s']):,.0f}"]
+        for row in rows
     ]
-    table = markdown((["weights", "batch", "floor, ms a pass", "tokens/s at most"], lines))
-    return f"{table}\n\n{measured_with(rows, 'roofline.csv')}"
+    return markdown((["weights", "batch", "floor, ms a pass", "tokens/s at most"], lines))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -341,7 +313,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for batch in options.batch:
             one = Pass(weights, batch, options.context, config["canvas_length"])
             print(printed(text, one, gpu) + "\n")
-            rows.append(row_of(text, one, gpu))
+            about = {"gpu": gpu.name, "weights": weights, "batch": batch, "context": one.context}
+            speed = tokens_per_s(text, one, gpu, separate_commit=False)
+            floor_ms = pass_floor_ms(text, one, gpu)
+            rows.append(about | {"floor_ms": floor_ms, "tokens_per_s": speed})
     shared = provenance("bench.roofline")
     path = options.results / "roofline.csv"
     write_csv(path, [row | shared for row in rows])

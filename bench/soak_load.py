@@ -17,7 +17,6 @@ from dllm.tasks.suite import FAMILIES, question
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TOKENS = 64
-LONG_PROMPT = 800  # tokens
 TURNS = 4  # of a conversation
 PERSON = {
     "type": "object",
@@ -72,6 +71,10 @@ def _chat(dice: Random, **options: Any) -> tuple[str, Body]:
     return CHAT, {"messages": messages, "max_tokens": MAX_TOKENS} | options
 
 
+def _some(dice: Random, every: Body, count: int) -> Body:
+    return {name: every[name] for name in dice.sample(sorted(every), count)}
+
+
 def _sampled(dice: Random) -> tuple[str, Body]:
     """A few parameters at a time, of every one that there is."""
     every: Body = {
@@ -92,8 +95,7 @@ def _sampled(dice: Random) -> tuple[str, Body]:
         "ignore_eos": True,
         "allowed_token_ids": sorted(dice.sample(range(20, 500), 200)),
     }
-    chosen = dice.sample(sorted(every), 3)
-    return _completion(dice, **{name: every[name] for name in chosen})
+    return _completion(dice, **_some(dice, every, 3))
 
 
 def _denoised(dice: Random) -> tuple[str, Body]:
@@ -106,8 +108,7 @@ def _denoised(dice: Random) -> tuple[str, Body]:
         "diffusion_confidence": dice.uniform(0.01, 0.5),
         "diffusion_eos_stop": dice.choice([0, 1]),
     }
-    chosen = dice.sample(sorted(every), 2)
-    return _completion(dice, vllm_xargs={name: every[name] for name in chosen})
+    return _completion(dice, vllm_xargs=_some(dice, every, 2))
 
 
 def _structured(dice: Random) -> tuple[str, Body]:
@@ -139,7 +140,7 @@ def _pinned(dice: Random) -> tuple[str, Body]:
 
 
 def _long(dice: Random) -> tuple[str, Body]:
-    ids = [dice.randrange(20, 500) for _ in range(dice.randrange(LONG_PROMPT // 2, LONG_PROMPT))]
+    ids = [dice.randrange(20, 500) for _ in range(dice.randrange(400, 800))]
     return COMPLETIONS, {"prompt": ids, "max_tokens": 32, "ignore_eos": True}
 
 
@@ -154,7 +155,6 @@ GOOD: dict[str, Callable[[Random], tuple[str, Body]]] = {
     "pins": _pinned,
     "long prompt": _long,
 }
-CONVERSATION = "conversation"
 
 
 def good(dice: Random) -> Request:
@@ -170,7 +170,7 @@ def turn(dice: Random, before: list[Body]) -> Request:
     """The next request of a conversation, whose prompt begins as the one before."""
     messages = [*before, {"role": "user", "content": _prompt(dice)}]
     seed = dice.randrange(2**31)
-    return Request(CONVERSATION, CHAT, {"messages": messages, "max_tokens": 32, "seed": seed})
+    return Request("conversation", CHAT, {"messages": messages, "max_tokens": 32, "seed": seed})
 
 
 async def ask(session: aiohttp.ClientSession, model: str, request: Request) -> Answer:
@@ -240,9 +240,10 @@ REFUSED: tuple[Body, ...] = (
 )
 
 
-async def _status(session: aiohttp.ClientSession, path: str, body: bytes) -> int:
+async def _status(session: aiohttp.ClientSession, path: str, body: bytes | Body) -> int:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    async with session.post(path, data=body, headers=headers) as reply:
+    async with session.post(path, data=data, headers=headers) as reply:
         await reply.read()
         return reply.status
 
@@ -263,7 +264,7 @@ async def malformed(session: aiohttp.ClientSession, model: str, dice: Random) ->
 async def refused(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
     """A request that asks for what no server gives, slow grammars among them."""
     body = {"model": model, "prompt": "Sort these", "max_tokens": 8} | dice.choice(REFUSED)
-    return [await _status(session, COMPLETIONS, json.dumps(body).encode())]
+    return [await _status(session, COMPLETIONS, body)]
 
 
 async def aborted(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
@@ -311,7 +312,7 @@ async def burst(session: aiohttp.ClientSession, model: str, dice: Random) -> lis
         {"model": model, "prompt": _prompt(dice), "max_tokens": 128, "ignore_eos": True}
         for _ in range(48)
     ]
-    sent = (_status(session, COMPLETIONS, json.dumps(body).encode()) for body in bodies)
+    sent = (_status(session, COMPLETIONS, body) for body in bodies)
     return list(await asyncio.gather(*sent))
 
 
@@ -319,7 +320,7 @@ async def greedy(session: aiohttp.ClientSession, model: str, dice: Random) -> li
     """The most of everything that is allowed."""
     body = {"model": model, "prompt": [7] * 500, "max_tokens": 256, "ignore_eos": True, "n": 8}
     body |= {"logprobs": 20, "prompt_logprobs": 5, "bad_words": ["no"] * 50}
-    return [await _status(session, COMPLETIONS, json.dumps(body).encode())]
+    return [await _status(session, COMPLETIONS, body)]
 
 
 RUDE: dict[str, Hostile] = {

@@ -118,24 +118,26 @@ def _row(
     what: str,
     part: str,
     value: float,
+    low: float | None = None,
+    high: float | None = None,
+    *,
     unit: str = "",
-    interval: tuple[float, float] | None = None,
 ) -> Row:
-    low, high = interval or (None, None)
     return {"what": what, "part": part, "value": value, "unit": unit, "low": low, "high": high}
 
 
 def latencies(found: dict[str, list[float]], seed: int) -> list[Row]:
     """Median and 99th percentile of good requests by phase, and ratios to the calm phase."""
-    rows = []
-    for phase, seconds in found.items():
-        rows.append(_row("p50", phase, 1e3 * float(np.percentile(seconds, 50)), "ms"))
-        rows.append(_row("p99", phase, 1e3 * float(np.percentile(seconds, 99)), "ms"))
-    for phase in PHASES[1:]:
-        if found.get(CALM) and found.get(phase):
-            value, *interval = ratio(found[phase], found[CALM], seed)
-            rows.append(_row("p99 / p99 of calm", phase, value, "", tuple(interval)))  # type: ignore[arg-type]
-    return rows
+    rows = [
+        _row(f"p{percent}", phase, 1e3 * float(np.percentile(seconds, percent)), unit="ms")
+        for phase, seconds in found.items()
+        for percent in (50, 99)
+    ]
+    compared = [phase for phase in PHASES[1:] if found.get(CALM) and found.get(phase)]
+    return rows + [
+        _row("p99 / p99 of calm", phase, *ratio(found[phase], found[CALM], seed))
+        for phase in compared
+    ]
 
 
 def ratio(these: Sequence[float], those: Sequence[float], seed: int) -> tuple[float, float, float]:
@@ -153,21 +155,15 @@ def ratio(these: Sequence[float], those: Sequence[float], seed: int) -> tuple[fl
 
 def resources(record: Record, process: str) -> list[Row]:
     """Median and slope of each measure of a process, in the last phase."""
-    samples = [
-        one
-        for one in record.samples
-        if one.process == process and one.seconds >= record.begins[EVERYTHING]
-    ]
-    rows = []
+    begin = record.begins[EVERYTHING]
+    samples = [one for one in record.samples if one.process == process and one.seconds >= begin]
+    times, rows = [one.seconds for one in samples], []
     for index, (measure, unit) in enumerate(zip(MEASURES, UNITS, strict=True)):
-        times = [one.seconds for one in samples]
         values = [one.held[index] for one in samples]
-        rows.append(_row(measure, process, statistics.median(values), unit))
-        found = slope(times, values)
-        if found is not None:
-            value, *interval = found
-            per_hour = f"{unit} an hour".strip()
-            rows.append(_row(f"{measure}: slope", process, value, per_hour, tuple(interval)))  # type: ignore[arg-type]
+        rows.append(_row(measure, process, statistics.median(values), unit=unit))
+        if found := slope(times, values):
+            an_hour = f"{unit} an hour".strip()
+            rows.append(_row(f"{measure}: slope", process, *found, unit=an_hour))
     return rows
 
 
@@ -181,13 +177,12 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
         return None
     hours = [statistics.mean(part) / 3600 for part in np.array_split(times, STRETCHES)]
     medians = [statistics.median(part) for part in np.array_split(values, STRETCHES)]
-    middle = statistics.mean(hours)
-    spread = sum((x - middle) ** 2 for x in hours)
     line = statistics.linear_regression(hours, medians)
-    rest = sum(
-        (y - line.intercept - line.slope * x) ** 2 for x, y in zip(hours, medians, strict=True)
+    gaps = (y - line.intercept - line.slope * x for x, y in zip(hours, medians, strict=True))
+    error = math.dist(list(gaps), [0] * STRETCHES) / math.dist(
+        hours, [statistics.mean(hours)] * STRETCHES
     )
-    error = STUDENT * math.sqrt(rest / (STRETCHES - 2) / spread)
+    error *= STUDENT / math.sqrt(STRETCHES - 2)
     return line.slope, line.slope - error, line.slope + error
 
 
