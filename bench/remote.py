@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,12 +70,10 @@ BUDGET_S = 3000
 NUMBERS = itertools.count()
 
 
-@dataclass(frozen=True)
-class Contestant:
+class Contestant(NamedTuple):
     """Who drafts.
 
     Attributes:
-        name: as it appears in the table.
         worker: AR, AHEAD, CANVAS, KNOWN or KNOWN_AHEAD; None without a worker.
         width: drafts of a request and step; None for the policy ``adaptive``.
         ngrams: n-grams draft where no worker does.
@@ -92,21 +89,15 @@ class Contestant:
 
 def contestants(num_drafts: int) -> list[Contestant]:
     """All of them."""
-    narrow = max(1, num_drafts // 4)
+    widths = max(1, num_drafts // 4), num_drafts
+    fixed = [(worker, n) for worker in (AR, AHEAD, KNOWN, KNOWN_AHEAD) for n in widths]
+    late = f"{KNOWN_AHEAD}, adaptive"
     return [
         Contestant(PLAIN, None, 0),
         Contestant(f"n-grams, K = {num_drafts}", None, num_drafts, ngrams=True),
-        *(
-            Contestant(f"{worker}, K = {width}", worker, width)
-            for worker in (AR, AHEAD, KNOWN, KNOWN_AHEAD)
-            for width in (narrow, num_drafts)
-        ),
-        Contestant(f"{CANVAS}, K = {num_drafts}", CANVAS, num_drafts),
-        *(Contestant(f"{worker}, adaptive", worker, None) for worker in (AR, CANVAS, KNOWN_AHEAD)),
-        *(
-            Contestant(f"{KNOWN_AHEAD}, adaptive, {accident}", KNOWN_AHEAD, None, accident=accident)
-            for accident in (HUNG, KILLED)
-        ),
+        *(Contestant(f"{who}, K = {n}", who, n) for who, n in [*fixed, (CANVAS, num_drafts)]),
+        *(Contestant(f"{who}, adaptive", who, None) for who in (AR, CANVAS, KNOWN_AHEAD)),
+        *(Contestant(f"{late}, {end}", KNOWN_AHEAD, None, accident=end) for end in SIGNALS),
     ]
 
 
@@ -174,27 +165,16 @@ def prompts(count: int) -> list[list[int]]:
     return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
 
 
-class Step(NamedTuple):
-    """A step of the target: its time, and how many requests were in it, began, and ended."""
-
-    seconds: float
-    num_rows: int
-    num_begun: int
-    num_ended: int
-
-
 class Target:
     """The target's engine, in this process, and what a run of it costs."""
 
-    def __init__(
-        self, num_drafts: int, max_num_seqs: int, deadline_ms: float = DEADLINE_MS
-    ) -> None:
+    def __init__(self, num_drafts: int, max_num_seqs: int) -> None:
         os.environ.update(_environment(), VLLM_ENABLE_V1_MULTIPROCESSING="0")
         torch.set_num_threads(1)
         from vllm import LLM
 
         speculative = {"method": "custom_class", "model": SPECULATOR}
-        remote = {"workers": [], "deadline_ms": deadline_ms}
+        remote = {"workers": [], "deadline_ms": DEADLINE_MS}
         self.llm = LLM(
             str(TARGET),
             max_num_seqs=max_num_seqs,
@@ -208,7 +188,6 @@ class Target:
         core: Any = self.llm.llm_engine.engine_core
         self.drafter = core.engine_core.scheduler.remote
         self._num_drafts, self._max_num_seqs = num_drafts, max_num_seqs
-        self._deadline_ms = deadline_ms
         self._policies: dict[str, AdaptiveWidth] = {}
         self.waits: list[float] = []  # seconds, of each step of a run that asked
         collect = self.drafter.client.collect
@@ -230,76 +209,55 @@ class Target:
             drafter.policy.leave_untimed()  # the time since its last run
         drafter._wants_drafts = width != 0
         drafter._ngrams = Ngrams(2, 4) if contestant.ngrams else None
-        links = [] if address is None else [self._link(address)]
+        links = []
+        if address is not None:
+            dial = dialer(parse(address, None, "worker"), None, reply_bytes(self._max_num_seqs))
+            links.append(Link(address, dial, 1e-3 * DEADLINE_MS))
         drafter.client.use(links)
-        for link in links:
-            while not link.is_up:
-                wait(links, 0.1)
-                link.receive()
+        while not all(link.is_up for link in links):
+            wait(links, 0.1)
+            links[0].receive()
         yield
         drafter.end(drafter.client.names)
         drafter.client.use([])
 
-    def _link(self, address: str) -> Link:
-        dial = dialer(parse(address, None, "worker"), None, reply_bytes(self._max_num_seqs))
-        return Link(address, dial, 1e-3 * self._deadline_ms)
-
     def run(
-        self,
-        asked: Sequence[list[int]],
-        at_once: int,
-        accident: Callable[[], None] = lambda: None,
+        self, asked: Sequence[list[int]], at_once: int, accident: Callable[[], None] | None = None
     ) -> tuple[list[list[int]], dict[str, float]]:
-        """The answers to all prompts, and the figures.
+        """The answers to all prompts, so many at once, and the figures.
 
         Args:
             accident: called when half of them are answered.
-        """
-        answers: dict[int, list[int]] = {}
-        num_steps = num_rows = 0
-        self.waits.clear()
-        start = time.perf_counter()
-        for step in self.steps(asked, at_once, answers):
-            num_steps, num_rows = num_steps + 1, num_rows + step.num_rows
-            if len(answers) - step.num_ended < len(asked) // 2 <= len(answers):
-                accident()
-        seconds = time.perf_counter() - start
-        waits = self.waits
-        figures = {
-            "tokens_per_s": sum(map(len, answers.values())) / seconds,
-            "tokens_per_step": sum(map(len, answers.values())) / num_rows,
-            "waited_ms": 1e3 * sum(waits) / num_steps,
-            "longest_wait_ms": 1e3 * max(waits, default=0.0),
-            "no_wait": sum(each < NO_WAIT_S for each in waits) / max(1, len(waits)),
-        }
-        return [answers[number] for number in range(len(asked))], figures
-
-    def steps(
-        self, asked: Sequence[list[int]], at_once: int, answers: dict[int, list[int]]
-    ) -> Iterator[Step]:
-        """Answer all prompts, so many at once; yields each step of the engine.
-
-        Args:
-            answers: gets the tokens of each answer, by the number of its prompt.
         """
         from vllm import SamplingParams
 
         engine: Any = self.llm.llm_engine
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
-        num_begun = 0
+        answers: dict[int, list[int]] = {}
+        num_begun = num_steps = num_rows = 0
+        self.waits.clear()
+        start = time.perf_counter()
         while len(answers) < len(asked):
-            before = num_begun
             while num_begun < min(len(asked), len(answers) + at_once):
                 given = {"prompt_token_ids": asked[num_begun]}
                 engine.add_request(str(num_begun), given, params)
                 num_begun += 1
-            num_rows = num_begun - len(answers)
-            start = time.perf_counter()
-            outputs = engine.step()
-            seconds = time.perf_counter() - start
-            done = [output for output in outputs if output.finished]
+            num_rows, num_steps = num_rows + num_begun - len(answers), num_steps + 1
+            done = [output for output in engine.step() if output.finished]
             answers |= {int(each.request_id): list(each.outputs[0].token_ids) for each in done}
-            yield Step(seconds, num_rows, num_begun - before, len(done))
+            if accident is not None and len(answers) >= len(asked) // 2:
+                accident()
+                accident = None
+        seconds = time.perf_counter() - start
+        num_tokens, waits = sum(map(len, answers.values())), self.waits
+        figures = {
+            "tokens_per_s": num_tokens / seconds,
+            "tokens_per_step": num_tokens / num_rows,
+            "waited_ms": 1e3 * sum(waits) / num_steps,
+            "longest_wait_ms": 1e3 * max(waits, default=0.0),
+            "no_wait": sum(each < NO_WAIT_S for each in waits) / max(1, len(waits)),
+        }
+        return [answers[number] for number in range(len(asked))], figures
 
 
 class Race:
@@ -321,12 +279,12 @@ class Race:
             self._expected, _ = target.run(asked, 1)
 
     def _worker(self, name: str, is_new: bool) -> Worker:
-        if is_new or name not in self._workers:
-            known = zip(self._asked, self._expected, strict=True)
-            worker = self._start(name, [prompt + answer for prompt, answer in known])
-            if is_new:
-                return worker
-            self._workers[name] = worker
+        known = zip(self._asked, self._expected, strict=True)
+        texts = [prompt + answer for prompt, answer in known]
+        if is_new:
+            return self._start(name, texts)
+        if name not in self._workers:
+            self._workers[name] = self._start(name, texts)
         return self._workers[name]
 
     def once(self, contestant: Contestant, at_once: int) -> dict[str, float]:
@@ -397,26 +355,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # --- table ---------------------------------------------------------------------------------------
 
 
+COLUMNS = (
+    ("tokens_per_step", "tokens a step and request", 2),
+    ("waited_ms", "ms waited a step", 2),
+    ("longest_wait_ms", "longest wait, ms", 0),
+    ("no_wait", "steps that did not wait", 2),
+)
+
+
 def table(rows: Rows) -> Table:
     """One line a load and contestant."""
     lines = []
-    for load in dict.fromkeys(row["concurrency"] for row in rows):
+    for load, name in itertools.product(
+        dict.fromkeys(row["concurrency"] for row in rows), names_of(rows)
+    ):
         here = [row for row in rows if row["concurrency"] == load]
-        for name in sorted(names_of(here), key=names_of(rows).index):
-            own = of(here, name)
-            lines.append(
-                [
-                    f"{load} at once",
-                    name,
-                    ratios(own, of(here, PLAIN), "tokens_per_s"),
-                    middle(own, "tokens_per_step", 2),
-                    middle(own, "waited_ms", 2),
-                    middle(own, "longest_wait_ms", 0),
-                    middle(own, "no_wait", 2),
-                ]
-            )
-    header = ["", "drafts", f"tokens/s, ratio to {PLAIN}", "tokens a step and request"]
-    return [*header, "ms waited a step", "longest wait, ms", "steps that did not wait"], lines
+        own, plain = of(here, name), of(here, PLAIN)
+        figures = [middle(own, column, decimals) for column, _, decimals in COLUMNS]
+        lines.append([f"{load} at once", name, ratios(own, plain, "tokens_per_s"), *figures])
+    header = ["", "drafts", f"tokens/s, ratio to {PLAIN}"]
+    return [*header, *(title for _, title, _ in COLUMNS)], lines
 
 
 def remote(results: Path) -> str:
