@@ -36,28 +36,34 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from bench.client import Client
-from bench.context import RESULTS, ROOT, as_text, provenance, reporting_failures, write_csv
-from bench.drafter_tables import FILE, IN_PROCESS, PLAIN, sections
-from bench.inflate import (
-    DRAFTER,
-    LAYERS,
-    TARGET,
-    num_layers_of,
-    text_config,
-    write_drafter,
-    write_target,
+from bench.context import (
+    RESULTS,
+    ROOT,
+    Rows,
+    as_text,
+    provenance,
+    read_csv,
+    reporting_failures,
+    write_csv,
 )
+from bench.inflate import DRAFTER, LAYERS, TARGET, num_layers_of, write_drafter, write_target
 from bench.measure import NO_CANVAS, csv_rows, without_speed
 from bench.race import Contestant, Measured, Race, start_in_turn
 from bench.serve import add_serve_flags
 from bench.servers import Server, ServerOptions
-from bench.workloads import ADAPTIVE, Shape, Workload, accuracy_problem
+from bench.tables import Table, markdown, measured_with, middle, names_of, of, problems, ratios
+from bench.workloads import ADAPTIVE, MIXED, Shape, Workload, accuracy_problem
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.tasks.suite import FAMILIES
 
+FILE = "drafter.csv"
+PLAIN, IN_PROCESS = "plain", "plain, in process"
+SHOWN = [(MIXED, "1"), ("schema", "1")]  # in docs/drafter.md; the CSV file has the rest
+SPEED_NOTE = (
+    f'Ratios of tokens/s in the same round: median [min .. max]; in parentheses to "{IN_PROCESS}"; '
+    "behind the dot, tokens per step that verified drafts."
+)
 INFLATED = "inflated"
 # Not a temporary folder: vLLM finds what it compiled by the model's path.
 MADE = ROOT / "build/bench"
@@ -85,15 +91,11 @@ class Way:
 
     Attributes:
         flags: of the server.
-        model: what drafts.
-        pilot: folder of the pilot that chooses widths.
         is_stock: without our plugin.
     """
 
     name: str
     flags: tuple[str, ...] = ()
-    model: Path | None = None
-    pilot: Path | None = None
     is_stock: bool = False
 
 
@@ -108,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for pair in pairs(options, MADE):
             measure(options, pair, Path(folder) / pair.name, rows, about)
     found = as_text(rows)
-    print(f"{sections(found, found)}\n\n{path}")
+    print(f"{sections(found)}\n\n{path}")
     return 1 if any(row["problem"] for row in found) else 0
 
 
@@ -124,7 +126,7 @@ def measure(
     before = list(rows)
 
     def save(so_far: Measured) -> None:
-        rows[:] = before + rows_of(pair, ways, as_right_as_plain(so_far), about)
+        rows[:] = before + rows_of(pair, as_right_as_plain(so_far), about)
         write_csv(options.results / FILE, rows)
 
     folder.mkdir(exist_ok=True)
@@ -135,42 +137,11 @@ def measure(
         Race(racing, loads(options), options.rounds, Client(folder), budget_s).run(save)
 
 
-def rows_of(
-    pair: Pair, ways: Sequence[Way], measured: Measured, about: dict[str, str]
-) -> list[dict[str, object]]:
-    """A row for each run: the pair, memory, numbers, provenance."""
-    sizes = {way.name: memory(pair, way) for way in ways}
-    about_pair = {"target": pair.name, "layers": num_layers_of(pair.target)}
-    return [
-        about_pair | {"family": load.family} | sizes[one.contestant] | row
-        for (load, one), row in zip(measured, csv_rows(measured, about), strict=True)
-    ]
-
-
-def memory(pair: Pair, way: Way) -> dict[str, object]:
-    """Size of the weights in MB, as stored, and of a token's keys and values in bytes."""
-    return {
-        "target_mb": megabytes(pair.target),
-        "target_kv_bytes": kv_bytes(pair.target),
-        "draft_mb": megabytes(way.model),
-        "draft_kv_bytes": kv_bytes(way.model) if way.model else 0,
-        "pilot_mb": megabytes(way.pilot),
-    }
-
-
-def megabytes(folder: Path | None) -> float:
-    """Of the weight files in a folder."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6 if folder else 0
-
-
-def kv_bytes(model: Path) -> int:
-    """Of a token in the KV cache: keys and values of all layers, in the checkpoint's type."""
-    config = text_config(model)
-    size = getattr(torch, config.get("dtype") or config["torch_dtype"]).itemsize
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    per_layer = 2 * config.get("num_key_value_heads", heads) * head_dim * size
-    return int(config["num_hidden_layers"] * per_layer)
+def rows_of(pair: Pair, measured: Measured, about: dict[str, str]) -> list[dict[str, object]]:
+    """A row for each run: the pair, numbers, provenance."""
+    target = {"target": pair.name, "layers": num_layers_of(pair.target)}
+    rows = zip(measured, csv_rows(measured, about), strict=True)
+    return [target | {"family": load.family} | row for (load, _), row in rows]
 
 
 def loads(options: argparse.Namespace) -> list[Workload]:
@@ -230,14 +201,14 @@ def ways_to_decode(options: argparse.Namespace, pair: Pair) -> Iterator[Way]:
         flags = speculate(num_drafts, {"method": "dflash", "model": str(pair.drafter)})
         if policy:
             flags += ("--additional-config", json.dumps({"dllm": {"drafter": policy}}))
-        yield Way(name, flags, pair.drafter, options.pilot if "pilot" in policy else None)
+        yield Way(name, flags)
     if options.stock:
         flags = in_process + speculate(STOCK_DRAFTS, NGRAM)
         yield Way("n-gram", flags, is_stock=True)
     if options.stock and pair.draft_model is not None:
         model = {"method": "draft_model", "model": str(pair.draft_model)}
         flags = in_process + speculate(STOCK_DRAFTS, model)
-        yield Way("draft model", flags, pair.draft_model, is_stock=True)
+        yield Way("draft model", flags, is_stock=True)
 
 
 def speculate(num_drafts: int, speculative: Mapping[str, object]) -> tuple[str, ...]:
@@ -289,6 +260,44 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if INFLATED in given.target and given.layers < least:
         parser.error(f"--layers {given.layers}; allowed: at least {least}, those of tiny-ar.")
     return given
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def drafting(results: Path) -> str:
+    """Section of docs/drafter.md."""
+    rows = read_csv(results / FILE)
+    if not rows:
+        return "Not measured yet: `python -m bench.drafter`."
+    shown = [row for row in rows if (row["family"], row["concurrency"]) in SHOWN]
+    return f"{sections(shown)}\n\n{measured_with(rows, FILE)}"
+
+
+def sections(rows: Rows) -> str:
+    """Speeds, and what was wrong."""
+    return "\n\n".join([markdown(speeds(rows)), SPEED_NOTE, *problems(rows)])
+
+
+def speeds(rows: Rows) -> Table:
+    """A line for each load: tokens/s of plain decoding, and of the others their ratio to it."""
+    others = [name for name in names_of(rows) if name != PLAIN]
+    lines = []
+    for load in dict.fromkeys((row["target"], row["family"], row["concurrency"]) for row in rows):
+        here = [row for row in rows if (row["target"], row["family"], row["concurrency"]) == load]
+        plain, in_process = of(here, PLAIN), of(here, IN_PROCESS)
+        cells = [*load, middle(plain, "tokens_per_s", 0)]
+        for name in others:
+            own = of(here, name)
+            cell = ratios(own, plain, "tokens_per_s")
+            if name != IN_PROCESS and (beside := ratios(own, in_process, "tokens_per_s")) != "-":
+                cell += f" ({beside.split(' ')[0]})"
+            if (length := middle(own, "acceptance_length")) != "-":
+                cell += f" · {length}"
+            cells.append(cell)
+        lines.append(cells)
+    header = ["target", "questions", "at once", "plain, tokens/s"]
+    return [*header, *(f"{one} / plain" for one in others)], lines
 
 
 if __name__ == "__main__":

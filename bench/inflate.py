@@ -1,10 +1,10 @@
 """Copies of tiny-ar with more layers and the same answers, and of its drafter for them.
 
 A step of tiny-ar costs about as much as a pass of its drafter. With Qwen3-8B and its drafter it
-costs 4.5 times as much (``WEIGHTS_RATIO``), because at batch 1 a step takes as long as its weights
-take to read. The deeper copy shall come closer to this ratio. Its additional layers add exactly
-zero: ``o_proj`` and ``down_proj`` are zero. Their other weights are those of an original layer, so
-that no work can be left out.
+costs 4.5 times as much, because at batch 1 both take as long as their weights take to read: those
+of 36 layers and the head, and those of 5 layers, `fc` and the head. The deeper copy shall come
+closer to this ratio. Its additional layers add exactly zero: ``o_proj`` and ``down_proj`` are zero.
+Their other weights are those of an original layer, so that no work can be left out.
 
 They stand in front of the original layers, where what they add zero to, an embedding, has the
 model's precision. Behind a layer vLLM normalizes a sum before it is rounded, so that an additional
@@ -16,7 +16,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,15 +25,6 @@ from bench.context import ROOT
 TARGET, DRAFTER = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-drafter"
 LAYERS = 41  # on an AMD EPYC that gives the ratio, about
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-
-# Weights that one forward pass reads: Qwen3-8B, and z-lab's Qwen3-8B-DFlash-b16, whose five layers
-# have the same shape and whose `fc` joins the outputs of five layers of the target.
-HIDDEN, INTERMEDIATE, KV, VOCABULARY = 4096, 12288, 8 * 128, 151936
-LAYER_WEIGHTS = HIDDEN * (2 * HIDDEN + 2 * KV + 3 * INTERMEDIATE)
-HEAD_WEIGHTS = HIDDEN * VOCABULARY
-STEP_WEIGHTS = 36 * LAYER_WEIGHTS + HEAD_WEIGHTS
-PASS_WEIGHTS = 5 * LAYER_WEIGHTS + 5 * HIDDEN**2 + HEAD_WEIGHTS
-WEIGHTS_RATIO = STEP_WEIGHTS / PASS_WEIGHTS
 
 
 def write_target(out: Path, num_layers: int, source: Path = TARGET) -> Path:
@@ -64,13 +54,8 @@ def write_drafter(out: Path, num_layers: int, source: Path = DRAFTER) -> Path:
 
 def num_layers_of(model: Path) -> int:
     """Of a checkpoint."""
-    return int(text_config(model)["num_hidden_layers"])
-
-
-def text_config(model: Path) -> dict[str, Any]:
-    """What a checkpoint's config.json says of its language model."""
-    config: dict[str, Any] = json.loads((model / "config.json").read_text())
-    return config | config.get("text_config", {})
+    config = json.loads((model / "config.json").read_text())
+    return int(config.get("text_config", config)["num_hidden_layers"])
 
 
 def write_config(folder: Path, config: dict[str, object]) -> None:

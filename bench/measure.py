@@ -17,12 +17,6 @@ Definitions:
     ms per denoise step  latencies of all requests / their denoise steps: what a step costs the one
                      who waits, with prefill, commits, and waiting for a place in the batch
     acceptance length  tokens per step of a request that verified drafts, the target's own included
-    accepted by position  of these steps, the share that kept the first draft, the first two, ...
-    ms per token     latencies / output tokens, of an autoregressive model: what a step costs, if
-                     every step gives one token and requests do not wait. Not from the first token
-                     on: a busy engine sends the first tokens late
-    ms per draft pass  time in our speculator / passes of the drafter, by the server's counters,
-                     requests that warm it up included
     tokens/s         output tokens / wall time of the run, as ``vllm bench serve`` prints it
 
 ``vllm bench serve`` itself takes one commit pass a block off the canvas passes, which for ours
@@ -71,17 +65,11 @@ class Measurement:
     passes_per_block: float | None = None
     tokens_per_pass: float | None = None
     acceptance_length: float | None = None
-    accepted_by_position: str = ""
-    ms_per_token: float | None = None
-    ms_per_draft_pass: float | None = None
     num_correct: int | None = None
     problem: str = ""
 
 
-SPEEDS = (
-    *("tokens_per_s", "ttft_ms", "latency_ms", "latency_p99_ms"),
-    *("ms_per_denoise_step", "ms_per_token", "ms_per_draft_pass"),
-)
+SPEEDS = ("tokens_per_s", "ttft_ms", "latency_ms", "latency_p99_ms", "ms_per_denoise_step")
 
 
 def without_speed(one: Measurement, problem: str) -> Measurement:
@@ -211,9 +199,7 @@ def measurement(
     blocks, denoise = passes.num_blocks, passes.num_denoise
     latencies, passes_after_prefill = saved["latencies"], passes.num_forward - passes.num_prompt
     drafts = saved.get("spec_decode_num_drafts", 0)  # steps that verified some
-    kept = saved.get("spec_decode_per_position_acceptance_rates", []) if drafts else []
     num_tokens = sum(saved["output_lens"])
-    draft_passes = saved.get("draft_passes", 0)
     return replace(
         one,
         tokens_per_s=saved["output_throughput"],
@@ -225,9 +211,6 @@ def measurement(
         passes_per_block=passes_after_prefill / blocks if blocks else None,
         tokens_per_pass=num_tokens / passes.num_forward,
         acceptance_length=1 + saved["spec_decode_accepted_tokens"] / drafts if drafts else None,
-        accepted_by_position=" ".join(f"{share:.3f}" for share in kept),
-        ms_per_token=1e3 * sum(latencies) / num_tokens if blocks is None else None,
-        ms_per_draft_pass=1e3 * saved["drafting_seconds"] / draft_passes if draft_passes else None,
     )
 
 

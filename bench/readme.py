@@ -14,17 +14,20 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from bench.comparison import comparison
-from bench.context import RESULTS, ROOT
-from bench.drafter_tables import drafting
+from bench.context import RESULTS, ROOT, Rows, read_csv
+from bench.drafter import FILE as DRAFTER
+from bench.drafter import PLAIN, drafting
 from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.remote import remote
 from bench.roofline import floors
 from bench.sampler import sampling_step
+from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
 from bench.soak_report import soak
-from bench.tables import families, markdown, serving
+from bench.tables import families, markdown, of, ratios, serving
+from bench.workloads import ADAPTIVE, MIXED
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # Before a link that a section writes: paths are relative to the top of the repository.
@@ -60,6 +63,79 @@ def _model(name: str) -> list[str]:
         of_all,
     ]
 
+
+# --- README's table: ours beside what a user might take instead, wins and losses -----------------
+
+LOADS = ("1", "8", "32")  # requests at once
+SERVING, SETTINGS, FAMILIES = "serve_compiled.csv", "serve_settings.csv", "families.csv"
+
+
+class Line(NamedTuple):
+    """Two contestants of one CSV file, in the rows that have these values in these columns."""
+
+    title: str
+    other_title: str
+    file: str
+    ours: str
+    other: str
+    where: tuple[tuple[str, str], ...]
+
+
+DIFFUSION, BLOCKS = "DiffusionGemma", "SDAR, blocks of {} tokens"
+DRAFTS = "autoregressive, with our DFlash drafter"
+OF_SERVING, OF_DRAFTER = (("schedule", ADAPTIVE),), (("target", "tiny-ar"), ("family", MIXED))
+LINES = (
+    Line(DIFFUSION, "vLLM's built-in DiffusionGemma", SERVING, OURS, BUILTIN, OF_SERVING),
+    Line(
+        DIFFUSION,
+        "the same with `--max-num-seqs 64` (default: 8)",
+        SETTINGS,
+        OURS,
+        f"{BUILTIN} --max-num-seqs 64",
+        OF_SERVING,
+    ),
+    Line(DIFFUSION, "Hugging Face's `generate`", SERVING, OURS, REFERENCE, OF_SERVING),
+    Line(DIFFUSION, "an autoregressive model", SERVING, OURS, AUTOREGRESSIVE, OF_SERVING),
+    *(
+        Line(
+            BLOCKS.format(size),
+            "diffusers' pipeline",
+            FAMILIES,
+            OURS,
+            PIPELINE,
+            (("canvas_length", size),),
+        )
+        for size in ("32", "4")
+    ),
+    Line(DRAFTS, "vLLM without drafts", DRAFTER, "adaptive", PLAIN, OF_DRAFTER),
+    Line(DRAFTS, "vLLM's n-gram drafts", DRAFTER, "adaptive", "n-gram", OF_DRAFTER),
+    Line(DRAFTS, "vLLM's drafts of a small model", DRAFTER, "adaptive", "draft model", OF_DRAFTER),
+)
+
+
+def comparison(results: Path) -> str:
+    """Our tokens/s, divided by the other's, at each load."""
+    files = {name: read_csv(results / name) for name in (SERVING, SETTINGS, FAMILIES, DRAFTER)}
+    if not all(files.values()):
+        return "Not measured yet: `make bench`."
+    header = ["ours", "beside", *(f"{load} at once" for load in LOADS), "commit"]
+    table = markdown((header, [cells(line, files[line.file]) for line in LINES]))
+    first = files[SERVING][0]
+    return f"{table}\n\n{first['machine']}, {first['versions']}."
+
+
+def cells(line: Line, rows: Rows) -> list[str]:
+    """One line of the table, with the commit that was measured, linked to its CSV file."""
+    rows = [row for row in rows if all(row[column] == value for column, value in line.where)]
+    compared = []
+    for load in LOADS:
+        here = [row for row in rows if row["concurrency"] == load]
+        compared.append(ratios(of(here, line.ours), of(here, line.other), "tokens_per_s"))
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    return [line.title, line.other_title, *compared, f"[{commits}](bench/results/{line.file})"]
+
+
+# --- pages ---------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
     "models": models,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import comparison
+from bench import readme
 from bench.context import write_csv
 from bench.serve import BUILTIN, OURS, PIPELINE
 
@@ -28,14 +28,14 @@ def results(tmp_path: Path) -> Path:
     serving = runs(SERVING, 1, OURS, 300, 200) + runs(SERVING, 1, BUILTIN, 100, 100)
     serving += runs(SERVING, 32, OURS, 100) + runs(SERVING, 32, BUILTIN, 200)
     serving += runs(SERVING | {"schedule": "fixed"}, 1, BUILTIN, 1, 1)  # random tokens: left out
-    write_csv(tmp_path / comparison.SERVING, serving)
+    write_csv(tmp_path / readme.SERVING, serving)
     settings = runs(SERVING, 32, OURS, 110) + runs(SERVING, 32, f"{BUILTIN} --max-num-seqs 64", 100)
-    write_csv(tmp_path / comparison.SETTINGS, settings)
+    write_csv(tmp_path / readme.SETTINGS, settings)
     blocks = runs(FAMILIES, 1, OURS, 90) + runs(FAMILIES, 1, PIPELINE, 30)
-    write_csv(tmp_path / comparison.FAMILIES, blocks)
+    write_csv(tmp_path / readme.FAMILIES, blocks)
     drafting = runs(DRAFTER, 1, "adaptive", 90) + runs(DRAFTER, 1, "n-gram", 100)
     drafting += runs(DRAFTER | {"target": "inflated"}, 1, "n-gram", 1)
-    write_csv(tmp_path / comparison.DRAFTER, drafting)
+    write_csv(tmp_path / readme.DRAFTER, drafting)
     return tmp_path
 
 
@@ -51,5 +51,5 @@ def results(tmp_path: Path) -> Path:
     ],
 )
 def test_wins_and_losses_stand_side_by_side(line: str, results: Path) -> None:
-    assert line in comparison.comparison(results)
-    assert comparison.comparison(results).endswith("\n\na machine, vllm 0.")
+    assert line in readme.comparison(results)
+    assert readme.comparison(results).endswith("\n\na machine, vllm 0.")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from bench.inflate import DRAFTER, TARGET, WEIGHTS_RATIO, write_drafter, write_target
+from bench.inflate import DRAFTER, TARGET, write_drafter, write_target
 from tests.support.drafter_harness import drafting_engine, greedy, watch_drafts
 
 PROMPT = [(21 + 7 * index) % 450 for index in range(40)]
@@ -56,8 +56,3 @@ def test_fewer_layers_are_the_first_ones(tmp_path: Path) -> None:
     whole = Qwen3ForCausalLM.from_pretrained(TARGET).state_dict()
     assert {name for name in whole if "layers." in name and name.split(".")[2] in "01"} < set(kept)
     assert all(torch.equal(one, whole[name]) for name, one in kept.items())
-
-
-def test_the_ratio_of_an_8b_model() -> None:
-    # Qwen3-8B reads 7.57e9 weights a step (8.19e9 less its embedding), the drafter 1.67e9 a pass.
-    assert abs(WEIGHTS_RATIO - 7.57 / 1.67) < 0.02
