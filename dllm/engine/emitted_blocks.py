@@ -13,8 +13,8 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from dllm.grammar.automaton import DEAD, START
 from dllm.grammar.constraint import Constraint, Thoughts
+from dllm.grammar.device import CHUNK, Sizes
 from dllm.grammar.table import MOST_CELLS, MOST_CLASSES, MOST_EDGES, MOST_STATES, Table
-from dllm.ops.grammar_paths import CHUNK, Sizes
 from dllm.settings.structured import grammar_of
 
 

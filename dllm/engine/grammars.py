@@ -11,7 +11,7 @@ canvas is emitted. Before that every step solves the whole canvas again, so that
 how many steps there are, or on their noise.
 
 On a CPU each canvas is solved by `grammar.viterbi`. On a GPU all canvases are solved by the kernels
-of `ops.grammar_paths`, and states stay on the device.
+of `grammar.kernels`, and states stay on the device.
 """
 
 import logging
@@ -32,19 +32,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.emitted_blocks import room_for
 from dllm.grammar.constraint import Constraint
+from dllm.grammar.device import NO_TABLE, Canvases, NoRoom, PackedTables, Paths, Sizes, TablePool
 from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import UNLIMITED, Canvas, Path, budget_of
-from dllm.ops.dispatch import best_paths, class_maxima, mask_rows
-from dllm.ops.grammar_paths import (
-    NO_TABLE,
-    Canvases,
-    NoRoom,
-    PackedTables,
-    Paths,
-    Sizes,
-    TablePool,
-    ends,
-)
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.structured import grammar_of
@@ -355,31 +345,18 @@ class DeviceGrammars(CanvasGrammars):
 
     def write(self, logits: torch.Tensor, rows: CanvasRows, prepared: PreparedTables) -> Written:
         """As described; ``paths`` of all rows."""
-        tables, table_of = prepared.tables, prepared.table_of
-        row_of = rows.row_of
         state = self._states[prepared.slots]
-        budget = self._budget(rows, prepared, state)
         canvases = Canvases(
             first_row=prepared.first_row,
             length=rows.widths.int(),
-            table=table_of,
+            table=prepared.table_of,
             state=state,
-            budget=budget,
+            budget=self._budget(rows, prepared, state),
+            row_of=rows.row_of,
             most_rows=prepared.most_rows,
         )
-        likeliest = logits.argmax(dim=1)
-        maxima = class_maxima(logits, tables, table_of[row_of])
-        found = ends(logits, likeliest, row_of, prepared.stops, prepared.fillers)
-        paths = best_paths(maxima, found, tables, canvases)
-        mask_rows(
-            logits,
-            tables,
-            table_of[row_of],
-            paths.states,
-            (budget[row_of] - rows.place).int(),
-            prepared.stops[row_of],
-        )
-        is_free = table_of[row_of] == NO_TABLE
+        paths = write_paths(logits, prepared.tables, canvases, prepared.stops, prepared.fillers)
+        is_free = prepared.table_of[rows.row_of] == NO_TABLE
         return Written(torch.where(is_free, NO_TOKEN, paths.tokens), paths)
 
     def _budget(
@@ -400,6 +377,13 @@ class DeviceGrammars(CanvasGrammars):
         paths: Paths = written.paths
         before = self._states[prepared.slots]
         self._states[prepared.slots] = torch.where(num_emitted > 0, paths.end, before)
+
+
+def write_paths(*given: Any) -> Paths:
+    """``grammar.kernels.write_paths``, whose module needs Triton."""
+    from dllm.grammar import kernels
+
+    return kernels.write_paths(*given)
 
 
 def _padded(lists: list[np.ndarray]) -> list[list[int]]:

@@ -51,8 +51,8 @@ class Rules:
         root: the first state of the grammar.
         bytes_to_end: for each state the fewest bytes to the end of its rule; at least NO_END if
             there is no way.
-        recursive_returns: states behind calls of a rule that may lead to a call of the calling rule
-            again.
+        recursive_returns: states in which a rule goes on behind a call through which the same rule
+            may be called once more.
 
     Raises:
         NamesTokens: the grammar has edges for tokens, which are no bytes.

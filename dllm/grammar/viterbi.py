@@ -87,8 +87,9 @@ class Canvas:
         """The allowed text with the highest score.
 
         A canvas whose most likely tokens are a text already stays as it is, whatever stands behind
-        its stop. In any other text what stands there has to be stops or fillers, or has the cost of
-        one: else the shortest text would be the best one wherever the model is unsure.
+        its stop. For any other text each place behind the stop counts with the score of the best
+        stop or filler there, because a text that could leave these places out for nothing would be
+        the better, the shorter it is.
 
         Args:
             scores: ``[C, V]`` fp32.

@@ -10,16 +10,6 @@ import torch
 from torch import Tensor
 
 from dllm.ops.filters import RowFilters, cutoffs
-from dllm.ops.grammar_paths import (
-    Canvases,
-    ClassMaxima,
-    Ends,
-    PackedTables,
-    Paths,
-    reference_best_paths,
-    reference_class_maxima,
-    reference_mask_rows,
-)
 from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats, reference_row_stats
 from dllm.ops.row_stats_cpu import TILE_TOKENS, row_stats_cpu, tile_width
 from dllm.ops.soft_embedding import Shard, sparse_product_cpu
@@ -109,63 +99,6 @@ def mass_tile(logits: Tensor) -> int:
     Few on a GPU, where the soft embedding skips whole tiles: small ones can be skipped more often.
     """
     return KERNEL_MASS_TILE if logits.is_cuda else tile_width(logits.shape[-1])
-
-
-def class_maxima(logits: Tensor, tables: PackedTables, table_of: Tensor) -> ClassMaxima:
-    """The best token of each class in each row; NaN counts as -inf.
-
-    Args:
-        logits: [N, V] fp32 or bf16.
-        table_of: [N] int32, each row's table; `NO_TABLE` for rows without one.
-    """
-    if logits.is_cuda:
-        from dllm.ops.grammar_paths_gpu import PathTiles, class_maxima_kernels  # needs Triton
-
-        return class_maxima_kernels(logits, tables, table_of, PathTiles())
-    return reference_class_maxima(logits, tables, table_of)
-
-
-def best_paths(maxima: ClassMaxima, ends: Ends, tables: PackedTables, canvases: Canvases) -> Paths:
-    """The allowed text with the highest score on each canvas; defined in `grammar_paths`.
-
-    A canvas whose likeliest tokens are a text stays as it is. Does not wait for a GPU.
-
-    Args:
-        maxima: from `class_maxima`.
-        ends: from `grammar_paths.ends`.
-    """
-    if ends.likeliest.is_cuda:
-        from dllm.ops.grammar_paths_gpu import PathTiles, best_paths_kernels  # needs Triton
-
-        return best_paths_kernels(maxima, ends, tables, canvases, PathTiles())
-    return reference_best_paths(maxima, ends, tables, canvases)
-
-
-def mask_rows(
-    logits: Tensor,
-    tables: PackedTables,
-    table_of: Tensor,
-    states: Tensor,
-    budgets: Tensor,
-    stops: Tensor,
-) -> None:
-    """Set logits to -inf, in place, where a token may not follow its row's state.
-
-    Rows without a table, and those behind a stop, keep every bit.
-
-    Args:
-        logits: [N, V].
-        table_of: [N] int32, `NO_TABLE` for rows without one.
-        states: [N] int32, before each row (`Paths.states`).
-        budgets: [N] int32, tokens that the text may have from there.
-        stops: [N, M] int64, tokens that end a text, allowed where the state accepts.
-    """
-    if logits.is_cuda:
-        from dllm.ops.grammar_paths_gpu import PathTiles, mask_rows_kernel  # needs Triton
-
-        mask_rows_kernel(logits, tables, table_of, states, budgets, stops, PathTiles())
-    else:
-        reference_mask_rows(logits, tables, table_of, states, budgets, stops)
 
 
 _OFF = (None, None, None)  # top_k, top_p, min_p

@@ -18,9 +18,3 @@ def to_device(values: Any, device: torch.device) -> torch.Tensor:
     """
     on_host = torch.from_numpy(np.asarray(values))
     return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)
-
-
-def put(values: np.ndarray, target: torch.Tensor) -> None:
-    """Write an array into memory of the device; does not wait for it."""
-    on_host = torch.from_numpy(np.ascontiguousarray(values))
-    target.copy_(on_host.pin_memory() if target.is_cuda else on_host, non_blocking=True)

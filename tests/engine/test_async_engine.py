@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 
-from dllm.engine import metrics, pending
+from dllm.engine import grammars, metrics, pending
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.grammars import DeviceGrammars
@@ -26,6 +26,7 @@ from tests.engine.test_loop import REQUESTS, params, switched
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, Engine, Run, assert_same_runs
+from tests.support.grammar_paths import write_paths
 
 pytestmark = pytest.mark.slow
 
@@ -251,7 +252,8 @@ def test_structured_outputs(engine, ours, monkeypatch, regex):
 
 
 def test_grammars_on_a_gpu(engine, ours, monkeypatch):
-    """Their kernels' definitions, in plain torch."""
+    """With the search of a CPU in the place of their kernels."""
+    monkeypatch.setattr(grammars, "write_paths", write_paths)
     sampling = SamplingParams(
         max_tokens=4 * CANVAS, seed=2, structured_outputs=StructuredOutputsParams(regex="[0-9]{70}")
     )

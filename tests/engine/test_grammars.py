@@ -17,18 +17,20 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 
+from dllm.engine import grammars
 from dllm.engine.emitted_blocks import EmittedText, GrammarRoom
 from dllm.engine.grammars import DeviceGrammars, HostGrammars
 from dllm.engine.warm_up import canvas_batch
 from dllm.grammar.constraint import Constraint
+from dllm.grammar.device import Sizes, TablePool
 from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import Canvas
-from dllm.ops.grammar_paths import Sizes, TablePool
 from dllm.patches.grammars import _Asked
 from dllm.settings.structured import with_grammar
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import TIGHT, assert_same_runs, blocks_of, get_engine
+from tests.support.grammar_paths import write_paths
 
 SCHEMA = {
     "type": "object",
@@ -238,7 +240,8 @@ def test_both_ways_through_a_canvas_are_taken(engine, monkeypatch):
 
 
 def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
-    """What a GPU does, with the definitions in the place of its kernels."""
+    """What a GPU does, with the search of a CPU in the place of its kernels."""
+    monkeypatch.setattr(grammars, "write_paths", write_paths)
     asked = [params(kind, seed=seed) for seed, kind in enumerate(KINDS)] + [params(None, seed=9)]
     contexts = [prompt(15, salt=seed) for seed in range(len(asked))]
     expected = engine.generate(contexts, asked)
@@ -265,7 +268,7 @@ def tensors_of(on_device: DeviceGrammars) -> list[tuple[str, torch.Tensor]]:
     return [(name, part) for name, part in fields if isinstance(part, torch.Tensor)]
 
 
-def test_the_largest_step_is_inside_the_memory_profile(engine):
+def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
     """vLLM profiles with a batch that has no requests."""
     sampler, state = engine.runner.sampler, engine.runner.model_state
     on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
@@ -276,14 +279,12 @@ def test_the_largest_step_is_inside_the_memory_profile(engine):
         return DeviceGrammars.write(on_device, logits, rows, prepared)
 
     on_device.write = write
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sampler, "grammars", on_device)
-        runner = engine.runner
-        batch = canvas_batch(
-            runner.input_buffers, runner.max_num_reqs, runner.num_speculative_steps
-        )
-        hidden = torch.zeros(batch.num_draft_tokens, state.model_config.get_hidden_size())
-        sampler.profile(runner.model.compute_logits(hidden), batch)
+    monkeypatch.setattr(grammars, "write_paths", write_paths)
+    monkeypatch.setattr(sampler, "grammars", on_device)
+    runner = engine.runner
+    batch = canvas_batch(runner.input_buffers, runner.max_num_reqs, runner.num_speculative_steps)
+    hidden = torch.zeros(batch.num_draft_tokens, state.model_config.get_hidden_size())
+    sampler.profile(runner.model.compute_logits(hidden), batch)
     assert seen and seen[0] >= (MOST_CLASSES, MOST_STATES)
     assert on_device.prepare.__func__ is DeviceGrammars.prepare
 

@@ -6,37 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm.ops.grammar_paths import NO_TABLE, STOPPED, Canvases, PackedTables, pack
+from dllm.grammar.device import NO_TABLE, Canvases, PackedTables, pack
+from dllm.grammar.table import Table
+from dllm.grammar.viterbi import STOPPED
 
 VOCAB = 300  # more than a chunk
 UNLIMITED = (1 << 30) - 1
 STOP, OTHER_STOP, PADDING = 7, 11, 13
 
 
-class MadeTable(NamedTuple):
-    """A table of random edges; what `grammar_paths.Table` asks for."""
-
-    class_of: np.ndarray
-    next: np.ndarray
-    accepts: np.ndarray
-    left: np.ndarray
-
-    @property
-    def edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(from, class, to), sorted by where they lead."""
-        source, kind = np.nonzero(self.next >= 0)
-        order = np.argsort(self.next[source, kind], kind="stable")
-        return source[order], kind[order], self.next[source, kind][order]
-
-    @property
-    def members(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens by class, where each class begins)."""
-        order = np.argsort(self.class_of, kind="stable")
-        order = order[np.searchsorted(self.class_of[order], 0) :]
-        return order, np.searchsorted(self.class_of[order], np.arange(self.next.shape[1]))
-
-
-def random_table(seed: int, num_states: int, num_classes: int, density: float) -> MadeTable:
+def random_table(seed: int, num_states: int, num_classes: int, density: float) -> Table:
     """Every state leads to one that accepts: each has an edge to the one before it."""
     rng = np.random.default_rng(seed)
     following = rng.integers(0, num_states, (num_states, num_classes)).astype(np.int32)
@@ -57,13 +36,13 @@ def random_table(seed: int, num_states: int, num_classes: int, density: float) -
     class_of[rng.random(VOCAB) < 0.3] = -1
     class_of[20 : 20 + num_classes] = np.arange(num_classes)  # none is empty
     class_of[[STOP, OTHER_STOP, PADDING]] = -1
-    return MadeTable(class_of, following, accepts, left)
+    return Table(class_of, following, accepts, left)
 
 
 SIZES = ((1, 1, 1.0), (5, 4, 0.5), (40, 17, 0.3), (130, 6, 0.9))
 
 
-def tables_of(seed: int) -> list[MadeTable]:
+def tables_of(seed: int) -> list[Table]:
     """Of very different sizes."""
     return [random_table(seed + number, *size) for number, size in enumerate(SIZES)]
 
@@ -117,7 +96,7 @@ def batch(seed: int, num_canvases: int = 7, dtype: torch.dtype = torch.float32) 
     return Batch(
         logits.to(dtype),
         pack(tables),
-        Canvases(*ints, table_of, *rest, most_rows=int(lengths.max())),
+        Canvases(*ints, table_of, *rest, canvas_of, most_rows=int(lengths.max())),
         canvas_of,
         table_of[canvas_of],
         stops,

@@ -24,9 +24,9 @@ from dllm.attention.context_kv import ContextWeights, write_context_kv
 from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 from dllm.attention.planning import plan_attention
 from dllm.attention.tuning import TileConfig, tile_config
-from dllm.ops import grammar_paths_gpu as grammar
+from dllm.grammar import kernels as grammar
+from dllm.grammar.device import Canvases, PackedTables
 from dllm.ops.filters import RowFilters
-from dllm.ops.grammar_paths import Canvases, Ends, PackedTables
 from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
 from dllm.ops.soft_embedding import Shard
@@ -154,13 +154,10 @@ def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
         ints(tables), classes, states, chunks,
     )  # fmt: skip
     cut, logits = grammar.PathTiles(), meta(rows, VOCAB, dtype=dtype)
-    maxima = grammar.class_maxima_kernels(logits, packed, ints(rows), cut)
-    numbers = [meta(rows, dtype=torch.int64), meta(rows), meta(rows, dtype=torch.bool), meta(rows)]
-    found = Ends(*numbers, meta(rows, dtype=torch.int64), meta(rows))
-    of_canvas = Canvases(*(ints(canvases) for _ in range(5)), rng.randint(1, CANVAS))
-    paths = grammar.best_paths_kernels(maxima, found, packed, of_canvas, cut)
-    stops = meta(rows, rng.randint(1, 9), dtype=torch.int64)
-    grammar.mask_rows_kernel(logits, packed, ints(rows), paths.states, ints(rows), stops, cut)
+    row_of = torch.zeros(rows, dtype=torch.int64, device="meta")
+    of_canvas = Canvases(*(ints(canvases) for _ in range(5)), row_of, rng.randint(1, CANVAS))
+    stops, fillers = (meta(canvases, rng.randint(1, 9), dtype=torch.int64) for _ in range(2))
+    grammar.write_paths(logits, packed, of_canvas, stops, fillers, cut)
 
 
 # --- what is compiled ----------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
 from dllm.engine import grammars, model_state
 from dllm.engine.grammars import DeviceGrammars
 from tests.support.engine_harness import Engine
+from tests.support.grammar_paths import write_paths
 from tests.support.watched_device import DEVICE, DeviceWatch, as_kernel, off_device, on_device
 
 STATE_HOOKS = ("add_request", "apply_staged_writes", "prepare_inputs", "prepare_attn")
 SAMPLER_HOOKS = ("add_request", "apply_staged_writes")
 MODEL = ("forward", "embed_input_ids", "compute_logits")
-GRAMMAR_KERNELS = ("class_maxima", "best_paths", "mask_rows")
 ON_HOST = ("cpu", "seq_lens_cpu_upper_bound")  # attributes that stay on the host
 
 
@@ -84,8 +84,7 @@ def watched_worker(engine: Engine) -> Iterator[WorkerWatch]:
         put(state, "grammars", on_gpu)
         put(sampler, "grammars", on_gpu)
         put(on_gpu._pool, "_packed", on_device(on_gpu._pool._packed))
-        for name in GRAMMAR_KERNELS:
-            put(grammars, name, as_kernel(getattr(grammars, name)))
+        put(grammars, "write_paths", as_kernel(write_paths))
         view = UvaBuffer.uva  # pinned memory that a GPU reads where it is
         put(UvaBuffer, "uva", lambda self, n=None: on_device(view(self, n)))
         seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""Class maxima, best paths and row masks on a GPU, in Triton (defined in `grammar_paths`).
+"""Class maxima, best paths and row masks on a GPU, in Triton (defined in `device` and `viterbi`).
 
 Class maxima: tokens are listed class by class, in chunks of one class each. A program reduces some
 chunks of one row and merges each with the row's other chunks of that class by an atomic maximum of
@@ -22,16 +22,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm.ops import grammar_paths
-from dllm.ops.grammar_paths import CHUNK, Canvases, ClassMaxima, Ends, PackedTables, Paths
+from dllm.grammar import automaton, device, viterbi
+from dllm.grammar.device import CHUNK, Canvases, ClassMaxima, Ends, PackedTables, Paths, ends
 
-DEAD = tl.constexpr(grammar_paths.DEAD)
-STOPPED = tl.constexpr(grammar_paths.STOPPED)
-NO_TABLE = tl.constexpr(grammar_paths.NO_TABLE)
-WORST = tl.constexpr(grammar_paths.WORST)
+DEAD = tl.constexpr(automaton.DEAD)
+STOPPED = tl.constexpr(viterbi.STOPPED)
+NO_TABLE = tl.constexpr(device.NO_TABLE)
+WORST = tl.constexpr(viterbi.WORST)
 NEVER = tl.constexpr(2**31 - 1)
 HIGHEST = tl.constexpr(0x7FFFFFFF)
 NOTHING = -(2**63)
+CANVAS_PARTS = 5  # that kernels read
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,44 @@ class PathTiles:
     num_warps: int = 8
 
 
+def write_paths(
+    logits: Tensor,
+    tables: PackedTables,
+    canvases: Canvases,
+    stops: Tensor,
+    fillers: Tensor,
+    cut: PathTiles = PathTiles(),
+) -> Paths:
+    """The best path of each canvas; its rows are masked along it. Does not wait for the GPU.
+
+    Rows without a table, and those behind a stop, keep every bit.
+
+    Args:
+        logits: [N, V] fp32 or bf16, changed in place. NaN counts as -inf.
+        stops: [R, M] int64, tokens that end a text, in ascending order; filled up by repeating the
+            last one.
+        fillers: [R, M] int64 likewise, the stops among them.
+    """
+    row_of = canvases.row_of
+    table_of, its_stops = canvases.table[row_of], stops[row_of]
+    maxima = class_maxima_kernels(logits, tables, table_of, cut)
+    found = ends(logits, logits.argmax(dim=1), its_stops, fillers[row_of])
+    paths = best_paths_kernels(maxima, found, tables, canvases, cut)
+    places = torch.arange(len(row_of), device=logits.device) - canvases.first_row[row_of]
+    budgets = (canvases.budget[row_of] - places).int()
+    mask_rows_kernel(logits, tables, table_of, paths.states, budgets, its_stops, cut)
+    return paths
+
+
 def class_maxima_kernels(
     logits: Tensor, tables: PackedTables, table_of: Tensor, cut: PathTiles
 ) -> ClassMaxima:
-    """`dispatch.class_maxima` on a GPU."""
+    """The best token of each class in each row; NaN counts as -inf.
+
+    Args:
+        logits: [N, V] fp32 or bf16.
+        table_of: [N] int32, each row's table; `NO_TABLE` for rows without one.
+    """
     num_rows, most = len(logits), tables.most_classes
     assert logits.stride(1) == 1, logits.stride()
     keys = torch.full((num_rows, most), NOTHING, dtype=torch.int64, device=logits.device)
@@ -96,7 +131,10 @@ def _chunk_kernel(
 def best_paths_kernels(
     maxima: ClassMaxima, found: Ends, tables: PackedTables, canvases: Canvases, cut: PathTiles
 ) -> Paths:
-    """`dispatch.best_paths` on a GPU."""
+    """The allowed text with the highest score on each canvas.
+
+    A canvas whose likeliest tokens are a text stays as it is.
+    """
     num_rows, num_canvases = len(found.likeliest), len(canvases.table)
     device = found.likeliest.device
     paths = Paths(
@@ -115,14 +153,14 @@ def best_paths_kernels(
     accepted_state = torch.empty(num_canvases, places, dtype=torch.int32, device=device)
     is_text = torch.empty(num_canvases, dtype=torch.int8, device=device)
     _read_kernel[(num_canvases,)](
-        found.likeliest, found.is_stop, *canvases[:5], tables.class_of, tables.next,
+        found.likeliest, found.is_stop, *canvases[:CANVAS_PARTS], tables.class_of, tables.next,
         tables.first_next, tables.num_classes, tables.accepts, tables.left, tables.first_state,
         paths.tokens, paths.states, paths.end, paths.score, is_text, tables.class_of.shape[1],
         num_warps=1,
     )  # fmt: skip
     _search_kernel[(num_canvases,)](
         maxima.best, maxima.token, maxima.best.shape[1],
-        found.peak, found.stop, found.stop_token, found.filled, *canvases[:5],
+        found.peak, found.stop, found.stop_token, found.filled, *canvases[:CANVAS_PARTS],
         tables.source, tables.kind, tables.target, tables.is_last, tables.into, tables.first_edge,
         tables.accepts, tables.left, tables.first_state, at, accepted, accepted_state,
         places, tables.most_states, is_text, paths.tokens, paths.states, paths.end, paths.score,
@@ -316,7 +354,14 @@ def mask_rows_kernel(
     stops: Tensor,
     cut: PathTiles,
 ) -> None:
-    """`dispatch.mask_rows` on a GPU."""
+    """Set logits to -inf, in place, where a token may not follow its row's state.
+
+    Args:
+        table_of: [N] int32, `NO_TABLE` for rows without one.
+        states: [N] int32, before each row (`Paths.states`).
+        budgets: [N] int32, tokens that the text may have from there.
+        stops: [N, M] int64, tokens that end a text, allowed where the state accepts.
+    """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and stops.is_contiguous(), (logits.stride(), stops.stride())
     if num_rows:

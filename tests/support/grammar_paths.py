@@ -1,0 +1,48 @@
+"""What the kernels of canvases under grammars do, by the search on a CPU that defines it."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllm.grammar.device import NO_TABLE, Canvases, PackedTables, Paths
+from dllm.grammar.table import Table
+from dllm.grammar.viterbi import STOPPED, Canvas
+
+
+def write_paths(
+    logits: Tensor, tables: PackedTables, canvases: Canvases, stops: Tensor, fillers: Tensor
+) -> Paths:
+    """As `kernels.write_paths`."""
+    paths = Paths(
+        tokens=logits.argmax(dim=1),
+        states=torch.full((len(logits),), STOPPED, dtype=torch.int32),
+        end=canvases.state.clone(),
+        score=torch.zeros(len(canvases.table), dtype=torch.float64),
+    )
+    for canvas, table in enumerate(canvases.table.tolist()):
+        first, length = int(canvases.first_row[canvas]), int(canvases.length[canvas])
+        if table == NO_TABLE:
+            continue
+        rows = slice(first, first + length)
+        ends = set(stops[canvas].tolist())
+        search = Canvas(unpacked(tables, table), [*ends], [*{*fillers[canvas].tolist()} - ends])
+        state, budget = int(canvases.state[canvas]), int(canvases.budget[canvas])
+        path = search.best_path(logits[rows].float().numpy(), state, budget)
+        paths.tokens[rows] = torch.from_numpy(path.tokens)
+        paths.states[rows] = torch.from_numpy(path.states[:-1]).int()
+        paths.end[canvas], paths.score[canvas] = int(path.states[-1]), path.score
+        is_forbidden = np.stack(search.forbidden(path, budget))
+        logits[rows] = logits[rows].masked_fill(torch.from_numpy(is_forbidden), -torch.inf)
+    return paths
+
+
+def unpacked(tables: PackedTables, number: int) -> Table:
+    """One of the tables of a pool."""
+    states = slice(int(tables.first_state[number]), int(tables.first_state[number + 1]))
+    cells = slice(int(tables.first_next[number]), int(tables.first_next[number + 1]))
+    return Table(
+        class_of=tables.class_of[number].numpy(),
+        next=tables.next[cells].view(-1, int(tables.num_classes[number])).numpy(),
+        accepts=tables.accepts[states].bool().numpy(),
+        left=tables.left[states].numpy(),
+    )
