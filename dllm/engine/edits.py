@@ -130,7 +130,7 @@ def clean_lengths(rows: CanvasRows, is_bad: torch.Tensor) -> torch.Tensor:
 
     The result is at least 1 for a row with a canvas, and 0 for a row without. Position 0 can be bad
     only if the request forbids every token, which is refused when a request arrives
-    (``settings.edit_limits``). If it happened, the token would be emitted: the request must go on.
+    (``settings.admission``). If it happened, the token would be emitted: the request must go on.
 
     is_bad: ``[N]`` bool.
     """

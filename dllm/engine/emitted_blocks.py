@@ -15,7 +15,7 @@ from dllm.grammar.automaton import DEAD, START
 from dllm.grammar.constraint import Constraint, Thoughts
 from dllm.grammar.device import CHUNK, Sizes
 from dllm.grammar.table import MOST_CELLS, MOST_CLASSES, MOST_EDGES, MOST_STATES, Table
-from dllm.settings.structured import grammar_of
+from dllm.settings.request import grammar_of
 
 
 class EmittedText(StructuredOutputGrammar):

@@ -37,7 +37,7 @@ from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import UNLIMITED, Canvas, Path, budget_of
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
-from dllm.settings.structured import grammar_of
+from dllm.settings.request import grammar_of
 
 # Classes and states of a table with thoughts in front, with a few forbidden tokens.
 LARGEST = MOST_CLASSES + 64, MOST_STATES + 1

@@ -28,7 +28,7 @@ def check_requests_at_admission() -> None:
 
 
 def _parse_requests() -> None:
-    """Check every request with ``RequestOptions.parse`` and ``refuse_impossible_edits``.
+    """Check every request with ``settings.admission``.
 
     vLLM's own check of diffusion requests is left out for our architectures: it refuses parameters
     that our sampler applies.
@@ -39,9 +39,9 @@ def _parse_requests() -> None:
 
     from dllm.api.encoder import Encoder
     from dllm.patches.streaming import refuse_offline_streams
-    from dllm.settings.edit_limits import refuse_impossible_edits, refuse_pins_behind_the_end
+    from dllm.settings.admission import admit, admit_ids
     from dllm.settings.pins import without_noise
-    from dllm.settings.request import RequestOptions, constrained
+    from dllm.settings.request import constrained
 
     configs: weakref.WeakKeyDictionary[Any, DenoiseSettings] = weakref.WeakKeyDictionary()
     validate_params = InputProcessor._validate_params
@@ -54,7 +54,7 @@ def _parse_requests() -> None:
         if self not in configs:
             configs[self] = settings_of(self.vllm_config)
         vocab_size = self.model_config.get_vocab_size()
-        RequestOptions.parse(params, configs[self], vocab_size)
+        admit(params, configs[self], vocab_size)
         refuse_offline_streams(self, params)
         extra = params.extra_args
         params.extra_args = without_noise(extra) if extra else extra
@@ -66,9 +66,7 @@ def _parse_requests() -> None:
             num_chars = sum(len(word) for word in params.bad_words)
             most = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
             Encoder.of(self.tokenizer).check_length("bad_words", num_chars, most)
-        resolved = constrained(with_resolved_ids(self, params))
-        refuse_impossible_edits(resolved, vocab_size, configs[self].never_emitted)
-        refuse_pins_behind_the_end(resolved)
+        admit_ids(constrained(with_resolved_ids(self, params)), configs[self], vocab_size)
         return is_watermarked
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ PATCHES = {
         "admits the parameters that the built-in sampler cannot honour and ours does"
     ),
     "vllm.v1.engine.input_processor.InputProcessor._validate_params": (
-        "RequestOptions.parse refuses bad requests in the API server, with HTTP 400"
+        "settings.admission refuses bad requests in the API server, with HTTP 400"
     ),
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": (
         "writes our arguments as vLLM's edits of logits: allowed tokens, min_tokens"

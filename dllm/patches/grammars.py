@@ -26,12 +26,7 @@ from dllm.grammar.tokenizer import tokens_of
 from dllm.grammar.turns import Turns
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
-from dllm.settings.request import refuse
-from dllm.settings.structured import (
-    has_structured_outputs,
-    refuse_beside_structured_outputs,
-    with_grammar,
-)
+from dllm.settings.request import has_structured_outputs, refuse, with_grammar
 
 EVENTS_BEFORE_THE_ENGINE = 4  # at most
 GEMMA_CALLS = "gemma_4_calls"  # our structural tag, in vLLM's registry
@@ -61,7 +56,6 @@ def _admit() -> None:
         if model_config.architecture not in FAMILIES or not has_structured_outputs(self):
             validate(self, model_config, structured_outputs_config, tokenizer)
             return
-        refuse_beside_structured_outputs(self)
         if tokenizer is None:
             refuse("structured_outputs", "Structured outputs need a tokenizer. Serve with one.")
         _spec(self.structured_outputs, is_compact=False)

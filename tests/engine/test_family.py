@@ -18,6 +18,7 @@ from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
+from dllm.settings.admission import admit
 from dllm.settings.checks import FloatRange
 from dllm.settings.denoising import NO_TOKEN, CanvasWindow, Parameter
 from dllm.settings.request import RequestOptions
@@ -84,7 +85,7 @@ def state() -> CanvasState:
 
 
 def options(**extra: float) -> RequestOptions:
-    return RequestOptions.parse(SamplingParams(extra_args=extra), Masked.settings, VOCAB)
+    return admit(SamplingParams(extra_args=extra), Masked.settings, VOCAB)
 
 
 def logits_of(peaks: list[float]) -> Tensor:
@@ -142,7 +143,7 @@ def test_what_the_warm_up_sends_is_admitted(state):
     """Every family says with which arguments a canvas is emitted after one step."""
     for settings in (Masked.settings, GEMMA):
         params = SamplingParams(extra_args=dict(settings.one_step))
-        RequestOptions.parse(params, settings, VOCAB)
+        admit(params, settings, VOCAB)
 
 
 def test_the_columns_of_gemma_are_those_that_its_step_returns():

@@ -26,7 +26,7 @@ from dllm.grammar.device import Sizes, TablePool
 from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import Canvas
 from dllm.patches.grammars import _Asked
-from dllm.settings.structured import with_grammar
+from dllm.settings.request import with_grammar
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import TIGHT, assert_same_runs, blocks_of, get_engine

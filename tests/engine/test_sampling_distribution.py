@@ -15,8 +15,8 @@ from dllm.engine.family import Denoised
 from dllm.engine.state import CanvasState, denoise_rows
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.ops.filters import RowFilters
+from dllm.settings.admission import admit
 from dllm.settings.denoising import NO_TOKEN
-from dllm.settings.request import RequestOptions
 from tests.ops.test_noise import chi_square_tail
 from tests.support.denoise_cases import family
 
@@ -38,7 +38,7 @@ LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5
 def step(steps_done: int = 0, entropy_bound: float = 1e5, **options) -> Denoised:
     """One step of 800 requests with seeds of their own and the same logits everywhere."""
     params = SamplingParams(extra_args={"diffusion_entropy_bound": entropy_bound}, **options)
-    parsed = RequestOptions.parse(params, CONFIG, VOCAB)
+    parsed = admit(params, CONFIG, VOCAB)
     gemma = family(CONFIG, VOCAB)
     canvases = CanvasState(gemma, SLOTS, VOCAB, torch.float32, torch.device("cpu"))
     for slot in range(SLOTS):

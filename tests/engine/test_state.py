@@ -5,6 +5,7 @@ from vllm import SamplingParams
 
 from dllm.engine.state import CanvasState, request_seed
 from dllm.models.gemma.settings import GemmaSettings
+from dllm.settings.admission import admit
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import RequestOptions
 from tests.support.denoise_cases import family
@@ -14,7 +15,7 @@ CONFIG = GemmaSettings(CANVAS, 10, 0.4, 0.8, 0.1, 0.2, 1, "symmetric")
 
 
 def options(**params) -> RequestOptions:
-    return RequestOptions.parse(SamplingParams(**params), CONFIG, VOCAB)
+    return admit(SamplingParams(**params), CONFIG, VOCAB)
 
 
 def state() -> CanvasState:

@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from dllm.models.gemma.settings import GemmaSettings
-from dllm.settings.request import RequestOptions
+from dllm.settings.admission import admit
 from tests.support.server_harness import CANVAS, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Reply, Server
 
 pytest_plugins = ["tests.support.server_harness"]
@@ -235,7 +235,7 @@ def test_offline_values_that_json_cannot_hold_are_refused_too(name, value):
     params = SamplingParams()
     params.extra_args = {name: value}
     with pytest.raises(VLLMValidationError, match=rf"{name} = .*; allowed: .* Omit it for"):
-        RequestOptions.parse(params, config, VOCAB_SIZE)
+        admit(params, config, VOCAB_SIZE)
 
 
 def test_a_long_value_is_not_sent_back_whole(server):

@@ -1,4 +1,4 @@
-"""What one request may ask for: ``RequestOptions.parse`` as a pure function."""
+"""What one request may ask for, and what of it is refused."""
 
 import math
 from typing import Any
@@ -10,11 +10,14 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from dllm.models.gemma.settings import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES
-from dllm.settings.edit_limits import refuse_impossible_edits
-from dllm.settings.request import (
+from dllm.settings.admission import (
     LOGIT_BIASES,
     REPETITION_PENALTIES,
     UNSUPPORTED_PARAMETERS,
+    admit,
+    admit_ids,
+)
+from dllm.settings.request import (
     RequestOptions,
     constrained,
     extra_args,
@@ -34,7 +37,7 @@ VOCAB_SIZE = 50
 
 
 def parse(extra: dict[str, Any] | None = None, **params: Any) -> RequestOptions:
-    return RequestOptions.parse(SamplingParams(extra_args=extra, **params), CONFIG, VOCAB_SIZE)
+    return admit(SamplingParams(extra_args=extra, **params), CONFIG, VOCAB_SIZE)
 
 
 def refusal(extra: dict[str, Any] | None = None, **params: Any) -> VLLMValidationError:
@@ -100,7 +103,7 @@ def test_null_means_the_servers_value():
 def test_reading_leaves_the_parameters_as_they_were():
     extra = {"diffusion_max_steps": 3}
     params = SamplingParams(extra_args=extra)
-    first, second = (RequestOptions.parse(params, CONFIG, VOCAB_SIZE) for _ in range(2))
+    first, second = (admit(params, CONFIG, VOCAB_SIZE) for _ in range(2))
     assert first == second and extra == {"diffusion_max_steps": 3}
 
 
@@ -147,38 +150,110 @@ def test_more_steps_than_served_are_clamped():
 WRONG_TYPES = [True, False, "3", [3], {}, 3.5, math.nan]
 
 
-@pytest.mark.parametrize("value", [0, -1, 33, 2**62, *WRONG_TYPES])
-def test_canvas_width_out_of_range(value):
-    error = refusal({"diffusion_canvas_length": value})
-    assert error.parameter == "diffusion_canvas_length"
-    assert f"diffusion_canvas_length = {value!r}; allowed: an integer of at least 1" in str(error)
-    assert "at most 32. Omit it for 32." in str(error)
+CANVAS = list(range(32))
+SEEDED = {"diffusion_seed_canvas": CANVAS}
+FLAGS = ["diffusion_read_only", "diffusion_constrained", "diffusion_eos_stop"]
+BAD_FLOATS = [-0.5, True, "0.5", [0.5], {}, math.nan, math.inf, 2**62]
+BAD_IDS = ["x", 5, [1, "2"], [True] * 32, [1.0] * 32, {}, [[1]]]
+WIDTHS = "an integer of at least 1 and at most 32. Omit it for 32."
+INTEGERS = "a list of integers. Omit it"
+BOTH = {"diffusion_seed_canvas": CANVAS, "diffusion_pinned": [3], "diffusion_pin_at": [3]}
 
 
-@pytest.mark.parametrize("value", [0, -1, *WRONG_TYPES])
-def test_max_steps_out_of_range(value):
-    error = refusal({"diffusion_max_steps": value})
-    assert error.parameter == "diffusion_max_steps"
-    assert f"diffusion_max_steps = {value!r}; allowed: an integer of at least 1" in str(error)
-    assert "Omit it for 16." in str(error)
+def pins(at: list[int], ids: list[Any] | None) -> dict[str, Any]:
+    return {"diffusion_pin_at": at, "diffusion_pin_ids": ids}
 
 
-@pytest.mark.parametrize("key", FLOATS)
-@pytest.mark.parametrize("value", [-0.5, True, "0.5", [0.5], {}, math.nan, math.inf, 2**62])
-def test_a_number_out_of_range(key, value):
-    error = refusal({key: value})
-    assert error.parameter == key
-    assert f"{key} = {value!r}; allowed: {FLOATS[key]}. Omit it for" in str(error)
+def wrong(key: str, value: Any, allowed: str, beside: dict[str, Any] | None = None) -> Any:
+    """A value that is refused with the words that are allowed."""
+    return (beside or {}) | {key: value}, key, f"{key} = {value!r}; allowed: {allowed}"
+
+
+VALUES = [
+    *(wrong("diffusion_canvas_length", x, WIDTHS) for x in [0, -1, 33, 2**62, *WRONG_TYPES]),
+    *(wrong("diffusion_max_steps", x, "an integer of at least 1") for x in [0, -1, *WRONG_TYPES]),
+    *(wrong(key, x, f"{FLOATS[key]}. Omit it for") for key in FLOATS for x in BAD_FLOATS),
+    *(wrong(key, 0, str(FLOATS[key])) for key in FLOATS if key != "diffusion_confidence"),
+    *(wrong("diffusion_seed_canvas", x, INTEGERS) for x in BAD_IDS),
+    *(wrong("diffusion_pinned", x, INTEGERS, SEEDED) for x in BAD_IDS),
+    *(wrong(key, x, "true or false (or 1 or 0). Omit it for") for key in FLAGS
+      for x in [2, -1, "true", 1.0, [1], {}]),
+    wrong("diffusion_pin_mode", "force", "one of hint, hold. Omit it for none"),
+    wrong("diffusion_pin_ids", ["a"], INTEGERS, {"diffusion_pin_at": [0]}),
+    *(({"diffusion_seed_canvas": [1] * length}, "diffusion_seed_canvas",
+       f"holds {length} ids; allowed: exactly 32, one for each position of the canvas. Send")
+      for length in (0, 31, 33)),
+    *(({"diffusion_seed_canvas": [token, *CANVAS[1:]]}, "diffusion_seed_canvas",
+       f"diffusion_seed_canvas = {token}; allowed: an integer from -1 to 49.")
+      for token in (-2, VOCAB_SIZE, 2**40)),
+    *((SEEDED | {"diffusion_pinned": [3, position]}, "diffusion_pinned",
+       f"diffusion_pinned = {position}; allowed: an integer from 0 to 31.")
+      for position in (-1, 32, 2**40)),
+    ({"diffusion_pinned": [3]}, "diffusion_pinned",
+     "diffusion_pinned = [3] without diffusion_seed_canvas; allowed:"),
+    ({"diffusion_seed_canvas": [-1, *CANVAS[1:]], "diffusion_pinned": [1, 0]}, "diffusion_pinned",
+     "diffusion_pinned has position 0, where diffusion_seed_canvas is -1"),
+    (pins([1, 2], [3]), "diffusion_pin_at",
+     "diffusion_pin_at holds 2 positions and diffusion_pin_ids 1 ids"),
+    (pins([1], None), "diffusion_pin_at",
+     "diffusion_pin_at holds 1 positions and diffusion_pin_ids 0 ids"),
+    (pins([1, 1], [3, 4]), "diffusion_pin_at", "each position once"),
+    (BOTH | {"diffusion_pin_ids": [9]}, "diffusion_pin_at",
+     "each position once, and none of diffusion_pinned"),
+    (pins([-1], [3]), "diffusion_pin_at",
+     "diffusion_pin_at = -1; allowed: an integer from 0 to 511."),
+    (pins([16 * 32], [3]), "diffusion_pin_at",
+     "diffusion_pin_at = 512; allowed: an integer from 0 to 511."),
+    (pins([1], [-1]), "diffusion_pin_ids",
+     "diffusion_pin_ids = -1; allowed: an integer from 0 to 49."),
+    (pins([1], [VOCAB_SIZE]), "diffusion_pin_ids",
+     "diffusion_pin_ids = 50; allowed: an integer from 0 to 49."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("extra", "parameter", "message"), VALUES)
+def test_a_wrong_value_is_refused_with_what_is_allowed(extra, parameter, message):
+    error = refusal(extra, logprob_token_ids=[1])
+    assert error.parameter == parameter and message in str(error)
+
+
+@pytest.mark.parametrize(
+    ("params", "parameter", "message"),
+    [
+        ({}, "diffusion_constrained", "without logprob_token_ids"),
+        (
+            dict(logprob_token_ids=[1], allowed_token_ids=[1]),
+            "diffusion_constrained",
+            "beside allowed_token_ids; allowed: one of them, both say which tokens may be emitted. "
+            "Leave one out",
+        ),
+        *(
+            (
+                dict(repetition_penalty=value),
+                "repetition_penalty",
+                f"repetition_penalty = {value}; allowed: {REPETITION_PENALTIES}. Send",
+            )
+            for value in (1e-5, 1e5)
+        ),
+        *(
+            (
+                dict(logit_bias={3: 1.0, 4: value}),
+                "logit_bias",
+                f"logit_bias = {value}; allowed: {LOGIT_BIASES}. Send",
+            )
+            for value in (-math.inf, math.inf, math.nan, 1e7)
+        ),
+        (dict(min_tokens=2**30, max_tokens=None), "min_tokens", "min_tokens = 1073741824; allowed"),
+    ],
+)
+def test_a_wrong_parameter_is_refused_with_what_is_allowed(params, parameter, message):
+    error = refusal({"diffusion_constrained": True}, **params)
+    assert error.parameter == parameter and message in str(error)
 
 
 def test_a_long_value_is_not_sent_back_whole():
     message = str(refusal({"diffusion_t_min": "9" * 10_000}))
     assert "diffusion_t_min = '999" in message and len(message) < 500
-
-
-@pytest.mark.parametrize("key", ["diffusion_t_min", "diffusion_t_max", "diffusion_entropy_bound"])
-def test_zero_is_too_little(key):
-    assert refusal({key: 0}).parameter == key
 
 
 def test_zero_confidence_never_stops_early():
@@ -247,125 +322,21 @@ def test_an_unserved_parameter_is_refused_unless_off(name, value):
     params = SamplingParams()
     setattr(params, name, value)
     with pytest.raises(VLLMValidationError) as error:
-        RequestOptions.parse(params, CONFIG, VOCAB_SIZE)
+        admit(params, CONFIG, VOCAB_SIZE)
     assert error.value.parameter == name
     assert f"{name} = {value} is not served" in str(error.value)
     setattr(params, name, None)
-    assert RequestOptions.parse(params, CONFIG, VOCAB_SIZE) == parse()
+    assert admit(params, CONFIG, VOCAB_SIZE) == parse()
 
 
 CANVAS = list(range(32))
-
-
-@pytest.mark.parametrize("value", ["x", 5, [1, "2"], [True] * 32, [1.0] * 32, {}, [[1]]])
-@pytest.mark.parametrize("key", ["diffusion_seed_canvas", "diffusion_pinned"])
-def test_a_list_of_ids_that_is_none(key, value):
-    error = refusal({"diffusion_seed_canvas": CANVAS} | {key: value})
-    assert error.parameter == key
-    assert f"{key} = {value!r}; allowed: a list of integers. Omit it" in str(error)
-
-
-@pytest.mark.parametrize("length", [0, 31, 33])
-def test_a_seed_canvas_of_another_length(length):
-    error = refusal({"diffusion_seed_canvas": [1] * length})
-    assert error.parameter == "diffusion_seed_canvas"
-    assert f"holds {length} ids; allowed: exactly 32" in str(error) and "Send" in str(error)
-
-
-@pytest.mark.parametrize("token", [-2, VOCAB_SIZE, 2**40])
-def test_a_seed_canvas_of_foreign_ids(token):
-    error = refusal({"diffusion_seed_canvas": [token, *CANVAS[1:]]})
-    assert error.parameter == "diffusion_seed_canvas"
-    assert f"diffusion_seed_canvas = {token}; allowed: an integer from -1 to 49." in str(error)
-
-
-@pytest.mark.parametrize("position", [-1, 32, 2**40])
-def test_a_pinned_position_beyond_the_canvas(position):
-    error = refusal({"diffusion_seed_canvas": CANVAS, "diffusion_pinned": [3, position]})
-    assert error.parameter == "diffusion_pinned"
-    assert f"diffusion_pinned = {position}; allowed: an integer from 0 to 31." in str(error)
-
-
-def test_pins_without_a_canvas_to_hold():
-    error = refusal({"diffusion_pinned": [3]})
-    assert "diffusion_pinned = [3] without diffusion_seed_canvas; allowed:" in str(error)
-
-
-def test_a_pin_where_the_server_draws_noise():
-    seed_canvas = [-1, *CANVAS[1:]]
-    error = refusal({"diffusion_seed_canvas": seed_canvas, "diffusion_pinned": [1, 0]})
-    assert "diffusion_pinned has position 0, where diffusion_seed_canvas is -1" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("at", "ids", "complaint"),
-    [
-        ([1, 2], [3], "diffusion_pin_at holds 2 positions and diffusion_pin_ids 1 ids"),
-        ([1], None, "diffusion_pin_at holds 1 positions and diffusion_pin_ids 0 ids"),
-        ([1, 1], [3, 4], "each position once"),
-        ([-1], [3], "diffusion_pin_at = -1; allowed: an integer from 0 to 511."),
-        ([16 * 32], [3], "diffusion_pin_at = 512; allowed: an integer from 0 to 511."),
-        ([1], [-1], "diffusion_pin_ids = -1; allowed: an integer from 0 to 49."),
-        ([1], [VOCAB_SIZE], "diffusion_pin_ids = 50; allowed: an integer from 0 to 49."),
-        ([0], ["a"], "diffusion_pin_ids = ['a']; allowed: a list of integers."),
-    ],
-)
-def test_pins_that_are_none(at, ids, complaint):
-    assert complaint in str(refusal({"diffusion_pin_at": at, "diffusion_pin_ids": ids}))
-
-
-def test_a_position_pinned_in_two_ways():
-    extra = {"diffusion_seed_canvas": CANVAS, "diffusion_pinned": [3]}
-    error = refusal(extra | {"diffusion_pin_at": [3], "diffusion_pin_ids": [9]})
-    assert "each position once, and none of diffusion_pinned" in str(error)
-
-
-def test_a_pin_mode_that_is_none():
-    error = refusal({"diffusion_pin_mode": "force"})
-    assert "diffusion_pin_mode = 'force'; allowed: hint, hold." in str(error)
-
-
-FLAGS = ["diffusion_read_only", "diffusion_constrained", "diffusion_eos_stop"]
-
-
-@pytest.mark.parametrize("value", [2, -1, "true", 1.0, [1], {}])
-@pytest.mark.parametrize("key", FLAGS)
-def test_a_flag_that_is_none(key, value):
-    error = refusal({key: value}, logprob_token_ids=[1])
-    assert error.parameter == key
-    assert f"{key} = {value!r}; allowed: true or false (or 1 or 0). Omit it for" in str(error)
-
-
-def test_constrained_to_nothing_or_to_two_sets():
-    extra = {"diffusion_constrained": True}
-    assert "without logprob_token_ids" in str(refusal(extra))
-    both = refusal(extra, logprob_token_ids=[1], allowed_token_ids=[1])
-    assert "beside allowed_token_ids" in str(both) and "Leave one out" in str(both)
-
-
-@pytest.mark.parametrize("value", [1e-5, 1e5])
-def test_a_repetition_penalty_that_fp32_logits_cannot_take(value):
-    error = refusal(repetition_penalty=value)
-    assert error.parameter == "repetition_penalty"
-    assert f"repetition_penalty = {value}; allowed: {REPETITION_PENALTIES}. Send" in str(error)
-
-
-@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan, 1e7])
-def test_a_bias_that_is_no_bias(value):
-    error = refusal(logit_bias={3: 1.0, 4: value})
-    assert error.parameter == "logit_bias"
-    assert f"logit_bias = {value}; allowed: {LOGIT_BIASES}. Send" in str(error)
-
-
-def test_more_min_tokens_than_an_int32_position_can_reach():
-    assert refusal(min_tokens=2**30, max_tokens=None).parameter == "min_tokens"
 
 
 # --- edits that cannot be honoured ----------------------------------------------------------------
 
 
 def edits(bad_words: list[list[int]] | None = None, **params: Any) -> SamplingParams:
-    """Parameters as `refuse_impossible_edits` gets them, with bad words as ids."""
+    """Parameters as `admit_ids` gets them, with bad words as ids."""
     resolved = SamplingParams(**params)
     resolved._bad_words_token_ids = bad_words
     return resolved
@@ -382,7 +353,7 @@ def edits(bad_words: list[list[int]] | None = None, **params: Any) -> SamplingPa
 )
 def test_edits_that_the_worker_cannot_hold(params, parameter, count):
     with pytest.raises(VLLMValidationError) as error:
-        refuse_impossible_edits(params, vocab_size=5000)
+        admit_ids(params, CONFIG, 5000)
     assert error.value.parameter == parameter
     assert f"{parameter} comes to {count} tokens" in str(error.value)
     assert f"allowed: at most {count - 1}. Send fewer." in str(error.value)
@@ -401,7 +372,7 @@ def test_edits_that_the_worker_cannot_hold(params, parameter, count):
 )
 def test_edits_that_may_leave_no_token(params):
     with pytest.raises(VLLMValidationError) as error:
-        refuse_impossible_edits(params, VOCAB_SIZE)
+        admit_ids(params, CONFIG, VOCAB_SIZE)
     assert "leaves no token that may always be emitted; allowed: at least one" in str(error.value)
     restriction = "allowed_token_ids" if params.allowed_token_ids else "bad_words"
     assert error.value.parameter == restriction
@@ -418,7 +389,7 @@ def test_edits_that_may_leave_no_token(params):
     ],
 )
 def test_edits_that_leave_a_token_pass(params):
-    refuse_impossible_edits(params, VOCAB_SIZE)
+    admit_ids(params, CONFIG, VOCAB_SIZE)
 
 
 def test_served_parameters_pass():

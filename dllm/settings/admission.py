@@ -1,0 +1,195 @@
+"""Admits a request, or refuses it with HTTP 400: the message says what to do.
+
+vLLM calls the two functions for each request: ``admit`` at once, and ``admit_ids`` when stop tokens
+and bad words are ids. What vLLM's worker cannot hold would raise there, and end the server; and
+vLLM does not check that a request leaves at least one token to emit.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dllm.settings.checks import FloatRange
+from dllm.settings.denoising import NO_TOKEN, DenoiseSettings
+from dllm.settings.pins import PIN_IDS, PIN_MODE, SEED_CANVAS, held_length, holds, pins_of
+from dllm.settings.request import (
+    CONSTRAINED,
+    MAX_INT32,
+    READ_ONLY,
+    WHOLE_CANVAS_ARGS,
+    RequestOptions,
+    check_integers,
+    has_structured_outputs,
+    refuse,
+    refuse_value,
+    shown,
+)
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+# Sampling parameters that our sampler does not apply; they are refused.
+UNSUPPORTED_PARAMETERS = ("thinking_token_budget", "trace_decode_token_ids")
+# Of lists that are copied for each prompt and sample. vLLM's worker has tables for 1,024 tokens.
+LONGEST_LISTS = {"logit_bias": 1024, "allowed_token_ids": 1024, "stop_token_ids": 1024}
+# Far beyond any use, and narrow enough that no fp32 logit overflows in the worker.
+REPETITION_PENALTIES = FloatRange(1e-4, 1e4)
+LOGIT_BIASES = FloatRange(-1e6, 1e6)
+GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) -> RequestOptions:
+    """The options of a new request, after a check that it can be served.
+
+    Args:
+        settings, vocab_size: of the served model.
+
+    Raises:
+        VLLMValidationError: it cannot be served; the client gets HTTP 400.
+    """
+    extra = params.extra_args or {}
+    for name, value, why in _not_served(params, settings):
+        if value is not None and value != []:
+            refuse(
+                name,
+                f"{name} = {shown(value)} is not served for this model: {why}. Leave it out.",
+            )
+    # Of n samples, vLLM later gives sample i the seed seed + i, which has to fit 64 bits, too.
+    check_integers("seed", [params.seed], -(2**63), 2**63 - params.n)
+    check_integers("top_k", [params.top_k], -1, MAX_INT32)
+    check_integers("min_tokens", [params.min_tokens], 0, MAX_INT32 // 2)
+    if params.repetition_penalty not in REPETITION_PENALTIES:
+        refuse_value("repetition_penalty", params.repetition_penalty, REPETITION_PENALTIES)
+    for name, at_most in LONGEST_LISTS.items():
+        _check_size(name, len(getattr(params, name) or ()), at_most)
+    for bias in (params.logit_bias or {}).values():
+        if bias not in LOGIT_BIASES:
+            refuse_value("logit_bias", bias, LOGIT_BIASES)
+    options = RequestOptions.read(params, settings)
+    check_integers(SEED_CANVAS, options.seed_canvas, NO_TOKEN, vocab_size - 1)
+    check_integers(PIN_IDS, extra.get(PIN_IDS), 0, vocab_size - 1)
+    if extra.get(CONSTRAINED):
+        _check_constrained(params)
+    if has_structured_outputs(params):
+        _refuse_beside_structured_outputs(params)
+    return options
+
+
+def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) -> None:
+    """Refuse edits of logits that cannot be applied exactly, and pins behind the answer's end.
+
+    Args:
+        params: admitted, with stop tokens and bad words as ids, as the worker will get them.
+        settings, vocab_size: of the served model.
+
+    Raises:
+        VLLMValidationError: the client gets HTTP 400.
+    """
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample.logit_bias import (
+        MAX_NUM_ALLOWED_TOKEN_IDS,
+        MAX_NUM_LOGIT_BIAS_TOKENS,
+        MAX_NUM_STOP_TOKEN_IDS,
+    )
+
+    allowed = params.allowed_token_ids or []
+    stops = params.all_stop_token_ids if params.min_tokens > 0 else set()
+    words = params.bad_words_token_ids or []
+    _check_size("allowed_token_ids", len(allowed), MAX_NUM_ALLOWED_TOKEN_IDS)
+    _check_size("logit_bias", len(params.logit_bias or {}), MAX_NUM_LOGIT_BIAS_TOKENS)
+    _check_size("stop_token_ids", len(stops), MAX_NUM_STOP_TOKEN_IDS, " beside min_tokens")
+    _check_size("bad_words", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS)
+    # Some token must be possible at every position. A token that ends no bad word always is, unless
+    # it is a stop token that `min_tokens` forbids. One such token is enough.
+    forbidden = {word[-1] for word in words} | stops | set(settings.never_emitted)
+    num_left = len(set(allowed) - forbidden) if allowed else vocab_size - len(forbidden)
+    if num_left < 1:
+        parameter = "allowed_token_ids" if allowed else "bad_words"
+        refuse(
+            parameter,
+            f"{parameter} leaves no token that may always be emitted; allowed: at least one that "
+            "ends no bad word, is no mask and, with min_tokens, no stop token. Remove a "
+            "restriction.",
+        )
+    _refuse_pins_behind_the_end(params)
+
+
+def _not_served(
+    params: "SamplingParams", settings: DenoiseSettings
+) -> Iterator[tuple[str, Any, str]]:
+    """(name, value, why) of what the model does not take, or takes only without a value."""
+    for name in UNSUPPORTED_PARAMETERS:
+        yield name, getattr(params, name), "it writes canvases, not one token after the other"
+    if settings.block_size == 1:
+        return
+    for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
+        why = "every token of a prompt sees its whole block, itself included"
+        yield name, getattr(params, name), f"{why} (so `echo` goes without `logprobs`)"
+    why = "the masks of a canvas are replaced one after the other, which makes no text of a grammar"
+    yield "structured_outputs", params.structured_outputs, why
+    for name in WHOLE_CANVAS_ARGS:
+        why = "a canvas is the rest of a block, and its width depends on the prompt"
+        yield name, (params.extra_args or {}).get(name), why
+
+
+def _check_constrained(params: "SamplingParams") -> None:
+    """Refuse ``diffusion_constrained`` without tokens, or with two different lists of tokens."""
+    if not params.logprob_token_ids:
+        refuse(
+            CONSTRAINED,
+            f"{CONSTRAINED} = true without logprob_token_ids; allowed: with them, they are the "
+            "tokens it is constrained to. Send both, or omit both.",
+        )
+    if params.allowed_token_ids:
+        refuse(
+            CONSTRAINED,
+            f"{CONSTRAINED} = true beside allowed_token_ids; allowed: one of them, both say which "
+            "tokens may be emitted. Leave one out.",
+        )
+
+
+def _refuse_beside_structured_outputs(params: "SamplingParams") -> None:
+    """Refuse what may contradict a grammar, or has no meaning beside one."""
+    extra = params.extra_args or {}
+    asked = params.structured_outputs
+    kind = next(kind for kind in GRAMMAR_KINDS if getattr(asked, kind, None) is not None)
+    for name, is_given, why in (
+        ("ignore_eos", params.ignore_eos, "the answer ends where the text is complete"),
+        ("min_tokens", params.min_tokens > 0, "the grammar says how short a text may be"),
+        ("allowed_token_ids", params.allowed_token_ids, "the two may leave no text"),
+        ("bad_words", params.bad_words, "the two may leave no text"),
+        (READ_ONLY, extra.get(READ_ONLY), "a canvas that is only read has no answer"),
+        (PIN_MODE, holds(extra), "the grammar may have no text with the tokens that are held"),
+        (CONSTRAINED, extra.get(CONSTRAINED), "both say which tokens may be emitted"),
+    ):
+        if is_given:
+            refuse(
+                name,
+                f"{name} beside structured outputs ({kind}): {why}. Leave one of them out.",
+            )
+
+
+def _refuse_pins_behind_the_end(params: "SamplingParams") -> None:
+    """Refuse held pins that do not fit into the answer."""
+    extra = params.extra_args or {}
+    pins = pins_of(extra) if holds(extra) else {}
+    length = held_length(pins, params.all_stop_token_ids)
+    held = f"{PIN_MODE} = 'hold' with a pin at {length}"
+    if pins and params.max_tokens is not None and length >= params.max_tokens:
+        refuse(
+            PIN_MODE,
+            f"{held} and max_tokens = {params.max_tokens}; allowed: max_tokens of at least "
+            f"{length + 1}. Raise it, or leave the pin out.",
+        )
+    if pins.get(length) in params.all_stop_token_ids and length < params.min_tokens:
+        refuse(
+            PIN_MODE,
+            f"{held} that ends the answer, and min_tokens = {params.min_tokens}; allowed: "
+            f"min_tokens of at most {length}. Lower it, or leave the pin out.",
+        )
+
+
+def _check_size(name: str, size: int, at_most: int, where: str = "") -> None:
+    if size > at_most:
+        refuse(
+            name, f"{name} comes to {size} tokens{where}; allowed: at most {at_most}. Send fewer."
+        )
