@@ -208,6 +208,9 @@ class Traffic:
     Args:
         plain_ms, drafting_ms: of a step that verifies nothing, without and with a draft pass.
         per_draft_ms: what each verified draft adds.
+        reply_ms: drafts come from another process, so long after they are asked for. In place of
+            the draft pass a step waits, until they are there, DEADLINE_MS are over, or longer than
+            the policy says that they are worth.
     """
 
     def __init__(
@@ -217,13 +220,15 @@ class Traffic:
         plain_ms: float = 10.0,
         drafting_ms: float = 15.0,
         per_draft_ms: float = 0.5,
+        reply_ms: float | None = None,
     ) -> None:
-        self.policy, self.num_rows = policy, num_rows
+        self.policy, self.num_rows, self.reply_ms = policy, num_rows, reply_ms
+        self.num_tokens, self.waits_ms = 0, []
         self.plain_ms, self.pass_ms = plain_ms, drafting_ms - plain_ms
         self.per_draft_ms = per_draft_ms
         self.rng = np.random.default_rng(0)
         self.slots = np.arange(num_rows)
-        self.last = np.zeros(num_rows, dtype=int)
+        self.last = self.late = np.zeros(num_rows, dtype=int)
         self.drafted: list[bool] = []
 
     def arrive(self) -> None:
@@ -239,16 +244,33 @@ class Traffic:
         accepted = draw_accepted(self.rng, np.broadcast_to(conditional, (self.num_rows, N)))
         accepted = np.minimum(accepted, self.last)
         nobody = np.zeros(self.num_rows, dtype=bool)
-        self.policy.observe(VerifiedStep(self.slots, nobody, ~nobody, self.last, accepted))
+        tried = self.last + self.late  # a draft that is late is as good as one that is wrong
+        self.policy.observe(VerifiedStep(self.slots, nobody, ~nobody, tried, accepted))
+        self.num_tokens += self.num_rows + int(accepted.sum())
         return self._choose()
 
     def _choose(self) -> np.ndarray:
-        self.last = np.zeros(self.num_rows, dtype=int)
+        self.last = self.late = np.zeros(self.num_rows, dtype=int)
         self.drafted.append(self.policy.wants_drafts(self.slots))
         if self.drafted[-1]:
-            self.policy.clock.now += self.pass_ms / 1e3
-            self.last = self.policy.widths(self.slots, None)
+            is_late = self._get_drafts()
+            widths = self.policy.widths(self.slots, None)
+            if is_late:
+                self.late = (widths > 0).astype(int)
+            else:
+                self.last = widths
         return self.last
+
+    def _get_drafts(self) -> bool:
+        """Let the draft pass run, or wait; returns whether drafts are late."""
+        if self.reply_ms is None:
+            self.policy.clock.now += self.pass_ms / 1e3
+            return False
+        longest_ms = max(0.0, min(DEADLINE_MS, self.policy.worth_ms(self.slots)))
+        self.waits_ms.append(min(self.reply_ms, longest_ms))
+        self.policy.clock.now += self.waits_ms[-1] / 1e3
+        self.policy.note_wait(self.waits_ms[-1] / 1e3)
+        return self.reply_ms > longest_ms
 
 
 def adaptive(num_rows: int, **options) -> AdaptiveWidth:
@@ -256,6 +278,7 @@ def adaptive(num_rows: int, **options) -> AdaptiveWidth:
 
 
 GOOD, BAD = np.full(N, 0.9), np.full(N, 0.05)
+DEADLINE_MS = 50.0
 
 
 def test_drafting_stops_where_it_does_not_pay_and_is_taken_up_again():
@@ -356,6 +379,51 @@ def test_between_start_and_stop_there_is_a_margin(is_drafting, monkeypatch):
     for first, expected in ((0.55, is_drafting), (0.05 if is_drafting else 0.95, not is_drafting)):  # noqa: B007  read by `of`
         traffic.arrive()
         assert policy.is_drafting is expected
+
+
+@pytest.mark.parametrize("answer_steps", [20, 10**9], ids=["short answers", "one answer"])
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize(
+    ("reply_ms", "conditional"),
+    [
+        *((reply_ms, BAD) for reply_ms in (0.3, 1.0, 3.0, 20.0)),
+        (30.0, GOOD),
+        (float("inf"), GOOD),
+    ],
+)
+def test_a_worker_that_is_of_no_use_costs_three_percent(
+    reply_ms, conditional, num_rows, answer_steps
+):
+    """Whether its drafts are wrong or late: from two seconds of traffic on."""
+    policy = adaptive(num_rows)
+    traffic = Traffic(policy, num_rows, plain_ms=3.0, per_draft_ms=0.1, reply_ms=reply_ms)
+    traffic.arrive()
+    began = None
+    for step in range(4000):
+        if step and step % answer_steps == 0:  # their prompts take a step, which gives a token, too
+            policy.clock.now += 3.0 / 1e3
+            traffic.num_tokens += num_rows
+            traffic.arrive()
+        traffic.step(conditional)
+        if began is None and policy.clock.now >= 2.0:
+            began, before = policy.clock.now, traffic.num_tokens
+            traffic.waits_ms.clear()
+    ms = 1e3 * (policy.clock.now - began)
+    assert 3.0 * (traffic.num_tokens - before) / num_rows >= 0.97 * ms
+    # Nobody waits longer than all drafts are worth, each as much as a step; times are known by now.
+    assert max(traffic.waits_ms) <= 1.1 * N * 3.0
+
+
+def test_a_slow_worker_that_becomes_quick_is_used():
+    policy = adaptive(1)
+    traffic = Traffic(policy, 1, plain_ms=3.0, per_draft_ms=0.1, reply_ms=float("inf"))
+    traffic.arrive()
+    for _ in range(2000):
+        traffic.step(GOOD)
+    assert not policy.is_drafting
+    traffic.reply_ms = 1.0
+    widths = [int(traffic.step(GOOD)[0]) for _ in range(2000)]
+    assert policy.is_drafting and np.median(widths[-100:]) == N
 
 
 def test_widths_differ_between_requests():

@@ -8,7 +8,8 @@ sorted by survival, and the best number k of them has the most expected tokens p
 
 If plain decoding is faster, nothing is drafted. What is not done is not learned from, so now and
 then a step is a trial that does the opposite: it drafts for a few requests, or for none. The number
-of steps before a trial doubles each time a trial changes nothing.
+of steps before a trial doubles from trial to trial. A trial that has waited for drafts of another
+process is followed by so many steps that waiting stays a small share of the time.
 """
 
 import time
@@ -21,6 +22,7 @@ from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
 from dllm.drafter.widths.survival import Survival, bins_of
 
 FIRST_TRIAL, LAST_TRIAL = 8, 128  # steps before a trial: the fewest, the most
+WAITING_SHARE = 0.01  # of the time that trials may wait for drafts
 ROWS_PER_TRIAL = 8  # a trial that drafts verifies one request in so many, rounded up
 
 
@@ -144,14 +146,18 @@ class AdaptiveWidth(WidthPolicy):
     def worth_ms(self, slots: np.ndarray) -> float:
         """Milliseconds that drafts may be waited for; with a longer wait plain decoding is faster.
 
-        Infinity before any step was timed, and in a trial, which is made to learn it.
+        Infinity before any step was timed. A trial waits as long as if all drafts were kept: what
+        takes longer is of no use, however good it is.
         """
         num_rows = float(self._samples.sum())
-        if self._is_trial or self.costs.is_first or not num_rows:
+        if self.costs.is_first or not num_rows:
             return float("inf")
         plain, verified = self.costs.plain(len(slots)), self.costs.drafting(len(slots))
         cost_ms = plain + verified - verified[0]  # the wait takes the place of the draft pass
-        survival = self.survival.of(slots) * self._samples[:, None]
+        survival = np.ones((len(slots), self.num_drafts))
+        if not self._is_trial:
+            survival = self.survival.of(slots)
+        survival = survival * self._samples[:, None]
         gained = np.concatenate(([0.0], -np.sort(-survival.ravel()))).cumsum()
         return float((plain * (1 + gained / num_rows) - cost_ms).max())
 
@@ -162,13 +168,16 @@ class AdaptiveWidth(WidthPolicy):
         cost of a step without drafts, which is otherwise learned in trials alone.
         """
         self._waited_ms = 1e3 * seconds
+        if self._is_trial:
+            share = self._waited_ms / self.costs.plain(len(self._samples)) / WAITING_SHARE
+            self._until_trial = max(self._until_trial, int(share))
 
     def leave_untimed(self) -> None:
         """Learn no cost from the time since the last decision: drafts came late, or never."""
         self._decided_at = None
 
     def _judge(self, slots: np.ndarray) -> None:
-        """Decide anew which of the two is faster; a change brings the next trial nearer."""
+        """Decide anew which of the two is faster; what begins to draft is soon tried without."""
         widths, drafting = self._best_widths(slots, bins=None)
         plain = self._samples.sum() / self.costs.plain(len(slots))
         margin = 1 + self.hysteresis
@@ -180,7 +189,7 @@ class AdaptiveWidth(WidthPolicy):
         else:
             self.is_drafting = bool(drafting > plain * margin)
         if self.is_drafting != before:
-            self._until_trial = self._trial_after = FIRST_TRIAL
+            self._until_trial = FIRST_TRIAL if self.is_drafting else self._trial_after
 
     def _best_widths(self, slots: np.ndarray, bins: np.ndarray | None) -> tuple[np.ndarray, float]:
         """``best_widths`` of this batch; rows that sampled nothing get 0."""

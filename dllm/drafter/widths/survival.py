@@ -28,6 +28,9 @@ POSITION_STRENGTH, REQUEST_STRENGTH, BIN_STRENGTH = 1.0, 1.0, 4.0
 # questions of a server change. A request's own counts are multiplied by the second in each step in
 # which any row of the batch was verified.
 SHARED_KEPT, REQUEST_KEPT = 1 - 1 / 64, 0.95
+# Rejections at a place do not fade below this while nothing is verified: otherwise the next drafts
+# would be expected to be nearly as good as before any was verified.
+KEPT_UNVERIFIED = 8.0
 HAZARD_RANGE = -np.log([0.998, 0.002])  # of a position: acceptance of at most 0.998, at least 0.002
 MAX_HAZARD = 50.0  # exp(-50) is 0 for this purpose; keeps expm1 below finite
 # Edges of the bins of the drafter's probability; narrow near 1, where hazards differ most.
@@ -82,9 +85,10 @@ class Survival:
                 the next one was rejected; the drafts after a rejected one tell nothing.
             bins: ``[rows, N]`` of the same drafts, as given to ``of``.
         """
-        self._by_position *= SHARED_KEPT
-        self._by_bin *= SHARED_KEPT
         tried = verified > 0
+        if tried.any() or self._by_position[0].max() > KEPT_UNVERIFIED:
+            self._by_position *= SHARED_KEPT
+            self._by_bin *= SHARED_KEPT
         if not tried.any():
             return
         # Also for rows of width 0: otherwise a bad estimate would last for ever, because a request
