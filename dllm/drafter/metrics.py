@@ -5,11 +5,12 @@ long that took, and which widths the policy chose. How a count travels:
 
     worker        DraftingCounts of a step are sent to the scheduler together with its drafts
     engine core   adds them up until the scheduler makes its statistics, and puts them into those
-    front end     adds them to the Prometheus counters under /metrics
+    front end     ``Metrics`` adds them to the Prometheus counters under /metrics
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
@@ -18,6 +19,17 @@ from vllm.v1.outputs import DraftTokenIds
 from dllm.engine.metrics import LABELS, put_into, take_out
 
 KEY = "dllm_drafting"
+Counts = Mapping[
+    str, Mapping[str, float]
+]  # metric -> value of its own label, if any -> what is new
+Texts = Mapping[str, tuple[str, str]]  # metric -> its own label, "" if it has none; its description
+
+COUNTERS: Texts = {
+    "draft_passes": ("", "Times that the drafter ran."),
+    "drafting_seconds": ("", "Time in the speculator, by the worker's clock; seconds."),
+    "drafted_tokens": ("", "Tokens drafted, verified or not."),
+    "verified_tokens_per_pos": ("position", "Drafts that the target verified, by position."),
+}
 
 
 @dataclass
@@ -48,6 +60,15 @@ class DraftingCounts:
         self.widths = [a + b for a, b in zip(self.widths, other.widths, strict=True)]
         self.drafted += other.drafted
 
+    def by_metric(self) -> Counts:
+        """The same under the names of COUNTERS, and the histogram ``draft_width``."""
+        return {
+            "draft_passes": {"": self.passes},
+            "drafting_seconds": {"": self.seconds},
+            "drafted_tokens": {"": self.drafted},
+            "draft_width": {str(width): count for width, count in enumerate(self.widths)},
+        }
+
 
 @dataclass
 class CountedDrafts(DraftTokenIds):
@@ -56,51 +77,55 @@ class CountedDrafts(DraftTokenIds):
     counts: DraftingCounts
 
 
-class DraftingMetrics:
-    """The Prometheus counters. Made once in a process: Prometheus registers a name only once."""
+class Metrics:
+    """Some Prometheus metrics. Make them once in a process: a name is registered only once."""
 
-    def __init__(self, num_drafts: int) -> None:
-        def counter(name: str, text: str, *labels: str) -> prometheus_client.Counter:
-            return prometheus_client.Counter(f"dllm:{name}", text, (*LABELS, *labels))
+    def __init__(self, counters: Texts, gauges: Texts) -> None:
+        self._counters = {
+            name: prometheus_client.Counter(f"dllm:{name}", text, (*LABELS, *[own] * bool(own)))
+            for name, (own, text) in counters.items()
+        }
+        self._gauges = {
+            name: prometheus_client.Gauge(
+                f"dllm:{name}", text, (*LABELS, own), multiprocess_mode="mostrecent"
+            )
+            for name, (own, text) in gauges.items()
+        }
+        self._shown: dict[tuple[str, ...], set[str]] = {}
 
-        self.num_drafts = num_drafts
-        self._passes = counter("draft_passes", "Times that the drafter ran.")
-        self._seconds = counter(
-            "drafting_seconds", "Time in the speculator, by the worker's clock; seconds."
-        )
-        self._drafted = counter("drafted_tokens", "Tokens drafted, verified or not.")
-        self._verified = counter(
-            "verified_tokens_per_pos", "Drafts that the target verified, by position.", "position"
-        )
-        self._widths = prometheus_client.Histogram(
-            "dllm:draft_width",
-            "Drafts of a request that the policy let the next step verify.",
-            LABELS,
-            buckets=range(num_drafts + 1),
-        )
+    def observe(self, labels: Sequence[str], counts: Counts) -> None:
+        """Take what is new in an engine core; ``labels`` are values of LABELS."""
+        for name, by_label in counts.items():
+            for own, count in by_label.items():
+                values = (*labels, own) if own else tuple(labels)
+                if name in self._gauges:
+                    self._gauges[name].labels(*values).set(count)
+                else:
+                    self._counters[name].labels(*values).inc(count)
+            shown = self._shown.get((*labels, name), set())
+            for own in shown - by_label.keys():  # a worker that discovery lists no longer
+                if name in self._gauges:  # of several front ends, one alone removes nothing
+                    self._gauges[name].labels(*labels, own).set(0)
+                (self._gauges | self._counters)[name].remove(*labels, own)
+            self._shown[*labels, name] = set(by_label)
 
-    def observe(self, labels: Sequence[str], counts: DraftingCounts) -> None:
-        """Add a worker's counts; ``labels`` are values of LABELS."""
-        self._passes.labels(*labels).inc(counts.passes)
-        self._seconds.labels(*labels).inc(counts.seconds)
-        self._drafted.labels(*labels).inc(counts.drafted)
-        widths = self._widths.labels(*labels)
-        for width, count in enumerate(counts.widths):
-            for _ in range(count):
-                widths.observe(width)
 
-    def observe_verified(self, labels: Sequence[str], verified: Sequence[int]) -> None:
-        """Add how many drafts were verified at each position of the draft block."""
-        for position, count in enumerate(verified):
-            self._verified.labels(*labels, str(position)).inc(count)
+@functools.cache
+def _metrics() -> Metrics:
+    return Metrics(COUNTERS, {})
+
+
+@functools.cache
+def _widths(num_drafts: int) -> prometheus_client.Histogram:
+    text = "Drafts of a request that the policy let the next step verify."
+    return prometheus_client.Histogram(
+        "dllm:draft_width", text, LABELS, buckets=range(num_drafts + 1)
+    )
 
 
 def send_drafting(stats: SchedulerStats, counts: DraftingCounts) -> None:
     """Put our counts into a step's statistics. Runs in the engine core."""
-    put_into(stats, KEY, asdict(counts))
-
-
-_metrics: DraftingMetrics | None = None  # of this process
+    put_into(stats, KEY, counts.by_metric())
 
 
 def record_drafting(stats: SchedulerStats, labels: Sequence[str]) -> None:
@@ -109,13 +134,15 @@ def record_drafting(stats: SchedulerStats, labels: Sequence[str]) -> None:
     Args:
         labels: values of LABELS.
     """
-    global _metrics
-    given = take_out(stats, KEY)
-    if given is None:
+    counts = take_out(stats, KEY)
+    if counts is None:
         return
-    counts = DraftingCounts(**given)
-    if _metrics is None:
-        _metrics = DraftingMetrics(len(counts.widths) - 1)
-    _metrics.observe(labels, counts)
+    by_width = counts.pop("draft_width")
+    widths = _widths(len(by_width) - 1).labels(*labels)
+    for width, count in by_width.items():
+        for _ in range(count):
+            widths.observe(int(width))
     if stats.spec_decoding_stats is not None:
-        _metrics.observe_verified(labels, stats.spec_decoding_stats.num_draft_tokens_per_pos)
+        verified = stats.spec_decoding_stats.num_draft_tokens_per_pos
+        counts["verified_tokens_per_pos"] = {str(place): n for place, n in enumerate(verified)}
+    _metrics().observe(labels, counts)

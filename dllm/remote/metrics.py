@@ -4,18 +4,18 @@ The counts travel as ``drafter.metrics`` describes: within the scheduler's stati
 step go to one of the front ends, so they hold what is new, and every front end adds what it gets.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 
-import prometheus_client
 from vllm.v1.metrics.stats import SchedulerStats
 
-from dllm.engine.metrics import LABELS, put_into, take_out
+from dllm.drafter.metrics import Counts, Metrics, Texts
+from dllm.engine.metrics import put_into, take_out
 from dllm.remote.drafter import RemoteDrafter
 
 KEY = "dllm_remote"
-Counts = Mapping[str, Mapping[str, float]]  # metric -> value of its own label -> count
 
-COUNTERS = {
+COUNTERS: Texts = {
     "remote_asks": ("worker", "Asks sent to a draft worker."),
     "remote_replies": ("worker", "Replies of a draft worker, late ones included."),
     "remote_misses": ("worker", "Times that a draft worker did not answer within the deadline."),
@@ -23,7 +23,7 @@ COUNTERS = {
     "remote_drafts": ("source", "Drafts scheduled for verification, by who drafted them."),
     "remote_moves": ("reason", "Sessions that went to another draft worker."),
 }
-GAUGES = {"remote_worker_up": ("worker", "1 if a draft worker is asked, 0 if it is out.")}
+GAUGES: Texts = {"remote_worker_up": ("worker", "1 if a draft worker is asked, 0 if it is out.")}
 
 
 def counts_of(drafter: RemoteDrafter) -> dict[str, dict[str, float]]:
@@ -69,39 +69,9 @@ def send_remote(stats: SchedulerStats, changes: Counts) -> None:
     put_into(stats, KEY, changes)
 
 
-class RemoteMetrics:
-    """The Prometheus metrics. Made once in a process: Prometheus registers a name only once."""
-
-    def __init__(self) -> None:
-        self._counters = {
-            name: prometheus_client.Counter(f"dllm:{name}", text, (*LABELS, label))
-            for name, (label, text) in COUNTERS.items()
-        }
-        self._gauges = {
-            name: prometheus_client.Gauge(
-                f"dllm:{name}", text, (*LABELS, label), multiprocess_mode="mostrecent"
-            )
-            for name, (label, text) in GAUGES.items()
-        }
-        self._shown: dict[tuple[str, ...], set[str]] = {}
-
-    def observe(self, labels: Sequence[str], changes: Counts) -> None:
-        """Take what is new in an engine core; ``labels`` are values of LABELS."""
-        for name, by_label in changes.items():
-            for own, change in by_label.items():
-                if name in self._gauges:
-                    self._gauges[name].labels(*labels, own).set(change)
-                else:
-                    self._counters[name].labels(*labels, own).inc(change)
-            shown = self._shown.get((*labels, name), set())
-            for own in shown - by_label.keys():  # a worker that discovery lists no longer
-                if name in self._gauges:  # of several front ends, one alone removes nothing
-                    self._gauges[name].labels(*labels, own).set(0)
-                (self._gauges | self._counters)[name].remove(*labels, own)
-            self._shown[*labels, name] = set(by_label)
-
-
-_metrics: RemoteMetrics | None = None  # of this process
+@functools.cache
+def _metrics() -> Metrics:
+    return Metrics(COUNTERS, GAUGES)
 
 
 def record_remote(stats: SchedulerStats, labels: Sequence[str]) -> None:
@@ -110,10 +80,6 @@ def record_remote(stats: SchedulerStats, labels: Sequence[str]) -> None:
     Args:
         labels: values of LABELS.
     """
-    global _metrics
     changes = take_out(stats, KEY)
-    if changes is None:
-        return
-    if _metrics is None:
-        _metrics = RemoteMetrics()
-    _metrics.observe(labels, changes)
+    if changes is not None:
+        _metrics().observe(labels, changes)
