@@ -57,11 +57,7 @@ class Client:
     def generate(
         self, name: str, answer: Answering, model: Path, asked: Sequence[Question], max_tokens: int
     ) -> dict[str, Any]:
-        """What ``answer`` saved.
-
-        Raises:
-            RuntimeError: it failed; with the end of its log.
-        """
+        """What ``answer`` saved; raises as ``bench_serve``."""
         result = self.folder / f"{name}.json"
         return self._call(name, answer, model, asked, max_tokens, result)
 
@@ -124,26 +120,17 @@ def answer_questions(model: Path, asked: Sequence[Question], max_tokens: int, re
     ends = [time.perf_counter()]
     run = reference.answer(asked, lambda: ends.append(time.perf_counter()))
 
-    lengths = [answer.num_tokens or 0 for answer in run.answers]
     first_blocks = []
     for start, end in pairwise(ends):
         _prompt, *blocks = (moment for moment in encoded if start <= moment < end)
         first_blocks.append((blocks[0] if blocks else end) - start)
-    seconds = ends[-1] - ends[0]
-    saved = {
-        "completed": len(run.answers),
-        "failed": 0,
-        "duration": seconds,
-        "output_throughput": sum(lengths) / seconds,
-        "output_lens": lengths,
-        "generated_texts": [answer.text for answer in run.answers],
-        "ttfts": first_blocks,
-        "latencies": [end - start for start, end in pairwise(ends)],
+    counts: dict[str, object] = {
         "denoise_steps": run.denoise_steps,
         "blocks": run.blocks,
         "forward_passes": len(encoded) + (run.denoise_steps or 0),
     }
-    result.write_text(json.dumps(saved))
+    lengths = [answer.num_tokens or 0 for answer in run.answers]
+    _save(result, ends, lengths, [answer.text for answer in run.answers], first_blocks, counts)
 
 
 def answer_by_pipeline(
@@ -177,21 +164,41 @@ def answer_by_pipeline(
         answers.append(answer(question))
         ends.append(time.perf_counter())
     lengths = [len(tokens) for tokens in answers]
-    latencies = [end - start for start, end in pairwise(ends)]
-    saved = {
-        "completed": len(answers),
-        "failed": 0,
-        "duration": sum(latencies),
-        "output_throughput": sum(lengths) / sum(latencies),
-        "output_lens": lengths,
-        "generated_texts": [tokenizer.decode(one, skip_special_tokens=True) for one in answers],
-        "ttfts": latencies,
-        "latencies": latencies,
+    texts = [tokenizer.decode(one, skip_special_tokens=True) for one in answers]
+    counts: dict[str, object] = {
         "denoise_steps": masked.num_passes,
         "blocks": sum(-(-length // size) for length in lengths),
         "forward_passes": masked.num_passes,
     }
-    result.write_text(json.dumps(saved))
+    whole = [end - start for start, end in pairwise(ends)]
+    _save(result, ends, lengths, texts, whole, counts)
+
+
+def _save(
+    result: Path,
+    ends: Sequence[float],
+    lengths: Sequence[int],
+    texts: Sequence[str],
+    first_blocks: Sequence[float],
+    counts: dict[str, object],
+) -> None:
+    """Write what a run of ``vllm bench serve`` would have saved.
+
+    Args:
+        ends: seconds: when the first answer began, and when each of them was complete.
+        lengths, texts, first_blocks: of each answer: tokens, text, seconds to its first block.
+    """
+    saved = {
+        "completed": len(texts),
+        "failed": 0,
+        "duration": ends[-1] - ends[0],
+        "output_throughput": sum(lengths) / (ends[-1] - ends[0]),
+        "output_lens": lengths,
+        "generated_texts": texts,
+        "ttfts": first_blocks,
+        "latencies": [end - start for start, end in pairwise(ends)],
+    }
+    result.write_text(json.dumps(saved | counts))
 
 
 def _logged(log: Path, function: Callable[..., None], arguments: Sequence[object]) -> None:

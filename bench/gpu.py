@@ -3,7 +3,6 @@
     python -m bench.gpu --call 1 | tee $OUT/log     # CSV files in $OUT, or bench/results/gpu
     python -m bench.gpu --parts parity kernels      # some of the parts
     python -m bench.gpu --toy                       # all of them at toy size, on any machine
-    python -m bench.gpu --report DIR...             # the tables alone, from the files of all calls
 
     call  part         what
     1     start        ours and the built-in start, and answer held-out questions as their card says
@@ -16,9 +15,10 @@
           roofline     the least time of a pass, by component
 
 Each part is a process of its own, which is ended when its seconds are over (--budget scales them
-all), with everything that it started. It writes its CSV as it goes, so what it had measured by then
-stays. The table at the end says how each part went, how far each server is from the floor of
-``bench.roofline``, and in which part of a step the time above the floor goes.
+all), with everything that it started. It prints its tables when it is done and writes its CSV as it
+goes, so what it had measured by then stays. The list at the end says how each part went. To see
+where a step's time goes beyond what the hardware needs, lay the table of profile-fp8 beside that of
+roofline.
 
 Except in start, engines serve dummy weights: 1,024 random tokens a request, two blocks, 16 denoise
 steps for every block. These weights choose experts about evenly and never converge: they say
@@ -40,13 +40,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from bench.context import RESULTS, ROOT, Rows, read_csv, write_csv
-from bench.roofline import H200, Pass, components, released_config
-from bench.step_parts import FORWARD, HEAD, SELF_CONDITIONING, SOFT_EMBEDDING, STATISTICS
+from bench.context import RESULTS, ROOT, write_csv
+from bench.roofline import released_config
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 
 CALLS = (1, 2, 3)
@@ -262,61 +260,6 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-# --- report --------------------------------------------------------------------------------------
-
-# Components of the floor, by the part of a step that computes them; all others are in the forward
-# pass. Scheduling, decisions and waiting have a floor of zero.
-PART_OF = {
-    "self-conditioning": SELF_CONDITIONING,
-    "head": HEAD,
-    "statistics": STATISTICS,
-    "soft embedding": SOFT_EMBEDDING,
-}
-
-
-def floors(weights: str, batch: int, *, is_toy: bool) -> dict[str, float]:
-    """Milliseconds of each part of a step, at an H200's speeds."""
-    config: dict[str, Any] = tiny_config() if is_toy else released_config()
-    one = Pass(weights, batch, CONTEXT, config["canvas_length"])
-    found: dict[str, float] = {}
-    for work in components(config["text_config"], one):
-        name = PART_OF.get(work.component, FORWARD)
-        found[name] = found.get(name, 0.0) + work.floor_ms(H200)
-    return found
-
-
-def report(*folders: Path, is_toy: bool) -> str:
-    """How each part went; each load of a server, and each part of a step, beside its floor."""
-
-    def rows(pattern: str) -> Rows:
-        paths = [path for folder in folders for path in sorted(folder.glob(pattern))]
-        return [row for path in paths for row in read_csv(path)]
-
-    note = " (toy sizes: no figure means anything)" if is_toy else ""
-    lines = [f"=== what was run{note}"]
-    lines += [f"{row['part']:14} {row['outcome']}" for row in rows("gpu_parts.csv")]
-    for part in (one for one in PARTS if one.weights):
-        for row in rows(f"{part.name}/serve_*.csv"):
-            if row["tokens_per_s"]:
-                least = sum(floors(part.weights, int(row["concurrency"]), is_toy=is_toy).values())
-                step_ms = float(row["ms_per_denoise_step"])
-                lines.append(
-                    f"{part.name} batch {row['concurrency']:>2} {step_ms:8.2f} ms a denoise step, "
-                    f"{step_ms / least:6.2f} x its floor, {float(row['tokens_per_s']):9.1f} "
-                    f"tokens/s  {row['contestant']}"
-                )
-        profiled = rows(f"{part.name}/profile_*.csv")
-        for server, load in dict.fromkeys((row["server"], row["concurrency"]) for row in profiled):
-            least_of = floors(part.weights, int(load), is_toy=is_toy)
-            lines.append(f"{part.name}, batch {load}, {server}: ms of a step, and its floor")
-            for row in profiled:
-                if (row["server"], row["concurrency"]) == (server, load):
-                    ms = float(row["share"]) * float(row["step_ms"])
-                    name = row["component"]
-                    lines.append(f"  {name:30} {ms:9.3f} {least_of.get(name, 0.0):9.3f}")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what can be run, and say what was not."""
     parser = argparse.ArgumentParser(
@@ -328,11 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--toy", action="store_true", help="toy sizes, on any device")
     parser.add_argument("--budget", type=float, default=1.0, help="scales every part's seconds")
     parser.add_argument("--out", type=Path, help="folder of the CSV files; default: see above")
-    parser.add_argument("--report", type=Path, nargs="+", metavar="DIR", help="run nothing")
     options = parser.parse_args(arguments)
-    if options.report:
-        print(report(*options.report, is_toy=options.toy))
-        return 0
     out = options.out or Path(os.environ.get("OUT") or RESULTS / "gpu")
     if options.toy and options.out is None:
         out = Path(tempfile.mkdtemp(prefix="dllm-toy-"))  # toy figures are nobody's results
@@ -340,7 +279,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="dllm-gpu-") as models:
         outcomes = run_all(options, out, Path(models))
-    print(f"\n{report(out, is_toy=options.toy)}\n{out}")
+    note = " (toy sizes: no figure means anything)" if options.toy else ""
+    print(f"\n=== what was run{note}")
+    print(*(f"{row['part']:14} {row['outcome']}" for row in outcomes), out, sep="\n")
     return int(any("FAILED" in row["outcome"] for row in outcomes))
 
 

@@ -34,7 +34,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -106,7 +106,6 @@ def measure_here(options: argparse.Namespace) -> int:
     """Print the tables of one server and mode; their rows go to ``options.here``."""
     (server,), (mode,) = options.server, options.mode
     rows: list[dict[str, object]] = []
-    code = 0
     try:
         engine = Engine(options, server, mode)
         for concurrency in options.concurrency:
@@ -114,17 +113,12 @@ def measure_here(options: argparse.Namespace) -> int:
             title = f"{server}, {mode}, {concurrency} at a time"
             engine.work(concurrency, seed=0)  # warms up, and compiles
             taken = [engine.profile(concurrency, index) for index in range(options.rounds)]
-            try:
-                rows += [about | row for row in report(title, taken, concurrency, options.coverage)]
-            except ValueError as error:
-                print(f"No table, because:\n{error}", file=sys.stderr)
-                code = 1
-            else:
-                write_csv(options.here, rows)
-    except RuntimeError as error:
+            rows += [about | row for row in report(title, taken, concurrency, options.coverage)]
+            write_csv(options.here, rows)
+    except (RuntimeError, ValueError) as error:
         print(f"No table, because:\n{error}", file=sys.stderr)
         return 1
-    return code
+    return 0
 
 
 @dataclass(frozen=True)
@@ -142,22 +136,15 @@ class Taken:
     canvas_rows: int
 
 
-class Passes(NamedTuple):
-    """Passes with canvas rows: of a block, and of a request behind its last block."""
+def passes_of(server: str, steps: int, is_async: bool) -> tuple[int, int]:
+    """How many passes with canvas rows a block has, and a request behind its last block.
 
-    block: int
-    unused: int
-
-
-def passes_of(server: str, steps: int, is_async: bool) -> Passes:
-    """How many such passes a server makes for ``steps`` denoise steps of every block.
-
-    The built-in commits a block in one. With asynchronous scheduling, ours does so, too, also for
-    the last block of a request; and when the built-in has committed that one, the next canvas is on
-    its way.
+    For ``steps`` denoise steps of every block. The built-in commits a block in one pass more. With
+    asynchronous scheduling, ours does so, too, also for the last block of a request; and when the
+    built-in has committed that one, the next canvas is on its way.
     """
     is_builtin = server == BUILTIN
-    return Passes(steps + (is_builtin or is_async), int(is_builtin and is_async))
+    return steps + (is_builtin or is_async), int(is_builtin and is_async)
 
 
 class Engine:
@@ -190,7 +177,8 @@ class Engine:
         plain_ms = self.work(concurrency, seed=2 * index + 1)
         with Recorder(step_functions(self._llm), torch.cuda.is_available()) as recorder:
             wall_ms = self.work(concurrency, seed=2 * index + 2)
-        passes = concurrency * (self._options.blocks * self._passes.block + self._passes.unused)
+        of_block, unused = self._passes
+        passes = concurrency * (self._options.blocks * of_block + unused)
         return Taken(recorder.steps, plain_ms, wall_ms, passes * self._canvas)
 
     def work(self, concurrency: int, seed: int) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import gpu, profile_step, serve
-from bench.context import read_csv, write_csv
+from bench.context import read_csv
 from bench.gpu import CALL_S, CALLS, PARTS, SETTLE_S, Part, write_without_weights
 from bench.roofline import released_config
 from dllm.engine.loop import bound_s
@@ -162,16 +162,3 @@ def test_the_flags_of_contestants_are_those_of_a_server(part: Part, tmp_path: Pa
         has_loop.append(bound_s(options, is_on_cpu=False) > 0)
         assert (given.async_scheduling is False) is has_loop[-1]
     assert sum(has_loop) == (part.name == "serve-fp8")
-
-
-def test_the_report_has_each_load_and_part_beside_its_floor(tmp_path: Path) -> None:
-    served = {"contestant": "ours", "concurrency": 8, "tokens_per_s": 900, "pair": 0}
-    write_csv(tmp_path / "serve-fp8/serve_compiled.csv", [served | {"ms_per_denoise_step": 40.6}])
-    profiled = {"server": "ours", "concurrency": 8, "step_ms": 100, "component": "head"}
-    write_csv(tmp_path / "profile-fp8/profile_cuda.csv", [profiled | {"share": 0.25}])
-    write_csv(tmp_path / "gpu_parts.csv", [{"part": "parity", "outcome": "ran, 9 s"}])
-    said = gpu.report(tmp_path, is_toy=False)
-    least = gpu.floors("fp8", 8, is_toy=False)
-    assert "parity         ran, 9 s" in said
-    assert f"{40.6 / sum(least.values()):6.2f} x its floor" in said
-    assert f"{25.0:9.3f} {least['head']:9.3f}" in said
