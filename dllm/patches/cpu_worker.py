@@ -18,9 +18,8 @@ from dllm.patches.compile_cache import reload_compiled_backbone, write_checksums
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
 from dllm.patches.drafting import draft_in_this_worker, verify_by_our_rule
-from dllm.patches.recording import Records
 from dllm.patches.remote import RidingDrafts
-from dllm.patches.worker import Visits, notice_arrivals
+from dllm.patches.worker import Records, Visits, notice_arrivals
 
 
 class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):

@@ -13,9 +13,8 @@ from dllm.engine.warm_up import warm_up
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.cuda_graphs import keep_heads_out_of_full_graphs
 from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
-from dllm.patches.recording import Records
 from dllm.patches.remote import RidingDrafts
-from dllm.patches.worker import Visits, notice_arrivals
+from dllm.patches.worker import Records, Visits, notice_arrivals
 
 
 class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):

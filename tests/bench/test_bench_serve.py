@@ -29,7 +29,7 @@ from bench.measure import (
 from bench.race import Contestant, Race, admit, undisturbed, withhold
 from bench.serve import BUILTIN, OURS
 from bench.servers import Response, Server, ServerOptions, tail
-from bench.tables import COLUMNS, Spread, load_tables, ratios
+from bench.tables import Spread, load_tables, ratios
 from bench.workloads import (
     ADAPTIVE,
     FIXED,
@@ -85,38 +85,37 @@ def test_numbers_of_a_run() -> None:
     assert ours.ttft_ms == pytest.approx(150.0)
     assert ours.latency_ms == pytest.approx(250.0)
     assert ours.latency_p99_ms == pytest.approx(259.8)
-    # 500 ms for 4 blocks of 8 denoise steps; the built-in adds 4 commit passes and 2 of prompts.
+    # 500 ms for 4 blocks of 8 denoise steps.
     assert ours.ms_per_denoise_step == builtin.ms_per_denoise_step == pytest.approx(500 / 32)
-    assert (ours.steps_per_block, ours.passes_per_block) == (8, 8)
-    assert (builtin.steps_per_block, builtin.passes_per_block) == (8, 9)
-    assert ours.tokens_per_pass == pytest.approx(128 / 32)
-    assert builtin.tokens_per_pass == pytest.approx(128 / 38)
 
 
-def test_a_separate_commit_is_a_pass_and_the_last_block_has_none() -> None:
-    one = measurement("x", 0, COMMIT_APART, saved(8), WORKLOAD)
-    assert (one.steps_per_block, one.passes_per_block) == (8, 8.5)  # 2 commits for 4 blocks
+# Of six blocks: a request warmed the server up.
+COUNTED = {"commit_passes": 6.0, "diffusion_num_committed_tokens": 6.0 * 32}
 
 
-@pytest.mark.parametrize("commits", [OVERLAPPED, COMMIT_APART])
-def test_commit_passes_that_the_server_counted_are_no_denoise_steps(commits: int) -> None:
-    """Of six blocks: a request warmed the server up."""
-    counted = {"commit_passes": 6.0, "diffusion_num_committed_tokens": 6.0 * 32}
-    one = measurement("x", 0, commits, saved(8, **counted), WORKLOAD)
-    assert (one.steps_per_block, one.passes_per_block) == (8, 9) and not one.problem
-    assert one.tokens_per_pass == pytest.approx(128 / 36)
-
-
-def test_a_prompt_without_a_canvas_is_a_pass() -> None:
-    one = measurement("x", 0, PROMPT_APART, saved(8), WORKLOAD)
-    assert (one.steps_per_block, one.passes_per_block) == (8, 8)
-    assert one.tokens_per_pass == pytest.approx(128 / 34)
-
-
-def test_prompts_and_commits_apart_are_both_counted() -> None:
-    one = measurement("x", 0, PROMPT_APART + COMMIT_APART, saved(8), WORKLOAD)
-    assert (one.steps_per_block, one.passes_per_block) == (8, 8.5)
-    assert one.tokens_per_pass == pytest.approx(128 / (32 + 2 + 2))
+@pytest.mark.parametrize(
+    ("commits", "canvas_passes", "counted", "passes_per_block", "passes"),
+    [
+        (OVERLAPPED, 8, {}, 8, 32),
+        (BUILTIN_PASSES, 9, {}, 9, 38),  # 4 commit passes and 2 of prompts
+        (COMMIT_APART, 8, {}, 8.5, 34),  # the last block of a request has no commit
+        (PROMPT_APART, 8, {}, 8, 34),
+        (PROMPT_APART + COMMIT_APART, 8, {}, 8.5, 36),
+        (OVERLAPPED, 8, COUNTED, 9, 36),
+        (COMMIT_APART, 8, COUNTED, 9, 36),
+    ],
+)
+def test_commits_and_prompts_are_passes_and_no_denoise_steps(
+    commits: int,
+    canvas_passes: int,
+    counted: dict[str, float],
+    passes_per_block: float,
+    passes: int,
+) -> None:
+    one = measurement("x", 0, commits, saved(canvas_passes, **counted), WORKLOAD)
+    assert not one.problem
+    assert (one.steps_per_block, one.passes_per_block) == (8, passes_per_block)
+    assert one.tokens_per_pass == pytest.approx(128 / passes)
 
 
 def test_an_autoregressive_model_has_one_pass_a_token() -> None:
@@ -545,20 +544,6 @@ def test_the_table_shows_both_sides_the_ratio_and_what_was_wrong() -> None:
     (line,) = (line for line in wrong.splitlines() if "| built-in | -" in line)
     assert line.endswith("| - |")
     assert "* built-in: [1, 1] tokens instead of 64" in wrong
-
-
-def test_every_column_of_the_table_is_measured() -> None:
-    one = measured(OURS)
-    assert all(hasattr(one, name) for name, *_ in COLUMNS)
-
-
-def test_rows_of_the_csv() -> None:
-    about = {"commit": "abc1234", "machine": "a cpu", "versions": "vllm 0", "command": "x"}
-    runs = [(WORKLOAD, measured(OURS)), (WORKLOAD, measured(BUILTIN))]
-    rows = csv_rows(runs, about)
-    assert [row["contestant"] for row in rows] == [OURS, BUILTIN]
-    assert rows[0]["ms_per_denoise_step"] == 15.625
-    assert rows[1]["concurrency"] == 1 and rows[1]["commit"] == "abc1234"
 
 
 def test_a_failure_is_shown_with_its_cause(tmp_path: Path) -> None:

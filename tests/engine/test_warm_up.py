@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.input_batch import InputBuffers
 
 from dllm.engine.warm_up import canvas_batch, warm_up
 from dllm.patches import gpu_worker
-from dllm.patches.recording import Records
+from dllm.patches.worker import Records
 from tests.support.engine_harness import Engine, Run, assert_same_runs
 from tests.support.process import printed_json, run_python
 
