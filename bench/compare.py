@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from bench.client import Client
-from bench.context import ROOT, as_text, reporting_failures
+from bench.context import ROOT, as_text, command_line, reporting_failures
 from bench.measure import OVERLAPPED, csv_rows
 from bench.race import Contestant, Measured, Race, start_all
 from bench.serve import add_serve_flags, canvas_length
@@ -152,9 +152,7 @@ def git(repository: Path, *arguments: str) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with a message when it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, writes=False)
     parser.add_argument("base", help="commit, branch or tag to compare with")
     parser.add_argument("--head", default="HEAD", help="(HEAD)")
     parser.add_argument("--repository", type=Path, default=ROOT, help="(this one)")

@@ -1,5 +1,6 @@
 """What all commands share: where a number comes from, CSV files, progress, how failures end."""
 
+import argparse
 import contextlib
 import csv
 import functools
@@ -107,6 +108,16 @@ def read_csv(path: Path) -> Rows:
 
 
 # --- commands ------------------------------------------------------------------------------------
+
+
+def command_line(description: str | None, writes: bool = True) -> argparse.ArgumentParser:
+    """A parser with this text as its help, and with ``--results`` if the command writes CSVs."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if writes:
+        parser.add_argument("--results", type=Path, default=RESULTS, help="folder of CSV files")
+    return parser
 
 
 def progress(text: str) -> None:

@@ -38,10 +38,10 @@ from pathlib import Path
 
 from bench.client import Client
 from bench.context import (
-    RESULTS,
     ROOT,
     Rows,
     as_text,
+    command_line,
     provenance,
     read_csv,
     reporting_failures,
@@ -227,9 +227,7 @@ def contestant(options: argparse.Namespace, pair: Pair, way: Way, log: Path) -> 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with a message when it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--target",
         nargs="+",
@@ -251,7 +249,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--minutes", type=float, default=14, help="no round begins that ends later; without starts"
     )
     add_serve_flags(parser)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     given = parser.parse_args(arguments)
     for model in (*(one for one in given.target if one != INFLATED), given.drafter):
         if not (model / "config.json").exists():

@@ -43,7 +43,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from bench.context import RESULTS, ROOT, write_csv
+from bench.context import RESULTS, ROOT, command_line, write_csv
 from bench.roofline import released_config
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
 
@@ -262,9 +262,7 @@ def _has_gpu() -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what can be run, and say what was not."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, writes=False)
     names = [part.name for part in PARTS]
     parser.add_argument("--call", nargs="+", type=int, choices=CALLS, default=list(CALLS))
     parser.add_argument("--parts", nargs="+", choices=names, default=names)

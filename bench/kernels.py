@@ -22,7 +22,6 @@ for a CUDA graph, with a cold L2. Written to --results: NAME_DEVICE.csv, after e
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import statistics
@@ -30,13 +29,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.context import RESULTS, provenance, write_csv
+from bench.context import command_line, provenance, write_csv
 from bench.sampler import sampler_cases
 from bench.tables import Spread
 from dllm.attention.masks import QuerySpan, anchor
@@ -292,14 +290,11 @@ def measure(case: Case, rounds: int, device: str) -> list[dict[str, object]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, time, print and write every shape."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("kernels", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stop-after-s", type=float, default=1e9, help="start no shape after")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, no conclusions")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if unknown := set(options.kernels) - set(CASES):

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from bench.context import RESULTS, ROOT, Rows, provenance, read_csv, write_csv
+from bench.context import ROOT, Rows, command_line, provenance, read_csv, write_csv
 from bench.servers import child_environment
 from bench.step_parts import GROUPS, IDLE, Recorder, Step, step_functions
 from bench.tables import markdown, section
@@ -79,9 +79,7 @@ def environment(server: str) -> dict[str, str]:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--server", nargs="+", choices=SERVERS, default=[OURS])
@@ -92,7 +90,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--coverage", type=float, default=0.9)
     parser.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM, as JSON")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
     parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # a CSV file
     options = parser.parse_args(arguments)
     options.model, options.results = options.model.resolve(), options.results.resolve()

@@ -9,14 +9,13 @@ function beside the command that makes its CSV file (``bench.tables`` has the pi
 marks where the text shall stand. ``tests/bench/test_bench_readme.py`` fails when they disagree.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.context import RESULTS, ROOT, Rows, read_csv
+from bench.context import ROOT, Rows, command_line, read_csv
 from bench.drafter import FILE as DRAFTER
 from bench.drafter import PLAIN, drafting
 from bench.profile_step import step_time
@@ -154,12 +153,9 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrite the pages, or check them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("pages", type=Path, nargs="*", default=pages(ROOT))
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if they disagree")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     given = parser.parse_args(arguments)
     status = 0
     for page in given.pages:

@@ -25,10 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from bench.context import (
-    RESULTS,
     ROOT,
     Rows,
     as_text,
+    command_line,
     provenance,
     reporting_failures,
     write_csv,
@@ -80,9 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
     parser.add_argument(
         "--quantized",
@@ -94,7 +92,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num", type=int, default=100, help="questions a family and seed (100)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--flags", default="", help="more flags of `vllm serve`, for all servers")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
     return parser.parse_args(arguments)
 
 

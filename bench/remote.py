@@ -14,7 +14,6 @@ Writes one row a run: tokens/s, tokens per step and request, milliseconds waited
 most, and the share of steps with drafts that waited for less than 0.1 ms.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -31,11 +30,11 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.context import (
-    RESULTS,
     ROOT,
     GateError,
     Rows,
     as_text,
+    command_line,
     progress,
     provenance,
     reporting_failures,
@@ -313,14 +312,11 @@ class Race:
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the CSV."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--drafts", type=int, default=8, help="K, the most drafts of a request")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
     given = parser.parse_args(arguments)
     about = provenance("bench.remote")
     everyone = contestants(given.drafts)

@@ -27,7 +27,6 @@ FP8 peak is taken as twice the bf16 one, as in the datasheet, and was not measur
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.context import RESULTS, Rows, provenance, write_csv
+from bench.context import Rows, command_line, provenance, write_csv
 from bench.tables import markdown, section
 from dllm.models.gemma.tiny import tiny_config
 
@@ -289,9 +288,7 @@ def _table(rows: Rows) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables and write the CSV."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--config", type=Path, help="a checkpoint's folder; default: released")
     parser.add_argument("--weights", nargs="+", choices=list(WEIGHT_BYTES), default=[*WEIGHT_BYTES])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
@@ -300,7 +297,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--copy-tb-s", type=float, default=H200.copy / 1e12)
     parser.add_argument("--bf16-tflops", type=float, default=H200.bf16 / 1e12)
     parser.add_argument("--fp8-tflops", type=float, default=H200.fp8 / 1e12)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV")
     options = parser.parse_args(arguments)
     config = released_config()
     if options.config:

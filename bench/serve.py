@@ -44,8 +44,8 @@ from pathlib import Path
 from bench import pipeline
 from bench.client import Client, answer_by_pipeline, answer_questions
 from bench.context import (
-    RESULTS,
     as_text,
+    command_line,
     progress,
     provenance,
     reporting_failures,
@@ -206,9 +206,7 @@ def write_generation_config(model: Path, folder: Path, steps: int | None) -> Non
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with a message when it is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=Path("checkpoints/tiny-dllm"))
     parser.add_argument("--autoregressive", type=Path, default=Path("checkpoints/tiny-ar"))
     parser.add_argument(
@@ -229,7 +227,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=64, help="of random prompts")
     parser.add_argument("--output-len", type=int, default=64, help="of answers to them")
     add_serve_flags(parser)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     given = parser.parse_args(arguments)
     for flag, value in (("--rounds", given.rounds), ("--steps", given.steps)):
         if value < 1:

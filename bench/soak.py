@@ -18,7 +18,6 @@ Writes ``soak.csv`` (``bench/soak_report.py`` says what is in it). Exit code 1 i
 failed, a status was 500 or above, tokens differed, or the log has a traceback.
 """
 
-import argparse
 import asyncio
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from typing import Any
 import aiohttp
 import psutil  # type: ignore[import-untyped]
 
-from bench.context import RESULTS, progress, provenance, reporting_failures, write_csv
+from bench.context import command_line, progress, provenance, reporting_failures, write_csv
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
 from bench.soak_load import HEAVY, RUDE, TURNS, Answer, Hostile, Request, ask, good, turn
 from bench.soak_report import CALM, EVERYTHING, RUDELY, Record, Sample, is_clean, report, soak
@@ -74,13 +73,10 @@ class Load:
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaign, print the table, write the CSV."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--minutes", type=float, default=10, help="of load, all phases together")
     parser.add_argument("--model", default="checkpoints/tiny-dllm")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV file")
     given = parser.parse_args(arguments)
     about = provenance("bench.soak")
     with tempfile.TemporaryDirectory(prefix="dllm-soak-") as folder:
