@@ -291,9 +291,12 @@ class Race:
 
         Raises:
             GateError: the answers are not those of plain decoding.
+            RuntimeError: the worker has ended.
         """
         name, accident = contestant.worker, contestant.accident
         worker = None if name is None else self._worker(name, accident == KILLED)
+        if worker is not None and worker.process.poll() is not None:
+            raise RuntimeError(f"{contestant.name}: its draft worker has ended")
 
         def happens() -> None:
             if worker is not None and accident is not None:

@@ -34,13 +34,15 @@ class Starts:
     """Starts of workers, and the signals that these got."""
 
     def __init__(self):
-        self.names, self.signals = [], []
+        self.names, self.signals, self.code = [], [], None
 
     def __call__(self, name, texts):
         number = len(self.names)
         self.names.append(name)
         assert texts == [[1, 2, 1, 2]]
-        process = SimpleNamespace(send_signal=lambda sent: self.signals.append((number, sent)))
+        process = SimpleNamespace(
+            send_signal=lambda sent: self.signals.append((number, sent)), poll=lambda: self.code
+        )
         return SimpleNamespace(process=process, address=f"address {number}")
 
 
@@ -62,6 +64,14 @@ def test_only_the_worker_that_shall_be_killed_is_started_for_a_run():
 def test_other_answers_end_the_race():
     race = Race(Target(wrong="ahead"), Starts(), [[1, 2]])
     with pytest.raises(GateError, match="ahead: answers differ"):
+        race.once(Contestant("ahead", AHEAD, 4), 1)
+
+
+def test_a_worker_that_has_ended_ends_the_race():
+    starts = Starts()
+    race = Race(Target(), starts, [[1, 2]])
+    starts.code = 1
+    with pytest.raises(RuntimeError, match="ahead: its draft worker has ended"):
         race.once(Contestant("ahead", AHEAD, 4), 1)
 
 
