@@ -5,13 +5,18 @@ vLLM's request models collect every error of a body. A list of 20,000 empty obje
 And every item of a long list costs time, even if all of them are right.
 """
 
+from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
-from pydantic_core import SchemaValidator
+from pydantic import TypeAdapter
+from pydantic_core import SchemaValidator, core_schema
 
 # Items of a list of objects in a body. An item of a response's input takes 70 us.
 LONGEST = 1024
 LONGEST_OF_FIELD = {"messages": 4096, "input": 512}
+# Parts of the contents of all messages together. One takes 13 us.
+MOST_PARTS = 4096
 # Lists of these are read fast, and have bounds of their own.
 PLAIN = {"int", "float", "str", "bool"}
 
@@ -21,13 +26,15 @@ class EarlyRefusal:
 
     Args:
         architectures: of the models for which it does so.
+        on_start: called where a server of one of them starts.
     """
 
     name = "dllm_early_refusal"
     required_tasks = ("generate",)
 
-    def __init__(self, architectures: Any) -> None:
+    def __init__(self, architectures: Any, on_start: Callable[[], None]) -> None:
         self._architectures = architectures
+        self._on_start = on_start
         self._app: Any = None
 
     def attach_router(self, app: Any) -> None:
@@ -38,6 +45,7 @@ class EarlyRefusal:
         """Replace the validators of the routes' bodies, if the model is one of ours."""
         if engine_client and engine_client.model_config.architecture in self._architectures:
             bound_bodies(self._app.routes)
+            self._on_start()
 
 
 def bound_bodies(routes: Any) -> None:
@@ -52,6 +60,14 @@ def bound_bodies(routes: Any) -> None:
 def bounded_validator(schema: Any) -> SchemaValidator:
     """A validator for a schema of pydantic that stops at the first error of a list or object."""
     return SchemaValidator(_bounded(schema, LONGEST), _use_prebuilt=False)
+
+
+def bounded_type(model: Any) -> Any:
+    """A type for whoever makes a validator of their own: ``model``, read with bounds."""
+    read = bounded_validator(TypeAdapter(model).core_schema).validate_python
+    schema = core_schema.no_info_plain_validator_function(read)
+    of_class = classmethod(lambda cls, source, handler: schema)
+    return type(model.__name__, (), {"__get_pydantic_core_schema__": of_class})
 
 
 def _bounded(schema: Any, longest: int) -> Any:
@@ -70,10 +86,27 @@ def _bounded(schema: Any, longest: int) -> Any:
     }
     if copy.get("type") in ("list", "set", "tuple", "dict"):
         copy["fail_fast"] = True
+    for field in LONGEST_OF_FIELD:
+        part = copy.get(field)
+        if isinstance(part, dict) and part.get("type") == "model-field":
+            part["schema"] = core_schema.no_info_before_validator_function(
+                _with_few_parts, part["schema"]
+            )
     is_list = copy.get("type") in ("list", "generator")
     if is_list and not _is_plain(copy.get("items_schema") or {}):
         copy.setdefault("max_length", longest)
     return copy
+
+
+def _with_few_parts(messages: Any) -> Any:
+    """The messages, or lists of them, as they came. Raises ValueError: they have many parts."""
+    if isinstance(messages, list):
+        each = chain.from_iterable(one if isinstance(one, list) else (one,) for one in messages)
+        contents = (one.get("content") for one in each if isinstance(one, dict))
+        num_parts = sum(len(content) for content in contents if isinstance(content, list))
+        if num_parts > MOST_PARTS:
+            raise ValueError(f"{num_parts} parts of contents; allowed: at most {MOST_PARTS}.")
+    return messages
 
 
 def _is_plain(schema: Any) -> bool:

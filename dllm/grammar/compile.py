@@ -51,7 +51,10 @@ class Spec:
 
 def check_length(text: str) -> None:
     """Raise Unsupported for a text of a grammar that nothing must even be asked to read."""
-    length = len(text.encode(errors="surrogatepass"))
+    try:
+        length = len(text.encode())
+    except UnicodeEncodeError:
+        raise Unsupported("The grammar has half of a surrogate pair. Leave it out.") from None
     if length > MOST_TEXT:
         raise Unsupported(
             f"The grammar has {length:,} bytes; allowed: {MOST_TEXT:,}. Make it shorter."

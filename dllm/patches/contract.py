@@ -81,6 +81,14 @@ PATCHES = {
     "vllm.entrypoints.scale_out.token_in_token_out.serving.ServingTokens.serve_tokens": (
         "refuses what only chats and completions serve"
     ),
+    "vllm.entrypoints.generate.generative_scoring.serving.ServingGenerativeScoring"
+    ".create_generative_scoring": "refused: a canvas says nothing about the next token alone",
+    "vllm.entrypoints.serve.sagemaker.api_router.get_generate_invocation_types": (
+        "/invocations reads bodies with bounds"
+    ),
+    "vllm.entrypoints.generate.base.protocol.validate_structural_tag_payload": (
+        "in the API server of our architectures: xgrammar reads no structural tag on the event loop"
+    ),
     "vllm.plugins.load_endpoint_plugins": (
         "bodies are read with bounds; /canvas where VLLM_PLUGINS names dllm_canvas; entry points "
         "would warn everybody else"

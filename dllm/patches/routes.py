@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from vllm.utils.async_utils import make_async
 
 from dllm.api import fill, pins
-from dllm.api.early_refusal import EarlyRefusal
+from dllm.api.early_refusal import EarlyRefusal, bounded_type
 from dllm.api.encoder import Encoder
 from dllm.api.page import CanvasPage
 from dllm.api.tally import Tally, current_tally
@@ -53,6 +53,59 @@ def extend_routes() -> None:
         (ServingTokens, "serve_tokens"),
     ):
         setattr(route, method, _counting(_refusing(getattr(route, method))))
+    _refuse_scores()
+    _bound_invocations()
+
+
+def _refuse_scores() -> None:
+    """Refuse ``/generative_scoring``: a canvas says nothing about the next token alone.
+
+    The score of a label would depend on the noise that the canvas began with.
+    """
+    from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
+
+    score = ServingGenerativeScoring.create_generative_scoring
+
+    async def create_score(self: Any, request: Any, raw_request: Any = None) -> Any:
+        if self.model_config.architecture in FAMILIES:
+            refuse(
+                "label_token_ids",
+                "/generative_scoring is not served for diffusion models: the probability of the "
+                "next token depends on the noise of a canvas. Ask for prompt_logprobs.",
+            )
+        return await score(self, request, raw_request)
+
+    ServingGenerativeScoring.create_generative_scoring = create_score  # type: ignore[method-assign]
+
+
+def _bound_invocations() -> None:
+    """Let ``/invocations``, which has validators of its own, read bodies with bounds."""
+    from vllm.entrypoints.serve.sagemaker import api_router
+
+    types = api_router.get_generate_invocation_types
+
+    def bounded_types(supported_tasks: Any, model_config: Any = None) -> Any:
+        given = types(supported_tasks, model_config)
+        if model_config is None or model_config.architecture not in FAMILIES:
+            return given
+        return [(bounded_type(model), served) for model, served in given]
+
+    api_router.get_generate_invocation_types = bounded_types
+
+
+def _read_no_structural_tags() -> None:
+    """Leave structural tags to the process that compiles them, which has limits (``grammar``).
+
+    vLLM lets xgrammar read them on the event loop: 65 kB with ``minProperties`` take minutes.
+    """
+    from vllm.entrypoints.generate.base import protocol
+    from vllm.exceptions import VLLMValidationError
+
+    def is_text(payload: Any, *, parameter: str) -> None:
+        if not isinstance(payload, str) or not payload:
+            raise VLLMValidationError(f"{parameter}: no structural tag", parameter=parameter)
+
+    protocol.validate_structural_tag_payload = is_text
 
 
 def _counting(create: Create) -> Callable[..., Any]:
@@ -62,6 +115,10 @@ def _counting(create: Create) -> Callable[..., Any]:
         token = current_tally.set(Tally())
         try:
             return await create(self, request, raw_request)
+        except RecursionError:  # the arguments of an earlier tool call, which vLLM reads as JSON
+            if self.model_config.architecture not in FAMILIES:
+                raise
+            refuse("messages", "a message is nested too deeply. Make it flatter.")
         finally:
             current_tally.reset(token)
 
@@ -234,7 +291,7 @@ def add_endpoint_plugins() -> None:
     def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
         loaded = load(supported_tasks)
         if "generate" in (supported_tasks or ()):
-            loaded = [*loaded, EarlyRefusal(FAMILIES)]
+            loaded = [*loaded, EarlyRefusal(FAMILIES, _read_no_structural_tags)]
             if CanvasPage.name in (envs.VLLM_PLUGINS or ()):
                 loaded.append(CanvasPage())
         return loaded

@@ -5,11 +5,20 @@ from typing import Annotated, Any
 import pytest
 from fastapi import Body
 from pydantic import TypeAdapter, ValidationError
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    BatchChatCompletionRequest,
+    ChatCompletionRequest,
+)
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-from dllm.api.early_refusal import LONGEST, LONGEST_OF_FIELD, bounded_validator
+from dllm.api.early_refusal import (
+    LONGEST,
+    LONGEST_OF_FIELD,
+    MOST_PARTS,
+    bounded_type,
+    bounded_validator,
+)
 
 USER = {"role": "user", "content": "a"}
 CALL = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}
@@ -54,6 +63,34 @@ def test_a_list_of_objects_has_a_longest_length(kind, body, field, item, longest
     with pytest.raises(ValidationError) as refusal:
         validate(kind, **body, **{field: [item] * (longest + 1)})
     assert refusal.value.errors()[0]["loc"][0] == field
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "nested"),
+    [
+        (ChatCompletionRequest, "messages", False),
+        (BatchChatCompletionRequest, "messages", True),
+        (ResponsesRequest, "input", False),
+    ],
+)
+def test_the_parts_of_all_messages_are_counted_together(kind, field, nested):
+    part = {"type": "input_text" if field == "input" else "text", "text": "a"}
+    full = {"role": "user", "content": [part] * (MOST_PARTS // 8)}
+
+    def messages(*given: Any) -> dict[str, Any]:
+        return {field: [[one] for one in given] if nested else list(given)}
+
+    validate(kind, **messages(*[full] * 8, USER))
+    with pytest.raises(ValidationError) as refusal:
+        validate(kind, **messages(*[full] * 8, USER | {"content": [part]}))
+    assert refusal.value.errors()[0]["loc"][0] == field
+
+
+def test_a_type_has_the_bounds_of_a_body():
+    adapter = TypeAdapter(bounded_type(ChatCompletionRequest))
+    assert type(adapter.validate_python({"messages": [USER]})) is ChatCompletionRequest
+    with pytest.raises(ValidationError):
+        adapter.validate_python({"messages": [USER] * (LONGEST_OF_FIELD["messages"] + 1)})
 
 
 def test_what_is_right_is_read_as_before():

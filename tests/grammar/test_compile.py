@@ -237,6 +237,7 @@ def test_threads_get_their_own_tables(children):
     [
         (Spec("json", " " * (compiling.MOST_TEXT + 1)), "131,073 bytes; allowed: 131,072"),
         (Spec("regex", "é" * compiling.MOST_TEXT), "262,144 bytes"),
+        (Spec("regex", "\ud800"), "surrogate"),
         (Spec("grammar", 'root ::= root "a" | "b"'), "left-recursive"),
         (Spec("grammar", 'root ::= x "a" | "b"\nx ::= root "c" | "d"'), "left-recursive"),
         (Spec("grammar", "root ::= " + "(" * 10_000 + '"a"' + ")" * 10_000), "xgrammar does not"),

@@ -47,6 +47,17 @@ def schema_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
+def tag(schema: Any) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+
+
+def invocation(route: tuple[str, Any]) -> tuple[str, Any]:
+    return "/invocations", route[1]
+
+
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}] * 1000}
+NO_JSON = {"name": "f", "arguments": "[" * 400_000}
+CALL = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": NO_JSON}]}
 WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(30_000)}}
 NESTED: dict[str, Any] = {"type": "object"}
 for _ in range(300):
@@ -92,6 +103,12 @@ REFUSED = {
                 "structured_outputs"),
     "choices": (completion(structured_outputs={"choice": [f"c{i}" for i in range(90_000)]}),
                 "structured_outputs"),
+    # xgrammar takes minutes for it.
+    "structural tag": (chat(response_format=tag({"type": "object",
+        "properties": {f"p{i}": {} for i in range(6000)}, "minProperties": 100,
+        "maxProperties": 3000})), "structured_outputs"),
+    "long structural tag": (chat(response_format=tag(WIDE)),
+                            "structured_outputs"),
     # Lists of objects.
     "prompts of wrong numbers": (completion(prompt=[1.5] * 190_000), "prompt"),
     "prompts of lists": (completion(prompt=[[1]] * 160_000), "prompt"),
@@ -102,6 +119,17 @@ REFUSED = {
     "input": (response(input=[USER] * 20_000), "body.input"),
     "no input": (response(input=[{}] * 200_000), "body.input"),
     "Anthropic's messages": (message(messages=[USER] * 28_000), "body.messages"),
+    "parts": (chat(messages=[PARTS] * 25), "body.messages"),
+    "parts of a response": (response(input=[PARTS] * 25), "body.input"),
+    "Anthropic's parts": (message(messages=[PARTS] * 25), "body.messages"),
+    "parts of a batch": ((CHAT + "/batch", chat(messages=[[PARTS]] * 25)[1]), "body.messages"),
+    "deep arguments of a call": (chat(messages=[USER, CALL]), "messages"),
+    # Routes with validators of their own.
+    "invocation": (invocation(chat(messages=[1] * 100_000)), "prompt"),
+    "nested arguments of an invocation": (
+        invocation(completion(vllm_xargs={"a": [["b"]] * 60_000})), None),
+    "items": (("/generative_scoring", {"query": "a", "items": ["b"] * 100_000,
+                                       "label_token_ids": [5]}), "label_token_ids"),
 }  # fmt: skip
 ANSWERED = {
     "512 prompts": completion(prompt=["a"] * 512, max_tokens=1, vllm_xargs=QUICK),
