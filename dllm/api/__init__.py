@@ -1,4 +1,4 @@
-"""What an API server adds to vLLM's routes: canvases in streams, pins, holes, the page /canvas.
+"""What an API server adds to vLLM's routes: canvases in streams, pins, holes, decisions, /canvas.
 
 Nothing here replaces a name of vLLM; ``dllm.patches`` calls it. This room imports engine and
 settings.

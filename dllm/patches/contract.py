@@ -30,6 +30,12 @@ PATCHES = {
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": (
         "scheduler, worker, canvas length and limits are set for these architectures only"
     ),
+    "vllm.entrypoints.generate.structured_decisions.strategies.READ_STRATEGIES": (
+        "typed decisions are read from a canvas by our strategy"
+    ),
+    "vllm.entrypoints.generate.structured_decisions.question_types.QUESTION_TYPES": (
+        "in an API server of our architectures: choices and scores take as many options as OpenAI's"
+    ),
     "vllm.v1.attention.backends.registry.register_backend": (
         "on CUDA: our attention kernel, as the backend that vLLM names CUSTOM"
     ),

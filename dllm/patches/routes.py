@@ -278,8 +278,35 @@ def _refuse_pins() -> NoReturn:
     )
 
 
+class DecisionRoute:
+    """An endpoint plugin of vLLM: ``/v1/decisions``, and ``/v1/systemone`` for our families."""
+
+    name = "dllm_decisions"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: Any) -> None:
+        """Add the route; it answers 501 for models of others."""
+        from vllm.entrypoints.generate.structured_decisions.strategies import READ_STRATEGIES
+
+        from dllm.api.decisions import reads, route  # they import vLLM's API server
+
+        for architecture in FAMILIES:
+            READ_STRATEGIES[architecture] = reads.CanvasReads
+        route.attach(app)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Let vLLM's route take as many options; this process serves one model."""
+        from vllm.entrypoints.generate.structured_decisions.question_types import QUESTION_TYPES
+
+        from dllm.api.decisions.reads import WideChoice, WideScore
+
+        if engine_client and engine_client.model_config.architecture in FAMILIES:
+            QUESTION_TYPES["choice"] = WideChoice()
+            QUESTION_TYPES["score"] = WideScore()
+
+
 def add_endpoint_plugins() -> None:
-    """Refuse wrong bodies early; serve ``/canvas`` where ``VLLM_PLUGINS`` names ``dllm_canvas``.
+    """Serve decisions, refuse wrong bodies early, serve ``/canvas`` if ``VLLM_PLUGINS`` names it.
 
     Entry points would do as well; but then vLLM would warn every user who does not set
     ``VLLM_PLUGINS``, whether they know of the page or not.
@@ -291,7 +318,8 @@ def add_endpoint_plugins() -> None:
     def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
         loaded = load(supported_tasks)
         if "generate" in (supported_tasks or ()):
-            loaded = [*loaded, EarlyRefusal(FAMILIES, _read_no_structural_tags)]
+            refusal = EarlyRefusal(FAMILIES, _read_no_structural_tags)
+            loaded = [*loaded, DecisionRoute(), refusal]
             if CanvasPage.name in (envs.VLLM_PLUGINS or ()):
                 loaded.append(CanvasPage())
         return loaded

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dllm.settings.checks import FloatRange, check_int, known_fields, refuse_value
+from dllm.settings.decisions import DecisionOptions
 from dllm.settings.drafting import DrafterOptions
 from dllm.settings.remote import RemoteOptions
 
@@ -49,6 +50,7 @@ class PluginOptions:
             once; more get HTTP 429. 0: none.
         canvas_frames_per_s: how many frames a second each of them gets on average. As many may come
             at once; what is beyond is left out.
+        decisions: how typed questions are read (``/v1/decisions``).
         drafter: options of a server with a DFlash drafter, which uses none of the others.
         remote: options of a target whose drafts come from draft workers, which uses none of the
             others. None: there are no draft workers.
@@ -62,6 +64,7 @@ class PluginOptions:
     logits_workspace_mib: int = 1024
     canvas_watchers: int = 16
     canvas_frames_per_s: int = 30
+    decisions: DecisionOptions = field(default_factory=DecisionOptions)
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
     remote: RemoteOptions | None = None
     draft_worker: bool = False
@@ -104,8 +107,9 @@ class PluginOptions:
         if given is None:
             return cls()
         values = known_fields(cls, given, WHERE)
+        decisions = DecisionOptions.from_given(values.get("decisions", {}))
         drafter = DrafterOptions.from_given(values.get("drafter", {}))
         remote = values.get("remote")
         if remote is not None:
             remote = RemoteOptions.from_given(remote)
-        return cls(**{**values, "drafter": drafter, "remote": remote})
+        return cls(**{**values, "decisions": decisions, "drafter": drafter, "remote": remote})

@@ -145,6 +145,8 @@ def test_what_we_put_in_the_place_of_a_function_takes_its_calls():
 NO_FUNCTIONS = {
     "vllm.v1.worker.gpu.model_runner.RejectionSampler": type,
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
+    "vllm.entrypoints.generate.structured_decisions.strategies.READ_STRATEGIES": dict,
+    "vllm.entrypoints.generate.structured_decisions.question_types.QUESTION_TYPES": dict,
     "vllm.triton_utils.triton.next_power_of_2": object,
     "vllm.tool_parsers.gemma4_engine_tool_parser.Gemma4EngineToolParser.structural_tag_model": str
     | None,
@@ -315,6 +317,8 @@ ALSO_USED = {
     "CanvasAttentionBackend.get_name",
     "CanvasAttentionImpl.forward",
     "CanvasBackbone.forward",
+    "CanvasReads.limits",
+    "CanvasReads.read",
     "CanvasScheduler._update_request_with_output",
     "ConfigHook.verify_and_update_config",
     "DFlashDrafter.load_weights",

@@ -19,6 +19,7 @@ MEGABYTE = 1_000_000
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+DECISIONS = "/v1/decisions"
 USER = {"role": "user", "content": "a"}
 
 
@@ -36,6 +37,11 @@ def response(**options: Any) -> tuple[str, Any]:
 
 def message(**options: Any) -> tuple[str, Any]:
     return MESSAGES, {"model": MODEL, "messages": [USER], "max_tokens": 2} | options
+
+
+def decision(questions: int, text: str, **options: Any) -> tuple[str, Any]:
+    asked = [{"type": "predicate", "instructions": f"more than {i}"} for i in range(questions)]
+    return DECISIONS, {"model": MODEL, "input": text, "questions": asked} | options
 
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
@@ -118,6 +124,10 @@ REFUSED = {
     "no tools": (chat(tools=[{}] * 200_000), "body.tools.0.function"),
     "input": (response(input=[USER] * 20_000), "body.input"),
     "no input": (response(input=[{}] * 200_000), "body.input"),
+    "questions on much": (decision(400, "a" * 900_000), "questions"),
+    "input of questions": (decision(2, "1 2 " * 240_000), "input_text"),
+    "no questions": ((DECISIONS, {"model": MODEL, "input": "a", "questions": [{}] * 300_000}),
+                     "body.questions.0"),
     "Anthropic's messages": (message(messages=[USER] * 28_000), "body.messages"),
     "parts": (chat(messages=[PARTS] * 25), "body.messages"),
     "parts of a response": (response(input=[PARTS] * 25), "body.input"),
@@ -141,6 +151,7 @@ ANSWERED = {
     "unknown numbers": completion(x=[1] * 300_000),
     "500 pins": chat(diffusion_pins=[{"at": i, "text": "a"} for i in range(500)]),
     "template's arguments": chat(chat_template_kwargs={f"k{i}": i for i in range(50_000)}),
+    "400 questions": decision(400, "ab" * 50, samples=1),
     "documents": chat(documents=[{"a": "b"}] * 1000),
 }  # fmt: skip
 
@@ -157,7 +168,7 @@ def loop(server: Server) -> Iterator[Any]:
                 sick.append(1)
 
     # What is imported by the first request of a route is not what is measured.
-    for route in (completion(suffix="b"), chat(), response(), message()):
+    for route in (completion(suffix="b"), chat(), response(), message(), decision(1, "a")):
         assert server.post(*route).status == 200
     pings = threading.Thread(target=ping)
     pings.start()

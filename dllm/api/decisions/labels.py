@@ -1,0 +1,102 @@
+"""What stands for each option of a question in a model's reply, and as which tokens.
+
+A label of one token is best: one position of the canvas decides. Where the vocabulary has none, the
+options' own texts are taken, each with the token that ends a reply, and their log-probabilities are
+summed over positions. With the end, no text is the beginning of another.
+"""
+
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+# The first pair that is one token each at the start of a reply.
+YES_NO = (("yes", "no"), ("Yes", "No"), ("true", "false"), ("Y", "N"), ("A", "B"))
+LETTERS = string.ascii_uppercase
+
+# The tokens that a text adds behind the prompt's end; None if it changes the tokens before it.
+Encode = Callable[[str], list[int] | None]
+
+
+@dataclass(frozen=True)
+class OptionLabels:
+    """Labels of a question's options.
+
+    Attributes:
+        texts: one for each option, in order.
+        tokens: of each text; they end with the end token if one has more than one token.
+        is_code: they name options that the prompt lists; else they are the options' own texts.
+    """
+
+    texts: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]
+    is_code: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Positions of the canvas that decide."""
+        return max(map(len, self.tokens))
+
+
+class Labels:
+    """The labels of a tokenizer.
+
+    Args:
+        encode: of a reply's beginning.
+        end: the token that ends a reply.
+    """
+
+    def __init__(self, encode: Encode, end: int) -> None:
+        self._encode, self._end = encode, end
+        pairs = (self._codes(pair) for pair in YES_NO)
+        self._yes_no = next((pair for pair in pairs if pair), None) or self._spelled(YES_NO[0])
+        self._digits = self._codes(tuple(string.digits))
+        self._letters = self._distinct([*LETTERS, *(a + b for a in LETTERS for b in LETTERS)])
+
+    def yes_no(self) -> OptionLabels:
+        """Of a question with two answers, yes first."""
+        return self._yes_no
+
+    def levels(self, names: Sequence[str]) -> OptionLabels:
+        """Of the levels of a scale."""
+        if self._digits is not None and len(names) <= len(self._digits.texts):
+            return _first(self._digits, len(names))
+        return self.choices(names)
+
+    def choices(self, names: Sequence[str]) -> OptionLabels:
+        """Of options: letters, codes of two letters, or else the options themselves.
+
+        Raises:
+            ValueError: two of them have the same tokens.
+        """
+        if len(names) <= len(self._letters.texts):
+            return _first(self._letters, len(names))
+        return self._spelled(names)
+
+    def _codes(self, texts: Sequence[str]) -> OptionLabels | None:
+        """The texts as labels, if each is one token of its own."""
+        found = self._distinct(texts)
+        return found if len(found.texts) == len(texts) else None
+
+    def _distinct(self, texts: Sequence[str]) -> OptionLabels:
+        """Those of the texts that are one token, each another one."""
+        by_token: dict[int, str] = {}
+        for text in texts:
+            tokens = self._encode(text)
+            if tokens is not None and len(tokens) == 1:
+                by_token.setdefault(tokens[0], text)
+        return OptionLabels(tuple(by_token.values()), tuple((one,) for one in by_token), True)
+
+    def _spelled(self, texts: Sequence[str]) -> OptionLabels:
+        tokens = []
+        for text in texts:
+            encoded = self._encode(text)
+            if encoded is None:
+                raise ValueError(f"option {text[:80]!r} changes the prompt's tokens")
+            tokens.append((*encoded, self._end))
+        if len(set(tokens)) < len(tokens):
+            raise ValueError("two options have the same tokens")
+        return OptionLabels(tuple(texts), tuple(tokens), False)
+
+
+def _first(labels: OptionLabels, number: int) -> OptionLabels:
+    return OptionLabels(labels.texts[:number], labels.tokens[:number], labels.is_code)

@@ -1,0 +1,262 @@
+"""The body of ``POST /v1/decisions``, as OpenAI's SDK 3.52 sends it, and two fields of ours."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictStr,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from dllm.settings.decisions import MAX_SAMPLES
+
+MAX_QUESTIONS, MAX_OPTIONS = 400, 255
+# OpenAI's bounds of an `input_json` part.
+MAX_JSON_DEPTH, MAX_JSON_VALUES, MAX_JSON_BYTES = 32, 10_000, 256 * 1024
+PARTS_OF_ROLE = {
+    "user": ("input_text", "input_image", "input_json"),
+    "developer": ("input_text",),
+    "system": ("input_text",),
+    "assistant": ("output_text", "refusal"),
+}
+
+
+class Body(BaseModel):
+    """An object of the body; what it does not know is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Cached(Body):
+    """A part that may end a prefix; vLLM finds equal prefixes by itself."""
+
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+
+
+class Text(Cached):
+    """Text of a client (``input_text``) or of a model (``output_text``)."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class Refusal(Body):
+    """A model's refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class Image(Cached):
+    """An image, as an HTTP or data URL."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["low", "high", "auto", "original"] | None = None
+
+
+class Json(Cached):
+    """Any JSON value."""
+
+    type: Literal["input_json"]
+    data: Any
+
+    @field_validator("data")
+    @classmethod
+    def _bounded(cls, data: Any) -> Any:
+        level, values = [data], 0
+        for _ in range(MAX_JSON_DEPTH):
+            values += len(level)
+            if values > MAX_JSON_VALUES:
+                raise ValueError(f"more than {MAX_JSON_VALUES} values")
+            objects = [one.values() for one in level if isinstance(one, dict)]
+            lists = [one for one in level if isinstance(one, list)]
+            level = [part for container in (*objects, *lists) for part in container]
+        if level:
+            raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels")
+        if len(json.dumps(data, ensure_ascii=False)) > MAX_JSON_BYTES:
+            raise ValueError(f"longer than {MAX_JSON_BYTES} characters")
+        return data
+
+
+Part = Annotated[Text | Refusal | Image | Json, Field(discriminator="type")]
+
+
+class Message(Body):
+    """A turn."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "developer", "system", "assistant"]
+    content: str | list[Part]
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> "Message":
+        allowed = PARTS_OF_ROLE[self.role]
+        wrong = {p.type for p in self.content if not isinstance(p, str)} - set(allowed)
+        if wrong:
+            raise ValueError(f"{min(wrong)} in a message of {self.role}; allowed: {allowed}")
+        return self
+
+
+class Call(Body):
+    """A call of a tool."""
+
+    type: Literal["function_call", "custom_tool_call"]
+    call_id: str
+    name: str
+    arguments: str = ""
+    input: str = ""
+    id: str | None = None
+    namespace: str | None = None
+    status: str | None = None
+
+
+class CallOutput(Body):
+    """What a tool answered."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    output: str | list[Annotated[Text | Image, Field(discriminator="type")]]
+    id: str | None = None
+    status: str | None = None
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else item.type
+    if kind in ("function_call", "custom_tool_call"):
+        return "call"
+    return "output" if str(kind).endswith("_call_output") else "message"
+
+
+Item = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[Call, Tag("call")]
+    | Annotated[CallOutput, Tag("output")],
+    Discriminator(_kind),
+]
+
+
+class Predicate(Body):
+    """How likely is it that a statement is true?"""
+
+    type: Literal["predicate"]
+    instructions: str | list[Part]
+    name: str | None = None
+
+
+class ChoiceOption(Body):
+    """A value; true and "true" are two."""
+
+    value: StrictStr | StrictBool
+    description: str | None = None
+
+
+class Choice(Body):
+    """Which of these is right?"""
+
+    type: Literal["choice"]
+    instructions: str | list[Part]
+    choices: list[ChoiceOption] = Field(min_length=2, max_length=MAX_OPTIONS)
+    name: str | None = None
+
+    @field_validator("choices")
+    @classmethod
+    def _distinct(cls, choices: list[ChoiceOption]) -> list[ChoiceOption]:
+        if len({(type(one.value), one.value) for one in choices}) < len(choices):
+            raise ValueError("a value is there twice")
+        return choices
+
+
+class Level(Body):
+    """A level of a scale."""
+
+    label: str
+    description: str | None = None
+
+
+class Score(Body):
+    """Where on an ordered scale?"""
+
+    type: Literal["score"]
+    instructions: str | list[Part]
+    levels: list[Level] = Field(min_length=2, max_length=MAX_OPTIONS)
+    name: str | None = None
+
+
+AskedQuestion = Annotated[Predicate | Choice | Score, Field(discriminator="type")]
+
+
+class DecisionRequest(Body):
+    """The body.
+
+    Attributes:
+        samples: canvases for each question; default: the server's.
+        priority: as of vLLM's other routes.
+    """
+
+    model: str
+    input: str | list[Item]
+    questions: list[AskedQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS)
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    samples: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    priority: int = Field(default=0, ge=-(2**63), le=2**63 - 1)
+
+    @model_validator(mode="after")
+    def _outputs_have_calls(self) -> "DecisionRequest":
+        items = [] if isinstance(self.input, str) else self.input
+        calls: set[str] = set()
+        for item in items:
+            if isinstance(item, Call):
+                calls.add(item.call_id)
+            elif isinstance(item, CallOutput) and item.call_id not in calls:
+                raise ValueError(f"an output of call {item.call_id[:80]!r}, which is not before it")
+        return self
+
+    def transcript(self) -> tuple[str, list[str]]:
+        """The input as one text, and the URLs of its images in order."""
+        if isinstance(self.input, str):
+            return self.input, []
+        images: list[str] = []
+        alone = len(self.input) == 1
+        lines = []
+        for item in self.input:
+            if isinstance(item, Message):
+                text = _written(item.content, images)
+                lines.append(text if alone else f"{item.role}: {text}")
+            elif isinstance(item, Call):
+                lines.append(f"call {item.name}: {item.arguments or item.input}")
+            else:
+                lines.append(f"result: {_written(item.output, images)}")
+        return "\n".join(lines), images
+
+
+def instructions_text(question: Predicate | Choice | Score) -> str | None:
+    """What a question says; None if it holds an image, which only the input may."""
+    images: list[str] = []
+    text = _written(question.instructions, images)
+    return None if images else text
+
+
+def _written(content: Any, images: list[str]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        if isinstance(part, Image):
+            images.append(part.image_url)
+            texts.append(f"[image {len(images)}]")
+        elif isinstance(part, Json):
+            texts.append(json.dumps(part.data, ensure_ascii=False))
+        else:
+            texts.append(part.refusal if isinstance(part, Refusal) else part.text)
+    return "\n".join(texts)

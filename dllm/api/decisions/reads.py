@@ -1,0 +1,341 @@
+"""How a canvas is read for a question: one denoise step, and the log-probabilities of the labels.
+
+Each question is a request of its own, for each of its samples. So an answer depends neither on what
+else is asked nor on who else asks. Questions on one input share its prefix in the KV cache.
+
+Where a canvas begins as noise, the label positions are noise, and what is behind them is the token
+that ends a reply. Where it begins as masks, it is masks to the end of its block.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from vllm.entrypoints.generate.structured_decisions import question_types, strategies
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
+from vllm.utils.async_utils import make_async, merge_async_iterators
+
+from dllm.api.decisions.labels import Labels, OptionLabels
+from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
+from dllm.settings.decisions import DecisionOptions
+from dllm.settings.denoising import block_size_of
+from dllm.settings.request import refuse
+from dllm.settings.server import PluginOptions
+
+# What one HTTP request may come to, over all of its questions.
+MAX_CANVASES = 1600  # 400 questions of 4 samples
+MAX_CHARACTERS = 8_000_000  # of all prompts, times samples
+THOUGHT_BEGINS, THOUGHT_ENDS = "<|channel>", "<channel|>"
+TYPE_OF = {"noul": "predicate", "choice": "choice", "score": "score"}
+
+
+@dataclass
+class Read(strategies.QuestionRead):
+    """What a question's canvases say; ``probs`` and ``label_mass`` are means over them.
+
+    Attributes:
+        cached_tokens: of ``input_tokens``, those that were in the KV cache.
+        standard_errors: of each probability; 0 for one sample.
+        samples: canvases read.
+    """
+
+    cached_tokens: int = 0
+    standard_errors: tuple[float, ...] = ()
+    samples: int = 1
+
+    @property
+    def hesitation(self) -> float:
+        """Entropy of the probabilities over that of a tie: 0 is certain, 1 is a guess."""
+        entropy = -sum(p * math.log(p) for p in self.probs if p > 0)
+        return entropy / math.log(len(self.probs)) if len(self.probs) > 1 else 0.0
+
+
+class WideChoice(question_types.ChoiceQuestion):
+    """vLLM's choice, for as many options as OpenAI's."""
+
+    label_set = tuple(map(str, range(MAX_OPTIONS)))  # counted only: ``Labels`` has the labels
+
+
+class WideScore(question_types.ScoreQuestion):
+    """vLLM's score, for as many levels."""
+
+    label_set = tuple(map(str, range(MAX_OPTIONS)))
+
+
+class CanvasReads(strategies.NextTokenStrategy):
+    """vLLM's interface of strategies, for every family that this plugin serves."""
+
+    def __init__(self, context: strategies.ReadContext) -> None:
+        strategies.ReadStrategy.__init__(self, context)
+        config = context.engine_client.vllm_config
+        self.options: DecisionOptions = PluginOptions.from_vllm(config).decisions
+        self.block_size = block_size_of(config)
+        self.width = min(self.options.read_width, config.diffusion_config.canvas_length)
+        self.max_model_len = config.model_config.max_model_len
+        if config.model_config.is_multimodal_model:
+            self.modalities = frozenset({"image"})
+        try:
+            self._prompt_end = self._generation_prompt()
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"the chat template writes no prompt for a reply: {error}") from error
+
+    def limits(self) -> strategies.DecisionLimits:
+        """OpenAI's."""
+        return strategies.DecisionLimits(max_questions=MAX_QUESTIONS, max_options=MAX_OPTIONS)
+
+    @property
+    def samples(self) -> int:
+        """Canvases of a question, if the request does not say; without noise one is enough."""
+        return 1 if self.block_size > 1 else self.options.samples
+
+    @cached_property
+    def thought(self) -> list[int]:
+        """An empty thought, where the model thinks and the template leaves it to the model."""
+        tokenizer = self._tokenizer()
+        if THOUGHT_BEGINS not in tokenizer.get_added_vocab():
+            return []
+        if THOUGHT_ENDS in tokenizer.decode(self._prompt_end[-4:]):
+            return []
+        return list(
+            tokenizer.encode(f"{THOUGHT_BEGINS}thought\n{THOUGHT_ENDS}", add_special_tokens=False)
+        )
+
+    @cached_property
+    def labels(self) -> Labels:
+        """As the model's tokenizer writes them behind a prompt."""
+        tokenizer = self._tokenizer()
+        tail = strategies.prompt_tail(tokenizer, [*self._prompt_end, *self.thought])
+        before = tokenizer.decode(tail)
+
+        def encode(text: str) -> list[int] | None:
+            ids = list(tokenizer.encode(before + text, add_special_tokens=False))
+            return ids[len(tail) :] if ids[: len(tail)] == tail else None
+
+        return Labels(encode, int(tokenizer.eos_token_id))
+
+    def labels_of(self, question: question_types.Question) -> OptionLabels:
+        """What stands for each of its options.
+
+        Raises:
+            VLLMValidationError: nothing can.
+        """
+        names = [option.name for option in question.options]
+        try:
+            if question.type.name == "noul":
+                return self.labels.yes_no()
+            return (self.labels.levels if question.type.name == "score" else self.labels.choices)(
+                names
+            )
+        except ValueError as error:
+            refuse("questions", f"question {question.id!r}: {error}. Write other options.")
+
+    async def read(
+        self,
+        questions: Sequence[question_types.Question],
+        instructions: str | None,
+        state: str,
+        *,
+        request_id: str,
+        chat_template_kwargs: dict[str, Any] | None,
+        lora_request: Any,
+        priority: int,
+        cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        media: Mapping[str, Sequence[str]] | None = None,
+        samples: int | None = None,
+    ) -> list[Read]:
+        """Read every question, in order.
+
+        Args:
+            samples: canvases of each question; None: ``self.samples``.
+
+        Raises:
+            VLLMValidationError: a prompt, an option or all of the request is too long.
+        """
+        given = self._read_request(chat_template_kwargs, cache_salt)
+        drawn = 1 if self.block_size > 1 else samples or self.samples
+        off_the_loop = make_async(self._plan, self.context.online_renderer.renderer._executor)
+        plans = await off_the_loop(questions, state, drawn)
+        images = await self._image_parts((media or {}).get("image", ()))
+        inputs, params = [], []
+        for plan in plans:
+            content = [*images, {"type": "text", "text": plan.text}] if images else plan.text
+            messages = [{"role": "user", "content": content}]
+            if instructions:
+                messages.insert(0, {"role": "system", "content": instructions})
+            engine_input, prompt_ids = await self._render(given, messages)
+            ids = [*prompt_ids, *self.thought]
+            self._check_room(plan, len(ids))
+            inputs.append({**engine_input, "prompt_token_ids": ids})
+            params.append(list(self._params(plan, ids, drawn)))
+        starts = [
+            self.context.engine_client.generate(
+                one,
+                each,
+                f"{request_id}-{place}-{part}",
+                lora_request=lora_request,
+                trace_headers=trace_headers,
+                priority=priority,
+            )
+            for place, (one, parts) in enumerate(zip(inputs, params, strict=True))
+            for part, each in enumerate(parts)
+        ]
+        results: list[Any] = [None] * len(starts)
+        async for place, result in merge_async_iterators(*starts):
+            results[place] = result
+        rest = iter(results)
+        return [
+            self._result(plan, [next(rest) for _ in parts])
+            for plan, parts in zip(plans, params, strict=True)
+        ]
+
+    def _plan(
+        self, questions: Sequence[question_types.Question], state: str, samples: int
+    ) -> list["_Plan"]:
+        plans = []
+        for question in questions:
+            labels = self.labels_of(question)
+            text = f"{state}\n\n{written(question, labels)}"
+            plans.append(_Plan(question, labels, text))
+        length = sum(len(plan.text) for plan in plans) * samples
+        if length > MAX_CHARACTERS:
+            refuse(
+                "questions",
+                f"questions: each is read behind the input; with samples they come to {length} "
+                f"characters; allowed: {MAX_CHARACTERS} in an HTTP request. Send several requests.",
+            )
+        canvases = sum(len(plan.parts) for plan in plans) * samples
+        if canvases > MAX_CANVASES:
+            refuse(
+                "questions",
+                f"questions: they come to {canvases} canvases; allowed: {MAX_CANVASES} in an HTTP "
+                "request. Send several requests, or fewer samples.",
+            )
+        return plans
+
+    def _check_room(self, plan: "_Plan", num_tokens: int) -> None:
+        """Refuse labels that are longer than the canvas, and a prompt that leaves no room for it.
+
+        Args:
+            num_tokens: of the prompt.
+        """
+        width = self.width
+        if self.block_size > 1:
+            width = self.block_size - num_tokens % self.block_size
+        if plan.labels.num_rows > width:
+            refuse(
+                "questions",
+                f"question {plan.question.id!r}: an option has {plan.labels.num_rows} tokens with "
+                f"the end; allowed here: {width}. Send shorter options.",
+            )
+        if num_tokens + width > self.max_model_len:
+            refuse(
+                "input",
+                f"question {plan.question.id!r}: input and question have {num_tokens} tokens and "
+                f"the canvas {width}; allowed: {self.max_model_len} together. Send less.",
+            )
+
+    def _params(
+        self, plan: "_Plan", prompt_ids: list[int], samples: int
+    ) -> Iterator[SamplingParams]:
+        """For each sample, and for each part of the label tokens.
+
+        The parts of a sample have the same canvas, and so the same logits.
+        """
+        rows = plan.labels.num_rows
+        # The same question has the same noise.
+        digest = hashlib.blake2b(json.dumps(prompt_ids).encode(), digest_size=6).digest()
+        extra: dict[str, Any] = {"diffusion_max_steps": 1}
+        if self.block_size == 1:
+            end = int(self._tokenizer().eos_token_id)
+            extra |= {
+                "diffusion_seed_canvas": [-1] * rows + [end] * (self.width - rows),
+                "diffusion_canvas_length": self.width,
+                "diffusion_read_only": True,
+            }
+        for place in range(samples * len(plan.parts)):
+            sample, part = divmod(place, len(plan.parts))
+            yield SamplingParams(
+                max_tokens=rows,
+                temperature=0.0,
+                ignore_eos=True,
+                seed=int.from_bytes(digest, "big") + sample,
+                logprob_token_ids=plan.parts[part],
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args=dict(extra),
+            )
+
+    def _result(self, plan: "_Plan", results: list[RequestOutput]) -> Read:
+        """What the canvases of a question say."""
+        temperature = self.options.temperature.get(TYPE_OF[plan.question.type.name], 1.0)
+        probs, masses, found = [], [], False
+        for start in range(0, len(results), len(plan.parts)):
+            outputs = [one.outputs[0] for one in results[start : start + len(plan.parts)]]
+            rows: list[dict[int, float]] = [{} for _ in range(plan.labels.num_rows)]
+            for output, part in zip(outputs, plan.parts, strict=True):
+                assert output.logprobs is not None
+                for row, given in zip(rows, output.logprobs, strict=False):
+                    row |= {token: given[token].logprob for token in part}
+            sums = [
+                sum(rows[at][token] for at, token in enumerate(one)) for one in plan.labels.tokens
+            ]
+            probs.append(question_types.label_softmax([one / temperature for one in sums]))
+            masses.append(min(1.0, sum(map(math.exp, sums))))
+            said = tuple(outputs[0].token_ids)
+            found |= any(said[: len(one)] == one for one in plan.labels.tokens)
+        means = [sum(column) / len(probs) for column in zip(*probs, strict=True)]
+        return Read(
+            probs=means,
+            label_mass=sum(masses) / len(masses),
+            argmax_is_label=found,
+            input_tokens=len(results[0].prompt_token_ids or ()),
+            output_tokens=1,
+            cached_tokens=results[0].num_cached_tokens or 0,
+            standard_errors=tuple(map(_standard_error, zip(*probs, strict=True))),
+            samples=len(probs),
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A question with its labels and the text of its prompt."""
+
+    question: question_types.Question
+    labels: OptionLabels
+    text: str
+
+    @cached_property
+    def parts(self) -> list[list[int]]:
+        """Its different label tokens, in parts for which vLLM gives log-probabilities at once."""
+        tokens = sorted({token for one in self.labels.tokens for token in one})
+        step = MAX_LOGPROB_TOKEN_IDS
+        return [tokens[start : start + step] for start in range(0, len(tokens), step)]
+
+
+def written(question: question_types.Question, labels: OptionLabels) -> str:
+    """A question as the model reads it: what is asked, its labelled options, and how to reply."""
+    lines = [f"Question: {question.instructions}"] if question.instructions else []
+    is_pair = question.type.name == "noul"
+    for label, option in zip(labels.texts, question.options, strict=True):
+        name = "" if is_pair else option.name
+        named = " - ".join(text for text in (name, option.description) if text)
+        code = label if labels.is_code or is_pair else ""
+        lines.append(": ".join(text for text in (code, named) if text))
+    if is_pair:
+        lines.append(f"Answer with {labels.texts[0]} or {labels.texts[1]} only.")
+    else:
+        lines.append(f"Answer with one {'label' if labels.is_code else 'option'} only.")
+    return "\n".join(lines)
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    if len(values) < 2:
+        return 0.0
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return math.sqrt(variance / len(values))

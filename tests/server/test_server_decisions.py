@@ -1,0 +1,231 @@
+"""Typed decisions through a real server, asked by OpenAI's SDK as it is."""
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.server_harness import CANVAS, MAX_MODEL_LEN, MODEL, Server
+
+pytest_plugins = ["tests.support.server_harness"]
+
+INPUT = "Ann has 34, Bob has 51."
+PREDICATE = {"type": "predicate", "instructions": "Ann has more than Bob", "name": "more"}
+CHOICE = {
+    "type": "choice",
+    "instructions": "Who has more?",
+    "choices": [{"value": "Ann"}, {"value": "Bob", "description": "second"}, {"value": True}],
+}
+SCORE = {
+    "type": "score",
+    "instructions": "How many?",
+    "levels": [{"label": "few"}, {"label": "some"}, {"label": "many"}],
+}
+QUESTIONS = [PREDICATE, CHOICE, SCORE]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> openai.OpenAI:
+    return server.client()
+
+
+def decide(client: openai.OpenAI, questions: Any = QUESTIONS, **options: Any) -> Any:
+    given = {"model": MODEL, "input": INPUT} | options
+    return client.decisions.create(questions=questions, **given)
+
+
+def test_each_type_is_answered_with_probabilities(client):
+    decision = decide(client)
+    predicate, choice, score = decision.answers
+    assert (predicate.type, predicate.name) == ("predicate", "more")
+    assert 0 <= predicate.probability <= 1
+    of_choice = {one.value: one.probability for one in choice.probabilities}
+    assert list(of_choice) == ["Ann", "Bob", True]
+    assert choice.choice == max(of_choice, key=of_choice.__getitem__)
+    top = max(of_choice.values())
+    assert choice.confidence == pytest.approx((top - 1 / 3) / (2 / 3))
+    assert [(one.label, one.value) for one in score.probabilities] == [
+        ("few", 0),
+        ("some", 1),
+        ("many", 2),
+    ]
+    assert score.score == pytest.approx(
+        sum(one.value * one.probability for one in score.probabilities)
+    )
+    for answer in (choice, score):
+        assert sum(one.probability for one in answer.probabilities) == pytest.approx(1)
+    usage = decision.usage
+    assert usage.output_tokens == 3
+    assert usage.total_tokens == usage.input_tokens + 3
+
+
+def test_the_asynchronous_client_gets_the_same(client, server):
+    async def ask() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as other:
+            return await other.decisions.create(model=MODEL, input=INPUT, questions=QUESTIONS)
+
+    assert asyncio.run(ask()).answers == decide(client).answers
+
+
+def test_answers_are_the_same_alone_and_in_a_crowd(client):
+    def ask(number: int) -> str:
+        return json.dumps(
+            [one.to_dict() for one in decide(client, input=f"{number} of 40").answers]
+        )
+
+    alone = [ask(number) for number in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(16))) == alone
+    together = decide(client, [PREDICATE] * 40, input="3 of 40").answers
+    assert {one.probability for one in together} == {json.loads(alone[3])[0]["probability"]}
+
+
+def test_samples_are_averaged(client):
+    one, four = (decide(client, extra_body={"samples": number}) for number in (1, 4))
+    assert [each["samples"] for each in four.diagnostics] == [4, 4, 4]
+    assert all(not any(each["standard_errors"]) for each in one.diagnostics)
+    assert all(any(each["standard_errors"]) for each in four.diagnostics)
+    assert 0 < four.diagnostics[0]["label_mass"] <= 1
+    assert 0 <= four.diagnostics[0]["hesitation"] <= 1
+
+
+def test_options_without_labels_of_one_token_are_spelled(server, client):
+    """More options than the vocabulary has codes; several beginnings are shared."""
+    values = [f"n{number}" for number in range(60)]
+    (answer,) = decide(client, [CHOICE | {"choices": [{"value": v} for v in values]}]).answers
+    assert [one.value for one in answer.probabilities] == values
+    assert sum(one.probability for one in answer.probabilities) == pytest.approx(1)
+    assert answer.choice in values
+
+
+def test_true_stands_beside_its_text(client):
+    choices = [{"value": value} for value in (True, "true", False, "false")]
+    (answer,) = decide(client, [CHOICE | {"choices": choices}]).answers
+    assert [one.value for one in answer.probabilities] == [True, "true", False, "false"]
+
+
+def test_input_may_be_turns_calls_and_json(client):
+    turns = [
+        {"role": "system", "content": "Count."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "How many?"},
+                {"type": "input_json", "data": {"a": [1, None, True]}},
+            ],
+        },
+        {"role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "1", "output": "34"},
+    ]
+    assert len(decide(client, input=turns).answers) == 3
+
+
+def nested(depth: int) -> Any:
+    data: Any = 1
+    for _ in range(depth):
+        data = [data]
+    return data
+
+
+def of_user(part: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": [part]}]}
+
+
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+# More than there are letters; one does not fit a canvas.
+LONG_CHOICES = [{"value": text} for text in (*map(str, range(40)), "ab" * CANVAS)]
+REFUSED = {
+    "no questions": ({"questions": []}, "questions"),
+    "401 questions": ({"questions": [PREDICATE] * 401}, "questions"),
+    "one choice": ({"questions": [CHOICE | {"choices": [{"value": "a"}]}]}, "questions.0"),
+    "256 choices": (
+        {"questions": [CHOICE | {"choices": [{"value": str(i)} for i in range(256)]}]},
+        "questions.0",
+    ),
+    "a choice twice": (
+        {"questions": [CHOICE | {"choices": [{"value": "a"}] * 2}]},
+        "questions.0.choice.choices",
+    ),
+    "a number as choice": (
+        {"questions": [CHOICE | {"choices": [{"value": 1}, {"value": "a"}]}]},
+        "questions.0",
+    ),
+    "one level": ({"questions": [SCORE | {"levels": [{"label": "a"}]}]}, "questions.0"),
+    "another type": ({"questions": [{"type": "vote", "instructions": ""}]}, "questions.0"),
+    "an unknown field": ({"stream": True}, "stream"),
+    "17 samples": ({"samples": 17}, "samples"),
+    "an image": (of_user(IMAGE), "input"),
+    "an image in a question": (
+        {"questions": [PREDICATE | {"instructions": [IMAGE]}]},
+        "questions",
+    ),
+    "deep JSON": (of_user({"type": "input_json", "data": nested(33)}), "input"),
+    "much JSON": (of_user({"type": "input_json", "data": [0] * 10_000}), "input"),
+    "long JSON": (of_user({"type": "input_json", "data": "a" * 300_000}), "input"),
+    "an output without call": (
+        {"input": [{"type": "function_call_output", "call_id": "1", "output": ""}]},
+        "body",
+    ),
+    "a refusal of the user": (of_user({"type": "refusal", "refusal": "no"}), "input"),
+    "a long input": ({"input": "1 " * MAX_MODEL_LEN}, "input"),
+    "a long option": (
+        {
+            "questions": [
+                CHOICE | {"choices": [{"value": "ab" * CANVAS + str(i)} for i in range(255)]}
+            ]
+        },
+        "questions",
+    ),
+    "much work": ({"input": "a" * 25_000, "questions": [PREDICATE] * 400}, "questions"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_body_is_refused_by_name(server, name):
+    change, parameter = REFUSED[name]
+    body = {"model": MODEL, "input": INPUT, "questions": QUESTIONS} | change
+    reply = server.post("/v1/decisions", body)
+    assert reply.status == 400, reply.text
+    assert parameter in f"{reply.parameter} {reply.message}", reply.text
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError):
+        decide(client, model="gpt-6-luna")
+
+
+def test_vllm_s_own_route_takes_the_same_strategy(server):
+    questions = {
+        "p": {"type": "noul", "instructions": PREDICATE["instructions"]},
+        "c": {"type": "choice", "criteria": {f"option {i}": None for i in range(40)}},
+        "s": {"type": "score", "criteria": ["few", "some", "many"]},
+    }
+    reply = server.post("/v1/systemone", {"model": MODEL, "state": INPUT, "questions": questions})
+    assert reply.status == 200, reply.text
+    answers = json.loads(reply.text)["answers"]
+    (asked,) = decide(server.client(), [PREDICATE]).answers
+    assert answers["p"]["noul"] == asked.probability
+    assert len(answers["c"]["probabilities"]) == 40
+    assert list(answers["s"]["probabilities"]) == ["0", "1", "2"]
+
+
+def test_questions_and_canvases_are_counted(server, client):
+    def counts() -> list[float]:
+        lines = server.get("/metrics").text.splitlines()
+        names = ("questions", "reads", "refusals")
+        found = {
+            name: float(line.rpartition(" ")[2])
+            for line in lines
+            for name in names
+            if line.startswith(f"dllm:decision_{name}_total")
+        }
+        return [found.get(name, 0) for name in names]
+
+    decide(client)
+    before = counts()
+    decide(client, extra_body={"samples": 2})
+    assert [b - a for a, b in zip(before, counts(), strict=True)] == [3, 6, 0]
