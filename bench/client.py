@@ -109,9 +109,9 @@ def answer_questions(model: Path, asked: Sequence[Question], max_tokens: int, re
     asked once more before the clock starts. A block counts as there when the
     encoder begins to read it, and the last one when the answer is complete.
     """
-    from dllm.tools.eval_reference import ReferenceModel  # torch and transformers: seconds
+    from dllm.tools.eval_reference import open_reference  # torch and transformers: seconds
 
-    reference = ReferenceModel(model, max_tokens)
+    reference = open_reference(model, max_tokens)
     reference.answer(asked[:1], lambda: None)
 
     encoded: list[float] = []  # when the encoder began

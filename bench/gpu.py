@@ -46,6 +46,7 @@ import psutil  # type: ignore[import-untyped]
 from bench.context import RESULTS, ROOT, command_line, write_csv
 from bench.roofline import released_config
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
+from dllm.quantize.recipes import MADE, quantization_config
 
 CALLS = (1, 2, 3)
 CALL_S = 540  # of a machine that ends a command after 10 minutes
@@ -164,28 +165,11 @@ def write_without_weights(path: Path, config: dict[str, object], *, is_fp8: bool
     """
     write_checkpoint(path)  # a tiny one, for its tokenizer and generation config
     (path / "model.safetensors").unlink()
-    quantization = {"quantization_config": fp8_dynamic()} if is_fp8 else {}
+    quantization = (
+        {"quantization_config": quantization_config(MADE["fp8-dynamic"])} if is_fp8 else {}
+    )
     (path / "config.json").write_text(json.dumps(config | quantization, indent=2))
     return path
-
-
-def fp8_dynamic() -> dict[str, object]:
-    """``quantization_config`` of the FP8 recipe, without LLM Compressor."""
-    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
-
-    from dllm.quantize.recipes import RECIPES
-
-    recipe = RECIPES["fp8-dynamic"]
-    scheme = preset_name_to_scheme(recipe.preset, ["Linear"])
-    scheme.format = recipe.file_format
-    config = QuantizationConfig(
-        config_groups={"group_0": scheme},
-        ignore=list(recipe.plan.ignore),
-        quantization_status="compressed",
-        format=recipe.file_format,
-    )
-    written: dict[str, object] = config.model_dump(mode="json")
-    return written
 
 
 # --- running the parts ---------------------------------------------------------------------------

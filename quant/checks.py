@@ -1,15 +1,15 @@
 """Checks of a quantized layer's tensors: each answers with sentences that name what is wrong.
 
 ``dllm quantize`` runs them on every group of layers before it writes the group, ``dllm
-check-quant`` on a whole checkpoint, and a server while it loads one. They are functions of names,
-shapes and tensors alone. None or an empty list means that nothing is wrong.
+check-quant`` on a whole checkpoint, and a server while it loads one (``checked``): one that would
+compute NaN is refused. None or an empty list means that nothing is wrong.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from dllm.quant.schemes import Scheme
+from dllm.quant.schemes import Plan, Scheme
 
 # How the names of tensors with scales end. The last four are not written here: they belong to
 # schemes that vLLM serves on CUDA alone (Model Optimizer's NVFP4, static scales of inputs, a
@@ -77,13 +77,6 @@ def implausible_scale(name: str, scales: torch.Tensor) -> str | None:
     return None
 
 
-def unexpected_codes(name: str, weight: torch.Tensor) -> str | None:
-    """What is wrong with the weight of a layer that is not quantized; None if nothing is."""
-    if weight.dtype != torch.uint8:
-        return None
-    return f"{name} holds packed codes, and this layer is served unquantized"
-
-
 def layer_problems(module: str, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> list[str]:
     """Which tensors a quantized layer misses, and which of its shapes contradict each other.
 
@@ -114,3 +107,58 @@ def layer_problems(module: str, shapes: Mapping[str, tuple[int, ...]], scheme: S
 def _same_shape(given: tuple[int, ...], expected: tuple[int, ...]) -> bool:
     """Whether the shapes are equal; a single scale may be written as [] or as [1]."""
     return tuple(given) == expected or (expected == (1,) and tuple(given) == ())
+
+
+def checked(
+    weights: Iterable[tuple[str, torch.Tensor]], plan: Plan | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass a checkpoint's tensors on, and stop at the first that is wrong.
+
+    The tensors of a quantized layer are held back until all have come; then they are checked and
+    passed on together.
+
+    Args:
+        weights: (name in the checkpoint, tensor).
+        plan: which layers are quantized, and how; None checks only the values of scales.
+
+    Raises:
+        ValueError: naming every tensor of a layer whose scales are not finite and positive, whose
+            tensors are incomplete or contradict each other, or that should not be quantized.
+    """
+    waiting: dict[str, tuple[Scheme, dict[str, torch.Tensor]]] = {}
+    for name, tensor in weights:
+        module, _, suffix = name.rpartition(".")
+        if is_scale(name):
+            _refuse([scale_problem(name, tensor)])
+        scheme = plan.scheme_of(module) if plan is not None else None
+        is_plain = scheme is None and plan is not None and suffix == "weight"
+        if is_plain and tensor.dtype == torch.uint8:
+            _refuse([f"{name} holds packed codes, and this layer is served unquantized"])
+        if scheme is None or suffix not in scheme.suffixes:
+            yield name, tensor
+            continue
+        _, parts = waiting.setdefault(module, (scheme, {}))
+        parts[suffix] = tensor
+        if len(parts) == len(scheme.suffixes):
+            _refuse(_problems(module, scheme, parts))
+            del waiting[module]
+            yield from ((f"{module}.{part}", tensor) for part, tensor in parts.items())
+    _refuse(
+        problem
+        for module, (scheme, parts) in waiting.items()
+        for problem in _problems(module, scheme, parts)
+    )
+
+
+def _problems(module: str, scheme: Scheme, parts: dict[str, torch.Tensor]) -> list[str]:
+    shapes = {suffix: tuple(tensor.shape) for suffix, tensor in parts.items()}
+    return layer_problems(module, shapes, scheme)
+
+
+def _refuse(problems: Iterable[str | None]) -> None:
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise ValueError(
+            f"the quantized checkpoint cannot be served: {'; '.join(found)}. Quantize or download "
+            "it again; `dllm check-quant` gives a full report."
+        )

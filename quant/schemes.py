@@ -5,8 +5,9 @@ Each group names the layers it is for (a class name, a full module name, or ``re
 and describes the number formats of their weights and inputs.
 """
 
+import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +54,21 @@ class Scheme:
     nvfp4_names: Nvfp4Names = COMPRESSED_TENSORS
 
     @property
+    def preset(self) -> str:
+        """compressed-tensors' name of the scheme."""
+        return self.name.upper().replace("-", "_")
+
+    @property
+    def file_format(self) -> str:
+        """compressed-tensors' name of the layout of the tensors, of FP8 and NVFP4."""
+        return "nvfp4-pack-quantized" if self.weights == "nvfp4" else "float-quantized"
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether inputs have a static scale, so that the model has to run to find it."""
+        return self.inputs == "nvfp4"
+
+    @property
     def weight_suffix(self) -> str:
         """The last part of the name of the tensor that holds the weight's codes."""
         return self.nvfp4_names.codes if self.weights == "nvfp4" else "weight"
@@ -63,7 +79,7 @@ class Scheme:
         if self.weights != "nvfp4":
             return ("weight", "weight_scale")
         names = self.nvfp4_names
-        static_inputs = (names.input_scale,) if self.inputs == "nvfp4" else ()
+        static_inputs = (names.input_scale,) if self.needs_calibration else ()
         return (names.codes, "weight_scale", names.weight_scale, *static_inputs)
 
     def shapes(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
@@ -92,6 +108,13 @@ SCHEMES: dict[tuple[_Description, _Description | None], Scheme] = {
     (_NVFP4_WEIGHTS, _NVFP4_TOKENS): Scheme("nvfp4", "nvfp4", "nvfp4"),
     (_NVFP4_WEIGHTS, None): Scheme("nvfp4a16", "nvfp4", None),
 }
+# Those of NVIDIA Model Optimizer, by the quant_algo that vLLM serves a checkpoint with.
+MODEL_OPTIMIZER_SCHEMES = {
+    "NVFP4": Scheme("nvfp4", "nvfp4", "nvfp4", MODEL_OPTIMIZER),
+    "W4A16_NVFP4": Scheme("nvfp4a16", "nvfp4", None, MODEL_OPTIMIZER),
+}
+# What no server has in Model Optimizer's NVFP4, whatever the configuration says.
+NEVER_QUANTIZED = ("vision_tower", "embed_vision", "self_conditioning")
 
 
 @dataclass(frozen=True)
@@ -147,6 +170,40 @@ def parse_plan(quantization_config: Mapping[str, object]) -> Plan:
         ),
         ignore=tuple(quantization_config.get("ignore") or ()),  # type: ignore[arg-type]
     )
+
+
+def parse_model_optimizer(quant_algo: str, group_size: int, excluded: Sequence[str]) -> Plan:
+    """The plan of an NVFP4 checkpoint of NVIDIA Model Optimizer.
+
+    Its configuration lists the modules that are not quantized, as patterns with wildcards or as
+    parts of names. vLLM reads it, puts its own names of modules in place of the checkpoint's, and
+    matches them as ``ModelOptQuantConfigBase.is_layer_excluded`` says (vLLM 0.32); the rules here
+    are the same.
+
+    Args:
+        quant_algo: a key of ``MODEL_OPTIMIZER_SCHEMES``.
+        group_size: weights that share a scale.
+        excluded: modules that are not quantized.
+
+    Raises:
+        ValueError: the groups are not those of NVFP4.
+    """
+    if group_size != NVFP4_GROUP:
+        raise ValueError(
+            f"quantization_config: group_size = {group_size}; NVFP4 has a scale for every "
+            f"{NVFP4_GROUP} weights. Quantize or download the checkpoint again."
+        )
+    return Plan(
+        groups=((("Linear",), MODEL_OPTIMIZER_SCHEMES[quant_algo]),),
+        ignore=tuple(_target(shared_name(module)) for module in (*excluded, *NEVER_QUANTIZED)),
+    )
+
+
+def _target(excluded: str) -> str:
+    """A target as compressed-tensors writes it, for a wildcard or a part of a name."""
+    if any(sign in excluded for sign in "*?["):
+        return f"re:(?:.*\\.)?{fnmatch.translate(excluded)}"
+    return f"re:.*{re.escape(excluded)}"
 
 
 def shared_name(module: str) -> str:

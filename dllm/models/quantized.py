@@ -8,7 +8,7 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.models.finite import finite
-from dllm.quant.loading import checked
+from dllm.quant.checks import checked
 
 logger = init_logger(LOGGER)
 
@@ -60,13 +60,12 @@ def plan_of(quant_config: Any) -> Any:
     Raises:
         ValueError: the checkpoint cannot be served.
     """
-    from dllm.quant import modelopt
-    from dllm.quant.schemes import parse_plan
+    from dllm.quant.schemes import parse_model_optimizer, parse_plan
 
     if quant_config is None:
         return None
     if quant_config.get_name() == MODEL_OPTIMIZER_NVFP4:
-        return modelopt.plan_of(
+        return parse_model_optimizer(
             quant_config.quant_method, quant_config.group_size, quant_config.exclude_modules
         )
     if quant_config.get_name() != METHOD:

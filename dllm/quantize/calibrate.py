@@ -1,11 +1,11 @@
 """Calibration: runs the model on prompts to find the largest inputs of every linear layer.
 
 NVFP4 needs a static scale for the inputs of each layer. LLM Compressor's observers measure it while
-Hugging Face's model answers prompts: the encoder reads a prompt and the blocks written so far, the
-decoder denoises canvases. Two things are changed in the model before:
+Hugging Face's model answers prompts: a DiffusionGemma in the checkpoint's dtype, SDAR and LLaDA2 in
+fp32. Two things are changed in the model before:
 
-- Encoder and decoder are two sets of modules with the same weights. An observer on one would not
-  see the inputs of the other, so both are made to use the same linear layers.
+- DiffusionGemma's encoder and decoder are two sets of modules with the same weights. An observer on
+  one would not see the inputs of the other, so both are made to use the same linear layers.
 - An expert that gets no token would have no scale. So every expert sees every token; the answers
   still come from those that the router chose.
 
@@ -13,8 +13,6 @@ This module imports LLM Compressor, so it works only in that environment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from compressed_tensors.quantization import preset_name_to_scheme
@@ -22,47 +20,30 @@ from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.observers import Observer
 from torch import nn
-from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
+from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from dllm.models.gemma.weights import DECODER
-from dllm.quantize.checkpoint import few
+from dllm.models.llada2.reference import glm4_name
+from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
+from dllm.quantize.checkpoint import DIFFUSION_GEMMA, few
+from dllm.quantize.job import Job
 from dllm.settings.command import CommandError
-from dllm.tasks.prompts import Message
 
-
-@dataclass(frozen=True)
-class Calibration:
-    """What the model is run on.
-
-    Attributes:
-        prompts: conversations that it answers, one at a time.
-        blocks: how many canvases it fills for each, unless the answer ends before.
-        seed: of the noise that canvases start from.
-    """
-
-    prompts: list[list[Message]]
-    blocks: int
-    seed: int
+# Answers a prompt: its token ids, and its number.
+Respond = Callable[[list[int], int], object]
 
 
 def measure_inputs(
-    path: Path,
-    modules: Sequence[str],
-    preset: str,
-    device: str,
-    calibration: Calibration,
-    on_prompt: Callable[[int], None],
+    job: Job, modules: Sequence[str], on_prompt: Callable[[int], None]
 ) -> dict[str, torch.Tensor]:
     """Measure the static scale of each layer's inputs: ``[1]`` fp32, a divisor, by layer name.
 
-    Takes the memory (of ``device``) for the whole model, plus the experts of one layer while they
-    are split. The memory is free again when this returns.
+    Takes the memory (of ``job.device``) for the whole model, plus the experts of one layer while
+    they are split. The memory is free again when this returns.
 
     Args:
-        path: a checkpoint that is not quantized.
         modules: the linear layers to measure, by their names in a checkpoint.
-        preset: compressed-tensors' name of the scheme.
         on_prompt: called with the number of prompts answered so far.
 
     Raises:
@@ -70,23 +51,50 @@ def measure_inputs(
             would use a scale of 1 then.)
     """
     disable_progress_bar()
+    is_gemma = job.source.config["architectures"][0] == DIFFUSION_GEMMA  # type: ignore[index]
+    layers, respond = (_diffusion_gemma if is_gemma else _masked)(job, modules)
+    observers = observe_inputs(layers, job.scheme.preset)
+    tokenizer = AutoTokenizer.from_pretrained(job.source.path)
+    for index, messages in enumerate(job.prompts):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        with moe_calibration_context():
+            respond(ids, index)
+        on_prompt(index + 1)
+    return input_scales(observers)
+
+
+def _diffusion_gemma(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Respond]:
+    """The layers of a DiffusionGemma, and what fills ``job.blocks`` canvases behind a prompt."""
     model = DiffusionGemmaForBlockDiffusion.from_pretrained(
-        path, dtype="auto", device_map={"": device}
+        job.source.path, dtype="auto", device_map={"": job.device}
     ).eval()
     share_halves(model)
     layers = dict(model.model.decoder.named_modules(prefix=DECODER.removesuffix(".")))
-    observers = observe_inputs({module: layers[module] for module in modules}, preset)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    length = calibration.blocks * model.config.canvas_length
-    for index, messages in enumerate(calibration.prompts):
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
-        )
-        torch.manual_seed(calibration.seed + index)
-        with torch.inference_mode(), moe_calibration_context():
-            model.generate(ids.to(device), max_new_tokens=length)
-        on_prompt(index + 1)
-    return input_scales(observers)
+
+    @torch.inference_mode()
+    def respond(ids: list[int], index: int) -> None:
+        torch.manual_seed(job.seed + index)
+        length = job.blocks * model.config.canvas_length
+        model.generate(torch.tensor([ids], device=job.device), max_new_tokens=length)
+
+    return {module: layers[module] for module in modules}, respond
+
+
+def _masked(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Respond]:
+    """The same of a SDAR or a LLaDA2; its canvases are blocks, and its answers are greedy."""
+    rule = DecodingRule.of_checkpoint(job.source.path)
+    with torch.device(job.device):
+        model = load_model(job.source.path)
+        split_experts(model)
+    layers = dict(model.named_modules())
+
+    def respond(ids: list[int], index: int) -> None:
+        with torch.device(job.device):
+            generate_blocks(model, [ids], rule, job.blocks * rule.block_size)
+
+    # Where q, k and v are one layer in the checkpoint, the queries stand for it here.
+    own = {module: glm4_name(f"{module}.").removesuffix(".") for module in modules}
+    return {module: layers[name] for module, name in own.items()}, respond
 
 
 def share_halves(model: DiffusionGemmaForBlockDiffusion) -> None:
@@ -145,3 +153,12 @@ def _scale(observer: Observer) -> torch.Tensor:
     scale = observer.get_global_scale()
     assert scale is not None, "only formats with a static global scale are calibrated"
     return scale.float().reshape(1).cpu()
+
+
+def split_experts(model: PreTrainedModel) -> None:
+    """Give every expert linear layers of its own, which an observer can be put on."""
+    for layer in model.model.layers:
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is not None:
+            kind = LinearExperts2D.get_linear_experts_cls(type(experts))
+            layer.mlp.experts = kind.from_experts_module(experts, model.config)

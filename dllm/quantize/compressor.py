@@ -4,15 +4,9 @@ LLM Compressor's observers find the scales; compressed-tensors turns weights int
 them. This module imports LLM Compressor, so it works only in that environment.
 """
 
-from collections.abc import Callable
-
 import torch
 from compressed_tensors.compressors import compress_module
-from compressed_tensors.quantization import (
-    QuantizationConfig,
-    QuantizationStatus,
-    preset_name_to_scheme,
-)
+from compressed_tensors.quantization import preset_name_to_scheme
 from llmcompressor.entrypoints.model_free.lifecycle import (
     initialize_quantized_linear,
     validate_weight_for_quantization,
@@ -26,27 +20,27 @@ from llmcompressor.modifiers.quantization.calibration import (
 )
 from llmcompressor.observers.fusion import FusionHandler
 
+from dllm.quant.schemes import Scheme
 from dllm.quantize.groups import QuantizeFused, Tensors
-from dllm.quantize.recipes import IGNORED, Recipe
 
 
-def quantizer(recipe: Recipe, device: str) -> QuantizeFused:
+def quantizer(scheme: Scheme, device: str) -> QuantizeFused:
     """A function that quantizes the weights of one layer, or of several that vLLM fuses into one.
 
     Fused layers get one NVFP4 global scale together. If theirs differed, vLLM would take the larger
     for all and read the other weights wrong.
     """
-    scheme = preset_name_to_scheme(recipe.preset, ["Linear"])
+    preset = preset_name_to_scheme(scheme.preset, ["Linear"])
 
     def quantize(weights: Tensors, input_scale: torch.Tensor | None) -> dict[str, Tensors]:
         # The steps of LLM Compressor's own pipeline, called one by one.
         modules = {}
         for name, weight in weights.items():
-            validate_weight_for_quantization(weight, scheme, name)
-            modules[name] = initialize_quantized_linear(weight.to(device), scheme, device)
+            validate_weight_for_quantization(weight, preset, name)
+            modules[name] = initialize_quantized_linear(weight.to(device), preset, device)
             initialize_observer(modules[name], "weight")
             apply_calibration_status(modules[name])
-        if recipe.scheme.weights == "nvfp4":
+        if scheme.weights == "nvfp4":
             FusionHandler.fuse([(module.weight_observer, module) for module in modules.values()])
         observe(modules.values(), base_name="weight")
         update_qparams(modules.values(), base_name="weight")
@@ -60,17 +54,3 @@ def quantizer(recipe: Recipe, device: str) -> QuantizeFused:
         return parts
 
     return quantize
-
-
-def quantization_config(recipe: Recipe) -> dict[str, object]:
-    """The ``quantization_config`` of config.json, as compressed-tensors writes it."""
-    scheme = preset_name_to_scheme(recipe.preset, ["Linear"])
-    scheme.format = recipe.file_format
-    config: Callable[..., QuantizationConfig] = QuantizationConfig
-    written: dict[str, object] = config(
-        config_groups={"group_0": scheme},
-        ignore=list(IGNORED),
-        quantization_status=QuantizationStatus.COMPRESSED,
-        format=recipe.file_format,
-    ).model_dump(mode="json")
-    return written

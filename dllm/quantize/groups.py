@@ -13,7 +13,7 @@ from dllm.quant.checks import implausible_scale, is_scale, layer_problems, scale
 from dllm.quant.schemes import Scheme
 from dllm.quantize.checkpoint import Checkpoint, byte_size, few
 from dllm.quantize.linears import Linear, by_one_name, layer_number, linears, text_shapes
-from dllm.quantize.recipes import Recipe
+from dllm.quantize.recipes import quantized_layers
 from dllm.settings.command import CommandError
 
 Tensors = dict[str, torch.Tensor]
@@ -45,15 +45,15 @@ class Group:
         return list(sets.values())
 
 
-def groups_of(source: Checkpoint, recipe: Recipe) -> list[Group]:
+def groups_of(source: Checkpoint, scheme: Scheme) -> list[Group]:
     """The groups of a checkpoint: what is outside the decoder layers, then one for each layer.
 
     Raises:
         CommandError: the source is quantized already, misses a tensor, has one of a wrong shape or
-            dtype, or its shapes do not fit the recipe.
+            dtype, or its shapes do not fit the scheme.
     """
     refuse_unfit(source)
-    layers = recipe.quantized(linears(source.config))
+    layers = quantized_layers(linears(source.config), scheme)
     copies = by_one_name(source)
     quantized = {layer.source for layer in layers}
     numbers = sorted({layer_number(name) for name in copies} - {None})  # type: ignore[type-var]

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dllm.quant.schemes import Scheme
 from dllm.quantize.checkpoint import Checkpoint, in_units
 from dllm.quantize.groups import Group, file_bytes, groups_of, working_bytes
-from dllm.quantize.prompts import calibration_prompts
-from dllm.quantize.recipes import RECIPES, Recipe, recipe_named
+from dllm.quantize.recipes import MADE, scheme_named
 from dllm.quantize.staging import refuse_existing
 from dllm.settings.command import CommandError
-from dllm.tasks.prompts import Message
+from dllm.tasks.prompts import SHIPPED, Message, asked, knows_suite, read_conversations
+from dllm.tasks.suite import FAMILIES, questions
 
 # Files beside the weights that are copied unchanged, if the source has them.
 COMPANIONS = (
@@ -40,15 +41,15 @@ class Job:
 
     Attributes:
         source: the checkpoint in bf16 (or fp16, or fp32).
-        recipe: how it is quantized.
+        scheme: of the layers that are quantized.
         groups: the parts of the checkpoint that become one file each.
         out: the directory to make.
-        prompts: conversations to calibrate with; empty if the recipe needs no calibration.
+        prompts: conversations to calibrate with; empty if the scheme needs no calibration.
         blocks, seed, device: the options of these names.
     """
 
     source: Checkpoint
-    recipe: Recipe
+    scheme: Scheme
     groups: list[Group]
     out: Path
     prompts: list[list[Message]]
@@ -59,18 +60,17 @@ class Job:
     @property
     def output_bytes(self) -> int:
         """About the size of the finished weights, in bytes."""
-        return sum(file_bytes(self.source, group, self.recipe.scheme) for group in self.groups)
+        return sum(file_bytes(self.source, group, self.scheme) for group in self.groups)
 
     @property
     def needs(self) -> str:
         """The memory and disk space that it takes, as text."""
-        scheme = self.recipe.scheme
-        writing = max(working_bytes(self.source, group, scheme) for group in self.groups)
+        writing = max(working_bytes(self.source, group, self.scheme) for group in self.groups)
         text = (
             f"{in_units(self.output_bytes)} of disk, {in_units(writing)} of memory beside the "
             "libraries' 0.5 GB"
         )
-        if not self.recipe.needs_calibration:
+        if not self.scheme.needs_calibration:
             return text
         model = sum(self.source.num_bytes(name) for name in self.source.shapes)
         return (
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     found.add_argument("model", type=Path, help="directory of a checkpoint in bf16")
-    found.add_argument("--scheme", required=True, help=" or ".join(RECIPES))
+    found.add_argument("--scheme", required=True, help=" or ".join(MADE))
     found.add_argument("--out", type=Path, required=True, help="directory to make")
     found.add_argument(
         "--calibration",
@@ -115,11 +115,11 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
         CommandError: it cannot be done; says why and what to do.
     """
     args = parser().parse_args(argv)
-    recipe = recipe_named(args.scheme)
+    scheme = scheme_named(args.scheme)
     for name in ("samples", "blocks"):
         if getattr(args, name) < 1:
             raise CommandError(f"--{name} {getattr(args, name)}: has to be at least 1.")
-    if args.calibration is not None and not recipe.needs_calibration:
+    if args.calibration is not None and not scheme.needs_calibration:
         raise CommandError(f"--calibration is of no use with --scheme {args.scheme}; leave it out.")
     refuse_existing(args.out)
     source = Checkpoint(args.model)
@@ -128,12 +128,12 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
             f"{args.model} has no {' or '.join(TOKENIZERS)}; nothing could serve it."
         )
     prompts = []
-    if recipe.needs_calibration:
+    if scheme.needs_calibration:
         prompts = calibration_prompts(args.calibration, args.model, args.samples, args.seed)
     job = Job(
         source,
-        recipe,
-        groups_of(source, recipe),
+        scheme,
+        groups_of(source, scheme),
         args.out,
         prompts,
         args.blocks,
@@ -164,3 +164,34 @@ def refuse_full_disk(job: Job) -> None:
             f"--out {job.out}: {in_units(job.output_bytes)} are needed, and {parent} has "
             f"{in_units(free)} free. Free some, or name a directory on another disk."
         )
+
+
+def calibration_prompts(
+    file: Path | None, model: Path, samples: int, seed: int
+) -> list[list[Message]]:
+    """Conversations to calibrate with; the model answers the last message of each.
+
+    Args:
+        file: a JSON object on each line (``tasks.prompts``). None takes the shipped general
+            prompts; for our small models training questions of the task suite, equally many of
+            every family.
+        model: the checkpoint that answers.
+        samples: how many to take: the first ones of a file, or all if it has fewer.
+        seed: of the task suite's questions.
+
+    Raises:
+        CommandError: the file cannot be read, or a line is wrong (its number is in the message).
+    """
+    if file is None and knows_suite(model):
+        each = -(-samples // len(FAMILIES))
+        suite = questions(FAMILIES, "train", each, seed)
+        # Families take turns. In the suite's order, `samples` would cut off the last family.
+        turns = [index for first in range(each) for index in range(first, len(suite), each)]
+        return [asked(suite[index].prompt).messages for index in turns[:samples]]
+    try:
+        found = read_conversations(file or SHIPPED, is_json=True)
+    except ValueError as error:
+        raise CommandError(f"--calibration {error}") from None
+    if not found:
+        raise CommandError(f"--calibration {file} is empty; it needs one JSON object a line.")
+    return [conversation.messages for conversation in found[:samples]]

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from dllm.quantize.checkpoint import DIFFUSION_GEMMA, INDEX, byte_size, in_units, read_header
+from dllm.quantize.checkpoint import INDEX, byte_size, in_units, read_header
 from dllm.quantize.groups import QuantizeFused, Tensors, quantize_group
 from dllm.quantize.job import COMPANIONS, Job, prepare
-from dllm.quantize.recipes import IGNORED
+from dllm.quantize.recipes import IGNORED, quantization_config
 from dllm.quantize.staging import Staging
 from dllm.settings.command import FAILED, INTERRUPTED, OK, CommandError
 
@@ -40,7 +40,7 @@ def make(
     Args:
         config: the ``quantization_config`` for its config.json.
         quantize: turns weights into the tensors of a checkpoint.
-        measure: calibrates: finds the scales of inputs. Called if the recipe needs it.
+        measure: calibrates: finds the scales of inputs. Called if the scheme needs it.
         say: called with lines of progress.
 
     Raises:
@@ -48,7 +48,7 @@ def make(
     """
     staging = Staging(job.out, run_record(job))
     input_scales: Tensors = {}
-    if job.recipe.needs_calibration:
+    if job.scheme.needs_calibration:
         if staging.has(INPUT_SCALES):
             say("calibration: already there")
         else:
@@ -73,7 +73,7 @@ def _write_groups(
         file = f"model-{number:05d}-of-{len(job.groups):05d}.safetensors"
         start, how = time.monotonic(), "already there"
         if not staging.has(file):
-            scheme = job.recipe.scheme
+            scheme = job.scheme
             staging.save(file, quantize_group(job.source, group, scheme, quantize, input_scales))
             job.source.release()
             how = f"{time.monotonic() - start:.1f} s"
@@ -89,7 +89,7 @@ def run_record(job: Job) -> dict[str, object]:
     """Everything that the files depend on, and why some layers are not quantized."""
     files = sorted(set(job.source.files.values()))
     record: dict[str, object] = {
-        "scheme": job.recipe.scheme.name,
+        "scheme": job.scheme.name,
         "source": {
             file.name: {"bytes": file.stat().st_size, "modified_ns": file.stat().st_mtime_ns}
             for file in files
@@ -97,7 +97,7 @@ def run_record(job: Job) -> dict[str, object]:
         "not_quantized": dict(IGNORED),
         "made_with": {name: _version(name) for name in ("llmcompressor", "compressed-tensors")},
     }
-    if job.recipe.needs_calibration:
+    if job.scheme.needs_calibration:
         record["calibration"] = {
             "prompts": job.prompts,
             "blocks": job.blocks,
@@ -130,11 +130,8 @@ def resident() -> str:
 
 def _measure(job: Job, say: Say) -> Tensors:
     """Calibrate with LLM Compressor's observers."""
-    from dllm.quantize.calibrate import Calibration, measure_inputs
-    from dllm.quantize.calibrate_masked import measure_masked_inputs
+    from dllm.quantize.calibrate import measure_inputs
 
-    kind = job.source.config["architectures"][0]  # type: ignore[index]
-    measure = measure_inputs if kind == DIFFUSION_GEMMA else measure_masked_inputs
     modules = [layer.module for group in job.groups for layer in group.layers]
     start = time.monotonic()
 
@@ -143,14 +140,7 @@ def _measure(job: Job, say: Say) -> Tensors:
             seconds = time.monotonic() - start
             say(f"calibration: {number}/{len(job.prompts)} prompts, {seconds:.1f} s, {resident()}")
 
-    return measure(
-        job.source.path,
-        modules,
-        job.recipe.preset,
-        job.device,
-        Calibration(job.prompts, job.blocks, job.seed),
-        on_prompt,
-    )
+    return measure_inputs(job, modules, on_prompt)
 
 
 def _say(line: str) -> None:
@@ -166,11 +156,10 @@ def main(argv: Sequence[str]) -> int:
         job, _ = prepare(argv)
         if job.device.startswith("cuda") and not torch.cuda.is_available():
             raise CommandError(f"--device {job.device}: this environment's torch sees no GPU.")
-        from dllm.quantize.compressor import quantization_config, quantizer
+        from dllm.quantize.compressor import quantizer
 
-        make(
-            job, quantization_config(job.recipe), quantizer(job.recipe, job.device), _measure, _say
-        )
+        config = quantization_config(job.scheme)
+        make(job, config, quantizer(job.scheme, job.device), _measure, _say)
     except CommandError as error:
         print(f"dllm quantize: {error}", file=sys.stderr)
         return FAILED

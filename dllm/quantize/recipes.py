@@ -1,7 +1,6 @@
 """The schemes of ``dllm quantize``, and the layers that it does not quantize, with the reasons."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from dllm.quant.formats import NVFP4_GROUP
 from dllm.quant.schemes import SCHEMES, Plan, Scheme
@@ -19,66 +18,51 @@ IGNORED: Mapping[str, str] = {
     "re:.*vision_tower.*": "text calibration never runs it",
     "re:.*embed_vision.*": "text calibration never runs it",
 }
+_BY_NAME = {scheme.name: scheme for scheme in SCHEMES.values()}
+MADE = {name: _BY_NAME[name] for name in ("fp8-dynamic", "nvfp4")}
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """One way to quantize a model.
-
-    Attributes:
-        scheme: of the quantized layers.
-        preset: compressed-tensors' name of the scheme.
-        file_format: compressed-tensors' name of the layout of the tensors.
-        needs_calibration: whether the model has to run, to find the scales of its inputs.
-    """
-
-    scheme: Scheme
-    preset: str
-    file_format: str
-    needs_calibration: bool
-
-    @property
-    def plan(self) -> Plan:
-        """Which layers of a checkpoint get the scheme."""
-        return Plan(groups=((("Linear",), self.scheme),), ignore=tuple(IGNORED))
-
-    def quantized(self, layers: list[Linear]) -> list[Linear]:
-        """Those of the layers that are quantized.
-
-        Raises:
-            CommandError: the inputs of a layer cannot be divided into the groups of the format.
-        """
-        chosen = [layer for layer in layers if self.plan.scheme_of(layer.module) is not None]
-        if self.scheme.weights == "nvfp4":
-            for layer in chosen:
-                if layer.shape[1] % NVFP4_GROUP:
-                    raise CommandError(
-                        f"{self.scheme.name} has groups of {NVFP4_GROUP} inputs, and "
-                        f"{layer.module} has {layer.shape[1]}. Use --scheme fp8-dynamic, which "
-                        "has no groups."
-                    )
-        return chosen
-
-
-_SCHEMES = {scheme.name: scheme for scheme in SCHEMES.values()}
-RECIPES = {
-    recipe.scheme.name: recipe
-    for recipe in (
-        Recipe(_SCHEMES["fp8-dynamic"], "FP8_DYNAMIC", "float-quantized", False),
-        Recipe(_SCHEMES["nvfp4"], "NVFP4", "nvfp4-pack-quantized", True),
-    )
-}
-
-
-def recipe_named(name: str) -> Recipe:
-    """The recipe that ``--scheme`` asks for.
+def scheme_named(name: str) -> Scheme:
+    """The scheme that ``--scheme`` asks for.
 
     Raises:
         CommandError: there is none of this name.
     """
-    if name not in RECIPES:
+    if name not in MADE:
         raise CommandError(
-            f"--scheme {name}: unknown{did_you_mean(name, list(RECIPES))}; allowed: "
-            f"{', '.join(RECIPES)}."
+            f"--scheme {name}: unknown{did_you_mean(name, list(MADE))}; allowed: {', '.join(MADE)}."
         )
-    return RECIPES[name]
+    return MADE[name]
+
+
+def quantized_layers(layers: list[Linear], scheme: Scheme) -> list[Linear]:
+    """Those of the layers that get the scheme.
+
+    Raises:
+        CommandError: the inputs of a layer cannot be divided into the groups of the format.
+    """
+    plan = Plan(groups=((("Linear",), scheme),), ignore=tuple(IGNORED))
+    chosen = [layer for layer in layers if plan.scheme_of(layer.module) is not None]
+    for layer in chosen:
+        if scheme.weights == "nvfp4" and layer.shape[1] % NVFP4_GROUP:
+            raise CommandError(
+                f"{scheme.name} has groups of {NVFP4_GROUP} inputs, and {layer.module} has "
+                f"{layer.shape[1]}. Use --scheme fp8-dynamic, which has no groups."
+            )
+    return chosen
+
+
+def quantization_config(scheme: Scheme) -> dict[str, object]:
+    """The ``quantization_config`` of config.json, as compressed-tensors writes it."""
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    preset = preset_name_to_scheme(scheme.preset, ["Linear"])
+    preset.format = scheme.file_format
+    config = QuantizationConfig(
+        config_groups={"group_0": preset},
+        ignore=list(IGNORED),
+        quantization_status="compressed",
+        format=scheme.file_format,
+    )
+    written: dict[str, object] = config.model_dump(mode="json")
+    return written

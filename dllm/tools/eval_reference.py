@@ -1,14 +1,16 @@
 """Answers questions with a checkpoint in Hugging Face transformers, in this process.
 
-This is the reference for a server's answers. It asks one question at a time. The denoise steps of a
-diffusion model are counted by a streamer, an object that ``generate`` calls after every step and
-every block.
+This is the reference for a server's answers. It asks one question at a time. DiffusionGemma and
+autoregressive models are generated from by transformers, a SDAR or a LLaDA2 by the plain loop of
+``models.unmasking.reference``.
 """
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from transformers import (
@@ -19,17 +21,105 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from dllm.models.unmasking.reference import LOADERS
+from dllm.models.unmasking.reference import LOADERS, DecodingRule, generate_blocks, load_model
+from dllm.models.unmasking.rule import DYNAMIC, STRATEGIES
 from dllm.settings.command import CommandError
 from dllm.tasks.suite import Question
-from dllm.tools.eval_masked import MaskedReference, cut_answer, prompt_ids
 from dllm.tools.eval_report import Answer, Run
 
 DIFFUSION = DiffusionGemmaForBlockDiffusion.__name__
 
 
+class Generated(NamedTuple):
+    """The tokens behind a prompt, and what they took; an autoregressive model has no steps."""
+
+    tokens: list[int]
+    denoise_steps: int = 0
+    blocks: int = 0
+
+
+class Reference(ABC):
+    """A checkpoint in transformers.
+
+    Attributes:
+        model: the loaded model.
+        stops: tokens that end an answer.
+        is_diffusion: whether it has denoise steps.
+    """
+
+    model: Any
+    stops: Collection[int]
+    is_diffusion = True
+
+    def __init__(self, path: Path) -> None:
+        disable_progress_bar()
+        self.name = f"{path} in transformers"
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+
+    @abstractmethod
+    def generate(self, ids: list[int], index: int) -> Generated:
+        """Answer the prompt ``ids`` of question number ``index``."""
+
+    def answer(self, questions: Sequence[Question], on_answer: Callable[[], None]) -> Run:
+        """Generate an answer to each question; ``on_answer`` is called after each."""
+        start = time.monotonic()
+        answers, steps, blocks = [], 0, 0
+        for index, question in enumerate(questions):
+            found = self.generate(self._prompt_ids(question), index)
+            answers.append(self._cut(question, found.tokens))
+            steps += found.denoise_steps
+            blocks += found.blocks
+            on_answer()
+        seconds = time.monotonic() - start
+        return Run(answers, seconds, *((steps, blocks) if self.is_diffusion else ()))
+
+    def _prompt_ids(self, question: Question) -> list[int]:
+        """A question as the chat template writes it, with the tools that it lists."""
+        chat = question.chat
+        options = {} if chat is None else {"tools": chat.schemas or None} | chat.template_kwargs
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question.prompt}],
+            add_generation_prompt=True,
+            return_dict=False,
+            **options,
+        )
+        return ids
+
+    def _cut(self, question: Question, tokens: Sequence[int]) -> Answer:
+        """The text in front of the first stop token, and the number of tokens up to it, included.
+
+        Special tokens stay in the text if the question has a chat: its answers hold marks.
+        """
+        end = next((i for i, token in enumerate(tokens) if token in self.stops), len(tokens))
+        text = self.tokenizer.decode(tokens[:end], skip_special_tokens=question.chat is None)
+        return Answer(text, min(end + 1, len(tokens)))
+
+
+def open_reference(
+    path: Path, max_tokens: int, temperature: float | None = None, seed: int = 0
+) -> Reference:
+    """The reference of a checkpoint.
+
+    Args:
+        max_tokens: of an answer; a diffusion model rounds it up to whole blocks.
+        temperature: multiplies DiffusionGemma's schedule of temperatures; 0 makes an autoregressive
+            model greedy; None uses generation_config.json.
+        seed: question i is answered with ``seed + i``.
+
+    Raises:
+        CommandError: there is no checkpoint, its reference does not allow this temperature, or a
+            server decodes it by another rule.
+    """
+    if not (path / "config.json").exists():
+        raise CommandError(f"--reference {path}: no config.json; give a checkpoint's folder.")
+    architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    if architecture in LOADERS:
+        return MaskedReference(path, max_tokens, temperature)
+    return GenerateReference(path, max_tokens, temperature, seed, architecture == DIFFUSION)
+
+
 class StepCounter:
-    """A streamer for ``generate`` that counts denoise steps and blocks."""
+    """A streamer: ``generate`` calls it after every denoise step and after every block."""
 
     def __init__(self) -> None:
         self.denoise_steps = 0
@@ -47,55 +137,26 @@ class StepCounter:
         """Called at the end; does nothing."""
 
 
-def open_reference(
-    path: Path, max_tokens: int, temperature: float | None, seed: int
-) -> "ReferenceModel | MaskedReference":
-    """The reference of a checkpoint; the arguments are those of the classes.
-
-    Raises:
-        CommandError: there is no checkpoint, or its reference does not allow this temperature.
-    """
-    if not (path / "config.json").exists():
-        raise CommandError(f"--reference {path}: no config.json; give a checkpoint's folder.")
-    if _architecture(path) in LOADERS:
-        return MaskedReference(path, max_tokens, temperature)
-    return ReferenceModel(path, max_tokens, temperature, seed)
-
-
-def _architecture(path: Path) -> str:
-    name: str = json.loads((path / "config.json").read_text())["architectures"][0]
-    return name
-
-
-class ReferenceModel:
-    """A checkpoint in transformers; its config.json says whether diffusion or autoregressive.
-
-    Args:
-        path: the checkpoint's folder.
-        max_tokens: of an answer; a diffusion model rounds it up to whole blocks.
-        temperature: multiplies a diffusion model's schedule of temperatures; 0 makes an
-            autoregressive model greedy; None uses generation_config.json.
-        seed: question i is answered with ``seed + i``.
-
-    Raises:
-        CommandError: the reference does not allow this temperature.
-    """
+class GenerateReference(Reference):
+    """A model that transformers' ``generate`` knows; arguments as of ``open_reference``."""
 
     def __init__(
-        self, path: Path, max_tokens: int, temperature: float | None = None, seed: int = 0
+        self,
+        path: Path,
+        max_tokens: int,
+        temperature: float | None,
+        seed: int,
+        is_diffusion: bool,
     ) -> None:
-        architecture = _architecture(path)
-        self.name = f"{path} in transformers"
-        self.is_diffusion = architecture == DIFFUSION
-        kind = DiffusionGemmaForBlockDiffusion if self.is_diffusion else AutoModelForCausalLM
-        disable_progress_bar()
+        super().__init__(path)
+        self.is_diffusion, self.seed = is_diffusion, seed
+        kind = DiffusionGemmaForBlockDiffusion if is_diffusion else AutoModelForCausalLM
         self.model = kind.from_pretrained(path, dtype="auto").eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.seed = seed
         self.options: dict[str, object] = {"max_new_tokens": max_tokens}
         if temperature is not None:
             self.options |= self._temperature(temperature)
-        self.eos_ids = _as_list(self.model.generation_config.eos_token_id)
+        eos = self.model.generation_config.eos_token_id
+        self.stops = eos if isinstance(eos, list) else [eos]
 
     def _temperature(self, temperature: float) -> dict[str, object]:
         """The arguments of ``generate`` for a request's temperature."""
@@ -109,31 +170,54 @@ class ReferenceModel:
         schedule: GenerationConfig = self.model.generation_config
         return {"t_min": schedule.t_min * temperature, "t_max": schedule.t_max * temperature}
 
-    def answer(self, questions: Sequence[Question], on_answer: Callable[[], None]) -> Run:
-        """Generate an answer to each question; ``on_answer`` is called after each."""
-        start = time.monotonic()
+    @torch.inference_mode()
+    def generate(self, ids: list[int], index: int) -> Generated:
+        """Sample an answer."""
+        torch.manual_seed(self.seed + index)
         counter = StepCounter()
-        answers, blocks = [], 0
-        for index, question in enumerate(questions):
-            torch.manual_seed(self.seed + index)
-            counter.blocks = -1
-            answers.append(self._generate(question, counter))
-            blocks += counter.blocks
-            on_answer()
-        seconds = time.monotonic() - start
-        if not self.is_diffusion:
-            return Run(answers, seconds)
-        return Run(answers, seconds, counter.denoise_steps, blocks)
-
-    def _generate(self, question: Question, counter: StepCounter) -> Answer:
-        ids = torch.tensor([prompt_ids(self.tokenizer, question)])
         streamer = {"streamer": counter} if self.is_diffusion else {}
-        with torch.inference_mode():
-            output = self.model.generate(ids, **self.options, **streamer)
+        output = self.model.generate(torch.tensor([ids]), **self.options, **streamer)
         sequences = output.sequences if self.is_diffusion else output
-        tokens = sequences[0, ids.shape[1] :].tolist()
-        return cut_answer(self.tokenizer, question, tokens, self.eos_ids)
+        return Generated(sequences[0, len(ids) :].tolist(), counter.denoise_steps, counter.blocks)
 
 
-def _as_list(value: int | list[int] | None) -> list[int]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+class MaskedReference(Reference):
+    """A checkpoint of masked blocks, in fp32; arguments and errors as of ``open_reference``."""
+
+    def __init__(self, path: Path, max_tokens: int, temperature: float | None) -> None:
+        if temperature:
+            raise CommandError(
+                f"--temperature {temperature}: the reference of this model takes the most probable "
+                "tokens; allowed: 0, or leave it out."
+            )
+        super().__init__(path)
+        self.model, self.max_tokens = load_model(path), max_tokens
+        self.rule = DecodingRule.of_checkpoint(path)
+        self.stops = self.rule.stop_ids
+        refuse_other_rules(path, self.rule.block_size)
+
+    def generate(self, ids: list[int], index: int) -> Generated:
+        """The most probable answer."""
+        found = generate_blocks(self.model, [ids], self.rule, self.max_tokens)
+        return Generated(found.answers[0], found.num_steps, found.num_blocks)
+
+
+def refuse_other_rules(path: Path, block_size: int) -> None:
+    """Refuse fields of generation_config.json that a server obeys and the plain loop does not know.
+
+    Raises:
+        CommandError: the name of the field.
+    """
+    file = path / "generation_config.json"
+    given = json.loads(file.read_text()) if file.exists() else {}
+    dynamic = STRATEGIES[DYNAMIC]
+    if (given.get("remasking_strategy") or dynamic) != dynamic:
+        name, allowed = "remasking_strategy", dynamic
+    elif (given.get("max_denoising_steps") or block_size) < block_size:
+        name, allowed = "max_denoising_steps", f"at least {block_size}, the size of a block"
+    else:
+        return
+    raise CommandError(
+        f"--reference {path}: generation_config.json has {name} = {given[name]!r}, which the "
+        f"reference of this model does not know; allowed: {allowed}."
+    )

@@ -40,10 +40,7 @@ class Frame:
     Attributes:
         block: counted from 0.
         step: counted from 1 in each block.
-        temperature: of the step; None if it is not known.
         emitted: the tokens of all blocks before (of any length).
-        canvas: the tokens that the model saw. In the first frame of a stream they are not known,
-            and it equals ``next_canvas``.
         argmax: the most likely tokens.
         entropy: of the model's distributions, nats.
         accepted: whether the sampled token stays.
@@ -53,9 +50,7 @@ class Frame:
 
     block: int
     step: int
-    temperature: float | None
     emitted: tuple[int, ...]
-    canvas: tuple[int, ...]
     argmax: tuple[int, ...]
     entropy: tuple[float, ...]
     accepted: tuple[bool, ...]
@@ -66,10 +61,9 @@ class Frame:
     def title(self) -> str:
         """One line that says which step it is, and what it did."""
         mean = sum(self.entropy) / len(self.entropy)
-        known = "" if self.temperature is None else f"temperature {self.temperature:.2f}, "
         return (
-            f"block {self.block + 1}, step {self.step}: {known}"
-            f"{sum(self.accepted)}/{len(self.canvas)} accepted, mean entropy {mean:.3f}"
+            f"block {self.block + 1}, step {self.step}: "
+            f"{sum(self.accepted)}/{len(self.accepted)} accepted, mean entropy {mean:.3f}"
             + (", converged" if self.is_final else "")
         )
 

@@ -50,7 +50,7 @@ def animation(frames: Sequence[Frame], labels: Labels, question: str) -> str:
     """
     if not frames:
         raise ValueError("an animation needs at least one frame.")
-    rows = -(-len(frames[0].canvas) // COLUMNS)
+    rows = -(-len(frames[0].argmax) // COLUMNS)
     num_lines = max(len(_lines(labels.answer(frame))) for frame in frames)
     grid_top = MARGIN + 4 * LINE_H
     answer_top = grid_top + rows * (CELL_H + GAP) + LINE_H

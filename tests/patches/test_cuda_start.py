@@ -9,7 +9,6 @@ import pytest
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
-from bench.gpu import fp8_dynamic
 from dllm.patches.contract import ASYNC_SCHEDULER, GPU_WORKER, REMOTE_SCHEDULER, SCHEDULER
 from dllm.patches.cuda_graphs import (
     capture_sizes,
@@ -17,6 +16,7 @@ from dllm.patches.cuda_graphs import (
     keep_heads_out_of_full_graphs,
 )
 from dllm.patches.remote import SPECULATOR
+from dllm.quantize import recipes
 from tests.support.cuda_start import rehearse
 from tests.support.process import ROOT
 from tests.support.quant_checkpoints import OURS, quantization_config
@@ -28,7 +28,7 @@ CANVAS, MOST_TOKENS = 256, 4096
 GB_OF_VISION = 1.12  # of the released files; the vision tower is not made without torchvision
 FORMATS = {
     "bf16": None,
-    "fp8": fp8_dynamic(),
+    "fp8": recipes.quantization_config(recipes.MADE["fp8-dynamic"]),
     "nvfp4": quantization_config("nvfp4", OURS, {}),
     "modelopt": released(f"{GEMMA}-modelopt")["quantization_config"],
 }

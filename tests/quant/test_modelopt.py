@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dllm.quant.loading import checked
-from dllm.quant.modelopt import plan_of
+from dllm.quant.checks import checked
+from dllm.quant.schemes import parse_model_optimizer as plan_of
 from tests.support.cuda_start import rehearse
 from tests.support.quant_checkpoints import EXPERTS_ALONE, Tensors, write_modelopt
 

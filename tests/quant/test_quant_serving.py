@@ -20,9 +20,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from dllm.models.gemma.weights import refuse_missing
 from dllm.models.quantized import _kernel_of, copy_k_proj_entries_to_v_proj
 from dllm.patches.install import install
+from dllm.quant.checks import checked
 from dllm.quant.cpu_config import EmulatedNvfp4Linear, EmulatingConfig, Int8Linear
 from dllm.quant.formats import round_trip
-from dllm.quant.loading import checked
 from dllm.quant.schemes import parse_plan
 from tests.support.engine_harness import Engine
 from tests.support.quant_checkpoints import OURS, quantization_config, write_quantized

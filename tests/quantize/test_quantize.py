@@ -27,10 +27,9 @@ from dllm.quant.formats import global_scale_of, quantize_weight
 from dllm.quant.schemes import parse_plan
 from dllm.quantize import command, staging
 from dllm.quantize.checkpoint import INDEX, Checkpoint
-from dllm.quantize.job import Job, prepare
+from dllm.quantize.job import Job, calibration_prompts, prepare
 from dllm.quantize.linears import by_one_name, linears
 from dllm.quantize.make import make
-from dllm.quantize.prompts import calibration_prompts
 from dllm.quantize.verify import verify
 from dllm.tasks.prompts import SHIPPED
 from tests.support.process import start_python
@@ -59,7 +58,7 @@ class HandMade:
     """A quantizer in LLM Compressor's place, from ``quant.formats``; ``stop_at`` interrupts it."""
 
     def __init__(self, job: Job, stop_at: str = "nowhere") -> None:
-        self.numbers = job.recipe.scheme.weights
+        self.numbers = job.scheme.weights
         self.stop_at = stop_at
         self.seen: list[str] = []
         self.measured = 0

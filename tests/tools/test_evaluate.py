@@ -21,7 +21,7 @@ from dllm.tasks.tokenizer import (
     train_tokenizer,
 )
 from dllm.tasks.tool_tokenizer import encode_chat, train_tool_tokenizer
-from dllm.tools.eval_reference import ReferenceModel, open_reference
+from dllm.tools.eval_reference import open_reference
 from dllm.tools.eval_report import Answer, Run, Score, score, table, total, wilson_interval
 from dllm.tools.eval_server import PASSES, counter, denoise_counts
 from dllm.tools.evaluate import chosen_families
@@ -205,7 +205,7 @@ def test_more_questions_than_there_are_is_refused(capsys: pytest.CaptureFixture[
 
 
 def test_the_reference_counts_its_denoise_steps_and_blocks(checkpoint) -> None:
-    model = ReferenceModel(checkpoint(), max_tokens=40, seed=3)
+    model = open_reference(checkpoint(), max_tokens=40, seed=3)
     asked = questions(["extract"], "heldout", 3)
     seen = []
     forward, encoder = model.model.forward, model.model.model.encoder.forward
@@ -219,15 +219,15 @@ def test_the_reference_counts_its_denoise_steps_and_blocks(checkpoint) -> None:
     assert run.blocks is not None and run.blocks >= 3
     assert len(seen) == 3
     assert model.answer(asked, lambda: None).answers == run.answers
-    other = ReferenceModel(checkpoint(), max_tokens=40, seed=4)
+    other = open_reference(checkpoint(), max_tokens=40, seed=4)
     assert other.answer(asked, lambda: None).answers != run.answers
 
 
 def test_the_temperature_multiplies_the_schedule_of_the_reference(checkpoint) -> None:
-    model = ReferenceModel(checkpoint(), max_tokens=40, temperature=0.5)
+    model = open_reference(checkpoint(), max_tokens=40, temperature=0.5)
     assert model.options == {"max_new_tokens": 40, "t_min": 0.2, "t_max": 0.4}
     with pytest.raises(CommandError, match="no greedy mode"):
-        ReferenceModel(checkpoint(), max_tokens=40, temperature=0.0)
+        open_reference(checkpoint(), max_tokens=40, temperature=0.0)
 
 
 def test_an_autoregressive_reference_has_no_denoise_steps(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_an_autoregressive_reference_has_no_denoise_steps(tmp_path: Path) -> Non
     save_tokenizer(train_tokenizer(), tmp_path, model_max_length=512)
     asked = questions(["add"], "heldout", 2)
     runs = [
-        ReferenceModel(tmp_path, max_tokens=8, temperature=0.0, seed=seed).answer(
+        open_reference(tmp_path, max_tokens=8, temperature=0.0, seed=seed).answer(
             asked, lambda: None
         )
         for seed in (0, 1)
@@ -269,7 +269,7 @@ def test_the_reference_of_masked_blocks(config: dict, tmp_path: Path) -> None:
     """Its answers are those of the plain loop, cut behind the first stop token; steps count."""
     path = write(tmp_path / "model", config)
     (path / "generation_config.json").write_text('{"eos_token_id": [1, 6]}')
-    model = open_reference(path, 40, None, 0)
+    model = open_reference(path, 40)
     asked = questions(["add"], "heldout", 3)
     seen = []
     run = model.answer(asked, lambda: seen.append(1))
@@ -295,16 +295,16 @@ def test_a_rule_that_the_reference_of_masked_blocks_does_not_know_is_refused(
     path = write(tmp_path / "model", SDAR)  # blocks of 4
     generation = path / "generation_config.json"
     generation.write_text(json.dumps({name: accepted}))
-    open_reference(path, 40, None, 0)
+    open_reference(path, 40)
     generation.write_text(json.dumps({name: refused}))
     with pytest.raises(CommandError, match=f"generation_config.json has {name} = {refused!r}"):
-        open_reference(path, 40, None, 0)
+        open_reference(path, 40)
 
 
 def test_the_reference_of_masked_blocks_lists_tools_and_keeps_marks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = open_reference(write(tmp_path / "model", SDAR), 40, None, 0)
+    model = open_reference(write(tmp_path / "model", SDAR), 40)
     model.tokenizer = AutoTokenizer.from_pretrained("checkpoints/tiny-tools")
     tokenizer = train_tool_tokenizer()
     (asked,) = questions(["weather"], "heldout", 1)
@@ -315,7 +315,7 @@ def test_the_reference_of_masked_blocks_lists_tools_and_keeps_marks(
         seen.extend(prompts)
         return Generated([answer], 1, 1)
 
-    monkeypatch.setattr("dllm.tools.eval_masked.generate_blocks", generate)
+    monkeypatch.setattr("dllm.tools.eval_reference.generate_blocks", generate)
     run = model.answer([asked], lambda: None)
     assert seen == [encode_chat(tokenizer, asked)]
     assert run.answers == [Answer("<|channel>thought", len(answer) - 1)]

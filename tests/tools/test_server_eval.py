@@ -1,18 +1,20 @@
 """The `dllm` commands against a real server: `eval` and `watch` see the same answers and steps."""
 
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
-from transformers import AutoTokenizer
 
+from dllm.cli import main
 from dllm.tasks.suite import questions
 from dllm.tools.chat import Conversation
 from dllm.tools.client import connect
 from dllm.tools.eval_server import ServedModel
-from dllm.tools.watch import Watched, frames
+from dllm.tools.watch import StreamedTexts, served_frames
 from dllm.tools.watch_drawing import Labels
-from dllm.tools.watch_server import StreamedTexts, labels_of, served_frames
 from tests.support.server_harness import Server
+from tests.support.watched import Watched
 
 pytest_plugins = ["tests.support.server_harness"]
 
@@ -26,9 +28,8 @@ def test_answers_steps_and_blocks_are_those_that_watch_draws(
     server: Server, checkpoint, concurrency: int
 ) -> None:
     """In fp32, with the same seeds; the server's steps are read from its counters."""
-    path: Path = checkpoint()
-    watched, tokenizer = Watched.load(path), AutoTokenizer.from_pretrained(path)
-    labels = Labels(tokenizer, watched.eos_ids)
+    watched = Watched(checkpoint())
+    labels = Labels(watched.tokenizer, watched.eos_ids)
     asked = questions(["sort", "extract"], "heldout", 3)
     connection = connect(server.url, None)
     max_tokens = MAX_BLOCKS * watched.settings.canvas_length
@@ -36,12 +37,7 @@ def test_answers_steps_and_blocks_are_those_that_watch_draws(
 
     texts, num_steps, num_blocks = [], 0, 0
     for index, question in enumerate(asked):
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question.prompt}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        drawn = list(frames(watched, prompt, MAX_BLOCKS, seed=7 + index))
+        drawn = list(watched.frames(question.prompt, MAX_BLOCKS, seed=7 + index))
         texts.append(labels.answer(drawn[-1]).rstrip(CUT_OFF))
         num_steps += len(drawn)
         num_blocks += sum(frame.is_final for frame in drawn)
@@ -50,12 +46,8 @@ def test_answers_steps_and_blocks_are_those_that_watch_draws(
 
 
 def test_the_server_shows_the_steps_that_are_computed_here(server: Server, checkpoint) -> None:
-    watched, tokenizer = Watched.load(checkpoint()), AutoTokenizer.from_pretrained(checkpoint())
-    question, seed = "Sort 3, 1, 2.", 5
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-    )
-    expected = list(frames(watched, prompt, MAX_BLOCKS, seed))
+    watched, question, seed = Watched(checkpoint()), "Sort 3, 1, 2.", 5
+    expected = list(watched.frames(question, MAX_BLOCKS, seed))
     texts = StreamedTexts()
     connection = connect(server.url, None)
     found = list(served_frames(connection, texts, question, MAX_BLOCKS, seed))
@@ -68,10 +60,22 @@ def test_the_server_shows_the_steps_that_are_computed_here(server: Server, check
             assert ours.next_canvas == theirs.next_canvas
         # Rounded to thousandths of a nat.
         assert ours.entropy == pytest.approx(theirs.entropy, abs=1e-3)
-    shown = labels_of(texts)
-    assert shown.token(found[-1].argmax[0]) == Labels(tokenizer, frozenset()).token(
-        found[-1].argmax[0]
-    )
+    first = found[-1].argmax[0]
+    assert Labels(texts, texts.ends).token(first) == Labels(watched.tokenizer, set()).token(first)
+
+
+def test_the_command_draws_and_writes(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    svg = tmp_path / "out.svg"
+    arguments = ["watch", "Sort 3, 1, 2.", "--base-url", server.url, "--max-blocks", "1"]
+    assert main([*arguments, "--svg", str(svg)]) == 0
+    shown = capsys.readouterr().out
+    assert "> Sort 3, 1, 2." in shown
+    steps = [int(step) for step in re.findall(r"block 1, step (\d+):", shown)]
+    assert steps == list(range(1, len(steps) + 1))
+    groups = [g for g in ElementTree.parse(svg).getroot() if g.get("class") == "f"]
+    assert len(groups) == len(steps)
 
 
 def test_a_conversation_goes_on(server: Server) -> None:

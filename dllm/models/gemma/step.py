@@ -2,7 +2,7 @@
 
     noise -> temperature -> row statistics -> which tokens are kept, and whether to stop (``rule``)
 
-The server's sampler, ``dllm watch``, training and the benchmarks all call ``denoise``.
+The server's sampler, training and the benchmarks all call ``denoise``.
 ``first_canvases`` and ``next_step`` are for callers that have no engine.
 """
 

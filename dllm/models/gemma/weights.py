@@ -29,7 +29,7 @@ EXPERT_PROJECTIONS = {
 }
 # Parameters that a checkpoint may leave out. Scales of a quantized KV cache are 1 by default. vLLM
 # has input scales of experts also where inputs are not quantized; where inputs are quantized,
-# ``quant.loading`` requires these scales.
+# ``quant.checks`` requires these scales.
 OPTIONAL_SCALES = re.compile(
     r"\.attn\.([qkv]_(scale|zero_point)|prob_scale)$|\.routed_experts\.w\d+_input_global_scale$"
 )
