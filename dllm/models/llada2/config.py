@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from dllm.models.llada2.defaults import DEFAULTS
+from dllm.models.llada2.shapes import DEFAULTS
 
 
 class LLaDA2MoeConfig(PreTrainedConfig):

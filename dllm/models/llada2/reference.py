@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from dllm.models.llada2.defaults import DEFAULTS
+from dllm.models.llada2.shapes import DEFAULTS
 
 Config = Mapping[str, object]
 

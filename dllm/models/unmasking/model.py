@@ -15,8 +15,8 @@ from dllm.attention.cpu_fp8_cache import write_rounded
 from dllm.attention.layers import see_blocks
 from dllm.engine.logit_rows import LogitRows, rows_at_once
 from dllm.models import quantized
-from dllm.models.unmasking.family import Unmasking
 from dllm.models.unmasking.settings import UnmaskingSettings
+from dllm.models.unmasking.step import Unmasking
 
 if TYPE_CHECKING:
     from dllm.engine.model_state import DiffusionModelState

@@ -14,6 +14,7 @@ JetAstra/SDAR and, for `entropy_bounded`, JetEngine of the same authors. Three d
   pass, which changes nothing.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,18 +27,6 @@ STRATEGIES = (
     "entropy_bounded",  # those of least entropy, while their sum is below the bound; at least one
 )
 STATIC, DYNAMIC, SEQUENTIAL, ENTROPY = range(len(STRATEGIES))
-
-
-class UnmaskRules(NamedTuple):
-    """The parameters of a step, `[R]` each."""
-
-    max_steps: Tensor  # int; a canvas that needs them all is emitted without further editing
-    threshold: Tensor  # a probability
-    strategy: Tensor | None  # int, an index of STRATEGIES; None: dynamic
-    entropy_bound: Tensor  # nats
-    editing: Tensor  # bool
-    editing_threshold: Tensor  # a probability
-    max_post_steps: Tensor  # int
 
 
 class Proposal(NamedTuple):
@@ -71,27 +60,27 @@ def transfer_count(step: Tensor, max_steps: Tensor, block_size: int) -> Tensor:
 
 
 def masks_to_replace(
-    is_mask: Tensor, proposal: Proposal, count: Tensor, rules: UnmaskRules
+    is_mask: Tensor, proposal: Proposal, count: Tensor, numbers: Mapping[str, Tensor]
 ) -> Tensor:
     """Which masks get their proposed token: [R, C] bool.
 
-    is_mask: [R, C] bool. count: [R] int, from `transfer_count`.
+    is_mask: [R, C] bool. count: [R] int, from `transfer_count`. numbers: as of `unmask_step`.
     """
     confidence = torch.where(is_mask, proposal.confidence, -torch.inf)
     order = torch.sort(confidence, dim=-1, descending=True, stable=True).indices
     place = torch.arange(is_mask.shape[-1], device=is_mask.device).expand_as(order)
     best = is_mask & _unsorted(place < count[:, None], order)
-    above = confidence > rules.threshold[:, None]
+    above = confidence > numbers["threshold"][:, None]
     dynamic = torch.where((above.sum(dim=-1) >= count)[:, None], above, best)
-    if rules.strategy is None:
+    if "strategy" not in numbers:
         return dynamic
     first = is_mask & (is_mask.long().cumsum(dim=-1) <= count[:, None])
     # Positions that are no masks come last, and make the sum infinite.
     entropy = torch.where(is_mask, proposal.entropy, torch.inf)
     ordered, order = torch.sort(entropy, dim=-1, stable=True)
-    is_within = ordered.cumsum(dim=-1) < rules.entropy_bound[:, None]
+    is_within = ordered.cumsum(dim=-1) < numbers["entropy_bound"][:, None]
     surest = is_mask & _unsorted(is_within | (place == 0), order)
-    strategy = rules.strategy[:, None]
+    strategy = numbers["strategy"][:, None]
     return torch.where(
         strategy == STATIC,
         best,
@@ -112,7 +101,7 @@ def unmask_step(
     steps_done: Tensor,
     post_steps: Tensor,
     width: Tensor,
-    rules: UnmaskRules,
+    numbers: Mapping[str, Tensor],
     mask_token_id: int,
     block_size: int,
 ) -> Outcome:
@@ -122,29 +111,36 @@ def unmask_step(
         ids: [R, C] int64, the canvases that entered the model.
         steps_done, post_steps: [R] int, before this step.
         width: [R] int.
+        numbers: [R] each, of the parameters in the family's settings. Without a strategy it is the
+            dynamic one, and without editing nothing is edited.
     """
     is_valid = torch.arange(ids.shape[-1], device=width.device) < width[:, None]
     is_mask = (ids == mask_token_id) & is_valid
     had_masks = is_mask.any(dim=-1)
+    max_steps, is_editing = numbers["max_steps"], torch.zeros_like(had_masks)
     step = steps_done - post_steps
-    replaced = masks_to_replace(
-        is_mask, proposal, transfer_count(step, rules.max_steps, block_size), rules
-    )
-    is_last = step + 1 >= rules.max_steps
+    count = transfer_count(step, max_steps, block_size)
+    replaced = masks_to_replace(is_mask, proposal, count, numbers)
+    is_last = step + 1 >= max_steps
     replaced |= is_mask & is_last[:, None]
-    edited = is_valid & ~is_mask & rules.editing[:, None] & (proposal.token != ids)
-    edited &= proposal.confidence > rules.editing_threshold[:, None]
+    edited = torch.zeros_like(is_mask)
+    if "editing" in numbers:
+        is_editing = numbers["editing"] > 0
+        edited = is_valid & ~is_mask & is_editing[:, None] & (proposal.token != ids)
+        edited &= proposal.confidence > numbers["editing_threshold"][:, None]
     decided = replaced | edited
     canvas = torch.where(decided, proposal.token, ids)
 
     left = is_mask & ~replaced
     post_steps = post_steps + (~had_masks).to(post_steps.dtype)
-    has_edited_enough = ~edited.any(dim=-1) | (post_steps > rules.max_post_steps)
+    has_edited_enough = ~edited.any(dim=-1)
+    if "editing" in numbers:
+        has_edited_enough |= post_steps > numbers["max_post_steps"]
     is_settled = torch.where(had_masks, is_last, has_edited_enough)
-    is_finished = torch.where(rules.editing, is_settled, ~left.any(dim=-1))
+    is_finished = torch.where(is_editing, is_settled, ~left.any(dim=-1))
     is_stop = torch.where(decided, proposal.is_stop, proposal.was_stop) & is_valid
     has_new_stop = (decided & proposal.is_stop).any(dim=-1)
-    is_finished |= _has_stopped(is_stop, left) & (has_new_stop | ~rules.editing)
+    is_finished |= _has_stopped(is_stop, left) & (has_new_stop | ~is_editing)
     return Outcome(canvas, post_steps, is_finished & (width > 0), decided)
 
 

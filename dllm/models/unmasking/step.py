@@ -1,4 +1,6 @@
-"""One denoise step of a canvas of masks, from logits to the next canvas.
+"""The engine's interface, ``engine.family.Family``, for canvases that start as masks.
+
+One denoise step leads from logits to the next canvas:
 
     noise -> row statistics at the request's temperature -> which masks are replaced (``rule``)
 
@@ -9,7 +11,7 @@ as both references do.
 import torch
 
 from dllm.engine.canvas_rows import CanvasRows
-from dllm.engine.family import Canvases, Denoised
+from dllm.engine.family import Canvases, Column, Denoised, Family
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.settings import UnmaskingSettings
 from dllm.ops import noise
@@ -17,6 +19,27 @@ from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
 from dllm.settings.denoising import NO_TOKEN
+
+
+class Unmasking(Family):
+    """What the engine asks of an SDAR or a LLaDA2: nothing is looked back at or conditioned."""
+
+    decides_for_good = True
+    carried = (Column("post_steps", (), torch.int32),)
+
+    def __init__(self, settings: UnmaskingSettings) -> None:
+        self.settings: UnmaskingSettings = settings
+
+    def fresh_canvas(self, seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Canvases of masks."""
+        shape = (len(seeds), self.settings.canvas_length)
+        return torch.full(shape, self.settings.mask_token_id, device=seeds.device)
+
+    def denoise(
+        self, logits: torch.Tensor, rows: CanvasRows, canvases: Canvases, filters: RowFilters | None
+    ) -> Denoised:
+        """The denoise step, as the function of this name."""
+        return denoise(logits, rows, canvases, self.settings, filters)
 
 
 def denoise(
@@ -42,7 +65,7 @@ def denoise(
         steps_done=canvases.steps_done,
         post_steps=canvases.carried["post_steps"],
         width=rows.widths,
-        rules=_rules(canvases, settings),
+        numbers=canvases.numbers,
         mask_token_id=settings.mask_token_id,
         block_size=settings.block_size,
     )
@@ -95,18 +118,3 @@ def propose(
         entropy=stats.entropy[rows.padded],
     )
     return proposal, ids, stats
-
-
-def _rules(canvases: Canvases, settings: UnmaskingSettings) -> rule.UnmaskRules:
-    """The parameters of a step; what the family does not have is off."""
-    numbers = canvases.numbers
-    zero = torch.zeros_like(canvases.steps_done)
-    return rule.UnmaskRules(
-        max_steps=numbers["max_steps"],
-        threshold=numbers["threshold"],
-        strategy=numbers.get("strategy"),
-        entropy_bound=numbers.get("entropy_bound", zero),
-        editing=numbers.get("editing", zero) > 0,
-        editing_threshold=numbers.get("editing_threshold", zero),
-        max_post_steps=numbers.get("max_post_steps", zero),
-    )

@@ -11,17 +11,16 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from dllm.drafter.checkpoint import DrafterConfig, TargetFacts, check_pair
+from dllm.drafter.checkpoint import TargetFacts
 from dllm.drafter.samples import Sample
 from dllm.settings.command import FAILED, OK, CommandError
-from dllm.settings.drafting import DrafterOptions
 from dllm.tasks.suite import FAMILIES
 from dllm.train.drafter.acceptance import possible, total
 from dllm.train.drafter.check import Checker, Conventions, Reading, Verdict
 from dllm.train.drafter.export import build_network, read_checkpoint
 from dllm.train.drafter.prompts import Prompt, default_file, file_prompts, suite_prompts
 from dllm.train.drafter.settings import CalibrateSettings, block_of
-from dllm.train.drafter.target import Target, read_config, target_facts
+from dllm.train.drafter.target import Target, read_config, read_drafter, target_facts
 
 NUM_PROMPTS = 10
 MAX_TOKENS = 96
@@ -94,23 +93,16 @@ def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading
     dflash = dict(config.get("dflash_config") or {})  # type: ignore[call-overload]
     ids = dflash.get("target_layer_ids")
     try:
-        read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
-        check_pair(read, facts)
+        read = read_drafter(config, facts)
         return Reading(read, read.target_layer_ids), None
-    except ValueError as error:
+    except CommandError as error:
         refusal = str(error)
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise CommandError(refusal)
     shift = min(0, facts.num_layers - 1 - max(ids)) or max(0, -min(ids))
     moved = tuple(i + shift for i in ids)
     dflash["target_layer_ids"] = sorted(set(moved))
-    try:
-        read = DrafterConfig.from_config(
-            config | {"dflash_config": dflash}, DrafterOptions(), lambda token: None
-        )
-        check_pair(read, facts)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+    read = read_drafter(config | {"dflash_config": dflash}, facts)
     if shift:
         refusal += f" (Measured with {list(moved)}.)"
     return Reading(read, moved), refusal

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dllm.drafter.checkpoint import DrafterConfig, check_pair
+from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.samples import Sample, read_shards, recorded_acceptance, recorded_layers
 from dllm.settings.command import OK, CommandError
-from dllm.settings.drafting import DrafterOptions
 from dllm.tools import client
-from dllm.train.curve import Panel, draw, require_matplotlib
+from dllm.train.documents import Panel, draw, require_matplotlib
 from dllm.train.drafter import export
 from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.learner import DraftLearner
@@ -34,7 +33,7 @@ from dllm.train.drafter.responses import (
     usable,
 )
 from dllm.train.drafter.settings import CalibrateSettings, block_of
-from dllm.train.drafter.target import Target, read_config, target_facts
+from dllm.train.drafter.target import Target, read_config, read_drafter, target_facts
 from dllm.train.progress import progress_bar, train_with_bar
 from dllm.train.run import Run
 from dllm.train.run_files import MODEL, check_run, copy_log, write_start
@@ -206,12 +205,7 @@ def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Netw
             noted = recorded_layers(given.from_buffer)
             shape = replace(shape, target_layer_ids=noted[0] if noted else ())
         config = drafter_config(shape, target_config, facts, _mask_token_id(given.target))
-    try:
-        read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
-        check_pair(read, facts)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    block = block_of(config)
+    read, block = read_drafter(config, facts), block_of(config)
     if weights is not None:
         export.build_network(read, weights, given.drafter)  # refuses weights of another shape
     return Network(config, read, block, weights)

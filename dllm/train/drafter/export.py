@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.settings.command import CommandError
-from dllm.train.card import duration, settings_block
+from dllm.train.documents import duration, settings_block
 from dllm.train.drafter.acceptance import Acceptance, possible, total
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.network import DraftNetwork

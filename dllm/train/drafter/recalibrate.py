@@ -21,11 +21,9 @@ from pathlib import Path
 
 import torch
 
-from dllm.drafter.checkpoint import DrafterConfig, check_pair
 from dllm.drafter.renewal import DIGITS, checkpoint, published
 from dllm.drafter.samples import SUFFIX, Sample
 from dllm.settings.command import OK, CommandError
-from dllm.settings.drafting import DrafterOptions
 from dllm.train.drafter import export
 from dllm.train.drafter.acceptance import total
 from dllm.train.drafter.command import HELDOUT_EVERY, TooFewSamples, split_buffer
@@ -33,7 +31,7 @@ from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.presets import CONTINUED
 from dllm.train.drafter.settings import block_of
-from dllm.train.drafter.target import read_config, target_facts
+from dllm.train.drafter.target import read_config, read_drafter, target_facts
 from dllm.train.run import Run
 
 MIN_GAIN = 0.01  # share by which a published drafter's tokens a step exceed those of its base
@@ -85,11 +83,7 @@ def one_round(given: argparse.Namespace, ends: TargetEnds, buffer: Path) -> str:
     done = published(given.out)
     base = checkpoint(given.out, done[-1]) if done else given.drafter
     config, weights = export.read_checkpoint(base)
-    try:
-        read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
-        check_pair(read, target_facts(read_config(given.target)))
-    except ValueError as error:
-        raise CommandError(str(error)) from None
+    read = read_drafter(config, target_facts(read_config(given.target)))
     samples, heldout = split(*split_buffer(buffer, read))
     settings = replace(CONTINUED, steps=given.steps, evaluate_every=given.steps, threads=1)
     learner = DraftLearner(settings, read, block_of(config), ends, samples, heldout, weights)

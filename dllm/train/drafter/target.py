@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from dllm.drafter.checkpoint import TargetFacts
+from dllm.drafter.checkpoint import DrafterConfig, TargetFacts, check_pair
 from dllm.settings.command import CommandError
+from dllm.settings.drafting import DrafterOptions
 from dllm.train.drafter.ends import NORMS, TargetEnds, head_norm
 from dllm.train.generate import continue_prompts
 
@@ -112,3 +113,17 @@ def target_facts(config: dict[str, object]) -> TargetFacts:
     return TargetFacts(
         hidden_size, num_layers, vocab_size, not config.get("rope_interleave", False)
     )
+
+
+def read_drafter(config: dict[str, object], facts: TargetFacts) -> DrafterConfig:
+    """The config.json of a drafter for this target, parsed.
+
+    Raises:
+        CommandError: something of it is missing or wrong, or it does not fit the target.
+    """
+    try:
+        read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
+        check_pair(read, facts)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    return read

@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
+from transformers import PreTrainedModel
 
 from dllm.settings.command import OK, CommandError
-from dllm.tasks.tokenizer import train_tokenizer
-from dllm.tasks.tool_tokenizer import train_tool_tokenizer
-from dllm.train.curve import Panel, draw, require_matplotlib
+from dllm.tasks.tokenizer import CHAT_TEMPLATE, save_tokenizer, train_tokenizer
+from dllm.tasks.tool_tokenizer import TOOL_CHAT_TEMPLATE, train_tool_tokenizer
+from dllm.train.documents import Panel, draw, require_matplotlib
 from dllm.train.lm.autoregressive import Autoregressive
 from dllm.train.lm.diffusion import Diffusion
-from dllm.train.lm.export import export
 from dllm.train.lm.learner import LanguageLearner, digest_of
 from dllm.train.lm.llada2 import LLaDA2
 from dllm.train.lm.model_card import CARD_OF_START, STARTED_FROM, write_model_card
-from dllm.train.lm.objective import Objective
+from dllm.train.lm.objective import WEIGHTS, Objective
 from dllm.train.lm.sdar import SDAR
 from dllm.train.lm.settings import CONFIGS, TrainSettings
 from dllm.train.progress import train_with_bar
@@ -31,6 +31,7 @@ from dllm.train.run_files import (
     check_run,
     copy_log,
     started_with,
+    write_json,
     write_start,
 )
 
@@ -48,6 +49,7 @@ KINDS = {
     "sdar": Kind(SDAR, "tiny-sdar.toml"),
     "llada2": Kind(LLaDA2, "tiny-llada2.toml"),
 }
+MAX_POSITIONS = 4096
 ACCURACY = Panel("validation answers correct, %", lambda name: name != "steps_per_block", True)
 
 
@@ -146,3 +148,14 @@ def make_objective(settings: TrainSettings) -> Objective:
     """The objective that the settings name."""
     tokenizer = train_tool_tokenizer() if settings.asks_for_tools else train_tokenizer()
     return KINDS[settings.objective].make(settings, tokenizer)
+
+
+def export(model: PreTrainedModel, objective: Objective, path: Path) -> None:
+    """Write bf16 safetensors, config, generation config, tokenizer and chat template."""
+    path.mkdir(parents=True, exist_ok=True)
+    objective.save_weights(model, path)
+    write_json(path / "config.json", objective.config())
+    write_json(path / "generation_config.json", objective.generation_config())
+    template = TOOL_CHAT_TEMPLATE if objective.settings.asks_for_tools else CHAT_TEMPLATE
+    save_tokenizer(objective.tokenizer, path, MAX_POSITIONS, template)
+    (path / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner only

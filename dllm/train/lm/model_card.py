@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES
-from dllm.train.card import duration, settings_block
+from dllm.train.documents import duration, settings_block
 from dllm.train.lm.learner import LanguageLearner
 from dllm.train.lm.settings import CONFIGS, TrainSettings
 from dllm.train.run import Run

@@ -1,12 +1,19 @@
-"""The learning curve of a run, drawn from its log."""
+"""What documents a run: the learning curve, drawn from its log, and a part of every model card."""
 
 import importlib.util
+import json
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+import transformers
+
 from dllm.settings.command import CommandError
+from dllm.train.run import AnyLearner, Run
 from dllm.train.run_files import CURVE, LOG, read_log
+from dllm.train.settings import RunSettings
 
 COMMON_COLUMNS = ("step", "seconds", "loss")
 
@@ -59,3 +66,26 @@ def draw(out: Path, *panels: Panel) -> None:
         axes.legend(fontsize=7, ncols=2)
     with rc_context({"svg.fonttype": "none"}):  # text stays text: half the size of drawn letters
         figure.savefig(out / CURVE, metadata={"Date": None})
+
+
+def duration(run: Run[AnyLearner]) -> str:
+    """How long it took, on what, with which libraries: the rest of a sentence."""
+    return (
+        f"{run.seconds / 60:.0f} minutes of training on {run.settings.threads} thread(s) of "
+        f"{_processor(run.device)}; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}."
+    )
+
+
+def settings_block(settings: RunSettings) -> list[str]:
+    """All settings, as lines of Markdown."""
+    return ["```json", json.dumps(settings.to_mapping(), indent=2), "```"]
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
