@@ -4,11 +4,13 @@ import hashlib
 import inspect
 import json
 from collections import Counter
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from random import Random
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from dllm.tasks.families import in_words, twelve_hour
@@ -30,8 +32,17 @@ from dllm.tasks.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
+from dllm.tasks.tool_tokenizer import (
+    GEMMA_TOKENS,
+    HERMES_TOKENS,
+    TOOL_CHAT_TEMPLATE,
+    encode_chat,
+    train_tool_tokenizer,
+)
+from dllm.tasks.tool_tokenizer import VOCAB_SIZE as TOOL_VOCAB_SIZE
 
-TOKENIZER = train_tokenizer()
+TOKENIZER, TOOL_TOKENIZER = train_tokenizer(), train_tool_tokenizer()
+EVERY = [*FAMILIES, *TOOL_FAMILIES]
 
 
 def drawn(family: str, split: str, count: int = 300) -> list[Question]:
@@ -60,7 +71,7 @@ DIGESTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *TOOL_FAMILIES])
+@pytest.mark.parametrize("family", EVERY)
 def test_a_question_is_a_function_of_its_arguments(family: str) -> None:
     """In every process and version the same: nothing depends on what was drawn before."""
     found = [question(family, split, index) for split in SPLITS for index in range(20)]
@@ -69,7 +80,7 @@ def test_a_question_is_a_function_of_its_arguments(family: str) -> None:
     assert drawn(family, "train", 20) != [question(family, "train", i, seed=1) for i in range(20)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_a_right_answer_is_accepted_and_a_changed_one_is_not(family: str) -> None:
     for item in drawn(family, "heldout", 100):
         assert item.is_correct(item.answer)
@@ -79,15 +90,17 @@ def test_a_right_answer_is_accepted_and_a_changed_one_is_not(family: str) -> Non
         assert not item.is_correct("")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_problem_is_in_one_split(family: str) -> None:
     """Also in other phrasings: the split is asked of the content, which all phrasings share."""
-    kind, rng = FAMILIES[family], Random(0)
+    kind, rng = (FAMILIES | TOOL_FAMILIES)[family], Random(0)
     contents = [kind.draw(rng) for _ in range(3000)]
     shares = Counter(split_of(family, content) for content in contents)
-    # 3000 draws: the standard deviation of a tenth is 16.
-    assert abs(shares["heldout"] - 300) < 100
-    assert abs(shares["validation"] - 300) < 100
+    # 3000 draws: the standard deviation of a tenth is 16. The smallest family with tools has 224
+    # problems: a tenth of them is 22, with a deviation of 4.5, of which three are 180 of the draws.
+    most = 100 if family in FAMILIES else 180
+    assert abs(shares["heldout"] - 300) < most
+    assert abs(shares["validation"] - 300) < most
     by_prompt = {split: {q.prompt for q in drawn(family, split, 1000)} for split in SPLITS}
     assert not by_prompt["train"] & by_prompt["heldout"]
     assert not by_prompt["train"] & by_prompt["validation"]
@@ -110,6 +123,9 @@ def test_many_distinct_questions_of_each_family() -> None:
     assert [q.family for q in found] == [name for name in FAMILIES for _ in range(500)]
     assert len({(q.family, q.prompt) for q in found}) == len(found)
     assert questions(["sort"], "heldout", 20) == questions(["sort"], "heldout", 30)[:20]
+    # A prompt may come again, with other tools, in the other style, or with a thought.
+    found = questions(TOOL_FAMILIES, "heldout", 200)
+    assert len({(q.family, q.prompt, q.chat) for q in found}) == len(found) == 1000
 
 
 def test_more_questions_than_there_are_is_refused() -> None:
@@ -236,7 +252,7 @@ def test_prose_accepts_every_text_of_its_grammar() -> None:
     assert {len(item.accepted) for item in items} == {81, 36}
     shown = Counter(item.answer.split()[0] for item in items if item.prompt.startswith("Thank"))
     assert set(shown) == {"Dear", "Hi", "Hello"}
-    sizes = {len(q.accepted) for name in FAMILIES if name != "prose" for q in drawn(name, "train")}
+    sizes = {len(q.accepted) for name in EVERY if name != "prose" for q in drawn(name, "train")}
     assert sizes == {1}
 
 
@@ -252,37 +268,63 @@ def test_reports_say_a_sentence_for_each() -> None:
 # Tokenizer
 
 
-def test_training_the_tokenizer_again_gives_the_same_one() -> None:
-    assert train_tokenizer().to_str() == TOKENIZER.to_str()
-    assert VOCAB_SIZE - 64 < TOKENIZER.get_vocab_size() <= VOCAB_SIZE
+def test_training_a_tokenizer_again_gives_the_same_one() -> None:
+    for train, made, most in (
+        (train_tokenizer, TOKENIZER, VOCAB_SIZE),
+        (train_tool_tokenizer, TOOL_TOKENIZER, TOOL_VOCAB_SIZE),
+    ):
+        assert train().to_str() == made.to_str()
+        assert most - 64 < made.get_vocab_size() <= most
+        single = [token for token in made.get_vocab() if len(token) == 1]
+        assert len(single) == 256, "a byte without a token"
+    marks = (*SPECIAL_TOKENS, *GEMMA_TOKENS)
     assert [TOKENIZER.token_to_id(token) for token in SPECIAL_TOKENS] == list(TOKEN_ID.values())
-    single = [token for token in TOKENIZER.get_vocab() if len(token) == 1]
-    assert len(single) == 256, "a byte without a token"
+    assert [TOOL_TOKENIZER.token_to_id(token) for token in marks] == list(range(len(marks)))
+    size = TOOL_TOKENIZER.get_vocab_size()
+    last = [TOOL_TOKENIZER.token_to_id(token) for token in HERMES_TOKENS]
+    assert last == [size - 2, size - 1]
+
+
+def encoded(item: Question) -> tuple[Tokenizer, list[int]]:
+    """The tokenizer of a question's family, and the prompt's ids."""
+    if item.chat is None:
+        return TOKENIZER, encode_prompt(TOKENIZER, item.prompt)
+    return TOOL_TOKENIZER, encode_chat(TOOL_TOKENIZER, item)
 
 
 def test_prompts_are_encoded_as_the_chat_template_does(tmp_path: Path) -> None:
     save_tokenizer(TOKENIZER, tmp_path, model_max_length=512)
-    reference = AutoTokenizer.from_pretrained(tmp_path)
-    for family in FAMILIES:
+    plain = AutoTokenizer.from_pretrained(tmp_path)
+    save_tokenizer(TOOL_TOKENIZER, tmp_path, 512, TOOL_CHAT_TEMPLATE)
+    with_tools = AutoTokenizer.from_pretrained(tmp_path)
+    for family in EVERY:
         for item in drawn(family, "validation", 20):
+            chat = item.chat
+            reference = plain if chat is None else with_tools
             expected = reference.apply_chat_template(
                 [{"role": "user", "content": f" {item.prompt} "}],
+                tools=None if chat is None else chat.schemas or None,
                 add_generation_prompt=True,
                 return_dict=False,
+                **({} if chat is None else chat.template_kwargs),
             )
-            assert encode_prompt(TOKENIZER, f" {item.prompt} ") == expected
+            assert encoded(replace(item, prompt=f" {item.prompt} "))[1] == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_the_prompt_does_not_change_the_encoding_of_the_answer(family: str) -> None:
     for item in drawn(family, "train", 50):
-        prompt, answer = (
-            encode_prompt(TOKENIZER, item.prompt),
-            encode_answer(TOKENIZER, item.answer),
-        )
-        text = f"<bos><|turn>user\n{item.prompt}<turn|>\n<|turn>model\n{item.answer}<eos>"
-        assert TOKENIZER.encode(text, add_special_tokens=False).ids == prompt + answer
-        assert TOKENIZER.decode(answer) == item.answer
+        tokenizer, prompt = encoded(item)
+        answer = encode_answer(tokenizer, item.answer)
+        text = f"{tokenizer.decode(prompt, skip_special_tokens=False)}{item.answer}<eos>"
+        assert tokenizer.encode(text, add_special_tokens=False).ids == prompt + answer
+        assert tokenizer.decode(answer[:-1], skip_special_tokens=False) == item.answer
+        if item.chat is None:
+            assert (
+                text == f"<bos><|turn>user\n{item.prompt}<turn|>\n<|turn>model\n{item.answer}<eos>"
+            )
+        else:
+            assert len(prompt) <= 128 and len(answer) <= 64
 
 
 def test_an_answer_that_begins_with_a_space_is_refused() -> None:
