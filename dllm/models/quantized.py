@@ -1,13 +1,15 @@
-"""Checks the weights of a diffusion model, helps vLLM load quantized ones, logs their kernels."""
+"""Checks the weights of a diffusion model, helps vLLM load quantized ones, logs their kernels.
 
-from collections.abc import Iterable, Sequence
+Tensors are looked at as they are read: later vLLM packs weights, and a packed one hides its values.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from dllm import LOGGER
-from dllm.models.finite import finite
 from dllm.quant.checks import checked
 
 logger = init_logger(LOGGER)
@@ -49,6 +51,28 @@ def checked_weights(
     weights = finite(weights)
     plan = plan_of(quant_config)
     return (weights if quant_config is None else checked(weights, plan)), plan
+
+
+def finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same names and tensors; those with less than 16 bits are not looked at.
+
+    Raises:
+        ValueError: one holds NaN or infinity: the model would emit one token for ever, or noise.
+    """
+    for name, tensor in weights:
+        if not _is_finite(tensor):
+            raise ValueError(
+                f"The checkpoint holds values that are NaN or infinite, in {name}. Nothing that "
+                "this model writes would mean anything. Download or convert it again."
+            )
+        yield name, tensor
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or tensor.element_size() < 2 or tensor.numel() == 0:
+        return True
+    extremes = torch.stack(tensor.detach().aminmax())  # both are NaN if any value is
+    return bool(extremes.isfinite().all())
 
 
 def plan_of(quant_config: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dllm.models.finite import finite
+from dllm.models.quantized import finite
 from tests.support.engine_harness import LLM
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"

@@ -17,6 +17,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -191,9 +192,17 @@ def make_tensors(
     encoder_copies: bool = False,
     mute_experts: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The tensors that ``write_checkpoint`` writes, by name, in the config's dtype.
+    """The tensors of a checkpoint, by name, in the config's dtype.
 
-    Arguments as of ``write_checkpoint``.
+    Args:
+        encoder_scalars, decoder_scalars: ``layer_scalar`` of each layer. By default they are random
+            numbers from 0.7 to 0.9, different for the encoder (causal rows) and the decoder
+            (canvas rows).
+        encoder_copies: also the encoder's copies of the shared weights.
+        mute_experts: experts that return 0, and a neutral extra norm behind the MLP. The model then
+            computes the same as the model without experts (``num_experts=None``) and the same seed,
+            except for the epsilon of that norm. So the reference, which cannot construct a model
+            without experts, can be compared with one.
     """
     dtype = getattr(torch, str(config["dtype"]))
     tensors = {name: _draw(name, shape, seed) for name, shape in tensor_shapes(config).items()}
@@ -244,11 +253,8 @@ def write_checkpoint(
     seed: int = 0,
     *,
     generation: Config | None = None,
-    encoder_scalars: Sequence[float] | None = None,
-    decoder_scalars: Sequence[float] | None = None,
-    encoder_copies: bool = False,
-    mute_experts: bool = False,
     image_processor: bool = False,
+    **variants: Any,
 ) -> Path:
     """Write a whole checkpoint directory; the same arguments give the same bytes.
 
@@ -257,15 +263,8 @@ def write_checkpoint(
         config: what ``tiny_config`` returned.
         seed: of the weights.
         generation: fields of generation_config.json to replace or to add.
-        encoder_scalars, decoder_scalars: ``layer_scalar`` of each layer. By default they are random
-            numbers from 0.7 to 0.9, different for the encoder (causal rows) and the decoder
-            (canvas rows).
-        encoder_copies: also write the encoder's copies of the shared weights.
-        mute_experts: write experts that return 0, and make the extra norm behind the MLP neutral.
-            The model then computes the same as the model without experts (``num_experts=None``)
-            and the same seed, except for the epsilon of that norm. So the reference, which cannot
-            construct a model without experts, can be compared with one.
         image_processor: also write the files that image requests need.
+        variants: of the weights, as ``make_tensors`` takes them.
 
     Returns:
         The directory.
@@ -273,14 +272,7 @@ def write_checkpoint(
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     config = tiny_config() if config is None else config
-    tensors = make_tensors(
-        config,
-        seed,
-        encoder_scalars=encoder_scalars,
-        decoder_scalars=decoder_scalars,
-        encoder_copies=encoder_copies,
-        mute_experts=mute_experts,
-    )
+    tensors = make_tensors(config, seed, **variants)
     weights = path / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(0o644)  # safetensors writes it readable by its owner only
