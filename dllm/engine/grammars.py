@@ -32,7 +32,15 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.emitted_blocks import room_for
 from dllm.grammar.constraint import Constraint
-from dllm.grammar.device import NO_TABLE, Canvases, NoRoom, PackedTables, Paths, Sizes, TablePool
+from dllm.grammar.device import (
+    NO_TABLE,
+    NoRoom,
+    PackedTables,
+    Paths,
+    Searches,
+    Sizes,
+    TablePool,
+)
 from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import UNLIMITED, Canvas, Path, budget_of
 from dllm.ops.staging import to_device
@@ -346,7 +354,7 @@ class DeviceGrammars(CanvasGrammars):
     def write(self, logits: torch.Tensor, rows: CanvasRows, prepared: PreparedTables) -> Written:
         """As described; ``paths`` of all rows."""
         state = self._states[prepared.slots]
-        canvases = Canvases(
+        canvases = Searches(
             first_row=prepared.first_row,
             length=rows.widths.int(),
             table=prepared.table_of,

@@ -1,51 +1,13 @@
-"""Tables that were built before: in memory, and in files that other processes share."""
+"""Tables that were built before, in files that other processes share."""
 
 import contextlib
 import os
 import tempfile
-import threading
-from collections import OrderedDict
 from pathlib import Path
 
 from dllm.grammar.table import Table
 
 MOST_FILE_BYTES = 256 << 20  # of all files together
-MOST_BYTES = 64 << 20  # in memory
-KEY_BYTES = 256  # what a key is counted as
-
-
-class Recent:
-    """What was asked for last: tables, and messages of refusals; for any number of threads.
-
-    Args:
-        most_bytes: of all together.
-    """
-
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self.most_bytes = most_bytes
-        self.num_bytes = 0
-        self._kept: OrderedDict[str, bytes | str] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: str) -> bytes | str | None:
-        """What was put there, if it is still kept."""
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
-
-    def put(self, key: str, found: bytes | str) -> None:
-        """Keep it, in the place of what was used longest ago."""
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = found
-                self.num_bytes += _size(found)
-            while self.num_bytes > self.most_bytes:
-                self.num_bytes -= _size(self._kept.popitem(last=False)[1])
-
-
-def _size(found: bytes | str) -> int:
-    return len(found) + KEY_BYTES
 
 
 class Files:

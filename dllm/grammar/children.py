@@ -26,7 +26,6 @@ from dllm.grammar.vocabulary import Vocabulary
 
 SECONDS = 10.0  # for one grammar
 MOST_MEMORY = 1 << 30  # bytes for one grammar
-MOST_CHILDREN = 2  # at once; further requests wait
 
 
 class Children:
@@ -44,7 +43,6 @@ class Children:
         self.seconds = seconds
         self.most_memory = most_memory
         self._vocabulary = vocabulary
-        self._may_run = threading.BoundedSemaphore(MOST_CHILDREN)
         self._starting = threading.Lock()
         self.forking: subprocess.Popen[bytes] | None = None  # the process that forks
         self._control: socket.socket | None = None  # to it
@@ -57,9 +55,8 @@ class Children:
             TooSlow: it took too long.
             ChildProcessError: two processes failed with it.
         """
-        with self._may_run:
-            # A second time, if one was killed from outside.
-            answer = self._ask(request) or self._ask(request)
+        # A second time, if one was killed from outside.
+        answer = self._ask(request) or self._ask(request)
         kind, content = answer[:1], answer[1:]
         if kind == TABLE:
             return content

@@ -8,24 +8,32 @@ name could be spelled there. Only the text of a structural tag may name special 
 those around a tool call; where a tag does, the token may stand for its name.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from cachetools import LRUCache
+
 from dllm.grammar.automaton import TooSlow, Unsupported
-from dllm.grammar.cache import Files, Recent
+from dllm.grammar.cache import Files
 from dllm.grammar.children import Children
 from dllm.grammar.json_schema import check_text
 from dllm.grammar.table import MOST_STATES
 from dllm.grammar.vocabulary import Vocabulary
 
 MOST_TEXT = 1 << 17  # bytes of a schema, regular expression or grammar
+MOST_AT_ONCE = 2  # are compiled; others wait
+MOST_WAITING = 16  # different ones; further ones are refused
+MOST_BYTES = 64 << 20  # of tables and messages of refusals that are kept in memory
+KEY_BYTES = 256  # what a key is counted as
 
 Kind = Literal["json", "regex", "grammar", "lark", "structural_tag"]
 # Where a structural tag has texts, in either of xgrammar's forms.
@@ -73,14 +81,32 @@ class Tokens(NamedTuple):
     names: dict[int, str]
 
 
+def tokens_of(tokenizer: Any, vocab_size: int) -> Tokens:
+    """The bytes of every token, and the names of the special ones; a second for 262,144.
+
+    Args:
+        tokenizer: of Hugging Face.
+        vocab_size: of the model; at least the tokenizer's.
+    """
+    import xgrammar  # here: it imports PyTorch
+
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
+    added = tokenizer.added_tokens_decoder.items()
+    names = {token: str(entry) for token, entry in added if entry.special}
+    of_ids = tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids)
+    names |= dict(zip(tokenizer.all_special_ids, of_ids, strict=True))
+    return Tokens(list(info.decoded_vocab), names)
+
+
 class Grammars:
     """Makes the tables of one tokenizer; for any number of threads.
 
     Args:
-        read_tokens: called once, in the thread that asks for the first table.
+        read_tokens: called once, in the thread that makes the first table.
         folder: for files of tables; None for no files.
         children: that compile; new ones by default.
         most_states: of a table.
+        check: refuses a grammar before it is compiled, by raising Unsupported.
     """
 
     def __init__(
@@ -89,45 +115,72 @@ class Grammars:
         folder: Path | None = None,
         children: Children | None = None,
         most_states: int = MOST_STATES,
+        check: Callable[[Spec], None] = lambda spec: None,
     ) -> None:
         self.most_states = most_states
         self._read_tokens = read_tokens
         self._files = Files(folder) if folder else None
-        self._recent = Recent()
-        self._reading = threading.Lock()
         self._children = children
+        self._check = check
+        self._reading = threading.Lock()
+        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="grammar")
+        self._lock = threading.Lock()  # of the two below
+        self._begun: dict[str, Future[bytes]] = {}  # that run or wait
+        # What was asked for last: tables, and messages of refusals.
+        self._recent: LRUCache[str, bytes | str] = LRUCache(
+            MOST_BYTES, getsizeof=lambda found: len(found) + KEY_BYTES
+        )
 
-    def known(self, spec: Spec, stops: Collection[int]) -> bytes | None:
-        """What ``packed`` has returned for these arguments, if it is still kept; at once.
-
-        Raises:
-            Unsupported: it has refused them.
-        """
-        found = self._recent.get(_key(spec, stops))
-        if isinstance(found, str):
-            raise Unsupported(found)
-        return found
-
-    def packed(self, spec: Spec, stops: Collection[int]) -> bytes:
+    def begin(self, spec: Spec, stops: Collection[int]) -> Future[bytes]:
         """The table (``Table.to_bytes``) of a grammar, in whose texts the tokens ``stops`` are not.
 
-        Raises:
+        A thread makes it; equal requests share what it makes. What is in memory is there at once.
+
+        Raises (some at once, some from the future):
             Unsupported: the grammar is refused; the message names the limit, and what to do.
+            TooSlow: it took too long, or too many others wait.
             ChildProcessError: two processes failed with it.
         """
-        if (found := self.known(spec, stops)) is not None:
-            return found
         key = _key(spec, stops)
+        with self._lock:
+            found, future = self._recent.get(key), self._begun.get(key)
+            if found is None and future is None:
+                if len(self._begun) >= MOST_AT_ONCE + MOST_WAITING:
+                    raise TooSlow(
+                        f"{MOST_WAITING} other grammars wait to be compiled. Send the request "
+                        "later."
+                    )
+                future = self._begun[key] = self._threads.submit(self._make, key, spec, stops)
+        if isinstance(found, str):
+            raise Unsupported(found)
+        if found is not None:
+            future = Future()
+            future.set_result(found)
+        assert future is not None
+        return future
+
+    def packed(self, spec: Spec, stops: Collection[int]) -> bytes:
+        """What ``begin`` begins, when it is done. Raises as ``begin``."""
+        return self.begin(spec, stops).result()
+
+    def _make(self, key: str, spec: Spec, stops: Collection[int]) -> bytes:
+        found: bytes | str | None = None
         try:
             check_length(spec.text)
+            self._check(spec)
             check_text(spec.kind, spec.text)
             found = self._find(spec, stops)
         except TooSlow:  # not remembered: the machine may be less busy
             raise
         except Unsupported as refusal:
-            self._recent.put(key, str(refusal))
+            found = str(refusal)
             raise
-        self._recent.put(key, found)
+        finally:
+            with self._lock:
+                if found is not None:
+                    with contextlib.suppress(ValueError):  # larger than all that is kept
+                        self._recent[key] = found
+                del self._begun[key]
         return found
 
     def _find(self, spec: Spec, stops: Collection[int]) -> bytes:

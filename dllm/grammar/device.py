@@ -245,8 +245,8 @@ class Ends(NamedTuple):
     filled: Tensor  # [N] fp32, the largest logit of a token that may stand behind the end
 
 
-class Canvases(NamedTuple):
-    """R canvases, whose rows lie one behind the other."""
+class Searches(NamedTuple):
+    """Of R canvases, whose rows lie one behind the other, the best texts are asked for."""
 
     first_row: Tensor  # [R] int32
     length: Tensor  # [R] int32

@@ -23,7 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from dllm.grammar import automaton, device, viterbi
-from dllm.grammar.device import CHUNK, Canvases, ClassMaxima, Ends, PackedTables, Paths, ends
+from dllm.grammar.device import (
+    CHUNK,
+    ClassMaxima,
+    Ends,
+    PackedTables,
+    Paths,
+    Searches,
+    ends,
+)
 
 DEAD = tl.constexpr(automaton.DEAD)
 STOPPED = tl.constexpr(viterbi.STOPPED)
@@ -48,7 +56,7 @@ class PathTiles:
 def write_paths(
     logits: Tensor,
     tables: PackedTables,
-    canvases: Canvases,
+    canvases: Searches,
     stops: Tensor,
     fillers: Tensor,
     cut: PathTiles = PathTiles(),
@@ -129,7 +137,11 @@ def _chunk_kernel(
 
 
 def best_paths_kernels(
-    maxima: ClassMaxima, found: Ends, tables: PackedTables, canvases: Canvases, cut: PathTiles
+    maxima: ClassMaxima,
+    found: Ends,
+    tables: PackedTables,
+    canvases: Searches,
+    cut: PathTiles,
 ) -> Paths:
     """The allowed text with the highest score on each canvas.
 

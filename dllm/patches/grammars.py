@@ -8,6 +8,7 @@
 So a grammar is compiled once, within limits of time and memory, and all hold the same table.
 """
 
+import asyncio
 import json
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -20,10 +21,8 @@ from types import AsyncGeneratorType
 from typing import Any
 
 from dllm.grammar.automaton import Unsupported
-from dllm.grammar.compile import Grammars, Spec, check_length
+from dllm.grammar.compile import Grammars, Spec, check_length, tokens_of
 from dllm.grammar.constraint import Constraint, Thoughts
-from dllm.grammar.tokenizer import tokens_of
-from dllm.grammar.turns import Turns
 from dllm.models import FAMILIES
 from dllm.patches.admission import with_resolved_ids
 from dllm.settings.request import has_structured_outputs, refuse, with_grammar
@@ -239,9 +238,9 @@ async def _shipped(
     """The request's grammar, as the worker gets it; other requests go on meanwhile."""
     asked = _Asked.of(engine, params)
     with _refusing():
-        packed = asked.grammars.known(asked.spec, asked.stops)
-        if packed is None:
-            packed = await _turns().take(asked, asked.packed)
+        future = asked.grammars.begin(asked.spec, asked.stops)
+        # Shielded: a client that hangs up does not end it for others.
+        packed = await asyncio.shield(asyncio.wrap_future(future))
     return asked.shipped(packed, prompt, reasoning_ended, of_parser)
 
 
@@ -252,11 +251,6 @@ def _refusing() -> Iterator[None]:
         yield
     except (Unsupported, ChildProcessError) as reason:
         refuse("structured_outputs", str(reason))
-
-
-@cache
-def _turns() -> Turns:
-    return Turns()
 
 
 @dataclass(frozen=True)
@@ -284,8 +278,6 @@ class _Asked:
 
     def packed(self) -> bytes:
         """The table. Raises as ``Grammars.packed``."""
-        if self.spec.kind == "json":
-            _check_features(self.spec.text)
         return self.grammars.packed(self.spec, self.stops)
 
     def shipped(
@@ -306,12 +298,14 @@ class _Asked:
         return Constraint.shipped(packed, thoughts)
 
 
-def _check_features(schema: str) -> None:
+def _check_features(spec: Spec) -> None:
     """Refuse what vLLM knows of xgrammar that it would leave out; ``json_schema`` knows more."""
+    if spec.kind != "json":
+        return
     from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
 
     try:
-        is_held = not has_xgrammar_unsupported_json_features(json.loads(schema))
+        is_held = not has_xgrammar_unsupported_json_features(json.loads(spec.text))
     except ValueError as error:
         raise Unsupported("The grammar is no valid JSON. Correct it.") from error
     if not is_held:
@@ -367,6 +361,7 @@ def _grammars_of(processor: Any) -> Grammars:
         _grammars[processor] = Grammars(
             partial(tokens_of, processor.tokenizer, vocab_size),
             Path(envs.VLLM_CACHE_ROOT) / "dllm" / "grammars",
+            check=_check_features,
         )
     return _grammars[processor]
 

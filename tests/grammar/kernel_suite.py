@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dllm.grammar import kernels
-from dllm.grammar.device import NO_TABLE, Canvases, ClassMaxima, pack
+from dllm.grammar.device import NO_TABLE, ClassMaxima, Searches, pack
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas
 from tests.support.grammar_path_cases import VOCAB, Batch, batch
@@ -155,7 +155,7 @@ def test_paths_of_real_grammars(seed):
     made = Batch(
         torch.from_numpy(scores),
         pack(found),
-        Canvases(*ints, canvas_of, most_rows=int(lengths.max())),
+        Searches(*ints, canvas_of, most_rows=int(lengths.max())),
         canvas_of,
         ints[2][canvas_of],
         torch.full((4, 1), STOP),
@@ -174,7 +174,7 @@ def test_a_canvas_does_not_depend_on_the_others():
         parts[0] = torch.zeros_like(parts[0])
         row_of = torch.zeros_like(made.canvas_of[rows])
         alone = Batch(
-            made.logits[rows], made.tables, Canvases(*parts, row_of, most_rows=int(parts[1])),
+            made.logits[rows], made.tables, Searches(*parts, row_of, most_rows=int(parts[1])),
             row_of, made.table_of[rows], made.stops[one], made.fillers[one],
         )  # fmt: skip
         (ours, _), _ = paths_of(alone, CUTS[0])

@@ -15,7 +15,7 @@ import pytest
 
 from dllm.grammar import compile as compiling
 from dllm.grammar.automaton import DEAD, TooSlow, Unsupported
-from dllm.grammar.cache import KEY_BYTES, Files, Recent
+from dllm.grammar.cache import Files
 from dllm.grammar.children import Children
 from dllm.grammar.compile import Grammars, Spec, Tokens
 from dllm.grammar.table import Table
@@ -103,9 +103,8 @@ def test_special_tokens_are_text_only_where_a_tag_names_them(children):
 def test_memory_then_files_then_children(children, tmp_path):
     counted = Counted(children)
     first = grammars(counted, tmp_path)
-    assert first.known(PERSON, [9]) is None
     found = first.packed(PERSON, [9])
-    assert first.packed(PERSON, [9]) is first.known(PERSON, [9]) is found
+    assert first.packed(PERSON, [9]) is found
     assert counted.num_asked == 1
     again = grammars(counted, tmp_path)
     assert again.packed(PERSON, [9]) == found and counted.num_asked == 1
@@ -134,7 +133,7 @@ def test_what_is_in_memory_does_not_wait_for_the_vocabulary():
     thread = threading.Thread(target=ask)
     thread.start()
     assert reading.wait(60)
-    asked = threading.Thread(target=lambda: made.known(PERSON, []))
+    asked = threading.Thread(target=lambda: made.begin(PERSON, []))
     asked.start()
     asked.join(60)
     is_free = not asked.is_alive()
@@ -201,16 +200,19 @@ def test_files_used_longest_ago_are_deleted(tmp_path):
     assert files.get("0", 1) is None  # of another vocabulary
 
 
-def test_what_was_asked_for_longest_ago_is_forgotten():
-    recent = Recent(3 * (1000 + KEY_BYTES))
-    for key in "abc":
-        recent.put(key, bytes(1000))
-    assert recent.get("a") == bytes(1000)
-    recent.put("d", 1000 * "x")
-    assert recent.get("b") is None and recent.get("a") and recent.get("d") == 1000 * "x"
-    assert recent.num_bytes == recent.most_bytes
-    recent.put("e", bytes(recent.most_bytes))
-    assert recent.get("e") is None and recent.num_bytes == 0
+def test_what_was_asked_for_longest_ago_is_forgotten(children, monkeypatch):
+    specs = [Spec("regex", f"a{{{number}}}") for number in range(3)]
+    one = len(grammars(children).packed(specs[0], [])) + compiling.KEY_BYTES
+    monkeypatch.setattr(compiling, "MOST_BYTES", int(2.5 * one))
+    counted = Counted(children)
+    made = grammars(counted)
+    for spec in (*specs[:2], specs[0], specs[2], specs[0]):
+        made.packed(spec, [])
+    assert counted.num_asked == 3
+    made.packed(specs[1], [])
+    assert counted.num_asked == 4
+    monkeypatch.setattr(compiling, "MOST_BYTES", 1)
+    assert grammars(children).packed(specs[0], [])
 
 
 def test_threads_get_their_own_tables(children):
@@ -254,19 +256,22 @@ def test_threads_get_their_own_tables(children):
 def test_limits_are_answers(spec, words, children):
     counted = Counted(children)
     made = grammars(counted)
-    for ask in (made.packed, made.known, made.packed):
+    for _ in range(3):
         with pytest.raises(Unsupported, match=words) as refusal:
-            ask(spec, [])
+            made.packed(spec, [])
         assert not isinstance(refusal.value, TooSlow)
     assert counted.num_asked <= 1  # the refusal is remembered
 
 
 def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_served():
     children = Children(VOCABULARY, seconds=0.5)
-    made = grammars(children)
+    counted = Counted(children)
+    made = grammars(counted)
     with pytest.raises(TooSlow, match=r"more than 0\.5 s"):  # unended it takes hours
         made.packed(SLOW, [])
-    assert made.known(SLOW, []) is None  # the machine may be less busy then
+    with pytest.raises(TooSlow):  # not remembered: the machine may be less busy then
+        made.packed(SLOW, [])
+    assert counted.num_asked == 2
     children.close()
     # Children have the lowest priority: on a busy machine the next one may wait for its turn.
     children.seconds = 60

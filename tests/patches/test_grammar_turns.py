@@ -8,13 +8,10 @@ from types import SimpleNamespace
 import pytest
 from vllm.exceptions import VLLMValidationError
 
-from dllm.grammar.children import MOST_CHILDREN
-from dllm.grammar.compile import Spec
-from dllm.grammar.turns import MOST_WAITING, Turns
-from dllm.patches import grammars
+from dllm.grammar.compile import MOST_AT_ONCE, MOST_WAITING, Grammars, Spec, Tokens
 from dllm.patches.grammars import _Asked, _shipped
 
-MOST = MOST_CHILDREN + MOST_WAITING
+MOST = MOST_AT_ONCE + MOST_WAITING
 
 
 @dataclass(eq=False)  # hashable, as vLLM's
@@ -23,30 +20,22 @@ class Processor:
 
 
 class Held:
-    """Grammars of a tokenizer that are compiled when a test says so."""
+    """Children that compile when a test says so."""
 
     def __init__(self):
         self.may_go = threading.Event()
         self.made: list[str] = []
-        self.kept: dict[str, bytes] = {}
-        config = SimpleNamespace(reasoning_parser="")
-        self.processor = Processor(config)
+        self.processor = Processor(SimpleNamespace(reasoning_parser=""))
+        self.grammars = Grammars(lambda: Tokens([b"a"], {}), children=self)
 
-    def known(self, spec, stops):
-        return self.kept.get(spec.text)
-
-    def packed(self, spec, stops):
-        if spec.text not in self.kept:
-            self.made.append(spec.text)
-            assert self.may_go.wait(60)
-            self.kept[spec.text] = spec.text.encode()
-        return self.kept[spec.text]
+    def table(self, asked):
+        self.made.append(asked["text"])
+        assert self.may_go.wait(60)
+        return asked["text"].encode()
 
 
 @pytest.fixture
 def held(monkeypatch):
-    turns = Turns()
-    monkeypatch.setattr(grammars, "_turns", lambda: turns)
     monkeypatch.setattr(_Asked, "of", lambda engine, params: params)
     made = Held()
     yield made
@@ -54,7 +43,7 @@ def held(monkeypatch):
 
 
 def request(held, text: str) -> asyncio.Task:
-    asked = _Asked(held.processor, held, Spec("regex", text), frozenset([1]))
+    asked = _Asked(held.processor, held.grammars, Spec("regex", text), frozenset([1]))
     return asyncio.create_task(_shipped(None, asked, "", None, {}))
 
 
@@ -70,7 +59,7 @@ def test_so_many_wait_and_further_ones_are_refused(held):
             with pytest.raises(VLLMValidationError, match="16 other grammars wait"):
                 await request(held, f"b{{{number}}}")
         assert not any(one.done() for one in requests)
-        assert len(held.made) <= MOST_CHILDREN
+        assert len(held.made) <= MOST_AT_ONCE
         held.may_go.set()
         assert all(await asyncio.gather(*requests))
         assert await request(held, "b")  # not remembered
@@ -81,7 +70,9 @@ def test_so_many_wait_and_further_ones_are_refused(held):
 
 def test_one_in_memory_does_not_wait(held):
     async def test():
-        held.kept["known"] = b"table"
+        held.may_go.set()
+        assert await request(held, "known")
+        held.may_go.clear()
         requests = [request(held, f"a{{{number}}}") for number in range(MOST)]
         await asyncio.sleep(0)
         assert await request(held, "known")

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm.grammar.device import NO_TABLE, Canvases, PackedTables, pack
+from dllm.grammar.device import NO_TABLE, PackedTables, Searches, pack
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED
 
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
 
     logits: Tensor  # [N, VOCAB]
     tables: PackedTables
-    canvases: Canvases
+    canvases: Searches
     canvas_of: Tensor  # [N] int64
     table_of: Tensor  # [N] int32
     stops: Tensor  # [R, 2] int64
@@ -96,7 +96,7 @@ def batch(seed: int, num_canvases: int = 7, dtype: torch.dtype = torch.float32) 
     return Batch(
         logits.to(dtype),
         pack(tables),
-        Canvases(*ints, table_of, *rest, canvas_of, most_rows=int(lengths.max())),
+        Searches(*ints, table_of, *rest, canvas_of, most_rows=int(lengths.max())),
         canvas_of,
         table_of[canvas_of],
         stops,

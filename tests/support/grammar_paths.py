@@ -4,13 +4,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm.grammar.device import NO_TABLE, Canvases, PackedTables, Paths
+from dllm.grammar.device import NO_TABLE, PackedTables, Paths, Searches
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas
 
 
 def write_paths(
-    logits: Tensor, tables: PackedTables, canvases: Canvases, stops: Tensor, fillers: Tensor
+    logits: Tensor,
+    tables: PackedTables,
+    canvases: Searches,
+    stops: Tensor,
+    fillers: Tensor,
 ) -> Paths:
     """As `kernels.write_paths`."""
     paths = Paths(

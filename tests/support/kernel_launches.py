@@ -25,7 +25,7 @@ from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 from dllm.attention.planning import plan_attention
 from dllm.attention.tuning import TileConfig, tile_config
 from dllm.grammar import kernels as grammar
-from dllm.grammar.device import Canvases, PackedTables
+from dllm.grammar.device import PackedTables, Searches
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
@@ -155,7 +155,7 @@ def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
     )  # fmt: skip
     cut, logits = grammar.PathTiles(), meta(rows, VOCAB, dtype=dtype)
     row_of = torch.zeros(rows, dtype=torch.int64, device="meta")
-    of_canvas = Canvases(*(ints(canvases) for _ in range(5)), row_of, rng.randint(1, CANVAS))
+    of_canvas = Searches(*(ints(canvases) for _ in range(5)), row_of, rng.randint(1, CANVAS))
     stops, fillers = (meta(canvases, rng.randint(1, 9), dtype=torch.int64) for _ in range(2))
     grammar.write_paths(logits, packed, of_canvas, stops, fillers, cut)
 
