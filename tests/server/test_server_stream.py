@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import openai
 import pytest
 
-from tests.server.test_server import chat, complete, prompt, running_requests
+from tests.server.test_server import RUNNING, chat, complete, prompt
 from tests.support.server_harness import CANVAS, MAX_WATCHERS, MODEL, Server
 
 pytest_plugins = ["tests.support.server_harness"]
@@ -56,16 +56,6 @@ def read(stream: Any) -> Seen:
     return seen
 
 
-def counts(server: Server, *names: str) -> list[float]:
-    """Metrics of the server, summed over their labels."""
-    with openai.DefaultHttpxClient() as http_client:
-        lines = http_client.get(f"{server.url}/metrics").text.splitlines()
-    return [
-        sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
-        for name in names
-    ]
-
-
 # --- what is seen ---------------------------------------------------------------------------------
 
 
@@ -73,9 +63,9 @@ def counts(server: Server, *names: str) -> list[float]:
 def test_one_frame_for_each_denoise_step_and_the_same_answer(server, client, ask):
     steps = "vllm:diffusion_num_denoising_steps_total"
     plain = read(ask(client, stream=True))
-    (before,) = counts(server, steps)
+    (before,) = server.metrics(steps)
     seen = read(ask(client, stream=True, extra_body=CANVASES))
-    (after,) = counts(server, steps)
+    (after,) = server.metrics(steps)
     assert seen.texts == plain.texts and seen.tokens == plain.tokens
     assert list(seen.blocks()) == [0, CANVAS, 2 * CANVAS]
     for offset, frames in seen.blocks().items():
@@ -161,9 +151,9 @@ def test_metrics_do_not_count_frames_as_tokens(server, client):
     names += ["vllm:generation_tokens_total", "vllm:request_success_total"]
 
     def added(**extra: Any) -> list[float]:
-        before = counts(server, *names)
+        before = server.metrics(*names)
         read(chat(client, stream=True, extra_body=extra))
-        return [after - old for old, after in zip(before, counts(server, *names), strict=True)]
+        return [after - old for old, after in zip(before, server.metrics(*names), strict=True)]
 
     plain = added()
     assert plain[0] == 1 and plain[2] == BLOCKS
@@ -211,7 +201,7 @@ def test_a_watcher_that_leaves_ends_its_request(server, client):
             break
     stream.close()
     complete(client, max_tokens=1)  # a request behind it, so that the scheduler counts again
-    assert running_requests(server) == 0
+    assert server.metrics(RUNNING) == [0]
 
 
 def test_a_watcher_that_does_not_read_misses_frames_and_slows_nobody(server, client):

@@ -170,6 +170,14 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=REQUEST_TIMEOUT_S) as response:
             return Reply(response.status, response.read().decode())
 
+    def metrics(self, *names: str) -> list[float]:
+        """Metrics by name, summed over their labels."""
+        lines = self.get("/metrics").text.splitlines()
+        return [
+            sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+            for name in names
+        ]
+
     def stop(self) -> None:
         """End the process and every process that it started."""
         if self.process.poll() is None:
