@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.servers import Response
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload, num_correct
 from dllm.tasks.suite import Question
 
@@ -118,26 +117,6 @@ def count_passes(commits: int, saved: Mapping[str, Any], workload: Workload) -> 
 
 
 # --- what is wrong -------------------------------------------------------------------------------
-
-
-def response_problems(server: str, responses: Sequence[Response], num_tokens: int) -> list[str]:
-    """What is wrong with answers that must have status 200 and exactly ``num_tokens`` tokens."""
-    problems = []
-    for response in responses:
-        if response.status != 200:
-            problems.append(f"{server}: HTTP {response.status} instead of 200: {response.error}")
-        elif len(response.token_ids) != num_tokens:
-            problems.append(f"{server}: {len(response.token_ids)} tokens instead of {num_tokens}")
-    return problems
-
-
-def seed_problems(server: str, first: Response, second: Response) -> list[str]:
-    """What is wrong with the answers to two requests that were equal, seed included."""
-    if first.token_ids == second.token_ids:
-        return []
-    pairs = zip(first.token_ids, second.token_ids, strict=False)
-    num_equal = sum(a == b for a, b in pairs)
-    return [f"{server}: two equal requests with a seed agree in {num_equal} tokens only"]
 
 
 def run_problem(commits: int, saved: Mapping[str, Any], workload: Workload) -> str:

@@ -12,13 +12,7 @@ from typing import TypeVar
 
 from bench.client import Answering, Client, answer_questions
 from bench.context import GateError, progress
-from bench.measure import (
-    Measurement,
-    measurement,
-    response_problems,
-    seed_problems,
-    without_speed,
-)
+from bench.measure import Measurement, measurement, without_speed
 from bench.servers import Server, tail
 from bench.workloads import (
     ADAPTIVE,
@@ -193,10 +187,17 @@ def admit(contestant: Contestant, shape: Shape, at_once: int = 1) -> None:
         responses += [server.complete(**body, seed=1), server.complete(**body, seed=1)]
     with ThreadPoolExecutor(at_once) as senders:
         batch = list(senders.map(lambda _: server.complete(**body), range(at_once)))
-    problems = response_problems(name, [*responses, *batch], shape.output_len)
-    if contestant.takes_seeds and not problems:
-        problems += seed_problems(name, *responses[1:])
-    if any(response.status in (0, 500) for response in [*responses, *batch]):
+    problems = []
+    for one in [*responses, *batch]:
+        if one.status != 200:
+            problems.append(f"{name}: HTTP {one.status} instead of 200: {one.error}")
+        elif len(one.token_ids) != shape.output_len:
+            problems.append(f"{name}: {len(one.token_ids)} tokens instead of {shape.output_len}")
+    seeded = [one.token_ids for one in responses[1:]]
+    if not problems and len(set(seeded)) > 1:
+        num_equal = sum(a == b for a, b in zip(*seeded, strict=True))
+        problems.append(f"{name}: two equal requests with a seed agree in {num_equal} tokens only")
+    if any(one.status in (0, 500) for one in [*responses, *batch]):
         problems.append(tail(server.log))
     if problems:
         raise GateError("\n".join(dict.fromkeys(problems)))

@@ -23,8 +23,6 @@ from bench.measure import (
     Measurement,
     csv_rows,
     measurement,
-    response_problems,
-    seed_problems,
 )
 from bench.race import Contestant, Race, admit, undisturbed, withhold
 from bench.serve import BUILTIN, OURS
@@ -231,42 +229,55 @@ def test_a_cut_block_is_refused() -> None:
 # --- the gate ------------------------------------------------------------------------------------
 
 
-def test_response_problems() -> None:
-    good, short = Response(200, (1, 2, 3)), Response(200, (1, 2))
-    refused = Response(400, error="temperature")
-    assert response_problems(OURS, [good, good], num_tokens=3) == []
-    problems = response_problems(BUILTIN, [good, short, refused], num_tokens=3)
-    assert problems == [
-        "built-in: 2 tokens instead of 3",
-        "built-in: HTTP 400 instead of 200: temperature",
-    ]
-    assert seed_problems(OURS, good, good) == []
-    assert "agree in 2 tokens" in seed_problems(OURS, good, Response(200, (1, 9, 3)))[0]
-
-
 class FakeServer(Server):
-    """Answers without a process; ``sloppy`` ignores the seed."""
+    """Answers without a process, and can stand still; ``sloppy`` ignores the seed.
 
-    def __init__(self, name: str, sloppy: bool = False) -> None:
+    ``answers`` are given first, one each.
+    """
+
+    port = 1
+    is_paused = False
+
+    def __init__(self, name: str, *answers: Response, sloppy: bool = False) -> None:
         self.options = ServerOptions(name, "model", ())
-        self.sloppy = sloppy
+        self.sloppy, self.answers = sloppy, list(answers)
         self.bodies: list[dict[str, Any]] = []
 
     def complete(self, **body: Any) -> Response:
         self.bodies.append(body)
+        if self.answers:
+            return self.answers.pop(0)
         first = len(self.bodies) if self.sloppy else 0
         return Response(200, (first,) * body["max_tokens"])
 
     def counters(self) -> dict[str, float]:
         return {}
 
+    def pause(self) -> None:
+        assert not self.is_paused
+        self.is_paused = True
+
+    def resume(self) -> None:
+        assert self.is_paused
+        self.is_paused = False
+
 
 def contestant(name: str, server: Server | None = None, **more: Any) -> Contestant:
     return Contestant(name, MODEL, COMMITS.get(name, OVERLAPPED), server, **more)
 
 
+def test_the_gate_names_each_wrong_answer() -> None:
+    wrong = FakeServer(OURS, Response(200, (1, 2)), Response(400, error="temperature"))
+    with pytest.raises(GateError) as refused:
+        admit(contestant(OURS, wrong), SHAPE)
+    assert str(refused.value).splitlines() == [
+        "ours: 2 tokens instead of 64",
+        "ours: HTTP 400 instead of 200: temperature",
+    ]
+
+
 def test_the_gate_refuses_a_server_that_ignores_seeds() -> None:
-    with pytest.raises(GateError, match="two equal requests with a seed"):
+    with pytest.raises(GateError, match="two equal requests with a seed agree in 0 tokens"):
         admit(contestant(OURS, FakeServer(OURS, sloppy=True)), SHAPE)
     admit(contestant(OURS, FakeServer(OURS)), SHAPE)
 
@@ -326,23 +337,8 @@ def test_a_run_that_saves_nothing_has_not_the_result_of_another(
         client._call("fixed_-0", print, "nothing is saved")
 
 
-class IdleServer(FakeServer):
-    """Can stand still."""
-
-    port = 1
-    is_paused = False
-
-    def pause(self) -> None:
-        assert not self.is_paused
-        self.is_paused = True
-
-    def resume(self) -> None:
-        assert self.is_paused
-        self.is_paused = False
-
-
 def test_the_others_stand_still() -> None:
-    servers = [IdleServer(name) for name in "abc"]
+    servers = [FakeServer(name) for name in "abc"]
     racing = [
         *(contestant(server.options.name, server) for server in servers),
         contestant("hf", None),
@@ -360,7 +356,7 @@ def test_the_others_stand_still() -> None:
 
 
 def test_servers_start_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    racing = [contestant(name, IdleServer(name)) for name in "abc"]
+    racing = [contestant(name, FakeServer(name)) for name in "abc"]
     started: list[tuple[list[str], list[bool]]] = []
 
     def start(some: list[Contestant], *_: object) -> None:
@@ -375,7 +371,7 @@ def test_servers_start_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_has_what_it_added_to_the_counters(tmp_path: Path) -> None:
-    class Counting(IdleServer):
+    class Counting(FakeServer):
         passes = 0.0
 
         def counters(self) -> dict[str, float]:
@@ -406,7 +402,7 @@ vllm:diffusion_num_committed_tokens_total{engine="0"} 64.0
 
 def test_each_round_begins_with_another_contestant(tmp_path: Path) -> None:
     client = FakeClient(tmp_path)
-    three = [contestant(name, IdleServer(name)) for name in ("a", "b", "c")]
+    three = [contestant(name, FakeServer(name)) for name in ("a", "b", "c")]
     results = Race(three, [WORKLOAD], 3, client).run()  # type: ignore[arg-type]
     assert client.driven == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
     assert [one.pair for _, one in results] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -416,14 +412,14 @@ def test_no_two_workloads_or_rounds_share_prompts(tmp_path: Path) -> None:
     """Their answers are judged together, as independent ones."""
     client = FakeClient(tmp_path)
     loads = [WORKLOAD, replace(WORKLOAD, concurrency=8)]
-    two = [contestant(name, IdleServer(name)) for name in ("a", "b")]
+    two = [contestant(name, FakeServer(name)) for name in ("a", "b")]
     Race(two, loads, 3, client).run()  # type: ignore[arg-type]
     assert client.seeds == ["0", "0", "1", "1", "2", "2", "3", "3", "4", "4", "5", "5"]
 
 
 def test_rounds_end_with_the_budget_but_one_is_always_run(tmp_path: Path) -> None:
     client = FakeClient(tmp_path)
-    Race([contestant("a", IdleServer("a"))], [WORKLOAD], 9, client, budget_s=0).run()  # type: ignore[arg-type]
+    Race([contestant("a", FakeServer("a"))], [WORKLOAD], 9, client, budget_s=0).run()  # type: ignore[arg-type]
     assert client.driven == ["a"]
 
 
@@ -431,7 +427,7 @@ def test_a_race_that_is_interrupted_is_not_lost(tmp_path: Path) -> None:
     seen: list[int] = []
     client = FakeClient(tmp_path)
     loads = [WORKLOAD, replace(WORKLOAD, concurrency=8)]
-    race = Race([contestant("a", IdleServer("a"))], loads, 2, client)  # type: ignore[arg-type]
+    race = Race([contestant("a", FakeServer("a"))], loads, 2, client)  # type: ignore[arg-type]
     race.run(lambda so_far: seen.append(len(so_far)))
     assert seen == [1, 2, 3, 4]
 
