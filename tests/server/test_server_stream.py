@@ -264,7 +264,7 @@ REFUSED = [
     (
         "/v1/chat/completions",
         CHAT | {"stream": True, "vllm_xargs": {"diffusion_stream": "tokens"}},
-        "diffusion_stream = 'tokens'; allowed: canvas, text",
+        "diffusion_stream = 'tokens'; allowed: one of canvas, text",
     ),
     (
         "/v1/chat/completions",
@@ -274,7 +274,7 @@ REFUSED = [
     (
         "/v1/chat/completions",
         CHAT | {"stream": True, "vllm_xargs": SLOW | {"diffusion_stream_every": "step"}},
-        "diffusion_stream_every = 'step'; allowed: pass, visit",
+        "diffusion_stream_every = 'step'; allowed: one of pass, visit",
     ),
 ]
 
