@@ -313,21 +313,26 @@ def test_no_loop_unless_the_scheduler_allows_it():
     assert not switched_off.may_repeat(canvases)
 
 
-def test_one_pass_a_visit_while_a_request_waits_for_admission(engine, checkpoint):
-    crowded = get_engine(checkpoint(), max_num_batched_tokens=256, max_num_seqs=2)
-    contexts = [prompt(20, salt=salt) for salt in range(3)]
-    messages = []
-    schedule = type(crowded.scheduler).schedule
+def permissions(monkeypatch: pytest.MonkeyPatch, engine: Engine, is_crowded: Any) -> list[Any]:
+    """For each visit to come (whether it ``is_crowded``, whether it may have more passes)."""
+    messages: list[tuple[bool, bool]] = []
+    schedule = type(engine.scheduler).schedule
 
     def spy(self: Any, throttle_prefills: bool = False) -> Any:
         output = schedule(self, throttle_prefills)
-        messages.append((len(self.waiting) > 0, allows_more_passes(output)))
+        messages.append((is_crowded(self, output), allows_more_passes(output)))
         return output
 
-    with pytest.MonkeyPatch.context() as patch, switched(crowded, UNBOUNDED):
-        patch.setattr(type(crowded.scheduler), "schedule", spy)
-        with passes_of_visits(crowded) as taken:
-            crowded.generate(contexts, params(blocks=2))
+    monkeypatch.setattr(type(engine.scheduler), "schedule", spy)
+    return messages
+
+
+def test_one_pass_a_visit_while_a_request_waits_for_admission(checkpoint, monkeypatch):
+    crowded = get_engine(checkpoint(), max_num_batched_tokens=256, max_num_seqs=2)
+    contexts = [prompt(20, salt=salt) for salt in range(3)]
+    with switched(crowded, UNBOUNDED), passes_of_visits(crowded) as taken:
+        messages = permissions(monkeypatch, crowded, lambda self, _: len(self.waiting) > 0)
+        crowded.generate(contexts, params(blocks=2))
     assert {allowed for waiting, allowed in messages if waiting} == {False}
     assert {allowed for waiting, allowed in messages if not waiting} == {True}
     assert taken[0] == 1 and max(taken) > 1
@@ -336,16 +341,11 @@ def test_one_pass_a_visit_while_a_request_waits_for_admission(engine, checkpoint
 def test_one_pass_a_visit_while_a_running_request_found_no_room(checkpoint, monkeypatch):
     """Budget 72: an emitted block with its canvas leaves no room for another canvas."""
     small = get_engine(checkpoint(), max_num_batched_tokens=72)
-    messages = []
-    schedule = type(small.scheduler).schedule
 
-    def spy(self: Any, throttle_prefills: bool = False) -> Any:
-        output = schedule(self, throttle_prefills)
-        left_out = {r.request_id for r in self.running} - set(output.num_scheduled_tokens)
-        messages.append((bool(left_out), allows_more_passes(output)))
-        return output
+    def leaves_one_out(self: Any, output: Any) -> bool:
+        return bool({r.request_id for r in self.running} - set(output.num_scheduled_tokens))
 
-    monkeypatch.setattr(type(small.scheduler), "schedule", spy)
+    messages = permissions(monkeypatch, small, leaves_one_out)
     small.reset_prefix_cache()
     with switched(small, UNBOUNDED):
         small.generate([prompt(20), prompt(9, salt=3)], params(blocks=3))
@@ -559,5 +559,3 @@ def test_options_of_the_loop_are_checked():
             ValueError, match=r"denoise_loop_ms = .*; allowed: auto, or a number of at least"
         ):
             PluginOptions.from_additional_config({"dllm": {"denoise_loop_ms": wrong}})
-    with pytest.raises(ValueError, match=r"first_step = 'fused'; allowed: overlapped, separate"):
-        PluginOptions.from_additional_config({"dllm": {"first_step": "fused"}})

@@ -158,42 +158,36 @@ def test_without_options_the_defaults_hold(given_config):
     assert PluginOptions.from_additional_config(given_config) == PluginOptions("overlapped")
 
 
-@pytest.mark.parametrize("commit", ["overlapped", "separate"])
-def test_commit(commit):
-    options = PluginOptions.from_additional_config({"dllm": {"commit": commit}, "other": 1})
-    assert options.commit == commit
+CHOICES = {
+    "commit": ("overlapped", "separate"),
+    "first_step": ("overlapped", "separate"),
+    "soft_embedding": ("auto", "sparse", "exact"),
+}
 
 
-@pytest.mark.parametrize("commit", ["Separate", "", None, 1, ["separate"]])
-def test_another_commit_is_refused(commit):
-    expected = f'"dllm": commit = {commit!r}; allowed: overlapped, separate'
+@pytest.mark.parametrize(("key", "value"), [(key, x) for key in CHOICES for x in CHOICES[key]])
+def test_a_choice(key, value):
+    options = PluginOptions.from_additional_config({"dllm": {key: value}, "other": 1})
+    assert getattr(options, key) == value
+    assert getattr(PluginOptions(), key) == CHOICES[key][0]
+
+
+@pytest.mark.parametrize("value", ["Separate", "Exact", "", None, 1, ["separate"], ["exact"]])
+@pytest.mark.parametrize("key", CHOICES)
+def test_another_choice_is_refused(key, value):
+    expected = f'"dllm": {key} = {value!r}; allowed: {", ".join(CHOICES[key])}'
     with pytest.raises(ValueError, match=re.escape(expected)):
-        PluginOptions.from_additional_config({"dllm": {"commit": commit}})
+        PluginOptions.from_additional_config({"dllm": {key: value}})
 
 
-@pytest.mark.parametrize("soft_embedding", ["auto", "sparse", "exact"])
-def test_soft_embedding(soft_embedding):
-    given = {"dllm": {"soft_embedding": soft_embedding}}
-    assert PluginOptions.from_additional_config(given).soft_embedding == soft_embedding
-    assert PluginOptions().soft_embedding == "auto"
-
-
-@pytest.mark.parametrize("soft_embedding", ["Exact", "", None, 1, ["exact"]])
-def test_another_soft_embedding_is_refused(soft_embedding):
-    expected = f'"dllm": soft_embedding = {soft_embedding!r}; allowed: auto, sparse, exact'
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        PluginOptions.from_additional_config({"dllm": {"soft_embedding": soft_embedding}})
-
-
-@pytest.mark.parametrize("options", [["commit"], "separate", 3])
-def test_options_that_are_no_object_are_refused(options):
-    expected = f'"dllm" must be an object, got {options!r}'
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        *((value, f'"dllm" must be an object, got {value!r}') for value in (["commit"], "text", 3)),
+        ({"comit": 1}, "\"dllm\" has no option 'comit' (did you mean 'commit'?); known: "),
+        ({"zzz": 1}, "\"dllm\" has no option 'zzz'; known: "),
+    ],
+)
+def test_options_that_are_none_are_refused(options, expected):
     with pytest.raises(ValueError, match=re.escape(expected)):
         PluginOptions.from_additional_config({"dllm": options})
-
-
-@pytest.mark.parametrize(("key", "hint"), [("comit", " (did you mean 'commit'?)"), ("zzz", "")])
-def test_an_unknown_option_is_refused_with_the_nearest_known_one(key, hint):
-    expected = f'"dllm" has no option {key!r}{hint}; known: '
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        PluginOptions.from_additional_config({"dllm": {key: 1}})
