@@ -96,7 +96,7 @@ class DrafterConfig:
         Raises:
             ValueError: a key is missing, has a wrong type, or asks for what is not implemented.
         """
-        dflash = _dflash_config(config)
+        dflash: Config = _get(config, "dflash_config", dict) or {}
         _refuse_unsupported(config, dflash)
         hidden_size = _require(config, "hidden_size", int)
         num_heads = _require(config, "num_attention_heads", int)
@@ -140,44 +140,39 @@ def check_pair(drafter: DrafterConfig, target: TargetFacts) -> None:
     Raises:
         ValueError: names the first property in which they differ, with both values.
     """
-    checks: tuple[tuple[str, object, str, object], ...] = (
-        (
-            "reads hidden states of size",
-            drafter.target_hidden_size,
-            "hidden size",
-            target.hidden_size,
-        ),
-        ("has hidden size", drafter.hidden_size, "embedding size", target.hidden_size),
-        ("has a vocabulary of", drafter.vocab_size, "vocabulary", target.vocab_size),
+    hidden, layers, vocab = target.hidden_size, target.num_layers, target.vocab_size
+    for what, given, name, expected in (
+        ("reads hidden states of size", drafter.target_hidden_size, "hidden size", hidden),
+        ("has hidden size", drafter.hidden_size, "embedding size", hidden),
+        ("has a vocabulary of", drafter.vocab_size, "vocabulary", vocab),
         (
             "was made for a number of layers of",
-            drafter.num_target_layers or target.num_layers,
+            drafter.num_target_layers or layers,
             "number of layers",
-            target.num_layers,
+            layers,
         ),
-    )
-    for what, given, name, expected in checks:
+    ):
         if given != expected:
             raise ValueError(
                 f"The drafter {what} {given}, and the target's {name} is {expected}. Serve the "
                 "target that the drafter was trained for."
             )
     for layer in drafter.target_layer_ids:
-        if not 0 <= layer < target.num_layers:
+        if not 0 <= layer < layers:
             raise ValueError(
                 f"The drafter reads layer {layer} of the target (target_layer_ids = "
-                f"{list(drafter.target_layer_ids)}), which has {target.num_layers} layers; "
-                f"allowed: 0 to {target.num_layers - 1}."
+                f"{list(drafter.target_layer_ids)}), which has {layers} layers; allowed: 0 to "
+                f"{layers - 1}."
             )
-    if drafter.mask_token_id >= target.vocab_size:
+    if drafter.mask_token_id >= vocab:
         raise ValueError(
             f"The drafter's mask token is {drafter.mask_token_id}, and the target's vocabulary has "
-            f"{target.vocab_size} tokens; allowed: 0 to {target.vocab_size - 1}."
+            f"{vocab} tokens; allowed: 0 to {vocab - 1}."
         )
-    if drafter.draft_vocab_size > target.vocab_size:
+    if drafter.draft_vocab_size > vocab:
         raise ValueError(
             f"The drafter drafts {drafter.draft_vocab_size} different tokens, and the target's "
-            f"vocabulary has {target.vocab_size}."
+            f"vocabulary has {vocab}."
         )
     if drafter.is_neox_style is None and not target.is_neox_style:
         raise ValueError(
@@ -222,27 +217,14 @@ def _get(config: Config, key: str, kind: type[T]) -> T | None:
     return value
 
 
-def _dflash_config(config: Config) -> Config:
-    given = config.get("dflash_config") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(
-            f"The drafter's config.json: dflash_config = {given!r}; allowed: an object."
-        )
-    return given
-
-
 def _refuse_unsupported(config: Config, dflash: Config) -> None:
-    for name, where in (
-        ("sample_from_anchor", dflash),
-        ("attention_sink_bias", dflash),
-        ("attention_value_scale", dflash),
-        ("add_swa_attention_sink_bias", config),
-        ("conv_kernel_size", dflash),
-    ):
-        if where.get(name):
+    names = ("sample_from_anchor", "attention_sink_bias", "attention_value_scale")
+    given = {name: dflash.get(name) for name in (*names, "conv_kernel_size")}
+    given["add_swa_attention_sink_bias"] = config.get("add_swa_attention_sink_bias")
+    for name, value in given.items():
+        if value:
             raise ValueError(
-                f"The drafter's config.json: {name} = {where[name]!r} is not implemented. "
-                + LEAVE_TO_VLLM
+                f"The drafter's config.json: {name} = {value!r} is not implemented. {LEAVE_TO_VLLM}"
             )
     if config.get("use_aux_hidden_state", dflash.get("use_aux_hidden_state", True)) is False:
         raise ValueError(

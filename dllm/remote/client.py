@@ -13,31 +13,15 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from dllm.remote import stream
+from dllm.remote.stream import Stream
 from dllm.remote.wire import MAX_ROWS, MAX_TOLD, Ask, Guess, Reply, Told, frame, read_reply
 
 RECONNECT_S = 0.1  # between two attempts
 CONNECT_WITHIN_S = 3.0
 MAX_RESETS = 3  # a worker that forgets a session more often is not asked for it again
 Texts = Mapping[str, Sequence[int]]  # the tokens of each request
-
-
-class Connection(Protocol):
-    """What a link needs of ``stream.Stream``."""
-
-    is_open: bool
-    is_ready: bool
-
-    def read(self) -> list[bytes]:
-        """Messages that are there."""
-
-    def send(self, data: bytes) -> bool:
-        """Whether the frame is on its way."""
-
-    def close(self) -> None:
-        """Close the connection."""
 
 
 class Link:
@@ -62,12 +46,12 @@ class Link:
     def __init__(
         self,
         address: str,
-        dial: Callable[[], Connection | None],
+        dial: Callable[[], Stream | None],
         deadline_s: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.address = address
-        self.connection: Connection | None = None
+        self.connection: Stream | None = None
         self.is_up = self.is_late = False
         self.step = self.num_ups = 0
         self.num_asks = self.num_replies = self.num_misses = self.num_refused = 0
@@ -183,7 +167,7 @@ class Session:
 
 def wait(links: Iterable[Link], seconds: float) -> None:
     """Wait until one of the links has news, ``seconds`` at most."""
-    stream.wait((each.connection for each in links if each.connection is not None), seconds)  # type: ignore[misc]
+    stream.wait((each.connection for each in links if each.connection is not None), seconds)
 
 
 class Client:

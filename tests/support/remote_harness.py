@@ -30,7 +30,7 @@ class Clock:
 
 
 class Net:
-    """A worker behind a network that delays (``client.Connection``).
+    """A worker behind a network that delays, in place of a ``stream.Stream``.
 
     Args:
         delay_s, jitter_s: one way; no message overtakes another.
