@@ -1,7 +1,9 @@
-"""The Triton kernel that prepares the inputs of a DFlash drafter, in numpy.
+"""The Triton kernels of drafts in numpy: the inputs of a DFlash drafter, and verification's tokens.
 
-`batch` explains how these functions are written. A DFlash drafter (arXiv 2602.06036) proposes
-tokens for the target, the model that is served. In each step it takes two kinds of tokens per row:
+`batch` explains how these functions are written. Which drafts are kept is decided by
+`drafter.verification`, which needs no kernel of its own. A DFlash drafter (arXiv 2602.06036)
+proposes tokens for the target, the model that is served. In each step it takes two kinds of tokens
+per row:
 
     context tokens   the target's query tokens of this step; the drafter's keys and values for them
                      come from the target's hidden states
@@ -11,7 +13,6 @@ tokens for the target, the model that is served. In each step it takes two kinds
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -69,33 +70,8 @@ def _fill_context(
     return positions[starts[1:] - num_rejected - 1]
 
 
-class _Queries(NamedTuple):
-    """Buffers of the drafter's query tokens: Q for each of at most `max_num_reqs` rows."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-
-
-def _bonus_tokens(
-    slots: np.ndarray,
-    num_sampled: torch.Tensor,
-    last_sampled: torch.Tensor,
-    next_prefill_tokens: torch.Tensor,
-) -> np.ndarray:
-    """Return the token that each row's drafts follow, [rows].
-
-    It is the token that was just sampled, or the next token of a prompt that is not finished.
-    """
-    has_sampled = num_sampled.numpy()[: len(slots)] > 0
-    prompt = next_prefill_tokens.numpy().reshape(-1)[slots]
-    return np.where(has_sampled, last_sampled.numpy().reshape(-1)[slots], prompt)
-
-
 def _fill_queries(
-    out: _Queries,
+    out: Sequence[torch.Tensor],
     bonus: np.ndarray,
     mask_token_id: int,
     positions: np.ndarray,
@@ -104,18 +80,20 @@ def _fill_queries(
 ) -> None:
     """Write the query tokens of every row: ids, positions, cache slots, starts, sequence lengths.
 
-    bonus: [rows], the first token of each row; mask tokens follow. positions: [rows, Q]; what is
-    beyond last_position, the model's last, is written as last_position.
+    out: buffers for these, for Q tokens of each of at most `max_num_reqs` rows. bonus: [rows], the
+    first token of each row; mask tokens follow. positions: [rows, Q]; what is beyond
+    last_position, the model's last, is written as last_position.
     """
+    ids_out, positions_out, slots_out, starts_out, lengths_out = out
     num_rows, num_queries = positions.shape
     input_ids = np.full(positions.shape, mask_token_id)
     input_ids[:, 0] = bonus
-    _fill(out.input_ids, input_ids)
-    _fill(out.positions, np.minimum(positions, last_position))
-    _fill(out.slot_mapping, cache.slots(np.arange(num_rows)[:, None], positions), cache.pad_id)
-    starts = np.arange(len(out.start_loc)) * num_queries
-    _fill(out.start_loc, np.minimum(starts, num_rows * num_queries))
-    _fill(out.seq_lens, np.minimum(positions[:, -1], last_position) + 1, padding=0)
+    _fill(ids_out, input_ids)
+    _fill(positions_out, np.minimum(positions, last_position))
+    _fill(slots_out, cache.slots(np.arange(num_rows)[:, None], positions), cache.pad_id)
+    starts = np.arange(len(starts_out)) * num_queries
+    _fill(starts_out, np.minimum(starts, num_rows * num_queries))
+    _fill(lengths_out, np.minimum(positions[:, -1], last_position) + 1, padding=0)
 
 
 def _fill_samples(
@@ -188,8 +166,10 @@ def _prepare_dflash_inputs_kernel(
         cache,
     )
     positions = last[:, None] + 1 + np.arange(num_query_per_req)
-    bonus = _bonus_tokens(slots, num_sampled_ptr, last_sampled_ptr, next_prefill_tokens_ptr)
-    queries = _Queries(
+    sampled, prompt = last_sampled_ptr.numpy(), next_prefill_tokens_ptr.numpy()
+    has_sampled = num_sampled_ptr.numpy()[: len(slots)] > 0  # otherwise its prompt goes on
+    bonus = np.where(has_sampled, sampled.reshape(-1)[slots], prompt.reshape(-1)[slots])
+    queries = (
         out_input_ids_ptr,
         out_query_positions_ptr,
         out_query_slot_mapping_ptr[:max_num_tokens],
@@ -204,8 +184,55 @@ def _prepare_dflash_inputs_kernel(
     out_seeds_ptr.numpy()[slots] = seeds_ptr.numpy()[slots]
 
 
-DFLASH_KERNELS: dict[str, Kernel] = {
-    "vllm.v1.worker.gpu.spec_decode.dflash.speculator._prepare_dflash_inputs_kernel": (
-        _prepare_dflash_inputs_kernel
-    ),
+def _flatten_sampled_kernel(
+    flat_sampled_ptr: torch.Tensor,
+    sampled_ptr: torch.Tensor,
+    sampled_stride: int,
+    num_sampled_ptr: torch.Tensor,
+    cu_num_logits_ptr: torch.Tensor,
+    num_warps: int = 1,
+) -> None:
+    """Copy sampled tokens [rows, width] to a flat array that is indexed by logits row.
+
+    The first num_sampled tokens of a row go to the first of its logits rows.
+    """
+    num_sampled = num_sampled_ptr.numpy()
+    rows, offsets = spread(np.concatenate(([0], np.cumsum(num_sampled))))
+    target = cu_num_logits_ptr.numpy()[rows] + offsets
+    flat_sampled_ptr.numpy()[target] = sampled_ptr.numpy()[rows, offsets]
+
+
+def _gather_draft_sampled_kernel(
+    draft_sampled_ptr: torch.Tensor,
+    pos_ptr: torch.Tensor,
+    input_ids_ptr: torch.Tensor,
+    positions_ptr: torch.Tensor,
+    logits_indices_ptr: torch.Tensor,
+    expanded_idx_mapping_ptr: torch.Tensor,
+    expanded_local_pos_ptr: torch.Tensor,
+    prefill_len_ptr: torch.Tensor,
+    num_logits: int,
+    BLOCK_SIZE: int,
+) -> None:
+    """Copy the input token and the position of every logits row.
+
+    Real drafts follow a sampled token, which is behind the prompt. What looks like drafts of a row
+    that is still within its prompt are placeholders; they become -1.
+    """
+    tokens = logits_indices_ptr.numpy()[:num_logits]
+    local_pos = expanded_local_pos_ptr.numpy()[:num_logits]
+    positions = positions_ptr.numpy()[tokens]
+    prefill_len = prefill_len_ptr.numpy()[expanded_idx_mapping_ptr.numpy()[:num_logits]]
+    is_placeholder = (local_pos > 0) & (positions - local_pos < prefill_len)
+    sampled = np.where(is_placeholder, -1, input_ids_ptr.numpy()[tokens])
+    draft_sampled_ptr.numpy()[:num_logits] = sampled
+    pos_ptr.numpy()[:num_logits] = positions
+
+
+_SPECULATION = "vllm.v1.worker.gpu.spec_decode."
+
+DRAFTING_KERNELS: dict[str, Kernel] = {
+    _SPECULATION + "dflash.speculator._prepare_dflash_inputs_kernel": _prepare_dflash_inputs_kernel,
+    _SPECULATION + "rejection_sampler._flatten_sampled_kernel": _flatten_sampled_kernel,
+    _SPECULATION + "rejection_sampler._gather_draft_sampled_kernel": _gather_draft_sampled_kernel,
 }

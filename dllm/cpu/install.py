@@ -3,18 +3,17 @@
 from collections.abc import Callable, Mapping
 
 from dllm.cpu.batch import BATCH_KERNELS
-from dllm.cpu.dflash import DFLASH_KERNELS
+from dllm.cpu.drafting import DRAFTING_KERNELS
 from dllm.cpu.edits import LOGIT_EDIT_KERNELS
 from dllm.cpu.logits import LOGITS_KERNELS
 from dllm.cpu.ragged import Kernel
 from dllm.cpu.sampling import SAMPLING_KERNELS
-from dllm.cpu.verification import VERIFICATION_KERNELS
 
 # Kernels that vLLM launches for every model.
 MODEL_KERNELS: dict[str, Kernel] = {**BATCH_KERNELS, **LOGITS_KERNELS, **LOGIT_EDIT_KERNELS}
 # Kernels that it launches for autoregressive models and drafters only: a diffusion model has a
 # sampler of its own.
-TOKEN_KERNELS: dict[str, Kernel] = {**SAMPLING_KERNELS, **VERIFICATION_KERNELS, **DFLASH_KERNELS}
+TOKEN_KERNELS: dict[str, Kernel] = {**SAMPLING_KERNELS, **DRAFTING_KERNELS}
 
 
 def install(
