@@ -265,9 +265,11 @@ class Server:
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         everyone = self._quiet | self._streams
+        # A reply that could not be sent has closed its connection.
+        has_news = any(stream.has_news or not stream.is_open for stream in everyone.values())
         for stream in everyone.values():
-            poll.register(stream, stream.events)
-        has_news = any(stream.has_news for stream in everyone.values())
+            if stream.is_open:
+                poll.register(stream, stream.events)
         poll.poll(0 if has_news else round(1e3 * seconds))
         for number, stream in everyone.items():
             for ask in self._asks(number, stream):

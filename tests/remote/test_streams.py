@@ -294,6 +294,21 @@ def test_of_those_who_ask_the_one_that_asked_last_longest_ago_makes_room(place, 
     server.close()
 
 
+def test_a_target_that_leaves_before_its_reply_ends_nobody_else(place):
+    server = Server(place)
+    leaving = Hostile.to(place)
+    leaving.send(GOOD)
+    asked: list[int] = []
+    while not asked:
+        asked += [number for number, message in server.receive(LONG_S) if message is not None]
+    leaving.socket.close()
+    server.reply(asked[0], Reply(1, []))  # a broken pipe
+    assert list(server.receive(LONG_S)) == [(asked[0], None)]
+    with linked(place) as link:
+        until(link, lambda: bool(list(server.receive(0)) or link.receive() or link.is_up))
+    server.close()
+
+
 def test_sessions_end_with_their_connection(place):
     server, worker = Server(place), DraftWorker(Oracle())
     with linked(place) as link:
