@@ -285,24 +285,25 @@ class DecisionRoute:
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Add the route; it answers 501 for models of others."""
+        """Remember the app, and let vLLM's route read our families with our strategy."""
         from vllm.entrypoints.generate.structured_decisions.strategies import READ_STRATEGIES
 
-        from dllm.api.decisions import reads, route  # they import vLLM's API server
+        from dllm.api.decisions.reads import CanvasReads  # imports vLLM's API server
 
+        self._app = app
         for architecture in FAMILIES:
-            READ_STRATEGIES[architecture] = reads.CanvasReads
-        route.attach(app)
+            READ_STRATEGIES[architecture] = CanvasReads
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Let vLLM's route take as many options; this process serves one model."""
+        """Add the route, and let vLLM's take as many options, if the model is one of ours."""
         from vllm.entrypoints.generate.structured_decisions.question_types import QUESTION_TYPES
 
-        from dllm.api.decisions.reads import WideChoice, WideScore
+        from dllm.api.decisions import reads, route
 
         if engine_client and engine_client.model_config.architecture in FAMILIES:
-            QUESTION_TYPES["choice"] = WideChoice()
-            QUESTION_TYPES["score"] = WideScore()
+            QUESTION_TYPES["choice"] = reads.WideChoice()
+            QUESTION_TYPES["score"] = reads.WideScore()
+            route.attach(self._app)
 
 
 def add_endpoint_plugins() -> None:

@@ -22,7 +22,7 @@ from dllm.api.decisions.protocol import (
     Predicate,
     instructions_text,
 )
-from dllm.api.decisions.reads import CanvasReads, Read
+from dllm.api.decisions.reads import Read
 from dllm.settings.request import refuse
 
 
@@ -34,7 +34,7 @@ def attach(app: FastAPI) -> None:
     @load_aware_call
     async def decide(request: DecisionRequest, raw_request: Request) -> JSONResponse:
         handler = getattr(raw_request.app.state, "serving_structured_decisions", None)
-        if handler is None or not isinstance(handler.strategy, CanvasReads):
+        if handler is None:
             raise NotImplementedError(why_not(raw_request.app.state))
         result = await answered(handler, request, raw_request)
         status = result.error.code if isinstance(result, ErrorResponse) else 200

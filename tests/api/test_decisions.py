@@ -1,0 +1,86 @@
+"""Labels of typed decisions as tokens, and where the route is served."""
+
+import asyncio
+import string
+from types import SimpleNamespace
+
+import pytest
+from fastapi import FastAPI
+
+from dllm.api.decisions.labels import Labels
+from dllm.models import FAMILIES
+from dllm.patches.routes import DecisionRoute
+
+END = 999
+
+
+def of_characters(text: str) -> list[int]:
+    """A tokenizer without words."""
+    return [ord(character) for character in text]
+
+
+def of_words(*words: str):
+    """A tokenizer that knows these words, and characters."""
+
+    def encode(text: str) -> list[int]:
+        return [1000 + words.index(text)] if text in words else of_characters(text)
+
+    return encode
+
+
+@pytest.mark.parametrize(
+    ("known", "texts"),
+    [
+        (("yes", "no", "Yes", "No"), ("yes", "no")),
+        (("yes", "Yes", "No"), ("Yes", "No")),  # "no" would be two tokens
+        (("true", "false"), ("true", "false")),
+        ((), ("Y", "N")),
+    ],
+)
+def test_yes_and_no_are_the_first_pair_of_single_tokens(known, texts):
+    labels = Labels(of_words(*known), END).yes_no()
+    assert labels.texts == texts and labels.num_rows == 1
+
+
+def test_yes_and_no_are_spelled_where_no_pair_is_known():
+    labels = Labels(lambda text: [ord(one) // 64 for one in text], END).yes_no()
+    assert labels.texts == ("yes", "no") and {one[-1] for one in labels.tokens} == {END}
+
+
+def test_levels_are_digits_while_these_last():
+    labels = Labels(of_characters, END)
+    assert labels.levels(["low", "high"]).texts == ("0", "1")
+    assert labels.levels([f"level {i}" for i in range(11)]).texts == tuple("ABCDEFGHIJK")
+
+
+def test_options_are_letters_then_codes_then_their_own_texts():
+    names = [f"option {i}" for i in range(60)]
+    spelled = Labels(of_characters, END)
+    assert spelled.choices(names[:26]).texts == tuple(string.ascii_uppercase)
+    labels = spelled.choices(names)
+    assert not labels.is_code and labels.texts == tuple(names)
+    assert labels.tokens[0] == (*of_characters("option 0"), END)
+    codes = Labels(of_words(*(f"A{one}" for one in string.ascii_uppercase)), END).choices(
+        names[:50]
+    )
+    assert codes.is_code and codes.num_rows == 1 and codes.texts[26] == "AA"
+
+
+def test_options_that_share_a_beginning_differ_by_their_end():
+    tokens = Labels(of_characters, END).choices(["a" * n for n in range(1, 41)]).tokens
+    assert not any(one != other and other[: len(one)] == one for one in tokens for other in tokens)
+
+
+def test_options_of_the_same_tokens_are_refused():
+    with pytest.raises(ValueError, match="same tokens"):
+        Labels(lambda text: [7] * min(3, len(text)), END).choices([f"abc{i}" for i in range(60)])
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", next(iter(FAMILIES))])
+def test_the_route_is_there_for_our_families_alone(architecture):
+    plugin, app = DecisionRoute(), FastAPI()
+    engine = SimpleNamespace(model_config=SimpleNamespace(architecture=architecture))
+    plugin.attach_router(app)
+    asyncio.run(plugin.init_state(engine, app.state, None))
+    paths = {route.path for route in app.routes}
+    assert ("/v1/decisions" in paths) == (architecture in FAMILIES)
