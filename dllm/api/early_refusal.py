@@ -89,8 +89,10 @@ def _bounded(schema: Any, longest: int) -> Any:
     for field in LONGEST_OF_FIELD:
         part = copy.get(field)
         if isinstance(part, dict) and part.get("type") == "model-field":
-            part["schema"] = core_schema.no_info_before_validator_function(
-                _with_few_parts, part["schema"]
+            # Within a default: pydantic takes a field for required if it does not see one.
+            outer = part["schema"] if part["schema"].get("type") == "default" else part
+            outer["schema"] = core_schema.no_info_before_validator_function(
+                _with_few_parts, outer["schema"]
             )
     is_list = copy.get("type") in ("list", "generator")
     if is_list and not _is_plain(copy.get("items_schema") or {}):

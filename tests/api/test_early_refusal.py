@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import pytest
 from fastapi import Body
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import (
     BatchChatCompletionRequest,
     ChatCompletionRequest,
@@ -91,6 +91,13 @@ def test_a_type_has_the_bounds_of_a_body():
     assert type(adapter.validate_python({"messages": [USER]})) is ChatCompletionRequest
     with pytest.raises(ValidationError):
         adapter.validate_python({"messages": [USER] * (LONGEST_OF_FIELD["messages"] + 1)})
+
+
+def test_a_field_with_a_bound_keeps_its_default():
+    class Kind(BaseModel):
+        messages: list[Any] = []
+
+    assert validate(Kind).messages == []
 
 
 def test_what_is_right_is_read_as_before():

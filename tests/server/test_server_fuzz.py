@@ -278,7 +278,11 @@ def fuzz(server: Server, num_bodies: int, derandomize: bool) -> None:
         assert not broken
         with server.log.open("rb") as log:
             log.seek(log_size)
-            assert b"Traceback" not in log.read() or any(is_of_vllm(one.body) for one in batch)
+            # vLLM logs whatever /v1/messages refuses with its traceback.
+            traces = [
+                line for line in log if b"Traceback" in line and b" [api_router.py:" not in line
+            ]
+        assert not traces or any(is_of_vllm(one.body) for one in batch)
 
     try:
         nobody_is_disturbed()

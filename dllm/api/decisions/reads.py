@@ -77,6 +77,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         self.block_size = block_size_of(config)
         self.width = min(self.options.read_width, config.diffusion_config.canvas_length)
         self.max_model_len = config.model_config.max_model_len
+        self.end = int(self._tokenizer().eos_token_id)
         if config.model_config.is_multimodal_model:
             self.modalities = frozenset({"image"})
         try:
@@ -116,7 +117,7 @@ class CanvasReads(strategies.NextTokenStrategy):
             ids = list(tokenizer.encode(before + text, add_special_tokens=False))
             return ids[len(tail) :] if ids[: len(tail)] == tail else None
 
-        return Labels(encode, int(tokenizer.eos_token_id))
+        return Labels(encode, self.end)
 
     def labels_of(self, question: question_types.Question) -> OptionLabels:
         """What stands for each of its options.
@@ -248,9 +249,8 @@ class CanvasReads(strategies.NextTokenStrategy):
         digest = hashlib.blake2b(json.dumps(prompt_ids).encode(), digest_size=6).digest()
         extra: dict[str, Any] = {"diffusion_max_steps": 1}
         if self.block_size == 1:
-            end = int(self._tokenizer().eos_token_id)
             extra |= {
-                "diffusion_seed_canvas": [-1] * rows + [end] * (self.width - rows),
+                "diffusion_seed_canvas": [-1] * rows + [self.end] * (self.width - rows),
                 "diffusion_canvas_length": self.width,
                 "diffusion_read_only": True,
             }

@@ -1,0 +1,184 @@
+"""Typed decisions: probabilities from the engine against the softmax of Hugging Face's models."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.entrypoints.generate.structured_decisions import question_types
+from vllm.exceptions import VLLMValidationError
+
+from dllm.api.decisions.labels import Labels
+from dllm.api.decisions.reads import CanvasReads, Read, WideChoice
+from dllm.models.unmasking import reference
+from dllm.settings.decisions import DecisionOptions
+from tests.support import hf_reference
+from tests.support.engine_harness import Engine, get_engine
+
+END, WIDTH = 1, 16
+SDAR = Path(__file__).parents[2] / "checkpoints/tiny-sdar"
+# Sums of a few log-probabilities in fp32, by GEMMs of two libraries: 2e-5 was measured.
+TOLERANCE = 2e-4
+
+
+def encode(text: str) -> list[int]:
+    """A token for each character."""
+    return [20 + ord(character) for character in text]
+
+
+class Client:
+    """An engine in this process as an asynchronous client; what is there runs together."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._finished = engine, {}
+        self.num_steps = 0
+
+    async def generate(
+        self, given: Any, params: Any, name: str, **options: Any
+    ) -> AsyncIterator[Any]:
+        """The finished request alone."""
+        added = self._engine.add(given["prompt_token_ids"], params)
+        await asyncio.sleep(0)
+        while added not in self._finished:
+            self.num_steps += 1
+            self._finished |= {one.request_id: one for one in self._engine.step()}
+        yield self._finished[added]
+
+
+class Reads(CanvasReads):
+    """The strategy with a token for each character, and no chat template."""
+
+    def __init__(self, engine: Engine, block_size: int = 1, **options: Any) -> None:
+        renderer = SimpleNamespace(_executor=None)
+        self.client = Client(engine)
+        self.context = SimpleNamespace(
+            engine_client=self.client, online_renderer=SimpleNamespace(renderer=renderer)
+        )
+        self.options = DecisionOptions(read_width=WIDTH, **options)
+        self.block_size, self.width, self.max_model_len = block_size, WIDTH, 512
+        self.end = END
+        self.thought: list[int] = []
+        self.labels = Labels(encode, END)
+
+    async def _render(self, request: Any, messages: Any) -> tuple[Any, list[int]]:
+        ids = encode(messages[-1]["content"])
+        return {"prompt_token_ids": ids}, ids
+
+    def ask(self, asked: Sequence[question_types.Question], state: str = "in") -> list[Read]:
+        """What is read."""
+        options = dict(chat_template_kwargs=None, lora_request=None, priority=0)
+        return asyncio.run(self.read(asked, None, state, request_id="r", **options))
+
+
+def choice(place: int, names: Sequence[str]) -> question_types.Question:
+    options = tuple(map(question_types.Option, names))
+    return question_types.Question(str(place), WideChoice(), "a", options, tuple(names))
+
+
+# A pair, letters, and more options than there are letters, of one to three tokens each; some begin
+# as others do.
+SPELLED = [f"{n:b}"[-3:] + "x" * (n % 2) for n in range(8, 16)] + [f"o{n}" for n in range(22)]
+QUESTIONS = [choice(0, ["a", "b"]), choice(1, "abcde"), choice(2, SPELLED)]
+
+
+def brute_force(reads: Reads, asked: Any, logits: torch.Tensor) -> torch.Tensor:
+    """The probability of each option: its tokens on the rows, one by one."""
+    scores = logits.double().log_softmax(-1)
+    labels = reads.labels_of(asked)
+    sums = [sum(scores[at, token] for at, token in enumerate(one)) for one in labels.tokens]
+    return torch.tensor(sums)
+
+
+def compare(reads: Reads, found: list[Read], logits: list[torch.Tensor], samples: int) -> None:
+    for place, (asked, read) in enumerate(zip(QUESTIONS, found, strict=True)):
+        score = partial(brute_force, reads, asked)
+        sums = torch.stack([score(one) for one in logits[place * samples : (place + 1) * samples]])
+        probabilities = sums.softmax(-1)
+        expected = probabilities.mean(0)
+        assert read.probs == pytest.approx(expected.tolist(), rel=TOLERANCE, abs=1e-12)
+        assert read.label_mass == pytest.approx(float(sums.exp().sum(-1).mean()), rel=TOLERANCE)
+        assert read.samples == samples
+        if samples > 1:
+            errors = probabilities.std(0) / samples**0.5
+            assert read.standard_errors == pytest.approx(errors.tolist(), rel=1e-2, abs=1e-9)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_noise(engine, checkpoint, samples):
+    model = hf_reference.load_hf(checkpoint())
+    reads = Reads(engine, samples=samples)
+    with engine.watch(keep_logits=True) as watched:
+        found = reads.ask(QUESTIONS)
+    prompts = [
+        encode(plan.text) for plan in reads._plan(QUESTIONS, "in", samples) for _ in range(samples)
+    ]
+    watched = {name: watched[name] for name in sorted(watched, key=lambda name: int(name[1:]))}
+    context_of = dict(zip(watched, prompts, strict=True))
+    expected = {
+        name: hf_reference.one_step_logits(model, context_of[name], steps[0].canvas)
+        for name, steps in watched.items()
+    }
+    assert all(len(steps) == 1 for steps in watched.values())
+    compare(reads, found, list(expected.values()), samples)
+    rows = [reads.labels_of(asked).num_rows for asked in QUESTIONS for _ in range(samples)]
+    for steps, num_rows in zip(watched.values(), rows, strict=True):
+        assert steps[0].canvas[num_rows:] == [END] * (WIDTH - num_rows)
+
+
+def test_masks():
+    engine = get_engine(SDAR, max_num_batched_tokens=512)
+    model, rule = reference.load_model(SDAR), reference.DecodingRule.of_checkpoint(SDAR)
+    reads = Reads(engine, block_size=rule.block_size)
+
+    def fits(state: str) -> bool:
+        """Whether the labels fit what is left of the block behind every prompt."""
+        return all(
+            plan.labels.num_rows <= rule.block_size - len(encode(plan.text)) % rule.block_size
+            for plan in reads._plan(QUESTIONS, state, 1)
+        )
+
+    state = next(filter(fits, ("i" * n for n in range(rule.block_size))))
+    found = reads.ask(QUESTIONS, state)
+    expected = []
+    for plan in reads._plan(QUESTIONS, state, 1):
+        ids = encode(plan.text)
+        end = (len(ids) // rule.block_size + 1) * rule.block_size
+        ids_and_masks = torch.tensor([ids + [rule.mask_token_id] * (end - len(ids))])
+        mask = reference.additive(reference.block_causal(torch.arange(end), rule.block_size)[None])
+        with torch.no_grad():
+            logits = model(ids_and_masks, attention_mask=mask).logits[0]
+        logits[:, rule.mask_token_id] = -torch.inf  # a mask is never an answer
+        expected.append(logits[len(ids) :])
+    compare(reads, found, expected, 1)
+
+
+def test_reads_within_the_budget_take_one_step_of_the_engine_and_are_alike_in_a_crowd(engine):
+    alone = [Reads(engine, samples=1).ask([one])[0] for one in QUESTIONS[:2]]
+    engine.reset_prefix_cache()
+    crowd = Reads(engine, samples=1)
+    together = crowd.ask(QUESTIONS[:2])
+    assert crowd.client.num_steps == 1
+    assert [one.probs for one in together] == [one.probs for one in alone]
+    again = Reads(engine, samples=1).ask(QUESTIONS[:2])  # with a prefix that is cached
+    assert [one.probs for one in again] == [one.probs for one in alone]
+
+
+def test_a_temperature_flattens_and_keeps_the_mass(engine):
+    plain, flat = (
+        Reads(engine, samples=1, temperature=given).ask(QUESTIONS[1:2])[0]
+        for given in ({}, {"choice": 100.0})
+    )
+    assert max(flat.probs) < max(plain.probs) and flat.hesitation > 0.99
+    assert flat.label_mass == plain.label_mass
+
+
+def test_a_label_that_does_not_fit_the_block_is_refused():
+    engine = get_engine(SDAR, max_num_batched_tokens=512)
+    reads = Reads(engine, block_size=2)
+    with pytest.raises(VLLMValidationError) as refusal:
+        reads.ask(QUESTIONS[2:])
+    assert refusal.value.parameter == "questions"
