@@ -29,7 +29,7 @@ SLOW = Spec("regex", "(((a{1,30}){1,30}){1,30}){1,30}")
 
 @pytest.fixture(scope="module")
 def children():
-    made = Children(VOCABULARY, seconds=20)
+    made = Children(VOCABULARY, seconds=600)  # no test that shares them is about time
     yield made
     made.close()
 
