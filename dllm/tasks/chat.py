@@ -1,12 +1,13 @@
-"""What a question has beside its prompt: tools, a thought, and the style of both.
+"""What a question has beside its prompt: tools and a thought, or the parts of a typed decision.
 
 The tools are fixed; a question lists some of them. Calls and thoughts are written with the marks
 that vLLM's parsers for Gemma 4 and Hermes look for (dllm/tasks/tool_tokenizer.py).
 """
 
 import json
+import string
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Style = Literal["gemma", "hermes"]
 STYLES: tuple[Style, ...] = ("gemma", "hermes")
@@ -95,12 +96,68 @@ class Chat:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """A question on an input.
+
+    Attributes:
+        options: texts of the choices or levels; empty for a predicate.
+        odds: of yes, where the right answer is a matter of chance.
+    """
+
+    input: str
+    type: Literal["predicate", "choice", "score"]
+    instructions: str
+    options: tuple[str, ...] = ()
+    odds: float | None = None
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """As a client sends it."""
+        asked: dict[str, Any] = {"type": self.type, "instructions": self.instructions}
+        if self.type == "choice":
+            asked["choices"] = [{"value": text} for text in self.options]
+        if self.type == "score":
+            asked["levels"] = [{"label": text} for text in self.options]
+        return asked
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What the model says for each option, yes first."""
+        if self.type == "predicate":
+            return ("yes", "no")
+        codes = string.digits if self.type == "score" else string.ascii_uppercase
+        return (
+            tuple(codes[: len(self.options)]) if len(self.options) <= len(codes) else self.options
+        )
+
+    @property
+    def prompt(self) -> str:
+        """As a server writes it."""
+        labels = self.labels
+        if labels == self.options:
+            lines, reply = list(labels), "one option"
+        elif self.type == "predicate":
+            lines, reply = list(labels), "yes or no"
+        else:
+            pairs = zip(labels, self.options, strict=True)
+            lines, reply = [f"{label}: {text}" for label, text in pairs], "one label"
+        head = f"{self.input}\n\nQuestion: {self.instructions}"
+        return "\n".join((head, *lines, f"Answer with {reply} only."))
+
+
+@dataclass(frozen=True)
 class Asked:
-    """A problem in words: the prompt, all right answers, and the chat that it is asked in."""
+    """A problem in words: the prompt, all right answers, and what it is asked as.
+
+    Attributes:
+        chat: what it is asked with, of a family of ``tools``.
+        decision: the prompt in parts, of a family of ``decisions``.
+    """
 
     prompt: str
     accepted: list[str]
     chat: Chat | None = None
+    decision: Decision | None = None
 
 
 def call_text(name: str, arguments: dict[str, str | int], style: Style) -> str:

@@ -7,34 +7,45 @@ tenth of all problems is in ``heldout``, a tenth in ``validation``, and the rest
 
 import difflib
 import hashlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from dllm.tasks.chat import Asked, Chat
+from dllm.tasks.chat import Asked, Chat, Decision
+from dllm.tasks.decisions import DECISION_FAMILIES
 from dllm.tasks.families import FAMILIES, Family
 from dllm.tasks.tools import TOOL_FAMILIES
 
 __all__ = [
+    "DECISION_FAMILIES",
     "FAMILIES",
+    "GROUPS",
     "SPLITS",
     "TOOL_FAMILIES",
     "Family",
     "Question",
+    "group_of",
     "question",
     "questions",
     "split_of",
 ]
 
 SPLITS = ("train", "validation", "heldout")
+# A model is trained on families of one group, with the tokenizer of that group.
+GROUPS: dict[str, dict[str, Family]] = {
+    "all": FAMILIES,
+    "tools": TOOL_FAMILIES,
+    "decisions": DECISION_FAMILIES,
+}
 
 
 @dataclass(frozen=True)
 class Question:
     """A prompt and its answers: training shows ``answer``; ``accepted`` has all that are right.
 
-    ``chat`` is None in the eleven families of ``FAMILIES``. In those of ``TOOL_FAMILIES`` it says
-    how to ask, and the answers have the marks of calls and thoughts in them.
+    In the families of ``TOOL_FAMILIES``, ``chat`` says how to ask, and the answers have the marks
+    of calls and thoughts in them. In those of ``DECISION_FAMILIES``, ``decision`` has the parts of
+    the prompt. Elsewhere both are None.
     """
 
     family: str
@@ -42,6 +53,7 @@ class Question:
     answer: str
     accepted: frozenset[str]
     chat: Chat | None = None
+    decision: Decision | None = None
 
     def is_correct(self, text: str) -> bool:
         """Whether this text is a right answer; whitespace around it does not matter."""
@@ -55,23 +67,31 @@ def split_of(family: str, content: Hashable) -> str:
     return {0: "heldout", 1: "validation"}.get(tenth, "train")
 
 
+def group_of(families: Sequence[str]) -> str:
+    """The group that families are of; the first one decides, and none are all of ``FAMILIES``."""
+    return next((name for name, group in GROUPS.items() if {*families[:1]} <= {*group}), "all")
+
+
 def question(family: str, split: str, index: int, seed: int = 0) -> Question:
     """Question number ``index`` of an endless sequence, in which a question may come again.
 
     Raises:
         ValueError: there is no such family or split.
     """
-    _check(family, [*FAMILIES, *TOOL_FAMILIES], "family")
+    kinds = {name: kind for group in GROUPS.values() for name, kind in group.items()}
+    _check(family, kinds, "family")
     _check(split, SPLITS, "split")
     rng = Random(f"{family} {split} {index} {seed}")
-    kind = FAMILIES.get(family) or TOOL_FAMILIES[family]
+    kind = kinds[family]
     content = kind.draw(rng)
     while split_of(family, content) != split:
         content = kind.draw(rng)
     in_words = kind.ask(content, rng)
     asked = in_words if isinstance(in_words, Asked) else Asked(*in_words)
     answer = rng.choice(asked.accepted)
-    return Question(family, asked.prompt, answer, frozenset(asked.accepted), asked.chat)
+    return Question(
+        family, asked.prompt, answer, frozenset(asked.accepted), asked.chat, asked.decision
+    )
 
 
 def questions(families: Iterable[str], split: str, count: int, seed: int = 0) -> list[Question]:

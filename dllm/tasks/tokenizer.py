@@ -106,11 +106,14 @@ def make_tokenizer(
     return tokenizer
 
 
-def train_tokenizer() -> Tokenizer:
-    """The tokenizer of the trained models, learned from training questions. Always the same."""
+def train_tokenizer(families: Iterable[str] = FAMILIES) -> Tokenizer:
+    """The tokenizer of a model of these families, learned from training questions.
+
+    Always the same.
+    """
     texts = (
         text
-        for drawn in corpus_questions(FAMILIES)
+        for drawn in corpus_questions(families)
         for text in ("user", "model", drawn.prompt, drawn.answer)
     )
     return make_tokenizer(weighted_pieces(texts), VOCAB_SIZE)

@@ -279,6 +279,7 @@ def test_shipped_configs_are_valid():
     assert sorted(path.stem for path in paths) == [
         "tiny-ar",
         "tiny-ar-continued",
+        "tiny-decisions",
         "tiny-dllm",
         "tiny-dllm-continued",
         "tiny-llada2",
@@ -315,6 +316,24 @@ def test_overfits_ten_examples(objective, tmp_path, monkeypatch):
     answers = learner.objective.answer(trainer.average, ten, seed=0)
     right = [q.is_correct(text) for q, text in zip(ten, answers.texts, strict=True)]
     assert sum(right) >= 9, (answers.texts, losses[-1])
+
+
+def test_some_canvases_are_noise_where_a_decision_reads():
+    families = ("choice", "wide")
+    shape = ModelShape(**TINY)
+    settings = TrainSettings("diffusion", families=families, read_shaped=1.0, model=shape)
+    objective = command.make_objective(settings)
+    asked = [question(name, "train", index) for name in families for index in range(40)]
+    encoded = Encoded.of(objective.tokenizer, asked)
+    random = torch.Generator().manual_seed(0)
+    canvases = objective._draw_canvases(encoded, random)
+    for row, owner in enumerate(canvases.sequence.tolist()):
+        num_label = len(encoded.answers[owner]) - 1
+        changed = (canvases.noised[row] != canvases.clean[row]).nonzero().flatten().tolist()
+        assert all(place < num_label + 2 for place in changed)
+    # Noise is a token of its own by chance once in 832 draws.
+    is_changed = canvases.noised[:, 0] != canvases.clean[:, 0]
+    assert is_changed.float().mean() > 0.9
 
 
 def test_canvas_sees_what_the_reference_shows_it():

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
 from dllm.settings.command import OK, CommandError
+from dllm.tasks.suite import GROUPS
 from dllm.tasks.tokenizer import CHAT_TEMPLATE, save_tokenizer, train_tokenizer
 from dllm.tasks.tool_tokenizer import TOOL_CHAT_TEMPLATE, train_tool_tokenizer
 from dllm.train.documents import Panel, draw, require_matplotlib
@@ -146,7 +147,8 @@ def open_run(
 
 def make_objective(settings: TrainSettings) -> Objective:
     """The objective that the settings name."""
-    tokenizer = train_tool_tokenizer() if settings.asks_for_tools else train_tokenizer()
+    is_tools = settings.group == "tools"
+    tokenizer = train_tool_tokenizer() if is_tools else train_tokenizer(GROUPS[settings.group])
     return KINDS[settings.objective].make(settings, tokenizer)
 
 
@@ -156,6 +158,6 @@ def export(model: PreTrainedModel, objective: Objective, path: Path) -> None:
     objective.save_weights(model, path)
     write_json(path / "config.json", objective.config())
     write_json(path / "generation_config.json", objective.generation_config())
-    template = TOOL_CHAT_TEMPLATE if objective.settings.asks_for_tools else CHAT_TEMPLATE
+    template = TOOL_CHAT_TEMPLATE if objective.settings.group == "tools" else CHAT_TEMPLATE
     save_tokenizer(objective.tokenizer, path, MAX_POSITIONS, template)
     (path / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner only

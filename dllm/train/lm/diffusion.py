@@ -7,6 +7,8 @@ block has the same weight, even if little of it is answer.
 
 Training shows the model what generation will show it:
 - many canvases are all random (t = 1), as at the start of generation;
+- some, if the settings say so, are random where the answer is and end behind it, as a typed
+  decision reads them;
 - some get self-conditioning: the temperature-scaled logits of an earlier denoise step;
 - some of these have also been changed by a sampler step.
 """
@@ -49,6 +51,7 @@ SELF_CONDITIONED = 0.5  # share of canvases with an earlier denoise step
 RESAMPLED = 0.5  # of these, the share whose canvas is the outcome of a sampler step
 TEMPERATURES = (0.2, 0.5)  # range of the temperature of the earlier step
 ENTROPY_BOUND = 0.3  # nats
+READ_POSITIONS = 4  # at most two behind the answer; none for a half
 TAIL_WEIGHT = 0.1  # in the loss, of a position behind the first end-of-sequence token
 # Settings of generation in validation, chosen on the validation split. Temperatures are lower than
 # in training: with those of training, a question that has many right answers takes 40 steps until
@@ -173,6 +176,8 @@ class Diffusion(Objective):
             clean[row, : len(tokens)] = torch.tensor(tokens)
         level = torch.where(uniform[1] < PURE_NOISE, 1.0, uniform[2])
         is_noise = torch.rand(clean.shape, generator=random) < level[:, None]
+        if self.settings.read_shaped:
+            is_noise = self._read_some(clean, is_noise, random)
         prompt_len = torch.tensor([len(prompt) for prompt in encoded.prompts])
         return Canvases(
             sequence,
@@ -180,6 +185,15 @@ class Diffusion(Objective):
             clean,
             torch.where(is_noise, _random_tokens(clean, self.vocab_size, random), clean),
         )
+
+    def _read_some(self, clean: Tensor, is_noise: Tensor, random: torch.Generator) -> Tensor:
+        """Make a share of the canvases as a typed decision reads them: ``[N, C]`` bool."""
+        num_canvases, length = clean.shape
+        # A text is read with its end, and with the positions of the longest option. A label is not.
+        more = torch.randint(READ_POSITIONS, (num_canvases, 1), generator=random)
+        num_read = (clean != EOS).sum(1, keepdim=True).clamp(min=1) + (more - 1).clamp(min=0)
+        is_read = torch.rand(num_canvases, 1, generator=random) < self.settings.read_shaped
+        return torch.where(is_read, torch.arange(length) < num_read, is_noise)
 
     @torch.no_grad()
     def _look_back(

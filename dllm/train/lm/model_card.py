@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES
+from dllm.tasks.suite import GROUPS
 from dllm.train.documents import duration, settings_block
 from dllm.train.lm.learner import LanguageLearner
 from dllm.train.lm.settings import CONFIGS, TrainSettings
@@ -70,8 +70,12 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
     ]
     scores = out / SCORES
     if scores.exists():
-        families = TOOL_FAMILIES if settings.asks_for_tools else FAMILIES
-        lines += ["", "## Held-out answers correct", "", *_score_table(scores, families)]
+        lines += [
+            "",
+            "## Held-out answers correct",
+            "",
+            *_score_table(scores, GROUPS[settings.group]),
+        ]
     lines += [
         "",
         "## Limits",
@@ -84,7 +88,7 @@ def write_model_card(run: Run[LanguageLearner], path: Path) -> None:
 
 
 def _questions_of(settings: TrainSettings) -> str:
-    return f"dllm/tasks/{'tools' if settings.asks_for_tools else 'suite'}.py"
+    return f"dllm/tasks/{'families' if settings.group == 'all' else settings.group}.py"
 
 
 def _blocks(settings: TrainSettings) -> list[str]:
@@ -118,7 +122,7 @@ def _start(digest: object, card: Path) -> list[str]:
 
 def _validation_table(log: Path) -> list[str]:
     last = read_log(log)[-1]
-    names = (name for name in (*FAMILIES, *TOOL_FAMILIES) if name in last)
+    names = (name for group in GROUPS.values() for name in group if name in last)
     rows = [f"| {name} | {100 * float(last[name]):.0f} % |" for name in names]
     return ["| family | correct |", "|---|---|", *rows]
 

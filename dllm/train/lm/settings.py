@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from dllm.settings.checks import FloatRange, check_int, did_you_mean, refuse_value
-from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES
+from dllm.tasks.suite import GROUPS, group_of
 from dllm.train.settings import RunSettings
 
 Objective = Literal["diffusion", "ar", "sdar", "llada2"]
@@ -46,8 +46,10 @@ class TrainSettings(RunSettings):
         block_lengths: tokens; every question gets one of them (sdar and llada2 only).
         wrong_tokens: share of the tokens that are not masked that is replaced by a wrong one, for
             a model that edits (sdar and llada2 only).
-        families: task families, or empty for the eleven; those of ``TOOL_FAMILIES`` go with none
-            of the eleven, because they have another tokenizer.
+        families: task families of one of the ``GROUPS``, or empty for the eleven. Each group has
+            its own tokenizer.
+        read_shaped: share of the canvases that are as a typed decision reads them: noise where the
+            answer is, and ends behind it (diffusion only).
         focus: share of the questions that goes to families by their validation error.
         validation_questions: of each family, at every evaluation.
         model: table ``[model]``.
@@ -62,6 +64,7 @@ class TrainSettings(RunSettings):
     block_lengths: tuple[int, ...] = (32,)
     wrong_tokens: float = 0.0
     families: tuple[str, ...] = ()
+    read_shaped: float = 0.0
     focus: float = 0.5
     validation_questions: int = 24
     model: ModelShape = field(default_factory=ModelShape)
@@ -71,6 +74,7 @@ class TrainSettings(RunSettings):
         "prefix_loss": FloatRange(0, 10),
         "wrong_tokens": FloatRange(0, 1),
         "focus": FloatRange(0, 1),
+        "read_shaped": FloatRange(0, 1),
     }
 
     def __post_init__(self) -> None:
@@ -90,13 +94,13 @@ class TrainSettings(RunSettings):
             refuse_value("block_lengths", self.block_lengths, "at least one block length")
         for index, length in enumerate(self.block_lengths):
             check_int(f"block_lengths[{index}]", length, 1)
-        allowed = TOOL_FAMILIES if self.asks_for_tools else FAMILIES
+        allowed = GROUPS[self.group]
         for name in self.families:
             if name not in allowed:
                 near = did_you_mean(str(name), list(allowed))
                 refuse_value("families", name, f"{', '.join(allowed)}{near}")
 
     @property
-    def asks_for_tools(self) -> bool:
-        """Whether the questions are those of ``TOOL_FAMILIES``; the first one decides."""
-        return bool(self.families) and self.families[0] in TOOL_FAMILIES
+    def group(self) -> str:
+        """That of the families."""
+        return group_of(self.families)
