@@ -12,14 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dllm.settings.checks import did_you_mean
 from dllm.settings.command import OK, CommandError
-from dllm.tasks.suite import FAMILIES, SPLITS, TOOL_FAMILIES, Question, questions
-from dllm.tools import client
+from dllm.tasks.suite import DECISION_FAMILIES, GROUPS, SPLITS, Question, questions
+from dllm.tools import calibration, client, decisions
 from dllm.tools.eval_report import Run, Score, score, table, total, wrong_answers
 from dllm.tools.eval_server import ServedModel
 
 ALL = "all"
-TOOLS = "tools"
-GROUPS = {ALL: list(FAMILIES), TOOLS: list(TOOL_FAMILIES)}
+BUNDLED = "bundled"
 KNOWN = [family for group in GROUPS.values() for family in group]
 
 
@@ -35,6 +34,8 @@ class Model(Protocol):
 def main(argv: Sequence[str]) -> int:
     """Run the command: score, print a table, write JSON if asked to; returns the exit status."""
     given = parse(argv)
+    if given.decisions:
+        return evaluate_decisions(given)
     families = chosen_families(given.tasks)
     asked = {
         family: _questions(family, given.split, given.num, given.question_seed)
@@ -57,6 +58,24 @@ def main(argv: Sequence[str]) -> int:
     return OK
 
 
+def evaluate_decisions(given: argparse.Namespace) -> int:
+    """Ask typed questions instead, and print how far the probabilities can be trusted."""
+    connection = client.connect(given.base_url, given.model, given.api_key)
+    if given.decisions == BUNDLED:
+        lines = decisions.bundled(given.split, given.num, given.question_seed)
+    else:
+        lines = decisions.read_lines(Path(given.decisions))
+    decided = decisions.ask(connection, lines, given.concurrency, given.samples)
+    found = decisions.scores(lines, decided)
+    title = f"{connection.model} at {connection.url}: typed decisions"
+    Console().print(calibration.table(found["reports"], title))
+    Console().print(decisions.advice(found["temperatures"]), soft_wrap=True)
+    if given.output:
+        result = {"model": connection.model, "samples": given.samples, **found}
+        given.output.write_text(json.dumps(result, indent=2) + "\n")
+    return OK
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line; exits with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(prog="dllm eval", description=__doc__)
@@ -70,8 +89,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tasks",
         default=ALL,
-        help=f"all (default: {', '.join(FAMILIES)}), tools ({', '.join(TOOL_FAMILIES)}), or names",
+        help="; ".join(f"{name}: {', '.join(group)}" for name, group in GROUPS.items())
+        + "; or names (all)",
     )
+    parser.add_argument(
+        "--decisions",
+        nargs="?",
+        const=BUNDLED,
+        metavar="FILE",
+        help="instead: typed questions to /v1/decisions, from a file of JSON lines with input, "
+        f"question and answer; without FILE: {', '.join(DECISION_FAMILIES)}",
+    )
+    parser.add_argument("--samples", type=_positive, help="canvases of a typed question")
     parser.add_argument("--num", type=_positive, default=200, help="questions a family (200)")
     parser.add_argument("--split", choices=SPLITS, default="heldout", help="(heldout)")
     parser.add_argument("--question-seed", type=int, default=0, help="of the questions (0)")
@@ -100,12 +129,12 @@ def chosen_families(tasks: str) -> list[str]:
     """
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if len(names) == 1 and names[0] in GROUPS:
-        return GROUPS[names[0]]
+        return list(GROUPS[names[0]])
     for name in names:
         if name not in KNOWN:
             raise CommandError(
                 f"--tasks: no family {name!r}{did_you_mean(name, KNOWN)}; "
-                f"allowed: {ALL}, {TOOLS}, or some of {', '.join(KNOWN)}."
+                f"allowed: {', '.join(GROUPS)}, or some of {', '.join(KNOWN)}."
             )
     if not names:
         raise CommandError(f"--tasks {tasks!r} names no family; allowed: {', '.join(KNOWN)}.")

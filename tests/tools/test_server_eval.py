@@ -1,5 +1,6 @@
 """The `dllm` commands against a real server: `eval` and `watch` see the same answers and steps."""
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -85,3 +86,50 @@ def test_a_conversation_goes_on(server: Server) -> None:
         said = "".join(conversation.ask(question))
         assert len(conversation.messages) == 1 + 2 * turn
         assert conversation.messages[-1] == {"role": "assistant", "content": said}
+
+
+def test_typed_decisions_of_a_file_are_scored(server: Server, tmp_path, capsys) -> None:
+    """The last line has odds alone; each question is asked twice."""
+    people = {
+        "type": "choice",
+        "instructions": "Who?",
+        "choices": [{"value": "a"}, {"value": True}],
+    }
+    levels = {"type": "score", "instructions": "Far?", "levels": [{"label": "x"}, {"label": "y"}]}
+    sure = {"type": "predicate", "instructions": "Yes"}
+    lines = [
+        *({"input": f"in {n}", "question": people, "answer": True} for n in range(5)),
+        {"input": "in", "question": levels, "answer": "y"},
+        {"input": "in", "question": sure, "answer": False},
+        {"input": "in", "question": sure, "odds": 0.25, "name": "odds"},
+    ]
+    file, output = tmp_path / "asked.jsonl", tmp_path / "scores.json"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    base = ["eval", "--base-url", server.url]
+    given = [*base, "--decisions", str(file), "--samples", "1", "--output", str(output)]
+    assert main(given) == 0
+    found = json.loads(output.read_text())
+    counts = {name: scores["questions"] for name, scores in found["reports"].items()}
+    assert counts == {"choice": 5, "score": 1, "predicate": 1, "odds": 1, "all": 8}
+    assert found["reports"]["all"]["agreement"] == 1  # the noise is drawn from the prompt
+    assert 0 <= found["reports"]["odds"]["odds"] <= 0.75
+    assert list(found["temperatures"]) == ["choice"]
+    assert "choice: temperature" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nothing",
+        "[]",
+        '{"input": "a"}',
+        '{"input": "a", "question": {"type": "predicate"}, "answer": "yes"}',
+        '{"input": "a", "question": {"type": "predicate"}, "odds": 2}',
+        "",
+    ],
+)
+def test_a_wrong_line_is_named(server: Server, tmp_path, capsys, line: str) -> None:
+    file = tmp_path / "asked.jsonl"
+    file.write_text(line)
+    assert main(["eval", "--base-url", server.url, "--decisions", str(file)]) != 0
+    assert str(file) in capsys.readouterr().err

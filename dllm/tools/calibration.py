@@ -1,0 +1,156 @@
+"""How far the probabilities of decisions can be trusted, and a temperature for each type.
+
+accuracy      questions whose most probable option is the right one
+Brier         squared distance of the probabilities from the right answer, 0 to 2
+ECE           how far confidence is from accuracy, over ten bins of equal width
+hesitation    AUROC: how often a wrong answer hesitates more than a right one; 0.5 is chance
+label mass    probability of all labels among all tokens
+agreement     questions that two runs answer alike
+odds          mean distance from the true probability, where the question has one
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+NUM_BINS = 10
+NUM_FOLDS = 5
+TEMPERATURES = np.geomspace(0.1, 10, 201)
+TINY = 1e-12  # below it a probability has no logarithm of use
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A question that was answered.
+
+    Attributes:
+        type: ``predicate``, ``choice`` or ``score``.
+        probs: of its options (of a predicate: yes, no).
+        right: index of the right one; None if only ``odds`` are known.
+        odds: the true probability of yes.
+        again: the probabilities of a second run.
+    """
+
+    type: str
+    probs: Sequence[float]
+    right: int | None
+    label_mass: float
+    hesitation: float
+    odds: float | None = None
+    again: Sequence[float] = ()
+
+    @property
+    def said(self) -> int:
+        """The most probable option."""
+        return int(np.argmax(self.probs))
+
+
+def tempered(probs: Sequence[float], temperature: float) -> np.ndarray:
+    """Probabilities whose logarithms are divided by a temperature."""
+    logs = np.log(np.maximum(probs, TINY)) / temperature
+    weights = np.exp(logs - logs.max())
+    return np.asarray(weights / weights.sum())
+
+
+def log_loss(decided: Sequence[Decided], temperature: float = 1.0) -> float:
+    """Mean of -ln of the right option's probability, in nats."""
+    of_right = [tempered(one.probs, temperature)[one.right or 0] for one in decided]
+    return float(-np.log(np.maximum(of_right, TINY)).mean())
+
+
+def brier(decided: Sequence[Decided], temperature: float = 1.0) -> float:
+    """Mean squared distance from the right answer (Brier 1950, over all options)."""
+    distances = []
+    for one in decided:
+        right = np.arange(len(one.probs)) == one.right
+        distances.append(np.square(tempered(one.probs, temperature) - right).sum())
+    return float(np.mean(distances))
+
+
+def calibration_error(decided: Sequence[Decided], temperature: float = 1.0) -> float:
+    """Expected calibration error of the most probable option (Guo et al. 2017)."""
+    top = np.array([tempered(one.probs, temperature).max() for one in decided])
+    is_right = np.array([one.said == one.right for one in decided])
+    place = np.minimum((top * NUM_BINS).astype(int), NUM_BINS - 1)
+    gaps = (abs((top - is_right)[place == index].sum()) for index in range(NUM_BINS))
+    return float(sum(gaps) / len(decided))
+
+
+def auroc(decided: Sequence[Decided]) -> float | None:
+    """How often a wrong answer hesitates more than a right one; None if all are one of these."""
+    wrong = np.array([one.hesitation for one in decided if one.said != one.right])
+    right = np.array([one.hesitation for one in decided if one.said == one.right])
+    if not len(wrong) or not len(right):
+        return None
+    above, below = wrong[:, None] > right, wrong[:, None] < right
+    return float(0.5 + 0.5 * (above.mean() - below.mean()))
+
+
+def fit(decided: Sequence[Decided]) -> float:
+    """The temperature with the smallest log loss."""
+    losses = [log_loss(decided, temperature) for temperature in TEMPERATURES]
+    return float(TEMPERATURES[int(np.argmin(losses))])
+
+
+def cross_validated(decided: Sequence[Decided]) -> dict[str, float] | None:
+    """The temperature of a type, and what one that was fitted on other questions does.
+
+    Returns:
+        ``temperature`` (fitted on all), ``log_loss`` and ``ece`` before and after: the mean over
+        five parts, each scored with the temperature of the other four. None for fewer than five
+        questions.
+    """
+    if len(decided) < NUM_FOLDS:
+        return None
+    before, after = np.zeros(2), np.zeros(2)
+    for fold in range(NUM_FOLDS):
+        part = decided[fold::NUM_FOLDS]
+        rest = [one for place, one in enumerate(decided) if place % NUM_FOLDS != fold]
+        share = len(part) / len(decided)
+        before += share * np.array([log_loss(part), calibration_error(part)])
+        temperature = fit(rest)
+        after += share * np.array(
+            [log_loss(part, temperature), calibration_error(part, temperature)]
+        )
+    return {
+        "temperature": round(fit(decided), 3),
+        "log_loss": float(before[0]),
+        "log_loss_after": float(after[0]),
+        "ece": float(before[1]),
+        "ece_after": float(after[1]),
+    }
+
+
+def report(decided: Sequence[Decided]) -> dict[str, float | int | None]:
+    """All scores of some questions; None where they say nothing."""
+    sure = [one for one in decided if one.right is not None]
+    by_odds = [abs(one.probs[0] - one.odds) for one in decided if one.odds is not None]
+    pairs = [(one.said, int(np.argmax(one.again))) for one in decided if len(one.again)]
+    return {
+        "questions": len(decided),
+        "accuracy": float(np.mean([one.said == one.right for one in sure])) if sure else None,
+        "brier": brier(sure) if sure else None,
+        "ece": calibration_error(sure) if sure else None,
+        "hesitation_auroc": auroc(sure),
+        "label_mass": float(np.mean([one.label_mass for one in decided])),
+        "agreement": float(np.mean([a == b for a, b in pairs])) if pairs else None,
+        "odds": float(np.mean(by_odds)) if by_odds else None,
+    }
+
+
+def table(reports: dict[str, dict[str, float | int | None]], title: str) -> Table:
+    """The reports, a row each."""
+    shown = Table(title=title, box=SIMPLE_HEAD)
+    shown.add_column("")
+    for name in next(iter(reports.values())):
+        shown.add_column(name.replace("_", " "), justify="right")
+    for name, scores in reports.items():
+        cells = (
+            "-" if one is None else str(one) if isinstance(one, int) else f"{one:.3f}"
+            for one in scores.values()
+        )
+        shown.add_row(name, *cells)
+    return shown
