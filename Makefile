@@ -97,6 +97,12 @@ $(VENV)/.diffusers: requirements/parity.txt $(VENV)/.locked
 	$(PIP) --target $(VENV)/diffusers -r requirements/parity.txt
 	@touch $@
 
+# Off Python's path: only tests/server/test_server_decision_clients.py sees it.
+$(VENV)/.clients: requirements/clients.txt $(VENV)/.locked
+	rm -rf $(VENV)/clients
+	$(PIP) --target $(VENV)/clients -r requirements/clients.txt
+	@touch $@
+
 # The browser in which tests/server/test_canvas_page.py tries the page; without it they are skipped.
 chromium:
 	command -v chromium || (apt-get update && apt-get install --yes --no-install-recommends chromium)
@@ -113,7 +119,7 @@ serve: setup
 # Without the tests that are marked `nightly`; `make test-all` runs those, too.
 test: SELECT := -m "not nightly"
 test test-all: export HF_HUB_OFFLINE ?= 1
-test-all: $(VENV)/.images
+test-all: $(VENV)/.images $(VENV)/.clients
 test test-all: setup-dev setup-quant $(VENV)/.diffusers
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(SELECT) $(ARGS)
 

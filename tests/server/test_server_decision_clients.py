@@ -1,0 +1,59 @@
+"""LiteLLM and LangChain ask typed decisions, unchanged, in a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import decision_clients
+from tests.support.server_harness import MODEL, Server
+
+pytest_plugins = ["tests.support.server_harness"]
+
+CLIENTS = Path(sys.prefix) / "clients"
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not CLIENTS.exists(), reason="`make test-all` installs the clients"),
+]
+
+
+@pytest.fixture(scope="module")
+def answers(server: Server) -> dict[str, Any]:
+    command = [sys.executable, decision_clients.__file__, f"{server.url}/v1", MODEL]
+    environment = os.environ | {"PYTHONPATH": str(CLIENTS)}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr
+    return dict(json.loads(found.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("name", ["openai decisions", "hosted_vllm decisions"])
+def test_litellm(server, answers, name):
+    asked = server.client().decisions.create(
+        model=MODEL, input=decision_clients.TEXT, questions=decision_clients.OPENAI
+    )
+    predicate, choice, score = answers[name]["answers"]
+    assert answers[name]["answers"] == answers[f"{name.split()[0]} adecisions"]["answers"]
+    assert predicate["probability"] == asked.answers[0].probability
+    assert [one["value"] for one in choice["probabilities"]] == ["Ann", True]
+    assert score["score"] == asked.answers[2].score
+
+
+@pytest.mark.parametrize("name", ["openai systemone", "hosted_vllm systemone"])
+def test_litellm_in_vllms_shape(answers, name):
+    found = answers[name]["answers"]
+    assert found["more"]["noul"] == answers["openai decisions"]["answers"][0]["probability"]
+    assert set(found["who"]["probabilities"]) == {"Ann", "Bob"}
+
+
+def test_langchain(answers):
+    one, two, three = (answers[f"langchain {way}"] for way in ("invoke", "ainvoke", "batch"))
+    assert one["answers"] == two["answers"] == three["answers"]
+    found = one["answers"]
+    expected = answers["openai decisions"]["answers"][0]["probability"]
+    assert found["more"]["probability"] == expected
+    assert found["who"]["choice"] in ("Ann", "Bob")
+    assert 0 <= found["many"]["score"] <= 1
