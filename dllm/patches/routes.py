@@ -9,8 +9,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from vllm.logger import init_logger
 from vllm.utils.async_utils import make_async
 
+from dllm import LOGGER
 from dllm.api import fill, pins
 from dllm.api.early_refusal import EarlyRefusal, bounded_type
 from dllm.api.encoder import Encoder
@@ -20,6 +22,8 @@ from dllm.models import FAMILIES
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.settings.denoising import block_size_of
 from dllm.settings.request import STREAM, refuse
+
+logger = init_logger(LOGGER)
 
 # Fields of completions that cannot stand beside a suffix.
 BESIDE_NO_SUFFIX = (
@@ -295,7 +299,10 @@ class DecisionRoute:
             READ_STRATEGIES[architecture] = CanvasReads
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Add the route, and let vLLM's take as many options, if the model is one of ours."""
+        """Add the route, and let vLLM's take as many options, if the model is one of ours.
+
+        Says why, if it cannot be asked.
+        """
         from vllm.entrypoints.generate.structured_decisions.question_types import QUESTION_TYPES
 
         from dllm.api.decisions import reads, route
@@ -304,6 +311,8 @@ class DecisionRoute:
             QUESTION_TYPES["choice"] = reads.WideChoice()
             QUESTION_TYPES["score"] = reads.WideScore()
             route.attach(self._app)
+            if getattr(state, "serving_structured_decisions", None) is None:
+                logger.warning("/v1/decisions answers HTTP 501: %s", route.why_not(state))
 
 
 def add_endpoint_plugins() -> None:

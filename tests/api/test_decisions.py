@@ -2,14 +2,21 @@
 
 import asyncio
 import string
+from itertools import product
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fastapi import FastAPI
 
+from dllm.api.decisions import route
 from dllm.api.decisions.labels import Labels
+from dllm.grammar.viterbi import UNLIMITED, Canvas
 from dllm.models import FAMILIES
+from dllm.patches import routes
 from dllm.patches.routes import DecisionRoute
+from tests.support.grammars import STOP, WORDS
+from tests.support.grammars import table as grammar_table
 
 END = 999
 
@@ -76,11 +83,29 @@ def test_options_of_the_same_tokens_are_refused():
         Labels(lambda text: [7] * min(3, len(text)), END).choices([f"abc{i}" for i in range(60)])
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_the_best_spelled_option_is_the_best_path_of_a_grammar(seed):
+    texts = ["".join(letters) for letters in product("cdef", repeat=3)]  # one token a letter
+    labels = Labels(lambda text: [WORDS.index(one.encode()) for one in text], STOP)
+    tokens = labels.choices(texts).tokens
+    scores = np.random.default_rng(seed).normal(size=(4, len(WORDS))).astype(np.float32)
+    sums = [sum(scores[place, token] for place, token in enumerate(one)) for one in tokens]
+    found, _ = grammar_table("regex", "|".join(texts))
+    path = Canvas(found, [STOP]).best_path(scores, 0, UNLIMITED)
+    assert tuple(path.tokens) == tokens[int(np.argmax(sums))]
+
+
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", next(iter(FAMILIES))])
-def test_the_route_is_there_for_our_families_alone(architecture):
+def test_the_route_is_there_for_our_families_alone(architecture, monkeypatch):
     plugin, app = DecisionRoute(), FastAPI()
     engine = SimpleNamespace(model_config=SimpleNamespace(architecture=architecture))
     plugin.attach_router(app)
+    app.state.engine_client = engine
+    monkeypatch.setattr(route, "why_not", lambda state: "no template")
+    said: list[str] = []
+    monkeypatch.setattr(routes.logger, "warning", lambda *parts: said.append(str(parts)))
     asyncio.run(plugin.init_state(engine, app.state, None))
-    paths = {route.path for route in app.routes}
+    paths = {one.path for one in app.routes}
     assert ("/v1/decisions" in paths) == (architecture in FAMILIES)
+    # Nothing has made the handler that answers: the log says so.
+    assert any("501" in text for text in said) == (architecture in FAMILIES)

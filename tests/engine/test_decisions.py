@@ -17,6 +17,7 @@ from dllm.api.decisions.reads import CanvasReads, Read, WideChoice
 from dllm.models.unmasking import reference
 from dllm.settings.decisions import DecisionOptions
 from tests.support import hf_reference
+from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine, get_engine
 
 END, WIDTH = 1, 16
@@ -165,6 +166,20 @@ def test_reads_within_the_budget_take_one_step_of_the_engine_and_are_alike_in_a_
     assert [one.probs for one in together] == [one.probs for one in alone]
     again = Reads(engine, samples=1).ask(QUESTIONS[:2])  # with a prefix that is cached
     assert [one.probs for one in again] == [one.probs for one in alone]
+
+
+LONG = "The state of things. " * 8  # longer than the budgets below: it comes in chunks
+
+
+def test_reads_are_alike_in_chunks_and_under_asynchronous_scheduling(engine, checkpoint):
+    whole = [Reads(engine, samples=1).ask([one], LONG)[0].probs for one in QUESTIONS[:2]]
+    engines = (
+        get_engine(checkpoint(), max_num_batched_tokens=72, max_model_len=512),
+        get_async_engine(checkpoint(), max_num_batched_tokens=256),
+    )
+    for other in engines:
+        found = Reads(other, samples=1).ask(QUESTIONS[:2], LONG)
+        assert [one.probs for one in found] == whole
 
 
 def test_a_temperature_flattens_and_keeps_the_mass(engine):

@@ -1,6 +1,7 @@
 """Typed decisions through a real server, asked by OpenAI's SDK as it is."""
 
 import asyncio
+import http.client
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ from tests.support.server_harness import CANVAS, MAX_MODEL_LEN, MODEL, Server
 
 pytest_plugins = ["tests.support.server_harness"]
 
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 INPUT = "Ann has 34, Bob has 51."
 PREDICATE = {"type": "predicate", "instructions": "Ann has more than Bob", "name": "more"}
 CHOICE = {
@@ -122,6 +124,18 @@ def test_input_may_be_turns_calls_and_json(client):
         {"type": "function_call_output", "call_id": "1", "output": "34"},
     ]
     assert len(decide(client, input=turns).answers) == 3
+
+
+def test_a_client_that_leaves_frees_its_places(client, server):
+    """1,600 canvases would take many seconds; a question behind them has an empty engine."""
+    body = {"model": MODEL, "input": "left behind", "questions": [PREDICATE] * 400, "samples": 4}
+    leaving = http.client.HTTPConnection("127.0.0.1", server.port)
+    leaving.request("POST", "/v1/decisions", json.dumps(body), {"Content-Type": "application/json"})
+    while sum(server.metrics(RUNNING)) == 0:
+        pass  # every turn asks the server
+    leaving.close()
+    assert decide(client).answers
+    assert server.metrics(RUNNING) == server.metrics(WAITING) == [0]
 
 
 def nested(depth: int) -> Any:
