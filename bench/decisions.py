@@ -31,7 +31,7 @@ from bench.context import (
 )
 from bench.race import in_turn
 from bench.servers import SERVE_FLAGS, Server, ServerOptions
-from bench.tables import Table, markdown, middle, ratios
+from bench.tables import Table, markdown, middle, ratios, section
 from dllm.tools.calibration import Decided, calibration_error
 from dllm.tools.decisions import bundled
 
@@ -181,9 +181,16 @@ def table(rows: Rows) -> Table:
     for row in rows:
         if row["load"] == "right":
             text = f"{float(row['per_s']):.3f} right, ECE {float(row['ece']):.3f}"
-            lines.append([f"{row['contestant']}, {row['count']} questions", text, "", "", "", ""])
+            name = f"{row['contestant']}, {row['count']} questions"
+            lines.append([name, text, *[""] * len(names)])
     heads = [f"beside {name}" for name in names[1:]]
     return ["", "ours a second", *heads, f"p50 in ms ({' / '.join(names)})"], lines
+
+
+def decisions(results: Path) -> str:
+    """Section of docs/decisions.md: questions a second and right answers, side by side."""
+    command = "python -m bench.decisions"
+    return section(results / FILE, command, lambda rows: markdown(table(rows)))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

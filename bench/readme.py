@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.context import ROOT, Rows, command_line, read_csv
+from bench.decisions import decisions
 from bench.drafter import FILE as DRAFTER
 from bench.drafter import PLAIN, drafting
 from bench.profile_step import step_time
@@ -147,6 +148,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "soak": soak,
     "drafting": drafting,
     "remote": remote,
+    "decisions": decisions,
     "floors": floors,
 }
 

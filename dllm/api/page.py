@@ -1,6 +1,6 @@
-"""``/canvas``: a page on which canvases settle, and where they are pinned, corrected and continued.
+"""``/canvas``, where canvases settle and are corrected, and ``/decisions``: typed questions.
 
-The page is one file without data. It is served without a key; everything that it asks for is under
+A page is one file without data. It is served without a key; everything that it asks for is under
 ``/v1``, where ``--api-key`` guards. It runs no script but its own, sends nothing to any other host,
 and shows what a model says as text, never as markup.
 """
@@ -12,31 +12,32 @@ import re
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parent / "canvas.html"
+PAGES = {name: Path(__file__).parent / f"{name}.html" for name in ("canvas", "decisions")}
 HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]")  # a name, an IPv4 or an IPv6 address
 PORT = re.compile(r"[0-9]{1,5}")
 
 
 class CanvasPage:
-    """An endpoint plugin of vLLM: adds the page to the API server."""
+    """An endpoint plugin of vLLM: adds the pages to the API server."""
 
     name = "dllm_canvas"
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Add ``GET /canvas``."""
+        """Add ``GET /canvas`` and ``GET /decisions``."""
         from fastapi import Request
         from fastapi.responses import HTMLResponse
 
-        async def canvas(request: Request) -> HTMLResponse:
-            html = PAGE.read_text()
+        async def page(request: Request) -> HTMLResponse:
+            html = PAGES[request.url.path.rpartition("/")[2]].read_text()
             twin = twin_origins(request.url.hostname, request.query_params.get("twin"))
             return HTMLResponse(html, headers=headers(html, twin))
 
-        app.add_api_route("/canvas", canvas, methods=["GET"], include_in_schema=False)
+        for name in PAGES:
+            app.add_api_route(f"/{name}", page, methods=["GET"], include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """The page asks the server nothing that it would have to remember."""
+        """The pages ask the server nothing that it would have to remember."""
 
 
 def twin_origins(host: str | None, port: str | None) -> str:

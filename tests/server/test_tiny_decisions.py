@@ -1,0 +1,107 @@
+"""The bundled model for typed decisions: how right it is; and the page /decisions in a browser.
+
+``make chromium`` installs the browser. With DLLM_PAGE_PICTURE the test writes the picture of
+docs/decisions.md there.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dllm.tools import client, decisions
+from tests.support import chromium
+from tests.support.server_harness import Server
+
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny-decisions"
+KEY = "secret"
+FLAGS = ("--enforce-eager", "--max-model-len=512", "--max-num-seqs=32", f"--api-key={KEY}")
+PAGE = {"VLLM_PLUGINS": "dllm,dllm_namesakes,dllm_canvas"}
+
+pytestmark = pytest.mark.nightly
+needs_chromium = pytest.mark.skipif(
+    chromium.executable() is None, reason="no chromium on this machine: make chromium"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with Server(CHECKPOINT, log, FLAGS, PAGE) as running:
+        running.wait_until_ready()
+        yield running
+
+
+@pytest.fixture
+def page(tmp_path: Path, server: Server) -> Iterator[chromium.Page]:
+    with chromium.browser(tmp_path) as browser:
+        browser.open(f"{server.url}/decisions")
+        browser.fill("#key", KEY)
+        yield browser
+
+
+def test_held_out_questions_are_answered_right_and_with_honest_probabilities(server):
+    """What its card says, on fewer questions."""
+    lines = decisions.bundled("heldout", 60, 0)
+    connection = client.connect(server.url, None, KEY)
+    answered = decisions.ask(connection, lines, concurrency=16)
+    found = decisions.scores(lines, answered)["reports"]
+    assert all(found[name]["accuracy"] >= 0.95 for name in ("yesno", "level", "wide"))
+    # 60 questions, nearly all of them in one bin: one that is wrong moves it by 0.017.
+    assert all(found[name]["ece"] <= 0.05 for name in ("yesno", "level", "wide"))
+    assert found["odds"]["odds"] <= 0.05
+    assert found["all"]["agreement"] == 1
+    assert all(scores["label_mass"] > 0.9 for scores in found.values())
+
+
+def ask(page: chromium.Page) -> list[str]:
+    """Press the button; the names and numbers of all bars, or what the page reports."""
+    page.run("document.body.dataset.state = ''")
+    page.click("#go")
+    page.wait_until("document.body.dataset.state == 'done'")
+    return page.run("[...document.querySelectorAll('.bar')].map(one => one.textContent)")
+
+
+@needs_chromium
+def test_questions_are_answered_with_bars(page, server):
+    bars = ask(page)
+    assert page.run("$('error').textContent") == ""
+    names = ["yes", "no", "0 to 19", "20 to 39", "40 to 59", "60 to 79", "80 to 99"]
+    assert [bar.startswith(name) for bar, name in zip(bars, names, strict=True)] == [True] * 7
+    of_name = {
+        name: float(bar.removeprefix(name).split(" %")[0])
+        for bar, name in zip(bars, names, strict=True)
+    }
+    assert of_name["yes"] > 80 and of_name["20 to 39"] > 80  # Ann has 34
+    told = page.run("[...document.querySelectorAll('.answer .told')].map(one => one.textContent)")
+    assert len(told) == 2 and told[1].startswith("score ") and "samples 4" in told[0]
+    assert page.run("document.querySelectorAll('.error').length") == 7  # of four samples
+    if path := os.environ.get("DLLM_PAGE_PICTURE"):
+        Path(path).write_bytes(page.picture())
+    assert page.hosts == {f"127.0.0.1:{server.port}"} and page.errors == []
+
+
+@needs_chromium
+def test_a_choice_is_added_and_another_is_taken_away(page):
+    page.click("#add")
+    page.fill("#input", "Bob has a cat.")
+    page.run(
+        "document.querySelectorAll('.text')[2].value = 'What has Bob?';"
+        "document.querySelectorAll('.options')[2].value = 'dog\\ncat\\n<b>hen</b>'"
+    )
+    page.click(".remove", 0)
+    page.click(".remove", 0)
+    bars = ask(page)
+    names = ["dog", "cat", "<b>hen</b>"]  # what looks like markup is text
+    assert all(bar.startswith(name) for bar, name in zip(bars, names, strict=True))
+
+
+@needs_chromium
+def test_what_the_server_refuses_is_said(page):
+    page.run("document.querySelectorAll('.options')[1].value = 'alone'")
+    assert ask(page) == []
+    assert page.run("$('error').textContent").startswith("HTTP 400")
+    page.fill("#key", "wrong")
+    assert ask(page) == []
+    assert page.run("$('error').textContent").startswith("HTTP 401")
