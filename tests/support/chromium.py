@@ -122,8 +122,10 @@ class Page:
 
     def picture(self) -> bytes:
         """A PNG of what is on the page."""
-        width, height = self.run("[document.body.clientWidth, document.body.clientHeight]")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        left, width, height = self.run(
+            "[document.body.offsetLeft, document.body.clientWidth, document.body.clientHeight]"
+        )
+        clip = {"x": left, "y": 0, "width": width, "height": height, "scale": 1}
         result = self.command(
             "Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True
         )
