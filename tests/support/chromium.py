@@ -123,7 +123,8 @@ class Page:
     def picture(self) -> bytes:
         """A PNG of what is on the page."""
         left, width, height = self.run(
-            "[document.body.offsetLeft, document.body.clientWidth, document.body.clientHeight]"
+            "[document.body.getBoundingClientRect().left, document.body.clientWidth,"
+            " document.body.clientHeight]"
         )
         clip = {"x": left, "y": 0, "width": width, "height": height, "scale": 1}
         result = self.command(
