@@ -264,6 +264,7 @@ class CanvasReads(strategies.NextTokenStrategy):
                 logprob_token_ids=plan.parts[part],
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args=dict(extra),
+                skip_clone=True,  # each is sent once, so vLLM need not copy it deeply
             )
 
     def _result(self, plan: "_Plan", results: list[RequestOutput]) -> Read:
