@@ -1,19 +1,17 @@
 """Times single kernels beside what else computes the same.
 
     python -m bench.kernels sampler                 # the sampling step; on a CPU, too
-    python -m bench.kernels attention context       # on a GPU
+    python -m bench.kernels attention               # on a GPU
     python -m bench.kernels --smoke                 # tiny, in Triton's interpreter: no conclusions
 
-    attention   our kernel, torch's SDPA with a dense mask, vLLM's Triton kernel, on canvases of the
-                26B model's layers. vLLM's has no anchored window and takes the symmetric one, which
-                is less work
-    context     the keys and values of all layers of a drafter like Qwen3-8B's: one kernel, or one
-                product with norm, rotation and copies behind it
-    sampler     everything between the logits of the canvas rows and the next canvas: vLLM's
-                built-in functions, and our denoise step with the sparse and with the exact soft
-                embedding
+    attention   vLLM's Triton kernel and ours, on canvases of the 26B model's layers. vLLM's has no
+                anchored window: compare it on the symmetric one
+    sampler     everything between the logits of the canvas rows and the next canvas (row statistics
+                and the draw, accept, renoise and stop, soft embeddings): vLLM's built-in functions,
+                and our denoise step with the sparse and with the exact soft embedding
 
-Outputs are compared with those of the first before anything is timed; if they differ by more than
+Outputs are compared before anything is timed, in attention with the definition
+(`attention/reference`), in the sampling step with the built-in's; if they differ by more than
 rounding, the exit code is 1 and there is no row. Each round runs all of them, every other one in
 the opposite order. ``faster`` is the time of the first over that of this one, in the same round:
 median, smallest and largest. A time on a GPU is the median that ``triton.testing.do_bench`` finds
@@ -23,20 +21,21 @@ for a CUDA graph, with a cold L2. Written to --results: NAME_DEVICE.csv, after e
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.context import command_line, provenance, write_csv
-from bench.sampler import sampler_cases
-from bench.tables import Spread
+from bench.context import Rows, command_line, provenance, write_csv
+from bench.tables import Spread, markdown, section
 from dllm.attention.masks import QuerySpan, anchor
 
 CANVAS = 256
@@ -45,11 +44,13 @@ CANVAS = 256
 class Case(NamedTuple):
     """Implementations of one shape, by name; each is called with nothing and returns its result.
 
-    ``problem(first, other)`` says what is wrong with a result, or nothing.
+    ``problem(expected(), result)`` says what is wrong with a result, or nothing. One of them may be
+    what is expected.
     """
 
     about: dict[str, object]
     runs: Mapping[str, Callable[[], Any]]
+    expected: Callable[[], Any]
     problem: Callable[[Any, Any], str]
 
 
@@ -95,6 +96,7 @@ def attention_case(
     """``batch`` canvases, each behind as much context; pages in random order."""
     from dllm.attention.canvas_attention import canvas_attention
     from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+    from dllm.attention.reference import paged_attention
 
     length = context + width
     pages_each = -(-length // layer.page_size)
@@ -105,25 +107,15 @@ def attention_case(
     starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * width
     lens = torch.full((batch,), length, dtype=torch.int32, device=device)
     is_causal = torch.zeros(batch, dtype=torch.int32, device=device)
-    first_key = _first_key(layer, context, width)
-    first_keys = None if first_key is None else torch.full_like(lens, first_key)
+    span = QuerySpan(width, length, is_causal=False)
+    first_keys = None
+    if layer.is_anchored and layer.window is not None:
+        first_key = anchor(span, layer.window)
+        span, first_keys = replace(span, first_key=first_key), torch.full_like(lens, first_key)
     ragged = RaggedBatch(starts, lens, tables, is_causal, width, first_keys)
     options = AttentionOptions(layer.head_size**-0.5, layer.window)
     cache = PagedKV(key, value)
     ours, theirs = torch.empty_like(query), torch.empty_like(query)
-    is_visible = _visible(layer, context, width, device)
-
-    def heads_first(one: Tensor) -> Tensor:
-        return one.reshape(batch, -1, one.shape[-2], layer.head_size).transpose(1, 2).contiguous()
-
-    dense = [heads_first(query), *(heads_first(one[tables.long()]) for one in (key, value))]
-    dense[1:] = [one[:, :, :length] for one in dense[1:]]
-
-    def sdpa() -> Tensor:
-        found = torch.nn.functional.scaled_dot_product_attention(
-            dense[0], dense[1], dense[2], attn_mask=is_visible, scale=options.scale, enable_gqa=True
-        )
-        return found.transpose(1, 2).flatten(0, 1)
 
     def dllm() -> Tensor:
         canvas_attention(query, cache, ragged, options, ours)
@@ -140,112 +132,169 @@ def attention_case(
         )  # fmt: skip
         return theirs
 
-    runs = {"sdpa": sdpa, "dllm": dllm}
-    if device == "cuda" and not layer.is_anchored:
-        runs["vllm_unified"] = vllm_unified
+    def definition() -> Tensor:
+        return torch.cat(paged_attention(query, key, value, tables, [span] * batch, options))
+
+    has_vllm = device == "cuda" and not layer.is_anchored
+    runs = {"vllm_unified": vllm_unified, "dllm": dllm} if has_vllm else {"dllm": dllm}
     about = {"layer": layer.name, "batch": batch, "context": context, "rows": width}
-    return Case(about, runs, functools.partial(_far_apart, dtype))
+    return Case(about, runs, definition, functools.partial(_far_apart, dtype))
 
 
-def _first_key(layer: Layer, context: int, width: int) -> int | None:
-    """The first visible key of a canvas; None where the symmetric window decides, or none."""
-    if not layer.is_anchored or layer.window is None:
-        return None
-    return anchor(QuerySpan(width, context + width, is_causal=False), layer.window)
-
-
-def _visible(layer: Layer, context: int, width: int, device: str) -> Tensor:
-    """Which keys each row of a canvas sees, ``[width, context + width]``."""
-    position = torch.arange(context + width, device=device)
-    row = torch.arange(width, device=device)[:, None] + context
-    if layer.window is None:
-        return torch.ones(width, context + width, dtype=torch.bool, device=device)
-    first_key = _first_key(layer, context, width)
-    if first_key is not None:
-        return (position >= first_key).expand(width, -1)
-    return (position - row).abs() < layer.window
-
-
-def _far_apart(dtype: torch.dtype, first: Tensor, other: Tensor) -> str:
-    """Rows may differ by the rounding of probabilities and of the result, in both, and of sums."""
-    gap = (first.float() - other.float()).norm(dim=-1) / first.float().norm(dim=-1)
+def _far_apart(dtype: torch.dtype, expected: Tensor, found: Tensor) -> str:
+    """Rows may differ by the rounding of probabilities and of the result, and of sums."""
+    gap = (expected - found.float()).norm(dim=-1) / expected.norm(dim=-1)
     allowed = 4 * torch.finfo(dtype).eps + 2e-5
     return "" if float(gap.max()) <= allowed else f"{float(gap.max()):.2g} apart; {allowed:.2g}"
 
 
-# --- the drafter's context -----------------------------------------------------------------------
+# --- the sampling step ---------------------------------------------------------------------------
+
+BUILTIN, SPARSE, EXACT = "built-in", "ours, sparse", "ours, exact"
+PROFILES = ("open", "half", "settled")  # of `make_logits`
+T_MIN, T_MAX, MAX_STEPS, ENTROPY_BOUND, CONFIDENCE, STABILITY = 0.4, 0.8, 48, 0.1, 0.005, 2
 
 
-def context_cases(smoke: bool, device: str) -> Iterator[Case]:
-    """Tokens of a step: drafts of one and of 32 requests, prompt chunks."""
-    for tokens in (5, 21) if smoke else (16, 512, 2048, 8192):
-        sizes = (2, 2, 32, 48) if smoke else (5, 8, 128, 4096)
-        yield context_case(tokens, *sizes, torch.float32 if smoke else torch.bfloat16, device)
+class Outcome(NamedTuple):
+    """What sampling steps have to agree on."""
+
+    argmax: Tensor  # [N]
+    entropy: Tensor  # [N]
+    soft: Tensor  # [N, hidden] fp32, not yet scaled by sqrt(hidden)
 
 
-def context_case(
-    tokens: int, layers: int, heads: int, size: int, hidden: int, dtype: torch.dtype, device: str
-) -> Case:
-    """Random weights and hidden states; every token has a slot of its own."""
-    from dllm.attention.context_kv import ContextWeights, write_context_kv
-    from dllm.attention.inputs import PagedKV
+def sampler_cases(smoke: bool, device: str) -> Iterator[Case]:
+    """Rows, vocabulary, size of embeddings, and how sure the rows are."""
+    sizes = ([9000], [16], [8]) if smoke else ([32_768, 262_144], [256, 2816], [64, 256])
+    for vocab, hidden, rows in itertools.product(*sizes):
+        weight = torch.randn(vocab, hidden, device=device).mul_(hidden**-0.5).bfloat16()
+        for profile in PROFILES:
+            logits = make_logits(rows, vocab, profile, device)
+            about = {"rows": rows, "vocab_size": vocab, "hidden": hidden, "profile": profile}
+            ours = {
+                name: functools.partial(our_step(rows, weight, name == EXACT, not smoke), logits)
+                for name in (SPARSE, EXACT)
+            }
+            builtin = functools.partial(builtin_step(rows, weight), logits)
+            runs = {BUILTIN: builtin, **ours}
+            yield Case(about, runs, builtin, functools.partial(_disagree, weight))
 
-    random = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=random) * scale).to(dtype).to(device)
+def make_logits(rows: int, vocab: int, profile: str, device: str) -> Tensor:
+    """Made-up logits, ``[rows, vocab]`` fp32.
 
-    pages = -(-tokens // 16)
-    angles = torch.arange(pages * 16)[:, None] * 1e6 ** -(torch.arange(0, size, 2) / size)
-    weights = ContextWeights(
-        weight=draw(layers * 2 * heads * size, hidden, scale=hidden**-0.5),
-        bias=None,
-        k_norm=1 + draw(layers, size, scale=0.1),
-        eps=1e-6,
-        cos_sin=torch.cat([angles.cos(), angles.sin()], 1).to(dtype).to(device),
-        is_neox=True,
+    ``open``: normal with a deviation of 3, as at a first step: thousands of tokens of a row have a
+    probability that matters. ``settled``: a normal bulk around -8 with a deviation of 2.5, 20
+    tokens around 8 and one at 22, so that few tokens matter. ``half``: every other row is settled.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.empty(rows, vocab, device=device).normal_(generator=generator)
+    settled = logits.mul_(3)[
+        {"open": slice(0), "half": slice(0, None, 2)}.get(profile, slice(None))
+    ]
+    settled.mul_(2.5 / 3).sub_(8)
+    chosen = (len(settled), 21)
+    ids = torch.randint(vocab, chosen, generator=generator, device=device)
+    settled.scatter_(1, ids, 8 + 2 * torch.randn(chosen, generator=generator, device=device))
+    settled.scatter_(1, ids[:, :1], 22)
+    return logits
+
+
+def our_step(
+    rows: int, weight: Tensor, is_exact: bool, is_compiled: bool
+) -> Callable[[Tensor], Outcome]:
+    """Our step on two canvases, in the middle of the schedule."""
+    from dllm.engine.canvas_rows import CanvasRows
+    from dllm.models.gemma.settings import GemmaSettings
+    from dllm.models.gemma.step import denoise, first_canvases
+    from dllm.ops.dispatch import sparse_product
+    from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
+
+    settings = GemmaSettings(
+        rows // 2, MAX_STEPS, T_MIN, T_MAX, ENTROPY_BOUND, CONFIDENCE, STABILITY - 1, "symmetric"
     )
-    states, positions = draw(tokens, hidden), torch.arange(tokens, device=device)
-    slots = torch.randperm(pages * 16, generator=random)[:tokens].to(device)
-    both = torch.zeros(2, layers, pages, 16, heads, 2 * size, dtype=dtype, device=device)
-    caches = [PagedKV(*one.split(size, dim=-1)) for one in both[0]]
+    starts = torch.zeros(2, dtype=torch.int64, device=weight.device)
+    canvas_rows = CanvasRows.whole(starts, rows // 2)
+    canvases = first_canvases(starts + 5, starts, settings, [1], len(weight))
+    canvases = canvases._replace(steps_done=torch.full_like(starts, MAX_STEPS // 2))
+    shard, budget = Shard(weight, 0, len(weight)), skipped_mass(weight.dtype)
+    decide = torch.compile(denoise, dynamic=True) if is_compiled else denoise
 
-    def dllm() -> Tensor:
-        write_context_kv(states, positions, weights, caches, [slots] * layers)
-        return both[0]
+    def step(logits: Tensor) -> Outcome:
+        dtype = torch.bfloat16 if is_exact else None
+        done = decide(logits, canvas_rows, canvases, settings, dtype)
+        stats = done.stats
+        if stats.probs is None:
+            soft = sparse_product(logits, done.temperature, stats, shard, budget)
+        else:
+            soft = exact_product(stats.probs, shard)
+        return Outcome(stats.argmax, stats.entropy, soft.float())
 
-    def plain() -> Tensor:
-        keys, values = (states @ weights.weight.T).view(tokens, layers, 2, heads, size).unbind(2)
-        normed = keys.float()
-        normed = normed * (normed.square().mean(-1, keepdim=True) + weights.eps).rsqrt()
-        normed = normed * weights.k_norm.float()[:, None]
-        cos, sin = weights.cos_sin[positions].float()[:, None, None].chunk(2, -1)
-        left, right = normed.chunk(2, -1)
-        turned = torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(dtype)
-        for layer in range(layers):
-            both[1, layer, slots // 16, slots % 16] = torch.cat(
-                [turned[:, layer], values[:, layer]], -1
-            )
-        return both[1]
+    return step
 
-    def problem(first: Tensor, other: Tensor) -> str:
-        # torch rounds a key before its norm and after its rotation, the kernel once: 1.5 eps at
-        # most. The other 2.5 are for sums in another order.
-        gap = float((first.float() - other.float()).abs().max() / first.float().abs().max())
-        return "" if gap <= 4 * torch.finfo(dtype).eps else f"{gap:.2g} apart"
 
-    return Case({"tokens": tokens}, {"torch": plain, "dllm": dllm}, problem)
+def builtin_step(rows: int, weight: Tensor) -> Callable[[Tensor], Outcome]:
+    """The built-in's step on two canvases: ``DiffusionSampler.__call__`` from its tile on."""
+    from dllm.models.gemma import rule
+    from dllm.patches.builtin import builtin
+
+    (vocab, hidden), device, width = weight.shape, weight.device, rows // 2
+    states = builtin.DiffusionGemmaRequestStates(
+        2, width, vocab, MAX_STEPS, device, hidden, STABILITY
+    )
+    slots = torch.arange(2, device=device)
+    widths = torch.full((2,), width, device=device)
+    sampled = torch.zeros(2, width, dtype=torch.int32, device=device)
+    num_sampled = torch.zeros(2, dtype=torch.int32, device=device)
+    drafts = torch.zeros(2, width, dtype=torch.int64, device=device)
+    middle = torch.full((2,), MAX_STEPS // 2, device=device)
+    temperature = rule.temperature(middle, MAX_STEPS, T_MIN, T_MAX)
+    one = torch.ones((), device=device)
+
+    def step(logits: Tensor) -> Outcome:
+        states.step.fill_(MAX_STEPS // 2)
+        states.is_encoder_phase.zero_()
+        given = (logits, temperature, width)
+        if logits.is_cuda:
+            found = builtin.sample_row_stats(*given, 1, weight.dtype)
+        else:
+            found = builtin.sample_row_stats_reference(*given, weight.dtype)
+        argmax, sample, entropy, probs = found
+        builtin._compiled_sample_step(
+            sample.view(2, width), argmax.view(2, width), entropy.view(2, width),
+            probs.view(2, width, -1), slots, slots, slots, widths,
+            states.canvas, states.argmax_canvas, states.step, states.is_encoder_phase,
+            states.confident, states.self_conditioning_embeds, weight, one,
+            states.accepted_canvas_history, states.accepted_canvas_history_len, states.max_steps,
+            states.pin_mask, states.seed_canvas, states.read_only, sampled, num_sampled, drafts,
+            confidence_threshold=CONFIDENCE, vocab_size=vocab, CL=width, ST=STABILITY,
+            entropy_bound=ENTROPY_BOUND, sc_vocab_start=0, sc_vocab_end=vocab, tp_size=1,
+            tp_group_name="", compute_sc=True,
+        )  # fmt: skip
+        return Outcome(argmax, entropy, states.self_conditioning_embeds.view(-1, hidden))
+
+    return step
+
+
+def _disagree(weight: Tensor, builtin: Outcome, ours: Outcome) -> str:
+    """The built-in sums p log p over the whole row in fp32: 1e-3 nats. Soft embeddings may differ
+    by what ours leaves out and by the rounding of both, in units of the largest embedding."""
+    from dllm.ops.soft_embedding import skipped_mass
+
+    if not torch.equal(ours.argmax, builtin.argmax):
+        return "other argmax tokens"
+    if not (worst := float((ours.entropy - builtin.entropy).abs().max())) < 1e-3:
+        return f"entropies are {worst:.2g} apart"
+    allowed = skipped_mass(weight.dtype) + 2 * torch.finfo(weight.dtype).eps
+    error = float((ours.soft - builtin.soft).norm(dim=-1).max())
+    error /= float(weight.float().norm(dim=-1).max())
+    return "" if error <= allowed else f"soft embeddings are {error:.2g} apart; {allowed:.2g}"
 
 
 # --- times ---------------------------------------------------------------------------------------
 
 
-def sampling_cases(smoke: bool, device: str) -> Iterator[Case]:
-    """Those of ``bench.sampler``."""
-    return (Case(*one) for one in sampler_cases(smoke, device))
-
-
-CASES = {"attention": attention_cases, "context": context_cases, "sampler": sampling_cases}
+CASES = {"attention": attention_cases, "sampler": sampler_cases}
 
 
 def milliseconds(run: Callable[[], object], device: str) -> float:
@@ -267,13 +316,14 @@ def measure(case: Case, rounds: int, device: str) -> list[dict[str, object]]:
     """A row for each implementation.
 
     Raises:
-        ArithmeticError: one computes something else than the first.
+        ArithmeticError: one computes something else than expected.
     """
     names = list(case.runs)
-    expected = case.runs[names[0]]()
-    for name in names[1:]:
-        if problem := case.problem(expected, case.runs[name]()):
+    expected = case.expected()
+    for name, run in case.runs.items():
+        if run is not case.expected and (problem := case.problem(expected, run())):
             raise ArithmeticError(f"{case.about}, {name}: {problem}")
+    del expected  # may be large
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         for name in names[:: 1 if number % 2 == 0 else -1]:
@@ -288,12 +338,35 @@ def measure(case: Case, rounds: int, device: str) -> list[dict[str, object]]:
     return rows
 
 
+def sampling_step(results: Path) -> str:
+    """Section of docs/sampling.md: milliseconds and ratios, a line for each shape and profile."""
+    return section(results / "sampler_cpu.csv", "python -m bench.kernels sampler", _table)
+
+
+def _table(rows: Rows) -> str:
+    shape_of = ("rows", "vocab_size", "hidden", "profile")
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    lines = []
+    for shape in dict.fromkeys(tuple(row[name] for name in shape_of) for row in rows):
+        here = [row for row in rows if tuple(row[name] for name in shape_of) == shape]
+        times = " / ".join(f"{float(row['p50_ms']):.1f}" for row in here)
+        faster = [
+            Spread(*(float(row[end]) for end in ("faster", "faster_low", "faster_high"))).text(2)
+            for row in here
+            if row["implementation"] != BUILTIN
+        ]
+        lines.append([shape[0], f"{int(shape[1]):,}", *shape[2:], times, *faster])
+    compared = [f"built-in / {name}" for name in names if name != BUILTIN]
+    return markdown(
+        (["rows", "vocabulary", "hidden", "logits", f"ms: {' / '.join(names)}", *compared], lines)
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check, time, print and write every shape."""
     parser = command_line(__doc__)
     parser.add_argument("kernels", nargs="*", metavar="NAME", help=f"of {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--stop-after-s", type=float, default=1e9, help="start no shape after")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, no conclusions")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -304,12 +377,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("there is no GPU; allowed: sampler, or --smoke.")
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    about, started = provenance("bench.kernels"), time.monotonic()
+    about = provenance("bench.kernels")
     for name in chosen:
         rows: list[dict[str, object]] = []
         for case in CASES[name](options.smoke, device):
-            if time.monotonic() - started > options.stop_after_s:
-                break
             try:
                 new = measure(case, 1 if options.smoke else options.rounds, device)
             except ArithmeticError as error:

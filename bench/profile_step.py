@@ -1,50 +1,62 @@
 """Where the wall time of a denoise step goes, in a real engine.
 
-    python -m bench.profile_step                                  # ours, eager and compiled
+    python -m bench.profile_step
     python -m bench.profile_step --server ours built-in --concurrency 1 8
+    python -m bench.profile_step --llm '{"enforce_eager": true}'
 
-Scheduler, worker and client run in one process (one for each server and mode: which implementation
-serves is fixed when a process imports vLLM). It answers requests whose blocks all take --steps
-denoise steps. Only visits of the engine in which every request denoises and nothing else runs are
-counted, without the fastest and the slowest tenth. A component's time is its mean over the denoise
-steps in them, so that the components add up to the mean step; with the denoise loop several steps
-share the scheduling of a visit. A pass with a canvas' rows that only writes a block's KV counts as
-a step: the built-in's commits, and with asynchronous scheduling ours.
-`bench.step_parts` says which function belongs to which component.
+Scheduler, worker and client run in one process (one for each server: which implementation serves is
+fixed when a process imports vLLM). It answers requests whose blocks all take --steps denoise steps.
+Only visits of the engine in which every request denoises and nothing else runs are counted, without
+the fastest and the slowest tenth. A part's time is its mean over the denoise steps in them, so that
+the parts add up to the mean step; with the denoise loop several steps share the scheduling of a
+visit. A pass with a canvas' rows that only writes a block's KV counts as a step: the built-in's
+commits, and with asynchronous scheduling ours.
+
+Every instant belongs to the part whose function was entered last and has not returned:
+
+    engine      scheduling, input preparation, what is left of the engine's loop, output
+    forward     the backbone, and self-conditioning before it
+    head        logits
+    sampler     row statistics, accept, renoise, stop, soft embeddings; alone: `bench.kernels`
+    idle        between two steps of the engine
+
+On a GPU the instants are those of its stream: a kernel counts for the part that launched it, and so
+does the time in which the stream waits for that part's next kernel.
 
 There is no table and no CSV, and the exit code is 1, unless
     every request got all of its tokens,
     as many canvas rows were seen as the requests' passes have (`passes_of`), and
-    the components cover --coverage of the time that the client waited.
-
-What the measurement costs is printed with each table: the same work without it, in turn.
+    the parts cover --coverage of the time that the client waited.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from bench.context import ROOT, Rows, command_line, provenance, read_csv, write_csv
+from bench.serve import BUILTIN, OURS, write_generation_config
 from bench.servers import child_environment
-from bench.step_parts import GROUPS, IDLE, Recorder, Step, step_functions
 from bench.tables import markdown, section
 
-OURS, BUILTIN = SERVERS = ("ours", "built-in")
-MODES = ("eager", "compiled")
+PARTS = ENGINE, FORWARD, HEAD, SAMPLER, IDLE = "engine", "forward", "head", "sampler", "idle"
+
+Named = tuple[Any, str, str]  # a function that belongs to a part: owner, attribute, part
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: Rows = []
     code = 0
     shared = provenance("bench.profile_step")
-    for mode, server in itertools.product(options.mode, options.server):
+    for server in options.server:
         with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
-            chosen = ["--mode", mode, "--server", server, "--here", f"{folder}/rows.csv"]
+            chosen = ["--server", server, "--here", f"{folder}/rows.csv"]
             command = [sys.executable, "-m", "bench.profile_step", *arguments, *chosen]
             code |= subprocess.run(command, env=environment(server)).returncode
             rows += read_csv(Path(folder) / "rows.csv")
@@ -81,8 +93,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--server", nargs="+", choices=SERVERS, default=[OURS])
+    parser.add_argument("--server", nargs="+", choices=(OURS, BUILTIN), default=[OURS])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--steps", type=int, default=16, help="denoise steps of every block")
     parser.add_argument("--blocks", type=int, default=4, help="of every request")
@@ -96,41 +107,147 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-# --- in the process of a server and mode ---------------------------------------------------------
+# --- which part runs when ------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """One visit of the engine, from a ``schedule()`` to the next, with all of its passes.
+
+    Attributes:
+        num_rows, num_canvas_rows: of the batch; of them, those of canvases.
+    """
+
+    parts_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    num_reqs: int = 0
+    num_canvas_rows: int = 0
+    num_rows: int = 0
+    num_passes: int = 1
+
+    @property
+    def wall_ms(self) -> float:
+        """Until the next ``schedule()``."""
+        return sum(self.parts_ms.values())
+
+    @property
+    def is_denoise_only(self) -> bool:
+        """Every row belongs to a canvas: no prompt, no block to commit."""
+        return 0 < self.num_canvas_rows == self.num_rows
+
+
+class Recorder:
+    """Notes which part runs while it watches functions; afterwards ``steps`` has the times."""
+
+    def __init__(self, has_gpu: bool = False) -> None:
+        self.steps: list[Step] = []
+        self._has_gpu = has_gpu
+        self._open = [IDLE]  # parts that were entered and have not returned
+        self._marks: list[tuple[Any, str, Step | None]] = []  # from this moment on, this part
+
+    @contextmanager
+    def watching(self, functions: Iterable[Named]) -> Iterator[None]:
+        """These functions are timed while the context lasts."""
+        with ExitStack() as stack:
+            for owner, attribute, part in functions:
+                timed = self._timed(part, getattr(owner, attribute))
+                stack.enter_context(mock.patch.object(owner, attribute, timed))
+            yield
+        times = [moment for moment, *_ in self._marks]
+        if self._has_gpu and times:
+            torch.cuda.synchronize()
+            times = [times[0].elapsed_time(event) for event in times]
+        for (start, end), (_, part, step) in zip(pairwise(times), self._marks, strict=False):
+            if step is not None:
+                step.parts_ms[part] += end - start
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, noting when it runs, that a step begins, and what its batch holds."""
+        name = function.__name__
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name == "schedule":
+                self.steps.append(Step())
+            self._open.append(part)
+            self._note()
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._open.pop()
+                self._note()
+            if name == "prepare_inputs" and hasattr(result, "num_draft_tokens"):
+                step = self.steps[-1]
+                step.num_reqs, step.num_rows = result.num_reqs, result.num_tokens
+                step.num_canvas_rows = result.num_draft_tokens
+            if name == "goes_on":
+                self.steps[-1].num_passes += result
+            return result
+
+        return call
+
+    def _note(self) -> None:
+        step = self.steps[-1] if self.steps else None
+        self._marks.append((self._now(), self._open[-1], step))
+
+    def _now(self) -> Any:
+        """Milliseconds, or on a GPU an event of its stream."""
+        if not self._has_gpu:
+            return time.perf_counter_ns() / 1e6
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def step_functions(llm: Any) -> list[Named]:
+    """Those of an ``LLM`` whose engine core and worker run in this process."""
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner  # V2, of our model or another
+    found = [
+        (llm.llm_engine, "step", ENGINE),
+        (core.scheduler, "schedule", ENGINE),
+        (runner, "prepare_inputs", ENGINE),
+        (runner.model, "forward", FORWARD),
+        (runner.model, "compute_logits", HEAD),
+        (runner, "sample", SAMPLER),
+    ]
+    graphs = getattr(runner, "cudagraph_manager", None)
+    if graphs is not None:  # a graph is replayed in the place of `forward`
+        found += [(graphs, name, FORWARD) for name in ("run_fullgraph", "run_pw_graph")]
+    if type(runner.sampler).__module__.startswith("dllm."):
+        found += [
+            (runner.model, "_logits", HEAD),  # the sampler calls it for one tile after the other
+            (runner.model_state, "_condition", FORWARD),
+            # The denoise loop prepares inputs inside of the sampler.
+            (runner.model_state, "canvas_attention", ENGINE),
+            (runner.model_state, "canvas_inputs", ENGINE),
+            (runner.sampler.loop, "goes_on", SAMPLER),
+        ]
+    return found
+
+
+# --- in the process of a server ------------------------------------------------------------------
 
 
 def measure_here(options: argparse.Namespace) -> int:
-    """Print the tables of one server and mode; their rows go to ``options.here``."""
-    (server,), (mode,) = options.server, options.mode
+    """Print the tables of one server; their rows go to ``options.here``."""
+    (server,) = options.server
     rows: list[dict[str, object]] = []
     try:
-        engine = Engine(options, server, mode)
+        engine = Engine(options, server)
         for concurrency in options.concurrency:
-            about = {"mode": mode, "server": server, "concurrency": concurrency}
-            title = f"{server}, {mode}, {concurrency} at a time"
+            about = {"server": server, "concurrency": concurrency}
+            title = f"{server}, {concurrency} at a time"
             engine.work(concurrency, seed=0)  # warms up, and compiles
-            taken = [engine.profile(concurrency, index) for index in range(options.rounds)]
-            rows += [about | row for row in report(title, taken, concurrency, options.coverage)]
+            steps: list[Step] = []
+            for index in range(options.rounds):
+                steps += engine.profile(concurrency, seed=index + 1)
+            counted = [one for one in steps if one.is_denoise_only and one.num_reqs == concurrency]
+            rows += [about | row for row in report(title, mean_parts(counted))]
             write_csv(options.here, rows)
     except (RuntimeError, ValueError) as error:
         print(f"No table, because:\n{error}", file=sys.stderr)
         return 1
     return 0
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The steps of some work, and what its client saw.
-
-    Attributes:
-        plain_wall_ms, wall_ms: until all answers were there, without and with the recorder.
-        canvas_rows: that the requests' passes have.
-    """
-
-    steps: list[Step]
-    plain_wall_ms: float
-    wall_ms: float
-    canvas_rows: int
 
 
 def passes_of(server: str, steps: int, is_async: bool) -> tuple[int, int]:
@@ -147,20 +264,17 @@ def passes_of(server: str, steps: int, is_async: bool) -> tuple[int, int]:
 class Engine:
     """An ``LLM`` whose blocks all take the same number of denoise steps."""
 
-    def __init__(self, options: argparse.Namespace, server: str, mode: str) -> None:
+    def __init__(self, options: argparse.Namespace, server: str) -> None:
         from vllm import LLM
 
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule what is given here
         self._options = options
         self._canvas = json.loads((options.model / "config.json").read_text())["canvas_length"]
-        generation = json.loads((options.model / "generation_config.json").read_text())
-        generation |= {"max_denoising_steps": options.steps, "confidence_threshold": 0.0}
-        self._generation = tempfile.TemporaryDirectory()  # read again when requests are made
-        folder = self._generation.name
-        (Path(folder) / "generation_config.json").write_text(json.dumps(generation))
+        self._folder = tempfile.TemporaryDirectory()  # read again when requests are made
+        generation = Path(self._folder.name) / "generation"
+        write_generation_config(options.model, generation, options.steps)
         given: dict[str, Any] = {
-            "generation_config": folder,
-            "enforce_eager": mode == "eager",
+            "generation_config": str(generation),
             "max_model_len": options.input_len + (options.blocks + 1) * self._canvas,
             "max_num_seqs": max(options.concurrency),
             "kv_cache_memory_bytes": 256 << 20,
@@ -169,14 +283,19 @@ class Engine:
         is_async = self._llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         self._passes = passes_of(server, options.steps, bool(is_async))
 
-    def profile(self, concurrency: int, index: int) -> Taken:
-        """The work without and with the recorder."""
-        plain_ms = self.work(concurrency, seed=2 * index + 1)
-        with Recorder(step_functions(self._llm), torch.cuda.is_available()) as recorder:
-            wall_ms = self.work(concurrency, seed=2 * index + 2)
+    def profile(self, concurrency: int, seed: int) -> list[Step]:
+        """The steps of some work.
+
+        Raises:
+            ValueError: they do not account for what the client saw; the message says why.
+        """
+        recorder = Recorder(torch.cuda.is_available())
+        with recorder.watching(step_functions(self._llm)):
+            wall_ms = self.work(concurrency, seed)
         of_block, unused = self._passes
-        passes = concurrency * (self._options.blocks * of_block + unused)
-        return Taken(recorder.steps, plain_ms, wall_ms, passes * self._canvas)
+        canvas_rows = concurrency * (self._options.blocks * of_block + unused) * self._canvas
+        check_steps(recorder.steps, wall_ms, canvas_rows, self._options.coverage)
+        return recorder.steps
 
     def work(self, concurrency: int, seed: int) -> float:
         """Milliseconds until all answers are there; prompts differ, so nothing is found cached.
@@ -188,15 +307,10 @@ class Engine:
 
         output_len = self._options.blocks * self._canvas
         params = SamplingParams(max_tokens=output_len, ignore_eos=True, detokenize=False)
-        prompts = [
-            TokensPrompt(
-                prompt_token_ids=[
-                    20 + (seed * 31 + number * 7 + position * (seed + 3)) % 100
-                    for position in range(self._options.input_len)
-                ]
-            )
-            for number in range(concurrency)
-        ]
+        draws = torch.Generator().manual_seed(seed)
+        shape = (concurrency, self._options.input_len)
+        tokens = torch.randint(20, 120, shape, generator=draws).tolist()
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in tokens]
         start = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         wall_ms = 1e3 * (time.perf_counter() - start)
@@ -209,49 +323,41 @@ class Engine:
 # --- tables --------------------------------------------------------------------------------------
 
 
-def report(
-    title: str, taken: Sequence[Taken], concurrency: int, coverage: float
-) -> list[dict[str, object]]:
-    """Print a table and return its rows of the CSV, one for each component.
-
-    Raises:
-        ValueError: the steps do not account for what the client saw; the message says which.
-    """
-    problems = [problem for one in taken for problem in step_problems(one, coverage)]
-    if problems:
-        raise ValueError("\n".join(f"{title}: {problem}" for problem in problems))
-    steps = [step for one in taken for step in one.steps]
-    parts_ms = mean_parts(
-        [step for step in steps if step.is_denoise_only and step.num_reqs == concurrency]
-    )
+def report(title: str, parts_ms: dict[str, float]) -> list[dict[str, object]]:
+    """Print a table and return its rows of the CSV, one for each part."""
     step_ms = sum(parts_ms.values())
-    slower = statistics.median(one.wall_ms / one.plain_wall_ms for one in taken)
-    print(f"{title}: {step_ms:.3f} ms a step; recorded / not recorded: {slower:.3f}")
+    print(f"{title}: {step_ms:.3f} ms a step")
     for part, value in parts_ms.items():
-        print(f"  {part:30} {value:9.3f} ms {value / step_ms:6.1%}", flush=True)
+        print(f"  {part:8} {value:9.3f} ms {value / step_ms:6.1%}", flush=True)
     return [
-        {"component": part, "group": GROUPS[part], "share": value / step_ms, "step_ms": step_ms}
+        {"group": part, "share": value / step_ms, "step_ms": step_ms}
         for part, value in parts_ms.items()
     ]
 
 
-def step_problems(taken: Taken, coverage: float) -> list[str]:
-    """Where the recorded steps and their client disagree."""
-    problems = []
-    rows = sum(step.num_canvas_rows * step.num_passes for step in taken.steps)
-    if rows != taken.canvas_rows:
-        problems.append(f"{rows} canvas rows instead of {taken.canvas_rows}.")
-    named_ms = sum(step.wall_ms - step.parts_ms[IDLE] for step in taken.steps)
-    if not coverage <= named_ms / taken.wall_ms <= 1:
-        problems.append(
-            f"the components cover {named_ms / taken.wall_ms:.0%} of the {taken.wall_ms:.1f} ms "
-            f"that the client waited; allowed: {coverage:.0%} to 100%."
+def check_steps(steps: Sequence[Step], wall_ms: float, canvas_rows: int, coverage: float) -> None:
+    """Compare the recorded steps with what their client knows.
+
+    Args:
+        wall_ms: until all answers were there.
+        canvas_rows: that the requests' passes have.
+
+    Raises:
+        ValueError: they disagree.
+    """
+    rows = sum(step.num_canvas_rows * step.num_passes for step in steps)
+    if rows != canvas_rows:
+        raise ValueError(f"{rows} canvas rows instead of {canvas_rows}.")
+    covered = sum(step.wall_ms - step.parts_ms[IDLE] for step in steps) / wall_ms
+    if not coverage <= covered <= 1:
+        raise ValueError(
+            f"the parts cover {covered:.0%} of the {wall_ms:.1f} ms that the client waited; "
+            f"allowed: {coverage:.0%} to 100%."
         )
-    return problems
 
 
 def mean_parts(visits: Sequence[Step]) -> dict[str, float]:
-    """Milliseconds of each component in a denoise step, mean over the middle four fifths of visits.
+    """Milliseconds of each part in a denoise step, mean over the middle four fifths of visits.
 
     Raises:
         ValueError: there are too few steps for that to mean anything.
@@ -263,24 +369,22 @@ def mean_parts(visits: Sequence[Step]) -> dict[str, float]:
     cut = len(ordered) // 10
     middle = ordered[cut : len(ordered) - cut]
     passes = sum(visit.num_passes for visit in middle)
-    return {part: sum(visit.parts_ms[part] for visit in middle) / passes for part in GROUPS}
+    return {part: sum(visit.parts_ms[part] for visit in middle) / passes for part in PARTS}
 
 
 def step_time(path: Path) -> str:
-    """The shares of the groups of a CSV of this command: a line for each server, mode and load."""
-    return section(path, "python -m bench.profile_step", _groups)
+    """The shares of the parts, of a CSV of this command: a line for each server and load."""
+    return section(path, "python -m bench.profile_step", _shares)
 
 
-def _groups(rows: Rows) -> str:
-    groups = list(dict.fromkeys(GROUPS.values()))
+def _shares(rows: Rows) -> str:
     lines = []
-    for bar in dict.fromkeys((r["mode"], r["server"], r["concurrency"]) for r in rows):
-        here = [r for r in rows if (r["mode"], r["server"], r["concurrency"]) == bar]
-        mode, server, load = bar
-        shares = (sum(float(r["share"]) for r in here if r["group"] == group) for group in groups)
+    for server, load in dict.fromkeys((row["server"], row["concurrency"]) for row in rows):
+        here = [r for r in rows if (r["server"], r["concurrency"]) == (server, load)]
+        shares = (sum(float(r["share"]) for r in here if r["group"] == part) for part in PARTS)
         cells = [f"{share:.0%}" for share in shares]
-        lines.append([f"{server}, {mode}", load, f"{float(here[0]['step_ms']):.2f}", *cells])
-    return markdown((["", "requests at once", "ms per step", *groups], lines))
+        lines.append([server, load, f"{float(here[0]['step_ms']):.2f}", *cells])
+    return markdown((["", "requests at once", "ms per step", *PARTS], lines))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from bench.context import ROOT, Rows, command_line, read_csv
 from bench.decisions import decisions
 from bench.drafter import FILE as DRAFTER
 from bench.drafter import PLAIN, drafting
+from bench.kernels import sampling_step
 from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.remote import remote
 from bench.roofline import floors
-from bench.sampler import sampling_step
 from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
 from bench.soak_report import soak
 from bench.tables import families, markdown, of, ratios, serving

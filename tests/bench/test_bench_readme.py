@@ -9,9 +9,8 @@ import pytest
 from bench import readme, roofline, tables
 from bench.context import ROOT, provenance, read_csv, write_csv
 from bench.measure import Measurement, csv_rows
-from bench.profile_step import step_time
+from bench.profile_step import ENGINE, FORWARD, step_time
 from bench.serve import BUILTIN, OURS
-from bench.step_parts import FORWARD, GROUPS, LOOP
 from bench.workloads import ADAPTIVE, Shape, Workload
 
 ABOUT = {
@@ -120,19 +119,16 @@ def test_csv_files_say_where_they_come_from(tmp_path: Path) -> None:
 # --- sections of one step ------------------------------------------------------------------------
 
 
-def test_step_time_sums_the_components_of_a_group(tmp_path: Path) -> None:
-    shares = dict.fromkeys(GROUPS, 0.0) | {FORWARD: 0.6, LOOP: 0.4}
+def test_step_time_has_the_shares_of_a_step(tmp_path: Path) -> None:
     rows = [
-        {"mode": "eager", "server": server, "concurrency": 2, "step_ms": 10.0}
-        | {"component": part, "group": GROUPS[part], "share": share}
-        | ABOUT
+        {"server": server, "concurrency": 2, "step_ms": 10.0, "group": part, "share": share} | ABOUT
         for server in (OURS, BUILTIN)
-        for part, share in shares.items()
+        for part, share in ((ENGINE, 0.4), (FORWARD, 0.5), (FORWARD, 0.1))
     ]
     write_csv(tmp_path / "profile_cpu.csv", rows)
     text = step_time(tmp_path / "profile_cpu.csv")
     for server in (OURS, BUILTIN):
-        assert f"| {server}, eager | 2 | 10.00 | 40% | 60% | 0% | 0% | 0% |" in text
+        assert f"| {server} | 2 | 10.00 | 40% | 60% | 0% | 0% | 0% |" in text
 
 
 def test_blocks_have_a_line_for_each_size_and_load(tmp_path: Path) -> None:
