@@ -11,7 +11,6 @@
     2     profile-fp8  the parts of a denoise step, ours and the built-in
           kernels      attention, the sampling step
     3     serve-bf16   ours and the built-in
-          graphs-fp8   without CUDA graphs, beside ours with them
           roofline     the least time of a pass, by component
 
 Each part is a process of its own, which is ended when its seconds are over (--budget scales them
@@ -88,7 +87,6 @@ BUILTIN = "built-in~--language-model-only~--kv-cache-memory-bytes~4G"
 # On a GPU the loop is off unless it is asked for, and asynchronous scheduling on. A second is long
 # enough for a whole block; a request that arrives is seen at once.
 LOOP = "ours~--no-async-scheduling~--additional-config.dllm.denoise_loop_ms~1000"
-NO_GRAPHS = "--compilation-config.cudagraph_mode~NONE"
 
 
 def _serve(name: str, call: int, budget_s: float, contestants: str, loads: str) -> Part:
@@ -146,9 +144,6 @@ PARTS = (
         "kernels", 2, 220, "bench.kernels attention sampler --results OUT", "--smoke",
     ),
     _serve("serve-bf16", 3, 240, f"ours {BUILTIN}", "--concurrency 1 2 4 8 32"),
-    _serve(
-        "graphs-fp8", 3, 240, f"ours ours~{NO_GRAPHS} {BUILTIN}~{NO_GRAPHS}", "--concurrency 1 8"
-    ),
     Part("roofline", 3, 10, "bench.roofline --results OUT", needs_gpu=False),
 )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
     python -m bench.roofline                                   # the released model on an H200
     python -m bench.roofline --weights fp8 --context 8192 --batch 1
-    python -m bench.roofline --config DIR --gpu NAME --copy-tb-s 3.0 --bf16-tflops 700
+    python -m bench.roofline --config DIR --gpu H100 --peaks 3.0 700 1400
 
 A denoise pass over B canvases of C rows, each behind n tokens of context. Every component reads its
 inputs once and writes its outputs once, at the speed of a copy, and computes at the speed of a
@@ -19,10 +19,9 @@ launch gaps, partly filled tiles and scheduling.
     statistics  read the logits once
     soft embedding  the exact product: reads the logits and the embedding once
 
-tokens/s is at 16 denoise steps for every block: ours takes 16 passes, one of which also commits the
-block before (C causal rows more, without logits); a separate commit is a pass more. The H200's
-copy and bf16 product were measured on one (2026-10-28: 4.3 TB/s, 788 TFLOP/s on random data); its
-FP8 peak is taken as twice the bf16 one, as in the datasheet, and was not measured.
+tokens/s is at 16 denoise steps for every block, without what it costs to write the block's keys and
+values. The H200's copy and bf16 product were measured on one (2026-10-28: 4.3 TB/s, 788 TFLOP/s on
+random data). Its FP8 peak was not measured: it is twice the bf16 one, as in the datasheet.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,8 +67,7 @@ def released_config() -> dict[str, Any]:
     return tiny_config(canvas_length=CANVAS_LENGTH, **RELEASED)
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """Peaks: bytes and operations a second."""
 
     name: str
@@ -91,18 +88,13 @@ class Work(NamedTuple):
     is_low: bool = False
 
     def times_ms(self, gpu: Gpu) -> tuple[float, float]:
-        """Of moving the bytes, and of the operations."""
+        """Of moving the bytes, and of the operations; the floor is the larger of the two."""
         peak = gpu.fp8 if self.is_low else gpu.bf16
         return 1e3 * self.num_bytes / gpu.copy, 1e3 * self.flops / peak
 
     def floor_ms(self, gpu: Gpu) -> float:
         """The larger of the two."""
         return max(self.times_ms(gpu))
-
-    def bound(self, gpu: Gpu) -> str:
-        """Which one it is."""
-        moving, computing = self.times_ms(gpu)
-        return "bytes" if moving >= computing else "operations"
 
     def beside(self, other: Work) -> Work:
         """Both as one component, in the same arithmetic."""
@@ -114,31 +106,21 @@ class Work(NamedTuple):
         return self._replace(num_bytes=count * self.num_bytes, flops=count * self.flops)
 
 
-@dataclass(frozen=True)
-class Pass:
-    """What a forward pass is of.
+class Pass(NamedTuple):
+    """What a forward pass is of: ``batch`` canvases, each behind ``context`` tokens.
 
-    Attributes:
-        weights: a key of ``WEIGHT_BYTES``.
-        batch, context, canvas: canvases, tokens before each, and rows of each.
-        head_rows: causal rows beside each canvas, of the block that is being committed.
+    ``weights`` is a key of ``WEIGHT_BYTES``, ``canvas`` the rows of each.
     """
 
     weights: str
     batch: int
     context: int
     canvas: int
-    head_rows: int = 0
-
-    @property
-    def canvas_rows(self) -> int:
-        """Rows with logits."""
-        return self.batch * self.canvas
 
     @property
     def rows(self) -> int:
-        """All rows."""
-        return self.batch * (self.canvas + self.head_rows)
+        """Of all canvases."""
+        return self.batch * self.canvas
 
 
 def linear(name: str, rows: int, inner: int, outer: int, weight_bytes: float) -> Work:
@@ -160,11 +142,11 @@ def components(text: dict[str, Any], one: Pass) -> list[Work]:
         text: the text_config of config.json.
     """
     hidden, vocab, inner = text["hidden_size"], text["vocab_size"], text["intermediate_size"]
-    rows, canvas_rows, weight = one.rows, one.canvas_rows, WEIGHT_BYTES[one.weights]
+    rows, weight = one.rows, WEIGHT_BYTES[one.weights]
     num_layers = len(text["layer_types"])
     works = [
         Work("embedding", 2.0 * BF16 * rows * hidden, 0),
-        gated_mlp("self-conditioning", canvas_rows, hidden, inner, BF16),
+        gated_mlp("self-conditioning", rows, hidden, inner, BF16),
     ]
     for kind in sorted(set(text["layer_types"]), reverse=True):
         works += _attention(text, one, kind, weight)
@@ -173,8 +155,8 @@ def components(text: dict[str, Any], one: Pass) -> list[Work]:
         in_layers.append(linear("router", rows, hidden, text["num_experts"], BF16))
         in_layers.append(_experts(text, rows, weight))
     in_layers.append(Work("residual stream", 4.0 * BF16 * rows * hidden, 0))
-    logits, product = float(FP32) * canvas_rows * vocab, 2.0 * canvas_rows * vocab * hidden
-    embedding = BF16 * (vocab + canvas_rows) * hidden
+    logits, product = float(FP32) * rows * vocab, 2.0 * rows * vocab * hidden
+    embedding = BF16 * (vocab + rows) * hidden
     return [
         *works,
         *(work.of_layers(num_layers) for work in in_layers),
@@ -195,31 +177,14 @@ def _attention(text: dict[str, Any], one: Pass, kind: str, weight: float) -> lis
     size = text["global_head_dim" if is_full else "head_dim"]
     query = text["num_attention_heads"] * size
     keys = kv_heads * size * (1 if is_full else 2)
-    seen, pairs = _visible(one, None if is_full else text["sliding_window"])
+    seen = one.canvas + (one.context if is_full else min(one.context, text["sliding_window"] - 1))
     # Queries and results, and every visible key and value once.
-    moved = 2.0 * BF16 * one.batch * ((one.canvas + one.head_rows) * query + seen * kv_heads * size)
-    attention = Work(f"{name}: attention", moved, 4.0 * query * one.batch * pairs)
+    moved = 2.0 * BF16 * one.batch * (one.canvas * query + seen * kv_heads * size)
+    attention = Work(f"{name}: attention", moved, 4.0 * query * one.rows * seen)
     hidden, num_layers = text["hidden_size"], text["layer_types"].count(kind)
     projections = linear(f"{name}: projections", one.rows, hidden, query + keys, weight)
     projections = projections.beside(linear(name, one.rows, query, hidden, weight))
     return [projections.of_layers(num_layers), attention.of_layers(num_layers)]
-
-
-def _visible(one: Pass, window: int | None) -> tuple[int, int]:
-    """Of one sequence: keys that any row sees, and (row, key) pairs.
-
-    Causal rows see what is before them and themselves, rows of the canvas all of it; on sliding
-    layers from ``window - 1`` keys before the row, or before the canvas.
-    """
-    past = one.context + one.head_rows  # before the canvas
-    size = window or past + 1
-    starts = [max(0, row + 1 - size) for row in range(one.context, past)]
-    first = max(0, past - (size - 1))
-    end = past + one.canvas
-    pairs = one.canvas * (end - first) + sum(
-        row + 1 - start for row, start in zip(range(one.context, past), starts, strict=True)
-    )
-    return end - min([first, *starts]), pairs
 
 
 def _experts(text: dict[str, Any], rows: int, weight: float) -> Work:
@@ -235,40 +200,33 @@ def _experts(text: dict[str, Any], rows: int, weight: float) -> Work:
     )
 
 
-def tokens_per_s(text: dict[str, Any], one: Pass, gpu: Gpu, *, separate_commit: bool) -> float:
-    """At `FIXED_STEPS` denoise steps for every block, if every pass took its floor."""
-    plain = pass_floor_ms(text, one, gpu)
-    if separate_commit:  # the built-in also computes logits then
-        block_ms = (FIXED_STEPS + 1) * plain
-    else:
-        fused = Pass(one.weights, one.batch, one.context, one.canvas, head_rows=one.canvas)
-        block_ms = (FIXED_STEPS - 1) * plain + pass_floor_ms(text, fused, gpu)
-    return 1e3 * one.canvas_rows / block_ms
-
-
 def pass_floor_ms(text: dict[str, Any], one: Pass, gpu: Gpu) -> float:
     """The sum of the components' floors."""
     return sum(work.floor_ms(gpu) for work in components(text, one))
+
+
+def tokens_per_s(text: dict[str, Any], one: Pass, gpu: Gpu) -> float:
+    """At `FIXED_STEPS` passes for every block, if every pass took its floor."""
+    return 1e3 * one.rows / (FIXED_STEPS * pass_floor_ms(text, one, gpu))
 
 
 # --- output --------------------------------------------------------------------------------------
 
 
 def printed(text: dict[str, Any], one: Pass, gpu: Gpu) -> str:
-    """Floors by component, and the tokens per second that they allow."""
+    """Floors by component."""
     lines = [
-        f"{gpu.name}, {one.weights}, batch {one.batch}, context {one.context}: "
-        f"floor {pass_floor_ms(text, one, gpu):.2f} ms a pass",
-        f"  {'':24} {'GB':>9} {'TFLOP':>9} {'floor ms':>9}  bound by",
+        f"{gpu.name}, {one.weights}, batch {one.batch}, context {one.context}: at least "
+        f"{pass_floor_ms(text, one, gpu):.2f} ms a pass, at most "
+        f"{tokens_per_s(text, one, gpu):,.0f} tokens/s",
+        f"  {'':24} {'GB':>9} {'TFLOP':>9} {'ms: bytes':>10} {'operations':>10}",
     ]
     for work in components(text, one):
+        moving_ms, computing_ms = work.times_ms(gpu)
         lines.append(
             f"  {work.component:24} {work.num_bytes / 1e9:9.3f} {work.flops / 1e12:9.3f} "
-            f"{work.floor_ms(gpu):9.3f}  {work.bound(gpu)}"
+            f"{moving_ms:10.3f} {computing_ms:10.3f}"
         )
-    for label, separate in (("fused commit", False), ("separate commit", True)):
-        speed = tokens_per_s(text, one, gpu, separate_commit=separate)
-        lines.append(f"  {FIXED_STEPS} fixed steps, {label}: at most {speed:,.0f} tokens/s")
     return "\n".join(lines)
 
 
@@ -278,11 +236,10 @@ def floors(results: Path) -> str:
 
 
 def _table(rows: Rows) -> str:
-    lines = [
-        [*(row[name] for name in ("weights", "batch")), f"{float(row['floor_ms']):.1f}"]
-        + [f"{float(row['tokens_per_s']):,.0f}"]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        floor_ms, speed = float(row["floor_ms"]), float(row["tokens_per_s"])
+        lines.append([row["weights"], row["batch"], f"{floor_ms:.1f}", f"{speed:,.0f}"])
     return markdown((["weights", "batch", "floor, ms a pass", "tokens/s at most"], lines))
 
 
@@ -293,26 +250,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", nargs="+", choices=list(WEIGHT_BYTES), default=[*WEIGHT_BYTES])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=1024, help="tokens before each canvas")
-    parser.add_argument("--gpu", default=H200.name)
-    parser.add_argument("--copy-tb-s", type=float, default=H200.copy / 1e12)
-    parser.add_argument("--bf16-tflops", type=float, default=H200.bf16 / 1e12)
-    parser.add_argument("--fp8-tflops", type=float, default=H200.fp8 / 1e12)
+    parser.add_argument("--gpu", default=H200.name, help="its name, for the table")
+    parser.add_argument(
+        "--peaks",
+        nargs=3,
+        type=float,
+        default=[1e-12 * peak for peak in H200[1:]],
+        metavar=("COPY", "BF16", "FP8"),
+        help="of that GPU: TB/s of a copy, TFLOP/s of large products",
+    )
     options = parser.parse_args(arguments)
     config = released_config()
     if options.config:
         config = json.loads((options.config / "config.json").read_text())
     text = config["text_config"]
-    peaks = (options.copy_tb_s, options.bf16_tflops, options.fp8_tflops)
-    gpu = Gpu(options.gpu, *(1e12 * peak for peak in peaks))
+    gpu = Gpu(options.gpu, *(1e12 * peak for peak in options.peaks))
     rows: list[dict[str, object]] = []
     for weights in options.weights:
         for batch in options.batch:
             one = Pass(weights, batch, options.context, config["canvas_length"])
             print(printed(text, one, gpu) + "\n")
             about = {"gpu": gpu.name, "weights": weights, "batch": batch, "context": one.context}
-            speed = tokens_per_s(text, one, gpu, separate_commit=False)
-            floor_ms = pass_floor_ms(text, one, gpu)
-            rows.append(about | {"floor_ms": floor_ms, "tokens_per_s": speed})
+            about["floor_ms"] = pass_floor_ms(text, one, gpu)
+            rows.append(about | {"tokens_per_s": tokens_per_s(text, one, gpu)})
     shared = provenance("bench.roofline")
     path = options.results / "roofline.csv"
     write_csv(path, [row | shared for row in rows])
