@@ -280,6 +280,7 @@ def test_shipped_configs_are_valid():
         "tiny-ar",
         "tiny-ar-continued",
         "tiny-decisions",
+        "tiny-decisions-finished",
         "tiny-dllm",
         "tiny-dllm-continued",
         "tiny-llada2",
