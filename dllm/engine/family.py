@@ -1,13 +1,14 @@
 """THE INTERFACE of a family of diffusion language models: everything that the engine asks of one.
 
-A family declares which tensors it keeps for each canvas, and implements up to four methods. The
+A family declares which tensors it keeps for each canvas, and implements up to five methods. The
 engine does the rest: it schedules canvases, stores their state, edits logits as a request asks, and
 emits canvases that have converged. In one denoise step the engine calls, in this order:
 
-    condition     makes the model's input of canvas rows: token embeddings + the last step's result
+    condition         makes the model's input of canvas rows: embeddings + the last step's result
     (the model's forward pass; then the logit edits of each request)
-    denoise       logits -> the next canvas, and whether it has converged
-    look_back     computes what `condition` gets in the next step
+    scores_of_texts   under grammars alone: which texts are the best ones
+    denoise           logits -> the next canvas, and whether it has converged
+    look_back         computes what `condition` gets in the next step
 
 ``fresh_canvas`` makes the first canvas behind a prompt or behind an emitted block.
 
@@ -51,7 +52,7 @@ class Canvases(NamedTuple):
         argmax_canvas: ``[R, C]`` int64, the most likely tokens of the step before. They would have
             been emitted if the canvas had converged then.
         chosen: ``[N]`` int64, the token that a grammar has chosen for a row, which counts as its
-            most likely token; NO_TOKEN in the others.
+            most likely token; NO_TOKEN in the others, and behind the end of a text.
         temperature: ``[R]`` fp32, of each request; 1 if it is greedy.
         is_greedy: ``[R]`` bool, the most likely token is taken instead of a sample.
         is_stop: ``[slots, V]`` bool, tokens that end the request. What follows the first of them is
@@ -178,6 +179,25 @@ class Family(ABC):
             canvases: the state before this step.
             filters: top-k, top-p and min-p of each row of logits; None if no request filters.
         """
+
+    def scores_of_texts(
+        self,
+        logits: Tensor,
+        rows: CanvasRows,
+        canvases: Canvases,
+        filters: RowFilters | None,
+        part: slice,
+    ) -> Tensor:
+        """What makes a text the best one under a grammar: ``[n, V]`` fp32, of ``part`` of the rows.
+
+        The text with the largest sum is chosen. The result for a row depends on that row alone.
+
+        Args:
+            logits: ``[N, V]`` fp32, edited, before the grammar masks them; not changed.
+            rows, canvases, filters: as of ``denoise``; nothing is chosen yet.
+            part: of the N rows.
+        """
+        return logits[part]
 
     def look_back(self, logits: Tensor, denoised: Denoised) -> Tensor:
         """What ``condition`` gets as ``soft_embeds`` in the next step: ``[N, soft_size]``.

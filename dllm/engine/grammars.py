@@ -2,8 +2,9 @@
 
 In every denoise step, behind the logit edits and in front of the family's decisions:
 
-    logits of a canvas -> best path through the grammar's table -> mask of each row along the path
-                                                                -> the tokens of the path
+    logits -> scores (the family's) -> best path through the grammar's table
+                                      -> mask of each row of logits along the path
+                                      -> the tokens of the path
 
 So entropies, samples, self-conditioning and logprobs are of the tokens that the grammar allows, and
 what would be emitted is always the beginning of an allowed text. A slot's state moves when its
@@ -17,9 +18,8 @@ of `grammar.kernels`, and states stay on the device.
 import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -31,7 +31,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.emitted_blocks import room_for
-from dllm.grammar.constraint import Constraint
+from dllm.grammar.constraint import Grammar, SlotGrammar
 from dllm.grammar.device import (
     NO_TABLE,
     NoRoom,
@@ -40,9 +40,10 @@ from dllm.grammar.device import (
     Searches,
     Sizes,
     TablePool,
+    padded,
 )
 from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
-from dllm.grammar.viterbi import UNLIMITED, Canvas, Path, budget_of
+from dllm.grammar.viterbi import STOPPED, UNLIMITED, Path, budget_of
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import grammar_of
@@ -51,41 +52,19 @@ from dllm.settings.request import grammar_of
 LARGEST = MOST_CLASSES + 64, MOST_STATES + 1
 KEPT_GRAMMARS = 8  # that no request has any more, unpacked
 
+# The scores of some rows of logits: ``[n, V]`` fp32 (``Family.scores_of_texts``).
+Scores = Callable[[slice], torch.Tensor]
+
 logger = logging.getLogger(__name__)
 
 
-class Grammar:
-    """One that some requests have, unpacked.
-
-    Args:
-        shipped: what a request ships.
-        stops, fillers: tokens that end a text, and that may stand behind it.
-    """
-
-    def __init__(self, shipped: bytes, stops: tuple[int, ...], fillers: tuple[int, ...]) -> None:
-        if not stops:
-            raise ValueError("no token ends a text")
-        table, self.start = Constraint.from_bytes(shipped).with_start(stops, fillers)
-        self.canvas = Canvas(table, stops, fillers)
-
-
-@dataclass
-class SlotGrammar:
-    """The grammar of one request.
+class Written(NamedTuple):
+    """The result of a step.
 
     Attributes:
-        grammar: what it allows.
-        state: of the text in front of the request's canvas.
-        end: the position in the sequence at which the answer ends at the latest.
+        chosen: ``[N]`` int64, the texts; NO_TOKEN behind their ends, and without a grammar.
+        paths: what ``emitted`` reads.
     """
-
-    grammar: Grammar
-    state: int
-    end: int
-
-
-class Written(NamedTuple):
-    """The result of a step: ``chosen`` ``[N]`` int64, NO_TOKEN without a grammar; and paths."""
 
     chosen: torch.Tensor
     paths: Any
@@ -172,11 +151,14 @@ class CanvasGrammars(ABC):
         """As ``prepare``, for a batch with a grammar."""
 
     @abstractmethod
-    def write(self, logits: torch.Tensor, rows: CanvasRows, prepared: Any) -> Written:
+    def write(
+        self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: Any
+    ) -> Written:
         """Find the best path of every canvas with a grammar, and mask its logits along it.
 
         Args:
             logits: ``[N, vocab]`` fp32, edited; changed in place.
+            scores: of rows of logits; the best path has the largest sum.
             rows: where the canvases are in the batch.
             prepared: what ``prepare`` returned.
         """
@@ -199,7 +181,11 @@ class HostGrammars(CanvasGrammars):
         ]
 
     def write(
-        self, logits: torch.Tensor, rows: CanvasRows, prepared: list[tuple[int, int, SlotGrammar]]
+        self,
+        logits: torch.Tensor,
+        scores: Scores,
+        rows: CanvasRows,
+        prepared: list[tuple[int, int, SlotGrammar]],
     ) -> Written:
         """As described; ``paths`` by batch row."""
         widths, seq_lens = rows.widths.tolist(), rows.seq_lens.tolist()
@@ -213,10 +199,11 @@ class HostGrammars(CanvasGrammars):
             canvas, of_canvas = grammar.grammar.canvas, logits[low:high]
             tokens_left = grammar.end - (seq_lens[row] - width)
             budget = budget_of(canvas.table, grammar.state, tokens_left)
-            path = canvas.best_path(of_canvas.numpy(), grammar.state, budget)
+            of_texts = scores(slice(low, high)).numpy()
+            path = canvas.best_path(of_texts, grammar.state, budget)
             for place, is_forbidden in enumerate(canvas.forbidden(path, budget)):
                 of_canvas[place].masked_fill_(torch.from_numpy(is_forbidden), -torch.inf)
-            chosen[low:high] = path.tokens
+            chosen[low:high] = np.where(path.states[:-1] == STOPPED, NO_TOKEN, path.tokens)
             paths[row] = path
         return Written(torch.from_numpy(chosen), paths)
 
@@ -345,13 +332,15 @@ class DeviceGrammars(CanvasGrammars):
             table_of=torch.where(rows.widths > 0, table_of, NO_TABLE),
             slots=rows.slots,
             end=sent([one.end if one else 0 for one in found], np.int64),
-            stops=sent(_padded([canvas.stops for canvas in of_row]), np.int64),
-            fillers=sent(_padded([canvas.fillers for canvas in of_row]), np.int64),
+            stops=sent(padded([canvas.stops for canvas in of_row]), np.int64),
+            fillers=sent(padded([canvas.fillers for canvas in of_row]), np.int64),
             first_row=sent(starts[:-1], np.int32),
             most_rows=max(int(np.diff(starts).max()), 1),
         )
 
-    def write(self, logits: torch.Tensor, rows: CanvasRows, prepared: PreparedTables) -> Written:
+    def write(
+        self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: PreparedTables
+    ) -> Written:
         """As described; ``paths`` of all rows."""
         state = self._states[prepared.slots]
         canvases = Searches(
@@ -363,8 +352,15 @@ class DeviceGrammars(CanvasGrammars):
             row_of=rows.row_of,
             most_rows=prepared.most_rows,
         )
-        paths = write_paths(logits, prepared.tables, canvases, prepared.stops, prepared.fillers)
-        is_free = prepared.table_of[rows.row_of] == NO_TABLE
+        paths = write_paths(
+            logits,
+            scores(slice(None)),
+            prepared.tables,
+            canvases,
+            prepared.stops,
+            prepared.fillers,
+        )
+        is_free = (prepared.table_of[rows.row_of] == NO_TABLE) | (paths.states == STOPPED)
         return Written(torch.where(is_free, NO_TOKEN, paths.tokens), paths)
 
     def _budget(
@@ -392,9 +388,3 @@ def write_paths(*given: Any) -> Paths:
     from dllm.grammar import kernels
 
     return kernels.write_paths(*given)
-
-
-def _padded(lists: list[np.ndarray]) -> list[list[int]]:
-    """Lists of one length, by repeating the last number of each."""
-    longest = max(map(len, lists))
-    return [[*one.tolist(), *[int(one[-1])] * (longest - len(one))] for one in lists]

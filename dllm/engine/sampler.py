@@ -30,7 +30,7 @@ from dllm.engine.compilation import maybe_compile
 from dllm.engine.edits import LogitEdits, clean_lengths
 from dllm.engine.family import Denoised, Family
 from dllm.engine.frame_taker import FrameTaker
-from dllm.engine.grammars import CanvasGrammars
+from dllm.engine.grammars import CanvasGrammars, Written
 from dllm.engine.logit_rows import LogitRows, rows_at_once, tiles_of_batch
 from dllm.engine.logprobs import BlockLogprobs, KeptScores, joined
 from dllm.engine.loop import DenoiseLoop
@@ -235,12 +235,11 @@ class DiffusionSampler:
         if tile.is_edited:
             context = self.edits.context(rows, self.state, tile.batch)
             logits = self.edits.apply(logits, context)
-        written = None
-        if tile.grammars is not None:
-            written = self.grammars.write(logits, rows, tile.grammars)
+        ids = self.req_states.draft_tokens[tile.batch.expanded_idx_mapping, rows.place]
+        written = None if tile.grammars is None else self._write_texts(logits, ids, tile)
         step = self._denoise_rows(
             logits,
-            self.req_states.draft_tokens[tile.batch.expanded_idx_mapping, rows.place],
+            ids,
             tile.free if written is None else written.chosen,
             tile.at_least_two,
             self.state,
@@ -270,6 +269,22 @@ class DiffusionSampler:
                 logits, scored_at, step, num_emitted, rows, tile.batch
             )
         return self._emit(rows, step, num_emitted, logprobs, tile.batch)
+
+    def _write_texts(self, logits: torch.Tensor, ids: torch.Tensor, tile: Tile) -> Written:
+        """Let grammars choose texts, and mask the logits.
+
+        Args:
+            logits: ``[N, vocab]`` fp32, edited; changed in place.
+            ids: ``[N]`` int64, the canvas tokens that entered the model.
+        """
+        rows, state = tile.rows, self.state
+        pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
+        canvases = state.canvases(rows.slots, ids, tile.free, pins)
+
+        def scores(part: slice) -> torch.Tensor:
+            return self.family.scores_of_texts(logits, rows, canvases, tile.filters, part)
+
+        return self.grammars.write(logits, scores, rows, tile.grammars)
 
     def _filters(self, input_batch: InputBatch) -> RowFilters | None:
         """Top-k, top-p and min-p of each logit row; None if no request of the batch uses them.

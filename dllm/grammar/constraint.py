@@ -13,6 +13,7 @@ import numpy as np
 from dllm.grammar.automaton import DEAD, START
 from dllm.grammar.reach import NEVER
 from dllm.grammar.table import Table, without_empty
+from dllm.grammar.viterbi import Canvas
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,36 @@ class Constraint:
             return self.table, START
         forbidden = {*self.thoughts.forbidden, *stops, *fillers} - {self.thoughts.end}
         return _behind_thoughts(self.table, self.thoughts.end, sorted(forbidden))
+
+
+class Grammar:
+    """What some requests ship, unpacked.
+
+    Args:
+        shipped: from ``Constraint.shipped``.
+        stops, fillers: tokens that end a text, and that may stand behind it.
+    """
+
+    def __init__(self, shipped: bytes, stops: tuple[int, ...], fillers: tuple[int, ...]) -> None:
+        if not stops:
+            raise ValueError("no token ends a text")
+        table, self.start = Constraint.from_bytes(shipped).with_start(stops, fillers)
+        self.canvas = Canvas(table, stops, fillers)
+
+
+@dataclass
+class SlotGrammar:
+    """The grammar of one request.
+
+    Attributes:
+        grammar: what it allows.
+        state: of the text in front of the request's canvas.
+        end: the position in the sequence at which the answer ends at the latest.
+    """
+
+    grammar: Grammar
+    state: int
+    end: int
 
 
 def _behind_thoughts(table: Table, end: int, forbidden: list[int]) -> tuple[Table, int]:

@@ -283,3 +283,9 @@ def ends(logits: Tensor, likeliest: Tensor, stops: Tensor, fillers: Tensor) -> E
         stop_token=stops.gather(1, which[:, None])[:, 0],
         filled=logits.gather(1, fillers).float().amax(dim=1),
     )
+
+
+def padded(lists: list[np.ndarray]) -> list[list[int]]:
+    """Lists of one length, by repeating the last number of each."""
+    longest = max(map(len, lists))
+    return [[*one.tolist(), *[int(one[-1])] * (longest - len(one))] for one in lists]

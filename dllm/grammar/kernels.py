@@ -37,6 +37,7 @@ DEAD = tl.constexpr(automaton.DEAD)
 STOPPED = tl.constexpr(viterbi.STOPPED)
 NO_TABLE = tl.constexpr(device.NO_TABLE)
 WORST = tl.constexpr(viterbi.WORST)
+LOWEST = tl.constexpr(viterbi.LOWEST)
 NEVER = tl.constexpr(2**31 - 1)
 HIGHEST = tl.constexpr(0x7FFFFFFF)
 NOTHING = -(2**63)
@@ -55,6 +56,7 @@ class PathTiles:
 
 def write_paths(
     logits: Tensor,
+    scores: Tensor,
     tables: PackedTables,
     canvases: Searches,
     stops: Tensor,
@@ -66,15 +68,16 @@ def write_paths(
     Rows without a table, and those behind a stop, keep every bit.
 
     Args:
-        logits: [N, V] fp32 or bf16, changed in place. NaN counts as -inf.
+        logits: [N, V] fp32 or bf16, changed in place.
+        scores: [N, V] fp32 or bf16, may be the logits. NaN counts as -inf.
         stops: [R, M] int64, tokens that end a text, in ascending order; filled up by repeating the
             last one.
         fillers: [R, M] int64 likewise, the stops among them.
     """
     row_of = canvases.row_of
     table_of, its_stops = canvases.table[row_of], stops[row_of]
-    maxima = class_maxima_kernels(logits, tables, table_of, cut)
-    found = ends(logits, logits.argmax(dim=1), its_stops, fillers[row_of])
+    maxima = class_maxima_kernels(scores, tables, table_of, cut)
+    found = ends(scores, scores.argmax(dim=1), its_stops, fillers[row_of])
     paths = best_paths_kernels(maxima, found, tables, canvases, cut)
     places = torch.arange(len(row_of), device=logits.device) - canvases.first_row[row_of]
     budgets = (canvases.budget[row_of] - places).int()
@@ -229,7 +232,7 @@ def _better_of_segment(value, target, next_value, next_target):
 
 @triton.jit
 def _finite(score):
-    return tl.where(score > WORST, score.to(tl.float64), WORST)  # also for NaN
+    return tl.where(score > LOWEST, score.to(tl.float64), WORST)  # also for NaN
 
 
 @triton.jit(do_not_specialize=["most_classes", "num_places_kept", "most_states"])

@@ -21,6 +21,9 @@ from dllm.grammar.table import Table
 STOPPED = -2  # in the place of a state: the text is over
 # In the place of a score of -inf: a text made of impossible tokens is still one of the grammar.
 WORST = -1e30
+# The score of all other tokens where one is fixed, which has 0. A whole canvas of WORST is better.
+OTHER_THAN_FIXED = -1e33
+LOWEST = 10 * OTHER_THAN_FIXED  # of a score; what is not above it, or NaN, counts as WORST
 UNLIMITED = NEVER - 1  # a budget
 KEPT_MASK_BYTES = 4 << 20  # what states allow, kept for each table
 
@@ -92,7 +95,7 @@ class Canvas:
         the better, the shorter it is.
 
         Args:
-            scores: ``[C, V]`` fp32.
+            scores: ``[C, V]`` fp32. OTHER_THAN_FIXED beside a token keeps it, if some text can.
             state: before the first position.
             budget: tokens that the text may have from there (``budget_of``).
         """
@@ -221,6 +224,6 @@ class Canvas:
 
 
 def _finite(scores: np.ndarray) -> np.ndarray:
-    """Scores in fp64, at least ``WORST``; NaN becomes ``WORST``."""
-    finite: np.ndarray = np.fmax(scores.astype(np.float64), WORST)
+    """Scores in fp64; NaN and what is at most ``LOWEST`` become ``WORST``."""
+    finite: np.ndarray = np.where(scores > LOWEST, scores.astype(np.float64), WORST)
     return finite

@@ -124,8 +124,6 @@ def _not_served(
     for name in ("prompt_logprobs", "prompt_logprob_token_ids"):
         why = "every token of a prompt sees its whole block, itself included"
         yield name, getattr(params, name), f"{why} (so `echo` goes without `logprobs`)"
-    why = "the masks of a canvas are replaced one after the other, which makes no text of a grammar"
-    yield "structured_outputs", params.structured_outputs, why
     for name in WHOLE_CANVAS_ARGS:
         why = "a canvas is the rest of a block, and its width depends on the prompt"
         yield name, (params.extra_args or {}).get(name), why

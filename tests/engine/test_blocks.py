@@ -13,7 +13,6 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.patches import configure
 from tests.support import family_checkpoints
@@ -403,10 +402,6 @@ def test_logprobs_are_of_the_step_that_decided_the_token(engine, model):
 def test_what_blocks_cannot_honour_is_refused(engine, model):
     for params, message in (
         (model.params(prompt_logprobs=1), "prompt_logprobs = 1 is not served for this model"),
-        (
-            model.params(structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
-            "structured_outputs = .* is not served for this model",
-        ),
         (
             model.params(extra_args={"diffusion_seed_canvas": [5] * model.block_size}),
             "diffusion_seed_canvas = .* is not served for this model",

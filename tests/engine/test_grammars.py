@@ -274,9 +274,9 @@ def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
     on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
     seen = []
 
-    def write(logits, rows, prepared):
+    def write(logits, scores, rows, prepared):
         seen.append((prepared.tables.most_classes, prepared.tables.most_states))
-        return DeviceGrammars.write(on_device, logits, rows, prepared)
+        return DeviceGrammars.write(on_device, logits, scores, rows, prepared)
 
     on_device.write = write
     monkeypatch.setattr(grammars, "write_paths", write_paths)

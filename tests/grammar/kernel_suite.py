@@ -17,7 +17,7 @@ import torch
 from dllm.grammar import kernels
 from dllm.grammar.device import NO_TABLE, ClassMaxima, Searches, pack
 from dllm.grammar.table import Table
-from dllm.grammar.viterbi import STOPPED, Canvas
+from dllm.grammar.viterbi import OTHER_THAN_FIXED, STOPPED, Canvas
 from tests.support.grammar_path_cases import VOCAB, Batch, batch
 from tests.support.grammar_paths import unpacked, write_paths
 from tests.support.grammars import GRAMMARS, PADDING, STOP, WORDS, table
@@ -101,13 +101,19 @@ def test_a_class_without_tokens(empty):
     assert_maxima(maxima_of(given, CUTS[0]), given)
 
 
-def paths_of(made: Batch, cut: kernels.PathTiles):
-    """The paths and the masked logits of (the kernels, the search)."""
+def paths_of(made: Batch, cut: kernels.PathTiles, scores: torch.Tensor | None = None):
+    """The paths and the masked logits of (the kernels, the search).
+
+    Args:
+        scores: None: the logits.
+    """
     parts = made.canvases, made.stops, made.fillers
     masked, expected = made.logits.clone().to(DEVICE), made.logits.clone()
     moved = [on_device(part) if isinstance(part, tuple) else part.to(DEVICE) for part in parts]
-    ours = kernels.write_paths(masked, on_device(made.tables), *moved, cut)
-    return (ours, masked), (write_paths(expected, made.tables, *parts), expected)
+    theirs = masked if scores is None else scores.to(DEVICE)
+    ours = kernels.write_paths(masked, theirs, on_device(made.tables), *moved, cut)
+    scores = expected if scores is None else scores
+    return (ours, masked), (write_paths(expected, scores, made.tables, *parts), expected)
 
 
 def assert_equal(ours, expected):
@@ -131,6 +137,24 @@ def test_paths_and_masks(seed, cut):
     same = ours[1].cpu().view(torch.int32) == made.logits.view(torch.int32)
     assert is_free.any() and same[is_free].all() and not same.all()
     assert torch.equal(ours[0].tokens.cpu()[is_free], made.logits.argmax(dim=1)[is_free])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_paths_through_fixed_tokens(seed):
+    """Half of the tokens of a path are fixed, and others are the likeliest there."""
+    made = batch(seed)
+    wanted = write_paths(made.logits.clone(), made.logits, made.tables, *made[2:3], *made[5:])
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(made.logits.shape, generator=generator)
+    fixed = torch.nonzero(torch.rand(len(scores), generator=generator) < 0.5)[:, 0]
+    scores[fixed] = OTHER_THAN_FIXED
+    scores[fixed, wanted.tokens[fixed]] = 0.0
+    ours, expected = paths_of(made, CUTS[1], scores)
+    assert_equal(ours, expected)
+    in_text = fixed[(expected[0].states[fixed] != STOPPED) & (wanted.states[fixed] != STOPPED)]
+    is_free = made.table_of[in_text] == NO_TABLE
+    kept = expected[0].tokens[in_text] == wanted.tokens[in_text]
+    assert kept[~is_free].all() and len(in_text)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -13,7 +13,7 @@ import xgrammar
 from dllm.grammar.automaton import DEAD, Unsupported
 from dllm.grammar.reach import NEVER
 from dllm.grammar.table import Table
-from dllm.grammar.viterbi import STOPPED, Canvas, Path, budget_of
+from dllm.grammar.viterbi import OTHER_THAN_FIXED, STOPPED, Canvas, Path, budget_of
 from tests.support.grammars import (
     GRAMMARS,
     PADDING,
@@ -90,6 +90,38 @@ def check(found: Table, path: Path, budget: int) -> None:
         else:
             assert found.read(before, [token]) == behind
             assert found.left[behind] <= budget - place - 1
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_through_fixed_tokens_it_is_the_best_of_their_texts(name):
+    """By brute force; what is impossible stays better than another token than a fixed one."""
+    rng = np.random.default_rng(1)
+    found, _ = table(*GRAMMARS[name])
+    canvas = Canvas(found, STOPS)
+    searched = 0
+    for _ in range(60):
+        width = int(rng.integers(2, 6))
+        budget = budget_of(found, 0, width)  # the text ends on the canvas
+        free = np.full((width, len(WORDS)), -np.inf)
+        free[:, : STOP + 1] = rng.normal(0, 3, (width, STOP + 1))
+        free[rng.random(free.shape) < 0.1] = -np.inf
+        other = np.where(np.arange(len(WORDS)) > STOP, -1e4, rng.normal(0, 3, free.shape))
+        wanted = canvas.best_path(other, 0, budget)
+        end = int(np.flatnonzero(wanted.states == STOPPED)[0])
+        wanted.tokens[end:] = STOP
+        fixed = np.flatnonzero(rng.random(width) < 0.4)
+        scores = free.copy()
+        scores[fixed] = OTHER_THAN_FIXED
+        scores[fixed, wanted.tokens[fixed]] = 0.0
+        path = canvas.best_path(scores, 0, budget)
+        assert path.score > OTHER_THAN_FIXED / 2
+        if path.score == 0.0:
+            continue  # the most likely tokens are a text already; behind its stop anything goes
+        searched += 1
+        assert (path.tokens == wanted.tokens)[fixed].all()
+        finite = np.maximum(np.nan_to_num(scores, neginf=-1e30), -1e33)
+        assert path.score == pytest.approx(of_all_texts(found, finite, budget), rel=1e-9)
+    assert searched > 20
 
 
 def test_where_positions_are_independent_it_is_the_best_of_each():

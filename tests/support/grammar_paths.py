@@ -11,6 +11,7 @@ from dllm.grammar.viterbi import STOPPED, Canvas
 
 def write_paths(
     logits: Tensor,
+    scores: Tensor,
     tables: PackedTables,
     canvases: Searches,
     stops: Tensor,
@@ -18,7 +19,7 @@ def write_paths(
 ) -> Paths:
     """As `kernels.write_paths`."""
     paths = Paths(
-        tokens=logits.argmax(dim=1),
+        tokens=scores.argmax(dim=1),
         states=torch.full((len(logits),), STOPPED, dtype=torch.int32),
         end=canvases.state.clone(),
         score=torch.zeros(len(canvases.table), dtype=torch.float64),
@@ -31,7 +32,7 @@ def write_paths(
         ends = set(stops[canvas].tolist())
         search = Canvas(unpacked(tables, table), [*ends], [*{*fillers[canvas].tolist()} - ends])
         state, budget = int(canvases.state[canvas]), int(canvases.budget[canvas])
-        path = search.best_path(logits[rows].float().numpy(), state, budget)
+        path = search.best_path(scores[rows].float().numpy(), state, budget)
         paths.tokens[rows] = torch.from_numpy(path.tokens)
         paths.states[rows] = torch.from_numpy(path.states[:-1]).int()
         paths.end[canvas], paths.score[canvas] = int(path.states[-1]), path.score

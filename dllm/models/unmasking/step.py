@@ -6,12 +6,25 @@ One denoise step leads from logits to the next canvas:
 
 A greedy request takes the most likely token and its probability at temperature 1, without filters,
 as both references do.
+
+Under a grammar all tokens of a step are those of one text, which passes through every token that
+stays. So what is on a canvas is always a part of a text that can be written to its end:
+
+    - A token that stays is the only one at its place that the search for the best text may take.
+    - Masks in front of the text's end become tokens of the text, as ever. All behind it are masks.
+    - With editing, a token that the model would replace by a likelier one does not stay. Its place
+      gets what the best text through the others has there.
+
+A sampled request takes the best text of noisy scores, logits / temperature + Gumbel noise: of one
+token this is an exact draw, of a whole text nearly one (perturb-and-MAP, Papandreou and Yuille
+2011). Tokens that filters exclude are taken only where the grammar allows no other text.
 """
 
 import torch
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Canvases, Column, Denoised, Family
+from dllm.grammar.viterbi import OTHER_THAN_FIXED
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.settings import UnmaskingSettings
 from dllm.ops import noise
@@ -19,6 +32,10 @@ from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
 from dllm.settings.denoising import NO_TOKEN
+
+# More than any sum of noise and scores of a canvas, and little enough to keep their digits.
+EXCLUDED = 1e4
+ROWS_AT_ONCE = 64  # of noise, which takes several times their memory
 
 
 class Unmasking(Family):
@@ -41,6 +58,38 @@ class Unmasking(Family):
         """The denoise step, as the function of this name."""
         return denoise(logits, rows, canvases, self.settings, filters)
 
+    def scores_of_texts(
+        self,
+        logits: torch.Tensor,
+        rows: CanvasRows,
+        canvases: Canvases,
+        filters: RowFilters | None,
+        part: slice,
+    ) -> torch.Tensor:
+        """Logits, noisy if the request is sampled, which leave no choice where a token stays."""
+        of, place = rows.row_of[part], rows.place[part]
+        temperature, is_greedy = canvases.temperature[of], canvases.is_greedy[of]
+        keys = _row_keys(canvases, rows, self.settings.canvas_length)[of, place]
+        of_rows = None if filters is None else filters.rows(part)
+        none = torch.full_like(keys, noise.NO_KEY)
+        stats = row_stats(logits[part], temperature, none, None, of_rows)
+        scores = logits[part].clone()
+        for low in range(0, len(scores), ROWS_AT_ONCE):
+            some = slice(low, low + ROWS_AT_ONCE)
+            x, peak = scores[some], stats.peak[some, None]
+            noisy = (x - peak) / temperature[some, None] + noise.gumbel(keys[some], x.shape[1])
+            noisy = torch.where(x < stats.cutoff[some, None], noisy - EXCLUDED, noisy)
+            scores[some] = torch.where(is_greedy[some, None], x, noisy)
+        ids = canvases.ids[part].long()
+        stays = ids != self.settings.mask_token_id
+        if "editing" in canvases.numbers:
+            is_sure = torch.exp(-stats.log_z) > canvases.numbers["editing_threshold"][of]
+            is_editing = canvases.numbers["editing"][of] > 0
+            stays &= ~(is_editing & is_sure & (stats.argmax != ids))
+        its_score = torch.where(stays, 0.0, scores.gather(1, ids[:, None])[:, 0])
+        scores.masked_fill_(stays[:, None], OTHER_THAN_FIXED)
+        return scores.scatter_(1, ids[:, None], its_score[:, None])
+
 
 def denoise(
     logits: torch.Tensor,
@@ -59,22 +108,24 @@ def denoise(
         filters: top-k, top-p and min-p of each row of logits; None: no filters.
     """
     proposal, ids, stats = propose(logits, rows, canvases, settings, filters)
+    widths, is_behind = _texts(rows, canvases)
     outcome = rule.unmask_step(
         ids=ids,
         proposal=proposal,
         steps_done=canvases.steps_done,
         post_steps=canvases.carried["post_steps"],
-        width=rows.widths,
+        width=widths,
         numbers=canvases.numbers,
         mask_token_id=settings.mask_token_id,
         block_size=settings.block_size,
     )
-    is_mask = outcome.canvas == settings.mask_token_id
+    canvas = torch.where(is_behind, settings.mask_token_id, outcome.canvas)
+    is_mask = canvas == settings.mask_token_id
     return Denoised(
-        canvas=outcome.canvas,
-        fresh=torch.full_like(outcome.canvas, settings.mask_token_id),
+        canvas=canvas,
+        fresh=torch.full_like(canvas, settings.mask_token_id),
         # Behind a token that ends the request there may be masks left, and nobody reads them.
-        argmax_canvas=torch.where(is_mask, proposal.token, outcome.canvas),
+        argmax_canvas=torch.where(is_mask, proposal.token, canvas),
         accepted=~is_mask,
         converged=outcome.converged,
         steps_done=canvases.steps_done + (rows.widths > 0),
@@ -96,18 +147,20 @@ def propose(
 
     The confidence is the token's probability in the distribution that it is drawn from.
     """
-    length = settings.canvas_length
-    starts = rows.seq_lens - rows.widths
-    keys = noise.row_keys(canvases.seeds, starts, canvases.steps_done, length, noise.STREAM_GUMBEL)
+    keys = _row_keys(canvases, rows, settings.canvas_length)
     temperature = canvases.temperature[rows.row_of]  # [N]
     is_greedy = canvases.is_greedy[rows.row_of, None]
     keys = torch.where(is_greedy, noise.NO_KEY, keys[rows.row_of, rows.place])  # [N, 2]
     stats = row_stats(logits, temperature, keys, None, filters)
     token = stats.sample
     # What a grammar has chosen counts as drawn: only its tokens together are an allowed text.
-    token = torch.where(canvases.chosen == NO_TOKEN, token, canvases.chosen)
+    is_chosen = canvases.chosen != NO_TOKEN
+    token = torch.where(is_chosen, canvases.chosen, token)
     logit = logits.gather(1, token[:, None]).squeeze(1)
     confidence = torch.exp((logit - stats.peak) / temperature - stats.log_z)
+    # A token that does not stay changes with its text (`scores_of_texts`).
+    is_edited = is_chosen & (canvases.ids != settings.mask_token_id)
+    confidence = torch.where(is_edited, torch.inf, confidence)
     ids, padded = canvases.ids[rows.padded].long(), token[rows.padded]  # [R, C]
     is_stop, slots = canvases.is_stop, rows.slots[:, None]
     proposal = rule.Proposal(
@@ -118,3 +171,21 @@ def propose(
         entropy=stats.entropy[rows.padded],
     )
     return proposal, ids, stats
+
+
+def _row_keys(canvases: Canvases, rows: CanvasRows, length: int) -> torch.Tensor:
+    """The keys of the noise of this step: ``[R, length, 2]`` int64."""
+    starts = rows.seq_lens - rows.widths
+    return noise.row_keys(canvases.seeds, starts, canvases.steps_done, length, noise.STREAM_GUMBEL)
+
+
+def _texts(rows: CanvasRows, canvases: Canvases) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens of a canvas that its text has, ``[R]`` int64; which are behind it, ``[R, C]`` bool).
+
+    Without a grammar the whole canvas is one text.
+    """
+    chosen = canvases.chosen[rows.padded] != NO_TOKEN  # [R, C]
+    place = torch.arange(chosen.shape[1], device=chosen.device)
+    is_valid = place < rows.widths[:, None]
+    in_text = torch.where(chosen[:, :1], chosen, True) & is_valid
+    return in_text.long().sum(dim=1), is_valid & ~in_text

@@ -1,0 +1,193 @@
+"""Structured outputs of models with blocks through vLLM's engine, with random weights.
+
+Forms, and how an answer of each is judged, are those of ``test_grammars``.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm.engine import grammars
+from dllm.engine.grammars import DeviceGrammars
+from dllm.models.unmasking.rule import STRATEGIES
+from tests.engine.test_blocks import KINDS as MODELS
+from tests.engine.test_blocks import Model, prompt
+from tests.engine.test_engine import scheduler_watch
+from tests.engine.test_grammars import KINDS, params, shortest_text, text_of
+from tests.support import family_checkpoints
+from tests.support.engine_harness import TIGHT, assert_same_runs
+from tests.support.grammar_paths import write_paths
+
+MAX_TOKENS = 128
+STEPS = [
+    {},
+    {"diffusion_max_steps": 1},
+    {"diffusion_threshold": 0.0},
+    {"diffusion_threshold": 1.0},
+    {"diffusion_max_steps": 3, "diffusion_threshold": 0.3},
+]
+OF_FAMILY: dict[str, list[dict[str, Any]]] = {
+    "sdar": [{"diffusion_strategy": at, "diffusion_entropy_bound": 2.0} for at in STRATEGIES],
+    "llada2": [
+        {"diffusion_editing": 1, "diffusion_editing_threshold": at, "diffusion_max_post_steps": 3}
+        for at in (0.0, 0.1, 0.9)
+    ],
+}
+SAMPLING = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 2.0, "top_k": 5},
+    {"min_p": 0.2, "top_p": 0.5},
+]
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    config = MODELS[request.param]
+    path: Path = tmp_path_factory.mktemp(request.param) / "model"
+    return Model(family_checkpoints.write(path, config), config["block_size"])
+
+
+@pytest.fixture(scope="module")
+def kind_of_model(model: Model) -> str:
+    return next(name for name in MODELS if MODELS[name]["block_size"] == model.block_size)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Model) -> Any:
+    return model.engine()
+
+
+def mixed(count: int) -> list[Any]:
+    """A request of each form, one after the other, with different seeds; some are greedy."""
+    return [
+        params(kind, MAX_TOKENS, seed=at, temperature=float(at % 3 > 0))
+        for at, kind in zip(range(count), [*KINDS] * count, strict=False)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_is_a_text_of_the_grammar(engine, kind, kind_of_model):
+    """Whatever decides the order of the masks, behind tails of many lengths."""
+    cases = [(extra, how) for extra in STEPS + OF_FAMILY[kind_of_model] for how in SAMPLING]
+    asked = [
+        params(kind, MAX_TOKENS, seed=seed, extra_args=extra, **how)
+        for seed, (extra, how) in enumerate(cases)
+    ]
+    outputs = engine.outputs([prompt(20 + at) for at in range(len(asked))], asked)
+    for case, output in zip(cases, outputs, strict=True):
+        (answer,) = output.outputs
+        assert answer.finish_reason == "stop" and KINDS[kind][1](text_of(engine, answer)), case
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_a_text_is_complete_if_it_can_be_and_else_a_beginning(engine, kind):
+    shortest = shortest_text(engine, params(kind))
+    budgets = [*range(1, shortest + 9), 3 * shortest]
+    asked = [params(kind, budget, seed=budget) for budget in budgets]
+    outputs = engine.outputs([prompt(9 + budget % 5) for budget in budgets], asked)
+    for budget, output in zip(budgets, outputs, strict=True):
+        (answer,) = output.outputs
+        assert len(answer.token_ids) <= budget
+        if budget >= shortest:
+            assert KINDS[kind][1](text_of(engine, answer)), (budget, answer)
+        else:
+            assert answer.finish_reason == "length"
+
+
+def test_neighbours_without_a_grammar_do_not_notice(engine, model):
+    free = [model.params(blocks=3, seed=at, temperature=float(at)) for at in range(2)]
+    contexts = [prompt(20), prompt(33), prompt(12), prompt(13)]
+    engine.reset_prefix_cache()
+    padding = [model.params(blocks=3, seed=9)] * 2
+    alone = engine.runs(contexts, [*free, *padding])[:2]
+    engine.reset_prefix_cache()
+    bound = [params("json", MAX_TOKENS), params("regex", MAX_TOKENS, temperature=0.0)]
+    assert_same_runs(engine.runs(contexts, [*free, *bound])[:2], alone)
+
+
+def test_answers_do_not_depend_on_the_batch_and_follow_from_the_seed(engine):
+    asked = mixed(9)
+    contexts = [prompt(15 + at, salt=at) for at in range(len(asked))]
+    together = engine.generate(contexts, asked)
+    alone = [engine.generate([one], [of]) for one, of in zip(contexts, asked, strict=True)]
+    assert [[tokens] for tokens in together] == alone
+    (output,) = engine.outputs([prompt(10)], params("json", MAX_TOKENS, n=3))
+    assert len({text_of(engine, answer) for answer in output.outputs}) == 3
+
+
+def test_one_pass_a_visit_and_small_budgets_give_the_same_tokens(engine, model):
+    asked = mixed(6)
+    contexts = [prompt(15 + at, salt=at) for at in range(len(asked))]
+    expected = engine.generate(contexts, asked)
+    with engine.one_pass_a_visit():
+        assert engine.generate(contexts, asked) == expected
+    small = model.engine(max_num_batched_tokens=2 * model.block_size + 3)
+    assert small.generate(contexts, asked) == expected
+
+
+def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypatch):
+    tight = model.engine(**TIGHT | {"num_gpu_blocks_override": 14})
+    asked = [params("regex", 126, seed) for seed in range(4)]
+    for one in asked:  # every answer needs almost all of its tokens
+        one.structured_outputs = StructuredOutputsParams(regex="([a-f]-){61}[0-9]")
+    contexts = [prompt(160, salt=salt) for salt in range(4)]
+    expected = [engine.generate([one], [of])[0] for one, of in zip(contexts, asked, strict=True)]
+    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    assert tight.generate(contexts, asked) == expected
+    assert preempted, "the cache was large enough for everybody"
+
+
+def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
+    """What a GPU does, with the search of a CPU in the place of its kernels."""
+    asked, contexts = mixed(6), [prompt(15 + at, salt=at) for at in range(6)]
+    expected = engine.generate(contexts, asked)
+    monkeypatch.setattr(grammars, "write_paths", write_paths)
+    sampler, state = engine.runner.sampler, engine.runner.model_state
+    on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
+    monkeypatch.setattr(sampler, "grammars", on_device)
+    monkeypatch.setattr(state, "grammars", on_device)
+    assert engine.generate(contexts, asked) == expected
+
+
+def test_logprobs_are_of_the_masked_distribution(engine):
+    (output,) = engine.outputs([prompt(10)], params("choice", MAX_TOKENS, logprobs=20))
+    (answer,) = output.outputs
+    first = {token: entry.logprob for token, entry in answer.logprobs[0].items()}
+    possible = [token for token, logprob in first.items() if logprob > -torch.inf]
+    assert answer.token_ids[0] in possible
+    text = engine.llm.get_tokenizer().decode
+    choices = KINDS["choice"][0]["choice"]
+    assert all(any(one.startswith(text([token])) for one in choices) for token in possible)
+    total = sum(torch.tensor([first[token] for token in possible]).exp())
+    assert total == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(logit_bias={token: 30.0 for token in range(40, 90)}),
+        dict(repetition_penalty=1.8, presence_penalty=2.0, frequency_penalty=2.0),
+        dict(extra_args={"diffusion_eos_stop": False}),
+        dict(top_k=1),
+        dict(top_p=0.01, min_p=0.9),
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_it_holds_beside_other_parameters(engine, options):
+    (output,) = engine.outputs([prompt(10)], params("json", MAX_TOKENS, **options))
+    assert KINDS["json"][1](text_of(engine, output.outputs[0]))
+
+
+def test_a_stop_token_of_the_request_comes_only_where_the_text_is_complete(engine):
+    """Its text is decoded as part of the answer."""
+    stops = [35, 60]
+    bias = {"stop_token_ids": stops, "logit_bias": {35: 9.0, 60: 9.0}}
+    (output,) = engine.outputs([prompt(10)], params("json", MAX_TOKENS, **bias))
+    (answer,) = output.outputs
+    *tokens, last = answer.token_ids
+    text = engine.llm.get_tokenizer().decode(tokens, skip_special_tokens=True)
+    assert last in stops and not set(tokens) & set(stops) and KINDS["json"][1](text)
