@@ -2,7 +2,7 @@
 
     python -m bench.drafter                                  # tiny-ar, and its deeper copy
     python -m bench.drafter --pilot runs/pilot --rounds 5 --families edit extract
-    python -m bench.drafter --target TARGET --drafter DRAFTER --no-stock
+    python -m bench.drafter --target TARGET --drafter DRAFTER
 
 For each target, starts ``vllm serve`` for each of these:
 
@@ -13,8 +13,7 @@ For each target, starts ``vllm serve`` for each of these:
     adaptive, pilot    our drafter with these policies (with --pilot)
     n-gram             vLLM's own (DLLM_DISABLE=1), in the engine's process as well: drafts what
                        stood behind the same tokens before
-    draft model        likewise: a small autoregressive model drafts token by token (--draft-model;
-                       for tiny-ar its own first layers)
+    draft model        likewise, token by token (--draft-model; for tiny-ar its own first layers)
 
 The target ``inflated`` is a deeper copy of tiny-ar: same answers, steps as expensive beside a draft
 pass as an 8B model's (``bench.inflate``).
@@ -31,7 +30,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,62 +84,43 @@ class Pair:
     draft_model: Path | None
 
 
-@dataclass(frozen=True)
-class Way:
-    """A way to decode.
-
-    Attributes:
-        flags: of the server.
-        is_stock: without our plugin.
-    """
-
-    name: str
-    flags: tuple[str, ...] = ()
-    is_stock: bool = False
-
-
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write the CSV."""
+    """Measure, print the tables, write the CSV after each load."""
     options = parse(arguments)
     about = provenance("bench.drafter")
     path = options.results / FILE
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="dllm-bench-") as folder:
         for pair in pairs(options, MADE):
-            measure(options, pair, Path(folder) / pair.name, rows, about)
+
+            def save(so_far: Measured, pair: Pair = pair) -> None:
+                write_csv(path, [*rows, *rows_of(pair, so_far, about)])
+
+            measured = measure(options, pair, Path(folder) / pair.name, save)
+            rows.extend(rows_of(pair, measured, about))
     found = as_text(rows)
     print(f"{sections(found)}\n\n{path}")
     return 1 if any(row["problem"] for row in found) else 0
 
 
 def measure(
-    options: argparse.Namespace,
-    pair: Pair,
-    folder: Path,
-    rows: list[dict[str, object]],
-    about: dict[str, str],
-) -> None:
-    """Measure a pair, append to ``rows`` one a run, and write all of them after each load."""
-    ways = list(ways_to_decode(options, pair))
-    before = list(rows)
-
-    def save(so_far: Measured) -> None:
-        rows[:] = before + rows_of(pair, as_right_as_plain(so_far), about)
-        write_csv(options.results / FILE, rows)
-
+    options: argparse.Namespace, pair: Pair, folder: Path, save: Callable[[Measured], None]
+) -> Measured:
+    """All rounds with a pair; ``save`` gets what was measured so far, after each load."""
     folder.mkdir(exist_ok=True)
+    racing = contestants(options, pair, folder)
     with ExitStack() as stack:
-        racing = [contestant(options, pair, way, folder / f"{n}.log") for n, way in enumerate(ways)]
         start_in_turn(racing, SHAPE, max(options.concurrency), stack)
         budget_s = 60 * options.minutes / len(options.target)
-        Race(racing, loads(options), options.rounds, Client(folder), budget_s).run(save)
+        return Race(racing, loads(options), options.rounds, Client(folder), budget_s).run(save)
 
 
 def rows_of(pair: Pair, measured: Measured, about: dict[str, str]) -> list[dict[str, object]]:
     """A row for each run: the pair, numbers, provenance."""
     target = {"target": pair.name, "layers": num_layers_of(pair.target)}
-    rows = zip(measured, csv_rows(measured, about), strict=True)
+    checked = as_right_as_plain(measured)
+    rows = zip(checked, csv_rows(checked, about), strict=True)
     return [target | {"family": load.family} | row for (load, _), row in rows]
 
 
@@ -179,50 +159,47 @@ def pairs(options: argparse.Namespace, folder: Path) -> Iterator[Pair]:
         if draft_model is None and given in (INFLATED, TARGET):
             draft_model = write_target(folder / "draft-model", DRAFT_MODEL_LAYERS)
         if given == INFLATED:
-            target = write_target(folder / INFLATED, options.layers)
-            drafter = write_drafter(folder / f"{INFLATED}-drafter", options.layers)
+            target = write_target(folder / INFLATED, LAYERS)
+            drafter = write_drafter(folder / f"{INFLATED}-drafter", LAYERS)
             yield Pair(INFLATED, target, drafter, draft_model)
         else:
             yield Pair(given.name, given, options.drafter, draft_model)
 
 
-def ways_to_decode(options: argparse.Namespace, pair: Pair) -> Iterator[Way]:
-    """Plain decoding first: what everybody is compared with."""
-    yield Way(PLAIN)
+def contestants(options: argparse.Namespace, pair: Pair, folder: Path) -> list[Contestant]:
+    """Plain decoding first: what everybody is compared with. No server is started."""
+    found: list[Contestant] = []
+
+    def add(name: str, *flags: str, is_stock: bool = False) -> None:
+        environment = (("DLLM_DISABLE", "1"),) if is_stock else ()
+        flags = (*options.serve_flags, *flags)
+        served = ServerOptions(name, str(pair.target), flags, environment)
+        server = Server(served, folder / f"{len(found)}.log")
+        found.append(Contestant(name, pair.target, NO_CANVAS, server, takes_seeds=False))
+
     in_process = "--distributed-executor-backend", IN_PROCESS_EXECUTOR
-    yield Way(IN_PROCESS, in_process)
-    widest = max(options.widths)
-    chosen: list[tuple[str, int, dict[str, str]]] = [(f"fixed {n}", n, {}) for n in options.widths]
-    chosen.append(("adaptive", widest, {"policy": "adaptive"}))
+    add(PLAIN)
+    add(IN_PROCESS, *in_process)
+    drafter = {"method": "dflash", "model": str(pair.drafter)}
+    for num_drafts in options.widths:
+        add(f"fixed {num_drafts}", *speculate(num_drafts, drafter))
+    policies = {"adaptive": {"policy": "adaptive"}}
     if options.pilot is not None:
-        policy = {"policy": "pilot", "pilot": str(options.pilot.resolve())}
-        chosen.append(("pilot", widest, policy))
-    for name, num_drafts, policy in chosen:
-        flags = speculate(num_drafts, {"method": "dflash", "model": str(pair.drafter)})
-        if policy:
-            flags += ("--additional-config", json.dumps({"dllm": {"drafter": policy}}))
-        yield Way(name, flags)
-    if options.stock:
-        flags = in_process + speculate(STOCK_DRAFTS, NGRAM)
-        yield Way("n-gram", flags, is_stock=True)
-    if options.stock and pair.draft_model is not None:
+        policies["pilot"] = {"policy": "pilot", "pilot": str(options.pilot.resolve())}
+    for name, policy in policies.items():
+        chosen = "--additional-config", json.dumps({"dllm": {"drafter": policy}})
+        add(name, *speculate(max(options.widths), drafter), *chosen)
+    add("n-gram", *in_process, *speculate(STOCK_DRAFTS, NGRAM), is_stock=True)
+    if pair.draft_model is not None:
         model = {"method": "draft_model", "model": str(pair.draft_model)}
-        flags = in_process + speculate(STOCK_DRAFTS, model)
-        yield Way("draft model", flags, is_stock=True)
+        add("draft model", *in_process, *speculate(STOCK_DRAFTS, model), is_stock=True)
+    return found
 
 
 def speculate(num_drafts: int, speculative: Mapping[str, object]) -> tuple[str, ...]:
     """The flags of a server that drafts."""
     full = {**speculative, "num_speculative_tokens": num_drafts}
     return "--speculative-config", json.dumps(full)
-
-
-def contestant(options: argparse.Namespace, pair: Pair, way: Way, log: Path) -> Contestant:
-    """A way to decode, its server not started."""
-    environment = (("DLLM_DISABLE", "1"),) if way.is_stock else ()
-    flags = (*options.serve_flags, *way.flags)
-    server = Server(ServerOptions(way.name, str(pair.target), flags, environment), log)
-    return Contestant(way.name, pair.target, NO_CANVAS, server, takes_seeds=False)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -236,10 +213,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"folders of checkpoints, or {INFLATED!r}",
     )
     parser.add_argument("--drafter", type=Path, default=DRAFTER, help="for targets with a folder")
-    parser.add_argument("--layers", type=int, default=LAYERS, help=f"of {INFLATED!r} (%(default)s)")
     parser.add_argument("--pilot", type=Path, help="folder that `dllm train pilot` wrote")
     parser.add_argument("--draft-model", type=Path, help="folder of an autoregressive checkpoint")
-    parser.add_argument("--stock", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=MEASURED)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
@@ -253,9 +228,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for model in (*(one for one in given.target if one != INFLATED), given.drafter):
         if not (model / "config.json").exists():
             parser.error(f"{model}: no config.json there; give a checkpoint's folder.")
-    least = num_layers_of(TARGET)
-    if INFLATED in given.target and given.layers < least:
-        parser.error(f"--layers {given.layers}; allowed: at least {least}, those of tiny-ar.")
     return given
 
 

@@ -78,38 +78,25 @@ class Line(NamedTuple):
     file: str
     ours: str
     other: str
-    where: tuple[tuple[str, str], ...]
+    where: dict[str, str]
 
 
-DIFFUSION, BLOCKS = "DiffusionGemma", "SDAR, blocks of {} tokens"
-DRAFTS = "autoregressive, with our DFlash drafter"
-OF_SERVING, OF_DRAFTER = (("schedule", ADAPTIVE),), (("target", "tiny-ar"), ("family", MIXED))
+DIFFUSION, DRAFTS = "DiffusionGemma", "autoregressive, with our DFlash drafter"
+MORE_TITLE, MORE = "the same with `--max-num-seqs 64` (default: 8)", f"{BUILTIN} --max-num-seqs 64"
+QUESTIONS, PAIR = {"schedule": ADAPTIVE}, {"target": "tiny-ar", "family": MIXED}
 LINES = (
-    Line(DIFFUSION, "vLLM's built-in DiffusionGemma", SERVING, OURS, BUILTIN, OF_SERVING),
-    Line(
-        DIFFUSION,
-        "the same with `--max-num-seqs 64` (default: 8)",
-        SETTINGS,
-        OURS,
-        f"{BUILTIN} --max-num-seqs 64",
-        OF_SERVING,
-    ),
-    Line(DIFFUSION, "Hugging Face's `generate`", SERVING, OURS, REFERENCE, OF_SERVING),
-    Line(DIFFUSION, "an autoregressive model", SERVING, OURS, AUTOREGRESSIVE, OF_SERVING),
+    Line(DIFFUSION, "vLLM's built-in DiffusionGemma", SERVING, OURS, BUILTIN, QUESTIONS),
+    Line(DIFFUSION, MORE_TITLE, SETTINGS, OURS, MORE, QUESTIONS),
+    Line(DIFFUSION, "Hugging Face's `generate`", SERVING, OURS, REFERENCE, QUESTIONS),
+    Line(DIFFUSION, "an autoregressive model", SERVING, OURS, AUTOREGRESSIVE, QUESTIONS),
     *(
-        Line(
-            BLOCKS.format(size),
-            "diffusers' pipeline",
-            FAMILIES,
-            OURS,
-            PIPELINE,
-            (("canvas_length", size),),
-        )
+        Line(f"SDAR, blocks of {size} tokens", "diffusers' pipeline", FAMILIES, OURS, PIPELINE, row)
         for size in ("32", "4")
+        for row in [{"canvas_length": size}]
     ),
-    Line(DRAFTS, "vLLM without drafts", DRAFTER, "adaptive", PLAIN, OF_DRAFTER),
-    Line(DRAFTS, "vLLM's n-gram drafts", DRAFTER, "adaptive", "n-gram", OF_DRAFTER),
-    Line(DRAFTS, "vLLM's drafts of a small model", DRAFTER, "adaptive", "draft model", OF_DRAFTER),
+    Line(DRAFTS, "vLLM without drafts", DRAFTER, "adaptive", PLAIN, PAIR),
+    Line(DRAFTS, "vLLM's n-gram drafts", DRAFTER, "adaptive", "n-gram", PAIR),
+    Line(DRAFTS, "vLLM's drafts of a small model", DRAFTER, "adaptive", "draft model", PAIR),
 )
 
 
@@ -126,7 +113,7 @@ def comparison(results: Path) -> str:
 
 def cells(line: Line, rows: Rows) -> list[str]:
     """One line of the table, with the commit that was measured, linked to its CSV file."""
-    rows = [row for row in rows if all(row[column] == value for column, value in line.where)]
+    rows = [row for row in rows if line.where.items() <= row.items()]
     compared = []
     for load in LOADS:
         here = [row for row in rows if row["concurrency"] == load]

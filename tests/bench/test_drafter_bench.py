@@ -16,7 +16,7 @@ from bench.drafter import (
     STOCK_DRAFTS,
     Pair,
     as_right_as_plain,
-    contestant,
+    contestants,
     drafting,
     loads,
     pairs,
@@ -24,7 +24,6 @@ from bench.drafter import (
     rows_of,
     sections,
     speeds,
-    ways_to_decode,
 )
 from bench.inflate import DRAFTER, LAYERS, TARGET, num_layers_of
 from bench.measure import NO_CANVAS, Measurement, measurement
@@ -104,32 +103,25 @@ def test_pairs(tmp_path: Path) -> None:
         parse(["--target", str(tmp_path / "none")])
 
 
-def test_a_target_shallower_than_tiny_ar_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its drafter reads layers that would not be there."""
-    with pytest.raises(SystemExit):
-        parse(["--layers", "4"])
-    assert "--layers 4; allowed: at least 5" in capsys.readouterr().err
-    assert parse(["--layers", "4", "--target", str(TARGET)]).layers == 4
-
-
 def test_who_is_measured(tmp_path: Path) -> None:
     options = parse(["--widths", "3", "7", "--pilot", str(tmp_path)])
     pair = replace(TINY, draft_model=TARGET)
-    named = {way.name: way for way in ways_to_decode(options, pair)}
+    racing = contestants(options, pair, tmp_path)
+    named = {one.name: one.server.options for one in racing if one.server}
     assert list(named) == [
         *(PLAIN, IN_PROCESS, "fixed 3", "fixed 7", "adaptive", "pilot", "n-gram", "draft model")
     ]
+    assert all(one.flags[: len(SERVE_FLAGS)] == SERVE_FLAGS for one in named.values())
     assert named[IN_PROCESS].flags[-1].endswith(".UniProcExecutor")
-    config = json.loads(named["adaptive"].flags[1])
+    config = json.loads(named["adaptive"].flags[-3])
     assert (config["num_speculative_tokens"], config["model"]) == (7, str(DRAFTER))
     assert '"policy": "adaptive"' in named["adaptive"].flags[-1]
     assert str(tmp_path) in named["pilot"].flags[-1]
-    started = contestant(options, pair, named["n-gram"], tmp_path / "log").server
-    assert started and started.options.environment == (("DLLM_DISABLE", "1"),)
-    assert started.options.flags[: len(SERVE_FLAGS)] == SERVE_FLAGS
-    assert json.loads(started.options.flags[-1])["num_speculative_tokens"] == STOCK_DRAFTS
-    without = ways_to_decode(parse(["--no-stock"]), pair)
-    assert not any(way.is_stock for way in without)
+    stock = {name for name, one in named.items() if one.environment == (("DLLM_DISABLE", "1"),)}
+    assert stock == {"n-gram", "draft model"}
+    assert json.loads(named["n-gram"].flags[-1])["num_speculative_tokens"] == STOCK_DRAFTS
+    own = contestants(parse([]), replace(pair, draft_model=None), tmp_path)
+    assert not {"pilot", "draft model"} & {one.name for one in own}
 
 
 def test_a_run_that_is_right_less_often_than_plain_decoding_has_no_speed() -> None:
