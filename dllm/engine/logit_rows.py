@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.prompt_logprob import CHUNK_SIZE
 
+from dllm.ops.staging import to_device
 from dllm.settings.server import PluginOptions
 
 
@@ -95,3 +96,31 @@ def part_of_batch(input_batch: InputBatch, first: int, end: int) -> InputBatch:
         expanded_local_pos=input_batch.expanded_local_pos[rows],
         logits_indices=input_batch.logits_indices[rows],
     )
+
+
+def leave_out_rows(input_batch: InputBatch, num_rows: np.ndarray) -> None:
+    """Let canvases have logits for their first tokens alone, where the rest is never used.
+
+    To the sampler such a canvas is as wide as its logits. Called when the attention metadata of the
+    whole canvases exists.
+
+    Args:
+        num_rows: ``[slots]``, how many tokens of a canvas need logits.
+    """
+    num_reqs = input_batch.num_reqs
+    starts = input_batch.cu_num_logits_np[: num_reqs + 1]
+    widths = np.diff(starts)
+    kept = np.minimum(widths, num_rows[input_batch.idx_mapping_np[:num_reqs]])
+    if np.array_equal(kept, widths):
+        return
+    new_starts = np.concatenate(([0], np.cumsum(kept))).astype(starts.dtype)
+    rows = np.arange(new_starts[-1]) + np.repeat(starts[:-1] - new_starts[:-1], kept)
+    device = input_batch.logits_indices.device
+    at, left_out = to_device(rows, device), to_device(widths - kept, device)
+    input_batch.num_draft_tokens = len(rows)
+    input_batch.cu_num_logits_np = new_starts
+    input_batch.cu_num_logits = to_device(new_starts, device)
+    input_batch.expanded_idx_mapping = input_batch.expanded_idx_mapping[at]
+    input_batch.expanded_local_pos = input_batch.expanded_local_pos[at]
+    input_batch.logits_indices = input_batch.logits_indices[at]
+    input_batch.seq_lens = input_batch.seq_lens[:num_reqs] - left_out.to(input_batch.seq_lens.dtype)

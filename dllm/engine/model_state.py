@@ -35,6 +35,7 @@ from dllm.engine import pending
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.family import Family
 from dllm.engine.grammars import CanvasGrammars, DeviceGrammars, HostGrammars
+from dllm.engine.logit_rows import leave_out_rows
 from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.spans import Sequences, Spans
@@ -71,6 +72,8 @@ class DiffusionModelState(ModelState):
         self._inputs_embeds = torch.zeros(
             self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
         )
+        # By slot, on the host: how many tokens of a canvas need logits (``RequestOptions``).
+        self._num_rows = np.full(self.max_num_reqs, self.family.settings.canvas_length)
         self._is_causal = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self._condition = maybe_compile(self.family.condition, vllm_config)
         self._is_canvas_row = torch.zeros(self.max_num_tokens, dtype=torch.bool, device=device)
@@ -107,6 +110,7 @@ class DiffusionModelState(ModelState):
         options = RequestOptions.read(new_req_data.sampling_params, self.family.settings)
         seed = request_seed(options, new_req_data.req_id, self.model_config.seed)
         self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
+        self._num_rows[req_index] = options.num_rows
         self.grammars.add_request(req_index, new_req_data)
 
     def remove_request(self, req_id: str) -> None:
@@ -155,6 +159,7 @@ class DiffusionModelState(ModelState):
                 is_canvas_row[rows] = ~is_block
                 conditioned = self._conditioned(embeds[rows], input_batch)
                 embeds[rows] = torch.where(is_block[:, None], embeds[rows], conditioned)
+            leave_out_rows(input_batch, self._num_rows)
         return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
 
     def canvas_inputs(self, canvases: InputBatch) -> dict[str, Any]:

@@ -46,6 +46,10 @@ STREAM_EVERY, STREAM_PERIODS = "diffusion_stream_every", ("pass", "visit")
 READ_ONLY, CONSTRAINED = "diffusion_read_only", "diffusion_constrained"
 EOS_STOP = "diffusion_eos_stop"
 
+# The logits of so many tokens at least are computed together. On a CPU, matrix products of fewer
+# rows add in another order, and the same request would have other logits in a crowd.
+LEAST_ROWS = 4
+
 # Extra arguments of every family, beside the family's own parameters.
 CANVAS_ARGS = (*PIN_ARGS, READ_ONLY, CONSTRAINED, EOS_STOP, STREAM, STREAM_EVERY)
 
@@ -93,6 +97,7 @@ class RequestOptions:
         pins: given tokens by answer position (``settings.pins``). They stay in the input.
         holds_pins: they are emitted, too.
         is_read_only: the whole output is one canvas, and its logprobs are those at temperature 1.
+        num_rows: how many tokens of a canvas, from its first, need logits.
     """
 
     canvas_width: int
@@ -105,6 +110,7 @@ class RequestOptions:
     pins: Mapping[int, int]
     holds_pins: bool
     is_read_only: bool
+    num_rows: int
 
     @classmethod
     def read(cls, params: "SamplingParams", settings: DenoiseSettings) -> "RequestOptions":
@@ -146,7 +152,22 @@ class RequestOptions:
             pins=pins_of(given),
             holds_pins=holds(given),
             is_read_only=bool(is_read_only),
+            num_rows=_num_rows(params, settings, int(width)),
         )
+
+
+def _num_rows(params: "SamplingParams", settings: DenoiseSettings, width: int) -> int:
+    """How many tokens of a canvas of ``width`` tokens need logits.
+
+    In a request of one denoise step a token does not depend on the logits of another. If its output
+    is shorter than its first canvas, what is behind the output is never used: then the output alone
+    needs logits. A grammar, bad words and frames look at the whole canvas.
+    """
+    extra = params.extra_args or {}
+    is_whole = params.structured_outputs or params.bad_words or STREAM in extra
+    if is_whole or any(extra.get(key) != value for key, value in settings.one_step.items()):
+        return width
+    return min(width, max(LEAST_ROWS, params.max_tokens or width))
 
 
 def _canvas_width(settings: DenoiseSettings) -> Parameter:

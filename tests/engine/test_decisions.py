@@ -15,7 +15,9 @@ from vllm.exceptions import VLLMValidationError
 from dllm.api.decisions.labels import Labels
 from dllm.api.decisions.reads import CanvasReads, Read, WideChoice
 from dllm.models.unmasking import reference
+from dllm.settings import request
 from dllm.settings.decisions import DecisionOptions
+from dllm.settings.request import LEAST_ROWS
 from tests.support import hf_reference
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine, get_engine
@@ -108,6 +110,11 @@ def compare(reads: Reads, found: list[Read], logits: list[torch.Tensor], samples
             assert read.standard_errors == pytest.approx(errors.tolist(), rel=1e-2, abs=1e-9)
 
 
+def whole(canvas: list[int]) -> list[int]:
+    """A canvas of a read, of which the sampler sees the first tokens only."""
+    return canvas + [END] * (WIDTH - len(canvas))
+
+
 @pytest.mark.parametrize("samples", [1, 3])
 def test_noise(engine, checkpoint, samples):
     model = hf_reference.load_hf(checkpoint())
@@ -120,14 +127,14 @@ def test_noise(engine, checkpoint, samples):
     watched = {name: watched[name] for name in sorted(watched, key=lambda name: int(name[1:]))}
     context_of = dict(zip(watched, prompts, strict=True))
     expected = {
-        name: hf_reference.one_step_logits(model, context_of[name], steps[0].canvas)
+        name: hf_reference.one_step_logits(model, context_of[name], whole(steps[0].canvas))
         for name, steps in watched.items()
     }
     assert all(len(steps) == 1 for steps in watched.values())
     compare(reads, found, list(expected.values()), samples)
     rows = [reads.labels_of(asked).num_rows for asked in QUESTIONS for _ in range(samples)]
     for steps, num_rows in zip(watched.values(), rows, strict=True):
-        assert steps[0].canvas[num_rows:] == [END] * (WIDTH - num_rows)
+        assert whole(steps[0].canvas)[num_rows:] == [END] * (WIDTH - num_rows)
 
 
 def test_masks():
@@ -166,6 +173,28 @@ def test_reads_within_the_budget_take_one_step_of_the_engine_and_are_alike_in_a_
     assert [one.probs for one in together] == [one.probs for one in alone]
     again = Reads(engine, samples=1).ask(QUESTIONS[:2])  # with a prefix that is cached
     assert [one.probs for one in again] == [one.probs for one in alone]
+
+
+def test_only_the_rows_of_labels_have_logits(engine, monkeypatch):
+    counts: list[int] = []
+    engine.reset_prefix_cache()
+    model = engine.runner.model
+    compute = model.compute_logits
+
+    def counted(hidden: torch.Tensor) -> Any:
+        counts.append(len(hidden))
+        return compute(hidden)
+
+    monkeypatch.setattr(model, "compute_logits", counted)
+    few = Reads(engine, samples=1).ask(QUESTIONS)
+    labels = [Reads(engine).labels_of(asked).num_rows for asked in QUESTIONS]
+    assert sum(counts) == sum(max(LEAST_ROWS, num_rows) for num_rows in labels) < WIDTH * 3
+    monkeypatch.setattr(request, "LEAST_ROWS", WIDTH)
+    counts.clear()
+    engine.reset_prefix_cache()
+    every = Reads(engine, samples=1).ask(QUESTIONS)
+    assert sum(counts) == WIDTH * 3
+    assert every == few
 
 
 LONG = "The state of things. " * 8  # longer than the budgets below: it comes in chunks

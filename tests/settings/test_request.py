@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.gemma.settings import CONFIDENCES, ENTROPY_BOUNDS, TEMPERATURES
 from dllm.settings.admission import (
@@ -18,6 +19,7 @@ from dllm.settings.admission import (
     admit_ids,
 )
 from dllm.settings.request import (
+    LEAST_ROWS,
     RequestOptions,
     constrained,
     extra_args,
@@ -65,6 +67,7 @@ def test_a_request_without_wishes_gets_the_servers_values():
         pins={},
         holds_pins=False,
         is_read_only=False,
+        num_rows=32,
     )
 
 
@@ -92,8 +95,27 @@ def test_every_extra_argument_is_read():
     )
     seed_canvas, pins = (7, 0, 49, 3, 3, 3, 3, 3), {0: 7, 2: 6, 7: 3, 40: 5}
     numbers = {"max_steps": 3, "t_min": 0.1, "t_max": 2.0, "entropy_bound": 0.5, "confidence": 0.0}
-    rest = (False, -5, frozenset(), seed_canvas, pins, True, True)
+    rest = (False, -5, frozenset(), seed_canvas, pins, True, True, 8)
     assert options == RequestOptions(8, numbers, 1.0, *rest)
+
+
+@pytest.mark.parametrize(
+    ("given", "extra", "num_rows"),
+    [
+        ({"max_tokens": 1}, {}, LEAST_ROWS),
+        ({"max_tokens": 6}, {}, 6),
+        ({"max_tokens": 40}, {}, 32),
+        ({"max_tokens": 6}, {"diffusion_canvas_length": 5}, 5),
+        ({"max_tokens": 6}, {"diffusion_max_steps": 2}, 32),
+        ({"max_tokens": 6}, {"diffusion_stream": "text"}, 32),
+        ({"max_tokens": 6, "bad_words": ["a"]}, {}, 32),
+        ({"max_tokens": 6, "structured_outputs": StructuredOutputsParams(regex="a")}, {}, 32),
+    ],
+)
+def test_an_output_of_one_step_needs_logits_for_its_tokens_alone(given, extra, num_rows):
+    extra_args = {"diffusion_max_steps": 1} | extra
+    read = RequestOptions.read(SamplingParams(extra_args=extra_args, **given), CONFIG)
+    assert read.num_rows == num_rows
 
 
 def test_null_means_the_servers_value():
