@@ -49,6 +49,43 @@ def test_what_a_released_llada2_leaves_out_has_the_released_models_value(tmp_pat
     assert (config.score_function, config.n_group, config.topk_group) == ("sigmoid", 8, 4)
 
 
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_other_diffusion_models_are_refused_with_the_reason(
+    model_type: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path, dict(family_checkpoints.SDAR, model_type=model_type))
+    with pytest.raises(ValueError, match=f"'{model_type}' is not served: in .* Allowed: the arch"):
+        ModelConfig(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("SDAR", {"block_size": None}, r"block_size is missing, .* --hf-overrides '"),
+        ("SDAR", {"mask_token_id": 151669}, r"mask_token_id = 151669; allowed: a token id below"),
+        ("SDAR", {"use_sliding_window": True}, "layers with a sliding window; allowed: full"),
+        ("SDAR", {"layer_types": ["sliding_attention"] * 3}, "layers with a sliding window"),
+        ("LLADA2", {"expert_capacity": 48, "delete_token_id": 5}, r"this is a LLaDA2\.2, which"),
+        ("LLADA2", {"delete_token_id": 0}, r"delete_token_id: this is a LLaDA2\.2, which"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_stops_the_server_at_start(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    fields = getattr(family_checkpoints, name) | changes
+    path = family_checkpoints.write(tmp_path / "model", fields | {"vocab_size": 832})
+    with pytest.raises(ValueError, match=message):
+        Engine(path)
+
+
+def test_a_block_size_may_come_from_the_command_line(tmp_path: Path) -> None:
+    path = family_checkpoints.write(
+        tmp_path / "model", family_checkpoints.SDAR | {"block_size": None}
+    )
+    config = ModelConfig(str(path), hf_overrides={"block_size": 8})
+    assert config.is_diffusion and config.hf_config.canvas_length == 8
+
+
 @pytest.mark.parametrize(
     ("name", "block_size", "mask_token_id"),
     [("A2D_QWEN3", 32, 151669), ("A2D_QWEN2", 32, 151665), ("STABLE_DIFFCODER", 4, 5)],
@@ -78,48 +115,11 @@ def test_a_llama_is_a_stable_diffcoder_only_if_it_says_so(tmp_path: Path) -> Non
         assert config.is_diffusion == bool(length)
 
 
-@pytest.mark.parametrize("model_type", sorted(REFUSED))
-def test_other_diffusion_models_are_refused_with_the_reason(
-    model_type: str, tmp_path: Path
-) -> None:
-    path = written(tmp_path, dict(family_checkpoints.SDAR, model_type=model_type))
-    with pytest.raises(ValueError, match=f"'{model_type}' is not served: in .* Allowed: the arch"):
-        ModelConfig(str(path))
-
-
 def test_a_tiny_a2d_without_blocks_is_refused_by_its_name(tmp_path: Path) -> None:
     fields = family_checkpoints.A2D_QWEN3
     path = family_checkpoints.write(tmp_path / "Qwen3-0.6B-diffusion-mdlm-v0.1", fields)
     with pytest.raises(ValueError, match="mdlm was trained without blocks"):
         EngineArgs(str(path)).create_engine_config()
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("SDAR", {"block_size": None}, r"block_size is missing, .* --hf-overrides '"),
-        ("SDAR", {"mask_token_id": 151669}, r"mask_token_id = 151669; allowed: a token id below"),
-        ("SDAR", {"use_sliding_window": True}, "layers with a sliding window; allowed: full"),
-        ("SDAR", {"layer_types": ["sliding_attention"] * 3}, "layers with a sliding window"),
-        ("LLADA2", {"expert_capacity": 48, "delete_token_id": 5}, r"this is a LLaDA2\.2, which"),
-        ("LLADA2", {"delete_token_id": 0}, r"delete_token_id: this is a LLaDA2\.2, which"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_served_stops_the_server_at_start(
-    name: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    fields = getattr(family_checkpoints, name) | changes
-    path = family_checkpoints.write(tmp_path / "model", fields | {"vocab_size": 832})
-    with pytest.raises(ValueError, match=message):
-        Engine(path)
-
-
-def test_a_block_size_may_come_from_the_command_line(tmp_path: Path) -> None:
-    path = family_checkpoints.write(
-        tmp_path / "model", family_checkpoints.SDAR | {"block_size": None}
-    )
-    config = ModelConfig(str(path), hf_overrides={"block_size": 8})
-    assert config.is_diffusion and config.hf_config.canvas_length == 8
 
 
 @pytest.mark.parametrize(("block_size", "page"), [(4, 128), (32, 128), (24, 384)])
