@@ -20,7 +20,7 @@ class Served:
         model: the class that vLLM loads. Its ``make_family`` returns an ``engine.family.Family``.
         settings: a ``settings.denoising.DenoiseSettings`` with a method ``from_vllm``. Its module
             imports no model.
-        config: for a ``model_type`` that transformers does not know, the class of its config.json.
+        config: the class of its config.json; None: transformers' own.
         model_with_images: the class that vLLM loads if torchvision is installed. None: the same.
     """
 
@@ -53,6 +53,21 @@ FAMILIES = {
         settings="dllm.models.sdar.settings:SDARSettings",
         config="dllm.models.sdar.config:SDARMoeConfig",
     ),
+    "A2DQwen3LMHeadModel": Served(
+        model="dllm.models.sdar.backbone:A2DQwen3LMHeadModel",
+        settings="dllm.models.sdar.settings:TinyA2DSettings",
+        config="dllm.models.sdar.config:A2DQwen3Config",
+    ),
+    "A2DQwen2LMHeadModel": Served(
+        model="dllm.models.sdar.backbone:A2DQwen2LMHeadModel",
+        settings="dllm.models.sdar.settings:TinyA2DSettings",
+        config="dllm.models.sdar.config:A2DQwen2Config",
+    ),
+    "StableDiffcoderForCausalLM": Served(
+        model="dllm.models.sdar.backbone:StableDiffcoderForCausalLM",
+        settings="dllm.models.sdar.settings:StableDiffcoderSettings",
+        config="dllm.models.sdar.config:StableDiffcoderConfig",
+    ),
     "LLaDA2MoeModelLM": Served(
         model="dllm.models.llada2.backbone:LLaDA2MoeModelLM",
         settings="dllm.models.llada2.settings:LLaDA2Settings",
@@ -60,9 +75,16 @@ FAMILIES = {
     ),
 }
 
-# Diffusion models that cannot be served, by the model_type in config.json: each of their tokens
-# sees the whole sequence in every step, so there is no KV cache that could be kept.
-WITHOUT_CACHE = {"Dream": "Dream, DiffuCoder or d3LLM", "llada": "LLaDA-8B, LLaDA-MoE or d3LLM"}
+SEES_ALL = "each token sees the whole sequence in every step, so no KV cache could be kept"
+# Diffusion models that are not served, by the model_type in config.json, with the reason.
+REFUSED = {
+    "Dream": f"in Dream, DiffuCoder and d3LLM {SEES_ALL}",
+    "llada": f"in LLaDA-8B, LLaDA-MoE and d3LLM {SEES_ALL}",
+    "Fast_dLLM_Qwen": (
+        "in Fast-dLLM v2 a token is decided by the logits of the position in front of it, also the "
+        "first one of a canvas, and no logits are computed in front of a canvas"
+    ),
+}
 
 
 def settings_of(vllm_config: Any) -> DenoiseSettings:
@@ -80,6 +102,16 @@ def load(path: str) -> Any:
     """The class that "module:Class" names."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
+
+
+def own_configs() -> dict[str, type]:
+    """The classes of our config.json files whose model_type transformers does not know, by it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    classes = [load(served.config) for served in FAMILIES.values() if served.config is not None]
+    return {
+        kind.model_type: kind for kind in classes if kind.model_type not in CONFIG_MAPPING_NAMES
+    }
 
 
 def takes_images(hf_config: Any) -> bool:

@@ -6,7 +6,7 @@ plugin. ``contract`` lists every name that is touched, and why.
 
 from typing import Any
 
-from dllm.models import FAMILIES, WITHOUT_CACHE, load
+from dllm.models import FAMILIES, REFUSED, load, own_configs
 from dllm.patches.admission import check_requests_at_admission
 from dllm.patches.configure import configure_dllm, limit_default_concurrency
 from dllm.patches.cpu import (
@@ -58,7 +58,7 @@ def _serve_families() -> None:
     _read_config_files()
     for architecture, served in FAMILIES.items():
         ModelRegistry.register_model(architecture, served.model_class())
-        MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm)
+        MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm, served.config)
     limit_default_concurrency()
     choose_dtype()
     check_requests_at_admission()
@@ -72,15 +72,11 @@ def _read_config_files() -> None:
     """
     from transformers import AutoConfig
 
-    for served in FAMILIES.values():
-        if served.config is not None:
-            config = load(served.config)
-            AutoConfig.register(config.model_type, config, exist_ok=True)
-    for model_type, models in WITHOUT_CACHE.items():
+    for model_type, config in own_configs().items():
+        AutoConfig.register(model_type, config, exist_ok=True)
+    for model_type, reason in REFUSED.items():
         refuse_model_type(
-            model_type,
-            f"in {models} each token sees the whole sequence in every step, so no KV cache "
-            f"could be kept. Allowed: the architectures {', '.join(FAMILIES)}.",
+            model_type, f"{reason}. Allowed: the architectures {', '.join(FAMILIES)}."
         )
 
 
@@ -101,11 +97,20 @@ def _keep_builtin() -> None:
         ModelRegistry.register_model(BUILTIN_ARCHITECTURE, BUILTIN)
 
 
-def _config_hook(configure: Any) -> Any:
-    """A class as MODELS_CONFIG_MAP holds it, whose method calls ``configure``."""
+def _config_hook(configure: Any, config: str | None = None) -> Any:
+    """A class as MODELS_CONFIG_MAP holds it, whose method calls ``configure``.
+
+    config: the class of config.json as "module:Class". transformers chooses one by ``model_type``,
+        which an architecture of ours may share with one of its own.
+    """
     from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
     class ConfigHook(VerifyAndUpdateConfig):
+        @staticmethod
+        def verify_and_update_model_config(model_config: Any) -> None:
+            if config is not None:
+                model_config.hf_config.__class__ = load(config)
+
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:
             configure(vllm_config)

@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from dllm import LOGGER
-from dllm.models import FAMILIES, load
+from dllm.models import FAMILIES, own_configs
 from dllm.settings.drafting import DRAFTER_ARCHITECTURE
 
 logger = logging.getLogger(LOGGER)
@@ -113,8 +113,7 @@ def refuse_when_asked(reason: str) -> None:
         return config
 
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
-    configs = (load(served.config) for served in FAMILIES.values() if served.config is not None)
-    for model_type in (IN_TRANSFORMERS, *(config.model_type for config in configs)):
+    for model_type in (IN_TRANSFORMERS, *own_configs()):
         refuse_model_type(model_type, reason)
 
 

@@ -11,15 +11,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dllm.models import FAMILIES
 from dllm.settings.command import CommandError
 
 DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
-ARCHITECTURES = (
-    DIFFUSION_GEMMA,
-    "LLaDA2MoeModelLM",
-    "SDARForCausalLM",
-    "SDARMoeForCausalLM",
-)
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -74,9 +69,9 @@ class Checkpoint:
             )
         config = _read_json(file)
         architectures = config.get("architectures")
-        if not isinstance(architectures, list) or not {*architectures} & {*ARCHITECTURES}:
+        if not isinstance(architectures, list) or not {*architectures} & {*FAMILIES}:
             raise CommandError(
-                f"{file}: architectures = {architectures!r}; supported: {', '.join(ARCHITECTURES)}."
+                f"{file}: architectures = {architectures!r}; supported: {', '.join(FAMILIES)}."
             )
         return config
 

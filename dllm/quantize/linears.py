@@ -62,7 +62,7 @@ def text_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     kind = config["architectures"][0]  # type: ignore[index]
     if kind == "LLaDA2MoeModelLM":
         return llada2.tensor_shapes(config)
-    if kind in ("SDARForCausalLM", "SDARMoeForCausalLM"):
+    if kind != DIFFUSION_GEMMA:
         return sdar.tensor_shapes(config)
     shapes = gemma.tensor_shapes({**config, "vision_config": None})
     return {name: shape for name, shape in shapes.items() if not name.endswith(".layer_scalar")}

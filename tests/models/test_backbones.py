@@ -9,9 +9,17 @@ from vllm import SamplingParams
 
 from dllm.models.llada2 import reference as llada2
 from dllm.models.sdar import reference as sdar
-from dllm.models.unmasking.reference import additive, block_causal
+from dllm.models.unmasking.reference import DecodingRule, additive, block_causal
 from tests.support.engine_harness import DenoiseStep, get_engine
-from tests.support.family_checkpoints import LLADA2, SDAR, SDAR_MOE, write
+from tests.support.family_checkpoints import (
+    A2D_QWEN2,
+    A2D_QWEN3,
+    LLADA2,
+    SDAR,
+    SDAR_MOE,
+    STABLE_DIFFCODER,
+    write,
+)
 
 # Of the largest logit. Sums of 64 to 96 fp32 products in another order differ by less than this;
 # a head that sees one token less than its block differs by more than 1e-2.
@@ -24,6 +32,9 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "sdar-4": (SDAR, sdar.load_reference),
     "sdar-32": (SDAR | {"block_size": 32}, sdar.load_reference),
     "sdar-tied": (SDAR | {"tie_word_embeddings": True}, sdar.load_reference),
+    "a2d-0.6b": (A2D_QWEN3, sdar.load_reference),
+    "a2d-0.5b": (A2D_QWEN2, sdar.load_reference),
+    "diffcoder": (STABLE_DIFFCODER, sdar.load_reference),
 }
 
 
@@ -36,15 +47,15 @@ def reference_logits(model: Any, ids: list[int], block_size: int) -> torch.Tenso
 
 
 def worst(
-    model: Any, prompt: list[int], tokens: list[int], steps: list[DenoiseStep], config: dict
+    model: Any, prompt: list[int], tokens: list[int], steps: list[DenoiseStep], rule: DecodingRule
 ) -> float:
     """Largest difference over all steps of a request, in units of the largest logit."""
     found = 0.0
     for step in steps:
         before = (prompt + tokens)[: step.canvas_start]
-        theirs = reference_logits(model, before + step.canvas, config["block_size"])
+        theirs = reference_logits(model, before + step.canvas, rule.block_size)
         theirs = theirs[step.canvas_start :]
-        is_token = torch.arange(theirs.shape[1]) != config["mask_token_id"]  # served as -inf
+        is_token = torch.arange(theirs.shape[1]) != rule.mask_token_id  # served as -inf
         difference = (step.logits - theirs)[:, is_token].abs().max() / theirs.abs().max()
         found = max(found, float(difference))
     return found
@@ -56,7 +67,8 @@ def test_logits_of_every_denoise_step(kind: str, tmp_path: Path) -> None:
     config, load = KINDS[kind]
     path = write(tmp_path / "model", config, seed=3)
     model = load(path)
-    size = config["block_size"]
+    rule = DecodingRule.of_checkpoint(path)
+    size = rule.block_size
     engine = get_engine(path, max_num_batched_tokens=4 * size + 64)
     generator = torch.Generator().manual_seed(0)
     lengths = (1, size - 1, size, 2 * size + 3, 150)
@@ -68,4 +80,4 @@ def test_logits_of_every_denoise_step(kind: str, tmp_path: Path) -> None:
         steps = watched[output.request_id]
         tokens = list(output.outputs[0].token_ids)
         assert len({step.canvas_start for step in steps}) >= 2, "one block tests no commit"
-        assert worst(model, prompt, tokens, steps, config) < TOLERANCE
+        assert worst(model, prompt, tokens, steps, rule) < TOLERANCE

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Glm4MoeForCausalLM, Qwen3ForCausalLM
+from transformers import Glm4MoeForCausalLM
 from vllm.transformers_utils.config import get_config
 
 from dllm import register
 from dllm.models.llada2.reference import glm4_config, to_released
-from dllm.models.sdar.reference import qwen3_config
+from dllm.models.sdar.reference import backbone_of
 from tests.support.released import released
 
 LLADA2_MINI, LLADA2_FLASH, SDAR_1_7B = (
@@ -74,7 +74,8 @@ def test_llada2_has_the_published_size(fields: dict, billions: float) -> None:
 def test_sdar_has_the_published_size() -> None:
     """A Qwen3 of 1.7B, with a head of its own."""
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(qwen3_config(SDAR_1_7B))
+        kind, config = backbone_of(SDAR_1_7B)
+        model = kind(config)
     assert sum(t.numel() for t in model.state_dict().values()) / 1e9 == pytest.approx(
         2.03, abs=0.01
     )

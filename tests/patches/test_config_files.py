@@ -1,6 +1,7 @@
 """Which config.json files are read with the plugin, and what is said about other models."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
 from dllm import register
-from dllm.models import FAMILIES, WITHOUT_CACHE
+from dllm.models import FAMILIES, REFUSED
 from dllm.patches import configure
 from tests.support import family_checkpoints
 from tests.support.engine_harness import Engine
@@ -48,12 +49,12 @@ def test_what_a_released_llada2_leaves_out_has_the_released_models_value(tmp_pat
     assert (config.score_function, config.n_group, config.topk_group) == ("sigmoid", 8, 4)
 
 
-@pytest.mark.parametrize("model_type", sorted(WITHOUT_CACHE))
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
 def test_other_diffusion_models_are_refused_with_the_reason(
     model_type: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path, dict(family_checkpoints.SDAR, model_type=model_type))
-    with pytest.raises(ValueError, match=f"'{model_type}' is not served: in .* each token sees"):
+    with pytest.raises(ValueError, match=f"'{model_type}' is not served: in .* Allowed: the arch"):
         ModelConfig(str(path))
 
 
@@ -83,6 +84,42 @@ def test_a_block_size_may_come_from_the_command_line(tmp_path: Path) -> None:
     )
     config = ModelConfig(str(path), hf_overrides={"block_size": 8})
     assert config.is_diffusion and config.hf_config.canvas_length == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size", "mask_token_id"),
+    [("A2D_QWEN3", 32, 151669), ("A2D_QWEN2", 32, 151665), ("STABLE_DIFFCODER", 4, 5)],
+)
+def test_what_a_config_does_not_say_of_blocks_has_the_released_models_value(
+    name: str, block_size: int, mask_token_id: int, tmp_path: Path
+) -> None:
+    fields = dict(getattr(family_checkpoints, name), vocab_size=151936)
+    fields.pop("mask_token_id", None)
+    path = str(written(tmp_path, fields))
+    for overrides, expected in (({}, block_size), ({"block_size": 8}, 8)):
+        config = ModelConfig(path, skip_tokenizer_init=True, hf_overrides=overrides)
+        assert config.is_diffusion and config.architecture == fields["architectures"][0]
+        assert config.hf_config.canvas_length == config.hf_config.block_size == expected
+        assert config.hf_config.mask_token_id == mask_token_id
+        assert pickle.loads(pickle.dumps(config.hf_config)).canvas_length == expected
+
+
+def test_a_llama_is_a_stable_diffcoder_only_if_it_says_so(tmp_path: Path) -> None:
+    """An older upload has Llama's architecture, and the flag says what it is."""
+    llama = family_checkpoints.STABLE_DIFFCODER | {"architectures": ["LlamaForCausalLM"]}
+    path = str(written(tmp_path, llama))
+    diffcoder = {"architectures": family_checkpoints.STABLE_DIFFCODER["architectures"]}
+    for overrides, length in (({}, None), (diffcoder, 4), ({}, None)):
+        config = ModelConfig(path, skip_tokenizer_init=True, hf_overrides=overrides)
+        assert getattr(config.hf_config, "canvas_length", None) == length
+        assert config.is_diffusion == bool(length)
+
+
+def test_a_tiny_a2d_without_blocks_is_refused_by_its_name(tmp_path: Path) -> None:
+    fields = family_checkpoints.A2D_QWEN3
+    path = family_checkpoints.write(tmp_path / "Qwen3-0.6B-diffusion-mdlm-v0.1", fields)
+    with pytest.raises(ValueError, match="mdlm was trained without blocks"):
+        EngineArgs(str(path)).create_engine_config()
 
 
 @pytest.mark.parametrize(("block_size", "page"), [(4, 128), (32, 128), (24, 384)])

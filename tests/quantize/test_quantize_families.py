@@ -1,4 +1,4 @@
-"""``dllm quantize`` on SDAR, SDAR-MoE and LLaDA2: which layers, their inputs, and serving."""
+"""``dllm quantize`` on the families with masks: which layers, their inputs, and serving."""
 
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,33 @@ from dllm.quantize.linears import linears
 from dllm.quantize.verify import verify
 from tests.quantize.test_quantize import COMMAND, small_job, write
 from tests.support.engine_harness import get_engine
-from tests.support.family_checkpoints import LLADA2, SDAR, SDAR_MOE
+from tests.support.family_checkpoints import (
+    A2D_QWEN2,
+    A2D_QWEN3,
+    LLADA2,
+    SDAR,
+    SDAR_MOE,
+    STABLE_DIFFCODER,
+)
 from tests.support.family_checkpoints import write as write_source
 from tests.support.process import start_python
 
 pytestmark = pytest.mark.slow
 
-KINDS: dict[str, dict[str, Any]] = {"llada2": LLADA2, "sdar-moe": SDAR_MOE, "sdar": SDAR}
+KINDS: dict[str, dict[str, Any]] = {
+    "llada2": LLADA2,
+    "sdar-moe": SDAR_MOE,
+    "sdar": SDAR,
+    "a2d-0.6b": A2D_QWEN3,
+    "a2d-0.5b": A2D_QWEN2,
+    "diffcoder": STABLE_DIFFCODER,
+}
 # Attention, dense MLPs, experts: three layers; LLaDA2's first is dense, the others have a shared
 # expert beside eight.
 COUNTS = {
     "llada2": 3 * 2 + 3 + 2 * 3 * 9,
     "sdar-moe": 3 * 4 + 3 * 3 * 4,
-    "sdar": 3 * 4 + 3 * 3,
+    **dict.fromkeys(("sdar", "a2d-0.6b", "a2d-0.5b", "diffcoder"), 3 * 4 + 3 * 3),
 }
 OUTSIDE = ("embed", "lm_head", "norm", "mlp.gate.")
 
@@ -94,5 +108,5 @@ def test_llm_compressor_s_checkpoints_are_whole_and_served(
         (run,) = engine.runs(
             [list(range(10, 50))], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
         )
-        is_token = torch.arange(run.logits.shape[1]) != KINDS[kind]["mask_token_id"]
+        is_token = torch.arange(run.logits.shape[1]) != KINDS[kind].get("mask_token_id", 5)
         assert len(run.tokens) == 8 and bool(run.logits[:, is_token].isfinite().all())

@@ -1,4 +1,4 @@
-"""Small random checkpoints of SDAR and LLaDA2, with the names and fields of the released ones."""
+"""Small random checkpoints of the families with masks, with the released names and fields."""
 
 import json
 import shutil
@@ -47,6 +47,25 @@ SDAR_MOE = SDAR | {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+# Three that say nothing of blocks. Tiny-A2D names a mask here because the vocabulary is small.
+A2D_QWEN3 = {name: value for name, value in SDAR.items() if name != "block_size"} | {
+    "architectures": ["A2DQwen3LMHeadModel"],
+    "model_type": "a2d-qwen3",
+    "tie_word_embeddings": True,
+}
+A2D_QWEN2 = {name: value for name, value in A2D_QWEN3.items() if name != "head_dim"} | {
+    "architectures": ["A2DQwen2LMHeadModel"],
+    "model_type": "a2d-qwen2",
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+STABLE_DIFFCODER = {name: value for name, value in A2D_QWEN2.items() if name != "mask_token_id"} | {
+    "architectures": ["StableDiffcoderForCausalLM"],
+    "model_type": "llama",
+    "rope_theta": 500000.0,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+}
 LLADA2 = {
     "architectures": ["LLaDA2MoeModelLM"],
     "model_type": "llada2_moe",
@@ -93,13 +112,11 @@ def write(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     (path / "config.json").write_text(json.dumps(config, indent=2))
     kind = llada2 if config["model_type"] == "llada2_moe" else sdar
     generator = torch.Generator().manual_seed(seed)
-    save_file(
-        {
-            name: _tensor(name, shape, generator)
-            for name, shape in kind.tensor_shapes(config).items()
-        },
-        path / "model.safetensors",
-    )
+    shapes = kind.tensor_shapes(config)
+    tensors = {name: _tensor(name, shape, generator) for name, shape in shapes.items()}
+    if config["model_type"].startswith("a2d"):  # the released ones hold the tied head twice
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors")
     return path
 
 

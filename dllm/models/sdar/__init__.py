@@ -1,1 +1,1 @@
-"""SDAR and SDAR-MoE (Qwen3 backbones), and TraDo, which has the same architecture."""
+"""SDAR and SDAR-MoE, TraDo, Tiny-A2D, Stable-DiffCoder: Llama, Qwen2 or Qwen3, decoded alike."""

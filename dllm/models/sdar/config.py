@@ -1,15 +1,16 @@
-"""config.json of SDAR, SDAR-MoE and TraDo: that of Qwen3 or Qwen3-MoE, and a block size.
+"""config.json of these models: their backbone's, and what a block is.
 
-The released checkpoints bring classes like these as remote code, which is not needed here.
+The released checkpoints bring classes like these as remote code, which is not needed here. What
+their config.json leave out has the value that all of them were trained with.
 """
 
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-MASK_TOKEN_ID = 151669  # <|MASK|> of the released tokenizers
+MASK_TOKEN_ID = 151669  # behind the last token of Qwen3's own tokenizers
 
 
 class _Blocks:
-    """Fields beside Qwen3's.
+    """Fields beside the backbone's.
 
     ``canvas_length`` is the name by which vLLM recognizes a diffusion model.
     """
@@ -33,3 +34,26 @@ class SDARMoeConfig(_Blocks, Qwen3MoeConfig):
     """config.json of an SDAR with experts."""
 
     model_type = "sdar_moe"
+
+
+class A2DQwen3Config(_Blocks, Qwen3Config):
+    """config.json of Tiny-A2D 0.6B; that of its siblings without blocks ("mdlm") is the same."""
+
+    model_type = "a2d-qwen3"
+    block_size = 32
+
+
+class A2DQwen2Config(_Blocks, Qwen2Config):
+    """config.json of Tiny-A2D 0.5B; as above."""
+
+    model_type = "a2d-qwen2"
+    block_size = 32
+    mask_token_id = 151665  # behind the last token of Qwen2.5's own tokenizers
+
+
+class StableDiffcoderConfig(_Blocks, LlamaConfig):
+    """config.json of Stable-DiffCoder, whose ``model_type`` is Llama's."""
+
+    model_type = "llama"
+    block_size = 4
+    mask_token_id = 5  # <[MASK_TOKEN]>

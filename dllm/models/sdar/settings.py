@@ -1,13 +1,14 @@
-"""How SDAR fills in masks: the values of the checkpoint and of the command line, checked.
+"""How these models fill in masks: the values of the checkpoint and of the command line, checked.
 
 ``generation_config.json`` may hold defaults, under the names of the attributes; the released ones
-hold none, and those here are of the reference (``generate.py`` of JetAstra/SDAR; ``entropy_bound``
-of the same authors' JetEngine). ``--override-generation-config`` changes them.
+hold none, and those here are of each model's reference. ``--override-generation-config`` changes
+them.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from pathlib import PurePath
+from typing import Any, ClassVar, Self
 
 from dllm.models.unmasking.rule import STRATEGIES
 from dllm.models.unmasking.settings import MAX_STEPS, THRESHOLD, UnmaskingSettings
@@ -18,6 +19,8 @@ from dllm.settings.denoising import Parameter
 @dataclass(frozen=True)
 class SDARSettings(UnmaskingSettings):
     """How a canvas is filled in unless a request says otherwise.
+
+    Source: ``generate.py`` of JetAstra/SDAR; ``entropy_bound`` of the same authors' JetEngine.
 
     Attributes:
         remasking_strategy: one of ``rule.STRATEGIES``; the names are the reference's.
@@ -38,3 +41,34 @@ class SDARSettings(UnmaskingSettings):
 
     remasking_strategy: str
     entropy_bound: float
+
+
+class StableDiffcoderSettings(SDARSettings):
+    """The defaults of ``generate_block`` in Stable-DiffCoder's remote code."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {**SDARSettings.defaults, "threshold": 0.95}
+
+
+class TinyA2DSettings(SDARSettings):
+    """The defaults of ``BD3LMSampler`` of ZHZisZZ/dllm: the surest mask in each step, no other.
+
+    No probability is above the threshold.
+    """
+
+    defaults: ClassVar[Mapping[str, Any]] = {**SDARSettings.defaults, "threshold": 1.0}
+
+    @classmethod
+    def from_vllm(cls, vllm_config: Any) -> Self:
+        """The settings of a server.
+
+        Raises:
+            ValueError: as ``UnmaskingSettings.from_vllm``, or the checkpoint has no blocks.
+        """
+        name = PurePath(vllm_config.model_config.model).name
+        if "mdlm" in name.lower():
+            raise ValueError(
+                f"{name}: a Tiny-A2D whose name says mdlm was trained without blocks. Each of its "
+                "tokens sees the whole sequence in every step, so no KV cache could be kept. Serve "
+                "its sibling whose name says bd3lm."
+            )
+        return super().from_vllm(vllm_config)

@@ -1,10 +1,12 @@
-"""Name and shape of every tensor of an SDAR, SDAR-MoE or TraDo, from its config.json.
+"""Name and shape of every tensor of SDAR and its relatives, from their config.json.
 
-The names are those of transformers' Qwen3 and Qwen3-MoE, with three matrices for each expert, as
-the released checkpoints have them.
+The names are those of the backbone in transformers, with three matrices for each expert, as the
+released checkpoints have them.
 """
 
 from typing import Any
+
+LLAMA, QWEN2 = "llama", "a2d-qwen2"  # of Stable-DiffCoder and Tiny-A2D 0.5B; others are Qwen3
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -12,8 +14,10 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
     config: the contents of config.json. With ``tie_word_embeddings`` there is no ``lm_head``.
     """
-    hidden, vocab, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head = config.get("head_dim") or hidden // heads
+    has_norms = config["model_type"] not in (LLAMA, QWEN2)
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, hidden),
         "model.norm.weight": (hidden,),
@@ -29,9 +33,12 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             f"{layer}self_attn.k_proj.weight": (kv_heads * head, hidden),
             f"{layer}self_attn.v_proj.weight": (kv_heads * head, hidden),
             f"{layer}self_attn.o_proj.weight": (hidden, heads * head),
-            f"{layer}self_attn.q_norm.weight": (head,),
-            f"{layer}self_attn.k_norm.weight": (head,),
         }
+        if has_norms:
+            shapes |= {f"{layer}self_attn.{part}_norm.weight": (head,) for part in "qk"}
+        if config["model_type"] == QWEN2:
+            shapes[f"{layer}self_attn.q_proj.bias"] = (heads * head,)
+            shapes |= {f"{layer}self_attn.{part}_proj.bias": (kv_heads * head,) for part in "kv"}
         if "num_experts" in config:
             shapes[f"{layer}mlp.gate.weight"] = (config["num_experts"], hidden)
             for expert in range(config["num_experts"]):

@@ -27,6 +27,9 @@ from dllm.models.sdar import reference as sdar
 LOADERS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "SDARForCausalLM": sdar.load_reference,
     "SDARMoeForCausalLM": sdar.load_reference,
+    "A2DQwen3LMHeadModel": sdar.load_reference,
+    "A2DQwen2LMHeadModel": sdar.load_reference,
+    "StableDiffcoderForCausalLM": sdar.load_reference,
     "LLaDA2MoeModelLM": llada2.load_reference,
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from dllm.models.sdar.reference import load_reference, qwen3_config
+from dllm.models.sdar.reference import backbone_of, load_reference
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
 from dllm.train.lm.objective import END_IDS, check_kind, layer_sizes
 
@@ -42,7 +42,7 @@ class SDAR(MaskDiffusion):
 
     def build_model(self) -> Qwen3ForCausalLM:
         """A new model in fp32; all of it is trained."""
-        return self.new(Qwen3ForCausalLM, qwen3_config(self.config()))
+        return self.new(*backbone_of(self.config()))
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of an SDAR, or of the autoregressive Qwen3 that it begins as."""

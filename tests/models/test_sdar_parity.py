@@ -1,0 +1,147 @@
+"""Tiny-A2D and Stable-DiffCoder, token for token, against plain loops on transformers' own classes.
+
+Random weights in fp32, the released names, and nothing asked for but greedy answers. The loops are
+written after the references: ``BD3LMSampler`` of ZHZisZZ/dllm, and ``generate_block`` of
+Stable-DiffCoder's remote code. They compute the whole sequence in every step, under a 4-D mask.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from vllm import SamplingParams
+
+from tests.support import family_checkpoints as families
+from tests.support.engine_harness import Engine, get_engine
+
+# Which of the masks with these probabilities get their token in a step; the argument behind them is
+# the number of steps before it.
+Choose = Callable[[torch.Tensor, int], list[int]]
+
+
+def surest(counts: list[int]) -> Choose:
+    """Tiny-A2D: so many of the surest in each step."""
+    return lambda p, step: p.argsort(descending=True, stable=True)[: counts[step]].tolist()
+
+
+def sure(threshold: float) -> Choose:
+    """Stable-DiffCoder: all that are sure, and the surest one in any case."""
+    return lambda p, step: [i for i in range(len(p)) if p[i] >= threshold or i == int(p.argmax())]
+
+
+class Answer(NamedTuple):
+    """Whole blocks behind a prompt, and the steps that they took."""
+
+    tokens: list[int]
+    steps: int
+
+
+@torch.no_grad()
+def generate(
+    model: PreTrainedModel, prompt: list[int], num_blocks: int, size: int, mask: int, choose: Choose
+) -> Answer:
+    """Greedy decoding in blocks of ``size`` tokens, which are counted from the first position."""
+    ids, steps = list(prompt), 0
+    for _ in range(num_blocks):
+        start, end = len(ids), (len(ids) // size + 1) * size
+        ids += [mask] * (end - start)
+        blocks = torch.ones(end // size, end // size).tril()
+        visible = torch.kron(blocks, torch.ones(size, size)).bool()
+        unseen = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
+        step = 0
+        while mask in ids[start:]:
+            logits = model(input_ids=torch.tensor([ids]), attention_mask=unseen).logits[0]
+            logits[:, mask] = -torch.inf
+            masks = [at for at in range(start, end) if ids[at] == mask]
+            p, tokens = logits[masks].softmax(dim=-1).max(dim=-1)
+            for chosen in choose(p, step):
+                ids[masks[chosen]] = int(tokens[chosen])
+            step += 1
+        steps += step
+    return Answer(ids[len(prompt) :], steps)
+
+
+class Kind(NamedTuple):
+    """A model, and how its reference decodes it."""
+
+    config: dict[str, Any]
+    model: type[PreTrainedModel]
+    size: int
+    mask: int
+    choose: Choose
+    lengths: list[int]
+
+
+ONE_BY_ONE = surest([1] * 32)
+# Tied, unlike the released one: embeddings of this size give probabilities around the threshold.
+DIFFCODER = families.STABLE_DIFFCODER | {"tie_word_embeddings": True}
+# Every length modulo 4; with blocks of 32 those around their ends.
+SHORT, LONG = [1, 2, 3, 4, 41, 42, 43, 44], [1, 17, 31, 32, 33, 64]
+KINDS = {
+    "a2d-0.6b": Kind(families.A2D_QWEN3, Qwen3ForCausalLM, 32, families.MASK, ONE_BY_ONE, LONG),
+    "a2d-0.5b": Kind(families.A2D_QWEN2, Qwen2ForCausalLM, 32, families.MASK, ONE_BY_ONE, LONG),
+    "diffcoder": Kind(DIFFCODER, LlamaForCausalLM, 4, 5, sure(0.95), SHORT),
+}
+
+
+class Pair:
+    """One checkpoint, served and in transformers."""
+
+    def __init__(self, kind: Kind, path: Path) -> None:
+        families.write(path, kind.config)
+        self.kind = kind
+        self.engine: Engine = get_engine(path, max_num_batched_tokens=256)
+        fields = {**kind.config, "model_type": kind.model.config_class.model_type}
+        self.model = kind.model.from_pretrained(
+            path,
+            config=kind.model.config_class(**fields),
+            dtype=torch.float32,
+            attn_implementation="eager",
+        ).eval()
+        draw = torch.Generator().manual_seed(kind.size)
+        self.prompts = [torch.randint(20, 800, (n,), generator=draw).tolist() for n in kind.lengths]
+
+    def expected(self, prompt: list[int], choose: Choose | None = None) -> Answer:
+        """Two blocks behind the prompt; the first may be the rest of the prompt's last block."""
+        kind = self.kind
+        return generate(self.model, prompt, 2, kind.size, kind.mask, choose or kind.choose)
+
+    def served(self, prompt: list[int], **extra: Any) -> list[int]:
+        """The same number of tokens; ``extra`` are arguments of the request."""
+        num_tokens = 2 * self.kind.size - len(prompt) % self.kind.size
+        params = SamplingParams(
+            max_tokens=num_tokens, temperature=0, ignore_eos=True, extra_args=extra
+        )
+        self.engine.reset_prefix_cache()
+        return self.engine.generate([prompt], params)[0]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(KINDS[request.param], tmp_path_factory.mktemp(request.param) / "model")
+
+
+def test_tokens_are_those_of_the_reference(pair: Pair) -> None:
+    for prompt in pair.prompts:
+        assert pair.served(prompt) == pair.expected(prompt).tokens, len(prompt)
+
+
+def test_a_threshold_replaces_several_masks_in_a_step(pair: Pair) -> None:
+    """Stable-DiffCoder's rule, which a request may ask the others for, too."""
+    expected = [pair.expected(prompt, sure(0.4)) for prompt in pair.prompts]
+    assert sum(answer.steps for answer in expected) < sum(len(a.tokens) for a in expected)
+    for prompt, answer in zip(pair.prompts, expected, strict=True):
+        assert pair.served(prompt, diffusion_threshold=0.4) == answer.tokens, len(prompt)
+
+
+def test_fewer_steps_are_spread_as_in_the_reference(pair: Pair) -> None:
+    """Tiny-A2D's rule, which a request may ask the other for, too. Whole blocks: 11, 11, 10."""
+    size = pair.kind.size
+    counts = [size // 3 + (step < size % 3) for step in range(3)]
+    prompt = next(prompt for prompt in pair.prompts if len(prompt) % size == 0)
+    expected = pair.expected(prompt, surest(counts))
+    assert expected.steps == 6
+    assert pair.served(prompt, diffusion_max_steps=3, diffusion_threshold=1.0) == expected.tokens
