@@ -11,7 +11,7 @@ import pytest
 
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
-from dllm.remote.drafter import StepRow
+from dllm.remote.client import Wish
 from tests.drafter.test_drafter_distribution import (
     LENGTH,
     LEVEL,
@@ -30,7 +30,7 @@ from tests.drafter.test_drafter_distribution import (
 )
 from tests.support.drafter_harness import FixedCosts
 from tests.support.oracle import Oracle
-from tests.support.remote_harness import TICK_S, Clock, Net, Target, worker
+from tests.support.remote_harness import TICK_S, Clock, Net, Target, outcome, worker
 
 NUM_SAMPLES, NUM_SLOTS = 24_000, 400
 
@@ -63,12 +63,11 @@ def test_the_first_three_tokens_have_the_targets_distribution(policy):
     net = Net(drafts, clock, delay_s=0.0005, jitter_s=0.008, full=0.05, draft_s=0.0005)
     widths: WidthPolicy = FixedWidth(NUM_DRAFTS)
     if policy == "adaptive":
-        widths = AdaptiveWidth(NUM_DRAFTS, NUM_SLOTS, clock=clock)
+        widths = AdaptiveWidth(NUM_DRAFTS, NUM_SLOTS, reads_confidence=False, clock=clock)
         # Plain steps are dear, so that drafting never stops, and each draft costs something.
         widths.costs = FixedCosts(NUM_DRAFTS, plain=3.0, drafting=1.0, per_block=0.5)
-    drafter = Target(
-        [net], clock, NUM_DRAFTS, deadline_s=0.02, policy=widths, num_slots=NUM_SLOTS
-    ).drafter
+    target = Target([net], clock, NUM_DRAFTS, deadline_s=0.02, policy=widths, num_slots=NUM_SLOTS)
+    drafter = target.drafter
     drafter.client._vocab_size = VOCAB
     found = np.full(NUM_SAMPLES, -1)
     texts: dict[int, list[int]] = {}
@@ -80,22 +79,23 @@ def test_the_first_three_tokens_have_the_targets_distribution(policy):
             begun += 1
         requests = np.array(list(texts))
         tokens, num_sampled = verify(step_of(texts, kept))
-        rows = []
+        verified = {str(request): len(drafts) for request, drafts in kept.items()}
+        in_prompt = np.array([len(text) == 1 for text in texts.values()])
+        wishes = {}
         for request, drawn, count in zip(requests.tolist(), tokens, num_sampled, strict=True):
-            text, num_verified = texts[request], len(kept[request])
-            in_prompt = len(text) == 1
+            text = texts[request]
             text += drawn[: min(count, LENGTH + 1 - len(text))].tolist()
             accepted += int(count) - 1
             limit = max(0, LENGTH - len(text))  # a draft, and the target's own token behind it
-            rows.append(StepRow(str(request), text, in_prompt, int(count), num_verified, limit))
+            wishes[str(request)] = Wish(text, limit)
             if len(text) == LENGTH + 1:
                 found[request] = number_of(texts.pop(request))
-        drafter.end(drafter.client.names - set(map(str, texts)))
+        drafter.client.end(drafter.client.names - set(map(str, texts)))
         clock.now += 50 * TICK_S
-        drafter.follow(rows)
+        drafter.follow(outcome(drafter, list(wishes), in_prompt, num_sampled, verified), wishes)
         names, taken = drafter.take()
         kept = {int(name): each for name, each in zip(names, taken, strict=True)}
-    assert accepted > NUM_SAMPLES / 10 and drafter.num_remote > 1.2 * accepted
+    assert accepted > NUM_SAMPLES / 10 and target.count("drafts") > 1.2 * accepted
     np.testing.assert_array_equal(found, decode(NUM_SAMPLES))
     assert p_value(counts(found), RIGHT) > LEVEL
 
