@@ -5,9 +5,10 @@
 One engine with tiny-ar as the target; what drafts for it changes. Draft workers are tiny-ar itself
 (so that nearly all drafts are right, and a draft costs what a step of the target costs), with and
 without running ahead; tiny-dllm, whose canvas is one block of drafts; and one that knows the
-answers and takes 0.5 ms for a draft, as a much smaller model would. Beside them no drafts. In two of the runs the worker hangs, or is killed, when half of the
-requests are answered. In each round all take turns on the same held-out questions, greedily;
-answers that differ from those without drafts end the benchmark.
+answers and takes 0.5 ms for a draft, as a much smaller model would. Beside them no drafts. In two
+of the runs the worker hangs, or is killed, when half of the requests are answered. In each round
+all take turns on the same held-out questions, greedily; answers that differ from those without
+drafts end the benchmark.
 
 Writes one row a run: tokens/s, tokens per step and request, milliseconds waited per step and at
 most, and the share of steps with drafts that waited for less than 0.1 ms.
@@ -168,7 +169,7 @@ class Target:
         from vllm import LLM
 
         speculative = {"method": "custom_class", "model": SPECULATOR}
-        remote = {"workers": [], "deadline_ms": DEADLINE_MS}
+        remote = {"workers": ["/nowhere/worker.sock"], "deadline_ms": DEADLINE_MS}
         self.llm = LLM(
             str(TARGET),
             max_num_seqs=max_num_seqs,
