@@ -66,7 +66,9 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         # The same bound for every step. With the longest span of each step, tile heights would
         # depend on who shares the batch and on whether a CUDA graph runs it, and so would the bits
         # of a sequence.
-        self._max_query_len = vllm_config.scheduler_config.max_num_batched_tokens
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        scheduler = vllm_config.scheduler_config
+        self._max_query_len = layer.impl.max_query_len or scheduler.max_num_batched_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
         # True and False as tensors. A captured CUDA graph reads the same memory again.
         self._flags = {
@@ -156,7 +158,13 @@ class AnchoredMetadataBuilder(CanvasAttentionMetadataBuilder):
 
 
 class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
-    """Attention of one layer."""
+    """Attention of one layer.
+
+    Attributes:
+        max_query_len: no sequence has more query rows; None: as many as a step has tokens.
+    """
+
+    max_query_len: int | None = None
 
     def __init__(
         self,

@@ -35,3 +35,9 @@ def see_blocks(layer: Attention, block_size: int) -> None:
         translate(layer, block_size=block_size)
     else:
         layer.impl.options = replace(layer.impl.options, block_size=block_size)
+
+
+def bound_queries(layer: Attention, max_query_len: int) -> None:
+    """Promise that no sequence has more query rows, so that tiles are no higher than these need."""
+    if layer.attn_backend.get_name() == "CUSTOM":
+        layer.impl.max_query_len = max_query_len

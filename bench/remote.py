@@ -5,10 +5,10 @@
 One engine with tiny-ar as the target; what drafts for it changes. Draft workers are tiny-ar itself
 (so that nearly all drafts are right, and a draft costs what a step of the target costs), with and
 without running ahead; tiny-dllm, whose canvas is one block of drafts; and one that knows the
-answers and takes 0.5 ms for a draft, as a much smaller model would. Beside them n-grams on the
-target's host, and no drafts. In two of the runs the worker hangs, or is killed, when half of the
-requests are answered. In each round all take turns on the same held-out questions, greedily;
-answers that differ from those without drafts end the benchmark.
+answers and takes 0.5 ms for a draft, as a much smaller model would. Beside them no drafts. In two
+of the runs the worker hangs, or is killed, when half of the requests are answered. In each round
+all take turns on the same held-out questions, greedily; answers that differ from those without
+drafts end the benchmark.
 
 Writes one row a run: tokens/s, tokens per step and request, milliseconds waited per step and at
 most, and the share of steps with drafts that waited for less than 0.1 ms.
@@ -47,7 +47,6 @@ from dllm.drafter.widths.policy import FixedWidth
 from dllm.patches.remote import SPECULATOR
 from dllm.remote.address import parse
 from dllm.remote.client import Link, wait
-from dllm.remote.ngram import Ngrams
 from dllm.remote.stream import dialer
 from dllm.remote.wire import reply_bytes
 from dllm.tasks.suite import questions
@@ -75,14 +74,12 @@ class Contestant(NamedTuple):
     Attributes:
         worker: AR, AHEAD, CANVAS, KNOWN or KNOWN_AHEAD; None without a worker.
         width: drafts of a request and step; None for the policy ``adaptive``.
-        ngrams: n-grams draft where no worker does.
         accident: HUNG or KILLED: what happens to the worker on the way.
     """
 
     name: str
     worker: str | None
     width: int | None
-    ngrams: bool = False
     accident: str | None = None
 
 
@@ -93,7 +90,6 @@ def contestants(num_drafts: int) -> list[Contestant]:
     late = f"{KNOWN_AHEAD}, adaptive"
     return [
         Contestant(PLAIN, None, 0),
-        Contestant(f"n-grams, K = {num_drafts}", None, num_drafts, ngrams=True),
         *(Contestant(f"{who}, K = {n}", who, n) for who, n in [*fixed, (CANVAS, num_drafts)]),
         *(Contestant(f"{who}, adaptive", who, None) for who in (AR, CANVAS, KNOWN_AHEAD)),
         *(Contestant(f"{late}, {end}", KNOWN_AHEAD, None, accident=end) for end in SIGNALS),
@@ -173,7 +169,7 @@ class Target:
         from vllm import LLM
 
         speculative = {"method": "custom_class", "model": SPECULATOR}
-        remote = {"workers": [], "deadline_ms": DEADLINE_MS}
+        remote = {"workers": ["/nowhere/worker.sock"], "deadline_ms": DEADLINE_MS}
         self.llm = LLM(
             str(TARGET),
             max_num_seqs=max_num_seqs,
@@ -203,21 +199,20 @@ class Target:
         drafter, width = self.drafter, contestant.width
         drafter.policy = FixedWidth(self._num_drafts, width)
         if width is None:
-            new = AdaptiveWidth(self._num_drafts, self._max_num_seqs)
+            new = AdaptiveWidth(self._num_drafts, self._max_num_seqs, reads_confidence=False)
             drafter.policy = self._policies.setdefault(contestant.name, new)
             drafter.policy.leave_untimed()  # the time since its last run
         drafter._wants_drafts = width != 0
-        drafter._ngrams = Ngrams(2, 4) if contestant.ngrams else None
         links = []
         if address is not None:
             dial = dialer(parse(address, None, "worker"), None, reply_bytes(self._max_num_seqs))
-            links.append(Link(address, dial, 1e-3 * DEADLINE_MS))
+            links.append(Link(address, dial, 1e-3 * DEADLINE_MS, drafter.counts))
         drafter.client.use(links)
         while not all(link.is_up for link in links):
             wait(links, 0.1)
             links[0].receive()
         yield
-        drafter.end(drafter.client.names)
+        drafter.client.end(drafter.client.names)
         drafter.client.use([])
 
     def run(

@@ -49,7 +49,8 @@ class DeferredContext:
             groups: indices of the drafter's groups.
         """
         num_tokens = step.batch.num_tokens
-        kept = slots[groups, :num_tokens]  # indexing with a list makes a copy
+        # Not by a list of groups as the index: its copy to the device would be waited for.
+        kept = torch.stack([slots[group, :num_tokens] for group in groups])
         if step.batch.num_draft_tokens:
             kept.masked_fill_(step.is_rejected(), NO_SLOT)
         positions = step.batch.positions[:num_tokens].clone()
@@ -69,14 +70,13 @@ def last_of_each_slot(slots: torch.Tensor) -> torch.Tensor:
 
     When a request ends, its page may be given to another request in the next step. Then two kept
     tokens have the same slot, and a kernel that writes both in one call may leave either there.
+    Sorting leaves all work on the device; ``unique`` would wait for the number of slots.
 
     Args:
         slots: ``[groups, tokens]``, oldest token first.
     """
-    places = torch.arange(slots.shape[1], device=slots.device)
-    kept = []
-    for group in slots:
-        distinct, inverse = group.unique(return_inverse=True)
-        last = places.new_zeros(len(distinct)).scatter_reduce_(0, inverse, places, "amax")
-        kept.append(group.masked_fill(last[inverse] != places, NO_SLOT))
-    return torch.stack(kept)
+    ascending, places = slots.sort(dim=1, stable=True)  # of equal slots the oldest token first
+    is_followed = torch.zeros_like(slots, dtype=torch.bool)
+    is_followed[:, :-1] = ascending[:, :-1] == ascending[:, 1:]
+    kept = ascending.masked_fill(is_followed, NO_SLOT)
+    return torch.empty_like(slots).scatter_(1, places, kept)

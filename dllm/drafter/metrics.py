@@ -1,11 +1,12 @@
 """Prometheus metrics of drafting that vLLM's own (``vllm:spec_decode_*``) do not have.
 
 vLLM counts the drafts that were verified and accepted. These metrics add how much was drafted, how
-long that took, and which widths the policy chose. How a count travels:
+long that took, which widths the policy chose, and how draft workers answered. How a count travels:
 
-    worker        DraftingCounts of a step are sent to the scheduler together with its drafts
-    engine core   adds them up until the scheduler makes its statistics, and puts them into those
-    front end     ``Metrics`` adds them to the Prometheus counters under /metrics
+    worker        sends its ``Counts`` to the scheduler together with its drafts
+    engine core   adds them up, with those of a scheduler that asks draft workers (``remote``),
+                  until it makes its statistics, and puts the sum into those
+    front end     adds what it gets to the Prometheus counters under /metrics
 """
 
 import functools
@@ -19,130 +20,105 @@ from vllm.v1.outputs import DraftTokenIds
 from dllm.engine.metrics import LABELS, put_into, take_out
 
 KEY = "dllm_drafting"
-Counts = Mapping[
-    str, Mapping[str, float]
-]  # metric -> value of its own label, if any -> what is new
-Texts = Mapping[str, tuple[str, str]]  # metric -> its own label, "" if it has none; its description
 
-COUNTERS: Texts = {
-    "draft_passes": ("", "Times that the drafter ran."),
-    "drafting_seconds": ("", "Time in the speculator, by the worker's clock; seconds."),
+# Counter -> its own label, "" if it has none; what it counts.
+COUNTERS = {
+    "draft_passes": ("", "Times that the drafter ran, or that draft workers were asked."),
+    "drafting_seconds": ("", "Time in the speculator, or waiting for draft workers."),
     "drafted_tokens": ("", "Tokens drafted, verified or not."),
+    "draft_widths": ("width", "Requests and steps, by drafts that the next step was to verify."),
     "verified_tokens_per_pos": ("position", "Drafts that the target verified, by position."),
+    "remote_asks": ("worker", "Asks sent to a draft worker."),
+    "remote_replies": ("worker", "Replies of a draft worker, late ones included."),
+    "remote_misses": ("worker", "Times that a draft worker did not answer within the deadline."),
+    "remote_refused": ("worker", "Messages of a draft worker that are no valid reply."),
+    "remote_drafts": ("worker", "Drafts of a draft worker scheduled for verification."),
+    "remote_moves": ("", "Sessions that went to another draft worker."),
 }
 
 
-@dataclass
-class DraftingCounts:
-    """What a worker drafted since it last reported.
+class Counts(dict[tuple[str, str], float]):
+    """What is new: (a key of COUNTERS, the value of its own label, if any) -> how much."""
 
-    Attributes:
-        passes: how often the drafter ran.
-        seconds: time in the speculator, context projection included, by the host's clock.
-        widths: ``[N + 1]``, how many rows got width 0, 1, .. N (drafts to be verified).
-        drafted: tokens drafted, N for each row of a pass, whether verified or not.
-    """
+    def add(self, name: str, amount: float = 1, label: str = "") -> None:
+        """Count something."""
+        self[name, label] = self.get((name, label), 0) + amount
 
-    passes: int
-    seconds: float
-    widths: list[int]
-    drafted: int
+    def merge(self, other: "Counts") -> None:
+        """Add all of the other counts."""
+        for (name, label), amount in other.items():
+            self.add(name, amount, label)
 
-    @classmethod
-    def none(cls, num_drafts: int) -> "DraftingCounts":
-        """All counts at zero."""
-        return cls(0, 0.0, [0] * (num_drafts + 1), 0)
-
-    def add(self, other: "DraftingCounts") -> None:
-        """Add the other counts to these, in place."""
-        self.passes += other.passes
-        self.seconds += other.seconds
-        self.widths = [a + b for a, b in zip(self.widths, other.widths, strict=True)]
-        self.drafted += other.drafted
-
-    def by_metric(self) -> Counts:
-        """The same under the names of COUNTERS, and the histogram ``draft_width``."""
-        return {
-            "draft_passes": {"": self.passes},
-            "drafting_seconds": {"": self.seconds},
-            "drafted_tokens": {"": self.drafted},
-            "draft_width": {str(width): count for width, count in enumerate(self.widths)},
-        }
+    def take(self) -> "Counts":
+        """The counts, which are zero from then on."""
+        taken = Counts(self)
+        self.clear()
+        return taken
 
 
 @dataclass
 class CountedDrafts(DraftTokenIds):
     """vLLM's message from the worker to the scheduler (drafts of each request), with our counts."""
 
-    counts: DraftingCounts
+    counts: Counts
 
 
-class Metrics:
-    """Some Prometheus metrics. Make them once in a process: a name is registered only once."""
+def send_drafting(
+    stats: SchedulerStats, counts: Counts, workers: Mapping[str, bool] | None = None
+) -> None:
+    """Put what is new into a step's statistics. Runs in the engine core.
 
-    def __init__(self, counters: Texts, gauges: Texts) -> None:
-        self._counters = {
-            name: prometheus_client.Counter(f"dllm:{name}", text, (*LABELS, *[own] * bool(own)))
-            for name, (own, text) in counters.items()
-        }
-        self._gauges = {
-            name: prometheus_client.Gauge(
-                f"dllm:{name}", text, (*LABELS, own), multiprocess_mode="mostrecent"
-            )
-            for name, (own, text) in gauges.items()
-        }
-        self._shown: dict[tuple[str, ...], set[str]] = {}
-
-    def observe(self, labels: Sequence[str], counts: Counts) -> None:
-        """Take what is new in an engine core; ``labels`` are values of LABELS."""
-        for name, by_label in counts.items():
-            for own, count in by_label.items():
-                values = (*labels, own) if own else tuple(labels)
-                if name in self._gauges:
-                    self._gauges[name].labels(*values).set(count)
-                else:
-                    self._counters[name].labels(*values).inc(count)
-            shown = self._shown.get((*labels, name), set())
-            for own in shown - by_label.keys():  # a worker that discovery lists no longer
-                if name in self._gauges:  # of several front ends, one alone removes nothing
-                    self._gauges[name].labels(*labels, own).set(0)
-                (self._gauges | self._counters)[name].remove(*labels, own)
-            self._shown[*labels, name] = set(by_label)
-
-
-@functools.cache
-def _metrics() -> Metrics:
-    return Metrics(COUNTERS, {})
-
-
-@functools.cache
-def _widths(num_drafts: int) -> prometheus_client.Histogram:
-    text = "Drafts of a request that the policy let the next step verify."
-    return prometheus_client.Histogram(
-        "dllm:draft_width", text, LABELS, buckets=range(num_drafts + 1)
-    )
-
-
-def send_drafting(stats: SchedulerStats, counts: DraftingCounts) -> None:
-    """Put our counts into a step's statistics. Runs in the engine core."""
-    put_into(stats, KEY, counts.by_metric())
+    Args:
+        workers: all draft workers: whether each is asked.
+    """
+    by_name: dict[str, dict[str, float]] = {}
+    for (name, label), amount in counts.items():
+        by_name.setdefault(name, {})[label] = amount
+    put_into(stats, KEY, {"counts": by_name, "workers": workers})
 
 
 def record_drafting(stats: SchedulerStats, labels: Sequence[str]) -> None:
-    """Move our counts from a step's statistics to the metrics. Runs in the front end.
+    """Move the counts from a step's statistics to the metrics. Runs in the front end.
 
     Args:
         labels: values of LABELS.
     """
-    counts = take_out(stats, KEY)
-    if counts is None:
+    sent = take_out(stats, KEY)
+    if sent is None:
         return
-    by_width = counts.pop("draft_width")
-    widths = _widths(len(by_width) - 1).labels(*labels)
-    for width, count in by_width.items():
-        for _ in range(count):
-            widths.observe(int(width))
+    counts = sent["counts"]
     if stats.spec_decoding_stats is not None:
         verified = stats.spec_decoding_stats.num_draft_tokens_per_pos
         counts["verified_tokens_per_pos"] = {str(place): n for place, n in enumerate(verified)}
-    _metrics().observe(labels, counts)
+    for name, by_label in counts.items():
+        for label, amount in by_label.items():
+            _counter(name).labels(*labels, *[label] * bool(label)).inc(amount)
+    if sent["workers"] is not None:
+        _show_workers(tuple(labels), sent["workers"])
+
+
+@functools.cache
+def _counter(name: str) -> prometheus_client.Counter:
+    """Made once in a process: Prometheus registers a name only once."""
+    label, text = COUNTERS[name]
+    return prometheus_client.Counter(f"dllm:{name}", text, (*LABELS, *[label] * bool(label)))
+
+
+@functools.cache
+def _worker_up() -> prometheus_client.Gauge:
+    text = "1 if a draft worker is asked, 0 if it is out."
+    return prometheus_client.Gauge(
+        "dllm:remote_worker_up", text, (*LABELS, "worker"), multiprocess_mode="mostrecent"
+    )
+
+
+_shown: dict[tuple[str, ...], set[str]] = {}  # draft workers of each engine in the gauge
+
+
+def _show_workers(labels: tuple[str, ...], workers: Mapping[str, bool]) -> None:
+    for address, is_up in workers.items():
+        _worker_up().labels(*labels, address).set(is_up)
+    for address in _shown.get(labels, set()) - workers.keys():  # discovery lists it no longer
+        _worker_up().labels(*labels, address).set(0)  # other front ends go on showing it
+        _worker_up().remove(*labels, address)
+    _shown[labels] = set(workers)

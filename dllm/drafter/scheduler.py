@@ -9,13 +9,15 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
-from dllm.drafter.metrics import CountedDrafts, DraftingCounts, send_drafting
+from dllm.drafter.metrics import CountedDrafts, Counts, send_drafting
 
 
 class DraftingScheduler(Scheduler):
     """Schedules as vLLM's; adds the drafter's counts (``metrics``) to its statistics."""
 
-    _counts: DraftingCounts | None = None  # received after the last statistics were made
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._counts = Counts()  # of what happened after the last statistics were made
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """vLLM's schedule; drafts that only a preemption would make room for are dropped before.
@@ -65,10 +67,7 @@ class DraftingScheduler(Scheduler):
         """Take the drafts, and add up the counts that come with them."""
         super().update_draft_token_ids(draft_token_ids)
         if isinstance(draft_token_ids, CountedDrafts):
-            if self._counts is None:
-                self._counts = draft_token_ids.counts
-            else:
-                self._counts.add(draft_token_ids.counts)
+            self._counts.merge(draft_token_ids.counts)
 
     def make_stats(
         self,
@@ -88,6 +87,5 @@ class DraftingScheduler(Scheduler):
 
     def _send_counts(self, stats: SchedulerStats) -> None:
         """Put into the statistics what was counted after the last ones."""
-        if self._counts is not None:
-            send_drafting(stats, self._counts)
-            self._counts = None
+        if self._counts:
+            send_drafting(stats, self._counts.take())

@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.deferred import DeferredContext
-from dllm.drafter.metrics import CountedDrafts, DraftingCounts
+from dllm.drafter.metrics import CountedDrafts, Counts
 from dllm.drafter.pair import drafter_options, end_ids
 from dllm.drafter.recording import make_recorder
 from dllm.drafter.renewal import Renewal
@@ -73,7 +73,7 @@ class Drafter(DFlashSpeculator):
             initial = Path(self.draft_model_config.model)
             self._renewal = Renewal(Path(options.renew), initial, self._reload, self._refuse)
         self._context = DeferredContext()
-        self._counts = DraftingCounts.none(num_drafts)  # of the steps after the last report
+        self._counts = Counts()  # of the steps after the last report
         # [rows, N]: the drafter's probability of its likeliest token, 0 where that ends the answer.
         self._confidence = torch.zeros(self.draft_tokens.shape, device=device)
         # [rows] of the last step: drafts to be verified.
@@ -273,18 +273,16 @@ class Drafter(DFlashSpeculator):
             assert len(kept) == len(self._widths), (len(kept), len(self._widths))
             widths = self._widths.tolist()
             kept = [tokens[:width] for tokens, width in zip(kept, widths, strict=True)]
-        counts, self._counts = self._counts, DraftingCounts.none(self.num_speculative_steps)
-        return CountedDrafts(drafts.req_ids, kept, counts)
+        return CountedDrafts(drafts.req_ids, kept, self._counts.take())
 
     def _count(self, batch: InputBatch, is_drafting: bool, seconds: float) -> None:
         """Add a step to the counts. vLLM discards drafts of unfinished prompts: not counted."""
-        num_drafts = self.num_speculative_steps
-        self._counts.seconds += seconds
+        self._counts.add("drafting_seconds", seconds)
         if is_drafting:
-            self._counts.passes += 1
-            self._counts.drafted += batch.num_reqs * num_drafts
+            self._counts.add("draft_passes")
+            self._counts.add("drafted_tokens", batch.num_reqs * self.num_speculative_steps)
         for width in self._widths[~self._is_prompt_unfinished(batch)].tolist():
-            self._counts.widths[width] += 1
+            self._counts.add("draft_widths", label=str(width))
 
     # --- the draft pass ---------------------------------------------------------------------------
 

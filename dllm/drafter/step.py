@@ -102,9 +102,9 @@ class TargetStep:
         return self.aux_hidden_states
 
     def is_rejected(self) -> torch.Tensor:
-        """``[tokens]`` bool, on the device: the drafts that the target rejected."""
-        lengths = self.batch.num_scheduled_tokens
-        firsts = self.batch.query_start_loc_np[: self.batch.num_reqs]
-        kept_ends = np.repeat(firsts + self.kept, lengths)
-        rejected = torch.from_numpy(np.arange(self.batch.num_tokens) >= kept_ends)
-        return rejected.to(self.num_rejected.device)
+        """``[tokens]`` bool, on the device, without a wait: the drafts that were rejected."""
+        starts = self.batch.query_start_loc[: self.batch.num_reqs + 1]
+        kept_ends = starts[1:] - self.num_rejected
+        num_tokens = self.batch.num_tokens
+        ends = kept_ends.repeat_interleave(starts.diff(), output_size=num_tokens)
+        return torch.arange(num_tokens, device=ends.device) >= ends

@@ -6,12 +6,11 @@ from typing import Any
 
 @functools.cache
 def read_statistics() -> None:
-    """Record what our schedulers count (``drafter``, ``engine`` and ``remote``: ``metrics``)."""
+    """Record what our schedulers count (``metrics`` of ``drafter`` and ``engine``)."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
     from dllm.drafter.metrics import record_drafting
     from dllm.engine.metrics import record_commit_passes
-    from dllm.remote.metrics import record_remote
 
     record = StatLoggerManager.record
 
@@ -27,7 +26,6 @@ def read_statistics() -> None:
                 labels = [str(value) for value in logger.per_engine_labelvalues[engine_idx or 0]]
                 record_drafting(scheduler_stats, labels)
                 record_commit_passes(scheduler_stats, labels)
-                record_remote(scheduler_stats, labels)
         record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
 
     StatLoggerManager.record = record_ours  # type: ignore[method-assign]

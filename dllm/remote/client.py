@@ -13,7 +13,9 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from dllm.drafter.metrics import Counts
 from dllm.remote import stream
 from dllm.remote.stream import Stream
 from dllm.remote.wire import MAX_ROWS, MAX_TOLD, Ask, Guess, Reply, Told, frame, read_reply
@@ -21,7 +23,13 @@ from dllm.remote.wire import MAX_ROWS, MAX_TOLD, Ask, Guess, Reply, Told, frame,
 RECONNECT_S = 0.1  # between two attempts
 CONNECT_WITHIN_S = 3.0
 MAX_RESETS = 3  # a worker that forgets a session more often is not asked for it again
-Texts = Mapping[str, Sequence[int]]  # the tokens of each request
+
+
+class Wish(NamedTuple):
+    """What is wanted for a request: ``want`` drafts at most behind ``tokens``, all that it has."""
+
+    tokens: Sequence[int]
+    want: int
 
 
 class Link:
@@ -30,17 +38,15 @@ class Link:
     Args:
         dial: begins a connection; gives None if nobody listens.
         deadline_s: within which the worker has to answer.
+        counts: asks, replies, misses and refused messages are added to it.
 
     Attributes:
         is_up: the connection stands.
         num_ups: how often it came up. Then the worker knows no session.
         is_late: the last ask was not answered within the deadline.
-        step: of the last ask with a wish.
+        step: of the last ask that has a reply.
         asked_at: when the oldest ask was sent that was not answered; None if all were.
         over: sessions that have ended, to be told.
-        num_asks, num_replies: since the start, late replies included.
-        num_misses: how often it became late.
-        num_refused: messages that are no valid reply.
     """
 
     def __init__(
@@ -48,16 +54,17 @@ class Link:
         address: str,
         dial: Callable[[], Stream | None],
         deadline_s: float,
+        counts: Counts,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.address = address
         self.connection: Stream | None = None
         self.is_up = self.is_late = False
         self.step = self.num_ups = 0
-        self.num_asks = self.num_replies = self.num_misses = self.num_refused = 0
         self.asked_at: float | None = None
         self.over: list[int] = []
         self._dial, self._deadline_s, self._clock = dial, deadline_s, clock
+        self._counts = counts
         self._dialed_at = float("-inf")
 
     @property
@@ -69,7 +76,7 @@ class Link:
         """Send an ask; returns whether it is on its way."""
         if self.connection is None or not self.connection.send(frame(ask)):
             return False
-        self.num_asks += 1
+        self.count("asks")
         self.over = []
         if any(row.want for row in ask.rows):  # others get no reply
             self.step = ask.step
@@ -78,27 +85,31 @@ class Link:
 
     def receive(self) -> list[Reply]:
         """Replies that are there. Takes note of a broken connection, and makes it again."""
-        replies: list[Reply] = []
-        if self.connection is not None:
-            for data in self.connection.read():
-                try:
-                    reply = read_reply(data)
-                except ValueError:
-                    self.num_refused += 1
-                    self.close()
-                    break
-                if reply.step <= self.step:
-                    replies.append(reply)
-                else:  # to an ask that was never sent
-                    self.num_refused += 1
+        replies = [] if self.connection is None else self._read(self.connection)
         self._connect()
         for reply in replies:
-            self.num_replies += 1
+            self.count("replies")
             self.is_late = False
             self.asked_at = None if reply.step >= self.step else self._clock()
         if self.asked_at is not None and self._clock() - self.asked_at >= self._deadline_s:
-            self.num_misses += not self.is_late
+            if not self.is_late:
+                self.count("misses")
             self.is_late = True
+        return replies
+
+    def _read(self, connection: Stream) -> list[Reply]:
+        replies = []
+        for data in connection.read():
+            try:
+                reply = read_reply(data)
+            except ValueError:
+                self.count("refused")
+                self.close()
+                break
+            if reply.step <= self.step:
+                replies.append(reply)
+            else:  # to an ask that was never sent
+                self.count("refused")
         return replies
 
     def _connect(self) -> None:
@@ -121,6 +132,10 @@ class Link:
         self.connection, self.asked_at, self.over = None, None, []
         self.is_up = self.is_late = False
 
+    def count(self, what: str, amount: int = 1) -> None:
+        """Add to the metric ``remote_WHAT`` of this worker."""
+        self._counts.add(f"remote_{what}", amount, self.address)
+
 
 @dataclass
 class Session:
@@ -128,9 +143,9 @@ class Session:
 
     Attributes:
         number: of the session, on the wire.
-        link, num_ups: its worker, and the connection's number.
+        link, num_ups: its worker, and which of that link's connections knows the session.
         told: how many of its tokens the worker was told.
-        is_asked: the last ask named it and wished for drafts.
+        is_asked: the last ask wished for drafts of it.
         start: the guess stands behind so many tokens.
         guess: token ids that the worker expects there.
         answered: the step of the ask that this guess answers.
@@ -147,6 +162,11 @@ class Session:
     answered: int = 0
     resets: int = 0
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the worker may know it."""
+        return self.link is not None and self.link.is_up and self.link.num_ups == self.num_ups
+
     def take(self, row: Guess, step: int) -> None:
         """Take a reply's row; an older one than the last is ignored."""
         if row.is_unknown:
@@ -155,14 +175,14 @@ class Session:
         elif step >= self.answered:
             self.start, self.guess, self.answered = row.start, row.tokens, step
 
-    def usable(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """The rest of the guess, ``limit`` drafts at most, unless ``tokens`` contradict it."""
-        done = len(tokens) - self.start
+    def usable(self, wish: Wish) -> list[int]:
+        """The rest of the guess, as much as is wanted, unless the tokens contradict it."""
+        done = len(wish.tokens) - self.start
         if not 0 <= done < len(self.guess):
             return []
-        if list(tokens[self.start :]) != self.guess[:done]:
+        if list(wish.tokens[self.start :]) != self.guess[:done]:
             return []
-        return self.guess[done : done + limit]
+        return self.guess[done : done + wish.want]
 
 
 def wait(links: Iterable[Link], seconds: float) -> None:
@@ -178,23 +198,21 @@ class Client:
 
     Args:
         vocab_size: of the target: a reply with another token id is refused whole.
+        counts: as of ``Link``.
         clock: seconds.
         wait: as ``wait``.
-
-    Attributes:
-        num_moves: sessions that went to another worker.
     """
 
     def __init__(
         self,
         links: Sequence[Link],
         vocab_size: int,
+        counts: Counts,
         clock: Callable[[], float] = time.perf_counter,
         wait: Callable[[Sequence[Link], float], None] = wait,
     ) -> None:
         self.links = links
-        self.num_moves = 0
-        self._vocab_size, self._clock, self._wait = vocab_size, clock, wait
+        self._vocab_size, self._counts, self._clock, self._wait = vocab_size, counts, clock, wait
         self._sessions: dict[str, Session] = {}
         self._by_number: dict[int, Session] = {}
         self._step = self._number = 0
@@ -211,8 +229,8 @@ class Client:
                 link.close()
         self.links = links
 
-    def ask(self, texts: Texts, wants: Mapping[str, int], deadline_s: float) -> None:
-        """Tell what is new of these requests, and ask for ``wants`` drafts behind each.
+    def ask(self, wishes: Mapping[str, Wish], deadline_s: float) -> None:
+        """Tell what is new of these requests, and ask for drafts of them.
 
         Args:
             deadline_s: how long ``collect`` will wait.
@@ -223,15 +241,15 @@ class Client:
             session.is_asked = False
         asks: dict[Link, list[tuple[Session, Told]]] = {link: [] for link in self.links}
         room = {link: MAX_TOLD for link in self.links}
-        for name, tokens in texts.items():
+        for name, wish in wishes.items():
             session = self._session(name)
             link = self._home(session)
-            if link is None or wants[name] < 1 or session.resets > MAX_RESETS:
+            if link is None or wish.want < 1 or session.resets > MAX_RESETS:
                 continue
-            new = list(tokens[session.told : session.told + room[link]])
-            is_all = session.told + len(new) == len(tokens)
+            new = list(wish.tokens[session.told : session.told + room[link]])
+            is_all = session.told + len(new) == len(wish.tokens)
             if len(asks[link]) < MAX_ROWS and (new or is_all):
-                want = wants[name] if is_all else 0  # the rest is told with the next ask
+                want = wish.want if is_all else 0  # the rest is told with the next ask
                 asks[link].append((session, Told(session.number, session.told, new, want)))
                 room[link] -= len(new)
         deadline_us = min(round(1e6 * deadline_s), 2**32 - 1)
@@ -244,7 +262,7 @@ class Client:
                     session.told = row.start + len(row.tokens)
                     session.is_asked = row.want > 0
 
-    def collect(self, texts: Texts, seconds: float) -> float:
+    def collect(self, wishes: Mapping[str, Wish], seconds: float) -> float:
         """Take replies; wait for those that are needed and awaited, ``seconds`` at most.
 
         Returns:
@@ -252,7 +270,7 @@ class Client:
         """
         start = self._clock()
         self._receive()
-        while any(self._is_awaited(name, tokens) for name, tokens in texts.items()):
+        while any(self._is_awaited(name, wish) for name, wish in wishes.items()):
             left = start + seconds - self._clock()
             if left <= 0:
                 break
@@ -260,24 +278,28 @@ class Client:
             self._receive()
         return self._clock() - start
 
-    def _is_awaited(self, name: str, tokens: Sequence[int]) -> bool:
+    def _is_awaited(self, name: str, wish: Wish) -> bool:
         """Whether a request has no usable draft, and a reply for it is on its way."""
         session = self._sessions.get(name)
-        if session is None or not session.is_asked or session.link is None:
+        if session is None or session.link is None or not (session.is_asked and session.is_known):
             return False
-        link = session.link
-        is_coming = not link.is_out and link.asked_at is not None
-        return is_coming and link.num_ups == session.num_ups and not session.usable(tokens, 1)
+        is_coming = not session.link.is_out and session.link.asked_at is not None
+        return is_coming and not session.usable(wish)
 
     def was_asked(self, name: str) -> bool:
         """Whether the last ``ask`` asked a worker for drafts of this request."""
         session = self._sessions.get(name)
         return session is not None and session.is_asked
 
-    def drafts(self, name: str, tokens: Sequence[int], limit: int) -> list[int]:
-        """Drafts behind the tokens of a request; none if there are none, or the tokens differ."""
+    def drafts(self, name: str, wish: Wish) -> list[int]:
+        """Drafts for a request; none if there are none, or its tokens differ from the guess."""
         session = self._sessions.get(name)
-        return [] if session is None or limit < 1 else session.usable(tokens, limit)
+        return [] if session is None else session.usable(wish)
+
+    def worker_of(self, name: str) -> Link | None:
+        """The worker that a request's drafts come from; None before any was asked."""
+        session = self._sessions.get(name)
+        return None if session is None else session.link
 
     def end(self, names: Iterable[str]) -> None:
         """These requests are over; their workers hear of it with the next ask."""
@@ -300,26 +322,24 @@ class Client:
         link = session.link
         if link is None or link.is_out or link not in self.links:
             link = choose(self.links, session.number)
-        if link is None or (link is session.link and link.num_ups == session.num_ups):
+        if link is None or (link is session.link and session.is_known):
             return link
         if session.link is not None and link is not session.link:
-            self.num_moves += 1
+            self._counts.add("remote_moves")
             self._leave(session)
         session.link, session.num_ups, session.told = link, link.num_ups, 0
         return link
 
     def _leave(self, session: Session) -> None:
         """Let its worker know that the session is over. What is not told it drops by age."""
-        link = session.link
-        is_known = link is not None and link.is_up and link.num_ups == session.num_ups
-        if link is not None and is_known and len(link.over) < MAX_ROWS:
-            link.over.append(session.number)
+        if session.link is not None and session.is_known and len(session.link.over) < MAX_ROWS:
+            session.link.over.append(session.number)
 
     def _receive(self) -> None:
         for link in self.links:
             for reply in link.receive():
                 if any(max(row.tokens, default=0) >= self._vocab_size for row in reply.rows):
-                    link.num_refused += 1
+                    link.count("refused")
                     continue
                 for row in reply.rows:
                     session = self._by_number.get(row.session)
@@ -329,9 +349,8 @@ class Client:
 
 def choose(links: Sequence[Link], key: int) -> Link | None:
     """Of the workers that are not out the one for a session; None if all are out."""
-    able = [link for link in links if not link.is_out]
-    return max(able, key=lambda link: _weight(link.address, key), default=None)
 
+    def weight(link: Link) -> bytes:
+        return hashlib.blake2b(f"{key} {link.address}".encode(), digest_size=8).digest()
 
-def _weight(address: str, key: int) -> bytes:
-    return hashlib.blake2b(f"{key} {address}".encode(), digest_size=8).digest()
+    return max((link for link in links if not link.is_out), key=weight, default=None)

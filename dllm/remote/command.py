@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dllm.remote.address import DEFAULT, Address, parse
-from dllm.remote.discovery import Child, find_python
+from dllm.remote.discovery import Child, find_python, list_with_dynamo
 from dllm.remote.keys import Keys
 from dllm.remote.stream import Server
 from dllm.remote.worker import DraftWorker, Limits
@@ -98,11 +98,16 @@ def _check(options: argparse.Namespace) -> tuple[Address, Keys | None]:
     for name, allowed in ALLOWED.items():
         value = getattr(options, name)
         if value is not None and value not in allowed:
-            raise CommandError(f"{_flag(name)} {value}; allowed: {allowed}.")
+            raise CommandError(f"--{name.replace('_', '-')} {value}; allowed: {allowed}.")
     try:
         address = parse(options.listen, options.keys, "--listen", is_own=True)
         if options.discovery == "dynamo":
-            _check_discovery(address)
+            if address.host in ("0.0.0.0", "::"):
+                raise ValueError(
+                    f"--listen {address} with --discovery dynamo: targets are told this address. "
+                    "Name the one at which they reach this machine."
+                )
+            find_python()
         keys = None if options.keys is None else Keys(options.keys)
         Server(address, keys).close()
     except ValueError as error:
@@ -110,28 +115,9 @@ def _check(options: argparse.Namespace) -> tuple[Address, Keys | None]:
     return address, keys
 
 
-def _flag(name: str) -> str:
-    """An option as it is written on the command line."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _check_discovery(address: Address) -> None:
-    """Refuse to be listed without Dynamo, or at an address that says nothing to others.
-
-    Raises:
-        ValueError: says what to do.
-    """
-    if address.host in ("0.0.0.0", "::"):
-        raise ValueError(
-            f"--listen {address} with --discovery dynamo: targets are told this address. Name the "
-            "one at which they reach this machine."
-        )
-    find_python()
-
-
 def _listed(address: str) -> Child:
     try:
-        child = Child.of_dynamo("serve", address)
+        child = list_with_dynamo(address)
         child.wait_until_ready()
     except ValueError as error:
         raise CommandError(str(error)) from None
@@ -174,11 +160,9 @@ def _diffusion_options(
             canvas.
     """
     if not config.model_config.is_diffusion:
-        for name in ("canvas", "max_steps"):
-            if getattr(options, name) is not None:
-                raise CommandError(
-                    f"{_flag(name)} is of diffusion models; {options.model} is none."
-                )
+        for flag, value in (("--canvas", options.canvas), ("--max-steps", options.max_steps)):
+            if value is not None:
+                raise CommandError(f"{flag} is of diffusion models; {options.model} is none.")
         return None, None
     longest = config.diffusion_config.canvas_length
     canvas = longest if options.canvas is None else options.canvas
@@ -186,7 +170,7 @@ def _diffusion_options(
     allowed = IntRange(longest if block_size_of(config) > 1 else 1, longest)
     if canvas not in allowed:
         raise CommandError(
-            f"{_flag('canvas')} {canvas}; allowed for {options.model}: {allowed}. Leave it out for "
+            f"--canvas {canvas}; allowed for {options.model}: {allowed}. Leave it out for "
             f"{longest}."
         )
     return canvas, options.max_steps or MAX_STEPS

@@ -27,7 +27,7 @@ PACKAGE = "ai-dynamo-runtime"
 ROOT = Path(__file__).resolve().parents[2]
 # What `make setup-dynamo` makes; the second is written last, when the environment is complete.
 PYTHON, READY = ROOT / ".venv-dynamo/bin/python", ROOT / ".venv-dynamo/.locked"
-RESTART_S, LAST_RESTART_S = 1.0, 10.0
+RESTART_S = 1.0
 READY_WITHIN_S, END_WITHIN_S = 60.0, 10.0
 MAX_WORKERS = 256
 
@@ -55,7 +55,7 @@ def find_python() -> str:
 
 
 class Child:
-    """A process that prints lists of addresses; started again, with pauses, whenever it ends.
+    """A process that prints lists of addresses; started again, after a pause, when it ends.
 
     Args:
         command: prints a JSON list in each line, and ends when its standard input does.
@@ -71,11 +71,6 @@ class Child:
         self._lock = threading.Lock()  # it is not started again once it is closed
         self._process = self._start()
         threading.Thread(target=self._follow, name="discovery", daemon=True).start()
-
-    @classmethod
-    def of_dynamo(cls, *args: str) -> "Child":
-        """``dynamo_process`` with these arguments."""
-        return cls([find_python(), "-I", dynamo_process.__file__, *args])
 
     def wait_until_ready(self) -> None:
         """Wait for its first list.
@@ -103,44 +98,47 @@ class Child:
             self._process.wait()
 
     def _start(self) -> subprocess.Popen[str]:
+        pipe = subprocess.PIPE
         # A session of its own: what interrupts this process is not for it.
         return subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            errors="replace",
+            self._command, stdin=pipe, stdout=pipe, text=True, errors="replace",
             start_new_session=True,
-        )
+        )  # fmt: skip
 
     def _follow(self) -> None:
-        pause = RESTART_S
         while True:
             assert self._process.stdout is not None
             for line in self._process.stdout:
-                try:
-                    self.addresses = _parsed(line)
-                except (ValueError, TypeError):
-                    logger.warning("discovery: no list of addresses: %.200s", line.rstrip())
-                    continue
-                self._has_spoken.set()
-                pause = RESTART_S
+                self._read(line)
             code = self._process.wait()
-            if self._is_closed.wait(pause):
+            if self._is_closed.wait(RESTART_S):
                 return
             logger.warning("discovery ended with exit code %d; it is started again", code)
-            pause = min(2 * pause, LAST_RESTART_S)
             with self._lock:
                 if self._is_closed.is_set():
                     return
                 self._process = self._start()
 
+    def _read(self, line: str) -> None:
+        try:
+            listed = json.loads(line)
+        except ValueError:
+            listed = None
+        if not isinstance(listed, list):
+            logger.warning("discovery: no list of addresses: %.200s", line.rstrip())
+            return
+        self.addresses = [str(each) for each in listed][:MAX_WORKERS]
+        self._has_spoken.set()
 
-def _parsed(line: str) -> list[str]:
-    found = json.loads(line)
-    if not isinstance(found, list):
-        raise ValueError("no list")
-    return [str(each) for each in found][:MAX_WORKERS]
+
+def watch_dynamo() -> Child:
+    """Lists the draft workers that Dynamo knows."""
+    return Child([find_python(), "-I", dynamo_process.__file__, "watch"])
+
+
+def list_with_dynamo(address: str) -> Child:
+    """Puts a draft worker onto Dynamo's list, for as long as it runs."""
+    return Child([find_python(), "-I", dynamo_process.__file__, "serve", address])
 
 
 class Following:
@@ -158,7 +156,6 @@ class Following:
     def __init__(self, child: Child, link: Callable[[Address], Link], keys: str | None) -> None:
         self._child, self._link, self._keys = child, link, keys
         self._seen: list[str] | None = None
-        self._refused: set[str] = set()
 
     def update(self, client: Client) -> None:
         """Let ``client`` use the workers that are listed now. Called in its thread."""
@@ -166,21 +163,17 @@ class Following:
         if listed is None or listed is self._seen:
             return
         self._seen = listed
-        self._refused.intersection_update(listed)
         there = {link.address: link for link in client.links}
         found = [there.get(each) or self._linked(each) for each in dict.fromkeys(listed)]
         client.use([link for link in found if link is not None])
 
     def _linked(self, given: str) -> Link | None:
-        """The link to a worker; None for an address that is not used, which is logged once."""
+        """The link to a worker; None for an address that is not used, which is logged."""
         try:
             address = parse(given, self._keys, "a draft worker")
-            if address.is_numeric:  # to ask a name server would stop the target meanwhile
-                return self._link(address)
-            error = "a name, and not a machine's number"
-        except ValueError as refusal:
-            error = str(refusal)
-        if given not in self._refused:
+            if not address.is_numeric:  # to ask a name server would stop the target meanwhile
+                raise ValueError("a name, and not a machine's number")
+            return self._link(address)
+        except ValueError as error:
             logger.warning("discovery: %r is not used: %s", given, error)
-            self._refused.add(given)
-        return None
+            return None

@@ -10,179 +10,126 @@ from every wait: the time is the cost of drafting, and a draft that did not come
 one that is rejected.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from dllm.drafter.metrics import DraftingCounts
+from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
-from dllm.remote.client import Client
-from dllm.remote.ngram import Ngrams
-
-# The policy learns by the drafter's probability how far a draft can be trusted. These drafts come
-# without any; their source takes its place.
-REMOTE_CONFIDENCE, NGRAM_CONFIDENCE = 0.9, 0.0
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """What a step of the target did for one request, and where the request stands.
-
-    Attributes:
-        tokens: all of the request's, those of this step included.
-        in_prompt: the step read tokens of the prompt.
-        num_sampled: tokens that it emitted.
-        num_verified: drafts that it verified.
-        limit: drafts that may be of use in the next step; 0 if there is none.
-    """
-
-    name: str
-    tokens: Sequence[int]
-    in_prompt: bool
-    num_sampled: int
-    num_verified: int
-    limit: int
+from dllm.remote.client import Client, Wish
 
 
 class RemoteDrafter:
     """Drafts for one engine core.
 
     Args:
-        ngrams: drafts for requests without a draft of a worker; None if nothing does.
-        num_drafts: N, the most drafts of a request.
+        policy: does not read the drafter's confidence, because none comes with these drafts.
         num_slots: requests that run at once.
         deadline_s: how long a step waits at most.
-
-    Attributes:
-        counts: what was drafted since they were last reset, as for a DFlash drafter. ``seconds`` is
-            the time waited, ``passes`` are steps that asked.
-        num_remote, num_ngram: drafts to be verified, by source, since the start.
+        counts: what is drafted is added to it, as for a DFlash drafter; ``drafting_seconds`` is the
+            time waited, ``draft_passes`` are steps that asked.
     """
 
     def __init__(
         self,
         client: Client,
-        ngrams: Ngrams | None,
         policy: WidthPolicy,
-        num_drafts: int,
         num_slots: int,
         deadline_s: float,
+        counts: Counts,
     ) -> None:
-        self.client, self.policy = client, policy
-        self.num_remote = self.num_ngram = 0
-        self.counts = DraftingCounts.none(num_drafts)
-        self._ngrams = ngrams
-        self._num_drafts, self._deadline_s = num_drafts, deadline_s
+        assert not policy.reads_confidence
+        self.client, self.policy, self.counts = client, policy, counts
+        self._deadline_s = deadline_s
         self._free = list(range(num_slots))
         self._slots: dict[str, int] = {}
-        self._rows: list[StepRow] = []  # of the last step
+        self._wishes: dict[str, Wish] = {}  # of all requests of the last step
         self._short: set[str] = set()  # got fewer drafts than the policy would have verified
         self._wants_drafts = True  # what the policy said behind it
         self._wait_s = deadline_s
 
-    def admit(self, begun: Iterable[tuple[str, Sequence[int]]]) -> None:
+    def admit(self, texts: Mapping[str, Sequence[int]]) -> None:
         """Send prompts that the target begins to read, so that the first drafts are not late.
 
         The target's first token is its own: one more draft is asked for.
         """
-        texts = dict(begun)
         if texts and self._wants_drafts:
-            wants = dict.fromkeys(texts, self.policy.most + 1)
-            self.client.ask(texts, wants, self._deadline_s)
+            wishes = {name: Wish(tokens, self.policy.most + 1) for name, tokens in texts.items()}
+            self.client.ask(wishes, self._deadline_s)
 
-    def end(self, names: Iterable[str]) -> None:
-        """These requests are over."""
-        names = list(names)
-        self.client.end(names)
+    def slots(self, names: Sequence[str]) -> np.ndarray:
+        """``[rows]``: the numbers, below ``num_slots``, that the policy knows these requests by."""
+        if len(set(names) - self._slots.keys()) > len(self._free):
+            for name in self._slots.keys() - set(names):
+                self._free.append(self._slots.pop(name))
         for name in names:
-            if self._ngrams is not None:
-                self._ngrams.end(name)
+            if name not in self._slots:
+                self._slots[name] = self._free.pop()
+        return np.array([self._slots[name] for name in names], dtype=np.int64)
 
-    def follow(self, rows: list[StepRow]) -> None:
-        """Learn from a step, and ask for drafts of the next one if the policy wants any."""
-        self._rows = rows
-        slots = self._slots_of(rows)
+    def follow(self, step: VerifiedStep, wishes: dict[str, Wish]) -> None:
+        """Learn from a step, and ask for drafts of the next one if the policy wants any.
+
+        Args:
+            step: its rows are the requests of ``wishes``.
+            wishes: the drafts that may be of use in the next step; 0 for a request without one.
+        """
+        self._wishes = wishes
         if self.policy.reads_outcomes:
-            self.policy.observe(_outcome(rows, slots, self._short))
-        self._wants_drafts = self.policy.wants_drafts(slots)
-        worth_s = 1e-3 * self.policy.worth_ms(slots)
-        self._wait_s = max(0.0, min(self._deadline_s, worth_s))
-        asking = [row for row in rows if row.limit] if self._wants_drafts else []
-        texts = {row.name: row.tokens for row in asking}
-        wants = {row.name: min(row.limit, self.policy.most) for row in asking}
-        self.client.ask(texts, wants, self._wait_s)
-        self.counts.passes += bool(asking)
+            # One more draft counts as rejected where fewer came in time than the policy would have
+            # verified, or it would go on to expect what a slow worker cannot deliver.
+            short = np.array([name in self._short for name in wishes], dtype=np.int64)
+            self.policy.observe(replace(step, verified=step.verified + short))
+        self._wants_drafts = self.policy.wants_drafts(step.slots)
+        asking: dict[str, Wish] = {}
+        if self._wants_drafts:
+            worth_s = 1e-3 * self.policy.worth_ms(step.slots)
+            self._wait_s = max(0.0, min(self._deadline_s, worth_s))
+            most = self.policy.most
+            asking = {
+                name: Wish(tokens, min(want, most))
+                for name, (tokens, want) in wishes.items()
+                if want
+            }
+        self.client.ask(asking, self._wait_s)
+        if asking:
+            self.counts.add("draft_passes")
 
     def take(self) -> tuple[list[str], list[list[int]]]:
         """The drafts to verify of each request of the last step; waits for them if need be."""
-        rows, self._rows = self._rows, []
+        wishes, self._wishes = self._wishes, {}
         self._short = set()
-        drafts: list[list[int]] = [[] for _ in rows]
-        texts = {row.name: row.tokens for row in rows if row.limit} if self._wants_drafts else {}
-        if texts:
-            waited_s = self.client.collect(texts, self._wait_s)
-            self.counts.seconds += waited_s
+        drafts: list[list[int]] = [[] for _ in wishes]
+        useful = {name: wish for name, wish in wishes.items() if wish.want}
+        if self._wants_drafts and useful:
+            waited_s = self.client.collect(useful, self._wait_s)
+            self.counts.add("drafting_seconds", waited_s)
             self.policy.note_wait(waited_s)
-            drafts = self._widened(rows)
+            drafts = self._widened(wishes)
         elif self._wants_drafts:
             self.policy.leave_untimed()
-        for row, kept in zip(rows, drafts, strict=True):
-            if row.limit:
-                self.counts.widths[len(kept)] += 1
-        return [row.name for row in rows], drafts
+        for name, kept in zip(wishes, drafts, strict=True):
+            if name in useful:
+                self.counts.add("draft_widths", label=str(len(kept)))
+            worker = self.client.worker_of(name)
+            if kept and worker is not None:
+                worker.count("drafts", len(kept))
+        return list(wishes), drafts
 
-    def _widened(self, rows: list[StepRow]) -> list[list[int]]:
+    def _widened(self, wishes: Mapping[str, Wish]) -> list[list[int]]:
         """The drafts that there are, cut to the widths that the policy chooses."""
-        drafts, is_ngram = [], []
-        for row in rows:
-            tokens = self.client.drafts(row.name, row.tokens, row.limit)
-            is_ngram.append(bool(not tokens and row.limit and self._ngrams is not None))
-            if is_ngram[-1] and self._ngrams is not None:
-                tokens = self._ngrams.drafts(row.name, row.tokens, row.limit)
-            drafts.append(tokens)
-        self.counts.drafted += sum(map(len, drafts))
-        was_asked = [bool(row.limit) and self.client.was_asked(row.name) for row in rows]
-        if not (any(drafts) or any(was_asked)):
+        drafts = [self.client.drafts(name, wish) for name, wish in wishes.items()]
+        self.counts.add("drafted_tokens", sum(map(len, drafts)))
+        is_asked = [wish.want > 0 and self.client.was_asked(name) for name, wish in wishes.items()]
+        if not (any(drafts) or any(is_asked)):
             self.policy.leave_untimed()  # nobody is there who drafts
             return drafts
-        sources = np.where(is_ngram, NGRAM_CONFIDENCE, REMOTE_CONFIDENCE)
-        confidence = np.repeat(sources[:, None], self._num_drafts, axis=1)
-        slots = np.array([self._slots[row.name] for row in rows])
-        widths = self.policy.widths(slots, confidence if self.policy.reads_confidence else None)
-        kept = []
-        for row, tokens, ngram, asked, width in zip(
-            rows, drafts, is_ngram, was_asked, widths.tolist(), strict=True
+        slots = np.array([self._slots[name] for name in wishes])
+        widths = self.policy.widths(slots, None).tolist()
+        for (name, wish), tokens, asked, width in zip(
+            wishes.items(), drafts, is_asked, widths, strict=True
         ):
-            kept.append(tokens[:width])
-            self.num_remote += len(kept[-1]) * (not ngram)
-            self.num_ngram += len(kept[-1]) * ngram
-            if (tokens or asked) and len(tokens) < min(width, row.limit):
-                self._short.add(row.name)
-        return kept
-
-    def _slots_of(self, rows: list[StepRow]) -> np.ndarray:
-        """``[rows]``: the number that the policy knows each request by, below ``num_slots``."""
-        names = {row.name for row in rows}
-        if len(names - set(self._slots)) > len(self._free):
-            for name in set(self._slots) - names:
-                self._free.append(self._slots.pop(name))
-        for row in rows:
-            if row.name not in self._slots:
-                self._slots[row.name] = self._free.pop()
-        return np.array([self._slots[row.name] for row in rows], dtype=np.int64)
-
-
-def _outcome(rows: list[StepRow], slots: np.ndarray, short: set[str]) -> VerifiedStep:
-    """What the policy is told of a step.
-
-    One more draft counts as rejected where fewer came in time than the policy would have verified.
-    Otherwise it would go on to expect what a slow worker cannot deliver.
-    """
-    verified = np.array([row.num_verified for row in rows], dtype=np.int64)
-    sampled = np.array([row.num_sampled for row in rows], dtype=np.int64)
-    in_prompt = np.array([row.in_prompt for row in rows], dtype=bool)
-    # Tokens behind the end of an answer are cut: a draft that ends it counts as rejected.
-    accepted = np.where(verified > 0, np.clip(sampled - 1, 0, verified), 0)
-    verified += np.array([row.name in short for row in rows], dtype=np.int64)
-    return VerifiedStep(slots, in_prompt, sampled > 0, verified, accepted)
+            if (tokens or asked) and len(tokens) < min(width, wish.want):
+                self._short.add(name)
+        return [tokens[:width] for tokens, width in zip(drafts, widths, strict=True)]

@@ -6,6 +6,7 @@ and nothing is read back from a device. One engine core has one set of connectio
 
 from typing import Any
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs
@@ -13,17 +14,15 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm.drafter.metrics import CountedDrafts, DraftingCounts
+from dllm.drafter.metrics import Counts, send_drafting
 from dllm.drafter.scheduler import DraftingScheduler
 from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
+from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.remote.address import Address, parse
-from dllm.remote.client import Client, Link
-from dllm.remote.discovery import Child, Following
-from dllm.remote.drafter import RemoteDrafter, StepRow
+from dllm.remote.client import Client, Link, Wish
+from dllm.remote.discovery import Following, watch_dynamo
+from dllm.remote.drafter import RemoteDrafter
 from dllm.remote.keys import Keys
-from dllm.remote.metrics import Changes, counts_of, send_remote
-from dllm.remote.ngram import Ngrams
 from dllm.remote.stream import dialer
 from dllm.remote.wire import reply_bytes
 from dllm.settings.remote import WHERE
@@ -35,8 +34,7 @@ class RemoteScheduler(DraftingScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.remote, self.following = make_drafter(self.vllm_config)
-        self._changes = Changes()
+        self.remote, self.following = make_drafter(self.vllm_config, self._counts)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """vLLM's schedule; prompts that begin are sent to the workers."""
@@ -44,7 +42,7 @@ class RemoteScheduler(DraftingScheduler):
             self.following.update(self.remote.client)
         output = super().schedule(throttle_prefills)
         begun = (self.requests[new.req_id] for new in output.scheduled_new_reqs)
-        self.remote.admit((each.request_id, each.all_token_ids) for each in begun if _is_text(each))
+        self.remote.admit({each.request_id: each.all_token_ids for each in begun if _is_text(each)})
         return output
 
     def update_from_output(
@@ -53,54 +51,49 @@ class RemoteScheduler(DraftingScheduler):
         """vLLM's; then drafts behind the new tokens are asked for."""
         in_prompt = self._in_prompt(scheduler_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.remote.end(self.remote.client.names - self.requests.keys())
-        sampled = model_runner_output.sampled_token_ids
-        rows = []
-        for name in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(name)
-            rows.append(
-                StepRow(
-                    name,
-                    request.all_token_ids if request is not None else [],
-                    in_prompt.get(name, True),
-                    len(sampled[model_runner_output.req_id_to_index[name]]) if sampled else 0,
-                    len(scheduler_output.scheduled_spec_decode_tokens.get(name, ())),
-                    self._limit(request),
-                )
-            )
-        self.remote.follow(rows)
+        self.remote.client.end(self.remote.client.names - self.requests.keys())
+        names = list(scheduler_output.num_scheduled_tokens)
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        verified = np.array([len(drafts.get(name, ())) for name in names], dtype=np.int64)
+        # vLLM has cut tokens behind the end of an answer: a draft that ends it counts as rejected.
+        sampled, row_of = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+        num_sampled = np.array([len(sampled[row_of[name]]) if sampled else 0 for name in names])
+        accepted = np.where(verified > 0, np.clip(num_sampled - 1, 0, verified), 0)
+        slots = self.remote.slots(names)
+        step = VerifiedStep(slots, in_prompt, num_sampled > 0, verified, accepted)
+        self.remote.follow(step, {name: self._wish(name) for name in names})
         return outputs
 
-    def _in_prompt(self, scheduled: SchedulerOutput) -> dict[str, bool]:
-        """Which requests of a step read more than their last token and drafts."""
-        found = {}
+    def _in_prompt(self, scheduled: SchedulerOutput) -> np.ndarray:
+        """``[rows]`` bool: the request reads more than its last token and drafts in a step."""
+        found = []
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.requests.get(name)
             num_drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
-            found[name] = request is None or not request.num_output_tokens or count > 1 + num_drafts
-        return found
+            found.append(request is None or not request.num_output_tokens or count > 1 + num_drafts)
+        return np.array(found, dtype=bool)
 
-    def _limit(self, request: Request | None) -> int:
-        """Drafts that a request's next step may verify and gain from."""
-        if request is None or request.status != RequestStatus.RUNNING or request.is_prefill_chunk:
-            return 0
-        if not _is_text(request):
-            return 0
+    def _wish(self, name: str) -> Wish:
+        """A request's tokens, and how many drafts its next step may verify and gain from."""
+        request = self.requests.get(name)
+        if request is None:
+            return Wish([], 0)
+        tokens, is_running = request.all_token_ids, request.status == RequestStatus.RUNNING
+        if not is_running or request.is_prefill_chunk or not _is_text(request):
+            return Wish(tokens, 0)
         left = min(
             request.max_tokens - request.num_output_tokens, self.max_model_len - request.num_tokens
         )
-        return max(0, min(self.num_spec_tokens, left - 1))
+        return Wish(tokens, max(0, min(self.num_spec_tokens, left - 1)))
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Takes the place of the worker's drafts, which are nothing: those of the draft workers."""
-        names, drafts = self.remote.take()
-        counts, self.remote.counts = self.remote.counts, DraftingCounts.none(self.num_spec_tokens)
-        super().update_draft_token_ids(CountedDrafts(names, drafts, counts))
+        super().update_draft_token_ids(DraftTokenIds(*self.remote.take()))
 
     def _send_counts(self, stats: SchedulerStats) -> None:
-        """The counts of every drafter, and those of the draft workers."""
-        super()._send_counts(stats)
-        send_remote(stats, self._changes.of(counts_of(self.remote)))
+        """The counts of every drafter, and which draft workers are asked."""
+        workers = {link.address: not link.is_out for link in self.remote.client.links}
+        send_drafting(stats, self._counts.take(), workers)
 
 
 def _is_text(request: Request) -> bool:
@@ -108,7 +101,7 @@ def _is_text(request: Request) -> bool:
     return request.prompt_embeds is None and not request.pooling_params
 
 
-def make_drafter(vllm_config: VllmConfig) -> tuple[RemoteDrafter, Following | None]:
+def make_drafter(vllm_config: VllmConfig, counts: Counts) -> tuple[RemoteDrafter, Following | None]:
     """What a server's options ask for, connected to its workers; and what follows Dynamo's list.
 
     Raises:
@@ -123,15 +116,15 @@ def make_drafter(vllm_config: VllmConfig) -> tuple[RemoteDrafter, Following | No
     keys = None if options.keys is None else Keys(options.keys)
 
     def link(address: Address) -> Link:
-        return Link(str(address), dialer(address, keys, reply_bytes(num_slots)), deadline_s)
+        dial = dialer(address, keys, reply_bytes(num_slots))
+        return Link(str(address), dial, deadline_s, counts)
 
     links = [link(parse(each, options.keys, f"{WHERE}: workers")) for each in options.workers]
-    client = Client(links, vllm_config.model_config.get_vocab_size())
-    ngrams = Ngrams(options.ngram_min, options.ngram_max) if options.fallback == "ngram" else None
+    client = Client(links, vllm_config.model_config.get_vocab_size(), counts)
     policy: WidthPolicy = FixedWidth(num_drafts, options.width)
     if options.policy == "adaptive":
-        policy = AdaptiveWidth(num_drafts, num_slots, hysteresis=options.hysteresis)
+        policy = AdaptiveWidth(num_drafts, num_slots, False, options.hysteresis)
     following = None
     if options.discovery == "dynamo":
-        following = Following(Child.of_dynamo("watch"), link, options.keys)
-    return RemoteDrafter(client, ngrams, policy, num_drafts, num_slots, deadline_s), following
+        following = Following(watch_dynamo(), link, options.keys)
+    return RemoteDrafter(client, policy, num_slots, deadline_s, counts), following

@@ -8,7 +8,6 @@ from dllm.settings.drafting import HYSTERESES, DrafterOptions
 
 WHERE = '--additional-config: "dllm": "remote"'
 POLICIES = ("adaptive", "fixed")
-FALLBACKS = ("ngram", "none")
 MAX_DRAFTS = 127  # of a request, in a step
 DISCOVERIES = ("static", "dynamo")
 DEADLINES_MS = FloatRange(0.0, 10_000.0, excludes_low=True)
@@ -19,15 +18,12 @@ class RemoteOptions:
     """The ``remote`` object of the options.
 
     Attributes:
-        workers: addresses of draft workers, ``unix:///PATH`` or ``tcp://HOST:PORT``. With none,
-            ``ngram`` drafts alone.
+        workers: addresses of draft workers, ``unix:///PATH`` or ``tcp://HOST:PORT``.
         deadline_ms: how long a step waits for drafts at most. ``adaptive`` waits no longer than the
             drafts are expected to be worth.
         policy: how many drafts of a request are verified: ``adaptive`` or ``fixed``.
         width: of ``fixed``: drafts verified in each step; num_speculative_tokens if not given.
         hysteresis: of ``adaptive``, as for a DFlash drafter.
-        fallback: what drafts for a request of which no draft has come: ``ngram`` or ``none``.
-        ngram_min, ngram_max: how many last tokens are looked up by ``ngram``.
         keys: folder of `dllm draft-keys`; needed for workers on other machines.
         discovery: ``static``: the addresses above; ``dynamo``: those that NVIDIA Dynamo lists.
     """
@@ -37,26 +33,17 @@ class RemoteOptions:
     policy: str = "adaptive"
     width: int | None = None
     hysteresis: float = DrafterOptions.hysteresis
-    fallback: str = "ngram"
-    ngram_min: int = 2
-    ngram_max: int = 4
     keys: str | None = None
     discovery: str = "static"
 
     def __post_init__(self) -> None:
-        for key, allowed in (
-            ("policy", POLICIES),
-            ("fallback", FALLBACKS),
-            ("discovery", DISCOVERIES),
-        ):
+        for key, allowed in (("policy", POLICIES), ("discovery", DISCOVERIES)):
             if getattr(self, key) not in allowed:
                 refuse_value(f"{WHERE}: {key}", getattr(self, key), ", ".join(allowed))
         if self.deadline_ms not in DEADLINES_MS:
             refuse_value(f"{WHERE}: deadline_ms", self.deadline_ms, str(DEADLINES_MS))
         if self.hysteresis not in HYSTERESES:
             refuse_value(f"{WHERE}: hysteresis", self.hysteresis, str(HYSTERESES))
-        check_int(f"{WHERE}: ngram_min", self.ngram_min, 1)
-        check_int(f"{WHERE}: ngram_max", self.ngram_max, self.ngram_min)
         if self.width is not None:
             check_int(f"{WHERE}: width", self.width, 0)
             if self.policy != "fixed":
@@ -71,16 +58,10 @@ class RemoteOptions:
             refuse_value(f"{WHERE}: workers", self.workers, "a list of addresses")
         if len(set(self.workers)) < len(self.workers):
             refuse_value(f"{WHERE}: workers", list(self.workers), "each address once")
-        if self.discovery == "dynamo":
-            if self.workers:
-                raise ValueError(
-                    f'{WHERE}: discovery "dynamo" finds the workers. Leave out one of the two.'
-                )
-            return
-        if not self.workers and self.fallback == "none":
+        if (self.discovery == "dynamo") == bool(self.workers):
             raise ValueError(
-                f'{WHERE}: no workers and fallback "none": nobody drafts. Name workers, or leave '
-                "fallback out."
+                f'{WHERE}: name either "workers" or "discovery": "dynamo", which finds them; got '
+                f"workers = {list(self.workers)} and discovery = {self.discovery!r}."
             )
 
     def check_against(self, num_drafts: int) -> None:

@@ -196,13 +196,17 @@ def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
 def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
     """Captured with 16 rows a sequence, replayed with 32: the tensors are the same
     memory, and the tiles do not depend on the step."""
-    from dllm.attention.backend import CanvasAttentionMetadataBuilder
+    from dllm.attention.backend import CanvasAttentionBackend as Backend
+    from dllm.attention.backend import CanvasAttentionImpl, CanvasAttentionMetadataBuilder
+    from dllm.attention.layers import bound_queries
     from dllm.attention.planning import BatchShape, plan_attention
     from dllm.attention.tuning import tile_config
 
+    layer = SimpleNamespace(impl=CanvasAttentionImpl(16, 512, 1.0, 2), attn_backend=Backend)
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=512),
         model_config=SimpleNamespace(max_model_len=8192),
+        compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
     )
     builder = CanvasAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
     buffers = {
@@ -236,6 +240,10 @@ def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
     assert (captured.max_query_len, captured.max_seq_len) == (512, 8192)
     assert (step.max_query_len, step.max_seq_len) == (512, 100)
 
+    bound_queries(layer, 8)  # of a drafter
+    short = CanvasAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    assert short.build(0, common(2, 16, is_causal[:2])).batch.max_query_len == 8
+
     def tiles(batch):
         shape = BatchShape(64, batch.num_seqs, 16, 2, 512, batch.max_query_len, batch.max_seq_len)
         plan = plan_attention(shape, tile_config(512, 2), None)
@@ -258,7 +266,9 @@ def test_canvases_of_an_anchored_layer_have_a_first_key_and_nothing_else_has():
         model_config=SimpleNamespace(max_model_len=8192),
         compilation_config=SimpleNamespace(
             static_forward_context={
-                "layer": SimpleNamespace(impl=SimpleNamespace(options=SimpleNamespace(window=24)))
+                "layer": SimpleNamespace(
+                    impl=SimpleNamespace(options=SimpleNamespace(window=24), max_query_len=None)
+                )
             }
         ),
     )

@@ -1,5 +1,6 @@
 """Context that waits until somebody drafts: what may wait, and what is written of it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from dllm.drafter.context import NO_SLOT
 from dllm.drafter.deferred import MAX_DEFERRED, DeferredContext, last_of_each_slot
 from dllm.drafter.step import TargetStep
+from tests.support.watched_device import DeviceWatch, on_device
 
 
 def step(lengths: list[int], hidden: list[torch.Tensor], rejected: list[int]) -> TargetStep:
@@ -19,8 +21,7 @@ def step(lengths: list[int], hidden: list[torch.Tensor], rejected: list[int]) ->
         num_reqs=len(lengths),
         num_tokens=int(starts[-1]),
         num_draft_tokens=sum(rejected),
-        num_scheduled_tokens=np.array(lengths),
-        query_start_loc_np=np.append(starts, starts[-1]),  # padded
+        query_start_loc=torch.from_numpy(np.append(starts, starts[-1])),  # padded
         positions=torch.arange(int(starts[-1]) + 2),
     )
     nothing = torch.zeros(0)
@@ -62,6 +63,23 @@ def test_rejected_drafts_wait_for_no_place():
     deferred.append(verified, slots, [1])
     assert deferred.take().slots.tolist() == [[9, 10, NO_SLOT, NO_SLOT, 13] + 3 * [NO_SLOT]]
     assert slots.tolist() == torch.arange(18).view(2, 9).tolist()
+
+
+@pytest.mark.parametrize("rejected", [[0, 0], [1, 2]])
+def test_nobody_waits_for_the_device(rejected):
+    hidden = on_device([torch.ones(9, 2)] * 2)
+    waiting = step([4, 5], hidden, rejected)
+    tensors = on_device((waiting.batch.query_start_loc, waiting.batch.positions))
+    waiting.batch.query_start_loc, waiting.batch.positions = tensors
+    waiting = replace(waiting, num_rejected=on_device(waiting.num_rejected))
+    slots = on_device(torch.arange(27).view(3, 9))
+    with DeviceWatch() as watch:
+        deferred = DeferredContext()
+        for _ in range(2):
+            deferred.append(waiting, slots, [0, 2])
+        context = deferred.take()
+    assert not watch.findings
+    assert (context.slots >= 0).sum() == 2 * (9 - sum(rejected))
 
 
 @pytest.mark.parametrize(

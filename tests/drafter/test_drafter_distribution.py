@@ -73,7 +73,6 @@ class Step:
         lengths: ``[rows]`` tokens so far.
         numbers: ``[rows, N + 1]`` the prefix of those, and of those and 1, 2, ..., N drafts.
         drafts: ``[rows, N]``.
-        draft_logits: ``[rows, N, vocab]``, what they were drawn from.
         widths: ``[rows]`` how many of them are verified.
     """
 
@@ -82,7 +81,6 @@ class Step:
     lengths: np.ndarray
     numbers: np.ndarray
     drafts: np.ndarray
-    draft_logits: np.ndarray
     widths: np.ndarray
 
     def in_order(self, order: np.ndarray) -> "Step":
@@ -132,37 +130,10 @@ def verify(step: Step, position: int = 1) -> tuple[np.ndarray, np.ndarray]:
     return tokens.numpy(), num_emitted.numpy()
 
 
-def verify_by_ratio(step: Step) -> tuple[np.ndarray, np.ndarray]:
-    """Rejection sampling as in the literature, with random numbers of its own.
-
-    Exact if widths do not depend on the drafts: draft x is kept with probability min(1, p/q), and
-    the first that is not gives way to a token drawn from max(p - q, 0).
-    """
-    rng = np.random.default_rng(step.requests.sum() + step.lengths.sum())
-    num_rows = len(step.slots)
-    everyone = np.arange(num_rows)
-    tokens = np.zeros((num_rows, NUM_DRAFTS + 1), dtype=np.int64)
-    num_emitted, goes_on = np.zeros(num_rows, dtype=np.int64), np.ones(num_rows, dtype=bool)
-    for place in range(NUM_DRAFTS + 1):
-        target = softmax(LOGITS[OFFSETS[step.lengths + place] + step.numbers[:, place]])
-        is_verified = place < step.widths
-        draft = step.drafts[:, min(place, NUM_DRAFTS - 1)]
-        proposed = softmax(step.draft_logits[:, min(place, NUM_DRAFTS - 1)])
-        ratio = target[everyone, draft] / proposed[everyone, draft]
-        is_kept = is_verified & (rng.random(num_rows) < ratio)
-        rest = np.where(is_verified[:, None], np.maximum(target - proposed, 0) + 1e-300, target)
-        rest = rest.cumsum(1) / rest.sum(1, keepdims=True)
-        other = (rng.random((num_rows, 1)) > rest).sum(1)
-        tokens[:, place] = np.where(is_kept, draft, other)
-        num_emitted += goes_on
-        goes_on = goes_on & is_kept
-    return tokens, num_emitted
-
-
 # --- drafters -------------------------------------------------------------------------------------
 
 
-def draft(kind: str, requests: np.ndarray, lengths: np.ndarray, numbers: np.ndarray, noise=gumbel):
+def draft(kind: str, requests: np.ndarray, lengths: np.ndarray, numbers: np.ndarray):
     """Drafts ``[rows, N]``, what they were drawn from, and the prefixes behind them.
 
     A good drafter says what is likeliest; a bad one knows nothing; an adversarial one says what is
@@ -181,17 +152,11 @@ def draft(kind: str, requests: np.ndarray, lengths: np.ndarray, numbers: np.ndar
         }[kind].astype(np.float32)
         chosen = guessed.argmax(-1)
         if kind == "sampled":
-            chosen = noise(guessed, requests, PROMPT_LENGTH + lengths + place)
+            chosen = gumbel(guessed, requests, PROMPT_LENGTH + lengths + place)
         drafts.append(chosen)
         logits.append(guessed)
         prefixes.append(prefixes[-1] * VOCAB + chosen)
     return np.stack(drafts, 1), np.stack(logits, 1), np.stack(prefixes, 1)
-
-
-def independent_noise(logits: np.ndarray, requests: np.ndarray, _: np.ndarray) -> np.ndarray:
-    """Samples that share no random numbers with anything, as rejection sampling wants them."""
-    rng = np.random.default_rng(requests.sum() + int(1e4 * np.abs(logits).sum()))
-    return (logits + rng.gumbel(size=logits.shape)).argmax(-1)
 
 
 def confidence(logits: np.ndarray) -> np.ndarray:
@@ -243,7 +208,6 @@ def serve(
     drafter: str,
     num_samples: int,
     verify: Verify = verify,
-    noise: Callable[..., np.ndarray] = gumbel,
     peeks: bool = False,
 ):
     """Requests 0, 1, 2, ..., each with the next prompt; every slot always has one.
@@ -252,7 +216,7 @@ def serve(
     fast.
 
     Args:
-        verify, noise: the rule, and what sampled drafts are drawn with.
+        verify: the rule.
         peeks: widths are cut in front of a draft that ends the answer. A policy is not told.
 
     Returns:
@@ -262,9 +226,8 @@ def serve(
     rng = np.random.default_rng(0)
     slots = np.arange(NUM_SLOTS)
     drafts = np.zeros((NUM_SLOTS, NUM_DRAFTS), dtype=np.int64)
-    draft_logits = np.zeros((NUM_SLOTS, NUM_DRAFTS, VOCAB), dtype=np.float32)
     prompts = np.tile(slots % NUM_PROMPTS, (NUM_DRAFTS + 1, 1)).T
-    step = Step(slots, slots, 0 * slots, prompts, drafts, draft_logits, 0 * slots)
+    step = Step(slots, slots, 0 * slots, prompts, drafts, 0 * slots)
     found, chosen = np.full(num_samples, -1), np.zeros(NUM_DRAFTS + 1, dtype=np.int64)
     while step.requests.min() < num_samples:
         step = step.in_order(rng.permutation(NUM_SLOTS))  # a row is not a slot
@@ -284,7 +247,7 @@ def serve(
         requests[is_over] = requests.max() + 1 + np.arange(is_over.sum())
         numbers = np.where(is_over, requests % NUM_PROMPTS, numbers)
         lengths = np.where(is_over, 0, lengths)
-        drafts, draft_logits, numbers = draft(drafter, requests, lengths, numbers, noise)
+        drafts, draft_logits, numbers = draft(drafter, requests, lengths, numbers)
         widths = 0 * lengths
         if policy.wants_drafts(step.slots):
             sure = confidence(draft_logits) if policy.reads_confidence else None
@@ -293,7 +256,7 @@ def serve(
             widths = np.minimum(widths, before_end(drafts))
         chosen += np.bincount(widths[~is_over], minlength=NUM_DRAFTS + 1)
         widths = np.where(is_over, 0, widths)  # a new request begins with its prompt
-        step = Step(step.slots, requests, lengths, numbers, drafts, draft_logits, widths)
+        step = Step(step.slots, requests, lengths, numbers, drafts, widths)
     return found, chosen
 
 
@@ -389,20 +352,6 @@ def test_sampled_drafts_share_the_targets_random_numbers():
 
 
 # --- it would find an error -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("peeks", [False, True])
-def test_with_rejection_sampling_a_width_must_not_read_sampled_drafts(peeks):
-    """Drafts in front of which widths are cut escape rejection: too few answers end."""
-    found, _ = serve(
-        make("fixed", "sampled"),
-        "sampled",
-        NUM_SAMPLES,
-        verify=verify_by_ratio,
-        noise=independent_noise,
-        peeks=peeks,
-    )
-    assert (p_value(counts(found), RIGHT) < LEVEL) is peeks
 
 
 def test_noise_that_repeats_is_found():

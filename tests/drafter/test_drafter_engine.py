@@ -19,8 +19,8 @@ from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.train.pilot import trials
-from tests.drafter.test_drafter_distribution import p_value
 from tests.support.drafter_harness import (
+    Draft,
     FixedCosts,
     assert_greedy,
     drafting_engine,
@@ -121,6 +121,17 @@ def reference(target, engine, weights) -> ReferenceDrafter:
     return ReferenceDrafter(model, config, weights)
 
 
+def assert_definition(target, engine, seen: list[Draft]) -> None:
+    """The drafts of the random drafter, and their logits, are the definition's."""
+    expected = reference(target, engine, random_drafter())
+    with torch.inference_mode():
+        for draft in seen:
+            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * NUM_DRAFTS
+            logits = expected.logits(draft.tokens[:-1], block)[1:]
+            torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
+            assert draft.drafts == logits.argmax(-1).tolist()
+
+
 def test_drafts_are_those_of_the_definition(target, drafting):
     """In mixed batches: prompts in chunks, cached prefixes, drafts rejected all the time."""
     drafting.reset_prefix_cache()
@@ -128,14 +139,8 @@ def test_drafts_are_those_of_the_definition(target, drafting):
     with watch_drafts(drafting) as seen:
         drafting.generate(prompts, greedy(8))
         drafting.generate(prompts, greedy(8))  # from cached prefixes
-    expected = reference(target, drafting, random_drafter())
     assert len(seen) > 50
-    with torch.inference_mode():
-        for draft in seen[::4]:
-            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * NUM_DRAFTS
-            logits = expected.logits(draft.tokens[:-1], block)[1:]
-            torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
-            assert draft.drafts == logits.argmax(-1).tolist()
+    assert_definition(target, drafting, seen[::4])
 
 
 def test_every_option_at_once_drafts_as_the_definition(target, windowed):
@@ -198,13 +203,8 @@ def test_context_that_was_left_for_later_is_there_when_drafting(target, drafting
     with watch_drafts(drafting) as later:
         drafting.generate(longer, greedy(4))
     assert max(stored) >= 10  # tokens, of two requests
-    expected = reference(target, drafting, random_drafter())
     assert len(seen) > 10 and len(later) > 4
-    with torch.inference_mode():
-        for draft in seen + later:
-            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * NUM_DRAFTS
-            logits = expected.logits(draft.tokens[:-1], block)[1:]
-            torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
+    assert_definition(target, drafting, seen + later)
 
 
 def test_nobody_drafts_behind_a_step_in_which_all_end_and_its_context_is_not_lost(target, drafting):
@@ -217,13 +217,8 @@ def test_nobody_drafts_behind_a_step_in_which_all_end_and_its_context_is_not_los
     assert len(seen) > 10 and all(draft.tokens not in whole for draft in seen)
     with watch_drafts(drafting) as later:
         drafting.generate([tokens + [5] for tokens in whole], greedy(4))
-    expected = reference(target, drafting, random_drafter())
     assert len(later) > 1
-    with torch.inference_mode():
-        for draft in later:
-            block = [draft.tokens[-1]] + [expected.config.mask_token_id] * NUM_DRAFTS
-            logits = expected.logits(draft.tokens[:-1], block)[1:]
-            torch.testing.assert_close(draft.logits, logits, rtol=RTOL, atol=RTOL * 10)
+    assert_definition(target, drafting, later)
 
 
 def test_pages_behind_the_window_are_freed(windowed):
@@ -578,70 +573,6 @@ def test_logprobs_are_the_targets(plain, drafting):
 def test_a_parameter_that_verification_ignores_is_refused(drafting):
     with pytest.raises(VLLMValidationError, match="logprob_token_ids"):
         drafting.add(prompt(3), greedy(3, logprob_token_ids=[5]))
-
-
-@pytest.mark.parametrize("kind", ["any", "adaptive", "pilot"])
-def test_sampled_output_has_the_targets_distribution(repeating, kind, monkeypatch):
-    """The first three tokens jointly, through the whole engine.
-
-    Good, bad and adversarial drafts side by side. Chi-square at level 1e-3; with 1200 samples and
-    at most 26 degrees of freedom an error of 10% in total variation is found with probability 0.9.
-    ``test_drafter_distribution.py`` finds one of 1%, for every policy and kind of draft, but
-    without an engine: here something would have to be wired wrongly.
-    """
-    target, engine = repeating
-    model = engine.runner.speculator.model
-    compute = model.compute_logits
-
-    def drafter_logits(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(hidden)
-        rows = torch.arange(len(logits))
-        given = torch.stack([logits, torch.randn_like(logits), -logits])
-        return torch.full_like(logits, -torch.inf).index_copy_(
-            1, torch.tensor(ALLOWED), given[rows // NUM_DRAFTS % 3, rows][:, ALLOWED]
-        )
-
-    monkeypatch.setattr(model, "compute_logits", drafter_logits)
-    torch.manual_seed(0)
-    params = [
-        greedy(3, temperature=2.0, seed=seed, allowed_token_ids=ALLOWED) for seed in range(1200)
-    ]
-    chosen = make(kind, engine)
-    if isinstance(chosen, AdaptiveWidth):  # cheap drafts: with two of three bad it would stop
-        chosen.costs = FixedCosts(NUM_DRAFTS, plain=3.0, drafting=1.0, per_block=0.5)
-    steps = watch_steps(chosen)
-    with policy_of(engine, chosen):
-        outputs = np.array(engine.generate([[1, 2, 0]] * len(params), params))
-    verified = sum(int(step.verified.sum()) for step in steps)
-    rate = sum(int(step.accepted.sum()) for step in steps) / verified
-    assert verified > 400 and 0.1 < rate < 0.9
-    observed = np.bincount(outputs @ [9, 3, 1], minlength=27)
-    assert p_value(observed[None], joint_distribution(target, [1, 2, 0], 2.0)[None]) > 1e-3
-
-
-def watch_steps(policy: WidthPolicy) -> list[VerifiedStep]:
-    """What a policy is told from now on, whether it asked or not."""
-    steps: list[VerifiedStep] = []
-    observe = policy.observe
-    policy.observe = lambda step: (steps.append(step), observe(step))[1]  # type: ignore[method-assign]
-    policy.reads_outcomes = True  # type: ignore[misc]
-    return steps
-
-
-ALLOWED = [0, 1, 2]
-
-
-def joint_distribution(target, given: list[int], temperature: float) -> np.ndarray:
-    """Of three tokens among ALLOWED, by Hugging Face; in the order of their number in base 3."""
-    model = Qwen3ForCausalLM.from_pretrained(target, dtype=torch.float32)
-    prefixes = [given + list(rest) for rest in itertools.product(ALLOWED, repeat=2)]
-    with torch.inference_mode():
-        logits = model(torch.tensor(prefixes)).logits[:, len(given) - 1 :, ALLOWED]
-    # [first, second, place, token at that place]
-    probabilities = (logits.double() / temperature).softmax(-1).view(3, 3, 3, 3)
-    first, second = probabilities[0, 0, 0], probabilities[:, 0, 1]
-    third = probabilities[:, :, 2]
-    return (first[:, None, None] * second[:, :, None] * third).flatten().numpy()
 
 
 # --- refused when the server starts ---------------------------------------------------------------

@@ -553,24 +553,6 @@ def test_a_pilot_of_another_server_is_refused(tmp_path):
 # --- options --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"policy": "adaptve"}, ["adaptve", "adaptive"]),
-        ({"policy": "pilot"}, ["pilot", "dllm train pilot"]),
-        ({"policy": "adaptive", "width": 3}, ["width = 3", '"fixed"', '"adaptive"']),
-        ({"pilot": "somewhere"}, ["somewhere", '"pilot"', '"fixed"']),
-        ({"policy": "adaptive", "hysteresis": 2}, ["hysteresis = 2", "at most 1"]),
-        ({"policy": "adaptive", "confidence": 1}, ["confidence = 1", "true or false"]),
-        ({"policy": "pilot", "pilot": 3}, ["pilot = 3"]),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(given, words):
-    with pytest.raises(ValueError) as refusal:
-        DrafterOptions.from_given(given)
-    assert all(word in str(refusal.value) for word in words), refusal.value
-
-
 def test_the_adaptive_policy_from_options():
     options = DrafterOptions(policy="adaptive", hysteresis=0.1, confidence=False)
     policy = make_policy(options, 7, 4)

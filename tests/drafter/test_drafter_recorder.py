@@ -17,7 +17,6 @@ from dllm.drafter import samples as shards
 from dllm.drafter.recorder import Recorder
 from dllm.drafter.samples import read_shards
 from dllm.drafter.step import TargetStep
-from dllm.settings.drafting import DrafterOptions
 
 FEATURES = 6
 
@@ -288,27 +287,26 @@ def test_a_process_that_ends_writes_what_it_recorded(tmp_path, method):
     assert [len(sample.tokens) for sample in read_shards(tmp_path)] == [11]
 
 
-def test_memory_is_bounded(tmp_path):
+def test_memory_is_bounded_whether_requests_are_many_or_long(tmp_path):
+    """Of many, some are not recorded; samples that have no room to grow end, and are written."""
     recording = Recorder(tmp_path, 40_000)
+
+    def held() -> int:
+        return sum(sample.num_bytes for sample in recording._open.values())
+
     for number in range(200):
-        row = dict(request=f"{number}", start=0, tokens=range(50), prompt=500)
-        recording.observe(step([row]))
-    held = sum(sample.num_bytes for sample in recording._open.values())
-    assert 0 < held <= 40_000 // 4
-    recording.close()
-
-
-def test_memory_is_bounded_when_requests_go_on_and_on(tmp_path):
-    """Samples that have no room to grow end, and are written."""
-    recording = Recorder(tmp_path, 40_000)
+        recording.observe(step([dict(request=f"{number}", start=0, tokens=range(50), prompt=500)]))
+        assert 0 < held() <= 40_000 // 4
     for start in range(400):
-        rows = [
-            dict(request=f"{number}", start=start, tokens=[5], prompt=1, sampled=5)
-            for number in range(8)
-        ]
-        recording.observe(step(rows))
-        held = sum(sample.num_bytes for sample in recording._open.values())
-        assert held <= 40_000 // 4
+        recording.observe(
+            step(
+                [
+                    dict(request=f"long{number}", start=start, tokens=[5], prompt=1, sampled=5)
+                    for number in range(8)
+                ]
+            )
+        )
+        assert held() <= 40_000 // 4
     recording.close()
     assert recording.ring.shards()
 
@@ -316,18 +314,3 @@ def test_memory_is_bounded_when_requests_go_on_and_on(tmp_path):
 def test_a_new_folder_is_the_owners_alone(tmp_path):
     Recorder(tmp_path / "buffer", 40_000).close()
     assert (tmp_path / "buffer").stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"record": 3}, "record = 3; allowed: a string"),
-        ({"record": "x", "record_mb": 0}, "record_mb = 0; allowed: an integer of at least 1"),
-        ({"record_dir": "x"}, "did you mean 'record'?"),
-    ],
-)
-def test_bad_options_are_refused(given, message):
-    with pytest.raises(ValueError, match="additional-config") as refused:
-        DrafterOptions.from_given(given)
-    assert message in str(refused.value).replace('"', "'")
-    assert DrafterOptions().record is None

@@ -99,9 +99,6 @@ def test_a_fresh_drafter_is_trained_from_it(recorded, tmp_path, capsys):
     [
         (dict(record_layers=[1, 5]), "the target has 5 layers; allowed: 0 to 4"),
         (dict(record_layers=None), "Name the layers of the target"),
-        (dict(record=None), 'record_layers needs "record"'),
-        (dict(record_layers=[3, 1]), r"record_layers = \[3, 1\]; allowed"),
-        (dict(record_layers=[-1, 1]), r"record_layers = \[-1, 1\]; allowed"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_at_start(tmp_path, options, message):

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE, Popen
 from types import SimpleNamespace
+from typing import Any
 
 import prometheus_client
 import pytest
 
+from dllm.drafter.metrics import Counts, record_drafting, send_drafting
 from dllm.engine.metrics import LABELS
 from dllm.remote import discovery, dynamo_process
 from dllm.remote.address import Address
 from dllm.remote.client import Link
-from dllm.remote.discovery import Child, Following, find_python
-from dllm.remote.metrics import KEY, Changes, record_remote
+from dllm.remote.discovery import Child, Following, find_python, list_with_dynamo, watch_dynamo
 from tests.support.dynamo import needs_dynamo, wait_for
 from tests.support.oracle import VOCAB, plain
 from tests.support.process import start_python
@@ -138,37 +139,26 @@ def test_a_list_that_did_not_change_leaves_connections_alone():
     assert all(net.is_open for net in simulated.nets.values())
 
 
-def test_metrics_of_a_worker_that_left_are_gone_and_start_anew_when_it_returns():
+def test_a_worker_that_left_the_list_is_no_longer_shown_and_its_counts_stay():
     labels = ["model", "engine"]
     assert len(labels) == len(LABELS)
-    changes = Changes()
+    asks = Counts()
 
-    def observe(**asks: float) -> list[float | None]:
-        counts = {
-            "remote_asks": asks,
-            "remote_worker_up": dict.fromkeys(asks, 1.0),
-        }
-        record_remote(SimpleNamespace(ec_connector_stats={KEY: changes.of(counts)}), labels)
+    def observe(**new: float) -> list[float | None]:
+        """What is shown of the worker "one", when so many asks are new."""
+        for name, count in new.items():
+            asks.add("remote_asks", count, name)
+        stats: Any = SimpleNamespace(ec_connector_stats=None, spec_decoding_stats=None)
+        send_drafting(stats, asks.take(), dict.fromkeys(new, True))
+        record_drafting(stats, labels)
         value = prometheus_client.REGISTRY.get_sample_value
         named = dict(zip(LABELS, labels, strict=True)) | {"worker": "one"}
         return [value(f"dllm:remote_{name}", named) for name in ("asks_total", "worker_up")]
 
     assert observe(one=5, two=7) == [5, 1]
-    assert observe(two=8) == [None, None]
-    assert observe(one=2, two=9) == [2, 1]
-    assert observe(one=3, two=9) == [3, 1]
-    assert observe(one=1, two=9) == [4, 1]  # a worker that left and returned in between
-
-
-def test_front_ends_that_share_an_engine_add_up_to_its_counts():
-    changes = Changes()
-    parts = [
-        changes.of({"remote_asks": {"one": n}, "remote_worker_up": {"one": 1.0}})
-        for n in range(1, 101)
-    ]
-    sums = [sum(part["remote_asks"]["one"] for part in parts[first::2]) for first in (0, 1)]
-    assert sums == [50, 50]
-    assert all(part["remote_worker_up"] == {"one": 1.0} for part in parts)
+    assert observe(two=1) == [5, None]
+    assert observe(one=2, two=1) == [7, 1]
+    assert not asks
 
 
 # --- the process ----------------------------------------------------------------------------------
@@ -242,14 +232,14 @@ def own_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_dynamo
 def test_workers_are_listed_while_they_are_there(own_list):
-    watching = Child.of_dynamo("watch")
-    first, second = Child.of_dynamo("serve", FIRST), Child.of_dynamo("serve", SECOND)
+    watching = watch_dynamo()
+    first, second = list_with_dynamo(FIRST), list_with_dynamo(SECOND)
     for each in (watching, first, second):
         each.wait_until_ready()
     wait_for(lambda: watching.addresses == [FIRST, SECOND])
     first.close()
     wait_for(lambda: watching.addresses == [SECOND])
-    third = Child.of_dynamo("serve", THIRD)
+    third = list_with_dynamo(THIRD)
     wait_for(lambda: watching.addresses == [SECOND, THIRD])
     for each in (watching, second, third):
         each.close()
@@ -258,7 +248,7 @@ def test_workers_are_listed_while_they_are_there(own_list):
 @needs_dynamo
 def test_the_first_list_has_who_is_there_already(own_list):
     """Or a target whose watching process ended would drop its workers."""
-    first = Child.of_dynamo("serve", FIRST)
+    first = list_with_dynamo(FIRST)
     first.wait_until_ready()
     command = [find_python(), "-I", dynamo_process.__file__, "watch"]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as watching:
@@ -269,15 +259,15 @@ def test_the_first_list_has_who_is_there_already(own_list):
 
 REGISTERED = """
 import signal, sys
-from dllm.remote.discovery import Child
-child = Child.of_dynamo("serve", sys.argv[1])
+from dllm.remote.discovery import list_with_dynamo
+child = list_with_dynamo(sys.argv[1])
 signal.pause()
 """
 
 
 @needs_dynamo
 def test_a_worker_that_is_killed_leaves_the_list(own_list):
-    watching = Child.of_dynamo("watch")
+    watching = watch_dynamo()
     with start_python("-c", REGISTERED, FIRST) as registered:
         wait_for(lambda: watching.addresses == [FIRST])
         registered.kill()
@@ -287,7 +277,7 @@ def test_a_worker_that_is_killed_leaves_the_list(own_list):
 
 @needs_dynamo
 def test_a_list_survives_the_process_that_reads_it(own_list):
-    watching, first = Child.of_dynamo("watch"), Child.of_dynamo("serve", FIRST)
+    watching, first = watch_dynamo(), list_with_dynamo(FIRST)
     wait_for(lambda: watching.addresses == [FIRST])
     before = watching.addresses
     os.kill(watching._process.pid, signal.SIGKILL)

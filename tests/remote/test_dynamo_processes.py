@@ -78,7 +78,7 @@ def test_a_server_follows_workers_that_come_and_go(tmp_path, monkeypatch):
             rest = ask()
         wait_for(lambda: workers() == set())
     assert not any(wrong) and len(wrong) == 3 * len(prompts)
-    assert one["remote_drafts_total", "worker"] > len(prompts) * NUM_TOKENS / 3
+    assert one["remote_drafts_total", first.address] > len(prompts) * NUM_TOKENS / 3
     for address in (first.address, second.address):
         assert both["remote_replies_total", address] > 20
     assert (

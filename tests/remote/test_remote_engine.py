@@ -7,23 +7,23 @@ at once.
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.policy import FixedWidth
+from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.patches.contract import REMOTE_SCHEDULER
 from dllm.patches.remote import SPECULATOR
+from dllm.remote.client import Link
+from dllm.remote.drafter import RemoteDrafter
 from dllm.remote.engine import EngineDrafts
 from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
-from tests.drafter.test_drafter_distribution import p_value
-from tests.drafter.test_drafter_engine import ALLOWED, joint_distribution
 from tests.support.drafter_harness import LIMITS, FixedCosts, greedy, plain_engine
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
@@ -87,7 +87,7 @@ class Liar:
 
 def remote_engine(target: Path = TARGET, **options: Any) -> Engine:
     """A target with remote drafts, and nobody at the worker's address."""
-    given = {"workers": ["/nowhere/worker.sock"], "policy": "fixed", "fallback": "none"}
+    given = {"workers": ["/nowhere/worker.sock"], "policy": "fixed"}
     remote = {**given, **options.pop("remote", {})}
     speculative = {"method": "custom_class", "model": SPECULATOR}
     speculative["num_speculative_tokens"] = options.pop("num_drafts", NUM_DRAFTS)
@@ -99,24 +99,49 @@ def remote_engine(target: Path = TARGET, **options: Any) -> Engine:
     )
 
 
+@dataclass
+class Drafting:
+    """An engine's ``RemoteDrafter``, its link to the one worker, and what both counted."""
+
+    drafter: RemoteDrafter
+    link: Link
+    counts: Counts = field(default_factory=Counts)
+    widths: list[int] = field(default_factory=list)  # of each request and step
+
+    def num(self, what: str) -> float:
+        """``remote_WHAT``."""
+        return self.counts.get((f"remote_{what}", self.link.address), 0)
+
+
 @contextmanager
-def drafted_by(engine: Engine, worker: Any) -> Iterator[Any]:
-    """Let a worker of this process draft for the engine; its ``RemoteDrafter``."""
+def drafted_by(
+    engine: Engine, worker: Any, policy: WidthPolicy | None = None
+) -> Iterator[Drafting]:
+    """Let a worker of this process draft for the engine."""
     drafter = engine.scheduler.remote
     (link,) = drafter.client.links
-    dial, waits, deadline_s = link._dial, drafter.client._wait, drafter._deadline_s
-    link._dial, link._dialed_at = (lambda: Inline(worker)), float("-inf")
-    drafter.client._wait = lambda links, seconds: None
-    drafter._deadline_s = link._deadline_s = LONG_S
-    drafter.num_remote = drafter.num_ngram = 0
-    for _ in range(2):
-        link.receive()
-    try:
-        yield drafter
-    finally:
+    seen = Drafting(drafter, link)
+    take = drafter.take
+
+    def spy() -> Any:
+        names, drafts = take()
+        seen.widths.extend(map(len, drafts))
+        return names, drafts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "_dial", lambda: Inline(worker))
+        patch.setattr(link, "_dialed_at", float("-inf"))
+        patch.setattr(link, "_deadline_s", LONG_S)
+        patch.setattr(link, "_counts", seen.counts)
+        patch.setattr(drafter.client, "_wait", lambda links, seconds: None)
+        patch.setattr(drafter, "_deadline_s", LONG_S)
+        patch.setattr(drafter, "take", spy)
+        patch.setattr(drafter, "policy", policy or drafter.policy)
+        patch.setattr(drafter, "_wants_drafts", drafter.policy.most > 0)
+        for _ in range(2):
+            link.receive()
+        yield seen
         link.close()
-        link._dial, drafter.client._wait = dial, waits
-        drafter._deadline_s = link._deadline_s = deadline_s
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +194,11 @@ def test_greedy_output_is_that_of_plain_decoding(plain, remote, prompts, model, 
     worker = draft_engine(model, ahead, canvas)
     steps = count_steps(remote)
     expected = plain.generate(prompts, greedy(40))
-    with drafted_by(remote, worker) as drafter:
+    with drafted_by(remote, worker) as seen:
         assert remote.generate(prompts, greedy(40)) == expected
         # Not before the next ask does the worker hear that they are over.
         remote.generate([[1, 2, 3]], greedy(2))
-    kept = drafter.num_remote
+    kept = seen.num("drafts")
     assert kept > (60 if model == "tiny-dllm" else 200)
     # 4 at once, 12 requests, 40 tokens: 120 steps without drafts.
     assert count_steps(remote) - steps < (90 if model == "tiny-dllm" else 45)
@@ -252,39 +277,29 @@ def preemptions(engine: Engine) -> Iterator[list[Any]]:
 def test_hostile_replies_change_no_token(alone, small):
     small.reset_prefix_cache()
     prompts = [prompt(length, length) for length in (3, 40, 90, 11)]
-    with drafted_by(small, Liar()) as drafter:
+    with drafted_by(small, Liar()) as seen:
         assert small.generate(prompts, greedy(60)) == alone.generate(prompts, greedy(60))
-    (link,) = drafter.client.links
-    assert drafter.num_remote > 100 and link.num_refused > 0
+    assert seen.num("drafts") > 100 and seen.num("refused") > 0
 
 
 def test_preempted_requests_lose_nothing(alone, small):
-    small.reset_prefix_cache()
-    prompts = [prompt(150, index) for index in range(4)]
-    guess, answers = oracle(alone, prompts, 60)
-    with preemptions(small) as preempted, drafted_by(small, Liar(guess)) as drafter:
-        assert small.generate(prompts, greedy(60)) == answers
-    assert preempted and drafter.num_remote > 100
-
-
-def test_preempted_requests_keep_their_seeds_and_grammars(alone, small):
-    """A request that is preempted reads its own answer again, and goes on where it was."""
+    """Nor their seeds and grammars: a request reads its own answer again, and goes on."""
     small.reset_prefix_cache()
     prompts = [prompt(150, 10 + index) for index in range(4)]
-    names = ("sampled", "repetition", "sampled schema", "regex")
+    names = ("greedy", "sampled", "sampled schema", "regex")
     params = [greedy(60, **CASES[name]) for name in names]
     expected = alone.generate(prompts, params)
     texts = [given + answer for given, answer in zip(prompts, expected, strict=True)]
-    with preemptions(small) as preempted, drafted_by(small, Liar(half_right(texts))) as drafter:
+    with preemptions(small) as preempted, drafted_by(small, Liar(half_right(texts))) as seen:
         assert small.generate(prompts, params) == expected
-    assert preempted and drafter.num_remote > 100
+    assert preempted and seen.num("drafts") > 100
 
 
 def test_aborted_requests_leave_nothing_behind(alone, small):
     small.reset_prefix_cache()
     prompts = [prompt(50, 4), prompt(20, 9), prompt(33, 5)]
     guess, answers = oracle(alone, prompts, 40)
-    with drafted_by(small, Liar(guess)) as drafter:
+    with drafted_by(small, Liar(guess)) as seen:
         doomed = small.add(prompts[0], greedy(40))
         kept = small.add(prompts[1], greedy(40))
         for _ in range(4):
@@ -294,48 +309,13 @@ def test_aborted_requests_leave_nothing_behind(alone, small):
         finished = small.run()
     for name, answer in ((kept, answers[1]), (late, answers[2])):
         assert list(finished[name].outputs[0].token_ids) == answer
-    assert not drafter.client.names
+    assert not seen.drafter.client.names
     small.reset_prefix_cache()  # asserts that no KV block leaked
-
-
-def test_a_cached_prefix_changes_nothing(alone, small):
-    """The prompt's, and that of an answer whose rejected drafts wrote their KV there, too."""
-    small.reset_prefix_cache()
-    first = prompt(130, 6)
-    guess, (answer,) = oracle(alone, [first], 60)
-    longer = first + answer[:50]
-    expected = alone.generate([longer], greedy(20))[0]
-    with drafted_by(small, Liar(guess)) as drafter:
-        outputs = [small.outputs([each], greedy(60))[0] for each in (first, first)]
-        outputs += small.outputs([longer], greedy(20))
-    assert drafter.num_remote > 60
-    assert [output.num_cached_tokens for output in outputs] == [0, 128, 160]
-    found = [list(output.outputs[0].token_ids) for output in outputs]
-    assert found == [answer, answer, expected]
-
-
-def test_logprobs_are_those_of_plain_decoding(alone, small):
-    small.reset_prefix_cache()
-    prompts = [prompt(40, 3), prompt(11, 8)]
-    guess, answers = oracle(alone, prompts, 30)
-    params = greedy(30, logprobs=3)
-    with drafted_by(small, Liar(guess)) as drafter:
-        found = small.outputs(prompts, params)
-    assert drafter.num_remote > 30
-    for output, expected, answer in zip(
-        found, alone.outputs(prompts, params), answers, strict=True
-    ):
-        assert list(output.outputs[0].token_ids) == answer
-        for ours, theirs in zip(
-            output.outputs[0].logprobs, expected.outputs[0].logprobs, strict=True
-        ):
-            assert ours.keys() == theirs.keys()
-            for token in ours:  # fp32, in batches of another size
-                assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
 
 
 SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 4}
 CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
     "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 1.0},
     "logit bias": {"logit_bias": {100: 100.0}},
     "min p": {"temperature": 1.0, "seed": 5, "min_p": 0.05},
@@ -364,63 +344,21 @@ def test_sampling_parameters_do_the_same_with_drafts(alone, small):
     expected = alone.generate(prompts, params)
     texts = [given + answer for given, answer in zip(prompts, expected, strict=True)]
 
-    with drafted_by(small, Liar(half_right(texts))) as drafter:
+    with drafted_by(small, Liar(half_right(texts))) as seen:
         found = small.generate(prompts, params)
     assert dict(zip(CASES, found, strict=True)) == dict(zip(CASES, expected, strict=True))
-    assert drafter.num_remote > 60
-
-
-def test_a_parameter_that_verification_ignores_is_refused(small):
-    with pytest.raises(VLLMValidationError, match="logprob_token_ids"):
-        small.add(prompt(3), greedy(3, logprob_token_ids=[5]))
-
-
-def test_ngrams_draft_without_any_worker(target, alone):
-    """A random target falls into loops, which n-grams draft."""
-    remote = {"workers": [], "fallback": "ngram", "policy": "fixed"}
-    engine = remote_engine(target, remote=remote)
-    prompts = [prompt(9, salt) for salt in range(3)]
-    params = greedy(120, temperature=0)
-    assert engine.generate(prompts, params) == alone.generate(prompts, params)
-    assert engine.scheduler.remote.num_ngram > 20
-
-
-def test_sampled_output_has_the_targets_distribution(target):
-    """The first three tokens jointly, at temperature 1.
-
-    As in ``test_drafter_engine.py``: 1200 samples find an error of 10% in total variation.
-    ``test_drafter_distribution.py`` finds one of 1%, of the rule that verifies these drafts, too.
-    """
-    limits: dict[str, Any] = dict(max_num_seqs=40, max_num_batched_tokens=256)
-    engine = remote_engine(target, num_drafts=2, skip_tokenizer_init=True, **limits)
-    rng = np.random.default_rng(0)
-    params = [
-        greedy(4, temperature=1.0, seed=seed, allowed_token_ids=ALLOWED) for seed in range(1200)
-    ]
-    liar = Liar(lambda text, count: rng.choice(ALLOWED, count).tolist())
-    with drafted_by(engine, liar) as drafter:
-        outputs = np.array(engine.generate([[1, 2, 0]] * len(params), params))[:, :3]
-    assert drafter.num_remote > 1200
-    observed = np.bincount(outputs @ [9, 3, 1], minlength=27)
-    assert p_value(observed[None], joint_distribution(target, [1, 2, 0], 1.0)[None]) > 1e-3
+    assert seen.num("drafts") > 60
 
 
 # --- widths ---------------------------------------------------------------------------------------
 
 
-def test_a_width_of_zero_asks_nobody(small, alone):
+def test_a_width_of_zero_asks_nobody(small):
     small.reset_prefix_cache()
-    drafter = small.scheduler.remote
-    before, drafter.policy = drafter.policy, FixedWidth(NUM_DRAFTS, 0)
-    try:
-        with drafted_by(small, Liar()) as drafter:
-            drafter._wants_drafts = False
-            small.generate([prompt(9)], greedy(10))
-            (link,) = drafter.client.links
-            assert drafter.num_remote == 0
-            assert all(not ask.rows for ask in link.connection.worker.pending)
-    finally:
-        drafter.policy, drafter._wants_drafts = before, True
+    with drafted_by(small, Liar(), FixedWidth(NUM_DRAFTS, 0)) as seen:
+        small.generate([prompt(9)], greedy(10))
+        assert seen.num("drafts") == 0
+        assert all(not ask.rows for ask in seen.link.connection.worker.pending)
 
 
 def test_adaptive_widths_change_no_token(small, alone):
@@ -429,31 +367,12 @@ def test_adaptive_widths_change_no_token(small, alone):
     prompts = [prompt(30, salt) for salt in range(4)]
     guess, answers = oracle(alone, prompts[:2], 60)
     answers += alone.generate(prompts[2:], greedy(60))
-    drafter = small.scheduler.remote
-    before, drafter.policy = drafter.policy, AdaptiveWidth(NUM_DRAFTS, 4)
-    drafter.policy.costs = FixedCosts(NUM_DRAFTS, plain=3.0, drafting=3.1, per_block=2.0)
-    try:
-        with drafted_by(small, Liar(lambda text, count: guess(text, count) or [17] * count)):
-            widths = count_widths(drafter)
-            assert small.generate(prompts, greedy(60)) == answers
-    finally:
-        drafter.policy = before
-        del drafter.take
-    assert len({*widths}) > 2, widths
-
-
-def count_widths(drafter: Any) -> list[int]:
-    """Drafts of each request and step from here on."""
-    widths: list[int] = []
-    take = drafter.take
-
-    def spy() -> Any:
-        names, drafts = take()
-        widths.extend(map(len, drafts))
-        return names, drafts
-
-    drafter.take = spy
-    return widths
+    policy = AdaptiveWidth(NUM_DRAFTS, 4, reads_confidence=False)
+    policy.costs = FixedCosts(NUM_DRAFTS, plain=3.0, drafting=3.1, per_block=2.0)
+    liar = Liar(lambda text, count: guess(text, count) or [17] * count)
+    with drafted_by(small, liar, policy) as seen:
+        assert small.generate(prompts, greedy(60)) == answers
+    assert len({*seen.widths}) > 2, seen.widths
 
 
 # --- refused when the server starts ---------------------------------------------------------------
@@ -476,7 +395,9 @@ def test_options_that_cannot_work_are_refused(options, words):
 
 def test_remote_drafts_and_their_options_come_together():
     with pytest.raises(ValueError, match="Give both or none"):
-        get_engine(TARGET, additional_config={"dllm": {"remote": {"fallback": "ngram"}}})
+        get_engine(
+            TARGET, additional_config={"dllm": {"remote": {"workers": ["/nowhere/worker.sock"]}}}
+        )
     with pytest.raises(ValueError, match="name draft workers"):
         speculative = {"method": "custom_class", "model": SPECULATOR, "num_speculative_tokens": 2}
         get_engine(TARGET, speculative_config=speculative)

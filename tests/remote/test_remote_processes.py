@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 TARGET = Path(__file__).parents[2] / "checkpoints" / "tiny-ar"
 NUM_REQUESTS, NUM_TOKENS, AT_ONCE = 200, 12, 4
-DEADLINE_MS = 2000  # nobody misses it because the machine does something else
+DEADLINE_MS = 10_000  # the longest: a worker that waits for a busy machine does not miss it
 
 
 def flags(*addresses: str) -> list[str]:
@@ -40,7 +40,7 @@ class Story:
     def __init__(self, server: Server) -> None:
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
             text = response.read().decode()
-        pattern = r'^dllm:(\w+)\{.*(?:worker|source|reason)="([^"]*)".*\} (\S+)$'
+        pattern = r'^dllm:(\w+)\{.*worker="([^"]*)".*\} (\S+)$'
         self.found = {
             (name, label): float(value)
             for name, label, value in re.findall(pattern, text, re.MULTILINE)
@@ -110,34 +110,39 @@ def test_one_worker_is_killed_and_another_hangs_in_the_middle_of_200_requests(
         server.wait_until_ready()
         answers: list[Future[list[int]]] = []
 
-        def ask(count: int) -> Story:
-            """Ask so many more; returns when all of them but a few are answered."""
+        def ask(count: int, up: list[float]) -> Story:
+            """Ask so many more; returns when these workers are asked, or out, behind most of them.
+
+            However long that takes: what a step counts is known behind a later one, and a worker
+            may have to wait for the machine.
+            """
             rest = prompts[len(answers) : len(answers) + count]
             answers.extend(pool.submit(answer, server, prompt) for prompt in rest)
             answers[-2 * AT_ONCE].result()
-            return Story(server)
+            while (story := Story(server)).up(addresses) != up:
+                assert answer(server, prompts[0]) == expected[0]
+            return story
 
-        both = ask(60)
+        both = ask(60, up=[1, 1])
         first.kill()  # with requests in flight
-        one = ask(50)
+        one = ask(50, up=[0, 1])
         second.pause()
-        nobody = ask(40)
+        nobody = ask(40, up=[0, 0])
         second.go_on()
         with WorkerProcess(TARGET, tmp_path / "third.log", listen=addresses[0]) as third:
             third.wait_until_ready()
-            ask(50)
+            ask(50, up=[1, 1])
             assert [each.result() for each in answers] == expected  # nothing lost, nothing wrong
             assert len(answers) == NUM_REQUESTS
             end = Story(server)
-            while end.up(addresses) != [1, 1]:  # the counts of a step come with the next ones
-                assert answer(server, prompts[0]) == expected[0]
-                end = Story(server)
-    assert [story.up(addresses) for story in (both, one, nobody)] == [[1, 1], [0, 1], [0, 0]]
     for address in addresses:
         assert both["remote_replies_total", address] > 20
     asks = [story["remote_asks_total", addresses[0]] for story in (one, nobody)]
     assert asks[0] == asks[1]  # nobody asks who is dead
     assert nobody["remote_misses_total", addresses[1]] == 1
-    drafts = [story["remote_drafts_total", "worker"] for story in (both, one, nobody, end)]
+    drafts = [
+        sum(story["remote_drafts_total", address] for address in addresses)
+        for story in (both, one, nobody, end)
+    ]
     assert drafts[1] > drafts[0] > 60 * NUM_TOKENS / 3
     assert drafts[3] > drafts[2] + 100  # drafts are back

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dllm.drafter.metrics import Counts
 from dllm.remote import stream
 from dllm.remote.address import Address, check_private, parse
 from dllm.remote.client import Link, wait
@@ -70,11 +71,16 @@ def serving(address: Address, keys: Keys | None = None) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def linked(address: Address, keys: Keys | None = None, max_rows: int = 8) -> Iterator[Link]:
-    link = Link(str(address), dialer(address, keys, reply_bytes(max_rows)), LONG_S)
+    link = Link(str(address), dialer(address, keys, reply_bytes(max_rows)), LONG_S, Counts())
     try:
         yield link
     finally:
         link.close()
+
+
+def count(link: Link, what: str) -> float:
+    """``remote_WHAT`` of a link."""
+    return link._counts.get((f"remote_{what}", link.address), 0)
 
 
 def ask(link: Link, step: int = 1) -> list[Guess]:
@@ -102,7 +108,7 @@ def test_a_worker_that_goes_and_comes_back(place):
             with serving(place):
                 assert ask(link) == ANSWER
             until(link, lambda: bool(link.receive() or not link.is_up))
-        assert link.num_ups == 2 and link.num_refused == 0
+        assert link.num_ups == 2 and not count(link, "refused")
 
 
 def test_a_socket_that_nobody_listens_at_is_removed_and_one_in_use_is_not(place):
@@ -230,10 +236,10 @@ def test_what_a_hostile_target_takes_of_memory_is_bounded(place, first, then):
             for step in range(1, 11):
                 for hostile in many:
                     hostile.send(then)
-                answered = link.num_replies
+                answered = count(link, "replies")
                 asked = 0
                 end = time.monotonic() + LONG_S
-                while link.num_replies == answered:
+                while count(link, "replies") == answered:
                     worker.turn(server)
                     rows = [row for reply in link.receive() for row in reply.rows]
                     if link.is_up and asked != link.num_ups:
@@ -315,7 +321,7 @@ def test_sessions_end_with_their_connection(place):
         end = time.monotonic() + LONG_S
         while not worker.num_sessions:
             link.receive()
-            if link.is_up and not link.num_asks:
+            if link.is_up and not count(link, "asks"):
                 assert link.ask(Ask(1, 10**6, [Told(1, 0, PROMPT, 100)]))
             worker.turn(server)
             assert time.monotonic() < end
@@ -408,7 +414,7 @@ def test_only_targets_whose_certificate_is_known_are_let_in(pairs):
                         outside.receive()
                         if outside.is_up:
                             outside.ask(Ask(1, 10**6, [Told(1, 0, PROMPT, 2)]))
-            assert outside.num_replies == 0
+            assert not count(outside, "replies")
         with socket.create_connection(("127.0.0.1", server.address.port)) as plain_text:
             plain_text.settimeout(LONG_S)
             plain_text.sendall(GOOD)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm.remote import wire
-from dllm.remote.client import Session
+from dllm.remote.client import Session, Wish
 from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask, read_reply
 from dllm.remote.worker import Work
 from tests.support.oracle import VOCAB, plain
@@ -115,7 +115,7 @@ def test_mutated_asks_do_no_harm():
     target.run()
     assert target.finished["honest"].tokens == plain([1, 2, 3], 5 * NUM_MUTATED // 50)
     assert NUM_MUTATED // 50 < num_read < NUM_MUTATED  # some were read
-    assert target.drafter.num_remote > NUM_MUTATED // 50
+    assert target.count("drafts") > NUM_MUTATED // 50
     assert drafter.num_sessions <= 20
     clock.now += 61
     list(drafter.replies())
@@ -159,7 +159,7 @@ def test_mutated_replies_do_no_harm():
     assert NUM_MUTATED // 50 < net.num_read < net.num_mangled
     for name, request in target.finished.items():
         assert request.tokens == plain([int(name) % VOCAB, 5, 7], 40)
-    assert target.drafter.num_remote > 5 * number
+    assert target.count("drafts") > 5 * number
     target.step()
     assert not target.client._sessions and not target.client._by_number
 
@@ -182,7 +182,7 @@ def test_a_worker_keeps_of_its_guess_what_is_not_contradicted(known, guess, toke
 
 @given(FEW, FEW, st.integers(0, 12), st.integers(0, 5))
 def test_a_guess_is_used_behind_the_tokens_that_agree_with_it(tokens, guess, start, limit):
-    found = Session(1, start=start, guess=guess).usable(tokens, limit)
+    found = Session(1, start=start, guess=guess).usable(Wish(tokens, limit))
     assert len(found) <= limit
     for length in range(1, len(found) + 1):
         whole = tokens + found[:length]

@@ -5,13 +5,15 @@ and take no time.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
-from dllm.remote.client import Client, Link
-from dllm.remote.drafter import RemoteDrafter, StepRow
-from dllm.remote.ngram import Ngrams
+import numpy as np
+
+from dllm.drafter.metrics import Counts
+from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
+from dllm.remote.client import Client, Link, Wish
+from dllm.remote.drafter import RemoteDrafter
 from dllm.remote.wire import Ask, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
 from tests.support.oracle import VOCAB, Oracle, truth
@@ -119,9 +121,11 @@ class Net:
         self.worker, self.is_there = worker, True
 
 
-def link_to(net: Net, deadline_s: float) -> Link:
+def link_to(net: Net, deadline_s: float, counts: Counts | None = None) -> Link:
     """A target's link to a worker, which is up."""
-    link = Link(net.address, net.dial, deadline_s, net.clock)
+    link = Link(
+        net.address, net.dial, deadline_s, Counts() if counts is None else counts, net.clock
+    )
     for _ in range(2):
         link.receive()
     assert link.is_up
@@ -170,16 +174,16 @@ class Target:
         step_s: float = 0.01,
         deadline_s: float = 0.05,
         policy: WidthPolicy | None = None,
-        ngrams: Ngrams | None = None,
         num_slots: int = 8,
         per_draft_s: float = 0.0,
     ) -> None:
         self.nets, self.clock, self.num_drafts = nets, clock, num_drafts
         self.step_s, self.per_draft_s = step_s, per_draft_s
-        self.links = [link_to(net, deadline_s) for net in nets]
-        self.client = Client(self.links, VOCAB, clock, self._wait)
+        self.counts = Counts()
+        self.links = [link_to(net, deadline_s, self.counts) for net in nets]
+        self.client = Client(self.links, VOCAB, self.counts, clock, self._wait)
         policy = policy or FixedWidth(num_drafts)
-        self.drafter = RemoteDrafter(self.client, ngrams, policy, num_drafts, num_slots, deadline_s)
+        self.drafter = RemoteDrafter(self.client, policy, num_slots, deadline_s, self.counts)
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Request] = {}
         self.steps: list[float] = []
@@ -188,10 +192,14 @@ class Target:
     def _wait(self, links: Sequence[Link], seconds: float) -> None:
         wait(self.clock, self.nets)(links, seconds)
 
+    def count(self, what: str, worker: int = 0) -> float:
+        """What ``remote_WHAT`` of one of the workers says."""
+        return self.counts.get((f"remote_{what}", self.nets[worker].address), 0)
+
     def add(self, name: str, prompt: list[int], num_tokens: int) -> None:
         """A request; its prompt is read in the next step."""
         self.requests[name] = Request(list(prompt), len(prompt) + num_tokens)
-        self.drafter.admit([(name, self.requests[name].tokens)])
+        self.drafter.admit({name: self.requests[name].tokens})
 
     def abort(self, name: str) -> None:
         del self.requests[name]
@@ -206,9 +214,10 @@ class Target:
             for net in self.nets:
                 net.turn()
             self.clock.now += min(TICK_S, end - self.clock.now)
-        rows = []
+        names = list(self.requests)
+        in_prompt = np.array([each.num_steps == 0 for each in self.requests.values()])
+        wishes, sampled = {}, []
         for name, request in list(self.requests.items()):
-            in_prompt = request.num_steps == 0
             request.num_steps += 1
             before = len(request.tokens)
             for draft in [*request.drafts, None]:
@@ -218,12 +227,12 @@ class Target:
                     break
             is_over = len(request.tokens) >= request.end
             limit = 0 if is_over else min(self.num_drafts, request.end - len(request.tokens) - 1)
-            sampled = len(request.tokens) - before
-            rows.append(StepRow(name, request.tokens, in_prompt, sampled, verified[name], limit))
+            sampled.append(len(request.tokens) - before)
+            wishes[name] = Wish(request.tokens, limit)
             if is_over:
                 self.finished[name] = self.requests.pop(name)
-        self.drafter.end(self.client.names - self.requests.keys())
-        self.drafter.follow(rows)
+        self.client.end(self.client.names - self.requests.keys())
+        self.drafter.follow(outcome(self.drafter, names, in_prompt, sampled, verified), wishes)
         names, drafts = self.drafter.take()
         for name, tokens in zip(names, drafts, strict=True):
             if name in self.requests:
@@ -235,6 +244,21 @@ class Target:
         while self.requests:
             self.step()
             assert len(self.steps) < max_steps
+
+
+def outcome(
+    drafter: RemoteDrafter,
+    names: Sequence[str],
+    in_prompt: np.ndarray,
+    sampled: Sequence[int],
+    verified: Mapping[str, int],
+) -> VerifiedStep:
+    """A step in which these requests emitted and verified so many tokens."""
+    num_sampled = np.array(sampled, dtype=np.int64)
+    num_verified = np.array([verified[name] for name in names], dtype=np.int64)
+    accepted = np.where(num_verified > 0, np.clip(num_sampled - 1, 0, num_verified), 0)
+    slots = drafter.slots(names)
+    return VerifiedStep(slots, in_prompt, num_sampled > 0, num_verified, accepted)
 
 
 def worker(clock: Clock, alpha: float = 1.0, **limits: float) -> DraftWorker:

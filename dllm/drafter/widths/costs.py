@@ -41,7 +41,8 @@ class StepCosts:
         # The numbers, as multiples of the guess, and the covariance of the estimate. The first time
         # that is measured says what a unit is in milliseconds.
         self._numbers = np.ones(len(self._guess))
-        self._doubt = FIRST_DOUBT**2 * np.eye(len(self._guess))
+        self._one = np.eye(len(self._guess))
+        self._doubt = FIRST_DOUBT**2 * self._one
         self.is_first = True
 
     def observe(self, num_rows: int, num_verified: int, drafts: bool, ms: float) -> None:
@@ -64,11 +65,15 @@ class StepCosts:
         most = MOST_SURPRISING * variance**0.5
         surprise = min(max(ms - expected, -most), most)
         self._numbers = self._numbers + gain * (surprise / variance)
-        self._doubt = self._doubt - np.outer(gain, gain) / variance
-        speed = float(self._numbers.mean())
+        speed = float(self._numbers.sum()) / len(self._numbers)
         self._numbers = np.maximum(self._numbers, LEAST * speed)
-        self._doubt += SPEED_DRIFT**2 * np.outer(self._numbers, self._numbers)
-        self._doubt += (SHAPE_DRIFT * speed) ** 2 * np.eye(len(self._guess))
+        drift = SPEED_DRIFT * self._numbers
+        self._doubt = (
+            self._doubt
+            - gain[:, None] * (gain / variance)
+            + drift[:, None] * drift
+            + (SHAPE_DRIFT * speed) ** 2 * self._one
+        )
 
     def plain(self, num_rows: int) -> float:
         """Milliseconds of a step that neither verifies nor drafts."""
