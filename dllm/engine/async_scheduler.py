@@ -56,15 +56,20 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
     ) -> tuple[list[int], bool]:
         """Append an emitted block to its request.
 
-        Its KV counts as computed, and goes into the prefix cache, if the visit that writes it is in
-        flight. Requests that are scheduled later run behind that visit. The output of a preempted
+        If the visit that writes its KV is in flight, its KV counts as computed, and goes into the
+        prefix cache. Requests that are scheduled later run behind that visit. With blocks, only a
+        whole one has KV, with the tail that was in front of its canvas. The output of a preempted
         request (``is_stale``) changes no counters.
         """
+        num_tokens, size = request.num_tokens, self._block_size
+        if not is_stale:
+            request.num_computed_tokens -= len(new_token_ids)
         if request.num_in_flight_tokens:
             self._commits_next.add(request.request_id)
             self._num_commits += 1
-        elif not is_stale:
-            request.num_computed_tokens -= len(new_token_ids)
+            if not is_stale:
+                end = num_tokens + len(new_token_ids)
+                request.num_computed_tokens += end // size * size - num_tokens // size * size
         return AsyncScheduler._update_request_with_output(self, request, new_token_ids, is_stale)
 
     # --- metrics ---------------------------------------------------------------------------------

@@ -217,8 +217,7 @@ class CanvasForward:
         spans = Spans.of_schedule(
             input_batch.num_scheduled_tokens, input_batch.num_draft_tokens_per_req
         )
-        seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
-        tails = spans.tail_lens(seq_lens, self._block_size)
+        tails = spans.tail_lens(self._block_size)
         tokens, in_part = input_batch.logits_indices, self._rows
         starts, starts_np = input_batch.cu_num_logits, input_batch.cu_num_logits_np
         if tails.any():

@@ -84,7 +84,7 @@ class DiffusionModelState(ModelState):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Our sampler in place of vLLM's, and no rejection sampler: no draft is ever rejected."""
-        requests = sampler.req_states
+        requests = self._requests = sampler.req_states
         # [slots, C]; the last one is the spare slot.
         requests.draft_tokens = torch.zeros_like(self.canvases.argmax_canvas)
         # For prompt logprobs vLLM reads the id behind each scheduled token, of all requests of the
@@ -246,7 +246,7 @@ class DiffusionModelState(ModelState):
         tokens_behind = to_device(rows - sequences.seq_lens, self.device)
         is_causal = to_device(sequences.is_causal, self.device)
         if self._is_async:
-            is_causal = is_causal | pending.find_commits(self.canvases, input_batch)[row_of]
+            is_causal = is_causal | self._find_commits(input_batch)[row_of]
         return {
             "num_reqs": len(sequences.row_of),
             "num_tokens": input_batch.num_tokens,
@@ -273,7 +273,7 @@ class DiffusionModelState(ModelState):
         is_causal = self._is_causal[:num_rows].zero_()
         is_causal[:num_reqs] = to_device(sequences.is_causal, self.device)
         if self._is_async:
-            is_causal[:num_reqs] |= pending.find_commits(self.canvases, input_batch)
+            is_causal[:num_reqs] |= self._find_commits(input_batch)
         return {
             "num_reqs": num_rows,
             "num_tokens": input_batch.num_tokens_after_padding,
@@ -285,6 +285,10 @@ class DiffusionModelState(ModelState):
             "block_tables": block_tables,
             "causal": is_causal,
         }
+
+    def _find_commits(self, input_batch: InputBatch) -> torch.Tensor:
+        num_tokens = self._requests.total_len.gpu
+        return pending.find_commits(self.canvases, input_batch, num_tokens)
 
     def _sequences(self, input_batch: InputBatch) -> Sequences:
         seq_lens = input_batch.seq_lens_cpu_upper_bound.numpy()[: input_batch.num_reqs]
@@ -304,16 +308,15 @@ class DiffusionModelState(ModelState):
         head_lens = np.where(is_generated, _spans(input_batch).head_lens, 0)
         if not head_lens.any():
             return
-        # One entry for each head token: its row, its place in the head, its index in the batch.
+        # One entry for each head token: its index in the batch, and its request's slot.
         rows = np.repeat(np.arange(len(head_lens)), head_lens)
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(head_lens) - head_lens, head_lens)
-        tokens = input_batch.query_start_loc_np[rows] + offsets
-        index = to_device(
-            np.stack([tokens, input_batch.idx_mapping_np[rows], computed[rows] + offsets]),
-            self.device,
+        tokens_np = input_batch.query_start_loc_np[rows] + offsets
+        tokens, slots = to_device(
+            np.stack([tokens_np, input_batch.idx_mapping_np[rows]]), self.device
         )
-        ids = req_states.all_token_ids.gpu[index[1], index[2]]
-        input_batch.input_ids[index[0]] = ids.to(input_batch.input_ids.dtype)
+        ids = req_states.all_token_ids.gpu[slots, input_batch.positions[tokens]]
+        input_batch.input_ids[tokens] = ids.to(input_batch.input_ids.dtype)
 
 
 def _spans(input_batch: InputBatch) -> Spans:

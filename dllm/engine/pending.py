@@ -1,15 +1,20 @@
 """Pending blocks: emitted, but their causal KV has not been written yet.
 
 Under asynchronous scheduling the scheduler sends the next visit before it knows that a canvas has
-converged. In that visit the request has as many tokens as its canvas, and the scheduler means one
-more denoise step. The worker uses these tokens for something else: they become the emitted block,
-so that its causal KV is written. This is called a *plain commit*:
+converged. In that visit the request has the same tokens once more, and the scheduler means one more
+denoise step. The worker sees that the canvas starts in front of the request's last token, and makes
+it the emitted block, so that its causal KV is written. This is called a *plain commit*:
 
     token ids        those of the emitted block; nothing is added to their embeddings
     attention        causal for all of the tokens
     denoise step     none: the request counts as one without a canvas, and its next canvas, which is
                      in the state already, stays as it is
     answer           no token is emitted, and the KV of the block's tokens is kept
+
+In a model with blocks of B > 1 tokens the tail in front of the canvas belongs to the block, and
+causal rows see their whole block as those of a canvas do. A block that was emitted without its last
+tokens, in front of a bad word, is not whole: its KV is not kept, and its tokens are the next
+canvas's tail.
 
 Only the device knows which requests of a batch these are. So each of the points above is a
 `torch.where` over all requests: what the host does, and the shapes of tensors, are the same for any
@@ -26,15 +31,14 @@ from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.state import CanvasState
 
 
-def find_commits(state: CanvasState, batch: InputBatch) -> torch.Tensor:
+def find_commits(state: CanvasState, batch: InputBatch, num_tokens: torch.Tensor) -> torch.Tensor:
     """Which rows of a visit are plain commits: ``[R]`` bool, also kept in ``state.commits``.
 
-    Those that hold a canvas and nothing else, while a block of their request is pending.
+    num_tokens: ``[slots]``, of each request, what it has emitted included.
     """
     slots = batch.idx_mapping[: batch.num_reqs].long()
-    query_lens = batch.query_start_loc[: batch.num_reqs + 1].diff()
-    has_no_head = query_lens == batch.cu_num_logits.diff()
-    commits = has_no_head & (state.num_pending[slots] > 0)
+    widths = batch.cu_num_logits.diff()
+    commits = (widths > 0) & (batch.seq_lens[: batch.num_reqs] - widths < num_tokens[slots])
     state.commits[slots] = commits
     return commits
 
@@ -60,20 +64,16 @@ def without_commits(rows: CanvasRows, state: CanvasState) -> CanvasRows:
     return rows._replace(widths=torch.where(state.commits[rows.slots], 0, rows.widths))
 
 
-def num_rejected(state: CanvasState, batch: InputBatch) -> torch.Tensor:
-    """How many canvas tokens of each row keep no KV: ``[R]``.
+def num_rejected(
+    state: CanvasState, batch: InputBatch, num_tokens: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """How many tokens of each row keep no KV: ``[R]``. Arguments as of ``find_commits``.
 
-    All of a canvas; of a plain commit those behind its block.
+    What is kept ends with the last whole block in front of the canvas, or with that of a plain
+    commit.
     """
     slots = batch.idx_mapping[: batch.num_reqs].long()
-    num_kept = torch.where(state.commits[slots], state.num_pending[slots], 0)
-    return batch.cu_num_logits.diff() - num_kept
-
-
-def store(state: CanvasState, batch: InputBatch, num_emitted: torch.Tensor) -> None:
-    """Remember which blocks are pending behind this visit: ``num_emitted`` ``[R]`` tokens each.
-
-    A block that was pending before has its KV: it was a plain commit, or a head.
-    """
-    slots = batch.idx_mapping[: batch.num_reqs].long()
-    state.num_pending[slots] = num_emitted.to(state.num_pending.dtype)
+    seq_lens = batch.seq_lens[: batch.num_reqs]
+    starts = seq_lens - batch.cu_num_logits.diff()
+    ends = torch.where(state.commits[slots], num_tokens[slots], starts)
+    return seq_lens - ends + ends % block_size

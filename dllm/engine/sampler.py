@@ -49,8 +49,7 @@ class Tile(NamedTuple):
         rows: where the canvases are in it.
         at_least_two: the same rows for compiled code.
         written_slots: ``[R]`` int64, where the state of each row is written: the spare slot for a
-            row without a canvas. With blocks, the tail in front of a canvas may be scheduled
-            without the canvas, which waits in the middle of its steps for room.
+            row without a canvas.
         is_pinned: ``[N, 1]`` bool, rows whose input token the request fixed (``settings.pins``);
             None if nobody pins.
         filters: top-k, top-p and min-p; None if no request uses them.
@@ -164,10 +163,7 @@ class DiffusionSampler:
             draft_logits: an argument that vLLM passes to samplers; not used.
         """
         if input_batch.num_draft_tokens == 0:
-            output = _nothing_sampled(input_batch, self.family.settings.block_size)
-            if self._is_async:
-                pending.store(self.state, input_batch, output.num_sampled)
-            return output
+            return self._nothing_sampled(input_batch)
         tiles = self._tiles(input_batch, isinstance(logits, torch.Tensor))
         output = self._denoise(logits, tiles)
         if self.loop.may_repeat(input_batch) and self.loop.goes_on(output.num_sampled):
@@ -357,32 +353,29 @@ class DiffusionSampler:
         gets its causal KV in the next step. Head tokens of a block that is not whole yet count as
         rejected, too: they saw this canvas.
         """
-        if self._is_async:
-            num_rejected = pending.num_rejected(self.state, input_batch)
-            pending.store(self.state, input_batch, num_emitted)
-        else:
-            tails = (rows.seq_lens - rows.widths) % self.family.settings.block_size
-            num_rejected = rows.widths + tails
         return SamplerOutput(
             sampled_token_ids=step.argmax_canvas.to(torch.int32),
             logprobs_tensors=logprobs,
             num_nans=None,
             num_sampled=num_emitted.to(torch.int32),
-            num_rejected=num_rejected.to(torch.int32),
+            num_rejected=self._num_rejected(input_batch),
         )
 
+    def _nothing_sampled(self, batch: InputBatch) -> SamplerOutput:
+        """The output of a batch without canvases: prompt chunks, blocks in a pass of their own."""
+        num_rejected = self._num_rejected(batch)
+        nothing = torch.zeros_like(num_rejected)
+        return SamplerOutput(
+            sampled_token_ids=nothing[:, None],
+            logprobs_tensors=None,
+            num_nans=None,
+            num_sampled=nothing,
+            num_rejected=num_rejected,
+        )
 
-def _nothing_sampled(input_batch: InputBatch, block_size: int) -> SamplerOutput:
-    """The output of a batch without canvases: prompt chunks, and blocks in a pass of their own."""
-    seq_lens = input_batch.seq_lens[: input_batch.num_reqs]
-    nothing = torch.zeros_like(seq_lens)
-    return SamplerOutput(
-        sampled_token_ids=nothing[:, None],
-        logprobs_tensors=None,
-        num_nans=None,
-        num_sampled=nothing,
-        num_rejected=seq_lens % block_size,
-    )
+    def _num_rejected(self, batch: InputBatch) -> torch.Tensor:
+        num_tokens, size = self.req_states.total_len.gpu, self.family.settings.block_size
+        return pending.num_rejected(self.state, batch, num_tokens, size).to(torch.int32)
 
 
 def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:

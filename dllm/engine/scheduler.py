@@ -46,14 +46,21 @@ class CanvasScheduler(Scheduler):
         self._grammar_room = GrammarRoom(room_for(self.scheduler_config.max_num_seqs, vocab_size))
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """vLLM's, without a word of structured outputs: the worker masks canvases itself.
+        """vLLM's counts behind the message; but the tail of a head does not count as computed.
 
-        Else vLLM would make masks here, which an asynchronous visit would wait for, and copy every
-        canvas to the host for them.
+        Its block is not whole yet, so that no KV of it is kept.
+
+        Of structured outputs vLLM hears nothing: the worker masks canvases itself. Else vLLM would
+        make masks here, which an asynchronous visit would wait for, and copy every canvas to the
+        host for them.
         """
         super()._update_after_schedule(scheduler_output)
         scheduler_output.has_structured_output_requests = False
         scheduler_output.pending_structured_output_tokens = False
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests[req_id]
+            if not request.is_prefill_chunk:
+                request.num_computed_tokens -= request.num_tokens % self._block_size
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM's; a request waits, too, until there is room for the table of its grammar."""
@@ -108,17 +115,21 @@ class CanvasScheduler(Scheduler):
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """How much of ``num_new_tokens`` to schedule: a chunk that is not the last ends a block.
+        """How much of ``num_new_tokens`` to schedule: what has to end a block is rounded down.
 
-        What follows the end of a block would be computed once more with the next chunk. vLLM has
-        this hook for other models, whose chunks have to end at certain positions, too.
+        A chunk of a prompt that is not the last: what follows the end of a block would be computed
+        once more with the next chunk. And behind the prompt whatever is scheduled without a canvas:
+        a tail alone leaves nothing.
+
+        vLLM has this hook for other models, whose chunks have to end at certain positions, too.
         """
         start = request.num_computed_tokens + num_new_local_computed_tokens
         start += num_external_computed_tokens
-        end = start + num_new_tokens
-        if end < request.num_tokens:
-            end -= end % self._block_size
-        return max(end - start, 0)
+        is_last = start + num_new_tokens >= request.num_tokens
+        reads = request.status != RequestStatus.RUNNING or request.is_prefill_chunk
+        if is_last and (reads or request.spec_token_ids):
+            return num_new_tokens
+        return num_new_tokens - num_new_tokens % self._block_size
 
     def _may_repeat(self, output: SchedulerOutput) -> bool:
         """Whether no request waits for admission, or for room in the next step."""
@@ -157,14 +168,14 @@ class CanvasScheduler(Scheduler):
             width = self._canvas_width(request)
             scheduled = output.num_scheduled_tokens[data.req_id]
             left = self.max_num_scheduled_tokens - output.total_num_scheduled_tokens
-            is_whole = request.num_computed_tokens == request.num_tokens
-            if not is_whole or not 0 < width <= min(left, cap - scheduled):
+            if request.is_prefill_chunk or not 0 < width <= min(left, cap - scheduled):
                 continue
             if _asks_for_prompt_logprobs(request):
                 continue
-            # vLLM has counted the prompt as computed, so the new pages are those of the canvas. It
-            # has counted it as in flight, too, so no page is freed that the prompt still needs.
-            if self.kv_cache_manager.allocate_slots(request, width) is None:
+            # The prompt's whole blocks count as computed, so the new pages are those of the canvas
+            # and the tail. The prompt counts as in flight, too, so no page of it is freed.
+            tail = request.num_tokens % self._block_size
+            if self.kv_cache_manager.allocate_slots(request, tail + width) is None:
                 continue
             data.block_ids = self.kv_cache_manager.get_block_ids(data.req_id)
             if pages := self._get_new_block_ids_to_zero():
@@ -186,7 +197,8 @@ class CanvasScheduler(Scheduler):
         cap = self.scheduler_config.long_prefill_token_threshold or budget
         withheld = []
         for request in self.running:
-            canvas = request.spec_token_ids[: self._canvas_width(request)]
+            width = self._canvas_width(request) if request.spec_token_ids else 0
+            canvas = [NO_TOKEN] * width
             num_known = request.num_tokens + request.num_output_placeholders
             head_len = num_known - request.num_computed_tokens
             needed = head_len + len(canvas)
@@ -197,6 +209,8 @@ class CanvasScheduler(Scheduler):
             if canvas and (needed > min(budget, cap) or commits_alone or is_beyond):
                 withheld.append((request, canvas))
                 canvas, needed = [], head_len
+                if not request.is_prefill_chunk:
+                    needed -= needed % self._block_size  # a tail goes with its canvas
             request.spec_token_ids = canvas
             budget -= min(needed, budget, cap)
         return withheld
@@ -210,10 +224,6 @@ class CanvasScheduler(Scheduler):
         frames = FrameMail(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         frames.add_to(outputs)
-        for req_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests.get(req_id)
-            if request is not None:  # KV of a block that is not whole yet does not count
-                request.num_computed_tokens -= request.num_computed_tokens % self._block_size
         return outputs
 
     def _update_request_with_output(

@@ -100,13 +100,12 @@ class Spans:
         assert (head_lens >= 0).all(), f"canvas longer than its row: {query_lens=}, {head_lens=}"
         return cls(head_lens.astype(np.int32), num_draft_tokens.astype(np.int32))
 
-    def tail_lens(self, seq_lens: np.ndarray, block_size: int) -> np.ndarray:
+    def tail_lens(self, block_size: int) -> np.ndarray:
         """How many tokens of each head are in a block that is not whole yet: [R].
 
-        Args:
-            seq_lens: [R], tokens of context and query together, of each row.
+        A head starts where a block starts, because KV is kept of whole blocks only.
         """
-        return np.minimum((seq_lens - self.canvas_widths) % block_size, self.head_lens)
+        return self.head_lens % block_size
 
     def sequences(self, seq_lens: np.ndarray, block_size: int = 1) -> Sequences:
         """The batch as sequences that are causal or bidirectional as a whole.
@@ -115,7 +114,7 @@ class Spans:
             seq_lens: [R], tokens of context and query together, of each row.
             block_size: of the model.
         """
-        tails = np.where(self.canvas_widths > 0, self.tail_lens(seq_lens, block_size), 0)
+        tails = np.where(self.canvas_widths > 0, self.tail_lens(block_size), 0)
         widths = self.canvas_widths + tails
         num_rows = len(widths)
         # [2 * R]: head, canvas, head, canvas, ... Empty heads and canvases are dropped below.

@@ -19,7 +19,6 @@ where the model runner puts it into the next batch. Everything else is here:
 | steps_done       | [slots] int32    | sampler, each step      | denoise; prepare_inputs        |
 | carried          | [slots, ...]     | sampler, each step      | denoise                        |
 | soft_embeds      | [slots, C, S]    | sampler, each step      | prepare_inputs, if steps_done  |
-| num_pending      | [slots] int32    | sampler, each step      | prepare_attn  (`pending`)      |
 | commits          | [slots] bool     | prepare_attn            | inputs, sampler  (`pending`)   |
 
 The family says which ``numbers`` and ``carried`` tensors there are, and S, the last dimension of
@@ -64,7 +63,6 @@ class CanvasState:
         self.steps_done = zeros(dtype=torch.int32)
         self.carried = {name: zeros(*shape, dtype=dtype) for name, shape, dtype in family.carried}
         self.soft_embeds = zeros(canvas_length, family.soft_size or 0, dtype=dtype)
-        self.num_pending = zeros(dtype=torch.int32)
         self.commits = zeros(dtype=torch.bool)
 
         # What a request brings is one record, which goes to the device in one copy. The tensors
@@ -149,7 +147,6 @@ class CanvasState:
         slots = sent[:, 0]
         self._records.index_copy_(0, slots, sent)
         self.steps_done.index_fill_(0, slots, 0)
-        self.num_pending.index_fill_(0, slots, 0)
         for column in self.carried.values():
             column.index_fill_(0, slots, 0)
         vocab_size = self.is_stop.shape[1]

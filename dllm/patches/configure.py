@@ -26,6 +26,9 @@ FLAG_BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
 # computed in tiles (``engine.logit_rows``), so that memory does not limit this.
 DEFAULT_CONCURRENCY = 64
 GPU_PAGE_SIZE = 64  # tokens of a page of the KV cache
+# In a model with blocks that are shorter than this, asynchronous scheduling has to be asked for: a
+# short block takes few steps, and each block takes one more pass.
+LEAST_ASYNC_BLOCK = 32
 
 
 def configure_dllm(vllm_config: Any) -> None:
@@ -122,6 +125,8 @@ def _set_scheduler(vllm_config: Any, settings: DenoiseSettings) -> None:
 def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
     """Whether visits are scheduled asynchronously: where vLLM does so, unless something forbids it.
 
+    Models with short blocks only do so if the user asks for it.
+
     Raises:
         ValueError: the user asks for it with ``--async-scheduling``, and something forbids it.
     """
@@ -140,10 +145,6 @@ def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
             "the executor of --distributed-executor-backend supports none",
         ),
         (
-            settings.block_size > 1,
-            f"how much of a block of {settings.block_size} tokens keeps its KV is known too late",
-        ),
-        (
             loop_ms not in ("auto", 0),
             f"denoise_loop_ms is {loop_ms}, and a loop needs the scheduler to wait for it",
         ),
@@ -152,7 +153,7 @@ def _is_asynchronous(vllm_config: Any, settings: DenoiseSettings) -> bool:
             raise ValueError(f"--async-scheduling does not work: {why}. Leave the flag out.")
         if forbids:
             return False
-    return True
+    return bool(given) or not 1 < settings.block_size < LEAST_ASYNC_BLOCK
 
 
 def _platform_is_synchronous() -> bool:

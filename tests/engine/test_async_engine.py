@@ -4,8 +4,7 @@ The twin takes one pass a visit, and gives every emitted block a pass of its own
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from dllm.engine.sampler import DiffusionSampler
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_loop import REQUESTS, params, switched
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.async_engine import get_async_engine
+from tests.support.async_engine import get_async_engine, rows_taken
 from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, Engine, Run, assert_same_runs
 from tests.support.grammar_paths import write_paths
 
@@ -39,30 +38,6 @@ def ours(checkpoint: Any) -> Engine:
 def twin_runs(engine: Engine, requests: Any) -> list[Run]:
     with switched(engine, passes=1, first_step="separate", commit="separate"):
         return [engine.quiet_run(*request) for request in requests]
-
-
-@contextmanager
-def rows_taken() -> Iterator[Counter[str]]:
-    """How the rows of all visits were run."""
-    taken: Counter[str] = Counter()
-    find = pending.find_commits
-
-    def spy(state: Any, batch: Any) -> torch.Tensor:
-        commits = find(state, batch)
-        slots, widths = batch.idx_mapping, batch.cu_num_logits.diff()
-        has_head = batch.query_start_loc[: batch.num_reqs + 1].diff() > widths
-        is_late = (state.num_pending[slots] > 0) & has_head
-        taken["plain commit"] += int(commits.sum())
-        taken["trimmed commit"] += int((commits & (state.num_pending[slots] < widths)).sum())
-        taken["block at the head"] += int((is_late & (widths > 0)).sum())
-        taken["block alone"] += int((is_late & (widths == 0)).sum())
-        taken["canvas"] += int((~commits & (widths > 0)).sum())
-        taken["mixed batch"] += bool(commits.any() and not commits.all())
-        return commits
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pending, "find_commits", spy)
-        yield taken
 
 
 # --- exactness ------------------------------------------------------------------------------------
@@ -336,7 +311,7 @@ def test_a_full_graph_gets_the_same_sequences(ours, monkeypatch):
 # --- these tests can fail -------------------------------------------------------------------------
 
 
-def no_commits(state: Any, batch: Any) -> torch.Tensor:
+def no_commits(state: Any, batch: Any, num_tokens: Any) -> torch.Tensor:
     state.commits.fill_(False)
     return torch.zeros(batch.num_reqs, dtype=torch.bool)
 
@@ -344,7 +319,7 @@ def no_commits(state: Any, batch: Any) -> torch.Tensor:
 BROKEN: dict[str, Callable[..., Any]] = {
     "find_commits": no_commits,
     "without_commits": lambda rows, state: rows,
-    "num_rejected": lambda state, batch: batch.cu_num_logits.diff(),
+    "num_rejected": lambda state, batch, *_: batch.cu_num_logits.diff(),
 }
 
 

@@ -84,6 +84,7 @@ class Server:
     reset: (
         int | None
     )  # the visit before which all pages are dropped, also those of running requests
+    block_size: int = 1
 
 
 def scheduler_of(config: Any, server: Server, kind: type[CanvasScheduler]) -> CanvasScheduler:
@@ -95,7 +96,8 @@ def scheduler_of(config: Any, server: Server, kind: type[CanvasScheduler]) -> Ca
     limits.long_prefill_token_threshold = server.longest_chunk
     limits.async_scheduling = kind is CanvasAsyncScheduler
     config.model_config.max_model_len = limits.max_model_len = server.longest
-    config.diffusion_config.canvas_length = CANVAS
+    config.diffusion_config.canvas_length = canvas_length(server)
+    config.model_config.hf_config.block_size = server.block_size
     config.cache_config.block_size = PAGE
     config.cache_config.num_gpu_blocks = server.pages
     config.additional_config = {"dllm": {"first_step": server.first_step, "commit": server.commit}}
@@ -111,6 +113,10 @@ def scheduler_of(config: Any, server: Server, kind: type[CanvasScheduler]) -> Ca
     return kind(config, cache, manager, block_size=PAGE, hash_block_size=PAGE)
 
 
+def canvas_length(server: Server) -> int:
+    return server.block_size if server.block_size > 1 else CANVAS
+
+
 class Simulation:
     """An engine core with a page worker; asynchronous if its scheduler is.
 
@@ -121,11 +127,11 @@ class Simulation:
 
     def __init__(self, scheduler: CanvasScheduler, server: Server, asks: Sequence[Ask]) -> None:
         init_none_hash(sha256)
-        self.reset = server.reset
+        self.reset, self.canvas_length = server.reset, canvas_length(server)
         self.scheduler, self.asks = scheduler, dict(enumerate(asks))
         self.depth = 2 if isinstance(scheduler, CanvasAsyncScheduler) else 1
         texts = {str(number): ask.text for number, ask in self.asks.items()}
-        self.worker = PageWorker([None, server.window], PAGE, texts)
+        self.worker = PageWorker([None, server.window], PAGE, server.block_size, texts)
         self.taken = self.worker.taken
         self.tokens: dict[str, list[int]] = {name: [] for name in texts}
         self.finished: set[str] = set()
@@ -207,7 +213,7 @@ class Simulation:
             if output.finish_reason is not None:
                 self.finished.add(output.request_id)
         if self.depth == 1:
-            self.scheduler.update_draft_token_ids(self.worker.drafts(message, CANVAS))
+            self.scheduler.update_draft_token_ids(self.worker.drafts(message, self.canvas_length))
         for request in self.scheduler.requests.values():
             self._check_counters(request)
 
@@ -229,7 +235,8 @@ class Simulation:
                 continue
             tokens = self._hashed[bytes(get_block_hash(block.block_hash))]
             for place in range(PAGE):
-                expected = (CAUSAL, tokens[: len(tokens) - PAGE + place + 1])
+                end = self.worker.end_of_block(len(tokens) - PAGE + place)
+                expected = (CAUSAL, tokens[:end])
                 assert self.worker.pages[block.block_id, place] == expected, "not causal KV"
 
 
@@ -254,18 +261,24 @@ asks = st.builds(
     arrives=st.integers(0, 12),
     aborted=st.none() | st.integers(0, 15),
 )
-servers = st.builds(
-    Server,
-    budget=st.integers(CANVAS, 24),
-    slots=st.integers(1, 6),
-    pages=st.integers(26, 48),
-    longest=st.integers(24, 40),
-    window=st.sampled_from([2, 5, 9]),
-    longest_chunk=st.sampled_from([0, 0, CANVAS, 7]),
-    first_step=st.sampled_from(["overlapped", "separate"]),
-    commit=st.sampled_from(["overlapped", "overlapped", "separate"]),
-    reset=st.none() | st.integers(2, 20),
-)
+
+
+def servers(block_sizes: Sequence[int]) -> Any:
+    """Servers of models with blocks of one of these sizes."""
+    return st.builds(
+        Server,
+        budget=st.integers(CANVAS, 24),
+        slots=st.integers(1, 6),
+        pages=st.integers(26, 48),
+        longest=st.integers(24, 40),
+        window=st.sampled_from([2, 5, 9]),
+        longest_chunk=st.sampled_from([0, 0, CANVAS, 7]),
+        first_step=st.sampled_from(["overlapped", "separate"]),
+        commit=st.sampled_from(["overlapped", "overlapped", "separate"]),
+        reset=st.none() | st.integers(2, 20),
+        block_size=st.sampled_from(block_sizes),
+    )
+
 
 CASES = {
     "plain commit",
@@ -309,10 +322,11 @@ generated = settings(
 )
 
 
-def test_tokens_and_pages_equal_those_of_the_synchronous_twin(base):
+@pytest.mark.parametrize("block_sizes", [(1,), (2, 4)])
+def test_tokens_and_pages_equal_those_of_the_synchronous_twin(base, block_sizes):
     taken: Counter[str] = Counter()
 
-    @given(server=servers, asks=st.lists(asks, min_size=1, max_size=8))
+    @given(server=servers(block_sizes), asks=st.lists(asks, min_size=1, max_size=8))
     @generated
     def check(server: Server, asks: list[Ask]) -> None:
         twin = simulate(base, server, asks, CanvasScheduler)
@@ -322,7 +336,8 @@ def test_tokens_and_pages_equal_those_of_the_synchronous_twin(base):
         taken.update(ours.taken)
 
     check()
-    assert {case for case, times in taken.items() if times >= MET} == CASES
+    expected = CASES | ({"block with its tail"} if block_sizes != (1,) else set())
+    assert {case for case, times in taken.items() if times >= MET} == expected
 
 
 # --- the simulation can fail ----------------------------------------------------------------------
@@ -377,8 +392,9 @@ class CutsCanvases(CanvasAsyncScheduler):
         CutsCanvases,
     ],
 )
-def test_a_broken_scheduler_is_found_out(base, broken):
-    @given(server=servers, asks=st.lists(asks, min_size=1, max_size=8))
+@pytest.mark.parametrize("block_sizes", [(1,), (2, 4)])
+def test_a_broken_scheduler_is_found_out(base, broken, block_sizes):
+    @given(server=servers(block_sizes), asks=st.lists(asks, min_size=1, max_size=8))
     @generated
     def check(server: Server, asks: list[Ask]) -> None:
         ours = simulate(base, server, asks, broken)

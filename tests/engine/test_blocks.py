@@ -216,7 +216,7 @@ def test_prompts_in_chunks_and_budgets_smaller_than_the_batch(engine, model):
 
 
 def test_a_canvas_that_waits_for_room_goes_on_where_it_was(engine, model):
-    """Its tail, which does fit, is scheduled without it, between two of its denoise steps."""
+    """Between two of its denoise steps; its tail, which would fit, waits with it."""
     size = model.block_size
     small = model.engine(max_num_batched_tokens=2 * size + 3)
     extra = {"diffusion_threshold": 1.0}
@@ -227,18 +227,19 @@ def test_a_canvas_that_waits_for_room_goes_on_where_it_was(engine, model):
     ]
     expected = [engine.quiet_run(*pair) for pair in zip(contexts, sampling, strict=True)]
     small.reset_prefix_cache()
-    widths = []
-    store = small.runner.sampler._store_state
+    waited = []
+    schedule = small.scheduler.schedule
 
-    def spy(tile, result):
-        steps_done = small.runner.sampler.state.steps_done[tile.rows.slots]
-        widths.extend(zip(tile.rows.widths.tolist(), steps_done.tolist(), strict=True))
-        store(tile, result)
+    def spy(*args):
+        output = schedule(*args)
+        running = {request.request_id for request in small.scheduler.running}
+        waited.extend(running - output.num_scheduled_tokens.keys())
+        return output
 
     with small.one_pass_a_visit(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(small.runner.sampler, "_store_state", spy)
+        patch.setattr(small.scheduler, "schedule", spy)
         assert_same_runs(small.runs(contexts, sampling), expected)
-    assert any(width == 0 and steps_done > 0 for width, steps_done in widths)
+    assert waited
 
 
 def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypatch):

@@ -302,14 +302,18 @@ def test_scheduling_is_asynchronous_where_vllms_is(checkpoint, flags, is_async):
     assert config.max_concurrent_batches == (2 if is_async else 1)
 
 
-def test_blocks_are_scheduled_synchronously(tmp_path):
-    blocks = family_checkpoints.write(tmp_path / "sdar", family_checkpoints.SDAR)
+@pytest.mark.parametrize(
+    ("block_size", "given", "is_async"),
+    [(4, None, False), (4, True, True), (32, None, True), (32, False, False)],
+)
+def test_short_blocks_are_scheduled_asynchronously_if_asked_for(
+    tmp_path, block_size, given, is_async
+):
+    fields = family_checkpoints.SDAR | {"block_size": block_size}
+    blocks = family_checkpoints.write(tmp_path / "sdar", fields)
     with asynchronous_platform():
-        assert not engine_config(blocks).scheduler_config.async_scheduling
-        assert re.search(
-            r"--async-scheduling does not work: how much of a block of \d+ tokens",
-            refusal(blocks, async_scheduling=True),
-        )
+        config = engine_config(blocks, async_scheduling=given)
+    assert config.scheduler_config.async_scheduling is is_async
 
 
 def test_the_loop_and_asynchronous_scheduling_exclude_each_other(checkpoint):

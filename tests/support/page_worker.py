@@ -2,9 +2,10 @@
 
 It takes the scheduler's real messages, and computes as the real worker does (``engine.pending``):
 what runs where follows from its own state (the device's), and never from what the scheduler
-believes to be computed. A token's KV is "causal", with the tokens up to it, or of a canvas. Every
-read is checked: what is in front of a row must be causal KV of exactly its request's tokens. What a
-canvas turns into depends on its request, its start and the tokens in front of it.
+believes to be computed. A token's KV is "causal", with the tokens up to the end of its block, or of
+a canvas. Every read is checked: what is in front of a row must be causal KV of exactly its
+request's tokens. What a canvas turns into depends on its request, its start and the tokens in front
+of it.
 """
 
 import random
@@ -60,6 +61,7 @@ class PageWorker:
     Attributes:
         windows: for each KV cache group, how many keys a row sees; None: all.
         page_size: tokens of a page.
+        block_size: of the model; 1 means that a token sees those up to it.
         texts: by request id.
         taken: how often each kind of row was seen.
         denoised: the requests of which the last visit denoised a canvas.
@@ -67,6 +69,7 @@ class PageWorker:
 
     windows: list[int | None]
     page_size: int
+    block_size: int = 1
     texts: dict[str, Text] = field(default_factory=dict)
     taken: Counter[str] = field(default_factory=Counter)
     pages: dict[tuple[int, int], Entry] = field(default_factory=dict)
@@ -79,7 +82,8 @@ class PageWorker:
         req_ids = list(message.num_scheduled_tokens)
         canvases = {r: len(message.scheduled_spec_decode_tokens.get(r, ())) for r in req_ids}
         heads = {r: message.num_scheduled_tokens[r] - canvases[r] for r in req_ids}
-        commits = {r for r in req_ids if self.slots[r].pending and heads[r] == 0}
+        ends = {r: self.slots[r].computed + heads[r] for r in req_ids}
+        commits = {r for r in req_ids if canvases[r] and ends[r] < len(self.slots[r].tokens)}
         self.denoised = frozenset(r for r in req_ids if canvases[r] and r not in commits)
         for req_id in req_ids:
             self._write(req_id, heads[req_id], canvases[req_id], req_id in commits)
@@ -118,14 +122,16 @@ class PageWorker:
     def _write(self, req_id: str, head: int, canvas: int, commits: bool) -> None:
         slot = self.slots[req_id]
         start, behind = slot.computed, slot.computed + head
-        known = slot.pending if commits else head
-        assert start + known <= len(slot.tokens), "a head holds tokens that exist"
+        known = len(slot.tokens) if commits else behind
+        assert start % self.block_size == 0, "a row starts with a block"
+        assert known <= len(slot.tokens), "a head holds tokens that exist"
         assert commits or not canvas or behind == len(slot.tokens), "a canvas follows all tokens"
-        assert not commits or start + slot.pending == len(slot.tokens), "the last block is pending"
+        assert not commits or behind + slot.pending == len(slot.tokens), "the last block is pending"
         for place in range(start, behind + canvas):
-            entry: Entry = (CANVAS, (req_id, behind)) if place >= behind else (NOISE, None)
-            if place < start + known:
-                entry = (CAUSAL, tuple(slot.tokens[: place + 1]))
+            end = self.end_of_block(place)
+            entry: Entry = (CANVAS, (req_id, behind))
+            if end <= known:
+                entry = (CAUSAL, tuple(slot.tokens[:end]))
             elif commits:
                 entry = (NOISE, None)  # behind a block that was emitted without its last tokens
             for group in range(len(self.windows)):
@@ -137,7 +143,12 @@ class PageWorker:
             low = 0 if window is None else max(slot.computed - window + 1, 0)
             for place in range(low, slot.computed):
                 found = self.pages.get(self._address(slot, group, place))
-                assert found == (CAUSAL, tuple(slot.tokens[: place + 1])), (group, place, found)
+                tokens = tuple(slot.tokens[: self.end_of_block(place)])
+                assert found == (CAUSAL, tokens), (group, place, found)
+
+    def end_of_block(self, place: int) -> int:
+        """Where the block of a place ends."""
+        return (place // self.block_size + 1) * self.block_size
 
     def _address(self, slot: Slot, group: int, place: int) -> tuple[int, int]:
         page = slot.tables[group][place // self.page_size]
@@ -149,12 +160,14 @@ class PageWorker:
         if commits:
             self.taken["plain commit"] += 1
             self.taken["trimmed commit"] += slot.pending < canvas
-            slot.computed += slot.pending
+            self.taken["block with its tail"] += head > 0
+            slot.computed = len(slot.tokens) - len(slot.tokens) % self.block_size
             slot.pending = 0
             return []
         if head and slot.pending:
             self.taken["block at the head" if canvas else "block alone"] += 1
-        slot.computed += head
+        end = slot.computed + head
+        slot.computed = end - end % self.block_size
         if head:
             slot.pending = 0
         if not canvas:

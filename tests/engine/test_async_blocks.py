@@ -1,0 +1,282 @@
+"""Models with blocks under asynchronous scheduling: the runs of their synchronous twin.
+
+SDAR with blocks of 4, and LLaDA2 with blocks of 32, which edits its canvases. Random schedules on a
+worker that models pages are in ``test_async_scheduler``.
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm.engine import grammars, pending
+from dllm.engine.grammars import DeviceGrammars
+from tests.engine.test_blocks import KINDS, Model, prompt
+from tests.engine.test_engine import scheduler_watch
+from tests.support import family_checkpoints
+from tests.support.async_engine import get_async_engine, rows_taken
+from tests.support.engine_harness import (
+    RUN_TOLERANCE,
+    Engine,
+    Run,
+    assert_same_runs,
+    blocks_of,
+)
+from tests.support.grammar_paths import write_paths
+
+pytestmark = pytest.mark.slow
+
+EXTRA: dict[int, list[dict[str, Any]]] = {
+    4: [
+        {"diffusion_threshold": 0.3},
+        {"diffusion_strategy": "sequential", "diffusion_max_steps": 3},
+        {"diffusion_strategy": "entropy_bounded", "diffusion_entropy_bound": 4.0},
+    ],
+    32: [
+        {"diffusion_threshold": 0.3},
+        {"diffusion_threshold": 0.1, "diffusion_editing": 1, "diffusion_editing_threshold": 0.0},
+        {"diffusion_max_steps": 4, "diffusion_editing": 1, "diffusion_max_post_steps": 3},
+    ],
+}
+
+
+class Pair(Model):
+    """A checkpoint and both of its engines."""
+
+    def ours(self, **options: Any) -> Engine:
+        return get_async_engine(self.path, **({"max_num_batched_tokens": 256} | options))
+
+    def requests(self, lengths: Sequence[int], blocks: float = 2) -> list[Any]:
+        """Prompts of these lengths; each third one is greedy, and each decides in its own way."""
+        extra = EXTRA[self.block_size]
+        return [
+            (
+                prompt(length, salt=at),
+                self.params(
+                    blocks + at % 3 / 2,
+                    seed=at,
+                    temperature=float(at % 3 > 0),
+                    extra_args=extra[at // 3 % 3],
+                ),
+            )
+            for at, length in enumerate(lengths)
+        ]
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    config = KINDS[request.param]
+    path: Path = tmp_path_factory.mktemp(request.param) / "model"
+    return Pair(family_checkpoints.write(path, config), config["block_size"])
+
+
+@pytest.fixture(scope="module")
+def twin(model: Pair) -> Engine:
+    return model.engine()
+
+
+@pytest.fixture(scope="module")
+def ours(model: Pair) -> Engine:
+    return model.ours()
+
+
+def runs_of(engine: Engine, requests: Sequence[Any]) -> list[Run]:
+    engine.reset_prefix_cache()
+    return engine.runs(*zip(*requests, strict=True))
+
+
+# --- exactness ------------------------------------------------------------------------------------
+
+
+def test_tokens_and_logits_are_those_of_the_twin_behind_every_tail(model, twin, ours):
+    size = model.block_size
+    requests = model.requests([size + tail for tail in range(size)] + [1, size - 1, 3 * size])
+    with rows_taken(size) as taken:
+        mine = runs_of(ours, requests)
+    assert_same_runs(mine, runs_of(twin, requests))
+    assert taken["commit with its tail"] and taken["mixed batch"], taken
+    assert taken["plain commit"] > taken["commit with its tail"]
+
+
+def test_a_block_takes_a_pass_more_than_its_denoise_steps(model, twin, ours):
+    context, params = prompt(model.block_size + 1), model.params(blocks=3)
+    steps = []
+    for engine in (twin, ours):
+        engine.reset_prefix_cache()
+        with engine.watch() as watched, rows_taken(model.block_size) as taken:
+            engine.generate([context], params)
+        steps += [blocks_of(of_request) for of_request in watched.values()]
+    assert steps[0] == steps[1]
+    assert taken["canvas"] == sum(steps[1]) and taken["plain commit"] == len(steps[1])
+    assert not taken["block at the head"] and not taken["block alone"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_arrivals_and_aborts_in_small_budgets(model, twin, seed):
+    """Few pages, a budget for two blocks, and a context that ends within a block."""
+    draw, size = random.Random(seed), model.block_size
+    small = model.ours(
+        max_num_batched_tokens=2 * size + 3 + 64,
+        max_model_len=254,
+        block_size=32,
+        num_gpu_blocks_override=14,
+    )
+    lengths = [draw.randint(1, 5 * size + 3) for _ in range(9)]
+    requests = model.requests(lengths, blocks=draw.choice([1.25, 48 / size]))
+    aborted = set(draw.sample(range(9), 2))
+    expected = [twin.quiet_run(*one).tokens for one in requests]
+    arrivals = sorted(draw.randint(0, 30) for _ in requests)
+    names: list[str] = []
+    finished: dict[str, Any] = {}
+    small.reset_prefix_cache()
+    for step in range(3000):
+        while len(names) < len(requests) and arrivals[len(names)] <= step:
+            names.append(small.add(*requests[len(names)]))
+        for number in aborted & set(range(len(names))):
+            if draw.random() < 0.2:
+                small.llm.llm_engine.abort_request([names[number]])
+        finished |= {one.request_id: one for one in small.step()}
+        if len(names) == len(requests) and not small.llm.llm_engine.has_unfinished_requests():
+            break
+    for number, name in enumerate(names):
+        if number not in aborted:
+            assert list(finished[name].outputs[0].token_ids) == expected[number], number
+    small.reset_prefix_cache()  # asserts that no KV block leaked
+
+
+def test_a_canvas_that_does_not_fit_into_the_next_visit(model, twin):
+    """Its tail waits with it, and an emitted block is scheduled by itself."""
+    size = model.block_size
+    small = model.ours(max_num_batched_tokens=2 * size + 3)
+    requests = model.requests([size + 1, 2 * size, size + 3, 3 * size - 1, 5], blocks=4)
+    expected = runs_of(twin, requests)
+    with rows_taken(size) as taken:
+        assert_same_runs(runs_of(small, requests), expected)
+    assert taken["plain commit"] and taken["block at the head"] + taken["block alone"], taken
+
+
+def test_preempted_requests_resume_with_the_same_tokens(model, twin, monkeypatch):
+    tight = model.ours(
+        max_num_batched_tokens=72, max_model_len=256, block_size=32, num_gpu_blocks_override=14
+    )
+    requests = model.requests([65 + at for at in range(4)], blocks=128 / model.block_size - 1)
+    expected = [twin.quiet_run(*one).tokens for one in requests]
+    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    tight.reset_prefix_cache()
+    assert tight.generate(*zip(*requests, strict=True)) == expected
+    assert preempted, "the cache was large enough for everybody"
+
+
+def test_a_conversation_continued_from_cache_equals_a_cold_start(model, twin, ours):
+    """Generated blocks are in it, that of the tail included."""
+    page = ours.runner.block_tables.block_sizes[0]
+    turn = prompt(page - model.block_size - 1)
+    ours.reset_prefix_cache()
+    (answer,) = ours.generate([turn], model.params(blocks=1 + 1 / model.block_size))
+    assert len(turn) + len(answer) == page
+    follow_up = turn + answer + prompt(9, salt=4)
+    (output,) = ours.outputs([follow_up], model.params())
+    assert output.num_cached_tokens == page
+    cold = twin.quiet_run(follow_up, model.params())
+    assert list(output.outputs[0].token_ids) == cold.tokens
+
+
+# --- where generation ends ------------------------------------------------------------------------
+
+
+def test_generation_ends_where_the_twins_does(model, twin, ours):
+    """At `max_tokens`, at a stop token, and where the model's context ends within a block."""
+    size = model.block_size
+    context = prompt(size + 1)
+    long = twin.quiet_run(context, model.params(blocks=3)).tokens
+    for blocks in (1 / size, 0.5, 1, 1.25, 2.75):
+        params = model.params(blocks)
+        assert ours.quiet_run(context, params).tokens == long[: params.max_tokens]
+    stop = long[size + 1]
+    (output,) = ours.outputs([context], model.params(blocks=4, stop_token_ids=[stop]))
+    assert list(output.outputs[0].token_ids) == long[: long.index(stop) + 1]
+
+    short = model.ours(max_model_len=5 * size - 2)
+    cut = model.engine(max_model_len=5 * size - 2)
+    for length in (2 * size + 1, 4 * size, 5 * size - 3):
+        one = prompt(length), model.params(blocks=9)
+        run = short.quiet_run(*one)
+        assert length + len(run.tokens) == 5 * size - 2
+        assert_same_runs([run], [cut.quiet_run(*one)])
+
+
+def test_a_block_that_is_cut_at_a_bad_word(model, twin, ours):
+    """It has no KV, and its tokens are the tail of the next canvas."""
+    context = prompt(model.block_size + 1)
+    params = model.params(blocks=4)
+    plain = twin.quiet_run(context, params).tokens
+    params._bad_words_token_ids = [plain[1:3], [plain[model.block_size + 1]]]
+    expected = twin.quiet_run(context, params)
+    with rows_taken(model.block_size) as taken:
+        assert_same_runs([ours.quiet_run(context, params)], [expected])
+    assert taken["trimmed commit"], taken
+
+
+# --- request options ------------------------------------------------------------------------------
+
+
+def test_logprobs_and_n_samples(model, twin, ours):
+    params = model.params(blocks=2, logprobs=3, n=3, seed=12, temperature=1.0)
+    seen = []
+    for engine in (twin, ours):
+        engine.reset_prefix_cache()
+        (output,) = engine.outputs([prompt(model.block_size + 3)], params)
+        rows = [row for one in output.outputs for row in one.logprobs]
+        seen.append([{token: x.logprob for token, x in row.items()} for row in rows])
+    for theirs, mine in zip(*seen, strict=True):
+        assert mine == pytest.approx(theirs, abs=2e-3)  # rounding of another batch size
+
+
+@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
+def test_structured_outputs(model, twin, ours, monkeypatch, is_on_device):
+    """Beside a request without; with the search of a CPU in the place of a GPU's kernels."""
+    requests = model.requests([11, 30, model.block_size, 17, 3])
+    regexes = ["([a-f]{3}-){2,30}[0-9]{2}", "[0-9]{70}"] * 2
+    for regex, (_, params) in zip(regexes, requests, strict=False):
+        params.structured_outputs = StructuredOutputsParams(regex=regex)
+        params.max_tokens, params.ignore_eos = 128, False
+    expected = twin.generate(*zip(*requests, strict=True))
+    if is_on_device:
+        monkeypatch.setattr(grammars, "write_paths", write_paths)
+        config, num_slots = ours.runner.vllm_config, ours.runner.max_num_reqs
+        on_device = DeviceGrammars(config, num_slots, torch.device("cpu"))
+        for owner in (ours.runner.model_state, ours.runner.sampler):
+            monkeypatch.setattr(owner, "grammars", on_device)
+    with rows_taken(model.block_size) as taken:
+        assert ours.generate(*zip(*requests, strict=True)) == expected
+    assert taken["commit with its tail"] and taken["mixed batch"]
+
+
+# --- these tests can fail -------------------------------------------------------------------------
+
+
+def no_tails(state: Any, batch: Any, num_tokens: Any, block_size: int) -> torch.Tensor:
+    """As if every token in front of a canvas kept its KV."""
+    return num_rejected(state, batch, num_tokens, 1)
+
+
+num_rejected = pending.num_rejected
+
+
+def test_without_rounding_to_blocks_runs_differ(model, twin, monkeypatch):
+    expected = twin.quiet_run(prompt(model.block_size + 1), model.params())
+    ruined = model.ours(max_num_batched_tokens=260)
+    monkeypatch.setattr(pending, "num_rejected", no_tails)
+    with ruined.watch(keep_logits=True) as watched:
+        name = ruined.add(prompt(model.block_size + 1), model.params())
+        for _ in range(100):
+            finished = {one.request_id: one for one in ruined.step()}
+            if finished:
+                break
+    tokens = list(finished[name].outputs[0].token_ids) if finished else []
+    run = Run(tokens, torch.cat([step.logits for step in watched[name]]))
+    assert run.difference(expected) > 100 * RUN_TOLERANCE
