@@ -308,9 +308,10 @@ class DiffusionModelState(ModelState):
         rows = np.repeat(np.arange(len(head_lens)), head_lens)
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(head_lens) - head_lens, head_lens)
         tokens = input_batch.query_start_loc_np[rows] + offsets
+        # vLLM's warm-up counts canvases as if they moved the position, beyond the model's length.
+        positions = np.minimum(computed[rows] + offsets, self.model_config.max_model_len - 1)
         index = to_device(
-            np.stack([tokens, input_batch.idx_mapping_np[rows], computed[rows] + offsets]),
-            self.device,
+            np.stack([tokens, input_batch.idx_mapping_np[rows], positions]), self.device
         )
         ids = req_states.all_token_ids.gpu[index[1], index[2]]
         input_batch.input_ids[index[0]] = ids.to(input_batch.input_ids.dtype)

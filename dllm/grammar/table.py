@@ -48,6 +48,16 @@ class Table:
     left: np.ndarray
     levels: int = -1
 
+    @classmethod
+    def of_any_text(cls, vocab_size: int) -> "Table":
+        """A table with one state, in which every token is allowed and every text may end."""
+        return cls(
+            class_of=np.zeros(vocab_size, dtype=np.int32),
+            next=np.zeros((1, 1), dtype=np.int32),
+            accepts=np.ones(1, dtype=bool),
+            left=np.zeros(1, dtype=np.int32),
+        )
+
     @property
     def num_classes(self) -> int:
         """K."""
