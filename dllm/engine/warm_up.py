@@ -22,7 +22,7 @@ from dllm.settings.request import with_grammar
 
 
 def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-    """Serve two made-up requests, one, one with a narrow canvas; with filters, scores, a grammar.
+    """Serve made-up requests: two, one, a narrow canvas; with filters; a read; scored; a grammar.
 
     Two requests come first. With one request, the number of logit rows equals the canvas length,
     and ``torch.compile`` would assume that the two sizes are always equal.
@@ -35,15 +35,19 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
     # With one denoise step per block each canvas is emitted at once. So three passes see all there
     # is: a prompt, a canvas, and an emitted block (head) with the next canvas.
     one_step = dict(runner.model_state.family.settings.one_step)
-    plain = SamplingParams(max_tokens=1, seed=0, extra_args=one_step)
+    # An output as long as its canvas needs the logits of all of it.
+    plain = SamplingParams(max_tokens=longest, seed=0, extra_args=one_step)
     filtered = SamplingParams(
-        max_tokens=1, seed=0, top_k=2, top_p=0.5, min_p=0.1, extra_args=one_step
+        max_tokens=longest, seed=0, top_k=2, top_p=0.5, min_p=0.1, extra_args=one_step
     )
     for params in (plain, filtered):
         for num_reqs, width in ((2, longest), (1, longest), (1, longest // 2 or 1)):
             _CanvasRequests(num_reqs, params, width).serve(runner, execute_model)
+    # A typed decision has logits for its first tokens alone.
+    read = SamplingParams(max_tokens=1, seed=0, extra_args=one_step)
+    _CanvasRequests(1, read, longest).serve(runner, execute_model)
     scored = SamplingParams(
-        max_tokens=1,
+        max_tokens=longest,
         seed=0,
         extra_args=one_step,
         logprobs=1,

@@ -24,6 +24,9 @@ PATCHES = {
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": (
         "servers of our architectures, drafters or options are refused; others are left alone"
     ),
+    "vllm.engine.arg_utils.EngineArgs.create_model_config": (
+        "on a CPU without bf16 instructions: --dtype auto is float32 for what we serve"
+    ),
     "vllm.engine.arg_utils.EngineArgs._set_default_max_num_seqs_and_batched_tokens_args": (
         "fewer requests at a time by default; a configuration does not say what the user gave"
     ),

@@ -9,7 +9,12 @@ from typing import Any
 from dllm.models import FAMILIES, WITHOUT_CACHE, load
 from dllm.patches.admission import check_requests_at_admission
 from dllm.patches.configure import configure_dllm, limit_default_concurrency
-from dllm.patches.cpu import enable_cpu_runtime, is_cpu_without_triton, set_cpu_worker
+from dllm.patches.cpu import (
+    choose_dtype,
+    enable_cpu_runtime,
+    is_cpu_without_triton,
+    set_cpu_worker,
+)
 from dllm.patches.drafting import serve_drafters
 from dllm.patches.neighbours import refuse_model_type
 
@@ -55,6 +60,7 @@ def _serve_families() -> None:
         ModelRegistry.register_model(architecture, served.model_class())
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm)
     limit_default_concurrency()
+    choose_dtype()
     check_requests_at_admission()
     serve_structured_outputs()
 

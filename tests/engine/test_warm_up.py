@@ -18,6 +18,7 @@ from dllm.engine.grammars import Written
 from dllm.engine.warm_up import canvas_batch, warm_up
 from dllm.patches import gpu_worker
 from dllm.patches.worker import Records
+from dllm.settings.request import LEAST_ROWS
 from tests.support.engine_harness import Engine, Run, assert_same_runs, get_engine
 from tests.support.process import printed_json, run_python
 
@@ -83,7 +84,8 @@ def test_the_warm_up_visits_every_kind_of_batch(engine: Engine) -> None:
     requests = dict(engine.runner.req_states.req_id_to_index)
     with sampled(engine) as batches:
         warm_up(engine.runner, worker.execute_model)
-    # A prompt, a canvas, a head with a canvas; two requests, one, a narrow one; then with filters.
+    # A prompt, a canvas, a head with a canvas; two requests, one, a narrow one; then with filters;
+    # a read; then with logprobs.
     once = [
         [],
         [CANVAS] * 2,
@@ -95,9 +97,10 @@ def test_the_warm_up_visits_every_kind_of_batch(engine: Engine) -> None:
         [CANVAS // 2],
         [CANVAS // 2],
     ]
+    read = [[], [LEAST_ROWS], [LEAST_ROWS]]
     scored = [[], [CANVAS] * 2, [CANVAS] * 2, [], [CANVAS], [CANVAS]]
     constrained = [[], [CANVAS], [CANVAS]]
-    assert batches == once * 2 + scored + constrained
+    assert batches == once * 2 + read + scored + constrained
     assert engine.runner.req_states.req_id_to_index == requests
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch._inductor.config
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -24,7 +25,7 @@ from dllm.engine.async_scheduler import CanvasAsyncScheduler
 from dllm.engine.scheduler import CanvasScheduler
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
-from dllm.patches.cpu import is_cpu_without_triton
+from dllm.patches.cpu import choose_dtype, is_cpu_without_triton
 from dllm.settings.server import PluginOptions
 from tests.support import family_checkpoints
 from tests.support.forced_async import asynchronous_platform
@@ -415,3 +416,33 @@ def test_dllm_disable_leaves_vllms_own_model_and_scheduler(checkpoint):
     assert scheduler == "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
     assert any(module == "vllm.model_executor.models.diffusion_gemma" for module in model)
     assert "dllm.models.gemma.backbone" not in model
+
+
+# --- the type of weights -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("has_units", "flags", "dtype"),
+    [
+        (False, {}, torch.float32),
+        (False, {"dtype": "bfloat16"}, torch.bfloat16),
+        (True, {}, torch.bfloat16),
+    ],
+)
+def test_the_dtype_of_a_cpu(checkpoint, monkeypatch, has_units, flags, dtype):
+    load_general_plugins()
+    monkeypatch.setattr(EngineArgs, "create_model_config", EngineArgs.create_model_config)
+    monkeypatch.setattr("dllm.patches.cpu.computes_bf16", lambda: has_units)
+    choose_dtype()
+    assert engine_config(checkpoint(), **flags).model_config.dtype == dtype
+
+
+def test_targets_of_drafters_and_other_models(monkeypatch):
+    load_general_plugins()
+    monkeypatch.setattr(EngineArgs, "create_model_config", EngineArgs.create_model_config)
+    monkeypatch.setattr("dllm.patches.cpu.computes_bf16", lambda: False)
+    choose_dtype()
+    drafter = {"method": "dflash", "model": "checkpoints/tiny-drafter"}
+    target = EngineArgs("checkpoints/tiny-ar", speculative_config=drafter)
+    assert target.create_model_config().dtype == torch.float32
+    assert EngineArgs("checkpoints/tiny-ar").create_model_config().dtype == torch.bfloat16
