@@ -94,7 +94,10 @@ def set_batch_defaults() -> None:
     ) -> None:
         from vllm.platforms import current_platform
 
-        has_seqs, has_tokens = self.max_num_seqs is not None, self.max_num_batched_tokens is not None
+        has_seqs, has_tokens = (
+            self.max_num_seqs is not None,
+            self.max_num_batched_tokens is not None,
+        )
         set_defaults(self, usage_context, model_config, parallel_config)
         if model_config.architecture not in FAMILIES:
             return

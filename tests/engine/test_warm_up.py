@@ -167,7 +167,10 @@ def test_the_warm_up_leaves_no_trace(engine: Engine) -> None:
 
 def test_the_warm_up_runs_a_grammar(engine: Engine, monkeypatch) -> None:
     """Its kernels are compiled before the first request that has one."""
-    worker, grammars = engine.core.model_executor.driver_worker.worker, type(engine.runner.sampler.grammars)
+    worker, grammars = (
+        engine.core.model_executor.driver_worker.worker,
+        type(engine.runner.sampler.grammars),
+    )
     written: list[Written] = []
     write = grammars.write
 
