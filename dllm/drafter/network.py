@@ -32,7 +32,7 @@ from vllm.model_executor.models.qwen3_dflash import (
     DFlashQwen3Model,
 )
 
-from dllm.attention.layers import use_anchored_window
+from dllm.attention.layers import bound_rows, use_anchored_window
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.context import ContextProjection
@@ -80,6 +80,7 @@ class DrafterLayer(DFlashQwen3DecoderLayer):
         )
         if layer.is_anchored:
             use_anchored_window(self.self_attn.attn)
+        bound_rows(self.self_attn.attn, 1 + vllm_config.speculative_config.num_speculative_tokens)
 
 
 class DrafterNetwork(DFlashQwen3Model):
