@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from dllm.attention.cache_write import check_write, write_kv
-from dllm.attention.canvas_attention import canvas_attention, largest_workspace
+from dllm.attention.canvas_attention import canvas_attention, plan_of
 from dllm.attention.inputs import (
     FP8_DTYPES,
     MAX_HEAD_SIZE,
@@ -51,7 +51,10 @@ class CanvasAttentionMetadata:
 
 
 class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
-    """Hands vLLM's tensors to the kernel as they are."""
+    """Hands vLLM's tensors to the kernel as they are.
+
+    Layers with an anchored window also get the first visible key of each canvas.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
@@ -63,20 +66,23 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # The same bound for every step. With the longest span of each step, tile heights would
-        # depend on who shares the batch and on whether a CUDA graph runs it, and so would the bits
-        # of a sequence.
-        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        layers = vllm_config.compilation_config.static_forward_context
+        impls = [layers[name].impl for name in layer_names]
+        windows = {(impl.options.window, impl.is_anchored) for impl in impls}
+        assert len(windows) == 1, f"layers of one KV cache group have the windows {windows}"
+        self._window, self._is_anchored = windows.pop()
         scheduler = vllm_config.scheduler_config
-        self._max_query_len = layer.impl.max_query_len or scheduler.max_num_batched_tokens
+        self._max_query_len = max(
+            impl.max_query_len or scheduler.max_num_batched_tokens for impl in impls
+        )
         self._max_model_len = vllm_config.model_config.max_model_len
-        # True and False as tensors. A captured CUDA graph reads the same memory again.
+        # Per-sequence tensors in memory that a captured CUDA graph reads again: True, False, and
+        # first keys. More sequences than max_num_seqs are no full graph's, and may lie anywhere.
         self._flags = {
-            flag: torch.full(
-                (vllm_config.scheduler_config.max_num_seqs,), flag, dtype=torch.int32, device=device
-            )
+            flag: torch.full((scheduler.max_num_seqs,), flag, dtype=torch.int32, device=device)
             for flag in (True, False)
         }
+        self._first_keys = torch.empty_like(self._flags[True])
 
     def build(
         self,
@@ -105,38 +111,13 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             seq_lens=common.seq_lens[:num_seqs],
             block_tables=common.block_table_tensor[:num_seqs],
             is_causal=is_causal,
-            first_keys=self._first_keys(common, is_causal),
+            first_keys=self._anchors(common, is_causal) if self._is_anchored else None,
             max_query_len=self._max_query_len,
             max_seq_len=max_seq_len,
         )
         return CanvasAttentionMetadata(batch, common.num_actual_tokens)
 
-    def _first_keys(
-        self, common: CommonAttentionMetadata, is_causal: torch.Tensor
-    ) -> torch.Tensor | None:
-        """None: the window of the layers is symmetric."""
-        return None
-
-
-class AnchoredMetadataBuilder(CanvasAttentionMetadataBuilder):
-    """Gives every canvas its first visible key, for layers with an anchored window."""
-
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self._window = layer.impl.options.window
-        # More sequences than this are no full graph's, and may lie anywhere.
-        self._kept = torch.empty(
-            vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=device
-        )
-
-    def _first_keys(self, common: CommonAttentionMetadata, is_causal: torch.Tensor) -> torch.Tensor:
+    def _anchors(self, common: CommonAttentionMetadata, is_causal: torch.Tensor) -> torch.Tensor:
         """`masks.anchor` of canvases; -1 for causal sequences and for images.
 
         Images are the keys of ``mm_req_doc_ranges``.
@@ -150,20 +131,24 @@ class AnchoredMetadataBuilder(CanvasAttentionMetadataBuilder):
             images = torch.tensor(list(common.mm_req_doc_ranges), dtype=torch.int64)
             if first_keys.is_cuda:  # or the copy waits for the device
                 images = images.pin_memory()
-            images = images.to(first_keys.device, non_blocking=True)
-            first_keys.index_fill_(0, images, -1)
-        if num_seqs > len(self._kept):
+            first_keys.index_fill_(0, images.to(first_keys.device, non_blocking=True), -1)
+        if num_seqs > len(self._first_keys):
             return first_keys
-        return self._kept[:num_seqs].copy_(first_keys)
+        return self._first_keys[:num_seqs].copy_(first_keys)
 
 
 class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
     """Attention of one layer.
 
     Attributes:
-        max_query_len: no sequence has more query rows; None: as many as a step has tokens.
+        is_anchored: canvases have a first visible key instead of the window (`masks.py`).
+        max_query_len: rows that a sequence of this layer has at most, None for those of a step. It
+            is the same for every step: with the longest sequence of each, tile heights would depend
+            on who shares the batch and on whether a CUDA graph runs it, and so would the bits of a
+            sequence.
     """
 
+    is_anchored = False
     max_query_len: int | None = None
 
     def __init__(
@@ -195,18 +180,18 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self._viewed: torch.Tensor | None = None
         self._read_cache: PagedKV | None = None  # checked against the layer's queries
         self._written_cache: PagedKV | None = None  # and against its keys
-        self._largest_shape = self._shape_of_the_largest_step(get_current_vllm_config_or_none())
+        self._vllm_config = get_current_vllm_config_or_none()  # None outside of a server
 
-    def _shape_of_the_largest_step(self, vllm_config: VllmConfig | None) -> BatchShape | None:
-        """Bounds of all steps of a server; None outside of one.
+    def _largest_shape(self) -> BatchShape | None:
+        """Bounds of all steps of a server.
 
         A request of a diffusion model is up to two sequences. A prompt with images may be many.
         """
-        if vllm_config is None:
+        if self._vllm_config is None:
             return None
-        scheduler = vllm_config.scheduler_config
-        num_seqs = scheduler.max_num_seqs * (1 if vllm_config.diffusion_config is None else 2)
-        if vllm_config.model_config.is_mm_prefix_lm:
+        config, scheduler = self._vllm_config, self._vllm_config.scheduler_config
+        num_seqs = scheduler.max_num_seqs * (1 if config.diffusion_config is None else 2)
+        if config.model_config.is_mm_prefix_lm:
             num_seqs = scheduler.max_num_batched_tokens
         return BatchShape(
             num_tokens=scheduler.max_num_batched_tokens,
@@ -214,8 +199,8 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
-            max_query_len=scheduler.max_num_batched_tokens,
-            max_seq_len=vllm_config.model_config.max_model_len,
+            max_query_len=self.max_query_len or scheduler.max_num_batched_tokens,
+            max_seq_len=config.model_config.max_model_len,
         )
 
     def forward(
@@ -234,8 +219,10 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization")
         if attn_metadata is None:  # vLLM measures the memory of the largest step
-            if self._largest_shape is not None:
-                largest_workspace(self._largest_shape, query, self.options)
+            if (shape := self._largest_shape()) is not None:
+                is_fp8 = self.kv_cache_dtype in FP8_OF
+                plan = plan_of(shape, query, self.options, is_fp8)
+                query.new_empty(plan.workspace_elements(shape), dtype=torch.float32)
             return output.zero_()
         tokens = attn_metadata.num_actual_tokens
         cache = self.paged_kv(layer, kv_cache)
@@ -339,12 +326,3 @@ class CanvasAttentionBackend(AttentionBackend):
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Only decoder self-attention over a paged cache."""
         return attn_type == AttentionType.DECODER
-
-
-class AnchoredCanvasBackend(CanvasAttentionBackend):
-    """The backend of layers with an anchored window; the kernel and the layers are the same."""
-
-    @staticmethod
-    def get_builder_cls() -> type[AnchoredMetadataBuilder]:
-        """The builder of one KV cache group."""
-        return AnchoredMetadataBuilder

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm.attention.inputs import FP8_DTYPES, PagedKV, check_dtypes
+from dllm.attention.inputs import PagedKV, expect
 from dllm.attention.tuning import next_power_of_2
 
 
@@ -67,14 +67,13 @@ def write_kv(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor) -
     num_slots, num_kv_heads = slot_mapping.shape[0], key.shape[1]
     if num_slots == 0:
         return
-    is_fp8 = cache.key.dtype in FP8_DTYPES
     write_kv_kernel[(num_slots, num_kv_heads)](
         key, value, cache.key, cache.value, cache.k_scale, cache.v_scale, slot_mapping,
         *key.stride()[:2], *value.stride()[:2], *cache.key.stride(), *cache.value.stride(),
         PAGE_SIZE=cache.page_size, HEAD_SIZE=key.shape[2],
         PADDED_SIZE=next_power_of_2(key.shape[2]),
         HAS_K_SCALE=cache.k_scale is not None, HAS_V_SCALE=cache.v_scale is not None,
-        FP8_MAX=torch.finfo(cache.key.dtype).max if is_fp8 else 0.0, num_warps=1,
+        FP8_MAX=torch.finfo(cache.key.dtype).max if cache.is_fp8 else 0.0, num_warps=1,
     )  # fmt: skip
 
 
@@ -83,26 +82,9 @@ def check_write(key: Tensor, value: Tensor, cache: PagedKV, slot_mapping: Tensor
 
     Slots on a CPU are range-checked, those on a GPU are not. Raises ValueError.
     """
-    if key.dim() != 3 or key.shape != value.shape or key.dtype != value.dtype:
-        raise ValueError(
-            f"key is {list(key.shape)} {key.dtype} and value is {list(value.shape)} {value.dtype}, "
-            "expected two equal [num_tokens, num_kv_heads, head_size]"
-        )
-    if key.shape[1:] != cache.key.shape[2:]:
-        raise ValueError(
-            f"key has [num_kv_heads, head_size] = {list(key.shape[1:])}, "
-            f"the cache {list(cache.key.shape[2:])}"
-        )
-    if key.stride(2) != 1 or value.stride(2) != 1:
-        raise ValueError(
-            f"last strides of key and value are {key.stride(2)}, {value.stride(2)}, expected 1"
-        )
-    check_dtypes(key, cache, "key")
-    if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"slot_mapping is {list(slot_mapping.shape)} {slot_mapping.dtype}, "
-            "expected one axis of int32 or int64"
-        )
+    expect("key", key, (None, *cache.key.shape[2:]), cache.dtypes)
+    expect("value", value, key.shape, [key.dtype])
+    expect("slot_mapping", slot_mapping, (None,), [torch.int32, torch.int64], strides=False)
     if slot_mapping.shape[0] > key.shape[0]:
         raise ValueError(
             f"slot_mapping has {slot_mapping.shape[0]} slots for {key.shape[0]} tokens"

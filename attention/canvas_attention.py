@@ -292,25 +292,16 @@ def batch_shape(query: Tensor, cache: PagedKV, batch: RaggedBatch) -> BatchShape
     )
 
 
-def default_plan(
-    query: Tensor, cache: PagedKV, batch: RaggedBatch, options: AttentionOptions
+def plan_of(
+    shape: BatchShape, query: Tensor, options: AttentionOptions, is_fp8_cache: bool
 ) -> AttentionPlan:
-    """The plan that `canvas_attention` uses when none is given: tile sizes from `tuning.py`."""
-    return _plan(batch_shape(query, cache, batch), query, options)
-
-
-def _plan(shape: BatchShape, query: Tensor, options: AttentionOptions) -> AttentionPlan:
-    config = tile_config(query.shape[2], query.element_size(), _arch_of(query.device))
-    return plan_attention(shape, config, options.window)
-
-
-def largest_workspace(shape: BatchShape, query: Tensor, options: AttentionOptions) -> Tensor:
-    """The workspace of the largest call: no call within the bounds of ``shape`` needs more.
+    """The plan of a batch, with tile sizes from `tuning.py`.
 
     ``query`` is any of a model's: it says the dtype and the device.
     """
-    needed = _plan(shape, query, options).workspace_elements(shape)
-    return torch.empty(needed, dtype=torch.float32, device=query.device)
+    arch = _arch_of(query.device)
+    config = tile_config(shape.head_size, query.element_size(), arch, is_fp8_cache)
+    return plan_attention(shape, config, options.window)
 
 
 def canvas_attention(
@@ -335,7 +326,7 @@ def canvas_attention(
     """
     shape = batch_shape(query, cache, batch)
     if plan is None:
-        plan = default_plan(query, cache, batch, options)
+        plan = plan_of(shape, query, options, cache.is_fp8)
     needed = plan.workspace_elements(shape)
     if workspace is None:
         workspace = torch.empty(needed, dtype=torch.float32, device=query.device)

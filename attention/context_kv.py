@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm.attention.inputs import QUERY_DTYPES, PagedKV
+from dllm.attention.inputs import QUERY_DTYPES, PagedKV, expect
 from dllm.attention.tuning import next_power_of_2
 
 MAX_CONTEXT_HEAD_SIZE = 256  # a larger product of one head does not fit into registers
@@ -286,26 +286,16 @@ def _check(
     _, _, num_kv_heads, head_size = first.shape
     rows = len(caches) * 2 * num_kv_heads * head_size
     rotary_size = weights.cos_sin.shape[1]
-    expected = {
-        "hidden": (hidden, (len(positions), weights.weight.shape[1])),
-        "weight": (weights.weight, (rows, hidden.shape[1])),
-        "k_norm": (weights.k_norm, (len(caches), head_size)),
-        **{f"slots of layer {i}": (each, (len(positions),)) for i, each in enumerate(slots)},
-    }
+    dtype = [hidden.dtype]
+    expect("hidden", hidden, (len(positions), weights.weight.shape[1]), QUERY_DTYPES)
+    expect("weight", weights.weight, (rows, None), dtype)
+    expect("k_norm", weights.k_norm, (len(caches), head_size), dtype)
     if weights.bias is not None:
-        expected["bias"] = (weights.bias, (rows,))
-    for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} is {list(tensor.shape)}, expected {list(shape)}")
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"last stride of {name} is {tensor.stride(-1)}, expected 1")
+        expect("bias", weights.bias, (rows,), dtype)
+    for layer, each in enumerate(slots):
+        expect(f"slots of layer {layer}", each, (len(positions),), [torch.int32, torch.int64])
     if len(slots) != len(caches):
         raise ValueError(f"slots of {len(slots)} layers for the caches of {len(caches)}")
-    if hidden.dtype not in QUERY_DTYPES or weights.weight.dtype != hidden.dtype:
-        raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weights.weight.dtype}, expected one of "
-            f"{QUERY_DTYPES} for both"
-        )
     if head_size % 2 or head_size > MAX_CONTEXT_HEAD_SIZE:
         raise ValueError(f"head size is {head_size}, allowed: even, to {MAX_CONTEXT_HEAD_SIZE}")
     if rotary_size % 2 or rotary_size > head_size:

@@ -13,7 +13,7 @@ GPU, call it yourself when you debug.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,30 +71,31 @@ class PagedKV:
     v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
-        key, value = self.key, self.value
-        if key.dim() != 4 or key.shape != value.shape:
+        key = self.key
+        if key.dim() != 4 or not MIN_HEAD_SIZE <= key.shape[3] <= MAX_HEAD_SIZE:
             raise ValueError(
-                f"key cache is {_shape(key)} and value cache is {_shape(value)}, "
-                "expected two equal [num_pages, page_size, num_kv_heads, head_size]"
+                f"key cache is {list(key.shape)}, expected [num_pages, page_size, num_kv_heads, "
+                f"head_size] with a head size of {MIN_HEAD_SIZE} .. {MAX_HEAD_SIZE}"
             )
-        if key.dtype != value.dtype:
-            raise ValueError(f"value cache is {value.dtype}, key cache is {key.dtype}")
-        if not MIN_HEAD_SIZE <= key.shape[3] <= MAX_HEAD_SIZE:
-            raise ValueError(
-                f"head size is {key.shape[3]}, allowed {MIN_HEAD_SIZE} .. {MAX_HEAD_SIZE}"
-            )
-        tensors = {"value cache": value, "k_scale": self.k_scale, "v_scale": self.v_scale}
-        _check_devices(tensors, "key cache", key)
+        expect("value cache", self.value, key.shape, [key.dtype], key.device, strides=False)
         for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-                raise ValueError(
-                    f"{name} is {_shape(scale)} {scale.dtype}, expected one fp32 element"
-                )
+            if scale is not None:
+                expect(name, scale.reshape(-1), (1,), [torch.float32], key.device)
 
     @property
     def page_size(self) -> int:
         """Keys in a page."""
         return self.key.shape[1]
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether keys and values are 8-bit numbers."""
+        return self.key.dtype in FP8_DTYPES
+
+    @property
+    def dtypes(self) -> Sequence[torch.dtype]:
+        """Those that queries and new keys may have."""
+        return QUERY_DTYPES if self.is_fp8 else [self.key.dtype]
 
 
 @dataclass(frozen=True)
@@ -126,31 +127,15 @@ class RaggedBatch:
 
     def __post_init__(self) -> None:
         num_seqs, tables = self.num_seqs, self.block_tables
-        expected = {
-            "query_start_loc": (self.query_start_loc, num_seqs + 1),
-            "seq_lens": (self.seq_lens, num_seqs),
-            "is_causal": (self.is_causal, num_seqs),
-            "first_keys": (self.first_keys, num_seqs),
-        }
-        for name, (tensor, length) in expected.items():
-            if tensor is None:
-                continue
-            if tuple(tensor.shape) != (length,):
-                raise ValueError(f"{name} is {_shape(tensor)}, expected {[length]}")
-            if tensor.dtype != torch.int32 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} is {tensor.dtype} with stride {tensor.stride()}, "
-                    "expected int32 without gaps"
-                )
-        if tables.dim() != 2 or tables.shape[0] != num_seqs:
-            raise ValueError(f"block_tables is {_shape(tables)}, expected [{num_seqs}, max_pages]")
-        if tables.dtype != torch.int32 or tables.stride(1) != 1:
-            raise ValueError(
-                f"block_tables is {tables.dtype} with stride {tables.stride()}, "
-                "expected int32 with last stride 1"
-            )
-        tensors = {name: tensor for name, (tensor, _) in expected.items()}
-        _check_devices(tensors, "block_tables", tables)
+        expect("block_tables", tables, (num_seqs, None), [torch.int32])
+        for name, length in (
+            ("query_start_loc", num_seqs + 1),
+            ("seq_lens", num_seqs),
+            ("is_causal", num_seqs),
+            ("first_keys", num_seqs),
+        ):
+            if (tensor := getattr(self, name)) is not None:
+                expect(name, tensor, (length,), [torch.int32], tables.device)
         if self.max_query_len < 1:
             raise ValueError(f"max_query_len is {self.max_query_len}, it must be at least 1")
 
@@ -160,51 +145,50 @@ class RaggedBatch:
         return self.seq_lens.shape[0]
 
 
+def expect(
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+    *,
+    strides: bool = True,
+) -> None:
+    """Refuse a tensor that is not as expected, with what it is and what was expected.
+
+    shape: None stands for any length. device: None allows any. strides: elements of the last axis
+    must lie side by side. Raises ValueError.
+    """
+    fits = tensor.dim() == len(shape) and all(
+        wanted is None or wanted == length
+        for wanted, length in zip(shape, tensor.shape, strict=True)
+    )
+    is_elsewhere = device is not None and tensor.device != device
+    has_gaps = strides and tensor.dim() > 0 and tensor.stride(-1) != 1
+    if not fits or tensor.dtype not in dtypes or is_elsewhere or has_gaps:
+        raise ValueError(
+            f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device} with strides "
+            f"{tensor.stride()}, expected {list(shape)} of {list(dtypes)} on "
+            f"{device or 'any device'}{' with a last stride of 1' if strides else ''}"
+        )
+
+
 def check_inputs(query: Tensor, cache: PagedKV, batch: RaggedBatch, out: Tensor) -> None:
     """Refuse a query that does not fit the cache, the batch or the output, naming both sides.
 
     query and out ``[num_tokens, num_heads, head_size]``. Reads no data of a GPU; on a CPU, where
     that costs no waiting, `check_values` runs too. Raises ValueError.
     """
-    if query.dim() != 3:
-        raise ValueError(f"query is {_shape(query)}, expected [num_tokens, num_heads, head_size]")
-    if out.shape != query.shape or out.dtype != query.dtype:
+    device, num_kv_heads = cache.key.device, cache.key.shape[2]
+    expect("query", query, (None, None, cache.key.shape[3]), cache.dtypes, device)
+    expect("out", out, query.shape, [query.dtype], device)
+    expect("seq_lens", batch.seq_lens, (None,), [torch.int32], device)
+    if num_kv_heads == 0 or query.shape[1] % num_kv_heads != 0:
         raise ValueError(
-            f"out is {_shape(out)} {out.dtype}, query is {_shape(query)} {query.dtype}: "
-            "they must be equal"
+            f"{query.shape[1]} query heads are not a multiple of {num_kv_heads} KV heads"
         )
-    if query.stride(2) != 1 or out.stride(2) != 1:
-        raise ValueError(
-            f"last strides of query and out are {query.stride(2)} and {out.stride(2)}, expected 1"
-        )
-    num_heads, num_kv_heads = query.shape[1], cache.key.shape[2]
-    if cache.key.shape[3] != query.shape[2]:
-        raise ValueError(
-            f"head size of the cache is {cache.key.shape[3]}, of query {query.shape[2]}"
-        )
-    if num_kv_heads == 0 or num_heads % num_kv_heads != 0:
-        raise ValueError(f"{num_heads} query heads are not a multiple of {num_kv_heads} KV heads")
-    check_dtypes(query, cache, "query")
-    _check_devices({"out": out, "key cache": cache.key, "seq_lens": batch.seq_lens}, "query", query)
-    if query.device.type == "cpu":
+    if device.type == "cpu":
         check_values(cache, batch, num_tokens=query.shape[0])
-
-
-def check_dtypes(tensor: Tensor, cache: PagedKV, name: str) -> None:
-    """Refuse a query, or keys to be written, of a dtype that does not go with the cache's."""
-    if tensor.dtype not in QUERY_DTYPES:
-        raise ValueError(f"{name} is {tensor.dtype}, allowed are {QUERY_DTYPES}")
-    if cache.key.dtype != tensor.dtype and cache.key.dtype not in FP8_DTYPES:
-        raise ValueError(
-            f"cache is {cache.key.dtype}, {name} is {tensor.dtype}: "
-            f"the cache must have the same dtype or one of {FP8_DTYPES}"
-        )
-
-
-def _check_devices(tensors: Mapping[str, Tensor | None], other: str, reference: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != reference.device:
-            raise ValueError(f"{name} is on {tensor.device}, {other} is on {reference.device}")
 
 
 def check_values(cache: PagedKV, batch: RaggedBatch, num_tokens: int) -> None:
@@ -234,7 +218,3 @@ def check_values(cache: PagedKV, batch: RaggedBatch, num_tokens: int) -> None:
                 f"sequence {index} has page {int(pages.max())}, the cache has "
                 f"{cache.key.shape[0]} pages"
             )
-
-
-def _shape(tensor: Tensor) -> list[int]:
-    return list(tensor.shape)

@@ -19,10 +19,8 @@ def use_anchored_window(layer: Attention) -> None:
 
         translate(layer, is_anchored=True)
     else:
-        from dllm.attention.backend import AnchoredCanvasBackend
-
         assert layer.impl.options.window is not None, "only sliding-window layers can be anchored"
-        layer.attn_backend = AnchoredCanvasBackend
+        layer.impl.is_anchored = True
 
 
 def see_blocks(layer: Attention, block_size: int) -> None:
@@ -37,7 +35,11 @@ def see_blocks(layer: Attention, block_size: int) -> None:
         layer.impl.options = replace(layer.impl.options, block_size=block_size)
 
 
-def bound_queries(layer: Attention, max_query_len: int) -> None:
-    """Promise that no sequence has more query rows, so that tiles are no higher than these need."""
+def bound_rows(layer: Attention, max_query_len: int) -> None:
+    """Say that no sequence of this layer has more query rows than this.
+
+    The tiles of our Triton kernel are as high as these rows need; without this call, as the rows of
+    the longest prompt chunk need.
+    """
     if layer.attn_backend.get_name() == "CUSTOM":
         layer.impl.max_query_len = max_query_len

@@ -17,12 +17,14 @@ serves twice the rows.
 With three stages the keys of the next tile are loaded while this one is computed, with four those
 of the next two; with two, computing waits for all loads.
 
-Head sizes 256 and 512 are chosen from what the compiler makes of candidates on each GPU, in this
-order: no spilled registers; loads that overlap with computing; many rows on a multiprocessor, in
-few programs, because every key that is read serves all rows of its program; few programs that share
-a head's columns, because each computes the logits again. No time of a GPU is behind them. They
-compile without a spill, except for an fp8 cache, and head size 512 on Blackwell.
-`SMALL` fits the 99 KiB of shared memory of all other cards.
+Head sizes 256 and 512 are chosen from what the compiler makes of candidates, in this order: no
+spilled registers; loads that overlap with computing; many rows on a multiprocessor, in few
+programs, because every key that is read serves all rows of its program; few programs that share a
+head's columns, because each computes the logits again. No time of a GPU is behind them.
+
+All other GPUs have one table, whose tiles fit the 99 KiB of shared memory of the smallest cards.
+Larger tiles would fit an A100 or a B200, but on a B200 those of head size 512 spill. Hopper has
+this table for fp8 caches, whose keys become 16-bit numbers in registers: its own tiles would spill.
 
 A window of 1,024 keys and a canvas of 256 make 1,279 keys: min_keys_in_window cuts them into two
 parts, with which one request has 64 programs for the 132 SMs of an H200, and not 32. For each part,
@@ -90,56 +92,33 @@ class TileConfig:
             )
 
 
-# (head size rounded up to a power of two, bytes of a query element) -> tiles.
+# (head size rounded up to a power of two, at least 64; bytes of a query element) -> tiles.
 HOPPER: dict[tuple[int, int], TileConfig] = {
-    (16, 2): TileConfig(128, 64, 4, 3),
-    (32, 2): TileConfig(128, 64, 4, 3),
     (64, 2): TileConfig(128, 64, 4, 3),
     (128, 2): TileConfig(128, 64, 8, 4, min_keys_per_split=1024, max_splits=16),
     (256, 2): TileConfig(128, 32, 8, 4),
     (512, 2): TileConfig(128, 16, 8, 4),
-    (16, 4): TileConfig(64, 32, 4, 2),
-    (32, 4): TileConfig(64, 32, 4, 2),
     (64, 4): TileConfig(64, 32, 4, 2),
     (128, 4): TileConfig(32, 32, 4, 2),
     (256, 4): TileConfig(32, 32, 8, 1),
     (512, 4): TileConfig(16, 16, 8, 1),
 }
 
-AMPERE: dict[tuple[int, int], TileConfig] = {
+OTHERS: dict[tuple[int, int], TileConfig] = {
     **HOPPER,
     (128, 2): TileConfig(64, 64, 4, 3, min_keys_per_split=1024, max_splits=16),
-    (256, 2): TileConfig(64, 32, 8, 3),
-    (512, 2): TileConfig(64, 16, 8, 3),
-}
-
-BLACKWELL: dict[tuple[int, int], TileConfig] = {
-    **HOPPER,
-    (256, 2): TileConfig(64, 32, 8, 3),
-    (512, 2): TileConfig(64, 32, 8, 3, block_v=128),
-}
-
-SMALL: dict[tuple[int, int], TileConfig] = {
-    **AMPERE,
     (256, 2): TileConfig(64, 16, 8, 3),
     (512, 2): TileConfig(32, 16, 8, 3),
 }
 
-# Compute capability -> tiles. Other GPUs have at least as much shared memory as SMALL needs.
-TABLES = {80: AMPERE, 90: HOPPER, 100: BLACKWELL, 103: BLACKWELL}
 
-
-def tile_config(head_size: int, element_size: int, arch: int = 90) -> TileConfig:
+def tile_config(
+    head_size: int, element_size: int, arch: int = 90, is_fp8_cache: bool = False
+) -> TileConfig:
     """The table's row for a head size and the bytes of a query element.
 
-    arch: compute capability, for instance 90 for 9.0. Raises ValueError when the table has no such
+    arch: compute capability, for instance 90 for 9.0. Raises KeyError when the table has no such
     row.
     """
-    table = TABLES.get(arch, SMALL)
-    key = (max(next_power_of_2(head_size), 16), element_size)
-    if key not in table:
-        raise ValueError(
-            f"no tiles for head size {head_size} with {element_size}-byte elements; "
-            f"the table has {sorted(table)}"
-        )
-    return table[key]
+    table = HOPPER if arch == 90 and not is_fp8_cache else OTHERS
+    return table[max(next_power_of_2(head_size), 64), element_size]

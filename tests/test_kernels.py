@@ -26,18 +26,7 @@ COMPILED = {"TRITON_INTERPRET": None}
 GROUPS = ("sliding", "full", "drafter", "sampling")
 ONE_OF_EACH_GROUP = {"canvas_attention_kernel", "context_kv_kernel", "_block_kernel"}
 MATRIX = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
-
-
-def may_spill(arch: int, kernel: str, label: str) -> int:
-    """Bytes of a thread that a kernel may spill on a GPU.
-
-    Keys of an fp8 cache become bf16 in registers. Blackwell's accumulator passes through registers
-    (Triton 3.6 spills up to 216 bytes, 3.9 up to 76). The sparse product, which a GPU runs only if
-    asked to, spills on GPUs without wgmma.
-    """
-    if kernel == "canvas_attention_kernel":
-        return 256 if arch == 100 or "fp8" in label else 0
-    return 128 if kernel == "_product_kernel" and MATRIX[arch] == "mma" else 0
+LOW = {90: ("full, fp8 cache", "draft"), 100: ("full", "full, fp8 cache", "draft")}
 
 
 def compiled(arch: int, *groups: str) -> list[dict[str, Any]]:
@@ -58,9 +47,11 @@ def test_kernels_fit_every_gpu(arch: int) -> None:
         where = (arch, one["label"], one["kernel"], one)
         used = one["registers"], one["shared"], one["num_warps"]
         assert programs_of_sm(arch, *used) >= 1, where
-        assert one["spilled"] <= may_spill(arch, one["kernel"], one["label"]), where
+        assert one["spilled"] == 0, where
         if one["kernel"] == "canvas_attention_kernel":
-            assert one["matrix"] == MATRIX[arch], where
+            # Tiles of 32 rows, and those of few drafts, are too low for the larger instructions.
+            is_low = one["label"] in LOW.get(arch, ())
+            assert one["matrix"] == ("mma" if is_low else MATRIX[arch]), where
             # While a tile of keys is computed with, K and V of the next one are under way.
             assert min(one["waits"]) >= 2, where
         if one["kernel"] == "_search_kernel":
@@ -86,8 +77,6 @@ def test_batches_of_a_server_need_few_compiled_kernels() -> None:
         "_block_kernel": 2,  # with and without filters
         "_merge_kernel": 2,
         "_cutoff_kernel": 1,
-        "_kept_tiles_kernel": 1,
-        "_product_kernel": 1,
         "_chunk_kernel": 1,
         "_read_kernel": 1,
         "_search_kernel": 1,

@@ -282,12 +282,7 @@ class DeviceGrammars(CanvasGrammars):
     def largest(self) -> Iterator[None]:
         """As described; for vLLM's memory profile, before there are requests."""
         vocab_size = self._pool.vocab_size
-        anything = Table(
-            class_of=np.zeros(vocab_size, dtype=np.int32),
-            next=np.zeros((1, 1), dtype=np.int32),
-            accepts=np.ones(1, dtype=bool),
-            left=np.zeros(1, dtype=np.int32),
-        )
+        anything = Table.of_any_text(vocab_size)
         tables = self._pool.place([anything])[0]
         largest = tables._replace(most_classes=LARGEST[0], most_states=LARGEST[1])
 

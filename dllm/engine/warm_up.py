@@ -2,8 +2,8 @@
 
 They visit every kind of batch that is compiled separately: prompt chunks (without logits), canvases
 alone, heads with canvases, one request and several, with and without top-k, top-p and min-p. Every
-canvas is emitted. Some requests have edited logits, and logprobs of the prompt and of blocks: each
-of these has kernels of its own, which a GPU compiles when they are first run.
+canvas is emitted. Some requests have edited logits, logprobs of the prompt and of blocks, or a
+grammar: each of these has kernels of its own, which a GPU compiles when they are first run.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,9 +16,13 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
+from dllm.grammar.constraint import Constraint
+from dllm.grammar.table import Table
+from dllm.settings.request import with_grammar
+
 
 def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
-    """Serve two made-up requests, then one, then a narrow canvas; with filters; a read; scored.
+    """Serve made-up requests: two, one, a narrow canvas; with filters; a read; scored; a grammar.
 
     Two requests come first. With one request, the number of logit rows equals the canvas length,
     and ``torch.compile`` would assume that the two sizes are always equal.
@@ -60,6 +64,10 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
         # The last token of a prompt has no logprobs of its own: it takes two to have some.
         width = min(longest, runner.max_model_len - 2)
         _CanvasRequests(num_reqs, scored, width, prompt_len=2).serve(runner, execute_model)
+    anything = Table.of_any_text(runner.model_config.get_vocab_size())
+    free = SamplingParams(max_tokens=longest, seed=0, stop_token_ids=[0], extra_args=one_step)
+    constrained = with_grammar(free, Constraint.shipped(anything.to_bytes(), None))
+    _CanvasRequests(1, constrained, longest).serve(runner, execute_model)
 
 
 def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> InputBatch:

@@ -1,4 +1,4 @@
-"""The table of a grammar: from memory, from a file, or compiled by a child process.
+"""The table of a grammar: from memory, or compiled by a child process.
 
 A grammar is refused if its text is too long, if it takes a child (`children`) too much time or
 memory, if its states are too many, or if the tokens do too many different things.
@@ -10,20 +10,16 @@ those around a tool call; where a tag does, the token may stand for its name.
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from cachetools import LRUCache
 
 from dllm.grammar.automaton import TooSlow, Unsupported
-from dllm.grammar.cache import Files
 from dllm.grammar.children import Children
 from dllm.grammar.json_schema import check_text
 from dllm.grammar.table import MOST_STATES
@@ -103,7 +99,6 @@ class Grammars:
 
     Args:
         read_tokens: called once, in the thread that makes the first table.
-        folder: for files of tables; None for no files.
         children: that compile; new ones by default.
         most_states: of a table.
         check: refuses a grammar before it is compiled, by raising Unsupported.
@@ -112,17 +107,16 @@ class Grammars:
     def __init__(
         self,
         read_tokens: Callable[[], Tokens],
-        folder: Path | None = None,
         children: Children | None = None,
         most_states: int = MOST_STATES,
         check: Callable[[Spec], None] = lambda spec: None,
     ) -> None:
         self.most_states = most_states
         self._read_tokens = read_tokens
-        self._files = Files(folder) if folder else None
         self._children = children
         self._check = check
         self._reading = threading.Lock()
+        self._tokens: Tokens | None = None
         self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="grammar")
         self._lock = threading.Lock()  # of the two below
         self._begun: dict[str, Future[bytes]] = {}  # that run or wait
@@ -169,7 +163,7 @@ class Grammars:
             check_length(spec.text)
             self._check(spec)
             check_text(spec.kind, spec.text)
-            found = self._find(spec, stops)
+            found = self._compile(spec, stops)
         except TooSlow:  # not remembered: the machine may be less busy
             raise
         except Unsupported as refusal:
@@ -183,35 +177,16 @@ class Grammars:
                 del self._begun[key]
         return found
 
-    def _find(self, spec: Spec, stops: Collection[int]) -> bytes:
+    def _compile(self, spec: Spec, stops: Collection[int]) -> bytes:
         with self._reading:
-            tokens, made_with = self._tokens, self._made_with
+            tokens = self._tokens = self._tokens or self._read_tokens()
             children = self._children = self._children or Children(Vocabulary(tokens.words))
         spoken = ""
         if spec.kind == "structural_tag":
             spoken = "\n".join(_spoken(json.loads(spec.text)))
         unnamed = (token for token, name in tokens.names.items() if name not in spoken)
-        made_from = [*made_with, self.most_states, _key(spec, stops)]
-        key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
-        if self._files and (table := self._files.get(key, len(tokens.words))):
-            return table
-        absent = sorted({*stops, *unnamed})
-        given = {"most_states": self.most_states, "absent": absent}
-        table = children.table(asdict(spec) | given)
-        if self._files:
-            self._files.put(key, table)
-        return table
-
-    @cached_property
-    def _tokens(self) -> Tokens:
-        return self._read_tokens()
-
-    @cached_property
-    def _made_with(self) -> list[str]:
-        """What a table depends on, besides the request."""
-        words, names = self._tokens
-        digest = hashlib.sha256(Vocabulary(words).to_bytes() + json.dumps(names).encode())
-        return [importlib.metadata.version("xgrammar"), _own_digest(), digest.hexdigest()]
+        limits = {"most_states": self.most_states, "absent": sorted({*stops, *unnamed})}
+        return children.table(asdict(spec) | limits)
 
 
 def _spoken(tag: Any, key: str = "") -> Iterator[str]:
@@ -229,10 +204,3 @@ def _spoken(tag: Any, key: str = "") -> Iterator[str]:
 
 def _key(spec: Spec, stops: Collection[int]) -> str:
     return hashlib.sha256(json.dumps([asdict(spec), sorted(stops)]).encode()).hexdigest()
-
-
-@cache
-def _own_digest() -> str:
-    """Of this package's source: a table that another version of it has made is not used."""
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()

@@ -227,13 +227,6 @@ def _chunks(table: Table) -> tuple[np.ndarray, np.ndarray]:
     return order[at].reshape(-1, CHUNK), classes
 
 
-class ClassMaxima(NamedTuple):
-    """Of N rows; K is that of the largest table."""
-
-    best: Tensor  # [N, K] fp32; -inf for classes that a row's table does not have
-    token: Tensor  # [N, K] int32, the lowest id with it; -1 there
-
-
 class Ends(NamedTuple):
     """What stops and paddings cost in each of N rows, and what is likeliest."""
 

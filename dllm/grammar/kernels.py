@@ -1,8 +1,4 @@
-"""Class maxima, best paths and row masks on a GPU, in Triton (defined in `device` and `viterbi`).
-
-Class maxima: tokens are listed class by class, in chunks of one class each. A program reduces some
-chunks of one row and merges each with the row's other chunks of that class by an atomic maximum of
-(logit, -token) in one integer of 64 bits, whose order does not depend on who comes first.
+"""Best paths and row masks on a GPU, in Triton (defined in `device` and `viterbi`).
 
 Best paths: one program a canvas. A first kernel reads the likeliest tokens; if they are a text that
 is all. Else, position by position, the second one goes over the edges, which are sorted by the
@@ -22,25 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dllm.grammar import automaton, device, viterbi
-from dllm.grammar.device import (
-    CHUNK,
-    ClassMaxima,
-    Ends,
-    PackedTables,
-    Paths,
-    Searches,
-    ends,
-)
+from dllm.grammar import automaton, viterbi
+from dllm.grammar.class_maxima import HIGHEST, NO_TABLE, ClassMaxima, class_maxima
+from dllm.grammar.device import Ends, PackedTables, Paths, Searches, ends
 
 DEAD = tl.constexpr(automaton.DEAD)
 STOPPED = tl.constexpr(viterbi.STOPPED)
-NO_TABLE = tl.constexpr(device.NO_TABLE)
 WORST = tl.constexpr(viterbi.WORST)
 LOWEST = tl.constexpr(viterbi.LOWEST)
 NEVER = tl.constexpr(2**31 - 1)
-HIGHEST = tl.constexpr(0x7FFFFFFF)
-NOTHING = -(2**63)
 CANVAS_PARTS = 5  # that kernels read
 
 
@@ -48,7 +34,6 @@ CANVAS_PARTS = 5  # that kernels read
 class PathTiles:
     """How the kernels cut their work; powers of two. No result depends on it."""
 
-    chunks: int = 16  # of a program of class maxima
     edges: int = 1024
     tokens: int = 4096  # of a program of row masks
     num_warps: int = 8
@@ -76,67 +61,13 @@ def write_paths(
     """
     row_of = canvases.row_of
     table_of, its_stops = canvases.table[row_of], stops[row_of]
-    maxima = class_maxima_kernels(scores, tables, table_of, cut)
+    maxima = class_maxima(scores, tables, table_of)
     found = ends(scores, scores.argmax(dim=1), its_stops, fillers[row_of])
     paths = best_paths_kernels(maxima, found, tables, canvases, cut)
     places = torch.arange(len(row_of), device=logits.device) - canvases.first_row[row_of]
     budgets = (canvases.budget[row_of] - places).int()
     mask_rows_kernel(logits, tables, table_of, paths.states, budgets, its_stops, cut)
     return paths
-
-
-def class_maxima_kernels(
-    logits: Tensor, tables: PackedTables, table_of: Tensor, cut: PathTiles
-) -> ClassMaxima:
-    """The best token of each class in each row; NaN counts as -inf.
-
-    Args:
-        logits: [N, V] fp32 or bf16.
-        table_of: [N] int32, each row's table; `NO_TABLE` for rows without one.
-    """
-    num_rows, most = len(logits), tables.most_classes
-    assert logits.stride(1) == 1, logits.stride()
-    keys = torch.full((num_rows, most), NOTHING, dtype=torch.int64, device=logits.device)
-    if num_rows and tables.most_chunks:
-        _chunk_kernel[(num_rows, triton.cdiv(tables.most_chunks, cut.chunks))](
-            logits, logits.stride(0), table_of, tables.chunk, tables.chunk_class,
-            tables.first_chunk, keys, most,
-            CHUNKS=cut.chunks, CHUNK=CHUNK, num_warps=cut.num_warps,
-        )  # fmt: skip
-    # The upper half is the logit with its bits in order, the lower one counts tokens backwards.
-    ordered = (keys >> 32).int()
-    best = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
-    token = (0x7FFFFFFF - (keys & 0xFFFFFFFF)).int()
-    is_there = keys != NOTHING
-    return ClassMaxima(torch.where(is_there, best, -torch.inf), torch.where(is_there, token, -1))
-
-
-@triton.jit(do_not_specialize=["most"])
-def _chunk_kernel(
-    logits, row_stride, table_of, chunk, chunk_class, first_chunk, keys, most,
-    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Class maxima of CHUNKS chunks of one row, merged into ``keys`` [rows, classes] int64.
-
-    Grid: (rows, blocks of CHUNKS chunks).
-    """
-    row = tl.program_id(0).to(tl.int64)
-    table = tl.load(table_of + row)
-    if table == NO_TABLE:
-        return
-    index = tl.load(first_chunk + table) + tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
-    is_there = index < tl.load(first_chunk + table + 1)
-    cells = index.to(tl.int64)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    token = tl.load(chunk + cells, mask=is_there[:, None], other=0)
-    x = tl.load(logits + row * row_stride + token, mask=is_there[:, None], other=0.0)
-    x = x.to(tl.float32)
-    x = tl.where(x == x, x, float("-inf"))
-    x = tl.where(x == 0.0, 0.0, x)  # -0 is 0
-    bits = x.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & HIGHEST)
-    key = (ordered.to(tl.int64) << 32) + (-token + HIGHEST).to(tl.int64)
-    kind = tl.load(chunk_class + index, mask=is_there, other=0)
-    tl.atomic_max(keys + row * most + kind, tl.max(key, axis=1), mask=is_there)
 
 
 def best_paths_kernels(

@@ -21,7 +21,6 @@ from dllm.grammar.reach import NEVER, ByteTable, only, steps_to_end
 from dllm.grammar.vocabulary import Trie, Vocabulary
 
 MOST_STATES = 4096
-VERSION = 2  # of the arrays as bytes
 # Entries of all maps together, int16 each.
 MOST_MAP_ENTRIES = 1 << 25
 MOST_EDGES = 1 << 17  # every denoise step follows all of them, at each position of a canvas
@@ -47,6 +46,16 @@ class Table:
     accepts: np.ndarray
     left: np.ndarray
     levels: int = -1
+
+    @classmethod
+    def of_any_text(cls, vocab_size: int) -> "Table":
+        """A table with one state, in which every token is allowed and every text may end."""
+        return cls(
+            class_of=np.zeros(vocab_size, dtype=np.int32),
+            next=np.zeros((1, 1), dtype=np.int32),
+            accepts=np.ones(1, dtype=bool),
+            left=np.zeros(1, dtype=np.int32),
+        )
 
     @property
     def num_classes(self) -> int:
@@ -83,31 +92,17 @@ class Table:
         return replace(self, class_of=class_of, next=following, left=left)
 
     def to_bytes(self) -> bytes:
-        """For a file or another process: `from_bytes` reads it."""
-        about = np.array([VERSION, self.levels])
+        """For another process: `from_bytes` reads it."""
         narrow = np.int16 if self.num_classes < 1 << 15 else np.int32
         small = [self.class_of.astype(narrow), self.next.astype(np.int16)]
-        return pack([about, *small, self.accepts, self.left])
+        return pack([np.array(self.levels), *small, self.accepts, self.left])
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> "Table":
-        """What `to_bytes` wrote. Raises ValueError for anything else."""
-        (version, levels), class_of, following, accepts, left = unpack(packed, 5)
-        if version != VERSION:
-            raise ValueError(f"a table of version {version}; this is {VERSION}")
-        num_states, num_classes = following.shape
-        if not accepts.shape == left.shape == (num_states,):
-            raise ValueError(f"{num_states} states, but {accepts.shape} and {left.shape}")
-        if class_of.max(initial=-1) >= num_classes or following.max(initial=-1) >= num_states:
-            raise ValueError(f"classes or states beyond {num_classes} and {num_states}")
+        """What `to_bytes` wrote."""
+        levels, class_of, following, accepts, left = unpack(packed)
         wide = class_of.astype(np.int32), following.astype(np.int32)
         return cls(*wide, accepts, left, int(levels))
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Memory of the arrays, and of those that are made of them when they are used."""
-        num_edges = int((self.next != DEAD).sum())
-        return 12 * len(self.class_of) + 4 * self.next.size + 24 * num_edges + 5 * len(self.left)
 
     @cached_property
     def edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -49,7 +49,7 @@ class Vocabulary:
     @classmethod
     def from_bytes(cls, packed: bytes) -> "Vocabulary":
         """What `to_bytes` wrote."""
-        lengths, letters = unpack(packed, 2)
+        lengths, letters = unpack(packed)
         whole, ends = letters.tobytes(), np.cumsum(lengths).tolist()
         return cls([whole[end - size : end] for end, size in zip(ends, lengths, strict=True)])
 

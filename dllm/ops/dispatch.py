@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from dllm.ops.filters import RowFilters, cutoffs
-from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats, reference_row_stats
+from dllm.ops.row_stats import RowStats, reference_row_stats
 from dllm.ops.row_stats_cpu import TILE_TOKENS, row_stats_cpu, tile_width
-from dllm.ops.soft_embedding import Shard, sparse_product_cpu
 
 # Below this vocabulary size the exact product is faster than selecting tokens to leave out.
 SMALLEST_VOCABULARY = 2**13
@@ -59,46 +58,17 @@ def row_stats(
 def uses_sparse_product(
     option: Literal["auto", "sparse", "exact"], vocab_size: int, device: torch.device
 ) -> bool:
-    """Whether soft embeddings leave out unlikely tokens: by option, and not for a small vocabulary.
+    """Whether soft embeddings leave out unlikely tokens: on a CPU, for a large vocabulary.
 
-    Args:
-        option: "auto" leaves them out on a CPU only.
+    Raises:
+        ValueError: "sparse" on a GPU.
     """
-    is_sparse = option == "sparse" or (option == "auto" and device.type == "cpu")
-    return is_sparse and vocab_size >= SMALLEST_VOCABULARY
-
-
-def sparse_product(
-    logits: Tensor, temperature: Tensor, stats: RowStats, shard: Shard, budget: float
-) -> Tensor:
-    """The soft embedding of each row, without tokens of at most `budget` probability in total.
-
-    Does not wait for a GPU: how many tokens remain is not read by the host there.
-
-    Args:
-        logits: [N, V], the ones that `stats` were computed from.
-        temperature: [N], likewise.
-        budget: in [0, 1).
-
-    Returns:
-        [N, hidden] in the shard's dtype: the sum over the shard's tokens.
-    """
-    if logits.is_cuda:
-        from dllm.ops.soft_embedding_gpu import ProductTiles, sparse_product_kernels  # needs Triton
-
-        tile = mass_tile(logits)
-        return sparse_product_kernels(
-            logits, temperature, stats, shard, budget, tile, ProductTiles()
+    if option == "sparse" and device.type != "cpu":
+        raise ValueError(
+            f"soft_embedding = 'sparse' on {device.type}; allowed: 'auto' or 'exact'. Unlikely "
+            "tokens are left out on a CPU only. Leave the option out."
         )
-    return sparse_product_cpu(logits, temperature, stats, shard, budget)
-
-
-def mass_tile(logits: Tensor) -> int:
-    """Tokens of one tile of `RowStats.tile_mass`.
-
-    Few on a GPU, where the soft embedding skips whole tiles: small ones can be skipped more often.
-    """
-    return KERNEL_MASS_TILE if logits.is_cuda else tile_width(logits.shape[-1])
+    return option != "exact" and device.type == "cpu" and vocab_size >= SMALLEST_VOCABULARY
 
 
 _OFF = (None, None, None)  # top_k, top_p, min_p
@@ -159,6 +129,7 @@ def _row_stats_shapes(
     num_rows, vocab_size = logits.shape
     ids = [logits.new_empty(num_rows, dtype=torch.int64) for _ in range(2)]
     numbers = [temperature.new_empty(num_rows) for _ in range(4)]
-    tiles = temperature.new_empty(num_rows, -(-vocab_size // mass_tile(logits)))
+    num_tiles = 0 if logits.is_cuda else -(-vocab_size // tile_width(vocab_size))
+    tiles = temperature.new_empty(num_rows, num_tiles)
     probs = logits.new_empty(num_rows, vocab_size if probs_dtype else 0, dtype=probs_dtype)
     return [*ids, *numbers, tiles, probs]

@@ -29,8 +29,6 @@ from torch import Tensor
 
 from dllm.ops.noise import NO_KEY, gumbel
 
-KERNEL_MASS_TILE = 64  # tokens of one tile of `tile_mass` on a GPU
-
 
 class RowStats(NamedTuple):
     """Statistics of `N` rows over a vocabulary of `V` tokens, which is cut into tiles.
@@ -44,7 +42,7 @@ class RowStats(NamedTuple):
     peak: Tensor  # [N] fp32, the largest logit
     log_z: Tensor  # [N] fp32, log of z; +inf for a row that has no distribution
     cutoff: Tensor  # [N] fp32, the smallest logit that the filters keep; -inf without one
-    tile_mass: Tensor  # [N, tiles] fp32, the probability of each tile of tokens
+    tile_mass: Tensor  # [N, tiles] fp32, the probability of each tile of tokens; no tiles on a GPU
     probs: Tensor | None  # [N, V] in the dtype asked for
 
 

@@ -4,7 +4,7 @@ Block kernel: a program reads one block of tokens of one row, so that a single r
 GPU many programs. With b = the block's largest logit it writes
 
     b, the lowest id with it, and the id that wins the block's draw
-    z_b = sum exp((x - b) / T)           also for each tile of tokens
+    z_b = sum exp((x - b) / T)
     s_b = sum ((x - b) / T) exp((x - b) / T)
 
 Merge kernel: a program combines the blocks of one row, with m = max b and w_b = exp((b - m) / T):
@@ -34,7 +34,6 @@ from torch import Tensor
 
 from dllm.ops.filters import RowFilters
 from dllm.ops.noise import MIX_MULTIPLIERS
-from dllm.ops.row_stats import KERNEL_MASS_TILE
 
 FIRST = tl.constexpr(MIX_MULTIPLIERS[0] & 0xFFFFFFFF)
 SECOND = tl.constexpr(MIX_MULTIPLIERS[1] & 0xFFFFFFFF)
@@ -45,11 +44,10 @@ OF_ROWS = ["temperature", "keys", "cutoff", "peak", "log_z", "top_ks", "top_ps",
 
 @dataclass(frozen=True)
 class KernelTiles:
-    """How the kernels cut a row; powers of two. Of the results only `tile_mass` depends on it."""
+    """How the kernels cut a row; powers of two. No result depends on it."""
 
     # Tokens of a program. 8 tokens a thread leave enough registers for two programs at a time.
     block: int = 2048
-    tile: int = KERNEL_MASS_TILE  # tokens of one entry of `tile_mass`
     num_warps: int = 8
 
 
@@ -61,11 +59,13 @@ def row_stats_kernels(
     filters: RowFilters | None,
     cut: KernelTiles,
 ) -> list[Tensor]:
-    """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None."""
+    """The fields of `RowStats` in order; `probs` is empty if `probs_dtype` is None.
+
+    `tile_mass` has no tiles: only the CPU's soft embedding reads it.
+    """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and keys.is_contiguous(), (logits.stride(), keys.stride())
-    num_blocks, num_tiles = triton.cdiv(vocab_size, cut.block), triton.cdiv(vocab_size, cut.tile)
-    device = logits.device
+    num_blocks, device = triton.cdiv(vocab_size, cut.block), logits.device
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -73,11 +73,10 @@ def row_stats_kernels(
     argmax, sample = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
     entropy, peak, log_z = numbers(num_rows), numbers(num_rows), numbers(num_rows)
     cutoff = torch.full((num_rows,), -torch.inf, device=device)
-    tile_mass = numbers(num_rows, num_tiles)
     probs = torch.empty(
         num_rows, vocab_size if probs_dtype else 0, dtype=probs_dtype or logits.dtype, device=device
     )
-    result = [argmax, sample, entropy, peak, log_z, cutoff, tile_mass, probs]
+    result = [argmax, sample, entropy, peak, log_z, cutoff, numbers(num_rows, 0), probs]
     if num_rows == 0:
         return result
     block_max, block_z, block_s = (numbers(num_rows, num_blocks) for _ in range(3))
@@ -94,16 +93,13 @@ def row_stats_kernels(
             )  # fmt: skip
         _block_kernel[(num_rows, num_blocks)](
             logits, logits.stride(0), temperature, keys, cutoff,
-            block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
-            vocab_size, num_blocks, num_tiles,
-            BLOCK=cut.block, TILE=cut.tile, IS_FILTERED=is_filtered, num_warps=cut.num_warps,
+            block_max, block_argmax, block_z, block_s, block_winner, vocab_size, num_blocks,
+            BLOCK=cut.block, IS_FILTERED=is_filtered, num_warps=cut.num_warps,
         )  # fmt: skip
         _merge_kernel[(num_rows,)](
             logits, logits.stride(0), temperature, keys, cutoff,
-            block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
-            argmax, sample, entropy, peak, log_z, vocab_size, num_blocks, num_tiles,
-            TILES_OF_BLOCK=cut.block // cut.tile,
-            TILES=min(1024, triton.next_power_of_2(num_tiles)),
+            block_max, block_argmax, block_z, block_s, block_winner,
+            argmax, sample, entropy, peak, log_z, vocab_size, num_blocks,
             BLOCKS=triton.next_power_of_2(num_blocks), IS_FILTERED=is_filtered, num_warps=4,
         )  # fmt: skip
     if probs_dtype is not None:
@@ -152,11 +148,10 @@ def _exponential(v):
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _block_kernel(
     logits, row_stride, temperature, keys, cutoff,
-    block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
-    vocab_size, num_blocks, num_tiles,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, IS_FILTERED: tl.constexpr,
+    block_max, block_argmax, block_z, block_s, block_winner, vocab_size, num_blocks,
+    BLOCK: tl.constexpr, IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one block of one row (top of the file); `tile_mass` gets z_b of its tiles.
+    """The statistics of one block of one row (top of the file).
 
     IS_FILTERED: tokens below the row's cutoff are left out; rows without a cutoff are skipped.
     """
@@ -208,21 +203,16 @@ def _block_kernel(
     tl.store(block_z + place, z)
     tl.store(block_s + place, s)
     tl.store(block_winner + place, block * BLOCK + winner)
-    TILES: tl.constexpr = BLOCK // TILE
-    tile = block * TILES + tl.arange(0, TILES)
-    masses = tl.sum(tl.reshape(e, (TILES, TILE)), 1)
-    tl.store(tile_mass + row * num_tiles + tile, masses, mask=tile < num_tiles)
 
 
 @triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _merge_kernel(
     logits, row_stride, temperature, keys, cutoff,
-    block_max, block_argmax, block_z, block_s, block_winner, tile_mass,
-    argmax, sample, entropy, peak, log_z, vocab_size, num_blocks, num_tiles,
-    TILES_OF_BLOCK: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr,
-    IS_FILTERED: tl.constexpr,
+    block_max, block_argmax, block_z, block_s, block_winner,
+    argmax, sample, entropy, peak, log_z, vocab_size, num_blocks,
+    BLOCKS: tl.constexpr, IS_FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one row from those of its blocks; turns `tile_mass` into probabilities."""
+    """The statistics of one row from those of its blocks."""
     row = tl.program_id(0).to(tl.int64)
     if IS_FILTERED:  # noqa: SIM102 (IS_FILTERED is a constant of the compiled kernel)
         if tl.load(cutoff + row) == float("-inf"):
@@ -262,16 +252,6 @@ def _merge_kernel(
         noisy = tl.where(is_block & (maxima > float("-inf")), noisy, float("-inf"))
         chosen = tl.argmax(noisy, 0)
         tl.store(sample + row, tl.sum(tl.where(block == chosen, ids, 0), 0))
-
-    # From sums relative to each block's own maximum to probabilities.
-    for first_tile in range(0, num_tiles, TILES):
-        tile = first_tile + tl.arange(0, TILES)
-        is_tile = tile < num_tiles
-        maximum = tl.load(block_max + row * num_blocks + tile // TILES_OF_BLOCK, mask=is_tile)
-        mass = tl.load(tile_mass + row * num_tiles + tile, mask=is_tile, other=0.0)
-        mass = tl.where(mass > 0, mass * tl.exp((maximum - base) / t) / z, 0.0)
-        mass = tl.where(has_distribution, mass, 0.0)
-        tl.store(tile_mass + row * num_tiles + tile, mass, mask=is_tile)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ Each row leaves out tokens that together have at most `budget` of its probabilit
 
     |soft[r] - exact soft[r]| <= budget * max |embedding[v]|
 
-in any norm (rounding aside). What a row leaves out depends on that row alone. On a CPU:
+in any norm (rounding aside). What a row leaves out depends on that row alone. It runs on a CPU:
 
 1. The lightest tiles of tokens are dropped, up to a quarter of the budget. The row statistics hold
    the mass of each tile. Where the model is sure of a token, nearly all tiles are dropped.
@@ -16,8 +16,7 @@ in any norm (rounding aside). What a row leaves out depends on that row alone. O
    below it together fit what step 1 left of the budget, for any distribution.
 
 The sum over the kept tokens is an embedding bag: each row reads the embeddings of its own tokens. A
-row that keeps more than `LARGEST_SHARE` of the vocabulary uses the exact product instead. On a GPU
-whole tiles are skipped (`soft_embedding_gpu`).
+row that keeps more than `LARGEST_SHARE` of the vocabulary uses the exact product instead.
 
 `skipped_mass` gives the budget: half the distance from 1 to the next number of the embedding's
 type. The exact product rounds the probabilities to that type, which changes the result as much.
@@ -69,10 +68,19 @@ def skipped_mass(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def sparse_product_cpu(
+def sparse_product(
     logits: Tensor, temperature: Tensor, stats: RowStats, shard: Shard, budget: float
 ) -> Tensor:
-    """`dispatch.sparse_product` on a CPU: [N, hidden] in the shard's dtype."""
+    """The soft embedding of each row, without tokens of at most `budget` probability in total.
+
+    Args:
+        logits: [N, V] on a CPU, the ones that `stats` were computed from.
+        temperature: [N], likewise.
+        budget: in [0, 1).
+
+    Returns:
+        [N, hidden] in the shard's dtype: the sum over the shard's tokens.
+    """
     kept = tokens_that_count(logits, temperature, stats, budget)
     num_tokens = torch.bincount(kept.row, minlength=len(logits))
     is_dense = num_tokens > LARGEST_SHARE * logits.shape[-1]

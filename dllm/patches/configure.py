@@ -5,6 +5,7 @@ its ``MODELS_CONFIG_MAP``. Flags that cannot work are refused with what to do.
 """
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.logger import init_logger
@@ -25,6 +26,7 @@ FLAG_BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
 # How many requests run at a time unless the user chooses. Logits that do not fit the workspace are
 # computed in tiles (``engine.logit_rows``), so that memory does not limit this.
 DEFAULT_CONCURRENCY = 64
+PROMPT_CHUNK = 2048  # tokens of prompts that a step has room for beside all canvases
 GPU_PAGE_SIZE = 64  # tokens of a page of the KV cache
 # In a model with blocks that are shorter than this, asynchronous scheduling has to be asked for: a
 # short block takes few steps, and each block takes one more pass.
@@ -79,10 +81,12 @@ def configure_dllm(vllm_config: Any) -> None:
     vllm_config.model_config.override_generation_config.setdefault("max_new_tokens", None)
 
 
-def limit_default_concurrency() -> None:
-    """Let our models run DEFAULT_CONCURRENCY requests at a time unless ``--max-num-seqs`` is given.
+def set_batch_defaults() -> None:
+    """Choose how many requests run at a time, and the tokens of a step, unless the user does.
 
-    Here, because a configuration does not say whether the user gave the flag.
+    At most DEFAULT_CONCURRENCY requests run. On a GPU the canvases of all of them and PROMPT_CHUNK
+    tokens of a prompt fit into a step. On a CPU a few canvases keep all cores busy, and vLLM's
+    default stays. Here, because a configuration does not say whether the user gave the flags.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -91,10 +95,22 @@ def limit_default_concurrency() -> None:
     def _set_default_max_num_seqs_and_batched_tokens_args(
         self: Any, usage_context: Any, model_config: Any, parallel_config: Any
     ) -> None:
-        is_given = self.max_num_seqs is not None
+        from vllm.platforms import current_platform
+
+        has_seqs, has_tokens = (
+            self.max_num_seqs is not None,
+            self.max_num_batched_tokens is not None,
+        )
         set_defaults(self, usage_context, model_config, parallel_config)
-        if not is_given and model_config.architecture in FAMILIES:
+        if model_config.architecture not in FAMILIES:
+            return
+        if not has_seqs:
             self.max_num_seqs = min(self.max_num_seqs, DEFAULT_CONCURRENCY)
+        if not has_tokens and not current_platform.is_cpu():
+            diffusion = self.create_diffusion_config()
+            config = SimpleNamespace(model_config=model_config, diffusion_config=diffusion)
+            canvases = self.max_num_seqs * settings_of(config).canvas_length
+            self.max_num_batched_tokens = max(self.max_num_batched_tokens, canvases + PROMPT_CHUNK)
 
     EngineArgs._set_default_max_num_seqs_and_batched_tokens_args = (  # type: ignore[method-assign]
         _set_default_max_num_seqs_and_batched_tokens_args

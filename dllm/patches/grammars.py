@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from types import AsyncGeneratorType
 from typing import Any
 
@@ -354,13 +353,10 @@ _grammars: weakref.WeakKeyDictionary[Any, Grammars] = weakref.WeakKeyDictionary(
 
 def _grammars_of(processor: Any) -> Grammars:
     """One for each engine: it keeps what it has compiled."""
-    from vllm import envs
-
     if processor not in _grammars:
         vocab_size = processor.model_config.get_vocab_size()
         _grammars[processor] = Grammars(
             partial(tokens_of, processor.tokenizer, vocab_size),
-            Path(envs.VLLM_CACHE_ROOT) / "dllm" / "grammars",
             check=_check_features,
         )
     return _grammars[processor]

@@ -8,7 +8,7 @@ from typing import Any
 
 from dllm.models import FAMILIES, REFUSED, load, own_configs
 from dllm.patches.admission import check_requests_at_admission
-from dllm.patches.configure import configure_dllm, limit_default_concurrency
+from dllm.patches.configure import configure_dllm, set_batch_defaults
 from dllm.patches.cpu import (
     choose_dtype,
     enable_cpu_runtime,
@@ -59,7 +59,7 @@ def _serve_families() -> None:
     for architecture, served in FAMILIES.items():
         ModelRegistry.register_model(architecture, served.model_class())
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm, served.config)
-    limit_default_concurrency()
+    set_batch_defaults()
     choose_dtype()
     check_requests_at_admission()
     serve_structured_outputs()

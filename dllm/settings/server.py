@@ -43,7 +43,7 @@ class PluginOptions:
         soft_embedding: ``exact`` multiplies the probabilities of all tokens by their embeddings.
             ``sparse`` leaves out unlikely tokens if the vocabulary is large; the error is no larger
             than that of rounding the probabilities (``ops.soft_embedding``). ``auto`` is sparse on
-            a CPU and exact on a GPU, where the sparse kernel has not been measured.
+            a CPU and exact on a GPU, where ``sparse`` is refused.
         logits_workspace_mib: MiB of fp32 logits that may exist at once. If a step has more, it is
             computed in tiles of whole canvases (``engine.logit_rows``).
         canvas_watchers: how many requests of an API server may stream their unfinished canvases at

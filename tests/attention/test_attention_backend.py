@@ -168,19 +168,31 @@ def test_vllm_accepts_our_backend_for_the_layers_of_the_26b_model(
     assert CanvasAttentionBackend.validate_configuration(**(asked | {"use_mla": True})) != []
 
 
+def server(**layer):
+    """What the builder and the layers read of a server's configuration, with one layer."""
+    impl = SimpleNamespace(is_anchored=False, max_query_len=None)
+    impl.options = SimpleNamespace(window=24)
+    vars(impl).update(layer)
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=512),
+        model_config=SimpleNamespace(max_model_len=8192, is_mm_prefix_lm=False),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer": SimpleNamespace(impl=impl)}
+        ),
+        diffusion_config=None,
+    )
+
+
 def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
     """vLLM profiles without attention, and gives what is left to the KV cache."""
     from dllm.attention import backend
 
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=512),
-        model_config=SimpleNamespace(max_model_len=8192, is_mm_prefix_lm=False),
-        diffusion_config=None,
-    )
-    sizes, allocate = [], backend.largest_workspace
+    config = server()
+    sizes = []
+    allocate = torch.Tensor.new_empty
     monkeypatch.setattr(backend, "get_current_vllm_config_or_none", lambda: config)
     monkeypatch.setattr(
-        backend, "largest_workspace", lambda *given: sizes.append(allocate(*given).numel())
+        torch.Tensor, "new_empty", lambda *a, **k: sizes.append(a[1]) or allocate(*a, **k)
     )
     layer = backend.CanvasAttentionImpl(16, 512, 1.0, 2)
     query, output = torch.zeros(9, 16, 512, dtype=torch.bfloat16), torch.ones(9, 16, 512)
@@ -196,19 +208,11 @@ def test_the_memory_profile_counts_the_largest_workspace(monkeypatch):
 def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
     """Captured with 16 rows a sequence, replayed with 32: the tensors are the same
     memory, and the tiles do not depend on the step."""
-    from dllm.attention.backend import CanvasAttentionBackend as Backend
-    from dllm.attention.backend import CanvasAttentionImpl, CanvasAttentionMetadataBuilder
-    from dllm.attention.layers import bound_queries
+    from dllm.attention.backend import CanvasAttentionMetadataBuilder
     from dllm.attention.planning import BatchShape, plan_attention
     from dllm.attention.tuning import tile_config
 
-    layer = SimpleNamespace(impl=CanvasAttentionImpl(16, 512, 1.0, 2), attn_backend=Backend)
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=512),
-        model_config=SimpleNamespace(max_model_len=8192),
-        compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
-    )
-    builder = CanvasAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    builder = CanvasAttentionMetadataBuilder(None, ["layer"], server(), torch.device("cpu"))
     buffers = {
         "query_start_loc": torch.zeros(5, dtype=torch.int32),
         "seq_lens": torch.zeros(4, dtype=torch.int32),
@@ -240,10 +244,6 @@ def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
     assert (captured.max_query_len, captured.max_seq_len) == (512, 8192)
     assert (step.max_query_len, step.max_seq_len) == (512, 100)
 
-    bound_queries(layer, 8)  # of a drafter
-    short = CanvasAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
-    assert short.build(0, common(2, 16, is_causal[:2])).batch.max_query_len == 8
-
     def tiles(batch):
         shape = BatchShape(64, batch.num_seqs, 16, 2, 512, batch.max_query_len, batch.max_seq_len)
         plan = plan_attention(shape, tile_config(512, 2), None)
@@ -255,24 +255,22 @@ def test_a_graph_would_read_persistent_tensors_with_bounds_for_every_step():
     assert flags[0].data_ptr() == flags[1].data_ptr()
     assert flags[0].tolist() == [1] * 3
     assert builder.build(0, common(3, 48, False)).batch.is_causal.tolist() == [0] * 3
+    assert captured.first_keys is None
+
+    # A drafter's sequences are short: so are its tiles, whatever a step of the target holds.
+    drafter = CanvasAttentionMetadataBuilder(
+        None, ["layer"], server(max_query_len=8), torch.device("cpu")
+    )
+    short = drafter.build(0, common(2, 16, False)).batch
+    assert short.max_query_len == 8 and tiles(short)[0] == 64
 
 
 def test_canvases_of_an_anchored_layer_have_a_first_key_and_nothing_else_has():
     """A canvas near the start, one behind it, a causal sequence, an image, a padded sequence."""
-    from dllm.attention.backend import AnchoredMetadataBuilder
+    from dllm.attention.backend import CanvasAttentionMetadataBuilder
 
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=5, max_num_batched_tokens=512),
-        model_config=SimpleNamespace(max_model_len=8192),
-        compilation_config=SimpleNamespace(
-            static_forward_context={
-                "layer": SimpleNamespace(
-                    impl=SimpleNamespace(options=SimpleNamespace(window=24), max_query_len=None)
-                )
-            }
-        ),
-    )
-    builder = AnchoredMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
+    config = server(is_anchored=True)
+    builder = CanvasAttentionMetadataBuilder(None, ["layer"], config, torch.device("cpu"))
     starts = torch.tensor([0, 16, 32, 48, 60, 60], dtype=torch.int32)
     common = CommonAttentionMetadata(
         query_start_loc=starts,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dllm.attention.inputs import AttentionOptions, check_inputs
 from dllm.attention.masks import QuerySpan, anchor, visible_range
 from dllm.attention.planning import BatchShape, ceil_div, num_splits, plan_attention, visible_keys
-from dllm.attention.tuning import HOPPER, SMALL, TABLES, TARGET_PROGRAMS, TileConfig, tile_config
+from dllm.attention.tuning import HOPPER, OTHERS, TARGET_PROGRAMS, TileConfig, tile_config
 from tests.support.attention_cases import CaseSpec, make_case
 from tests.support.multiprocessor import SHARED_KIB
 from tests.support.process import run_python
@@ -149,20 +149,17 @@ def test_visible_keys_covers_every_row(
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 def test_the_table_is_complete_and_fits(arch: int) -> None:
-    table = TABLES.get(arch, SMALL)
     limit = SHARED_KIB[arch] << 10
     for size in (16, 32, 64, 128, 256, 512):
         for element in (2, 4):
-            config = table[size, element]
+            config = tile_config(size, element, arch)
             loads = config.num_stages if arch in (90, 100) else max(config.num_stages - 1, 1)
             shared = config.block_m * size + loads * config.block_n * (size + config.columns(size))
             assert shared * element <= limit, (size, element)
             accumulator = config.block_m * config.columns(size) / (32 * config.num_warps)
             assert accumulator <= 128, (size, element)
     assert tile_config(320, 2) == HOPPER[512, 2]
-    assert tile_config(80, 2, 86) == SMALL[128, 2]
-    with pytest.raises(ValueError, match="no tiles for head size 1024 with 2-byte elements"):
-        tile_config(1024, 2)
+    assert tile_config(80, 2, 86) == OTHERS[128, 2]
 
 
 def test_tiles_the_kernel_cannot_take_are_refused() -> None:
@@ -179,25 +176,25 @@ SCALE = torch.ones(1)
 @pytest.mark.parametrize(
     ("pattern", "owner", "change"),
     [
-        (r"out is \[6, 4, 32\] .*, query is \[7, 4, 32\]", "out", CASE.query[:6]),
-        ("out is .* torch.float16, query is .* torch.float32", "out", CASE.query.half()),
-        ("head size of the cache is 16, of query 32", "cache", {"both": torch.ones(2, 16, 2, 16)}),
-        ("head size is 8, allowed 16", "cache", {"both": torch.ones(2, 16, 2, 8)}),
-        ("key cache is .* and value cache is .*", "cache", {"value": torch.ones(1, 16, 2, 32)}),
-        ("value cache is torch.float16", "cache", {"value": CASE.cache.value.half()}),
+        (r"out is \[6, 4, 32\] .* expected \[7, 4, 32\]", "out", CASE.query[:6]),
+        ("out is .* torch.float16 .*torch.float32", "out", CASE.query.half()),
+        (r"query is .* expected \[None, None, 16\]", "cache", {"both": torch.ones(2, 16, 2, 16)}),
+        ("key cache is .* head size of 16", "cache", {"both": torch.ones(2, 16, 2, 8)}),
+        ("value cache is", "cache", {"value": torch.ones(1, 16, 2, 32)}),
+        ("value cache is .* torch.float16", "cache", {"value": CASE.cache.value.half()}),
         ("4 query heads .* of 3 KV heads", "cache", {"both": torch.zeros(2, 16, 3, 32)}),
-        ("cache is torch.float16", "cache", {"both": CASE.cache.key.half()}),
+        ("query is .* torch.float32 .*float16", "cache", {"both": CASE.cache.key.half()}),
         (r"k_scale is \[2\]", "cache", {"k_scale": torch.ones(2)}),
         (r"k_scale is \[1\] torch.float16", "cache", {"k_scale": SCALE.half()}),
-        ("v_scale is on meta", "cache", {"v_scale": SCALE.to("meta")}),
-        (r"query_start_loc is \[2\], expected \[3\]", "batch", {"query_start_loc": [0, 3]}),
-        ("seq_lens is torch.int64", "batch", {"seq_lens": CASE.batch.seq_lens.long()}),
-        ("seq_lens is on meta", "batch", {"seq_lens": CASE.batch.seq_lens.to("meta")}),
-        ("is_causal is torch.bool", "batch", {"is_causal": CASE.batch.is_causal.bool()}),
+        ("v_scale is .* on meta", "cache", {"v_scale": SCALE.to("meta")}),
+        (r"query_start_loc is \[2\] .* expected \[3\]", "batch", {"query_start_loc": [0, 3]}),
+        ("seq_lens is .* torch.int64", "batch", {"seq_lens": CASE.batch.seq_lens.long()}),
+        ("seq_lens is .* on meta", "batch", {"seq_lens": CASE.batch.seq_lens.to("meta")}),
+        ("is_causal is .* torch.bool", "batch", {"is_causal": CASE.batch.is_causal.bool()}),
         ("is_causal is .* expected", "batch", {"is_causal": [0]}),
         ("first_keys is .* expected", "batch", {"first_keys": [0]}),
         (r"block_tables is \[1, 2\]", "batch", {"block_tables": CASE.batch.block_tables[:1]}),
-        ("block_tables is torch.int64", "batch", {"block_tables": CASE.batch.block_tables.long()}),
+        ("block_tables is .*int64", "batch", {"block_tables": CASE.batch.block_tables.long()}),
         ("max_query_len is 0", "batch", {"max_query_len": 0}),
         ("sequence 1 has 4 rows, max_query_len is 3", "batch", {"max_query_len": 3}),
         ("sequence 1 has seq_len 13, the limit is 10", "batch", {"max_seq_len": 10}),

@@ -376,7 +376,7 @@ def test_layers_with_other_pages_take_torch(taken: list[str]) -> None:
     [
         ({"positions": 5}, "hidden is"),
         ({"slots": 1}, "slots of 1 layers"),
-        ({"dtype": torch.float16}, "hidden is torch.float16"),
+        ({"dtype": torch.float16}, "weight is .* torch.float32"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:

@@ -12,12 +12,14 @@ import pytest
 import torch
 from vllm import SamplingParams, envs
 from vllm.v1.worker.gpu.input_batch import InputBuffers
+from vllm.v1.worker.gpu.warmup import warmup_kernels
 
+from dllm.engine.grammars import Written
 from dllm.engine.warm_up import canvas_batch, warm_up
 from dllm.patches import gpu_worker
 from dllm.patches.worker import Records
 from dllm.settings.request import LEAST_ROWS
-from tests.support.engine_harness import Engine, Run, assert_same_runs
+from tests.support.engine_harness import Engine, Run, assert_same_runs, get_engine
 from tests.support.process import printed_json, run_python
 
 pytestmark = pytest.mark.slow
@@ -97,7 +99,8 @@ def test_the_warm_up_visits_every_kind_of_batch(engine: Engine) -> None:
     ]
     read = [[], [LEAST_ROWS], [LEAST_ROWS]]
     scored = [[], [CANVAS] * 2, [CANVAS] * 2, [], [CANVAS], [CANVAS]]
-    assert batches == once * 2 + read + scored
+    constrained = [[], [CANVAS], [CANVAS]]
+    assert batches == once * 2 + read + scored + constrained
     assert engine.runner.req_states.req_id_to_index == requests
 
 
@@ -160,6 +163,34 @@ def test_the_warm_up_leaves_no_trace(engine: Engine) -> None:
     after, tokens_after = answers()
     assert_same_runs(after, before)
     assert tokens_after == tokens_before
+
+
+def test_the_warm_up_runs_a_grammar(engine: Engine, monkeypatch) -> None:
+    """Its kernels are compiled before the first request that has one."""
+    worker, grammars = (
+        engine.core.model_executor.driver_worker.worker,
+        type(engine.runner.sampler.grammars),
+    )
+    written: list[Written] = []
+    write = grammars.write
+
+    def spy(*args: Any) -> Written:
+        written.append(write(*args))
+        return written[-1]
+
+    monkeypatch.setattr(grammars, "write", spy)
+    warm_up(engine.runner, worker.execute_model)
+    assert [list(one.paths) for one in written] == [[0]] * 2  # a canvas, and behind a head
+
+
+def test_vllms_warm_up_ends_within_a_short_model(checkpoint) -> None:
+    """Its last step begins where no emitted block is any more: the host counts canvases."""
+    engine = get_engine(checkpoint(), max_model_len=CANVAS + 2, max_num_seqs=2)
+    worker = engine.core.model_executor.driver_worker.worker
+    with sampled(engine) as batches:
+        warmup_kernels(engine.runner, worker.execute_model, worker.sample_tokens)
+    assert len(batches) == 6
+    assert not engine.runner.req_states.req_id_to_index
 
 
 @pytest.mark.parametrize(

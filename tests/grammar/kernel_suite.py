@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from dllm.grammar import kernels
-from dllm.grammar.device import NO_TABLE, ClassMaxima, Searches, pack
+from dllm.grammar.class_maxima import ClassMaxima, class_maxima
+from dllm.grammar.device import NO_TABLE, Searches, pack
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import OTHER_THAN_FIXED, STOPPED, Canvas
 from tests.support.grammar_path_cases import VOCAB, Batch, batch
@@ -24,7 +25,7 @@ from tests.support.grammars import GRAMMARS, PADDING, STOP, WORDS, table
 from tests.support.interpreter import DEVICE, speed_up
 
 speed_up()
-CUTS = [kernels.PathTiles(2, 32, 64, 4), kernels.PathTiles(8, 256, 512, 4)]
+CUTS = [kernels.PathTiles(32, 64, 4), kernels.PathTiles(256, 512, 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +45,9 @@ def on_device(parts):
     return type(parts)._make(moved)
 
 
-def maxima_of(made: Batch, cut: kernels.PathTiles) -> ClassMaxima:
+def maxima_of(made: Batch, chunks: int = 2) -> ClassMaxima:
     tables = on_device(made.tables)
-    found = kernels.class_maxima_kernels(
-        made.logits.to(DEVICE), tables, made.table_of.to(DEVICE), cut
-    )
+    found = class_maxima(made.logits.to(DEVICE), tables, made.table_of.to(DEVICE), chunks)
     return ClassMaxima(*(part.cpu() for part in found))
 
 
@@ -66,25 +65,22 @@ def assert_maxima(found: ClassMaxima, made: Batch) -> None:
                 assert found.best[row, kind] == x.max()
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("chunks", [2, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_class_maxima(dtype, cut):
+def test_class_maxima(dtype, chunks):
     made = batch(1, dtype=dtype)
     made.logits[3, 50:120] = math.nan
     made.logits[5] = math.nan
     made.logits[6] = -math.inf
-    assert_maxima(maxima_of(made, cut), made)
+    assert_maxima(maxima_of(made, chunks), made)
 
 
 def test_class_maxima_of_strided_rows():
     made = batch(2)
     wide = torch.full((len(made.logits), 2 * made.logits.shape[1]), math.nan)
     wide[:, : made.logits.shape[1]] = made.logits
-    ours = kernels.class_maxima_kernels(
-        wide[:, : made.logits.shape[1]].to(DEVICE), on_device(made.tables),
-        made.table_of.to(DEVICE), CUTS[0],
-    )  # fmt: skip
-    assert_maxima(ClassMaxima(*(part.cpu() for part in ours)), made)
+    strided = made._replace(logits=wide[:, : made.logits.shape[1]])
+    assert_maxima(maxima_of(strided), made)
 
 
 @pytest.mark.parametrize("empty", [0, 1, 3])
@@ -98,7 +94,7 @@ def test_a_class_without_tokens(empty):
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     table_of = torch.zeros(3, dtype=torch.int32)
     given = batch(0)._replace(logits=logits, tables=tables, table_of=table_of)
-    assert_maxima(maxima_of(given, CUTS[0]), given)
+    assert_maxima(maxima_of(given), given)
 
 
 def paths_of(made: Batch, cut: kernels.PathTiles, scores: torch.Tensor | None = None):
@@ -252,4 +248,4 @@ def test_masks_of_any_states(dtype, cut):
 def test_no_rows():
     made = batch(9)
     none = made.logits[:0].to(DEVICE), on_device(made.tables), made.table_of[:0].to(DEVICE)
-    assert kernels.class_maxima_kernels(*none, CUTS[0]).best.shape[0] == 0
+    assert class_maxima(*none).best.shape[0] == 0

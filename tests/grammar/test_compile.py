@@ -1,9 +1,8 @@
-"""Tables from memory, from files and from children, and what is refused in what time."""
+"""Tables from memory and from children, and what is refused in what time."""
 
 import contextlib
 import json
 import os
-import resource
 import select
 import signal
 import threading
@@ -15,7 +14,6 @@ import pytest
 
 from dllm.grammar import compile as compiling
 from dllm.grammar.automaton import DEAD, TooSlow, Unsupported
-from dllm.grammar.cache import Files
 from dllm.grammar.children import Children
 from dllm.grammar.compile import Grammars, Spec, Tokens
 from dllm.grammar.table import Table
@@ -46,8 +44,8 @@ class Counted:
         return self.children.table(request)
 
 
-def grammars(children, folder=None, names=(), **limits) -> Grammars:
-    return Grammars(lambda: Tokens(list(WORDS), dict(names)), folder, children, **limits)
+def grammars(children, names=(), **limits) -> Grammars:
+    return Grammars(lambda: Tokens(list(WORDS), dict(names)), children, **limits)
 
 
 def made_by(made: Grammars, spec: Spec, stops=()) -> Table:
@@ -100,20 +98,16 @@ def test_special_tokens_are_text_only_where_a_tag_names_them(children):
     assert made_by(made, spec, [ab]).read(0, [ab]) == DEAD
 
 
-def test_memory_then_files_then_children(children, tmp_path):
+def test_a_table_is_made_once(children):
     counted = Counted(children)
-    first = grammars(counted, tmp_path)
-    found = first.packed(PERSON, [9])
-    assert first.packed(PERSON, [9]) is found
+    made = grammars(counted)
+    found = made.packed(PERSON, [9])
+    assert made.packed(PERSON, [9]) is found
     assert counted.num_asked == 1
-    again = grammars(counted, tmp_path)
-    assert again.packed(PERSON, [9]) == found and counted.num_asked == 1
-    # Anything that the table depends on makes it another one.
-    grammars(counted, tmp_path, most_states=2000).packed(PERSON, [9])
-    grammars(counted, tmp_path, names={0: "a"}).packed(PERSON, [9])
-    again.packed(Spec("json", PERSON.text, any_whitespace=True), [9])
-    again.packed(PERSON, [10])
-    assert counted.num_asked == 5 and len(list(tmp_path.iterdir())) == 5
+    # Anything of the request that the table depends on makes it another one.
+    made.packed(Spec("json", PERSON.text, any_whitespace=True), [9])
+    made.packed(PERSON, [10])
+    assert counted.num_asked == 3
 
 
 def test_what_is_in_memory_does_not_wait_for_the_vocabulary():
@@ -140,64 +134,6 @@ def test_what_is_in_memory_does_not_wait_for_the_vocabulary():
     may_go.set()
     thread.join()
     assert is_free
-
-
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "directory"])
-def test_a_damaged_file_is_built_again(damage, children, tmp_path):
-    found = grammars(children, tmp_path).packed(PERSON, [])
-    (path,) = tmp_path.iterdir()
-    whole = path.read_bytes()
-    if damage == "directory":
-        path.unlink()
-        path.mkdir()
-    else:
-        changed = whole[:50] + bytes([whole[50] ^ 255]) + whole[51:]
-        path.write_bytes({"cut": whole[:-9], "changed": changed, "empty": b""}[damage])
-    counted = Counted(children)
-    assert grammars(counted, tmp_path).packed(PERSON, []) == found
-    assert counted.num_asked == 1
-    if damage != "directory":
-        assert path.read_bytes() == whole
-
-
-@pytest.mark.parametrize("missing", [1, 2000])
-def test_on_a_full_disk_there_is_a_table_and_no_file(missing, children, tmp_path):
-    """The disk is full when so many bytes of the file are missing."""
-    grammars(children, tmp_path).packed(PERSON, [])
-    (path,) = tmp_path.iterdir()
-    size = path.stat().st_size
-    path.unlink()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, hard))
-    try:
-        table = made_by(grammars(children, tmp_path), PERSON)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(table.accepts) > 10 and not list(tmp_path.iterdir())
-    counted = Counted(children)
-    grammars(counted, tmp_path).packed(PERSON, [])
-    assert counted.num_asked == 1 and [one.stat().st_size for one in tmp_path.iterdir()] == [size]
-
-
-def test_without_a_place_for_files_there_is_no_cache(children, tmp_path):
-    (tmp_path / "file").touch()
-    folder = tmp_path / "file" / "folder"  # cannot be made, not even by root
-    assert len(made_by(grammars(children, folder), PERSON).accepts) > 10
-
-
-def test_files_used_longest_ago_are_deleted(tmp_path):
-    found = table(*GRAMMARS["words"])[0].to_bytes()
-    files = Files(tmp_path, most_bytes=3 * len(found))
-    # What a server leaves that is killed while it writes.
-    (tmp_path / "tmp1").write_bytes(found)
-    os.utime(tmp_path / "tmp1", (-1, -1))
-    for number in range(5):
-        files.put(str(number), found)
-        os.utime(tmp_path / f"{number}.table", (number, number))
-        if number == 2:
-            assert files.get("0", len(WORDS)) == found  # used last
-    assert {path.stem for path in tmp_path.iterdir()} == {"0", "3", "4"}
-    assert files.get("0", 1) is None  # of another vocabulary
 
 
 def test_what_was_asked_for_longest_ago_is_forgotten(children, monkeypatch):
@@ -303,7 +239,7 @@ from dllm.grammar.children import Children
 from dllm.grammar.compile import Grammars, Spec, Tokens
 from dllm.grammar.vocabulary import Vocabulary
 children = Children(Vocabulary([b"a"]), seconds=600)
-made = Grammars(lambda: Tokens([b"a"], {}), None, children)
+made = Grammars(lambda: Tokens([b"a"], {}), children)
 made.packed(Spec("regex", "a"), [])
 threading.Thread(target=made.packed, args=[Spec("regex", sys.argv[1]), []]).start()
 print(children.forking.pid, flush=True)

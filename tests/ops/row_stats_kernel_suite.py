@@ -1,4 +1,4 @@
-"""The statistics and soft-embedding kernels; test_row_stats_kernel.py runs this in a process.
+"""The kernels of row statistics; test_row_stats_kernel.py runs this in a process.
 
 By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/ops/row_stats_kernel_suite.py` without a
 GPU, the same without the variable on one.
@@ -16,18 +16,15 @@ import torch
 from torch import Tensor
 
 from dllm.ops import noise
-from dllm.ops.dispatch import row_stats, sparse_product
+from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
-from dllm.ops.soft_embedding import Shard, exact_product
-from dllm.ops.soft_embedding_gpu import ProductTiles, sparse_product_kernels
 from tests.support.interpreter import DEVICE, speed_up
-from tests.support.soft_embedding_cases import rows_of_every_kind, table
 
 speed_up()
 INF = math.inf
-CUTS = [KernelTiles(64, 16, 4), KernelTiles(256, 16, 4), KernelTiles(1024, 64, 4)]
+CUTS = [KernelTiles(64, 4), KernelTiles(256, 4), KernelTiles(1024, 4)]
 TOLERANCE = dict(rtol=3e-5, atol=1e-30)  # of a probability; that of test_row_stats.py
 
 
@@ -52,7 +49,7 @@ def kernel_stats(
     return RowStats._make([part.cpu() for part in parts])
 
 
-def assert_same(ours: RowStats, expected: RowStats, tile: int) -> None:
+def assert_same(ours: RowStats, expected: RowStats) -> None:
     """Rows without a distribution: marked and harmless, their ids mean nothing."""
     assert ours.probs is not None and expected.probs is not None
     torch.testing.assert_close(ours.entropy, expected.entropy, rtol=0, atol=2e-5)
@@ -63,8 +60,6 @@ def assert_same(ours: RowStats, expected: RowStats, tile: int) -> None:
     assert torch.equal(ours.peak[has_distribution], expected.peak[has_distribution])
     torch.testing.assert_close(ours.log_z, expected.log_z, rtol=0, atol=2e-5)
     torch.testing.assert_close(ours.probs, expected.probs, **TOLERANCE)
-    masses = torch.stack([part.sum(-1) for part in expected.probs.split(tile, dim=1)], dim=1)
-    torch.testing.assert_close(ours.tile_mass, masses, **TOLERANCE)
 
 
 def hostile_rows(vocab_size: int) -> Tensor:
@@ -99,7 +94,7 @@ def test_statistics_of_hostile_rows(vocab_size: int, temperature: float) -> None
     logits = hostile_rows(vocab_size)
     t, keys = torch.full((len(logits),), temperature), keys_for(len(logits))
     ours = kernel_stats(logits, t, keys)
-    assert_same(ours, row_stats(logits, t, keys, torch.float32), CUTS[0].tile)
+    assert_same(ours, row_stats(logits, t, keys, torch.float32))
     assert (ours.entropy[-3:] == INF).all()
 
 
@@ -112,7 +107,7 @@ def test_rows_without_a_key_get_their_argmax(filtered: bool) -> None:
     drawn = kernel_stats(logits, t, keys, filters=filters)
     keys[::2] = noise.NO_KEY
     ours = kernel_stats(logits, t, keys, filters=filters)
-    assert_same(ours, row_stats(logits, t, keys, torch.float32, filters), CUTS[0].tile)
+    assert_same(ours, row_stats(logits, t, keys, torch.float32, filters))
     assert torch.equal(ours.sample[::2], logits.argmax(-1)[::2])
     assert torch.equal(ours.sample[1::2], drawn.sample[1::2])
 
@@ -124,9 +119,7 @@ def test_samples_are_those_of_the_definition(spread: float, cut: KernelTiles) ->
     num_rows = cut.block // 16  # the interpreter takes a millisecond or two a program
     logits = torch.randn(num_rows, 700, generator=torch.Generator().manual_seed(2)) * spread
     t, keys = torch.linspace(0.2, 1.5, num_rows), keys_for(num_rows)
-    assert_same(
-        kernel_stats(logits, t, keys, cut=cut), row_stats(logits, t, keys, torch.float32), cut.tile
-    )
+    assert_same(kernel_stats(logits, t, keys, cut=cut), row_stats(logits, t, keys, torch.float32))
 
 
 def test_every_vote_of_a_close_race_is_counted() -> None:
@@ -161,7 +154,7 @@ def test_filters(top_k: int | None, top_p: float, min_p: float) -> None:
     t, keys = torch.full((n,), 0.7), keys_for(n)
     ours = kernel_stats(logits, t, keys, filters=filters)
     expected = row_stats(logits, t, keys, torch.float32, filters)
-    assert_same(ours, expected, CUTS[0].tile)
+    assert_same(ours, expected)
     possible = (logits > -INF) & (expected.entropy < INF)[:, None]
     kept = [(logits >= stats.cutoff[:, None]) & possible for stats in (ours, expected)]
     assert torch.equal(*kept)
@@ -188,58 +181,3 @@ def test_rows_are_independent_and_none_is_fine() -> None:
     for a, b in zip(together, alone, strict=True):
         assert a is not None and b is not None and torch.equal(a[pick], b)
     assert kernel_stats(logits[:0], t[:0], keys[:0]).entropy.shape == (0,)
-
-
-VOCAB = 700
-
-
-@pytest.fixture(scope="module")
-def given() -> tuple[Tensor, Tensor, Tensor, RowStats]:
-    """Logits of every kind of row and of one without a distribution, and their statistics."""
-    logits = torch.cat([rows_of_every_kind(VOCAB), torch.full((1, VOCAB), math.nan)])
-    t, keys = torch.full((len(logits),), 0.6), keys_for(len(logits))
-    return logits, t, keys, kernel_stats(logits, t, keys, cut=CUTS[0])
-
-
-@pytest.mark.parametrize("budget", [0.0, 2**-9, 0.3])
-@pytest.mark.parametrize("bounds", [(0, VOCAB), (100, 261)])
-def test_the_sparse_product(
-    given: tuple[Tensor, Tensor, Tensor, RowStats], bounds: tuple[int, int], budget: float
-) -> None:
-    (logits, t, keys, stats), weight = given, table(VOCAB)
-    start, end = bounds
-    padding = torch.full((3, weight.shape[1]), math.nan)
-    shard = Shard(torch.cat([weight[start:end], padding]).to(DEVICE), start, end)
-    on_device = RowStats._make([part.to(DEVICE) for part in stats])
-    ours = sparse_product_kernels(
-        logits.to(DEVICE), t.to(DEVICE), on_device, shard, budget, CUTS[0].tile,
-        ProductTiles(rows=16, hidden=16, splits=3, num_warps=4),
-    ).cpu()  # fmt: skip
-    assert stats.probs is not None
-    exact = exact_product(stats.probs, Shard(weight[start:end], start, end))
-    error = (ours - exact).norm(dim=-1)
-    assert (error <= (budget + 4e-5) * weight.norm(dim=-1).max()).all()
-    assert (ours[-1] == 0).all()
-    if budget == 0.3:
-        assert error.max() > 0  # something was left out
-        cpu = sparse_product(
-            logits, t, row_stats(logits, t, keys, None), Shard(weight[start:end], start, end), 0.0
-        )
-        torch.testing.assert_close(cpu, exact, rtol=1e-4, atol=1e-5)
-
-
-def test_the_sparse_product_skips_tiles() -> None:
-    """A table that is NaN where no row is to look: reading it would show."""
-    logits = torch.full((5, VOCAB), -60.0)
-    logits[:, 33] = 5.0
-    logits[0, 300] = 4.0
-    t, keys = torch.full((5,), 0.6), keys_for(5)
-    weight = torch.full((VOCAB, 8), math.nan)
-    needed = [token for tile in (33 // 16, 300 // 16) for token in range(tile * 16, tile * 16 + 16)]
-    weight[needed] = 1.0
-    stats = RowStats._make([part.to(DEVICE) for part in kernel_stats(logits, t, keys)])
-    ours = sparse_product_kernels(
-        logits.to(DEVICE), t.to(DEVICE), stats, Shard(weight.to(DEVICE), 0, VOCAB), 2**-9, 16,
-        ProductTiles(rows=16, hidden=16, splits=2, num_warps=4),
-    )  # fmt: skip
-    torch.testing.assert_close(ours.cpu(), torch.ones(5, 8), rtol=1e-5, atol=0)

@@ -7,15 +7,44 @@ import torch
 from torch import Tensor
 
 from dllm.ops import noise, row_stats_cpu, soft_embedding
-from dllm.ops.dispatch import row_stats, sparse_product, uses_sparse_product
+from dllm.ops.dispatch import row_stats, uses_sparse_product
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
-from dllm.ops.soft_embedding import Shard, exact_product, heaviest_tiles, tokens_that_count
+from dllm.ops.soft_embedding import (
+    Shard,
+    exact_product,
+    heaviest_tiles,
+    sparse_product,
+    tokens_that_count,
+)
 from dllm.settings.server import SoftEmbedding
-from tests.support.soft_embedding_cases import HIDDEN, rows_of_every_kind, table
 
 VOCAB = 5000  # 4.9 tiles
+HIDDEN = 24
 INF = math.inf
+
+
+def table(vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Embeddings: [vocab, HIDDEN]."""
+    return torch.randn(vocab, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def rows_of_every_kind(vocab: int) -> Tensor:
+    """Rows of logits, ``[13, vocab]``, of six kinds.
+
+    Nearly equal logits, widely spread ones, a few tokens far above the rest, one certain token, all
+    but five tokens at -inf, and all equal.
+    """
+    generator = torch.Generator().manual_seed(2)
+    noise_rows = torch.randn(12, vocab, generator=generator)
+    sure = noise_rows[:4] * 2 - 12
+    sure.scatter_(1, torch.randint(vocab, (4, 6), generator=generator), 4.0)
+    certain = noise_rows[4:6] - 200
+    certain[:, 17] = 3.0
+    excluded = noise_rows[6:8].clone()
+    excluded[:, 5:] = -INF
+    equal = torch.full((1, vocab), 2.5)
+    return torch.cat([noise_rows[8:10] * 0.1, noise_rows[10:] * 5, sure, certain, excluded, equal])
 
 
 def stats_of(logits: Tensor, temperature: Tensor, filters: RowFilters | None = None) -> RowStats:
@@ -171,7 +200,8 @@ def test_in_bf16_it_is_as_close_as_the_exact_product() -> None:
     [
         ("auto", 262_144, "cpu", True),
         ("auto", 262_144, "cuda", False),
-        ("sparse", 262_144, "cuda", True),
+        ("exact", 262_144, "cuda", False),
+        ("sparse", 262_144, "cpu", True),
         ("exact", 262_144, "cpu", False),
         ("sparse", 512, "cpu", False),
     ],
@@ -181,3 +211,8 @@ def test_what_is_sparse(
 ) -> None:
     where = torch.device(device)
     assert uses_sparse_product(option, vocab_size, where) == is_sparse
+
+
+def test_nothing_is_sparse_on_a_gpu() -> None:
+    with pytest.raises(ValueError, match="soft_embedding = 'sparse'"):
+        uses_sparse_product("sparse", 262_144, torch.device("cuda"))

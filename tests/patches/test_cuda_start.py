@@ -66,6 +66,7 @@ REMOTE = {
 }
 CHOSEN = {
     "few": {"max_num_seqs": 2},
+    "tokens": {"max_num_batched_tokens": 1024},
     "sizes": {"cudagraph_capture_sizes": [256, 512]},
     "largest": {"max_cudagraph_capture_size": 1024},
     "eager": {"enforce_eager": True},
@@ -102,6 +103,8 @@ def test_our_parts_are_chosen(on_h200, name):
     assert start["scheduler"] == (ASYNC_SCHEDULER if is_async else SCHEDULER)
     assert start["worker"] == GPU_WORKER
     assert start["max_num_seqs"] == 64
+    # All canvases and 2,048 tokens of a prompt; vLLM's default for this GPU is 8,192.
+    assert start["max_num_batched_tokens"] == max(64 * BLOCKS.get(name, CANVAS) + 2048, 8192)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,8 @@ def test_blocks_have_full_graphs_for_all_requests(on_h200, name, block):
 
 def test_a_user_may_choose_other_graphs(on_h200):
     assert on_h200["few"]["graph_sizes"][-1] == 2 * 2 * CANVAS
+    assert on_h200["few"]["max_num_batched_tokens"] == 8192
+    assert on_h200["tokens"]["max_num_batched_tokens"] == 1024
     assert on_h200["sizes"]["graph_sizes"] == [256, 512]
     assert on_h200["largest"]["graph_sizes"][-1] == 1024
     assert (on_h200["eager"]["graph_mode"], on_h200["eager"]["graph_sizes"]) == ("NONE", [])
@@ -284,7 +289,6 @@ def test_other_gpus(tmp_path, gpu):
         assert "Use --kv-cache-dtype bfloat16" in refusal
     for start in starts.values():
         assert start["attention"] == "CUSTOM"
-        # vLLM's default for an A100 is 2,048 tokens: no step has more.
-        scheduled = [batch for batch in ALONE if batch[1] <= start["max_num_batched_tokens"]]
-        full = [["FULL", tokens, count] for count, tokens, _ in scheduled]
-        assert start["graphs"][: len(full)] == full
+        # vLLM's default for an A100 is 2,048 tokens, eight canvases.
+        assert start["max_num_batched_tokens"] == 64 * CANVAS + 2048
+        assert start["graphs"] == [["FULL", tokens, count] for count, tokens, _ in ALONE]

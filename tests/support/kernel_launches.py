@@ -25,16 +25,13 @@ from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 from dllm.attention.planning import plan_attention
 from dllm.attention.tuning import TileConfig, tile_config
 from dllm.grammar import kernels as grammar
-from dllm.grammar.device import PackedTables, Searches
+from dllm.grammar.device import CHUNK, PackedTables, Searches
 from dllm.ops.filters import RowFilters
-from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
-from dllm.ops.soft_embedding import Shard
-from dllm.ops.soft_embedding_gpu import ProductTiles, sparse_product_kernels
 from tests.support.compiled_kernels import recorded
 
-VOCAB, HIDDEN = 262144, 2816  # DiffusionGemma 26B-A4B
-CANVAS, MAX_TOKENS, MAX_SEQS, MAX_LEN = 256, 8192, 64, 131072
+VOCAB = 262144  # of DiffusionGemma 26B-A4B
+CANVAS, DRAFTS, MAX_TOKENS, MAX_SEQS, MAX_LEN = 256, 8, 8192, 64, 131072
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -78,13 +75,13 @@ def attend(
         block_tables=ints(MAX_SEQS, MAX_LEN // page_size)[:num_seqs],
         is_causal=ints(MAX_SEQS)[:num_seqs],
         first_keys=ints(MAX_SEQS)[:num_seqs] if layer.is_anchored else None,
-        max_query_len=MAX_TOKENS,
+        max_query_len=DRAFTS if layer is DRAFTER else MAX_TOKENS,
         max_seq_len=max_seq_len,
     )
     width = layer.num_heads * layer.head_size
     query = meta(MAX_TOKENS, width, dtype=dtype)[:num_tokens].view(num_tokens, -1, layer.head_size)
     options = options or AttentionOptions(layer.head_size**-0.5, layer.window)
-    tiles = tiles or tile_config(layer.head_size, dtype.itemsize, arch)
+    tiles = tiles or tile_config(layer.head_size, dtype.itemsize, arch, cache.is_fp8)
     plan = plan_attention(batch_shape(query, cache, batch), tiles, options.window)
     canvas_attention(query, cache, batch, options, torch.empty_like(query), plan)
 
@@ -129,19 +126,6 @@ def sample(
     row_stats_kernels(logits, temperature, keys, BF16 if probs else None, filters, KernelTiles())
 
 
-def embed(num_rows: int, start: int = 0, end: int = VOCAB) -> None:
-    """The sparse product after row statistics."""
-    stats = RowStats(
-        meta(num_rows), meta(num_rows), *(meta(9999)[3 : 3 + num_rows] for _ in range(4)),
-        meta(num_rows, VOCAB // KERNEL_MASS_TILE), None,
-    )  # fmt: skip
-    shard = Shard(meta(end - start, HIDDEN, dtype=BF16), start, end)
-    sparse_product_kernels(
-        meta(num_rows, VOCAB), meta(9999)[1 : 1 + num_rows], stats, shard, 1e-3, KERNEL_MASS_TILE,
-        ProductTiles(),
-    )  # fmt: skip
-
-
 def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
     """Canvases under grammars of any sizes."""
     canvases, tables = rng.randint(1, 20), rng.randint(1, 5)
@@ -150,7 +134,7 @@ def search(rng: random.Random, dtype: torch.dtype = torch.float32) -> None:
     packed = PackedTables(
         ints(tables, VOCAB), ints(states * classes), meta(states, dtype=torch.int8), ints(states),
         ints(edges), ints(edges), ints(edges), meta(edges, dtype=torch.int8), ints(states + 1),
-        ints(chunks, grammar.CHUNK), ints(chunks), *(ints(tables + 1) for _ in range(4)),
+        ints(chunks, CHUNK), ints(chunks), *(ints(tables + 1) for _ in range(4)),
         ints(tables), classes, states, chunks,
     )  # fmt: skip
     cut, logits = grammar.PathTiles(), meta(rows, VOCAB, dtype=dtype)
@@ -181,14 +165,15 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
         "sampling": {
             "statistics": lambda: sample(256, probs=True),
             "bf16, filtered": lambda: sample(256, BF16, filtered=True),
-            "embedding": lambda: embed(256),
             "grammars": lambda: search(rng),
             "grammars, bf16": lambda: search(rng, BF16),
         },
     }
     if arch >= 90:  # no conversion of e4m3 before
         for name, layer in (("sliding", SLIDING), ("full", FULL)):
-            groups[name]["fp8 cache"] = lambda layer=layer: attend(layer, arch, cache_dtype=FP8)
+            groups[name][f"{name}, fp8 cache"] = lambda layer=layer: attend(
+                layer, arch, cache_dtype=FP8
+            )
         groups["drafter"]["cache write, fp8"] = lambda: write_cache(SLIDING, 256, FP8)
     if arch == 90:
         scale = AttentionOptions(0.1, ODD.window, 30.0)
@@ -237,9 +222,8 @@ def count_variants(num_batches: int) -> None:
             write_context(rng.choice([1, 3, 16, 17, num_tokens]), first=rng.randint(0, 99))
             num_rows = rng.randint(1, 4096)
             sample(num_rows, filtered=rng.random() < 0.5)
-            embed(num_rows)
             search(rng)
-    assert len({launch.name for launch in launches}) == 13, "all but the probabilities"
+    assert len({launch.name for launch in launches}) == 11, "all but the probabilities"
     keys: dict[str, set[str]] = {}
     for variant in launches:
         keys.setdefault(variant.name, set()).add(variant.key)

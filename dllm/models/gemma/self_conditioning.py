@@ -15,9 +15,8 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from dllm.ops.dispatch import sparse_product
 from dllm.ops.row_stats import RowStats
-from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
+from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass, sparse_product
 
 
 class SelfConditioning(nn.Module):
