@@ -5,12 +5,15 @@ width nobody knows. So every width is tried, all of them in one batch. The few a
 and end) to which their canvases give the highest summed logprob are read once more, as prompts: the
 one that is the likeliest from left to right is taken. On a canvas each token is judged beside those
 behind it, too, and too short a hole often looks right.
+
+With blocks no token of a prompt has a logprob. There, the hole is read as the end of a prompt, and
+suffix and end have the logprobs of a canvas of masks behind it, in one step.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from dllm.api.encoder import Encoder
@@ -42,12 +45,18 @@ class Fill:
         end: the token that ends the answer.
         widths: of the hole, the least and the greatest to try, in tokens.
         canvas_width: hole, suffix and end must fit into it.
+        one_step: with blocks, the extra arguments of a request of one step; else None.
     """
 
     suffix_ids: tuple[int, ...]
     end: int
     widths: tuple[int, int]
     canvas_width: int
+    one_step: Mapping[str, int] | None = None
+
+    def in_a_block(self, width: int, one_step: Mapping[str, int]) -> "Fill":
+        """The same on the first canvas of a model with blocks, ``width`` tokens wide."""
+        return replace(self, canvas_width=width, one_step=one_step)
 
     def width_range(self, min_tokens: int, max_tokens: int, room: int) -> range:
         """The widths to try.
@@ -68,7 +77,7 @@ class Fill:
                 "suffix",
                 f"suffix has {len(self.suffix_ids)} tokens and the hole at least {low}; allowed: a "
                 f"hole of at most {min(high, max_tokens)} ({WIDTHS} and max_tokens), and hole, "
-                f"suffix and an end token of at most {longest} together, the canvas or what is "
+                f"suffix and an end token of at most {longest} together, {self._where} or what is "
                 "left of the context. Send a shorter suffix, or other widths.",
             )
         if len(widths) > MAX_CANDIDATES:
@@ -78,6 +87,38 @@ class Fill:
                 f"{MAX_CANDIDATES}. Send a smaller range.",
             )
         return widths
+
+    @property
+    def _where(self) -> str:
+        """What has to hold all three, as a refusal calls it."""
+        if self.one_step is None:
+            return "the canvas"
+        return "the rest of the block in which the prompt ends (with blocks all are in one)"
+
+    def reading(
+        self, prompt: Any, answer: Sequence[int], width: int
+    ) -> tuple[Any, "SamplingParams"]:
+        """The request whose logprobs say how likely an answer (hole, suffix, end) is to read."""
+        from vllm import SamplingParams
+
+        def behind(ids: Sequence[int]) -> Any:
+            read = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *ids]}
+            read.pop("prompt", None)  # the text, which is that of the ids before
+            return read
+
+        if self.one_step is None:
+            cheapest = {"diffusion_canvas_length": 1, "diffusion_max_steps": 1}
+            params = SamplingParams(max_tokens=1, prompt_logprobs=0, extra_args=cheapest, seed=0)
+            return behind(answer), params
+        rest = answer[width:]
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=len(rest),
+            ignore_eos=True,
+            logprob_token_ids=sorted({*rest}),
+            extra_args=dict(self.one_step),
+        )
+        return behind(answer[:width]), params
 
     def candidate(self, params: "SamplingParams", width: int, sample: int) -> "SamplingParams":
         """The parameters of the request that tries a width, for sample number ``sample`` of n."""
@@ -195,13 +236,14 @@ async def filled(
         tried = await _all(last_output(width, sample) for width in widths)
         places = sorted(range(len(tried)), key=lambda place: _canvas_score(tried[place]))
         finalists = [tried[place] for place in places[-FINALISTS:]]
+        its_widths = [widths[place] for place in places[-FINALISTS:]]
         readings = (
-            _reading_score(generate, prompt, output, f"{output.request_id}-read", options)
-            for output in finalists
+            _reading_score(generate, fill, prompt, output, width, options)
+            for output, width in zip(finalists, its_widths, strict=True)
         )
         scores = await _all(readings)
         best = scores.index(max(scores))
-        return finalists[best], widths[places[-FINALISTS:][best]]
+        return finalists[best], its_widths[best]
 
     best = await _all(best_answer(sample) for sample in range(params.n))
     holes = [_hole(output.outputs[0], width, params) for output, width in best]
@@ -235,28 +277,32 @@ async def _all(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 def _canvas_score(output: "RequestOutput") -> float:
     """The summed logprob of an answer on its canvas, suffix and end included."""
     (answer,) = output.outputs
-    assert answer.logprobs is not None
-    return sum(
-        answer.logprobs[place][token].logprob for place, token in enumerate(answer.token_ids)
-    )
+    return _summed(answer.token_ids, answer.logprobs)
+
+
+def _summed(tokens: Sequence[int], logprobs: Any) -> float:
+    """Of the tokens, place by place."""
+    return sum(of[token].logprob for token, of in zip(tokens, logprobs, strict=True))
 
 
 async def _reading_score(
-    generate: Generate, prompt: Any, output: "RequestOutput", name: str, options: dict[str, Any]
+    generate: Generate,
+    fill: Fill,
+    prompt: Any,
+    tried: "RequestOutput",
+    width: int,
+    options: dict[str, Any],
 ) -> float:
-    """The summed logprob of an answer as the end of a prompt: each token after those before it."""
-    from vllm import SamplingParams
-
-    answer = list(output.outputs[0].token_ids)
-    read = {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *answer]}
-    read.pop("prompt", None)  # the text, which is that of the ids before
-    cheapest = {"diffusion_canvas_length": 1, "diffusion_max_steps": 1}
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0, extra_args=cheapest, seed=0)
-    outputs = [output async for output in generate(read, params, name, **options)]
-    logprobs = outputs[-1].prompt_logprobs
-    assert logprobs is not None
-    last = zip(answer, logprobs[-len(answer) :], strict=True)
-    return sum(of_place[token].logprob for token, of_place in last)
+    """The summed logprob of an answer as it is read: each token after those before it."""
+    answer, of_canvas = list(tried.outputs[0].token_ids), tried.outputs[0].logprobs
+    read, params = fill.reading(prompt, answer, width)
+    outputs = [one async for one in generate(read, params, f"{tried.request_id}-read", **options)]
+    of_prompt = outputs[-1].prompt_logprobs
+    if of_prompt is not None:
+        return _summed(answer, of_prompt[-len(answer) :])
+    assert of_canvas is not None
+    of_hole = _summed(answer[:width], of_canvas[:width])
+    return of_hole + _summed(answer[width:], outputs[-1].outputs[0].logprobs)
 
 
 def _hole(answer: "CompletionOutput", width: int, params: "SamplingParams") -> "CompletionOutput":

@@ -59,7 +59,7 @@ class Canvases(NamedTuple):
             never emitted and need not converge. Indexed by slot (``CanvasRows.slots``) instead of
             by canvas: copying a row for each canvas would copy the length of the vocabulary.
         held: ``[R, C]`` int64, the token that has to be emitted at a position; -1: any. ``denoise``
-            honours it with ``with_held_tokens``.
+            honours it with ``with_held_tokens``. A canvas starts with it there.
         numbers: ``[R]`` each, ``RequestOptions.numbers`` by name.
         carried: ``[R, ...]`` each, the family's columns by name.
     """
@@ -108,8 +108,9 @@ class Denoised(NamedTuple):
         carried: ``[R, ...]`` each, the family's columns by name.
         temperature: ``[N]`` fp32, of each row of logits.
         stats: the statistics of each row of logits at that temperature.
-        decided: ``[R, C]`` bool, the positions that got their token in this step; the token's
-            logprob is of this step. None where not ``decides_for_good``.
+        decided: ``[R, C]`` bool, the positions whose logprob is of this step, unless a later step
+            has them, too: those that got their token, and given ones. None where not
+            ``decides_for_good``.
     """
 
     canvas: Tensor

@@ -238,7 +238,9 @@ def denoise_rows(
     canvases = state.canvases(rows.slots, ids, chosen, pins)
     step = family.denoise(logits, rows, canvases, filters)
     goes_on = (rows.widths > 0) & ~step.converged  # [R]
-    canvas = torch.where(pins != NO_TOKEN, pins, step.canvas)
+    canvas = step.canvas
+    if not family.decides_for_good:  # else the family keeps what stands on a canvas
+        canvas = torch.where(pins != NO_TOKEN, pins, canvas)
     fresh = state.with_seeds(rows.slots, rows.seq_lens, step.fresh)
     return step._replace(
         canvas=torch.where(goes_on[:, None], canvas, fresh),

@@ -18,7 +18,7 @@ from dllm.api.early_refusal import EarlyRefusal, bounded_type
 from dllm.api.encoder import Encoder
 from dllm.api.page import CanvasPage
 from dllm.api.tally import Tally, current_tally
-from dllm.models import FAMILIES
+from dllm.models import FAMILIES, settings_of
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.settings.denoising import block_size_of
 from dllm.settings.request import STREAM, refuse
@@ -205,7 +205,10 @@ def start_fill(
     hole = fill.current_fill.get()
     if hole is None:
         return None
-    room = llm.model_config.max_model_len - len(prompt["prompt_token_ids"])
+    prompt_len = len(prompt["prompt_token_ids"])
+    if (block := block_size_of(llm.vllm_config)) > 1:
+        hole = hole.in_a_block(block - prompt_len % block, settings_of(llm.vllm_config).one_step)
+    room = llm.model_config.max_model_len - prompt_len
     widths = hole.width_range(params.min_tokens, params.max_tokens, room)
     count(len(widths), params.n)
     candidate = hole.candidate(params, widths[-1], 0)
@@ -221,7 +224,6 @@ async def _write_pins(self: Any, request: Any) -> None:
     """Turn ``diffusion_pins`` into extra arguments."""
     given = getattr(request, pins.FIELD, None)
     if given is not None:
-        _refuse_blocks(self, pins.FIELD)
         canvas = self.engine_client.vllm_config.diffusion_config.canvas_length
         written = await _off_the_loop(self, pins.as_extra_args, given, _encoder(self), canvas)
         both = written.keys() & (request.vllm_xargs or {}).keys()
@@ -232,7 +234,6 @@ async def _write_pins(self: Any, request: Any) -> None:
 
 async def _take_fill(self: Any, request: Any) -> fill.Fill:
     """Take the suffix out of a request of completions; vLLM refuses it for our models."""
-    _refuse_blocks(self, "suffix")
     for field in (*BESIDE_NO_SUFFIX, pins.FIELD):
         if getattr(request, field, None):
             fill.refuse_beside_suffix(field)
@@ -253,16 +254,6 @@ def _refuse_hole_without_suffix(request: Any) -> None:
     for key in (fill.WIDTHS, fill.END):
         if key in (request.vllm_xargs or {}):
             refuse(key, f"{key} without suffix; allowed: beside it. Send both, or omit both.")
-
-
-def _refuse_blocks(self: Any, field: str) -> None:
-    """Refuse a field that counts positions of a canvas, where the client cannot know its width."""
-    if block_size_of(self.engine_client.vllm_config) > 1:
-        refuse(
-            field,
-            f"{field} is not served for this model: a canvas is the rest of a block, and its width "
-            "depends on the prompt. Leave it out.",
-        )
 
 
 async def _off_the_loop(self: Any, tokenize: Callable[..., Any], *args: Any) -> Any:

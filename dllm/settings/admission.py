@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dllm.settings.checks import FloatRange
 from dllm.settings.denoising import NO_TOKEN, DenoiseSettings
-from dllm.settings.pins import PIN_IDS, PIN_MODE, SEED_CANVAS, held_length, holds, pins_of
+from dllm.settings.pins import PIN_AT, PIN_IDS, PIN_MODE, SEED_CANVAS, held_length, holds, pins_of
 from dllm.settings.request import (
     CONSTRAINED,
     MAX_INT32,
@@ -67,10 +67,14 @@ def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) 
     options = RequestOptions.read(params, settings)
     check_integers(SEED_CANVAS, options.seed_canvas, NO_TOKEN, vocab_size - 1)
     check_integers(PIN_IDS, extra.get(PIN_IDS), 0, vocab_size - 1)
+    never = sorted({*(extra.get(PIN_IDS) or ())} & {*settings.never_emitted})
+    if never:
+        allowed = "tokens that can be emitted, which a mask cannot"
+        refuse_value(PIN_IDS, never[0], allowed, "Leave this pin out.")
     if extra.get(CONSTRAINED):
         _check_constrained(params)
     if has_structured_outputs(params):
-        _refuse_beside_structured_outputs(params)
+        _refuse_beside_structured_outputs(params, settings)
     return options
 
 
@@ -145,7 +149,7 @@ def _check_constrained(params: "SamplingParams") -> None:
         )
 
 
-def _refuse_beside_structured_outputs(params: "SamplingParams") -> None:
+def _refuse_beside_structured_outputs(params: "SamplingParams", settings: DenoiseSettings) -> None:
     """Refuse what may contradict a grammar, or has no meaning beside one."""
     extra = params.extra_args or {}
     asked = params.structured_outputs
@@ -157,6 +161,7 @@ def _refuse_beside_structured_outputs(params: "SamplingParams") -> None:
         ("bad_words", params.bad_words, "the two may leave no text"),
         (READ_ONLY, extra.get(READ_ONLY), "a canvas that is only read has no answer"),
         (PIN_MODE, holds(extra), "the grammar may have no text with the tokens that are held"),
+        (PIN_AT, settings.block_size > 1 and pins_of(extra), "a hint stays here, too"),
         (CONSTRAINED, extra.get(CONSTRAINED), "both say which tokens may be emitted"),
     ):
         if is_given:

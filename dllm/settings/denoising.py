@@ -42,6 +42,7 @@ class DenoiseSettings(Protocol):
         parameters: what a request may set; ``engine.state`` keeps one number for each request.
         one_step: extra arguments of a request whose canvases are emitted after one denoise step.
             The server's warm-up sends them.
+        modes: values of settings that go together, by the name that a request or a server gives.
         block_size: a row of a prompt or of an emitted block sees all keys in its own group of this
             many positions. 1 means that it is causal. With more, a canvas is the rest of a group.
         canvas_length: tokens of a canvas; a request may ask for fewer.
@@ -51,6 +52,7 @@ class DenoiseSettings(Protocol):
 
     parameters: ClassVar[tuple[Parameter, ...]]
     one_step: ClassVar[Mapping[str, int]]
+    modes: ClassVar[Mapping[str, Mapping[str, Any]]]
 
     @property
     def block_size(self) -> int: ...

@@ -45,6 +45,7 @@ STREAM, STREAM_FORMS = "diffusion_stream", ("canvas", "text")
 STREAM_EVERY, STREAM_PERIODS = "diffusion_stream_every", ("pass", "visit")
 READ_ONLY, CONSTRAINED = "diffusion_read_only", "diffusion_constrained"
 EOS_STOP = "diffusion_eos_stop"
+MODE = "diffusion_mode"  # of families that have ``DenoiseSettings.modes``
 
 # The logits of so many tokens at least are computed together. On a CPU, matrix products of fewer
 # rows add in another order, and the same request would have other logits in a crowd.
@@ -55,7 +56,7 @@ CANVAS_ARGS = (*PIN_ARGS, READ_ONLY, CONSTRAINED, EOS_STOP, STREAM, STREAM_EVERY
 
 # Those of them that a model with blocks does not take: its first canvas is as wide as the prompt
 # leaves room in its block, which the client does not know.
-WHOLE_CANVAS_ARGS = (*PIN_ARGS, READ_ONLY)
+WHOLE_CANVAS_ARGS = (SEED_CANVAS, PINNED, READ_ONLY)
 
 MAX_INT32 = 2**31 - 1
 
@@ -121,9 +122,13 @@ class RequestOptions:
         """
         extra = dict(params.extra_args or {})
         width = _take_number(extra, _canvas_width(settings), settings.canvas_length)
+        mode = _take(extra, MODE, Choices(tuple(settings.modes))) if settings.modes else None
+        defaults = {} if mode is None else settings.modes[mode]
         asked = {
-            parameter.name: _take_number(extra, parameter, getattr(settings, parameter.setting))
-            for parameter in settings.parameters
+            one.name: _take_number(
+                extra, one, defaults.get(one.setting, getattr(settings, one.setting))
+            )
+            for one in settings.parameters
         }
         is_greedy = params.temperature < 1e-5
         temperature = 1.0 if is_greedy else params.temperature
@@ -185,7 +190,8 @@ def extra_args(settings: DenoiseSettings) -> list[str]:
     numbers = [parameter.key for parameter in settings.parameters]
     refused = WHOLE_CANVAS_ARGS if settings.block_size > 1 else ()
     others = [key for key in CANVAS_ARGS if key not in refused]
-    return [_canvas_width(settings).key, *numbers, *others]
+    modes = [MODE] if settings.modes else []
+    return [_canvas_width(settings).key, *modes, *numbers, *others]
 
 
 def requested_canvas_width(params: "SamplingParams | None", canvas_length: int) -> int:

@@ -56,7 +56,7 @@ def naive_transfers(step: dict, row: int) -> set[int]:
     count = BLOCK // total + (done < BLOCK % total)
     name = STRATEGIES[own["strategy"]]
     by_confidence = sorted(masks, key=lambda at: -float(confidence[at]))
-    if name == "sequential":
+    if name in ("sequential", "leftmost"):
         return set(masks[:count])
     if name == "low_confidence_static":
         return set(by_confidence[:count])

@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from bench import pipeline as llada2_pipeline
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Canvases
 from dllm.models.llada2.settings import LLaDA2Settings
+from dllm.models.sdar.settings import SDARSettings
 from dllm.models.unmasking import step
 from dllm.ops.filters import RowFilters
 from dllm.settings.denoising import NO_TOKEN
+from dllm.settings.request import RequestOptions
 
 VOCAB, BLOCK, MASK = 40, 8, 39
 SETTINGS = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.5, 0, 0.5, 16)
@@ -22,6 +26,35 @@ def test_a_request_cannot_raise_the_servers_numbers_of_steps():
     assert numbers == {"max_steps": BLOCK, "max_post_steps": 16, "threshold": 0.3}
     fewer = {"max_steps": 1, "max_post_steps": 2}
     assert SETTINGS.of_request(fewer, 1.0) == fewer
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({}, (0.6, 1, 0.2, 5)),  # the server's
+        ({"diffusion_mode": "plain"}, (0.95, 0, 0.5, 5)),
+        ({"diffusion_mode": "quality"}, (0.7, 1, 0.5, 5)),
+        ({"diffusion_mode": "speed"}, (0.5, 1, 0.0, 5)),
+        (
+            {"diffusion_mode": "speed", "diffusion_threshold": 0.9, "diffusion_editing": 0},
+            (0.9, 0, 0.0, 5),
+        ),
+    ],
+)
+def test_a_mode_is_four_numbers_and_explicit_ones_win(extra, expected) -> None:
+    """The server's number of steps that edit, here 5, is not raised by a mode either."""
+    settings = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.6, 1, 0.2, 5)
+    numbers = RequestOptions.read(SamplingParams(extra_args=extra), settings).numbers
+    names = ("threshold", "editing", "editing_threshold", "max_post_steps")
+    assert tuple(numbers[name] for name in names) == expected
+
+
+def test_a_mode_that_there_is_not_is_refused() -> None:
+    sdar = SDARSettings(VOCAB, BLOCK, MASK, BLOCK, 0.5, "sequential", 0.35)
+    for settings, mode in ((SETTINGS, "fast"), (sdar, "quality")):
+        asked = SamplingParams(extra_args={"diffusion_mode": mode})
+        with pytest.raises(VLLMValidationError, match="diffusion_mode"):
+            RequestOptions.read(asked, settings)
 
 
 def canvases(count: int, temperature: float, is_greedy: bool = False) -> Canvases:

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
 from dllm import register
-from dllm.models import FAMILIES, REFUSED
+from dllm.models import FAMILIES, REFUSED, settings_of
 from dllm.patches import configure
 from tests.support import family_checkpoints
 from tests.support.engine_harness import Engine
@@ -162,6 +162,7 @@ def test_pages_on_a_gpu_hold_whole_tiles_and_blocks(
             {"override_generation_config": {"editing": 1}},
             "--override-generation-config: editing: not of this model; allowed: max_denoising",
         ),
+        ({"override_generation_config": {"mode": "speed"}}, "mode: not of this model; allowed: "),
     ],
     ids=str,
 )
@@ -172,3 +173,18 @@ def test_flags_that_do_not_fit_the_blocks(
     path = family_checkpoints.write(tmp_path / "model", fields)
     with pytest.raises(ValueError, match=message):
         EngineArgs(str(path), **flags).create_engine_config()
+
+
+def test_a_servers_mode_sets_what_is_not_set_by_itself(tmp_path: Path) -> None:
+    path = family_checkpoints.write(tmp_path / "model", family_checkpoints.LLADA2)
+
+    def served(**generation: Any) -> tuple[float, ...]:
+        flags = {"override_generation_config": generation}
+        found = settings_of(EngineArgs(str(path), **flags).create_engine_config())
+        return found.threshold, found.editing, found.editing_threshold, found.max_post_steps
+
+    assert served() == served(mode="plain") == (0.95, 0, 0.5, 16)
+    assert served(mode="quality") == (0.7, 1, 0.5, 16)
+    assert served(mode="speed", threshold=0.6) == (0.6, 1, 0.0, 16)
+    with pytest.raises(ValueError, match="mode = 'fast'; allowed: one of plain, quality, speed"):
+        served(mode="fast")

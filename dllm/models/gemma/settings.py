@@ -56,6 +56,7 @@ class GemmaSettings:
 
     parameters: ClassVar[tuple[Parameter, ...]] = PARAMETERS
     one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1}
+    modes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     block_size: ClassVar[int] = 1
     never_emitted: ClassVar[tuple[int, ...]] = ()
 

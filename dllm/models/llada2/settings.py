@@ -1,7 +1,7 @@
 """How LLaDA2 fills in masks, and edits what it filled in: values of checkpoint and command line.
 
-``generation_config.json`` may hold defaults, under the names of the attributes; the released ones
-hold none, and those here are SGLang's (``threshold``) and diffusers' (the others).
+``generation_config.json`` may hold defaults, under the names of the attributes, or a ``mode``; the
+released ones hold none, and those here are SGLang's (``threshold``) and diffusers' (the others).
 ``--override-generation-config`` changes them.
 """
 
@@ -18,6 +18,14 @@ from dllm.models.unmasking.settings import (
 from dllm.settings.checks import IntRange
 from dllm.settings.denoising import Parameter
 from dllm.settings.request import MAX_INT32
+
+# What a request or a server asks for by one name: LLaDA2.1's two modes are those of its model card,
+# without editing LLaDA2.0 and 2.1 are decoded alike.
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"threshold": 0.95, "editing": 0, "editing_threshold": 0.5, "max_post_steps": 16},
+    "quality": {"threshold": 0.7, "editing": 1, "editing_threshold": 0.5, "max_post_steps": 16},
+    "speed": {"threshold": 0.5, "editing": 1, "editing_threshold": 0.0, "max_post_steps": 16},
+}
 
 # Keys of LLaDA2.2, whose architecture has the same name.
 BLOCK_ROUTING = ("expert_capacity", "delete_token_id", "split_token_id")
@@ -44,12 +52,8 @@ class LLaDA2Settings(UnmaskingSettings):
         Parameter("max_post_steps", "max_post_steps", IntRange(0, MAX_INT32), "int32"),
     )
     one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1, "diffusion_editing": 0}
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "threshold": 0.95,
-        "editing": 0,
-        "editing_threshold": 0.5,
-        "max_post_steps": 16,
-    }
+    modes: ClassVar[Mapping[str, Mapping[str, Any]]] = MODES
+    defaults: ClassVar[Mapping[str, Any]] = MODES["plain"]
 
     editing: int
     editing_threshold: float

@@ -25,8 +25,9 @@ STRATEGIES = (
     "low_confidence_dynamic",  # all above the threshold, at least the best k
     "sequential",  # the first k
     "entropy_bounded",  # those of least entropy, while their sum is below the bound; at least one
+    "leftmost",  # another name of "sequential", in reinforcement learning
 )
-STATIC, DYNAMIC, SEQUENTIAL, ENTROPY = range(len(STRATEGIES))
+STATIC, DYNAMIC, SEQUENTIAL, ENTROPY, LEFTMOST = range(len(STRATEGIES))
 
 
 class Proposal(NamedTuple):
@@ -84,9 +85,7 @@ def masks_to_replace(
     return torch.where(
         strategy == STATIC,
         best,
-        torch.where(
-            strategy == DYNAMIC, dynamic, torch.where(strategy == SEQUENTIAL, first, surest)
-        ),
+        torch.where(strategy == DYNAMIC, dynamic, torch.where(strategy == ENTROPY, surest, first)),
     )
 
 

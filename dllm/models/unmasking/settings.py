@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from dllm.settings.checks import FloatRange, IntRange, check_int, refuse_value
+from dllm.settings.checks import Choices, FloatRange, IntRange, check_int, refuse_value
 from dllm.settings.denoising import CanvasWindow, Parameter
 from dllm.settings.request import MAX_INT32
 
@@ -21,6 +21,7 @@ ALL_SETTINGS = {
     "editing",
     "editing_threshold",
     "max_post_steps",
+    "mode",
 }
 
 
@@ -41,6 +42,7 @@ class UnmaskingSettings:
     one_step: ClassVar[Mapping[str, int]] = {"diffusion_max_steps": 1}
     # Values of keys that generation_config.json may leave out.
     defaults: ClassVar[Mapping[str, Any]] = {}
+    modes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     canvas_window: ClassVar[CanvasWindow] = "symmetric"
 
     vocab_size: int
@@ -105,12 +107,17 @@ class UnmaskingSettings:
             **model_config.override_generation_config,
         }
         given = {"max_denoising_steps": block_size, **cls.defaults}
-        unknown = model_config.override_generation_config.keys() & ALL_SETTINGS - given.keys()
+        known = [*given, "mode"] if cls.modes else [*given]
+        unknown = model_config.override_generation_config.keys() & ALL_SETTINGS - {*known}
         if unknown:
             raise ValueError(
                 f"--override-generation-config: {', '.join(sorted(unknown))}: not of this model; "
-                f"allowed: {', '.join(given)}."
+                f"allowed: {', '.join(known)}."
             )
+        if cls.modes and (mode := generation.get("mode")) is not None:
+            if mode not in Choices(tuple(cls.modes)):
+                refuse_value("generation config: mode", mode, str(Choices(tuple(cls.modes))))
+            given |= cls.modes[mode]
         diffusion = vllm_config.diffusion_config
         if diffusion is not None and diffusion.canvas_length != block_size:
             raise ValueError(

@@ -119,6 +119,9 @@ def denoise(
         mask_token_id=settings.mask_token_id,
         block_size=settings.block_size,
     )
+    # The logprobs of given tokens: of the last step where they are held, else of the first one.
+    is_new = (canvases.steps_done == 0)[:, None]
+    is_given = (canvases.held != NO_TOKEN) | (is_new & (ids != settings.mask_token_id))
     canvas = torch.where(is_behind, settings.mask_token_id, outcome.canvas)
     is_mask = canvas == settings.mask_token_id
     return Denoised(
@@ -132,7 +135,7 @@ def denoise(
         carried={"post_steps": outcome.post_steps},
         temperature=canvases.temperature[rows.row_of],
         stats=stats,
-        decided=outcome.is_decided,
+        decided=outcome.is_decided | is_given,
     )
 
 
@@ -151,7 +154,9 @@ def propose(
     temperature = canvases.temperature[rows.row_of]  # [N]
     is_greedy = canvases.is_greedy[rows.row_of, None]
     keys = torch.where(is_greedy, noise.NO_KEY, keys[rows.row_of, rows.place])  # [N, 2]
+    # A held token is proposed where it stands, so that editing never changes it.
     stats = row_stats(logits, temperature, keys, None, filters)
+    stats = canvases.with_held_tokens(stats, rows)
     token = stats.sample
     # What a grammar has chosen counts as drawn: only its tokens together are an allowed text.
     is_chosen = canvases.chosen != NO_TOKEN
