@@ -192,18 +192,18 @@ async def filled(
         return output
 
     async def best_answer(sample: int) -> tuple["RequestOutput", int]:
-        tried = await _all(last_output(width, sample) for width in widths)
+        tried = await at_once(last_output(width, sample) for width in widths)
         places = sorted(range(len(tried)), key=lambda place: _canvas_score(tried[place]))
         finalists = [tried[place] for place in places[-FINALISTS:]]
         readings = (
             _reading_score(generate, prompt, output, f"{output.request_id}-read", options)
             for output in finalists
         )
-        scores = await _all(readings)
+        scores = await at_once(readings)
         best = scores.index(max(scores))
         return finalists[best], widths[places[-FINALISTS:][best]]
 
-    best = await _all(best_answer(sample) for sample in range(params.n))
+    best = await at_once(best_answer(sample) for sample in range(params.n))
     holes = [_hole(output.outputs[0], width, params) for output, width in best]
     context = prompt["prompt_token_ids"][-CONTEXT:]
     for sample, hole in enumerate(holes):
@@ -216,7 +216,7 @@ async def filled(
     yield result
 
 
-async def _all(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def at_once(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of coroutines that run at once; if one fails, the others are cancelled.
 
     They start one after the other, and the event loop goes on between them.
