@@ -233,7 +233,7 @@ async def filled(
         return output
 
     async def best_answer(sample: int) -> tuple["RequestOutput", int]:
-        tried = await _all(last_output(width, sample) for width in widths)
+        tried = await at_once(last_output(width, sample) for width in widths)
         places = sorted(range(len(tried)), key=lambda place: _canvas_score(tried[place]))
         finalists = [tried[place] for place in places[-FINALISTS:]]
         its_widths = [widths[place] for place in places[-FINALISTS:]]
@@ -241,11 +241,11 @@ async def filled(
             _reading_score(generate, fill, prompt, output, width, options)
             for output, width in zip(finalists, its_widths, strict=True)
         )
-        scores = await _all(readings)
+        scores = await at_once(readings)
         best = scores.index(max(scores))
         return finalists[best], its_widths[best]
 
-    best = await _all(best_answer(sample) for sample in range(params.n))
+    best = await at_once(best_answer(sample) for sample in range(params.n))
     holes = [_hole(output.outputs[0], width, params) for output, width in best]
     context = prompt["prompt_token_ids"][-CONTEXT:]
     for sample, hole in enumerate(holes):
@@ -258,7 +258,7 @@ async def filled(
     yield result
 
 
-async def _all(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def at_once(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of coroutines that run at once; if one fails, the others are cancelled.
 
     They start one after the other, and the event loop goes on between them.

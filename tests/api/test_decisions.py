@@ -1,15 +1,18 @@
 """Labels of typed decisions as tokens, and where the route is served."""
 
 import asyncio
+import contextlib
 import string
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from fastapi import FastAPI
+from vllm.entrypoints.generate.structured_decisions import strategies
 
-from dllm.api.decisions import route
+from dllm.api.decisions import protocol, reads, route
 from dllm.api.decisions.labels import Labels
 from dllm.grammar.viterbi import UNLIMITED, Canvas
 from dllm.models import FAMILIES
@@ -93,6 +96,67 @@ def test_the_best_spelled_option_is_the_best_path_of_a_grammar(seed):
     found, _ = grammar_table("regex", "|".join(texts))
     path = Canvas(found, [STOP]).best_path(scores, 0, UNLIMITED)
     assert tuple(path.tokens) == tokens[int(np.argmax(sums))]
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        (["a", True], ["a", "true"]),
+        (["a", True, "true"], ['"a"', "true", '"true"']),
+        ([False, "false", '"false"'], ["false", '"false"', r'"\"false\""']),
+    ],
+)
+def test_a_boolean_has_another_text_than_its_name(values, texts):
+    choices = [protocol.ChoiceOption(value) for value in values]
+    asked = protocol.Choice(type="choice", instructions="a", choices=choices)
+    assert [one.name for one in route.vllm_question(0, asked).options] == texts
+
+
+def context(**changes: Any) -> Any:
+    """What vLLM makes a strategy from."""
+    tokenizer = SimpleNamespace(
+        apply_chat_template=lambda *_, **__: [5, 6],
+        get_added_vocab=lambda: {"<start>": 5},
+        decode=lambda ids: "" if not ids else "m",
+        encode=lambda text, **_: of_characters(text),
+        eos_token_id=END,
+    )
+    vars(tokenizer).update(changes)
+    config = SimpleNamespace(
+        additional_config={},
+        diffusion_config=SimpleNamespace(canvas_length=32),
+        model_config=SimpleNamespace(max_model_len=64, is_multimodal_model=False, hf_config=None),
+    )
+    return SimpleNamespace(
+        engine_client=SimpleNamespace(vllm_config=config),
+        online_renderer=SimpleNamespace(renderer=SimpleNamespace(get_tokenizer=lambda: tokenizer)),
+        chat_template=None,
+        default_chat_template_kwargs={},
+    )
+
+
+def no_template(*_: Any, **__: Any) -> None:
+    raise ValueError("no template")
+
+
+@pytest.mark.parametrize(
+    ("changes", "mode", "why"),
+    [
+        ({"apply_chat_template": no_template}, "raw_logprobs", "no template"),
+        ({"eos_token_id": None}, "raw_logprobs", "None"),
+        ({}, "raw_logits", "--logprobs-mode"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_asked_says_why(monkeypatch, changes, mode, why):
+    monkeypatch.setattr(reads, "block_size_of", lambda config: 1)
+    monkeypatch.setattr(reads.CanvasReads, "why_not", None)
+    architecture = next(iter(FAMILIES))
+    monkeypatch.setitem(strategies.READ_STRATEGIES, architecture, reads.CanvasReads)
+    with contextlib.suppress(ValueError):  # vLLM logs it at the level DEBUG
+        reads.CanvasReads(context(**changes))
+    model = SimpleNamespace(architecture=architecture, logprobs_mode=mode)
+    state = SimpleNamespace(engine_client=SimpleNamespace(model_config=model))
+    assert why in route.why_not(state)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", next(iter(FAMILIES))])

@@ -1,6 +1,7 @@
 """Typed decisions: probabilities from the engine against the softmax of Hugging Face's models."""
 
 import asyncio
+import string
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm import SamplingParams
 from vllm.entrypoints.generate.structured_decisions import question_types
 from vllm.exceptions import VLLMValidationError
 
@@ -18,9 +20,10 @@ from dllm.models.unmasking import reference
 from dllm.settings import request
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.request import LEAST_ROWS
+from tests.engine.test_engine import scheduler_watch
 from tests.support import hf_reference
 from tests.support.async_engine import get_async_engine
-from tests.support.engine_harness import Engine, get_engine
+from tests.support.engine_harness import TIGHT, Engine, get_engine
 
 END, WIDTH = 1, 16
 SDAR = Path(__file__).parents[2] / "checkpoints/tiny-sdar"
@@ -34,18 +37,23 @@ def encode(text: str) -> list[int]:
 
 
 class Client:
-    """An engine in this process as an asynchronous client; what is there runs together."""
+    """An engine in this process as an asynchronous client; what arrives together runs together."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._finished = engine, {}
-        self.num_steps = 0
+        self.num_added, self.num_steps = 0, 0
 
     async def generate(
         self, given: Any, params: Any, name: str, **options: Any
     ) -> AsyncIterator[Any]:
         """The finished request alone."""
         added = self._engine.add(given["prompt_token_ids"], params)
-        await asyncio.sleep(0)
+        self.num_added += 1
+        seen = 0
+        while seen < self.num_added:
+            seen = self.num_added
+            for _ in range(4):  # turns in which another question starts
+                await asyncio.sleep(0)
         while added not in self._finished:
             self.num_steps += 1
             self._finished |= {one.request_id: one for one in self._engine.step()}
@@ -65,6 +73,7 @@ class Reads(CanvasReads):
         self.block_size, self.width, self.max_model_len = block_size, WIDTH, 512
         self.end = END
         self.thought: list[int] = []
+        self.tail = self._prompt_end = [0]
         self.labels = Labels(encode, END)
 
     async def _render(self, request: Any, messages: Any) -> tuple[Any, list[int]]:
@@ -164,15 +173,29 @@ def test_masks():
     compare(reads, found, expected, 1)
 
 
-def test_reads_within_the_budget_take_one_step_of_the_engine_and_are_alike_in_a_crowd(engine):
-    alone = [Reads(engine, samples=1).ask([one])[0] for one in QUESTIONS[:2]]
+def probabilities(reads: list[Read]) -> list[list[float]]:
+    return [one.probs for one in reads]
+
+
+@pytest.mark.parametrize("get", [get_engine, get_async_engine])
+def test_48_reads_are_one_pass_and_alike_alone_and_in_a_crowd(engine, checkpoint, get):
+    """On a model of uniform noise, which reads only as many rows as it is asked for."""
+    wide = get(checkpoint(), max_num_seqs=48, max_num_batched_tokens=4096)
+    asked = [choice(n, ["a", "b", f"c{n}"]) for n in range(48)]
+    alone = [Reads(engine, samples=1).ask([one])[0] for one in asked[:4]]
+    with wide.watch() as watched:
+        crowd = Reads(wide, samples=1).ask(asked)
+    assert [len(steps) for steps in watched.values()] == [1] * 48
+    assert probabilities(crowd[:4]) == probabilities(alone)
+    cached = Reads(wide, samples=1).ask(asked)
+    assert probabilities(cached) == probabilities(crowd)
+
+
+def test_reads_within_the_budget_take_one_step_of_the_engine(engine):
     engine.reset_prefix_cache()
     crowd = Reads(engine, samples=1)
-    together = crowd.ask(QUESTIONS[:2])
+    crowd.ask(QUESTIONS[:2])
     assert crowd.client.num_steps == 1
-    assert [one.probs for one in together] == [one.probs for one in alone]
-    again = Reads(engine, samples=1).ask(QUESTIONS[:2])  # with a prefix that is cached
-    assert [one.probs for one in again] == [one.probs for one in alone]
 
 
 def test_only_the_rows_of_labels_have_logits(engine, monkeypatch):
@@ -207,8 +230,45 @@ def test_reads_are_alike_in_chunks_and_under_asynchronous_scheduling(engine, che
         get_async_engine(checkpoint(), max_num_batched_tokens=256),
     )
     for other in engines:
-        found = Reads(other, samples=1).ask(QUESTIONS[:2], LONG)
-        assert [one.probs for one in found] == whole
+        assert probabilities(Reads(other, samples=1).ask(QUESTIONS[:2], LONG)) == whole
+
+
+@pytest.mark.parametrize("get", [get_engine, get_async_engine])
+def test_a_preempted_read_is_as_it_is_alone(engine, checkpoint, monkeypatch, get):
+    """Answers that grow take the memory of a read whose prompt comes in chunks."""
+    expected = probabilities(Reads(engine, samples=1).ask(QUESTIONS[:1], LONG))
+    tight = get(checkpoint(), **TIGHT)
+    preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    growing = SamplingParams(max_tokens=160, ignore_eos=True, seed=1)
+    for salt in range(2):
+        tight.add([20 + salt] * 60, growing)
+    found = Reads(tight, samples=1).ask(QUESTIONS[:1], LONG)
+    assert any(request.sampling_params.logprob_token_ids for (request, *_), _ in preemptions)
+    tight.run()
+    assert probabilities(found) == expected
+
+
+def test_more_label_tokens_than_are_given_at_once_are_several_reads_of_one_canvas(engine):
+    """140 options of two tokens each, and the end."""
+    names = [chr(40 + n) + "ab"[n % 2] for n in range(140)]
+    reads = Reads(engine, samples=1)
+    engine.reset_prefix_cache()
+    with engine.watch(keep_logits=True) as watched:
+        (read,) = reads.ask([choice(0, names)])
+    logits = [steps[0].logits for steps in watched.values()]
+    assert len(logits) == 2 and torch.equal(*logits)
+    sums = brute_force(reads, choice(0, names), logits[0])
+    assert read.probs == pytest.approx(sums.softmax(-1).tolist(), rel=TOLERANCE, abs=1e-12)
+
+
+def test_labels_that_are_never_said_tie():
+    """Options that begin with the mask, which a model of masks never says."""
+    engine = get_engine(SDAR, max_num_batched_tokens=512)
+    rule = reference.DecodingRule.of_checkpoint(SDAR)
+    reads = Reads(engine, block_size=rule.block_size)
+    reads.labels = Labels(lambda text: [rule.mask_token_id, *encode(text)], END)
+    (read,) = reads.ask([choice(0, string.ascii_letters)])
+    assert read.probs == pytest.approx([1 / 52] * 52) and read.label_mass == 0
 
 
 def test_a_temperature_flattens_and_keeps_the_mass(engine):

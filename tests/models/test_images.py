@@ -134,6 +134,31 @@ def test_what_is_no_image_leaves_the_server_alone(image_server, content):
     assert chat(image_server, data_url(picture(1))) == expected
 
 
+@needs_torchvision
+@pytest.mark.nightly
+def test_typed_decisions_are_read_behind_images(image_server):
+    def asked(*images: Image.Image) -> list[float]:
+        parts = [{"type": "input_image", "image_url": data_url(one)} for one in images]
+        text = {"type": "input_text", "text": "What is this?"}
+        decision = image_server.client().decisions.create(
+            model=MODEL,
+            input=[{"role": "user", "content": [*parts, text]}],
+            questions=[{"type": "predicate", "instructions": f"q{n}"} for n in range(3)],
+        )
+        return [answer.probability for answer in decision.answers]
+
+    first, second = picture(1), picture(2)
+    assert asked(first) == asked(first)
+    assert (
+        len({tuple(asked(*images)) for images in ((), (first,), (second,), (first, second))}) == 4
+    )
+    no_image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    body = {"model": MODEL, "input": [{"role": "user", "content": [no_image]}]}
+    question = {"type": "predicate", "instructions": "a"}
+    reply = image_server.post("/v1/decisions", body | {"questions": [question]})
+    assert reply.status == 400, reply.text
+
+
 # --- which rows see which ------------------------------------------------------------------------
 
 

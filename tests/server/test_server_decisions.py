@@ -172,6 +172,9 @@ REFUSED = {
     "another type": ({"questions": [{"type": "vote", "instructions": ""}]}, "questions.0"),
     "an unknown field": ({"stream": True}, "stream"),
     "17 samples": ({"samples": 17}, "samples"),
+    "true samples": ({"samples": True}, "samples"),
+    "half of a surrogate pair": ({"prompt_cache_key": "\udfff"}, "prompt_cache_key"),
+    "numbers as input": ({"input": [1, None, "a"]}, "input"),
     "an image": (of_user(IMAGE), "input"),
     "an image in a question": (
         {"questions": [PREDICATE | {"instructions": [IMAGE]}]},
@@ -205,6 +208,12 @@ def test_a_wrong_body_is_refused_by_name(server, name):
     reply = server.post("/v1/decisions", body)
     assert reply.status == 400, reply.text
     assert parameter in f"{reply.parameter} {reply.message}", reply.text
+
+
+def test_a_template_that_ends_the_prompt_in_another_way_is_refused(server):
+    body = {"model": MODEL, "state": "a", "questions": {"a": {"type": "noul"}}}
+    reply = server.post("/v1/systemone", body | {"chat_template_kwargs": {"chat_template": "x"}})
+    assert (reply.status, reply.parameter) == (400, "chat_template_kwargs")
 
 
 def test_another_model_is_not_found(client):

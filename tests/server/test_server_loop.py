@@ -39,7 +39,7 @@ def message(**options: Any) -> tuple[str, Any]:
     return MESSAGES, {"model": MODEL, "messages": [USER], "max_tokens": 2} | options
 
 
-def decision(questions: int, text: str, **options: Any) -> tuple[str, Any]:
+def decision(questions: int, text: Any, **options: Any) -> tuple[str, Any]:
     asked = [{"type": "predicate", "instructions": f"more than {i}"} for i in range(questions)]
     return DECISIONS, {"model": MODEL, "input": text, "questions": asked} | options
 
@@ -68,6 +68,9 @@ WIDE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in ra
 NESTED: dict[str, Any] = {"type": "object"}
 for _ in range(300):
     NESTED = {"type": "object", "properties": {"a": NESTED}, "required": ["a"]}
+
+OPTIONS = [{"value": str(i)} for i in range(255)]
+JSON_PARTS = [{"type": "input_json", "data": [0] * 9_999}] * 48
 
 QUICK = {"diffusion_max_steps": 1}
 NO_MESSAGE = "body.messages.0.ChatCompletionDeveloperMessageParam"
@@ -128,6 +131,10 @@ REFUSED = {
     "input of questions": (decision(2, "1 2 " * 240_000), "input_text"),
     "no questions": ((DECISIONS, {"model": MODEL, "input": "a", "questions": [{}] * 300_000}),
                      "body.questions.0"),
+    "names of a decision": (decision(1, "a", **{f"u{i}": 1 for i in range(80_000)}), "body"),
+    "options of questions": ((DECISIONS, {"model": MODEL, "input": "a", "questions":
+        [{"type": "choice", "instructions": "a", "choices": OPTIONS}] * 240}), "input_tokens"),
+    "JSON of a decision": (decision(1, [{"role": "user", "content": JSON_PARTS}]), "input_text"),
     "Anthropic's messages": (message(messages=[USER] * 28_000), "body.messages"),
     "parts": (chat(messages=[PARTS] * 25), "body.messages"),
     "parts of a response": (response(input=[PARTS] * 25), "body.input"),

@@ -1,4 +1,8 @@
-"""The body of ``POST /v1/decisions``, as OpenAI's SDK 3.52 sends it, and two fields of ours."""
+"""The body of ``POST /v1/decisions``, as OpenAI's SDK 3.52 sends it, and two fields of ours.
+
+A body of 1 MB may hold 60,000 options, or as many values of JSON. So options are dataclasses, which
+take a fifth of a model's time, and JSON is checked where it is written, off the event loop.
+"""
 
 import json
 from typing import Annotated, Any, Literal
@@ -14,8 +18,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.dataclasses import dataclass
 
 from dllm.settings.decisions import MAX_SAMPLES
+from dllm.settings.request import refuse
 
 MAX_QUESTIONS, MAX_OPTIONS = 400, 255
 # OpenAI's bounds of an `input_json` part.
@@ -68,23 +74,6 @@ class Json(Cached):
     type: Literal["input_json"]
     data: Any
 
-    @field_validator("data")
-    @classmethod
-    def _bounded(cls, data: Any) -> Any:
-        level, values = [data], 0
-        for _ in range(MAX_JSON_DEPTH):
-            values += len(level)
-            if values > MAX_JSON_VALUES:
-                raise ValueError(f"more than {MAX_JSON_VALUES} values")
-            objects = [one.values() for one in level if isinstance(one, dict)]
-            lists = [one for one in level if isinstance(one, list)]
-            level = [part for container in (*objects, *lists) for part in container]
-        if level:
-            raise ValueError(f"nested deeper than {MAX_JSON_DEPTH} levels")
-        if len(json.dumps(data, ensure_ascii=False)) > MAX_JSON_BYTES:
-            raise ValueError(f"longer than {MAX_JSON_BYTES} characters")
-        return data
-
 
 Part = Annotated[Text | Refusal | Image | Json, Field(discriminator="type")]
 
@@ -130,7 +119,7 @@ class CallOutput(Body):
 
 
 def _kind(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else item.type
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind in ("function_call", "custom_tool_call"):
         return "call"
     return "output" if str(kind).endswith("_call_output") else "message"
@@ -152,10 +141,11 @@ class Predicate(Body):
     name: str | None = None
 
 
-class ChoiceOption(Body):
+@dataclass(config=ConfigDict(extra="forbid"), slots=True)
+class ChoiceOption:
     """A value; true and "true" are two."""
 
-    value: StrictStr | StrictBool
+    value: Annotated[StrictStr | StrictBool, Field(union_mode="left_to_right")]
     description: str | None = None
 
 
@@ -175,7 +165,8 @@ class Choice(Body):
         return choices
 
 
-class Level(Body):
+@dataclass(config=ConfigDict(extra="forbid"), slots=True)
+class Level:
     """A level of a scale."""
 
     label: str
@@ -205,10 +196,11 @@ class DecisionRequest(Body):
     model: str
     input: str | list[Item]
     questions: list[AskedQuestion] = Field(min_length=1, max_length=MAX_QUESTIONS)
-    prompt_cache_key: str | None = None
+    # With a bound, pydantic refuses halves of surrogate pairs, which the engine cannot take.
+    prompt_cache_key: str | None = Field(default=None, max_length=4096)
     prompt_cache_options: dict[str, Any] | None = None
     safety_identifier: str | None = None
-    samples: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
+    samples: int | None = Field(default=None, ge=1, le=MAX_SAMPLES, strict=True)
     priority: int = Field(default=0, ge=-(2**63), le=2**63 - 1)
 
     @model_validator(mode="after")
@@ -223,7 +215,11 @@ class DecisionRequest(Body):
         return self
 
     def transcript(self) -> tuple[str, list[str]]:
-        """The input as one text, and the URLs of its images in order."""
+        """The input as one text, and the URLs of its images in order.
+
+        Raises:
+            VLLMValidationError: JSON beyond OpenAI's bounds.
+        """
         if isinstance(self.input, str):
             return self.input, []
         images: list[str] = []
@@ -231,23 +227,31 @@ class DecisionRequest(Body):
         lines = []
         for item in self.input:
             if isinstance(item, Message):
-                text = _written(item.content, images)
+                text = _written(item.content, images, "input")
                 lines.append(text if alone else f"{item.role}: {text}")
             elif isinstance(item, Call):
                 lines.append(f"call {item.name}: {item.arguments or item.input}")
             else:
-                lines.append(f"result: {_written(item.output, images)}")
+                lines.append(f"result: {_written(item.output, images, 'input')}")
         return "\n".join(lines), images
 
 
-def instructions_text(question: Predicate | Choice | Score) -> str | None:
-    """What a question says; None if it holds an image, which only the input may."""
+def instructions_of(place: int, question: Predicate | Choice | Score) -> str:
+    """What a question says.
+
+    Raises:
+        VLLMValidationError: it holds an image, which only the input may, or JSON beyond the bounds.
+    """
     images: list[str] = []
-    text = _written(question.instructions, images)
-    return None if images else text
+    text = _written(question.instructions, images, "questions")
+    if images:
+        refuse(
+            "questions", f"questions[{place}].instructions hold an image; allowed: in the input."
+        )
+    return text
 
 
-def _written(content: Any, images: list[str]) -> str:
+def _written(content: Any, images: list[str], parameter: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
@@ -256,7 +260,24 @@ def _written(content: Any, images: list[str]) -> str:
             images.append(part.image_url)
             texts.append(f"[image {len(images)}]")
         elif isinstance(part, Json):
-            texts.append(json.dumps(part.data, ensure_ascii=False))
+            texts.append(_json(part.data, parameter))
         else:
             texts.append(part.refusal if isinstance(part, Refusal) else part.text)
     return "\n".join(texts)
+
+
+def _json(data: Any, parameter: str) -> str:
+    level, values = [data], 0
+    for _ in range(MAX_JSON_DEPTH):
+        values += len(level)
+        if values > MAX_JSON_VALUES:
+            refuse(parameter, f"input_json has more than {MAX_JSON_VALUES} values. Send fewer.")
+        objects = [one.values() for one in level if isinstance(one, dict)]
+        lists = [one for one in level if isinstance(one, list)]
+        level = [part for container in (*objects, *lists) for part in container]
+    if level:
+        refuse(parameter, f"input_json is nested deeper than {MAX_JSON_DEPTH} levels. Flatten it.")
+    text = json.dumps(data, ensure_ascii=False)
+    if len(text) > MAX_JSON_BYTES:
+        refuse(parameter, f"input_json is longer than {MAX_JSON_BYTES} characters. Send less.")
+    return text

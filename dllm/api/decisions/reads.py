@@ -10,18 +10,19 @@ that ends a reply. Where it begins as masks, it is masks to the end of its block
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.entrypoints.generate.structured_decisions import question_types, strategies
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
-from vllm.utils.async_utils import make_async, merge_async_iterators
+from vllm.utils.async_utils import make_async
 
 from dllm.api.decisions.labels import Labels, OptionLabels
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
+from dllm.api.fill import at_once
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.denoising import block_size_of
 from dllm.settings.request import refuse
@@ -30,6 +31,8 @@ from dllm.settings.server import PluginOptions
 # What one HTTP request may come to, over all of its questions.
 MAX_CANVASES = 1600  # 400 questions of 4 samples
 MAX_CHARACTERS = 8_000_000  # of all prompts, times samples
+# For a token that a model never says, as the mask: a tie of such labels has probabilities, too.
+NEVER = -9999.0
 THOUGHT_BEGINS, THOUGHT_ENDS = "<|channel>", "<channel|>"
 TYPE_OF = {"noul": "predicate", "choice": "choice", "score": "score"}
 
@@ -70,6 +73,8 @@ class WideScore(question_types.ScoreQuestion):
 class CanvasReads(strategies.NextTokenStrategy):
     """vLLM's interface of strategies, for every family that this plugin serves."""
 
+    why_not: ClassVar[str | None] = None  # there is none; vLLM logs it at the level DEBUG
+
     def __init__(self, context: strategies.ReadContext) -> None:
         strategies.ReadStrategy.__init__(self, context)
         config = context.engine_client.vllm_config
@@ -77,22 +82,31 @@ class CanvasReads(strategies.NextTokenStrategy):
         self.block_size = block_size_of(config)
         self.width = min(self.options.read_width, config.diffusion_config.canvas_length)
         self.max_model_len = config.model_config.max_model_len
-        self.end = int(self._tokenizer().eos_token_id)
         if config.model_config.is_multimodal_model:
             self.modalities = frozenset({"image"})
         try:
             self._prompt_end = self._generation_prompt()
+            self.tail = strategies.prompt_tail(self._tokenizer(), self._prompt_end)
+            self.end = int(self._tokenizer().eos_token_id)
+            self.labels = self._labels()
         except Exception as error:  # a template may raise anything
-            raise ValueError(f"the chat template writes no prompt for a reply: {error}") from error
+            CanvasReads.why_not = (
+                "Typed decisions need a chat template that writes a prompt for a reply, and a "
+                f"tokenizer with a token for its end: {error}"
+            )
+            raise ValueError(CanvasReads.why_not) from error
 
     def limits(self) -> strategies.DecisionLimits:
         """OpenAI's."""
         return strategies.DecisionLimits(max_questions=MAX_QUESTIONS, max_options=MAX_OPTIONS)
 
-    @property
-    def samples(self) -> int:
-        """Canvases of a question, if the request does not say; without noise one is enough."""
-        return 1 if self.block_size > 1 else self.options.samples
+    def num_requests(self, questions: Sequence[Any], samples: int | None = None) -> int:
+        """Canvases of some questions; where there is no noise, one each is enough.
+
+        Args:
+            samples: of each question; None: the server's.
+        """
+        return len(questions) * (1 if self.block_size > 1 else samples or self.options.samples)
 
     @cached_property
     def thought(self) -> list[int]:
@@ -106,8 +120,7 @@ class CanvasReads(strategies.NextTokenStrategy):
             tokenizer.encode(f"{THOUGHT_BEGINS}thought\n{THOUGHT_ENDS}", add_special_tokens=False)
         )
 
-    @cached_property
-    def labels(self) -> Labels:
+    def _labels(self) -> Labels:
         """As the model's tokenizer writes them behind a prompt."""
         tokenizer = self._tokenizer()
         tail = strategies.prompt_tail(tokenizer, [*self._prompt_end, *self.thought])
@@ -153,47 +166,44 @@ class CanvasReads(strategies.NextTokenStrategy):
         """Read every question, in order.
 
         Args:
-            samples: canvases of each question; None: ``self.samples``.
+            samples: canvases of each question; None: the server's.
 
         Raises:
             VLLMValidationError: a prompt, an option or all of the request is too long.
         """
         given = self._read_request(chat_template_kwargs, cache_salt)
-        drawn = 1 if self.block_size > 1 else samples or self.samples
+        drawn = self.num_requests([None], samples)
         off_the_loop = make_async(self._plan, self.context.online_renderer.renderer._executor)
         plans = await off_the_loop(questions, state, drawn)
         images = await self._image_parts((media or {}).get("image", ()))
-        inputs, params = [], []
+        asked = []
         for plan in plans:
             content = [*images, {"type": "text", "text": plan.text}] if images else plan.text
             messages = [{"role": "user", "content": content}]
             if instructions:
                 messages.insert(0, {"role": "system", "content": instructions})
             engine_input, prompt_ids = await self._render(given, messages)
+            self._check_end(prompt_ids)
             ids = [*prompt_ids, *self.thought]
             self._check_room(plan, len(ids))
-            inputs.append({**engine_input, "prompt_token_ids": ids})
-            params.append(list(self._params(plan, ids, drawn)))
-        starts = [
-            self.context.engine_client.generate(
-                one,
-                each,
-                f"{request_id}-{place}-{part}",
-                lora_request=lora_request,
-                trace_headers=trace_headers,
-                priority=priority,
-            )
-            for place, (one, parts) in enumerate(zip(inputs, params, strict=True))
-            for part, each in enumerate(parts)
-        ]
-        results: list[Any] = [None] * len(starts)
-        async for place, result in merge_async_iterators(*starts):
-            results[place] = result
-        rest = iter(results)
-        return [
-            self._result(plan, [next(rest) for _ in parts])
-            for plan, parts in zip(plans, params, strict=True)
-        ]
+            asked.append((plan, {**engine_input, "prompt_token_ids": ids}))
+        options = dict(lora_request=lora_request, trace_headers=trace_headers, priority=priority)
+        return await at_once(
+            self._answer(plan, engine_input, drawn, f"{request_id}-{place}", options)
+            for place, (plan, engine_input) in enumerate(asked)
+        )
+
+    async def _answer(
+        self, plan: "_Plan", engine_input: Any, samples: int, name: str, options: dict[str, Any]
+    ) -> Read:
+        """Read a question's canvases."""
+        generate = self.context.engine_client.generate
+        params = self._params(plan, engine_input["prompt_token_ids"], samples)
+        results = await at_once(
+            _last(generate(engine_input, one, f"{name}-{part}", **options))
+            for part, one in enumerate(params)
+        )
+        return self._result(plan, results)
 
     def _plan(
         self, questions: Sequence[question_types.Question], state: str, samples: int
@@ -219,6 +229,17 @@ class CanvasReads(strategies.NextTokenStrategy):
                 "request. Send several requests, or fewer samples.",
             )
         return plans
+
+    def _check_end(self, prompt_ids: list[int]) -> None:
+        """Refuse options of the chat template that end the prompt in another way."""
+        # Without a token that marks turns, nothing says where the end begins.
+        is_known = len(self.tail) < len(self._prompt_end)
+        if is_known and prompt_ids[len(prompt_ids) - len(self.tail) :] != self.tail:
+            refuse(
+                "chat_template_kwargs",
+                "chat_template_kwargs end the prompt in another way, so that the labels' tokens "
+                "are unknown. Leave them out.",
+            )
 
     def _check_room(self, plan: "_Plan", num_tokens: int) -> None:
         """Refuse labels that the block behind the prompt cannot hold, and a prompt without room.
@@ -263,6 +284,7 @@ class CanvasReads(strategies.NextTokenStrategy):
                 seed=int.from_bytes(digest, "big") + sample,
                 logprob_token_ids=plan.parts[part],
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                detokenize=False,  # nobody reads the text
                 extra_args=dict(extra),
                 skip_clone=True,  # each is sent once, so vLLM need not copy it deeply
             )
@@ -277,7 +299,7 @@ class CanvasReads(strategies.NextTokenStrategy):
             for output, part in zip(outputs, plan.parts, strict=True):
                 assert output.logprobs is not None
                 for row, given in zip(rows, output.logprobs, strict=False):
-                    row |= {token: given[token].logprob for token in part}
+                    row |= {token: max(given[token].logprob, NEVER) for token in part}
             sums = [
                 sum(rows[at][token] for at, token in enumerate(one)) for one in plan.labels.tokens
             ]
@@ -337,6 +359,11 @@ def _check_length(question: question_types.Question, labels: OptionLabels, width
             f"question {question.id!r}: an option has {labels.num_rows} tokens with the end; "
             f"allowed here: {width}. Send shorter options.",
         )
+
+
+async def _last(results: AsyncIterator[Any]) -> Any:
+    """The finished request, which is all that is sent."""
+    return [result async for result in results][-1]
 
 
 def _standard_error(values: Sequence[float]) -> float:

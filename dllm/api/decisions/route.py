@@ -1,11 +1,12 @@
 """``POST /v1/decisions`` in OpenAI's shape, on the strategy that ``/v1/systemone`` uses, too."""
 
+import json
 from functools import cache
 from typing import Any
 
 import prometheus_client
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from vllm.entrypoints.generate.structured_decisions import question_types, strategies
 from vllm.entrypoints.generate.structured_decisions.serving import ServingStructuredDecisions
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -14,15 +15,16 @@ from vllm.entrypoints.serve.utils.api_utils import (
     validate_json_request,
     with_cancellation,
 )
+from vllm.utils.async_utils import make_async
 
 from dllm.api.decisions.protocol import (
     AskedQuestion,
     Choice,
     DecisionRequest,
     Predicate,
-    instructions_text,
+    instructions_of,
 )
-from dllm.api.decisions.reads import Read
+from dllm.api.decisions.reads import CanvasReads, Read
 from dllm.settings.request import refuse
 
 
@@ -32,29 +34,28 @@ def attach(app: FastAPI) -> None:
     @app.post("/v1/decisions", dependencies=[Depends(validate_json_request)])
     @with_cancellation
     @load_aware_call
-    async def decide(request: DecisionRequest, raw_request: Request) -> JSONResponse:
+    async def decide(request: DecisionRequest, raw_request: Request) -> Response:
         handler = getattr(raw_request.app.state, "serving_structured_decisions", None)
         if handler is None:
             raise NotImplementedError(why_not(raw_request.app.state))
         result = await answered(handler, request, raw_request)
-        status = result.error.code if isinstance(result, ErrorResponse) else 200
-        content = result.model_dump() if isinstance(result, ErrorResponse) else result
-        return JSONResponse(content, status)
+        if isinstance(result, ErrorResponse):
+            return JSONResponse(result.model_dump(), result.error.code)
+        return Response(result, media_type="application/json")
 
 
 def why_not(state: Any) -> str:
     """Why this server does not answer decisions."""
-    engine = state.engine_client
     try:
-        strategies.select_read_strategy(engine.model_config, ("generate",))
+        strategies.select_read_strategy(state.engine_client.model_config, ("generate",))
     except ValueError as error:
         return str(error)
-    return "Typed decisions need a chat template that writes a prompt for a reply."
+    return CanvasReads.why_not or "its strategy could not be made"
 
 
 async def answered(
     handler: ServingStructuredDecisions, request: DecisionRequest, raw_request: Request
-) -> dict[str, Any] | ErrorResponse:
+) -> bytes | ErrorResponse:
     """The response, as JSON.
 
     Raises:
@@ -66,11 +67,12 @@ async def answered(
     engine, strategy = handler.engine_client, handler.strategy
     if engine.errored:
         raise engine.dead_error
-    questions = [vllm_question(place, asked) for place, asked in enumerate(request.questions)]
-    text, images = request.transcript()
+    # A body of 1 MB may hold so much that each of these is done off the event loop.
+    renderer = strategy.context.online_renderer.renderer
+    questions, text, images = await make_async(asked_of, renderer._executor)(request)
     if images and "image" not in strategy.modalities:
         refuse("input", "input holds an image; this model takes text alone. Leave it out.")
-    engine.check_admission(strategy.num_requests(questions))
+    engine.check_admission(strategy.num_requests(questions, request.samples))
     reads = await strategy.read(
         questions,
         None,
@@ -85,56 +87,61 @@ async def answered(
         samples=request.samples,
     )
     least = strategy.options.least_mass
+    return await make_async(written, renderer._executor)(request, reads, least)
+
+
+def asked_of(request: DecisionRequest) -> tuple[list[question_types.Question], str, list[str]]:
+    """The questions as vLLM's strategies take them, the input as a text, the URLs of its images.
+
+    Raises:
+        VLLMValidationError: a part is not allowed where it is.
+    """
+    questions = [vllm_question(place, asked) for place, asked in enumerate(request.questions)]
+    return questions, *request.transcript()
+
+
+def vllm_question(place: int, asked: AskedQuestion) -> question_types.Question:
+    """A question as vLLM's strategies take it."""
+    described: list[str | None] = [None, None]
+    if isinstance(asked, Predicate):
+        kind, texts = "noul", ["yes", "no"]
+    elif isinstance(asked, Choice):
+        kind, texts = "choice", _distinct_texts([one.value for one in asked.choices])
+        described = [one.description for one in asked.choices]
+    else:
+        kind, texts = "score", [one.label for one in asked.levels]
+        described = [one.description for one in asked.levels]
+    return question_types.Question(
+        str(place),
+        question_types.QUESTION_TYPES[kind],
+        instructions_of(place, asked),
+        tuple(map(question_types.Option, texts, described)),
+        tuple(map(str, range(len(texts)))),
+    )
+
+
+def _distinct_texts(values: list[str | bool]) -> list[str]:
+    """Values as texts; as JSON, where true would be the same as "true"."""
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    if len(set(texts)) < len(texts):
+        texts = [json.dumps(value, ensure_ascii=False) for value in values]
+    return texts
+
+
+def written(request: DecisionRequest, reads: list[Read], least_mass: float) -> bytes:
+    """The response as JSON."""
     answers = [
-        answer(asked, read) if read.label_mass >= least else refusal(asked)
+        answer(asked, read) if read.label_mass >= least_mass else refusal(asked)
         for asked, read in zip(request.questions, reads, strict=True)
     ]
     _count(request.model, reads, answers)
-    return {
+    content = {
         "model": request.model,
         "answers": answers,
         "usage": usage(reads),
         "diagnostics": [diagnostics(read) for read in reads],
     }
-
-
-def vllm_question(place: int, asked: AskedQuestion) -> question_types.Question:
-    """A question as vLLM's strategies take it.
-
-    Raises:
-        VLLMValidationError: its instructions hold an image.
-    """
-    text = instructions_text(asked)
-    if text is None:
-        refuse(
-            "questions", f"questions[{place}].instructions hold an image; allowed: in the input."
-        )
-    if isinstance(asked, Predicate):
-        kind, options = "noul", [question_types.Option("yes"), question_types.Option("no")]
-    elif isinstance(asked, Choice):
-        # true and "true" have the same text: JSON's quotes tell them apart where both are given.
-        values = [one.value for one in asked.choices]
-        kind, options = (
-            "choice",
-            [
-                question_types.Option(_shown(one.value, values), one.description)
-                for one in asked.choices
-            ],
-        )
-    else:
-        kind = "score"
-        options = [question_types.Option(one.label, one.description) for one in asked.levels]
-    labels = tuple(map(str, range(len(options))))
-    return question_types.Question(
-        str(place), question_types.QUESTION_TYPES[kind], text, tuple(options), labels
-    )
-
-
-def _shown(value: str | bool, values: list[str | bool]) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    is_ambiguous = (value == "true" and True in values) or (value == "false" and False in values)
-    return f'"{value}"' if is_ambiguous else value
+    return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
 
 
 def answer(asked: AskedQuestion, read: Read) -> dict[str, Any]:
