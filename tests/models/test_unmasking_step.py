@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from bench import pipeline as llada2_pipeline
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Canvases
 from dllm.models.llada2.settings import LLaDA2Settings
 from dllm.models.unmasking import step
 from dllm.ops.filters import RowFilters
 from dllm.settings.denoising import NO_TOKEN
+from tests.support import llada2_pipeline
 
 VOCAB, BLOCK, MASK = 40, 8, 39
 SETTINGS = LLaDA2Settings(VOCAB, BLOCK, MASK, BLOCK, 0.5, 0, 0.5, 16)
