@@ -26,12 +26,11 @@ Rows = list[dict[str, str]]  # of a CSV file
 # --- where a number comes from -------------------------------------------------------------------
 
 
-def provenance(module: str) -> dict[str, str]:
-    """Commit, machine, versions and command line: the last columns of every CSV.
-
-    Args:
-        module: what ``python -m`` ran, for instance ``bench.serve``.
-    """
+@functools.cache
+def provenance() -> dict[str, str]:
+    """Commit, machine, versions and command line: the last columns of every published CSV."""
+    spec = sys.modules["__main__"].__spec__
+    module = spec.name.removesuffix(".__main__") if spec else "bench"
     return {
         "commit": commit(),
         "machine": machine(),
@@ -47,12 +46,8 @@ def commit() -> str:
     """
     if given := os.environ.get("DLLM_COMMIT"):
         return given
-    description = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    description = subprocess.run(command, capture_output=True, text=True, check=False)
     return description.stdout.strip() or "unknown"
 
 
@@ -79,24 +74,25 @@ def versions() -> str:
 # --- CSV files -----------------------------------------------------------------------------------
 
 
-def as_text(rows: Sequence[Mapping[str, object]]) -> Rows:
-    """Rows as a CSV file holds them: floats with six digits, None as nothing."""
-
-    def cell(value: object) -> str:
-        if value is None:
-            return ""
-        return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-    return [{key: cell(value) for key, value in row.items()} for row in rows]
+def publish(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write the rows, each with where it comes from."""
+    write_csv(path, [{**row, **provenance()} for row in rows])
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Replace the file by one line a row; the columns are those of the first row."""
+    """Replace the file by one line a row; the columns are those of the first row.
+
+    Floats have six digits, None is nothing.
+    """
+
+    def cell(value: object) -> object:
+        return f"{value:.6g}" if isinstance(value, float) else value
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(as_text(rows))
+        writer.writerows({key: cell(value) for key, value in row.items()} for row in rows)
 
 
 def read_csv(path: Path) -> Rows:

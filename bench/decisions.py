@@ -7,31 +7,22 @@ at once with a question each. No input comes twice. Then right answers and ECE o
 questions. The built-in reads one canvas a question, ours 4 unless its name says 1.
 """
 
-import argparse
 import json
 import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from bench.context import (
-    ROOT,
-    Rows,
-    command_line,
-    progress,
-    provenance,
-    reporting_failures,
-    write_csv,
-)
-from bench.race import in_turn
-from bench.servers import SERVE_FLAGS, Server, ServerOptions
-from bench.tables import Table, markdown, middle, ratios, section
+from bench.context import ROOT, Rows, command_line, publish, reporting_failures
+from bench.race import Contestant, race, rounds, undisturbed
+from bench.runs import Row
+from bench.servers import BUILTIN_ENVIRONMENT, SERVE_FLAGS, Server
+from bench.tables import grouped, markdown, middle, names_of, of, ratios, section
 from dllm.tools.calibration import Decided, calibration_error
 from dllm.tools.decisions import bundled
 
@@ -40,74 +31,80 @@ OURS, FOUR = "ours, 1 canvas", "ours, 4 canvases"
 BUILTIN, CAUSAL = "vLLM's built-in", "autoregressive"
 ONE_CANVAS = ("--additional-config", json.dumps({"dllm": {"decisions": {"samples": 1}}}))
 COUNTS = (1, 8, 32)
-LOADS = ("one input", "own inputs")
-
-
-class Measured(NamedTuple):
-    """One run: questions a second, and the median latency of its HTTP requests in ms."""
-
-    per_s: float
-    p50_ms: float
+ONE_INPUT, OWN_INPUTS, RIGHT = "one input", "own inputs", "right"
+PATH = "/v1/systemone"
 
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the CSV."""
-    options = parse(arguments)
-    model, about = str(options.model), provenance("bench.decisions")
-    disabled = (("DLLM_DISABLE", "1"),)
-    # The strategy for causal models needs labels of one token, which tiny-ar's own tokenizer lacks.
-    # Only its speed is compared.
-    causal = str(ROOT / "checkpoints/tiny-ar")
-    asked = {
-        OURS: ServerOptions(OURS, model, (*SERVE_FLAGS, *ONE_CANVAS)),
-        BUILTIN: ServerOptions(BUILTIN, model, SERVE_FLAGS, disabled),
-        FOUR: ServerOptions(FOUR, model, SERVE_FLAGS),
-        CAUSAL: ServerOptions(CAUSAL, causal, (*SERVE_FLAGS, "--tokenizer", model)),
-    }
-    rows: list[dict[str, Any]] = []
+    parser = command_line(__doc__)
+    parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-decisions")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=10, help="of a load in a round")
+    parser.add_argument("--questions", type=int, default=100, help="of each family, for ECE")
+    options = parser.parse_args(arguments)
+    path = options.results / FILE
+    loads = [(load, count) for load in (ONE_INPUT, OWN_INPUTS) for count in COUNTS]
+
+    def run(one: Contestant, load: tuple[str, int], pair: int) -> Row:
+        assert one.server is not None
+        kind, count = load
+        found = measure(one.server, kind, count, options.repeats, f"{pair}")
+        return {"load": kind, "count": count, **found, "ece": None}
+
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-decisions-")))
-        servers = [
-            stack.enter_context(Server(given, folder / f"{place}.log"))
-            for place, given in enumerate(asked.values())
-        ]
-        for server in servers:
-            server.start()
-            server.wait_until_ready()
-            for load in LOADS:
-                run(server, load, max(COUNTS), 2, "warm-up")
-        for server in servers:
-            server.pause()
-        for pair in range(options.rounds):
-            for load in LOADS:
-                for count in COUNTS:
-                    progress(f"  round {pair + 1} of {options.rounds}: {load}, {count}")
-                    for server in in_turn(servers, pair):
-                        server.resume()
-                        found = run(server, load, count, options.repeats, f"{pair}")
-                        server.pause()
-                        row = {"contestant": server.options.name, "load": load, "count": count}
-                        rows.append({**row, "pair": pair, **found._asdict(), "ece": None})
-        for server in servers:
-            server.resume()
-        for server in servers[:-1]:
-            rows.append(quality(server, options.questions))
-    write_csv(options.results / FILE, [row | about for row in rows])
-    print(markdown(table([{k: str(v) for k, v in row.items()} for row in rows])))
+        racing = contestants(str(options.model), folder)
+        for index, one in enumerate(racing):
+            assert one.server is not None
+            with undisturbed(None, racing[:index]):
+                stack.enter_context(one.server).start()
+                one.server.wait_until_ready()
+                for load in (ONE_INPUT, OWN_INPUTS):
+                    measure(one.server, load, max(COUNTS), 2, "warm-up")
+        rows = race(racing, loads, rounds(options.rounds), run, lambda rows: publish(path, rows))
+        for one in racing:
+            if one.name != CAUSAL:
+                with undisturbed(one.server, racing):
+                    rows.append(quality(one, options.questions))
+    publish(path, rows)
+    print(decisions(options.results))
     return 0
 
 
-def run(server: Server, load: str, count: int, repeats: int, tag: str) -> Measured:
-    """Ask ``count`` questions, on one input in one body or on own inputs at once, some times."""
+def contestants(model: str, folder: Path) -> list[Contestant]:
+    """Their servers, not started."""
+    # The strategy for causal models needs labels of one token, which tiny-ar's own tokenizer lacks.
+    # Only its speed is compared.
+    causal = Server(
+        CAUSAL,
+        str(ROOT / "checkpoints/tiny-ar"),
+        folder / "3",
+        (*SERVE_FLAGS, "--tokenizer", model),
+    )
+    servers = [
+        Server(OURS, model, folder / "0", (*SERVE_FLAGS, *ONE_CANVAS)),
+        Server(BUILTIN, model, folder / "1", SERVE_FLAGS, BUILTIN_ENVIRONMENT),
+        Server(FOUR, model, folder / "2"),
+        causal,
+    ]
+    return [Contestant(server.name, server) for server in servers]
+
+
+def measure(server: Server, load: str, count: int, repeats: int, tag: str) -> Row:
+    """Ask ``count`` questions, on one input in one body or on own inputs at once, some times.
+
+    Returns questions a second, and the median latency of HTTP requests.
+    """
     latencies = []
 
     def timed(body: dict[str, Any]) -> None:
         start = time.monotonic()
-        post(server, body)
+        server.post(PATH, **body)
         latencies.append(time.monotonic() - start)
 
-    questions = {
+    asked = {
         f"q{n}": {"type": "noul", "instructions": f"Ann has more than {n + 1}"}
         for n in range(count)
     }
@@ -115,96 +112,62 @@ def run(server: Server, load: str, count: int, repeats: int, tag: str) -> Measur
     with ThreadPoolExecutor(count) as pool:
         for turn in range(repeats):
             state = f"Ann has {turn}, round {tag}, {load} {count}."
-            if load == LOADS[0]:
-                timed({"state": state, "questions": questions})
-            else:
-                bodies = [
-                    {"state": f"{state} {name}", "questions": {name: question}}
-                    for name, question in questions.items()
-                ]
-                list(pool.map(timed, bodies))
+            bodies = [{"state": f"{state} {q}", "questions": {q: asked[q]}} for q in asked]
+            together = [{"state": state, "questions": asked}]
+            list(pool.map(timed, together if load == ONE_INPUT else bodies))
     seconds = time.monotonic() - start
-    return Measured(count * repeats / seconds, 1000 * statistics.median(latencies))
+    return {"per_s": count * repeats / seconds, "p50_ms": 1000 * statistics.median(latencies)}
 
 
-def quality(server: Server, num: int) -> dict[str, Any]:
+def quality(one: Contestant, num: int) -> Row:
     """Right answers and ECE of held-out questions with at most 26 options."""
+    assert one.server is not None
     decided = []
     for line in bundled("heldout", num, 0):
         if "answer" not in line or line["name"] == "wide":
             continue
         question = line["question"]
-        asked: dict[str, Any] = {"type": question["type"], "instructions": question["instructions"]}
-        if question["type"] == "predicate":
-            asked["type"], values = "noul", [True, False]
-        elif question["type"] == "choice":
-            values = [one["value"] for one in question["choices"]]
+        kind, asked = question["type"], {"instructions": question["instructions"]}
+        values: list[Any] = [True, False]
+        if kind == "choice":
+            values = [each["value"] for each in question["choices"]]
             asked["criteria"] = dict.fromkeys(values)
-        else:
-            values = [one["label"] for one in question["levels"]]
-            asked["criteria"] = values
-        answer = post(server, {"state": line["input"], "questions": {"q": asked}})["answers"]["q"]
-        if question["type"] == "predicate":
+        elif kind == "score":
+            asked["criteria"] = values = [each["label"] for each in question["levels"]]
+        asked["type"] = "noul" if kind == "predicate" else kind
+        reply = one.server.post(PATH, state=line["input"], questions={"q": asked})
+        answer = reply["answers"]["q"]
+        probs = list(answer.get("probabilities", {}).values())
+        if kind == "predicate":
             probs = [answer["noul"], 1 - answer["noul"]]
-        else:
-            probs = list(answer["probabilities"].values())
-        right = values.index(line["answer"])
-        decided.append(Decided(question["type"], probs, right, 1.0, 0.0))
-    accuracy = sum(one.said == one.right for one in decided) / len(decided)
-    row = {"contestant": server.options.name, "load": "right", "count": len(decided), "pair": 0}
-    return {**row, "per_s": accuracy, "p50_ms": None, "ece": calibration_error(decided)}
+        decided.append(Decided(kind, probs, values.index(line["answer"]), 1.0, 0.0))
+    right = sum(each.said == each.right for each in decided) / len(decided)
+    row = {"contestant": one.name, "pair": 0, "load": RIGHT, "count": len(decided)}
+    return {**row, "per_s": right, "p50_ms": None, "ece": calibration_error(decided)}
 
 
-def post(server: Server, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer of ``/v1/systemone``.
-
-    Raises:
-        urllib.error.HTTPError: it is refused.
-    """
-    request = urllib.request.Request(
-        f"{server.url}/v1/systemone",
-        json.dumps({"model": server.options.model, **body}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=600) as reply:
-        return dict(json.load(reply))
-
-
-def table(rows: Rows) -> Table:
+def table(rows: Rows) -> str:
     """Ratios of questions a second beside ours with one canvas, and latencies."""
-    names = list(dict.fromkeys(row["contestant"] for row in rows))
-    lines = []
-    for load in LOADS:
-        for count in map(str, COUNTS):
-            of_load = [row for row in rows if (row["load"], row["count"]) == (load, count)]
-            by_name = {n: [row for row in of_load if row["contestant"] == n] for n in names}
-            ours = by_name[OURS]
-            speeds = [ratios(ours, by_name[name], "per_s") for name in names[1:]]
-            times = [middle(by_name[name], "p50_ms", 0) for name in names]
-            lines.append([f"{load}, {count}", middle(ours, "per_s", 0), *speeds, " / ".join(times)])
+    names, lines = names_of(rows), []
+    for (load, count), here in grouped(rows, "load", "count").items():
+        if load == RIGHT:
+            continue
+        ours = of(here, OURS)
+        speeds = [ratios(ours, of(here, name), "per_s") for name in names[1:]]
+        times = " / ".join(middle(of(here, name), "p50_ms", 0) for name in names)
+        lines.append([f"{load}, {count}", middle(ours, "per_s", 0), *speeds, times])
     for row in rows:
-        if row["load"] == "right":
+        if row["load"] == RIGHT:
             text = f"{float(row['per_s']):.3f} right, ECE {float(row['ece']):.3f}"
             name = f"{row['contestant']}, {row['count']} questions"
             lines.append([name, text, *[""] * len(names)])
     heads = [f"beside {name}" for name in names[1:]]
-    return ["", "ours a second", *heads, f"p50 in ms ({' / '.join(names)})"], lines
+    return markdown(["", "ours a second", *heads, f"p50 in ms ({' / '.join(names)})"], lines)
 
 
 def decisions(results: Path) -> str:
     """Section of docs/decisions.md: questions a second and right answers, side by side."""
-    command = "python -m bench.decisions"
-    return section(results / FILE, command, lambda rows: markdown(table(rows)))
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; exits with a message when it is wrong."""
-    parser = command_line(__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-decisions")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=10, help="of a load in a round")
-    parser.add_argument("--questions", type=int, default=100, help="of each family, for ECE")
-    return parser.parse_args(arguments)
+    return section(results / FILE, "python -m bench.decisions", table)
 
 
 if __name__ == "__main__":

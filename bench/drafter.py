@@ -13,50 +13,45 @@ For each target, starts ``vllm serve`` for each of these:
     adaptive, pilot    our drafter with these policies (with --pilot)
     n-gram             vLLM's own (DLLM_DISABLE=1), in the engine's process as well: drafts what
                        stood behind the same tokens before
-    draft model        likewise, token by token (--draft-model; for tiny-ar its own first layers)
+    draft model        vLLM's own, likewise: a small autoregressive model drafts. That of tiny-ar is
+                       made of its first layers; --draft-model names another
 
 The target ``inflated`` is a deeper copy of tiny-ar: same answers, steps as expensive beside a draft
-pass as an 8B model's (``bench.inflate``).
+pass as an 8B model's (``with_layers``).
 
 They take turns on the same held-out questions, while the others stand still; each round begins with
 another server. Greedy, as the target's own generation config says, so that all give the same
-answers: a run with fewer right answers than plain decoding has on the same questions, beyond
-chance, has no speed.
+answers: one with fewer right answers than the others has no speed.
 
 Written to --results: drafter.csv, one row a run; docs/drafter.md has a part of it.
 """
 
 import argparse
 import json
+import re
+import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from bench.client import Client
-from bench.context import (
-    ROOT,
-    Rows,
-    as_text,
-    command_line,
-    provenance,
-    read_csv,
-    reporting_failures,
-    write_csv,
-)
-from bench.inflate import DRAFTER, LAYERS, TARGET, num_layers_of, write_drafter, write_target
-from bench.measure import NO_CANVAS, csv_rows, without_speed
-from bench.race import Contestant, Measured, Race, start_in_turn
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.context import ROOT, Rows, command_line, publish, read_csv, reporting_failures
+from bench.race import Contestant, Runs, race, rounds, start_all, withhold
+from bench.runs import NO_CANVAS, Client, Row
 from bench.serve import add_serve_flags
-from bench.servers import Server, ServerOptions
-from bench.tables import Table, markdown, measured_with, middle, names_of, of, problems, ratios
-from bench.workloads import ADAPTIVE, MIXED, Shape, Workload, accuracy_problem
+from bench.servers import BUILTIN_ENVIRONMENT, Server
+from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios, section
+from bench.workloads import ADAPTIVE, MIXED, Shape, Workload
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
 from dllm.tasks.suite import FAMILIES
 
 FILE = "drafter.csv"
+TARGET, DRAFTER = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-drafter"
 PLAIN, IN_PROCESS = "plain", "plain, in process"
 SHOWN = [(MIXED, "1"), ("schema", "1")]  # in docs/drafter.md; the CSV file has the rest
 SPEED_NOTE = (
@@ -64,6 +59,7 @@ SPEED_NOTE = (
     "behind the dot, tokens per step that verified drafts."
 )
 INFLATED = "inflated"
+LAYERS = 41  # of the deeper copy
 # Not a temporary folder: vLLM finds what it compiled by the model's path.
 MADE = ROOT / "build/bench"
 MEASURED = ["schema", "extract", "report", "compare"]  # long answers, and the shortest
@@ -74,8 +70,7 @@ NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 DRAFT_MODEL_LAYERS = 4  # of tiny-ar's 5; it agrees with the whole in 7 of 10 tokens
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A target, the drafter made for it, and vLLM's draft model, if there is one."""
 
     name: str
@@ -88,40 +83,24 @@ class Pair:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables, write the CSV after each load."""
     options = parse(arguments)
-    about = provenance("bench.drafter")
     path = options.results / FILE
-    rows: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory(prefix="dllm-bench-") as folder:
-        for pair in pairs(options, MADE):
+    rows: list[Row] = []
+    for pair in pairs(options, MADE):
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
+            racing = contestants(options, pair, folder)
+            start_all(racing, SHAPE, max(options.concurrency), stack)
+            runs = Runs(Client(folder), loads(options))
+            turns = rounds(options.rounds, 60 * options.minutes / len(options.target))
 
-            def save(so_far: Measured, pair: Pair = pair) -> None:
-                write_csv(path, [*rows, *rows_of(pair, so_far, about)])
+            def save(found: list[Row], name: str = pair.name, before: list[Row] = rows) -> None:
+                here = ({"target": name} | row for row in withhold(found))
+                publish(path, [*before, *here])
 
-            measured = measure(options, pair, Path(folder) / pair.name, save)
-            rows.extend(rows_of(pair, measured, about))
-    found = as_text(rows)
-    print(f"{sections(found)}\n\n{path}")
-    return 1 if any(row["problem"] for row in found) else 0
-
-
-def measure(
-    options: argparse.Namespace, pair: Pair, folder: Path, save: Callable[[Measured], None]
-) -> Measured:
-    """All rounds with a pair; ``save`` gets what was measured so far, after each load."""
-    folder.mkdir(exist_ok=True)
-    racing = contestants(options, pair, folder)
-    with ExitStack() as stack:
-        start_in_turn(racing, SHAPE, max(options.concurrency), stack)
-        budget_s = 60 * options.minutes / len(options.target)
-        return Race(racing, loads(options), options.rounds, Client(folder), budget_s).run(save)
-
-
-def rows_of(pair: Pair, measured: Measured, about: dict[str, str]) -> list[dict[str, object]]:
-    """A row for each run: the pair, numbers, provenance."""
-    target = {"target": pair.name, "layers": num_layers_of(pair.target)}
-    checked = as_right_as_plain(measured)
-    rows = zip(checked, csv_rows(checked, about), strict=True)
-    return [target | {"family": load.family} | row for (load, _), row in rows]
+            found = race(racing, runs.workloads, turns, runs.run, save)
+        rows = [*rows, *({"target": pair.name} | row for row in withhold(found))]
+    print(f"{tables(read_csv(path))}\n\n{path}")
+    return int(any(row["problem"] for row in rows))
 
 
 def loads(options: argparse.Namespace) -> list[Workload]:
@@ -133,20 +112,6 @@ def loads(options: argparse.Namespace) -> list[Workload]:
         Workload(ADAPTIVE, max(options.num_requests, 2 * n), SHAPE, n, families=families)
         for families, n in asked
     ]
-
-
-def as_right_as_plain(measured: Measured) -> Measured:
-    """The same runs, without the speed of those that are right less often than plain decoding."""
-    plain = {(load, one.pair): one.num_correct for load, one in measured if one.contestant == PLAIN}
-    checked: Measured = []
-    for load, one in measured:
-        right, source = plain[load, one.pair], "of the same questions plain decoding got right"
-        if one.num_correct is not None and right is not None and not one.problem:
-            share = right / one.num_requests
-            problem = accuracy_problem(one.num_correct, one.num_requests, share, source)
-            one = without_speed(one, problem) if problem else one
-        checked.append((load, one))
-    return checked
 
 
 # --- who is measured -----------------------------------------------------------------------------
@@ -171,11 +136,10 @@ def contestants(options: argparse.Namespace, pair: Pair, folder: Path) -> list[C
     found: list[Contestant] = []
 
     def add(name: str, *flags: str, is_stock: bool = False) -> None:
-        environment = (("DLLM_DISABLE", "1"),) if is_stock else ()
-        flags = (*options.serve_flags, *flags)
-        served = ServerOptions(name, str(pair.target), flags, environment)
-        server = Server(served, folder / f"{len(found)}.log")
-        found.append(Contestant(name, pair.target, NO_CANVAS, server, takes_seeds=False))
+        environment = BUILTIN_ENVIRONMENT if is_stock else {}
+        log, flags = folder / f"{len(found)}.log", (*options.serve_flags, *flags)
+        server = Server(name, str(pair.target), log, flags, environment)
+        found.append(Contestant(name, server, pair.target, NO_CANVAS, takes_seeds=False))
 
     in_process = "--distributed-executor-backend", IN_PROCESS_EXECUTOR
     add(PLAIN)
@@ -196,10 +160,65 @@ def contestants(options: argparse.Namespace, pair: Pair, folder: Path) -> list[C
     return found
 
 
-def speculate(num_drafts: int, speculative: Mapping[str, object]) -> tuple[str, ...]:
+def speculate(num_drafts: int, speculative: dict[str, Any]) -> tuple[str, ...]:
     """The flags of a server that drafts."""
     full = {**speculative, "num_speculative_tokens": num_drafts}
     return "--speculative-config", json.dumps(full)
+
+
+# --- copies with more or fewer layers ------------------------------------------------------------
+
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+
+
+def write_target(out: Path, num_layers: int) -> Path:
+    """Write tiny-ar with so many layers to ``out``; fewer than it has are its first ones."""
+    config = json.loads((TARGET / "config.json").read_text())
+    weights = load_file(TARGET / "model.safetensors")
+    shutil.copytree(TARGET, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.md"))
+    changed = with_layers(weights, config["num_hidden_layers"], num_layers)
+    save_file(changed, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    return out
+
+
+def write_drafter(out: Path, num_layers: int) -> Path:
+    """Write the drafter to ``out``; its config names the same layers by their new places."""
+    config = json.loads((DRAFTER / "config.json").read_text())
+    added, dflash = num_layers - config["num_target_layers"], config["dflash_config"]
+    dflash["target_layer_ids"] = [layer + added for layer in dflash["target_layer_ids"]]
+    shutil.copytree(DRAFTER, out, dirs_exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config | {"num_target_layers": num_layers}))
+    return out
+
+
+def with_layers(
+    weights: dict[str, torch.Tensor], num_present: int, num_layers: int
+) -> dict[str, torch.Tensor]:
+    """The original layers, in front of them copies that add zero to the residual stream.
+
+    A step of tiny-ar costs about as much as a pass of its drafter. With Qwen3-8B and its drafter it
+    costs 4.5 times as much, because at batch 1 both take as long as their weights take to read:
+    those of 36 layers and the head, and those of 5 layers, `fc` and the head. On an AMD EPYC 41
+    layers give about this ratio. What is added has zeros in ``o_proj`` and ``down_proj`` only, so
+    that no work can be left out. It stands in front, where an embedding has the model's precision:
+    behind a layer vLLM normalizes a sum before it is rounded, and logits would change in bf16.
+    """
+    added = max(0, num_layers - num_present)
+    found = {name: one for name, one in weights.items() if not LAYER.match(name)}
+    for name, one in weights.items():
+        if not (match := LAYER.match(name)) or int(match[1]) >= num_layers:
+            continue
+        layer = int(match[1])
+        found[LAYER.sub(f"model.layers.{added + layer}.", name)] = one
+        writes = any(part in name for part in ("o_proj", "down_proj"))
+        for index in range(layer, added, num_present):
+            copied = torch.zeros_like(one) if writes else one.clone()
+            found[LAYER.sub(f"model.layers.{index}.", name)] = copied
+    return found
+
+
+# --- command line and tables ---------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -231,29 +250,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
 def drafting(results: Path) -> str:
     """Section of docs/drafter.md."""
-    rows = read_csv(results / FILE)
-    if not rows:
-        return "Not measured yet: `python -m bench.drafter`."
-    shown = [row for row in rows if (row["family"], row["concurrency"]) in SHOWN]
-    return f"{sections(shown)}\n\n{measured_with(rows, FILE)}"
+
+    def shown(rows: Rows) -> str:
+        return tables([row for row in rows if (row["family"], row["concurrency"]) in SHOWN])
+
+    return section(results / FILE, "python -m bench.drafter", shown)
 
 
-def sections(rows: Rows) -> str:
-    """Speeds, and what was wrong."""
-    return "\n\n".join([markdown(speeds(rows)), SPEED_NOTE, *problems(rows)])
+def tables(rows: Rows) -> str:
+    """A line for each load: tokens/s of plain decoding, of the others their ratio to it.
 
-
-def speeds(rows: Rows) -> Table:
-    """A line for each load: tokens/s of plain decoding, and of the others their ratio to it."""
+    Then what was wrong.
+    """
     others = [name for name in names_of(rows) if name != PLAIN]
     lines = []
-    for load in dict.fromkeys((row["target"], row["family"], row["concurrency"]) for row in rows):
-        here = [row for row in rows if (row["target"], row["family"], row["concurrency"]) == load]
+    for load, here in grouped(rows, "target", "family", "concurrency").items():
         plain, in_process = of(here, PLAIN), of(here, IN_PROCESS)
         cells = [*load, middle(plain, "tokens_per_s", 0)]
         for name in others:
@@ -266,7 +279,8 @@ def speeds(rows: Rows) -> Table:
             cells.append(cell)
         lines.append(cells)
     header = ["target", "questions", "at once", "plain, tokens/s"]
-    return [*header, *(f"{one} / plain" for one in others)], lines
+    table = markdown([*header, *(f"{one} / plain" for one in others)], lines)
+    return "\n\n".join([table, SPEED_NOTE, *problems(rows)])
 
 
 if __name__ == "__main__":

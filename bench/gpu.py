@@ -5,7 +5,7 @@
     python -m bench.gpu --toy                       # all of them at toy size, on any machine
 
     call  part         what
-    1     start        ours and the built-in start, and answer held-out questions as their card says
+    1     start        ours and the built-in start, and answer held-out questions
           parity       every Triton kernel against its definition: the suites of tests/
           serve-fp8    ours, the built-in, ours with the denoise loop
     2     profile-fp8  the parts of a denoise step, ours and the built-in
@@ -15,9 +15,7 @@
 
 Each part is a process of its own, which is ended when its seconds are over (--budget scales them
 all), with everything that it started. It prints its tables when it is done and writes its CSV as it
-goes, so what it had measured by then stays. The list at the end says how each part went. To see
-where a step's time goes beyond what the hardware needs, lay the table of profile-fp8 beside that of
-roofline.
+goes, so what it had measured by then stays. The list at the end says how each part went.
 
 Except in start, engines serve dummy weights: 1,024 random tokens a request, two blocks, 16 denoise
 steps for every block. These weights choose experts about evenly and never converge: they say
@@ -37,8 +35,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 
@@ -53,13 +51,12 @@ SETTLE_S = 5.0  # between a part's budget and its processes being killed
 CONTEXT = 1024  # tokens of the prompts
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One process.
 
     Attributes:
-        command: arguments of ``python -m``, with OUT for the part's folder and MODEL for that of
-            the model without weights.
+        command: arguments of ``python -m``, with OUT for the part's folder, MODEL for that of the
+            model without weights, and a tilde for a blank inside of an argument.
         toy: more of them, which make it small.
         weights: of the model without weights: fp8, bf16, or nothing.
     """
@@ -73,7 +70,7 @@ class Part:
     needs_gpu: bool = True
 
     def arguments(self, out: Path, models: Path, *, is_toy: bool) -> list[str]:
-        """Of ``python -m``; a tilde stands for a blank inside of an argument."""
+        """Of ``python -m``."""
         words = f"{self.command} {self.toy if is_toy else ''}".split()
         places = (("OUT", out / self.name), ("MODEL", models / self.weights), ("~", " "))
         for name, place in places:
@@ -87,31 +84,34 @@ BUILTIN = "built-in~--language-model-only~--kv-cache-memory-bytes~4G"
 # On a GPU the loop is off unless it is asked for, and asynchronous scheduling on. A second is long
 # enough for a whole block; a request that arrives is seen at once.
 LOOP = "ours~--no-async-scheduling~--additional-config.dllm.denoise_loop_ms~1000"
+LLM = {"load_format": "dummy", "language_model_only": True}
 
 
-def _serve(name: str, call: int, budget_s: float, contestants: str, loads: str) -> Part:
-    """Contestants in turn on dummy weights, 16 fixed steps; ``name`` ends with the weights."""
+def _serve(weights: str, call: int, budget_s: float, contestants: str) -> Part:
+    """Contestants in turn on dummy weights, 16 fixed steps."""
     # So that several engines fit on one GPU; each may take its share whatever the others took.
     share = 0.9 / len(contestants.split())
     flags = "--load-format~dummy~--max-model-len~2048~--kv-cache-memory-bytes~12G"
     minutes = (budget_s - 40) / 60  # for the last round to end
     return Part(
-        name,
+        f"serve-{weights}",
         call,
         budget_s,
         f"bench.serve --model MODEL --results OUT --schedule fixed --minutes {minutes:.1f} "
-        f"--num-requests 16 --input-len {CONTEXT} --output-len 512 --rounds 9 {loads} "
-        f"--contestants {contestants} "
+        f"--num-requests 16 --input-len {CONTEXT} --output-len 512 --rounds 9 "
+        f"--concurrency 1 2 4 8 32 --contestants {contestants} "
         f"--serve-flags {flags}~--gpu-memory-utilization~{share:.2f}",
         "--eager --rounds 1 --input-len 64 --output-len 64 --num-requests 4 --concurrency 1 2 "
         f"--contestants {contestants.replace(BUILTIN, 'built-in')} "
         "--serve-flags --load-format~dummy~--max-model-len~512~--kv-cache-memory-bytes~64M",
-        weights=name.partition("-")[2],
+        weights,
     )
 
 
-LLM = {"load_format": "dummy", "language_model_only": True, "kv_cache_memory_bytes": 10 << 30}
-TOY_LLM = {"load_format": "dummy", "language_model_only": True, "enforce_eager": True}
+def _llm(**more: object) -> str:
+    return f"--llm {json.dumps(LLM | more, separators=(',', ':'))}"
+
+
 # In the order in which they are run: a call begins with what tells most.
 PARTS = (
     Part(
@@ -124,34 +124,25 @@ PARTS = (
         "--eager --contestants ours --num-requests 11 --concurrency 1 "
         "--serve-flags --max-model-len~1024~--kv-cache-memory-bytes~64M",
     ),
-    Part(
-        "parity", 1, 125, "pytest --noconftest -q -p no:cacheprovider --junitxml OUT.xml",
-        "-k no_rows",
-    ),
-    _serve("serve-fp8", 1, 275, f"ours {BUILTIN} {LOOP}", "--concurrency 1 2 4 8 32"),
+    Part("parity", 1, 125, "pytest --noconftest -q -p no:cacheprovider", "-k no_rows"),
+    _serve("fp8", 1, 275, f"ours {BUILTIN} {LOOP}"),
     Part(
         "profile-fp8",
         2,
         300,
-        "bench.profile_step --model MODEL --results OUT --server ours built-in "
-        f"--rounds 1 --concurrency 1 8 --input-len {CONTEXT} --blocks 2 --coverage 0.5 "
-        f"--llm {json.dumps(LLM, separators=(',', ':'))}",
-        "--concurrency 1 --input-len 64 --coverage 0 "
-        f"--llm {json.dumps(TOY_LLM, separators=(',', ':'))}",
-        weights="fp8",
+        "bench.profile_step --model MODEL --results OUT --server ours built-in --rounds 1 --blocks "
+        f"2 --concurrency 1 8 --input-len {CONTEXT} --coverage 0.5 "
+        f"{_llm(kv_cache_memory_bytes=10 << 30)}",
+        f"--concurrency 1 --input-len 64 --coverage 0 {_llm(enforce_eager=True)}",
+        "fp8",
     ),
-    Part(
-        "kernels", 2, 220, "bench.kernels attention sampler --results OUT", "--smoke",
-    ),
-    _serve("serve-bf16", 3, 240, f"ours {BUILTIN}", "--concurrency 1 2 4 8 32"),
+    Part("kernels", 2, 220, "bench.kernels attention sampler --results OUT", "--smoke"),
+    _serve("bf16", 3, 240, f"ours {BUILTIN}"),
     Part("roofline", 3, 10, "bench.roofline --results OUT", needs_gpu=False),
-)  # fmt: skip
+)
 
 
-# --- models without weights ----------------------------------------------------------------------
-
-
-def write_without_weights(path: Path, config: dict[str, object], *, is_fp8: bool) -> Path:
+def write_without_weights(path: Path, config: dict[str, object], *, is_fp8: bool) -> None:
     """A folder that vLLM serves with ``--load-format dummy``.
 
     Args:
@@ -159,11 +150,9 @@ def write_without_weights(path: Path, config: dict[str, object], *, is_fp8: bool
     """
     write_checkpoint(path)  # a tiny one, for its tokenizer and generation config
     (path / "model.safetensors").unlink()
-    quantization = (
-        {"quantization_config": quantization_config(MADE["fp8-dynamic"])} if is_fp8 else {}
-    )
-    (path / "config.json").write_text(json.dumps(config | quantization, indent=2))
-    return path
+    if is_fp8:
+        config |= {"quantization_config": quantization_config(MADE["fp8-dynamic"])}
+    (path / "config.json").write_text(json.dumps(config, indent=2))
 
 
 # --- running the parts ---------------------------------------------------------------------------
@@ -197,39 +186,24 @@ def run(arguments: Sequence[str], budget_s: float, folders: Sequence[Path] = (RO
             psutil.wait_procs(left, timeout=5)
 
 
-def run_all(options: argparse.Namespace, out: Path, models: Path) -> list[dict[str, str]]:
-    """Every chosen part; gpu_parts.csv has the outcomes so far after each of them."""
-    has_gpu, outcomes = _has_gpu(), []
-    for part in PARTS:
-        if part.name not in options.parts or part.call not in options.call:
-            continue
-        print(f"\n=== {part.name}", flush=True)
-        if part.needs_gpu and not has_gpu and not options.toy:
-            how = "NOT RUN: no GPU"
-        else:
-            folder = models / part.weights
-            if part.weights and not folder.exists():
-                config = tiny_config() if options.toy else released_config()
-                is_fp8 = part.weights == "fp8" and has_gpu  # vLLM has no FP8 experts on a CPU
-                write_without_weights(folder, config, is_fp8=is_fp8)
-            arguments = part.arguments(out, models, is_toy=options.toy)
-            if part.name == "parity":
-                arguments += kernel_suites()
-            patience = 5 if options.toy else 1  # a CPU may be busy with other things
-            how = run(arguments, part.budget_s * options.budget * patience)
-        print(how, flush=True)
-        outcomes.append({"part": part.name, "outcome": how})
-        write_csv(out / "gpu_parts.csv", outcomes)
-    return outcomes
-
-
-def kernel_suites() -> list[str]:
-    """The suites' files, and side by side if pytest can: most of the time the compiler works."""
-    if not _has_gpu():
-        os.environ["TRITON_INTERPRET"] = "1"  # of the process that is started
-    together = ["-n", str(os.cpu_count())] if importlib.util.find_spec("xdist") else []
-    found = sorted(ROOT.glob("tests/*/*_kernel_suite.py"))
-    return [*together, *(str(path.relative_to(ROOT)) for path in found)]
+def run_part(part: Part, out: Path, models: Path, options: argparse.Namespace) -> str:
+    """Make the part's model, and run it; says how it went."""
+    has_gpu, is_toy = _has_gpu(), options.toy
+    if part.needs_gpu and not has_gpu and not is_toy:
+        return "NOT RUN: no GPU"
+    folder = models / part.weights
+    if part.weights and not folder.exists():
+        is_fp8 = part.weights == "fp8" and has_gpu  # vLLM has no FP8 experts on a CPU
+        write_without_weights(folder, tiny_config() if is_toy else released_config(), is_fp8=is_fp8)
+    arguments = part.arguments(out, models, is_toy=is_toy)
+    if part.name == "parity":  # side by side if pytest can: most of the time the compiler works
+        if not has_gpu:
+            os.environ["TRITON_INTERPRET"] = "1"  # of the process that is started
+        together = ["-n", str(os.cpu_count())] if importlib.util.find_spec("xdist") else []
+        suites = sorted(ROOT.glob("tests/*/*_kernel_suite.py"))
+        arguments += [*together, *(str(path.relative_to(ROOT)) for path in suites)]
+    patience = 5 if is_toy else 1  # a CPU may be busy with other things
+    return run(arguments, part.budget_s * options.budget * patience)
 
 
 def _has_gpu() -> bool:
@@ -253,8 +227,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = Path(tempfile.mkdtemp(prefix="dllm-toy-"))  # toy figures are nobody's results
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    outcomes: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(prefix="dllm-gpu-") as models:
-        outcomes = run_all(options, out, Path(models))
+        for part in PARTS:
+            if part.name in options.parts and part.call in options.call:
+                print(f"\n=== {part.name}", flush=True)
+                how = run_part(part, out, Path(models), options)
+                print(how, flush=True)
+                outcomes.append({"part": part.name, "outcome": how})
+                write_csv(out / "gpu_parts.csv", outcomes)
     note = " (toy sizes: no figure means anything)" if options.toy else ""
     print(f"\n=== what was run{note}")
     print(*(f"{row['part']:14} {row['outcome']}" for row in outcomes), out, sep="\n")

@@ -27,15 +27,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bench.context import Rows, command_line, provenance, write_csv
-from bench.tables import Spread, markdown, section
+from bench.context import Rows, command_line, publish
+from bench.tables import grouped, markdown, section, spread_of
 from dllm.attention.masks import QuerySpan, anchor
 
 CANVAS = 256
@@ -57,8 +57,7 @@ class Case(NamedTuple):
 # --- attention -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """Heads and window of one kind of layer."""
 
     name: str
@@ -71,7 +70,7 @@ class Layer:
 
 
 SLIDING = Layer("sliding-anchored", 16, 8, 256, 1024, is_anchored=True)
-SYMMETRIC = replace(SLIDING, name="sliding-symmetric", is_anchored=False)
+SYMMETRIC = SLIDING._replace(name="sliding-symmetric", is_anchored=False)
 FULL = Layer("full", 16, 2, 512, page_size=128)  # vLLM: as many bytes as a sliding layer's
 DRAFTER = Layer("drafter", 32, 8, 128, page_size=16)
 
@@ -81,7 +80,7 @@ def attention_cases(smoke: bool, device: str) -> Iterator[Case]:
     if smoke:
         small = Layer("full", 4, 2, 32)
         yield attention_case(small, 2, 48, 8, torch.float32, device)
-        window = replace(small, name="sliding", window=16)
+        window = small._replace(name="sliding", window=16)
         yield attention_case(window, 2, 48, 8, torch.float32, device)
         return
     for batch, context in ((1, 65536), (1, 1024), (8, 8192), (8, 65536), (32, 1024), (32, 8192)):
@@ -330,35 +329,31 @@ def measure(case: Case, rounds: int, device: str) -> list[dict[str, object]]:
     rows = []
     for name in names:
         faster = [a / b for a, b in zip(times[names[0]], times[name], strict=True)]
-        spread = Spread.of(faster)
-        ends = {"faster": spread.median, "faster_low": spread.low, "faster_high": spread.high}
-        p50_ms = statistics.median(times[name])
-        rows.append(case.about | {"implementation": name, "p50_ms": p50_ms} | ends)
+        own = {"implementation": name, "p50_ms": statistics.median(times[name])}
+        own |= {"faster": statistics.median(faster)}
+        rows.append(case.about | own | {"faster_low": min(faster), "faster_high": max(faster)})
     return rows
 
 
 def sampling_step(results: Path) -> str:
     """Section of docs/sampling.md: milliseconds and ratios, a line for each shape and profile."""
-    return section(results / "sampler_cpu.csv", "python -m bench.kernels sampler", _table)
 
+    def table(rows: Rows) -> str:
+        names, lines = [name for (name,) in grouped(rows, "implementation")], []
+        compared = [name for name in names if name != BUILTIN]
+        for shape, here in grouped(rows, "rows", "vocab_size", "hidden", "profile").items():
+            times = " / ".join(f"{float(row['p50_ms']):.1f}" for row in here)
+            ends = ("faster", "faster_low", "faster_high")
+            faster = [
+                spread_of([float(row[end]) for end in ends], 2)
+                for row in here
+                if row["implementation"] in compared
+            ]
+            lines.append([shape[0], f"{int(shape[1]):,}", *shape[2:], times, *faster])
+        heading = ["rows", "vocabulary", "hidden", "logits", f"ms: {' / '.join(names)}"]
+        return markdown([*heading, *(f"built-in / {name}" for name in compared)], lines)
 
-def _table(rows: Rows) -> str:
-    shape_of = ("rows", "vocab_size", "hidden", "profile")
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
-    lines = []
-    for shape in dict.fromkeys(tuple(row[name] for name in shape_of) for row in rows):
-        here = [row for row in rows if tuple(row[name] for name in shape_of) == shape]
-        times = " / ".join(f"{float(row['p50_ms']):.1f}" for row in here)
-        faster = [
-            Spread(*(float(row[end]) for end in ("faster", "faster_low", "faster_high"))).text(2)
-            for row in here
-            if row["implementation"] != BUILTIN
-        ]
-        lines.append([shape[0], f"{int(shape[1]):,}", *shape[2:], times, *faster])
-    compared = [f"built-in / {name}" for name in names if name != BUILTIN]
-    return markdown(
-        (["rows", "vocabulary", "hidden", "logits", f"ms: {' / '.join(names)}", *compared], lines)
-    )
+    return section(results / "sampler_cpu.csv", "python -m bench.kernels sampler", table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -376,7 +371,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("there is no GPU; allowed: sampler, or --smoke.")
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
-    about = provenance("bench.kernels")
     for name in chosen:
         rows: list[dict[str, object]] = []
         for case in CASES[name](options.smoke, device):
@@ -387,8 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 1
             for row in new:
                 print(*row.values(), flush=True)
-            rows += [row | about for row in new]
-            write_csv(options.results / f"{name}_{device}.csv", rows)
+            rows += new
+            publish(options.results / f"{name}_{device}.csv", rows)
     return 0
 
 

@@ -1,12 +1,15 @@
-"""diffusers' LLaDA2Pipeline on a Hugging Face model: the reference for decoding.
+"""What answers without a server: Hugging Face's ``generate``, and diffusers' LLaDA2Pipeline.
 
 The set-up has diffusers in a folder of its own, off Python's path (`make test` installs it).
 """
 
 import importlib
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +17,54 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from dllm.tasks.suite import Question
+
 DIFFUSERS = Path(os.environ.get("DLLM_DIFFUSERS", Path(sys.prefix) / "diffusers"))
 MISSING = f"needs diffusers in {DIFFUSERS} (make test installs it)"
+TRANSFORMERS, PIPELINE = "transformers", "diffusers"  # whose answers
+
+
+def answer_questions(
+    whose: str, model: Path, asked: Sequence[Question], max_tokens: int, result: Path
+) -> None:
+    """Answer one question after the other, and write what ``vllm bench serve`` would have saved.
+
+    Of that, what ``runs.figures`` reads; beside it ``denoise_steps`` and ``blocks``. The first
+    question is asked once more before the clock starts.
+    """
+    from dllm.tools.eval_reference import Generated, MaskedReference, open_reference
+
+    class Pipeline(MaskedReference):
+        """Answers by the pipeline, which recomputes the whole sequence in every pass."""
+
+        def generate(self, ids: list[int], index: int) -> Generated:
+            config = json.loads((model / "config.json").read_text())
+            masked = BlockMasked(self.model, config["block_size"], config["mask_token_id"])
+            tokens = generate(masked, ids, max_tokens, None, eos_token_id=config["eos_token_id"])
+            return Generated(tokens, masked.num_passes, -(-len(tokens) // masked.block_size))
+
+    if whose == PIPELINE:
+        reference: Any = Pipeline(model, max_tokens, None)
+    else:
+        reference = open_reference(model, max_tokens)
+    reference.answer(asked[:1], lambda: None)
+    ends = [time.perf_counter()]
+    run = reference.answer(asked, lambda: ends.append(time.perf_counter()))
+    lengths = [answer.num_tokens for answer in run.answers]
+    saved = {
+        "completed": len(asked),
+        "failed": 0,
+        "output_throughput": sum(lengths) / (ends[-1] - ends[0]),
+        "output_lens": lengths,
+        "generated_texts": [answer.text for answer in run.answers],
+        "latencies": [end - start for start, end in pairwise(ends)],
+        "denoise_steps": run.denoise_steps,
+        "blocks": run.blocks,
+    }
+    result.write_text(json.dumps(saved))
+
+
+# --- diffusers' pipeline on a Hugging Face model: the reference for decoding ----------------------
 
 
 def is_installed() -> bool:
@@ -23,17 +72,11 @@ def is_installed() -> bool:
     return DIFFUSERS.exists()
 
 
-def _diffusers() -> Any:
+def diffusers() -> Any:
+    """The package."""
     if str(DIFFUSERS) not in sys.path:
         sys.path.append(str(DIFFUSERS))
     return importlib.import_module("diffusers")
-
-
-def scheduler(block_size: int, num_steps: int) -> Any:
-    """The pipeline's scheduler, as it is at the start of a block."""
-    made = _diffusers().BlockRefinementScheduler(block_length=block_size)
-    made.set_timesteps(num_steps, block_length=block_size)
-    return made
 
 
 class BlockMasked(torch.nn.Module):
@@ -79,11 +122,10 @@ def generate(
 
     options: of the pipeline; greedy unless they say otherwise.
     """
-    diffusers = _diffusers()
     block_size = model.block_size
-    pipeline = diffusers.LLaDA2Pipeline(
+    pipeline = diffusers().LLaDA2Pipeline(
         model=model,
-        scheduler=diffusers.BlockRefinementScheduler(block_length=block_size),
+        scheduler=diffusers().BlockRefinementScheduler(block_length=block_size),
         tokenizer=None,
     )
     pipeline.set_progress_bar_config(disable=True)
@@ -100,16 +142,3 @@ def generate(
     )
     tokens: list[int] = output.sequences[0].tolist()
     return tokens
-
-
-class AllVisible(BlockMasked):
-    """The same model, without hiding what the pipeline calls padding."""
-
-    def __init__(self, hiding: BlockMasked) -> None:
-        super().__init__(hiding.model, hiding.block_size, hiding.mask_token_id)
-
-    def forward(
-        self, ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
-    ) -> SimpleNamespace:
-        """Logits ``[1, length, vocab]``."""
-        return super().forward(ids, torch.ones_like(attention_mask), position_ids)

@@ -23,10 +23,9 @@ Every instant belongs to the part whose function was entered last and has not re
 On a GPU the instants are those of its stream: a kernel counts for the part that launched it, and so
 does the time in which the stream waits for that part's next kernel.
 
-There is no table and no CSV, and the exit code is 1, unless
-    every request got all of its tokens,
-    as many canvas rows were seen as the requests' passes have (`passes_of`), and
-    the parts cover --coverage of the time that the client waited.
+There is no table and no CSV, and the exit code is 1, unless every request got all of its tokens, as
+many canvas rows were seen as the requests' passes have (`passes_of`), and the parts cover
+--coverage of the time that the client waited.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ from unittest import mock
 
 import torch
 
-from bench.context import ROOT, Rows, command_line, provenance, read_csv, write_csv
+from bench.context import ROOT, Rows, command_line, publish, read_csv, write_csv
 from bench.serve import BUILTIN, OURS, write_generation_config
-from bench.servers import child_environment
-from bench.tables import markdown, section
+from bench.servers import BUILTIN_ENVIRONMENT, child_environment
+from bench.tables import grouped, markdown, section
 
 PARTS = ENGINE, FORWARD, HEAD, SAMPLER, IDLE = "engine", "forward", "head", "sampler", "idle"
 
@@ -67,26 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return measure_here(options)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     path = options.results / f"profile_{device}.csv"
+    # An engine and its worker run without further processes.
+    alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     rows: Rows = []
     code = 0
-    shared = provenance("bench.profile_step")
     for server in options.server:
         with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
             chosen = ["--server", server, "--here", f"{folder}/rows.csv"]
             command = [sys.executable, "-m", "bench.profile_step", *arguments, *chosen]
-            code |= subprocess.run(command, env=environment(server)).returncode
+            served = BUILTIN_ENVIRONMENT if server == BUILTIN else {}
+            code |= subprocess.run(command, env=child_environment() | alone | served).returncode
             rows += read_csv(Path(folder) / "rows.csv")
-            if rows:
-                write_csv(path, [row | shared for row in rows])
+        if rows:
+            publish(path, rows)
     print(f"{step_time(path)}\n\n{path}")
     return code
-
-
-def environment(server: str) -> dict[str, str]:
-    """Of a process in which an engine and its worker run without further processes."""
-    chosen = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    chosen |= {"DLLM_DISABLE": "1"} if server == BUILTIN else {}
-    return child_environment() | chosen
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -186,16 +180,12 @@ class Recorder:
         return call
 
     def _note(self) -> None:
-        step = self.steps[-1] if self.steps else None
-        self._marks.append((self._now(), self._open[-1], step))
-
-    def _now(self) -> Any:
         """Milliseconds, or on a GPU an event of its stream."""
-        if not self._has_gpu:
-            return time.perf_counter_ns() / 1e6
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        now: Any = time.perf_counter_ns() / 1e6
+        if self._has_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self._marks.append((now, self._open[-1], self.steps[-1] if self.steps else None))
 
 
 def step_functions(llm: Any) -> list[Named]:
@@ -229,20 +219,24 @@ def step_functions(llm: Any) -> list[Named]:
 
 
 def measure_here(options: argparse.Namespace) -> int:
-    """Print the tables of one server; their rows go to ``options.here``."""
+    """Print the parts of one server's steps; their rows go to ``options.here``."""
     (server,) = options.server
     rows: list[dict[str, object]] = []
     try:
         engine = Engine(options, server)
         for concurrency in options.concurrency:
-            about = {"server": server, "concurrency": concurrency}
-            title = f"{server}, {concurrency} at a time"
             engine.work(concurrency, seed=0)  # warms up, and compiles
             steps: list[Step] = []
             for index in range(options.rounds):
                 steps += engine.profile(concurrency, seed=index + 1)
             counted = [one for one in steps if one.is_denoise_only and one.num_reqs == concurrency]
-            rows += [about | row for row in report(title, mean_parts(counted))]
+            parts_ms = mean_parts(counted)
+            step_ms = sum(parts_ms.values())
+            print(f"{server}, {concurrency} at a time: {step_ms:.3f} ms a step")
+            for part, value in parts_ms.items():
+                print(f"  {part:8} {value:9.3f} ms {value / step_ms:6.1%}", flush=True)
+                about = {"server": server, "concurrency": concurrency, "group": part}
+                rows.append(about | {"share": value / step_ms, "step_ms": step_ms})
             write_csv(options.here, rows)
     except (RuntimeError, ValueError) as error:
         print(f"No table, because:\n{error}", file=sys.stderr)
@@ -320,19 +314,7 @@ class Engine:
         return wall_ms
 
 
-# --- tables --------------------------------------------------------------------------------------
-
-
-def report(title: str, parts_ms: dict[str, float]) -> list[dict[str, object]]:
-    """Print a table and return its rows of the CSV, one for each part."""
-    step_ms = sum(parts_ms.values())
-    print(f"{title}: {step_ms:.3f} ms a step")
-    for part, value in parts_ms.items():
-        print(f"  {part:8} {value:9.3f} ms {value / step_ms:6.1%}", flush=True)
-    return [
-        {"group": part, "share": value / step_ms, "step_ms": step_ms}
-        for part, value in parts_ms.items()
-    ]
+# --- numbers and table ---------------------------------------------------------------------------
 
 
 def check_steps(steps: Sequence[Step], wall_ms: float, canvas_rows: int, coverage: float) -> None:
@@ -374,17 +356,15 @@ def mean_parts(visits: Sequence[Step]) -> dict[str, float]:
 
 def step_time(path: Path) -> str:
     """The shares of the parts, of a CSV of this command: a line for each server and load."""
-    return section(path, "python -m bench.profile_step", _shares)
 
+    def shares(rows: Rows) -> str:
+        lines = []
+        for (server, load, ms), here in grouped(rows, "server", "concurrency", "step_ms").items():
+            sums = (sum(float(r["share"]) for r in here if r["group"] == part) for part in PARTS)
+            lines.append([server, load, f"{float(ms):.2f}", *(f"{share:.0%}" for share in sums)])
+        return markdown(["", "requests at once", "ms per step", *PARTS], lines)
 
-def _shares(rows: Rows) -> str:
-    lines = []
-    for server, load in dict.fromkeys((row["server"], row["concurrency"]) for row in rows):
-        here = [r for r in rows if (r["server"], r["concurrency"]) == (server, load)]
-        shares = (sum(float(r["share"]) for r in here if r["group"] == part) for part in PARTS)
-        cells = [f"{share:.0%}" for share in shares]
-        lines.append([server, load, f"{float(here[0]['step_ms']):.2f}", *cells])
-    return markdown((["", "requests at once", "ms per step", *PARTS], lines))
+    return section(path, "python -m bench.profile_step", shares)
 
 
 if __name__ == "__main__":

@@ -25,44 +25,13 @@ from bench.recovery import recovery
 from bench.remote import remote
 from bench.roofline import floors
 from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
-from bench.soak_report import soak
+from bench.soak import soak
 from bench.tables import families, markdown, of, ratios, serving
 from bench.workloads import ADAPTIVE, MIXED
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 # Before a link that a section writes: paths are relative to the top of the repository.
 LINK = re.compile(r"\]\((?=bench/|checkpoints/)")
-
-MODELS = ("tiny-dllm", "tiny-ar", "tiny-sdar", "tiny-llada2")
-GOOD = 95.0  # per cent
-
-
-def models(_results: Path) -> str:
-    """Size, training and right answers of the bundled models, from their model cards."""
-    header = ["", "parameters", "training, one core", f"families with {GOOD:g} % or more"]
-    return markdown(([*header, "the hardest", "all"], [_model(name) for name in MODELS]))
-
-
-def _model(name: str) -> list[str]:
-    card = ROOT / "checkpoints" / name / "README.md"
-    text = card.read_text()
-    scores = dict(re.findall(r"^\| (\w+) \| ([^|]+?) \|", text.split("## Held-out")[1], re.M))
-    of_all = scores.pop("all")
-    del scores["family"]
-    percents = {family: float(score.split(" %")[0]) for family, score in scores.items()}
-    hardest = min(percents, key=lambda family: percents[family])
-    size = re.search(r"of ([\d.]+M) parameters", text)
-    assert size, f"{card} does not say how many parameters"
-    minutes = sum(map(int, re.findall(r"^- (\d+) minutes (?:of training )?on", text, re.M)))
-    return [
-        f"[{name}](checkpoints/{name}/README.md)",
-        size[1],
-        f"{minutes} minutes",
-        f"{sum(percent >= GOOD for percent in percents.values())} of {len(percents)}",
-        f"{hardest}: {scores[hardest]}",
-        of_all,
-    ]
-
 
 # --- README's table: ours beside what a user might take instead, wins and losses -----------------
 
@@ -106,7 +75,7 @@ def comparison(results: Path) -> str:
     if not all(files.values()):
         return "Not measured yet: `make bench`."
     header = ["ours", "beside", *(f"{load} at once" for load in LOADS), "commit"]
-    table = markdown((header, [cells(line, files[line.file]) for line in LINES]))
+    table = markdown(header, [cells(line, files[line.file]) for line in LINES])
     first = files[SERVING][0]
     return f"{table}\n\n{first['machine']}, {first['versions']}."
 
@@ -125,7 +94,6 @@ def cells(line: Line, rows: Rows) -> list[str]:
 # --- pages ---------------------------------------------------------------------------------------
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
-    "models": models,
     "comparison": comparison,
     "serving": serving,
     "step-time": lambda results: step_time(results / "profile_cpu.csv"),

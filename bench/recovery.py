@@ -19,22 +19,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from bench.context import (
-    ROOT,
-    Rows,
-    as_text,
-    command_line,
-    provenance,
-    reporting_failures,
-    write_csv,
-)
-from bench.servers import SERVE_FLAGS, Server, ServerOptions
-from bench.tables import Table, markdown, section
+from bench.context import ROOT, Rows, command_line, publish, reporting_failures
+from bench.runs import Row
+from bench.servers import SERVE_FLAGS, Server
+from bench.tables import markdown, section
 from dllm.tools import evaluate
 from dllm.tools.eval_report import wilson_interval
 
@@ -45,41 +37,9 @@ RESAMPLES = 10_000
 SAID = re.compile(r"dllm: [\w-]+ checkpoint; (.*)")
 
 
-@dataclass(frozen=True)
-class Contestant:
-    """One server: how weights, keys and values are stored, and flags beside those of all."""
-
-    weights: str
-    kv_cache: str
-    path: Path
-    flags: tuple[str, ...] = ()
-
-
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all contestants, write the CSV, print the table."""
-    given = parse(arguments)
-    evaluate.chosen_families(given.tasks)  # or says which there are
-    rows: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        quantized = given.quantized or quantize(given.model, Path(folder))
-        wrong: list[set[tuple[int, str]]] = []
-        for one in contestants(given.model, quantized):
-            row, missed = measure(one, given, Path(folder))
-            wrong.append(missed)
-            asked = int(str(row["num_questions"]))
-            row |= {
-                "num_baseline": asked - len(wrong[0]),
-                "num_both": asked - len(missed | wrong[0]),
-            }
-            rows.append(row | provenance("bench.recovery"))
-            write_csv(given.results / "recovery.csv", rows)
-    print(described(as_text(rows)))
-    return 0
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
     parser.add_argument(
@@ -92,16 +52,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num", type=int, default=100, help="questions a family and seed (100)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--flags", default="", help="more flags of `vllm serve`, for all servers")
-    return parser.parse_args(arguments)
-
-
-def contestants(model: Path, quantized: Path) -> list[Contestant]:
-    """The baseline first: what the others are compared with."""
-    return [
-        Contestant(BASELINE, BASELINE, model),
-        Contestant(BASELINE, "fp8", model, ("--kv-cache-dtype", "fp8")),
-        *(Contestant(scheme, BASELINE, quantized / scheme) for scheme in SCHEMES),
-    ]
+    given = parser.parse_args(arguments)
+    evaluate.chosen_families(given.tasks)  # or says which there are
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        quantized = given.quantized or quantize(given.model, Path(folder))
+        contestants = [(BASELINE, BASELINE, given.model), (BASELINE, "fp8", given.model)]
+        contestants += [(scheme, BASELINE, quantized / scheme) for scheme in SCHEMES]
+        wrong: list[set[tuple[int, str]]] = []
+        for weights, kv_cache, path in contestants:
+            row, missed = measure(weights, kv_cache, path, given, Path(folder))
+            wrong.append(missed)
+            asked = row["num_questions"]
+            both = asked - len(missed | wrong[0])
+            rows.append(row | {"num_baseline": asked - len(wrong[0]), "num_both": both})
+            publish(given.results / "recovery.csv", rows)
+    print(recovery(given.results))
+    return 0
 
 
 def quantize(model: Path, target: Path) -> Path:
@@ -114,14 +81,23 @@ def quantize(model: Path, target: Path) -> Path:
 
 
 def measure(
-    one: Contestant, given: argparse.Namespace, folder: Path
-) -> tuple[dict[str, object], set[tuple[int, str]]]:
-    """Its row of the CSV without the comparison, and the questions (seed, prompt) it got wrong."""
-    name, report = f"{one.weights}-{one.kv_cache}", folder / "eval.json"
-    options = ServerOptions(name, str(one.path), (*SERVE_FLAGS, *one.flags, *given.flags.split()))
+    weights: str, kv_cache: str, path: Path, given: argparse.Namespace, folder: Path
+) -> tuple[Row, set[tuple[int, str]]]:
+    """A server's row of the CSV without the comparison, and what it got wrong.
+
+    Args:
+        weights, kv_cache: how weights, and keys and values, are stored.
+
+    Returns:
+        The row, and the questions (seed, prompt) of wrong answers.
+    """
+    name, report = f"{weights}-{kv_cache}", folder / "eval.json"
+    flags = () if kv_cache == BASELINE else ("--kv-cache-dtype", kv_cache)
+    flags = (*SERVE_FLAGS, *flags, *given.flags.split())
     missed: set[tuple[int, str]] = set()
-    sums = dict.fromkeys(("num_questions", "num_correct", "denoise_steps", "blocks"), 0)
-    with Server(options, folder / f"{name}.log") as server:
+    counted = ("num_questions", "num_correct", "denoise_steps", "blocks")
+    sums = dict.fromkeys(counted, 0)
+    with Server(name, str(path), folder / f"{name}.log", flags) as server:
         server.start()
         server.wait_until_ready()
         for seed in given.seeds:
@@ -130,22 +106,15 @@ def measure(
             evaluate.main(asked)
             found = json.loads(report.read_text())
             missed |= {(seed, item["prompt"]) for item in found["wrong"]}
-            sums = {key: total + (found["all"][key] or 0) for key, total in sums.items()}
+            sums = {key: sums[key] + (found["all"][key] or 0) for key in counted}
         said = SAID.search(server.log.read_text(errors="replace"))
     computed_by = said[1] if said else "16-bit weights and inputs, by vLLM's own kernels"
-    if one.kv_cache != BASELINE:
-        computed_by += f"; keys and values in {one.kv_cache}"
-    row: dict[str, object] = {
-        "weights": one.weights,
-        "kv_cache": one.kv_cache,
-        "num_questions": sums["num_questions"],
-        "num_correct": sums["num_correct"],
-        "steps": sums["denoise_steps"],
-        "blocks": sums["blocks"],
-        "weight_bytes": sum(f.stat().st_size for f in one.path.glob("*.safetensors")),
-        "computed_by": computed_by,
-    }
-    return row, missed
+    if kv_cache != BASELINE:
+        computed_by += f"; keys and values in {kv_cache}"
+    sums["steps"] = sums.pop("denoise_steps")
+    num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    row: Row = {"weights": weights, "kv_cache": kv_cache, **sums, "weight_bytes": num_bytes}
+    return row | {"computed_by": computed_by}, missed
 
 
 # --- arithmetic and tables -----------------------------------------------------------------------
@@ -166,11 +135,15 @@ def recovery_interval(asked: int, right: int, baseline: int, both: int) -> tuple
     return float(low), float(high)
 
 
-def table(rows: Rows) -> Table:
-    """Heading and one line a contestant; the first is the baseline."""
+def steps_per_block(row: Mapping[str, str]) -> float:
+    """NaN where the server counts no denoise steps."""
+    return int(row["steps"]) / int(row["blocks"]) if int(row["blocks"]) else float("nan")
+
+
+def table(rows: Rows) -> str:
+    """One line a contestant, the first of which is the baseline; then what computed each score."""
     heading = ["checkpoint", "KV cache", "right", "accuracy", "recovery", "denoise steps per block"]
-    heading += ["weights, MB"]
-    lines = []
+    lines, notes = [], []
     for row in rows:
         columns = ("num_questions", "num_correct", "num_baseline", "num_both")
         asked, right, baseline, both = (int(row[column]) for column in columns)
@@ -181,37 +154,19 @@ def table(rows: Rows) -> Table:
             share = 100 * right / baseline if baseline else float("nan")
             recovered = "{:.1f} % [{:.1f} .. {:.1f}]".format(share, *ends)
         slower = steps_per_block(row) / steps_per_block(rows[0]) - 1
-        lines.append(
-            [
-                row["weights"],
-                row["kv_cache"],
-                f"{right} / {asked}",
-                f"{100 * right / asked:.1f} % [{low:.1f} .. {high:.1f}]",
-                recovered,
-                f"{steps_per_block(row):.2f} ({100 * slower:+.1f} %)",
-                f"{int(row['weight_bytes']) / 1e6:.2f}",
-            ]
-        )
-    return heading, lines
-
-
-def steps_per_block(row: Mapping[str, str]) -> float:
-    """NaN where the server counts no denoise steps."""
-    return int(row["steps"]) / int(row["blocks"]) if int(row["blocks"]) else float("nan")
-
-
-def described(rows: Rows) -> str:
-    """The table, and what computed each score."""
-    notes = []
-    for row in rows:
+        accuracy = f"{100 * right / asked:.1f} % [{low:.1f} .. {high:.1f}]"
+        line = [row["weights"], row["kv_cache"], f"{right} / {asked}", accuracy, recovered]
+        line.append(f"{steps_per_block(row):.2f} ({100 * slower:+.1f} %)")
+        lines.append([*line, f"{int(row['weight_bytes']) / 1e6:.2f}"])
         name = row["weights"] + f", {row['kv_cache']} KV" * (row["kv_cache"] != BASELINE)
         notes.append(f"* {name}: {row['computed_by']}.")
-    return "\n".join([markdown(table(rows)), "", "What computed each score:", "", *notes])
+    shown = markdown([*heading, "weights, MB"], lines)
+    return "\n".join([shown, "", "What computed each score:", "", *notes])
 
 
 def recovery(results: Path) -> str:
     """Section of docs/quantization.md: what quantized checkpoints keep of the answers."""
-    return section(results / "recovery.csv", "python -m bench.recovery", described)
+    return section(results / "recovery.csv", "python -m bench.recovery", table)
 
 
 if __name__ == "__main__":

@@ -1,379 +1,237 @@
 """Remote drafts beside plain decoding: draft workers in processes of their own, over Unix sockets.
 
-    python -m bench.remote [--rounds 5] [--requests 24] [--at-once 1 4] [--drafts 8]
+    python -m bench.remote [--rounds 5] [--num-requests 24] [--concurrency 1 4] [--drafts 8]
 
-One engine with tiny-ar as the target; what drafts for it changes. Draft workers are tiny-ar itself
-(so that nearly all drafts are right, and a draft costs what a step of the target costs), with and
-without running ahead; tiny-dllm, whose canvas is one block of drafts; and one that knows the
-answers and takes 0.5 ms for a draft, as a much smaller model would. Beside them no drafts. In two
-of the runs the worker hangs, or is killed, when half of the requests are answered. In each round
-all take turns on the same held-out questions, greedily; answers that differ from those without
-drafts end the benchmark.
+Servers of tiny-ar, for which others draft:
 
-Writes one row a run: tokens/s, tokens per step and request, milliseconds waited per step and at
-most, and the share of steps with drafts that waited for less than 0.1 ms.
+    no drafts          nobody
+    tiny-ar, adaptive  a worker with tiny-ar, of no use: a draft costs a step of the target
+    known, K = N       a worker that knows the answers and takes 0.5 ms for a draft, as a much
+                       smaller model would; N drafts in every step
+    known, ahead, ...  likewise, running ahead while the target verifies; and with the policy
+                       ``adaptive``, which is the default
+
+They take turns on the same held-out questions, greedily, while the others stand still. The known
+answers are those of the server without drafts; one with fewer right answers than the others has no
+speed.
+
+Writes remote.csv, one row a run.
 """
 
-import itertools
+import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from bench.context import (
-    ROOT,
-    GateError,
-    Rows,
-    as_text,
-    command_line,
-    progress,
-    provenance,
-    reporting_failures,
-    write_csv,
-)
-from bench.race import in_turn, rounds
-from bench.tables import Table, markdown, middle, names_of, of, ratios, section
-from dllm.drafter.widths.adaptive import AdaptiveWidth
-from dllm.drafter.widths.policy import FixedWidth
+from bench.context import ROOT, Rows, command_line, publish, reporting_failures
+from bench.drafter import SHAPE, TARGET, speculate
+from bench.race import Contestant, Runs, race, rounds, start_all, undisturbed, withhold
+from bench.runs import NO_CANVAS, Client
+from bench.servers import SERVE_FLAGS, Server, child_environment
+from bench.tables import grouped, markdown, middle, of, problems, ratios, section
+from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
 from dllm.patches.remote import SPECULATOR
-from dllm.remote.address import parse
-from dllm.remote.client import Link, wait
-from dllm.remote.stream import dialer
-from dllm.remote.wire import reply_bytes
-from dllm.tasks.suite import questions
+from dllm.remote.address import Address
+from dllm.remote.stream import Server as Listener
+from dllm.remote.worker import DraftWorker, Limits
 
 FILE = "remote.csv"
-TARGET = ROOT / "checkpoints/tiny-ar"
-DIFFUSION = ROOT / "checkpoints/tiny-dllm"
 FAMILIES = ("schema", "extract", "report")
-MAX_TOKENS, DEADLINE_MS = 64, 50.0
-NO_WAIT_S = 1e-4
 PLAIN = "no drafts"
-AR, AHEAD, CANVAS = "tiny-ar", "tiny-ar, ahead", "tiny-dllm"
-KNOWN, KNOWN_AHEAD = "known", "known, ahead"
-HUNG, KILLED = "hangs", "killed"
-SIGNALS = {HUNG: signal.SIGSTOP, KILLED: signal.SIGKILL}
-ENGINE = dict(dtype="float32", enforce_eager=True, max_model_len=512)
-MEMORY = 64 << 20
-BUDGET_S = 3000
-NUMBERS = itertools.count()
-
-
-class Contestant(NamedTuple):
-    """Who drafts.
-
-    Attributes:
-        worker: AR, AHEAD, CANVAS, KNOWN or KNOWN_AHEAD; None without a worker.
-        width: drafts of a request and step; None for the policy ``adaptive``.
-        accident: HUNG or KILLED: what happens to the worker on the way.
-    """
-
-    name: str
-    worker: str | None
-    width: int | None
-    accident: str | None = None
-
-
-def contestants(num_drafts: int) -> list[Contestant]:
-    """All of them."""
-    widths = max(1, num_drafts // 4), num_drafts
-    fixed = [(worker, n) for worker in (AR, AHEAD, KNOWN, KNOWN_AHEAD) for n in widths]
-    late = f"{KNOWN_AHEAD}, adaptive"
-    return [
-        Contestant(PLAIN, None, 0),
-        *(Contestant(f"{who}, K = {n}", who, n) for who, n in [*fixed, (CANVAS, num_drafts)]),
-        *(Contestant(f"{who}, adaptive", who, None) for who in (AR, CANVAS, KNOWN_AHEAD)),
-        *(Contestant(f"{late}, {end}", KNOWN_AHEAD, None, accident=end) for end in SIGNALS),
-    ]
-
-
-def command(worker: str, num_drafts: int, texts: Path) -> list[str]:
-    """Starts a worker; one that runs ahead does so as far as the drafts of one more step.
-
-    Args:
-        texts: prompts with their answers, as JSON; the sockets are beside it.
-    """
-    ahead = str(num_drafts + 1 if worker in (AHEAD, KNOWN_AHEAD) else 0)
-    if worker in (KNOWN, KNOWN_AHEAD):
-        socket = str(texts.with_name(f"known-{ahead}-{next(NUMBERS)}.sock"))
-        return [sys.executable, "-m", "bench.known_drafts", socket, str(texts), ahead]
-    given = ["--model", str(TARGET), "--ahead", ahead]
-    if worker == CANVAS:
-        given = ["--model", str(DIFFUSION), "--canvas", "16"]
-    given += ["--listen", str(texts.with_name("*.sock")), "--dtype", "float32", "--enforce-eager"]
-    given += ["--max-model-len", "512", "--kv-cache-memory-bytes", str(MEMORY)]
-    return [sys.executable, "-m", "dllm.cli", "draft-worker", *given]
-
-
-class Worker:
-    """A process that drafts.
-
-    Raises:
-        RuntimeError: it ended before it was ready.
-    """
-
-    def __init__(self, given: Sequence[str], log: Path) -> None:
-        with log.open("wb") as errors:
-            self.process = subprocess.Popen(
-                given, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment()
-            )
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("dllm draft-worker:"):
-                self.address = line.split()[-1]
-                return
-        raise RuntimeError(f"no draft worker:\n{log.read_text(errors='replace')[-2000:]}")
-
-    def end(self) -> None:
-        """Kill it."""
-        self.process.kill()
-        self.process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """One thread, eager, quiet; for the workers, and for this process."""
-    quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **quiet, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
-
-def prompts(count: int) -> list[list[int]]:
-    """Token ids of held-out questions."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    asked = questions(FAMILIES, "heldout", -(-count // len(FAMILIES)))[:count]
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": each.prompt}], tokenize=False, add_generation_prompt=True
-        )
-        for each in asked
-    ]
-    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-
-
-class Target:
-    """The target's engine, in this process, and what a run of it costs."""
-
-    def __init__(self, num_drafts: int, max_num_seqs: int) -> None:
-        os.environ.update(_environment(), VLLM_ENABLE_V1_MULTIPROCESSING="0")
-        torch.set_num_threads(1)
-        from vllm import LLM
-
-        speculative = {"method": "custom_class", "model": SPECULATOR}
-        remote = {"workers": ["/nowhere/worker.sock"], "deadline_ms": DEADLINE_MS}
-        self.llm = LLM(
-            str(TARGET),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=512,
-            disable_log_stats=True,
-            kv_cache_memory_bytes=MEMORY,
-            speculative_config=speculative | {"num_speculative_tokens": num_drafts},
-            additional_config={"dllm": {"remote": remote}},
-            **ENGINE,
-        )
-        core: Any = self.llm.llm_engine.engine_core
-        self.drafter = core.engine_core.scheduler.remote
-        self._num_drafts, self._max_num_seqs = num_drafts, max_num_seqs
-        self._policies: dict[str, AdaptiveWidth] = {}
-        self.waits: list[float] = []  # seconds, of each step of a run that asked
-        collect = self.drafter.client.collect
-
-        def timed(*given: Any) -> float:
-            self.waits.append(collect(*given))
-            return self.waits[-1]
-
-        self.drafter.client.collect = timed
-
-    @contextmanager
-    def drafted_by(self, contestant: Contestant, address: str | None) -> Iterator[None]:
-        """Let a contestant draft. Each has a policy of its own, which keeps what it has learned."""
-        drafter, width = self.drafter, contestant.width
-        drafter.policy = FixedWidth(self._num_drafts, width)
-        if width is None:
-            new = AdaptiveWidth(self._num_drafts, self._max_num_seqs, reads_confidence=False)
-            drafter.policy = self._policies.setdefault(contestant.name, new)
-            drafter.policy.leave_untimed()  # the time since its last run
-        drafter._wants_drafts = width != 0
-        links = []
-        if address is not None:
-            dial = dialer(parse(address, None, "worker"), None, reply_bytes(self._max_num_seqs))
-            links.append(Link(address, dial, 1e-3 * DEADLINE_MS, drafter.counts))
-        drafter.client.use(links)
-        while not all(link.is_up for link in links):
-            wait(links, 0.1)
-            links[0].receive()
-        yield
-        drafter.client.end(drafter.client.names)
-        drafter.client.use([])
-
-    def run(
-        self, asked: Sequence[list[int]], at_once: int, accident: Callable[[], None] | None = None
-    ) -> tuple[list[list[int]], dict[str, float]]:
-        """The answers to all prompts, so many at once, and the figures.
-
-        Args:
-            accident: called when half of them are answered.
-        """
-        from vllm import SamplingParams
-
-        engine: Any = self.llm.llm_engine
-        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
-        answers: dict[int, list[int]] = {}
-        num_begun = num_steps = num_rows = 0
-        self.waits.clear()
-        start = time.perf_counter()
-        while len(answers) < len(asked):
-            while num_begun < min(len(asked), len(answers) + at_once):
-                given = {"prompt_token_ids": asked[num_begun]}
-                engine.add_request(str(num_begun), given, params)
-                num_begun += 1
-            num_rows, num_steps = num_rows + num_begun - len(answers), num_steps + 1
-            done = [output for output in engine.step() if output.finished]
-            answers |= {int(each.request_id): list(each.outputs[0].token_ids) for each in done}
-            if accident is not None and len(answers) >= len(asked) // 2:
-                accident()
-                accident = None
-        seconds = time.perf_counter() - start
-        num_tokens, waits = sum(map(len, answers.values())), self.waits
-        figures = {
-            "tokens_per_s": num_tokens / seconds,
-            "tokens_per_step": num_tokens / num_rows,
-            "waited_ms": 1e3 * sum(waits) / num_steps,
-            "longest_wait_ms": 1e3 * max(waits, default=0.0),
-            "no_wait": sum(each < NO_WAIT_S for each in waits) / max(1, len(waits)),
-        }
-        return [answers[number] for number in range(len(asked))], figures
-
-
-class Race:
-    """A target, the workers, and the questions.
-
-    Args:
-        start: starts a worker, which knows these texts; whoever calls ends it.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        start: Callable[[str, list[list[int]]], Worker],
-        asked: Sequence[list[int]],
-    ) -> None:
-        self._target, self._start, self._asked = target, start, asked
-        self._workers: dict[str, Worker] = {}
-        with target.drafted_by(Contestant(PLAIN, None, 0), None):
-            self._expected, _ = target.run(asked, 1)
-
-    def _worker(self, name: str, is_new: bool) -> Worker:
-        known = zip(self._asked, self._expected, strict=True)
-        texts = [prompt + answer for prompt, answer in known]
-        if is_new:
-            return self._start(name, texts)
-        if name not in self._workers:
-            self._workers[name] = self._start(name, texts)
-        return self._workers[name]
-
-    def once(self, contestant: Contestant, at_once: int) -> dict[str, float]:
-        """One run's figures.
-
-        Raises:
-            GateError: the answers are not those of plain decoding.
-            RuntimeError: the worker has ended.
-        """
-        name, accident = contestant.worker, contestant.accident
-        worker = None if name is None else self._worker(name, accident == KILLED)
-        if worker is not None and worker.process.poll() is not None:
-            raise RuntimeError(f"{contestant.name}: its draft worker has ended")
-
-        def happens() -> None:
-            if worker is not None and accident is not None:
-                worker.process.send_signal(SIGNALS[accident])
-
-        address = None if worker is None else worker.address
-        with self._target.drafted_by(contestant, address):
-            answers, figures = self._target.run(self._asked, at_once, happens)
-        if worker is not None and accident == HUNG:
-            worker.process.send_signal(signal.SIGCONT)
-        if answers != self._expected:
-            raise GateError(f"{contestant.name}: answers differ from plain decoding's")
-        return figures
+AR, KNOWN, KNOWN_AHEAD = "tiny-ar", "known", "known, ahead"
 
 
 @reporting_failures
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the CSV."""
+    """Measure, print, and write the CSV.
+
+    Raises:
+        RuntimeError: a worker or a server did not start.
+    """
     parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--num-requests", type=int, default=24, help="of a run")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--drafts", type=int, default=8, help="K, the most drafts of a request")
+    parser.add_argument("--minutes", type=float, default=50, help="no round begins that ends later")
     given = parser.parse_args(arguments)
-    about = provenance("bench.remote")
-    everyone = contestants(given.drafts)
-    rows: list[dict[str, object]] = []
+    path, most = given.results / FILE, max(given.concurrency)
     with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-
-        def start(name: str, known: list[list[int]]) -> Worker:
-            texts = logs / "texts.json"
-            texts.write_text(json.dumps(known))
-            worker = Worker(command(name, given.drafts, texts), logs / f"{name}.log")
-            stack.callback(worker.end)
-            return worker
-
-        target = Target(given.drafts, max(given.at_once))
-        race = Race(target, start, prompts(given.requests))
-        for at_once in given.at_once:  # starts and loads what is needed
-            for each in everyone:
-                if each.accident is None:
-                    race.once(each, at_once)
-        for pair in rounds(given.rounds, BUDGET_S):
-            for at_once in given.at_once:
-                for each in in_turn(everyone, pair):
-                    run = {"contestant": each.name, "concurrency": at_once, "pair": pair}
-                    rows.append(run | race.once(each, at_once))
-                    progress(f"round {pair + 1} of {given.rounds}: {each.name}")
-    write_csv(given.results / FILE, [row | about for row in rows])
-    print(markdown(table(as_text(rows))))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
+        plain, *others = racing = contestants(given, folder)
+        start_all([plain], SHAPE, most, stack)
+        runs = Runs(Client(folder), loads(given))
+        (folder / "texts.json").write_text(json.dumps(answers(plain, runs, given.rounds)))
+        for worker in (AR, KNOWN, KNOWN_AHEAD):
+            command = worker_command(worker, given.drafts, folder)
+            stack.enter_context(running(command, folder / f"worker {worker}"))
+        with undisturbed(None, [plain]):
+            start_all(others, SHAPE, most, stack)
+        race(
+            racing,
+            runs.workloads,
+            rounds(given.rounds, 60 * given.minutes),
+            runs.run,
+            lambda found: publish(path, withhold(found)),
+        )
+    print(remote(given.results))
     return 0
+
+
+def loads(given: argparse.Namespace) -> list[Workload]:
+    """Questions with long answers, at every concurrency."""
+    count = given.num_requests
+    return [Workload(ADAPTIVE, count, SHAPE, n, families=FAMILIES) for n in given.concurrency]
+
+
+def contestants(given: argparse.Namespace, folder: Path) -> list[Contestant]:
+    """Plain decoding first; no server is started."""
+    found: list[Contestant] = []
+
+    def add(name: str, **options: Any) -> None:
+        flags: tuple[str, ...] = (*SERVE_FLAGS, "--enforce-eager")
+        if options:
+            drafts = speculate(given.drafts, {"method": "custom_class", "model": SPECULATOR})
+            chosen = json.dumps({"dllm": {"remote": options}})
+            flags = (*flags, *drafts, "--additional-config", chosen)
+        server = Server(name, str(TARGET), folder / f"{len(found)}.log", flags)
+        found.append(Contestant(name, server, TARGET, NO_CANVAS, takes_seeds=False))
+
+    fixed = {"policy": "fixed", "width": given.drafts}
+    add(PLAIN)
+    for worker in (KNOWN, KNOWN_AHEAD):
+        sockets = [str(socket(worker, folder))]
+        add(f"{worker}, K = {given.drafts}", workers=sockets, **fixed)
+    for worker in (AR, KNOWN_AHEAD):
+        add(f"{worker}, adaptive", workers=[str(socket(worker, folder))])
+    return found
+
+
+def answers(plain: Contestant, runs: Runs, num_rounds: int) -> list[list[int]]:
+    """Token ids of every prompt of the race and its answer."""
+    assert plain.server is not None
+    found = []
+    for seed in range(num_rounds * len(runs.workloads)):
+        for question in runs.workloads[seed % len(runs.workloads)].asked(seed):
+            reply = plain.server.post(
+                "/v1/chat/completions",
+                messages=[{"role": "user", "content": question.prompt}],
+                max_tokens=ANSWER_TOKENS,
+                return_token_ids=True,
+            )
+            found.append(reply["prompt_token_ids"] + reply["choices"][0]["token_ids"])
+    return found
+
+
+# --- workers -------------------------------------------------------------------------------------
+
+
+class KnownDrafts:
+    """Drafts from a list of texts (``worker.Drafts``); nothing behind other tokens.
+
+    A step takes ``step_s`` seconds, whatever it drafts for.
+    """
+
+    vocab_size, max_len = 2**31, 2**20
+
+    def __init__(self, texts: list[list[int]], step_s: float = 5e-4) -> None:
+        self._step_s, self._texts = step_s, texts
+        self._runs: dict[str, list[int]] = {}  # the tokens that a run has yet to write
+        self._number = 0
+
+    def start(self, tokens: list[int], count: int) -> str:
+        """Begin to write what follows these tokens; zeros behind a text's end."""
+        found = next((text for text in self._texts if text[: len(tokens)] == tokens), tokens)
+        known = found[len(tokens) : len(tokens) + count]
+        self._number += 1
+        self._runs[str(self._number)] = known + [0] * (count - len(known))
+        return str(self._number)
+
+    def stop(self, run: str) -> None:
+        """Give up a run."""
+        del self._runs[run]
+
+    def step(self) -> list[tuple[str, list[int], bool]]:
+        """One token of each run."""
+        time.sleep(self._step_s)
+        found = [(run, [left.pop(0)], not left) for run, left in self._runs.items()]
+        self._runs = {run: left for run, left in self._runs.items() if left}
+        return found
+
+
+def serve_known(listen: str, texts: str, ahead: str) -> None:
+    """Draft until the process is killed; prints the address as ``dllm draft-worker`` does.
+
+    Args:
+        texts: a JSON file with the token ids of prompts and their answers.
+    """
+    server = Listener(Address(listen))
+    print(f"dllm draft-worker: known drafts at {server.address}", flush=True)
+    drafts = KnownDrafts(json.loads(Path(texts).read_text()))
+    DraftWorker(drafts, Limits(int(ahead))).serve(server, lambda: True)
+
+
+def socket(worker: str, folder: Path) -> Path:
+    """Where a worker listens."""
+    return folder / f"{worker}.sock".replace(", ", "-")
+
+
+def worker_command(worker: str, num_drafts: int, folder: Path) -> list[str]:
+    """Starts a worker; one that runs ahead does so as far as the drafts of one more step."""
+    if worker == AR:
+        given = ["--model", str(TARGET), "--listen", str(socket(worker, folder)), "--enforce-eager"]
+        return [sys.executable, "-m", "dllm.cli", "draft-worker", *given, *SERVE_FLAGS]
+    begin = "import sys; from bench.remote import serve_known; serve_known(*sys.argv[1:])"
+    ahead = num_drafts + 1 if worker == KNOWN_AHEAD else 0
+    given = [str(socket(worker, folder)), str(folder / "texts.json"), str(ahead)]
+    return [sys.executable, "-c", begin, *given]
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path) -> Iterator[None]:
+    """A draft worker that is ready, while the context lasts.
+
+    Raises:
+        RuntimeError: it ended before it was ready.
+    """
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, env=child_environment(), cwd=ROOT
+        )
+    try:
+        assert process.stdout is not None
+        if not any(line.startswith(b"dllm draft-worker:") for line in process.stdout):
+            raise RuntimeError(f"no draft worker:\n{log.read_text(errors='replace')[-2000:]}")
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 # --- table ---------------------------------------------------------------------------------------
 
 
-COLUMNS = (
-    ("tokens_per_step", "tokens a step and request", 2),
-    ("waited_ms", "ms waited a step", 2),
-    ("longest_wait_ms", "longest wait, ms", 0),
-    ("no_wait", "steps that did not wait", 2),
-)
-
-
-def table(rows: Rows) -> Table:
-    """One line a load and contestant."""
+def table(rows: Rows) -> str:
+    """One line a load and contestant; then what was wrong."""
     lines = []
-    for load, name in itertools.product(
-        dict.fromkeys(row["concurrency"] for row in rows), names_of(rows)
-    ):
-        here = [row for row in rows if row["concurrency"] == load]
-        own, plain = of(here, name), of(here, PLAIN)
-        figures = [middle(own, column, decimals) for column, _, decimals in COLUMNS]
-        lines.append([f"{load} at once", name, ratios(own, plain, "tokens_per_s"), *figures])
-    header = ["", "drafts", f"tokens/s, ratio to {PLAIN}"]
-    return [*header, *(title for _, title, _ in COLUMNS)], lines
+    for (load,), here in grouped(rows, "concurrency").items():
+        plain = of(here, PLAIN)
+        for (name,), own in grouped(here, "contestant").items():
+            steps = middle(own, "tokens_per_step", 2)
+            lines.append([f"{load} at once", name, ratios(own, plain, "tokens_per_s"), steps])
+    header = ["", "drafts", f"tokens/s, ratio to {PLAIN}", "tokens a step and request"]
+    return "\n\n".join([markdown(header, lines), *problems(rows)])
 
 
 def remote(results: Path) -> str:
     """Section of docs/remote.md: speed."""
-    return section(results / FILE, "python -m bench.remote", lambda rows: markdown(table(rows)))
+    return section(results / FILE, "python -m bench.remote", table)
 
 
 if __name__ == "__main__":

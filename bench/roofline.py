@@ -26,13 +26,14 @@ random data). Its FP8 peak was not measured: it is twice the bf16 one, as in the
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.context import Rows, command_line, provenance, write_csv
+from bench.context import Rows, command_line, publish
 from bench.tables import markdown, section
 from dllm.models.gemma.tiny import tiny_config
 
@@ -92,16 +93,7 @@ class Work(NamedTuple):
         peak = gpu.fp8 if self.is_low else gpu.bf16
         return 1e3 * self.num_bytes / gpu.copy, 1e3 * self.flops / peak
 
-    def floor_ms(self, gpu: Gpu) -> float:
-        """The larger of the two."""
-        return max(self.times_ms(gpu))
-
-    def beside(self, other: Work) -> Work:
-        """Both as one component, in the same arithmetic."""
-        num_bytes, flops = self.num_bytes + other.num_bytes, self.flops + other.flops
-        return self._replace(num_bytes=num_bytes, flops=flops)
-
-    def of_layers(self, count: int) -> Work:
+    def times(self, count: int) -> Work:
         """The same in so many layers."""
         return self._replace(num_bytes=count * self.num_bytes, flops=count * self.flops)
 
@@ -117,22 +109,12 @@ class Pass(NamedTuple):
     context: int
     canvas: int
 
-    @property
-    def rows(self) -> int:
-        """Of all canvases."""
-        return self.batch * self.canvas
 
-
-def linear(name: str, rows: int, inner: int, outer: int, weight_bytes: float) -> Work:
-    """[rows, inner] @ [inner, outer], 16-bit activations."""
-    moved = weight_bytes * inner * outer + BF16 * rows * (inner + outer)
-    return Work(name, moved, 2.0 * rows * inner * outer, is_low=weight_bytes == 1)
-
-
-def gated_mlp(name: str, rows: int, hidden: int, inner: int, weight_bytes: float) -> Work:
-    """Gate and up in one product, then down."""
-    up = linear(name, rows, hidden, 2 * inner, weight_bytes)
-    return up.beside(linear(name, rows, inner, hidden, weight_bytes))
+def products(name: str, rows: int, weight_bytes: float, *shapes: tuple[int, int]) -> Work:
+    """Products ``[rows, inner] @ [inner, outer]``, one after the other, of 16-bit activations."""
+    size = sum(inner * outer for inner, outer in shapes)
+    moved = weight_bytes * size + BF16 * rows * sum(map(sum, shapes))
+    return Work(name, moved, 2.0 * rows * size, is_low=weight_bytes == 1)
 
 
 def components(text: dict[str, Any], one: Pass) -> list[Work]:
@@ -142,109 +124,82 @@ def components(text: dict[str, Any], one: Pass) -> list[Work]:
         text: the text_config of config.json.
     """
     hidden, vocab, inner = text["hidden_size"], text["vocab_size"], text["intermediate_size"]
-    rows, weight = one.rows, WEIGHT_BYTES[one.weights]
-    num_layers = len(text["layer_types"])
+    rows, weight, num_layers = (
+        *(one.batch * one.canvas, WEIGHT_BYTES[one.weights], len(text["layer_types"])),
+    )
+    gated = (hidden, 2 * inner), (inner, hidden)  # gate and up in one product, then down
     works = [
         Work("embedding", 2.0 * BF16 * rows * hidden, 0),
-        gated_mlp("self-conditioning", rows, hidden, inner, BF16),
+        products("self-conditioning", rows, BF16, *gated),
     ]
     for kind in sorted(set(text["layer_types"]), reverse=True):
-        works += _attention(text, one, kind, weight)
-    in_layers = [gated_mlp("dense MLP", rows, hidden, inner, weight)]
-    if text["num_experts"]:
-        in_layers.append(linear("router", rows, hidden, text["num_experts"], BF16))
-        in_layers.append(_experts(text, rows, weight))
+        works += _attention(text, one, kind)
+    in_layers = [products("dense MLP", rows, weight, *gated)]
+    if num_experts := text["num_experts"]:
+        in_layers.append(products("router", rows, BF16, (hidden, num_experts)))
+        chosen, size = text["top_k_experts"], 3 * hidden * text["moe_intermediate_size"]
+        touched = num_experts * (1 - (1 - chosen / num_experts) ** rows)
+        moved = weight * size * touched + 2.0 * BF16 * rows * hidden
+        in_layers.append(Work("experts", moved, 2.0 * size * chosen * rows, weight == 1))
     in_layers.append(Work("residual stream", 4.0 * BF16 * rows * hidden, 0))
     logits, product = float(FP32) * rows * vocab, 2.0 * rows * vocab * hidden
     embedding = BF16 * (vocab + rows) * hidden
     return [
         *works,
-        *(work.of_layers(num_layers) for work in in_layers),
+        *(work.times(num_layers) for work in in_layers),
         Work("head", embedding + logits, product),
         Work("statistics", logits, 0),
         Work("soft embedding", logits + embedding, product),
     ]
 
 
-def _attention(text: dict[str, Any], one: Pass, kind: str, weight: float) -> list[Work]:
+def _attention(text: dict[str, Any], one: Pass, kind: str) -> list[Work]:
     """Projections, and attention over the cache, of all layers of a kind.
 
     Full layers have no values of their own (k = v), so one product less; both are cached.
     """
-    is_full = kind == FULL
-    name = kind.partition("_")[0]
+    is_full, name = kind == FULL, kind.partition("_")[0]
     kv_heads = text["num_global_key_value_heads" if is_full else "num_key_value_heads"]
     size = text["global_head_dim" if is_full else "head_dim"]
-    query = text["num_attention_heads"] * size
+    query, hidden, rows = (
+        text["num_attention_heads"] * size,
+        text["hidden_size"],
+        one.batch * one.canvas,
+    )
     keys = kv_heads * size * (1 if is_full else 2)
     seen = one.canvas + (one.context if is_full else min(one.context, text["sliding_window"] - 1))
     # Queries and results, and every visible key and value once.
     moved = 2.0 * BF16 * one.batch * (one.canvas * query + seen * kv_heads * size)
-    attention = Work(f"{name}: attention", moved, 4.0 * query * one.rows * seen)
-    hidden, num_layers = text["hidden_size"], text["layer_types"].count(kind)
-    projections = linear(f"{name}: projections", one.rows, hidden, query + keys, weight)
-    projections = projections.beside(linear(name, one.rows, query, hidden, weight))
-    return [projections.of_layers(num_layers), attention.of_layers(num_layers)]
-
-
-def _experts(text: dict[str, Any], rows: int, weight: float) -> Work:
-    """The experts of one layer."""
-    hidden, inner = text["hidden_size"], text["moe_intermediate_size"]
-    num_experts, chosen = text["num_experts"], text["top_k_experts"]
-    touched = num_experts * (1 - (1 - chosen / num_experts) ** rows)
-    return Work(
-        "experts",
-        weight * 3 * hidden * inner * touched + 2.0 * BF16 * rows * hidden,
-        2.0 * 3 * hidden * inner * chosen * rows,
-        is_low=weight == 1,
-    )
+    attention = Work(f"{name}: attention", moved, 4.0 * query * rows * seen)
+    shapes = (hidden, query + keys), (query, hidden)
+    projections = products(f"{name}: projections", rows, WEIGHT_BYTES[one.weights], *shapes)
+    return [work.times(text["layer_types"].count(kind)) for work in (projections, attention)]
 
 
 def pass_floor_ms(text: dict[str, Any], one: Pass, gpu: Gpu) -> float:
     """The sum of the components' floors."""
-    return sum(work.floor_ms(gpu) for work in components(text, one))
-
-
-def tokens_per_s(text: dict[str, Any], one: Pass, gpu: Gpu) -> float:
-    """At `FIXED_STEPS` passes for every block, if every pass took its floor."""
-    return 1e3 * one.rows / (FIXED_STEPS * pass_floor_ms(text, one, gpu))
+    return sum(max(work.times_ms(gpu)) for work in components(text, one))
 
 
 # --- output --------------------------------------------------------------------------------------
 
 
-def printed(text: dict[str, Any], one: Pass, gpu: Gpu) -> str:
-    """Floors by component."""
-    lines = [
-        f"{gpu.name}, {one.weights}, batch {one.batch}, context {one.context}: at least "
-        f"{pass_floor_ms(text, one, gpu):.2f} ms a pass, at most "
-        f"{tokens_per_s(text, one, gpu):,.0f} tokens/s",
-        f"  {'':24} {'GB':>9} {'TFLOP':>9} {'ms: bytes':>10} {'operations':>10}",
-    ]
-    for work in components(text, one):
-        moving_ms, computing_ms = work.times_ms(gpu)
-        lines.append(
-            f"  {work.component:24} {work.num_bytes / 1e9:9.3f} {work.flops / 1e12:9.3f} "
-            f"{moving_ms:10.3f} {computing_ms:10.3f}"
-        )
-    return "\n".join(lines)
-
-
 def floors(results: Path) -> str:
     """Section of docs/benchmarks.md: the least time of a pass, and the speed that it allows."""
-    return section(results / "roofline.csv", "python -m bench.roofline", _table)
 
+    def table(rows: Rows) -> str:
+        lines = [
+            [row["weights"], row["batch"], f"{float(row['floor_ms']):.1f}"]
+            + [f"{float(row['tokens_per_s']):,.0f}"]
+            for row in rows
+        ]
+        return markdown(["weights", "batch", "floor, ms a pass", "tokens/s at most"], lines)
 
-def _table(rows: Rows) -> str:
-    lines = []
-    for row in rows:
-        floor_ms, speed = float(row["floor_ms"]), float(row["tokens_per_s"])
-        lines.append([row["weights"], row["batch"], f"{floor_ms:.1f}", f"{speed:,.0f}"])
-    return markdown((["weights", "batch", "floor, ms a pass", "tokens/s at most"], lines))
+    return section(results / "roofline.csv", "python -m bench.roofline", table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables and write the CSV."""
+    """Print the floors by component, and write the CSV."""
     parser = command_line(__doc__)
     parser.add_argument("--config", type=Path, help="a checkpoint's folder; default: released")
     parser.add_argument("--weights", nargs="+", choices=list(WEIGHT_BYTES), default=[*WEIGHT_BYTES])
@@ -263,20 +218,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = released_config()
     if options.config:
         config = json.loads((options.config / "config.json").read_text())
-    text = config["text_config"]
-    gpu = Gpu(options.gpu, *(1e12 * peak for peak in options.peaks))
+    text, gpu = config["text_config"], Gpu(options.gpu, *(1e12 * peak for peak in options.peaks))
     rows: list[dict[str, object]] = []
-    for weights in options.weights:
-        for batch in options.batch:
-            one = Pass(weights, batch, options.context, config["canvas_length"])
-            print(printed(text, one, gpu) + "\n")
-            about = {"gpu": gpu.name, "weights": weights, "batch": batch, "context": one.context}
-            about["floor_ms"] = pass_floor_ms(text, one, gpu)
-            rows.append(about | {"tokens_per_s": tokens_per_s(text, one, gpu)})
-    shared = provenance("bench.roofline")
-    path = options.results / "roofline.csv"
-    write_csv(path, [row | shared for row in rows])
-    print(path)
+    for weights, batch in itertools.product(options.weights, options.batch):
+        one = Pass(weights, batch, options.context, config["canvas_length"])
+        floor_ms = pass_floor_ms(text, one, gpu)
+        speed = 1e3 * batch * one.canvas / (FIXED_STEPS * floor_ms)
+        print(
+            f"{gpu.name}, {weights}, batch {batch}, context {one.context}: at least "
+            f"{floor_ms:.2f} ms a pass, at most {speed:,.0f} tokens/s"
+        )
+        print(f"  {'':24} {'GB':>9} {'TFLOP':>9} {'ms: bytes':>10} {'operations':>10}")
+        for work in components(text, one):
+            cells = work.num_bytes / 1e9, work.flops / 1e12, *work.times_ms(gpu)
+            print("  {:24} {:9.3f} {:9.3f} {:10.3f} {:10.3f}".format(work.component, *cells))
+        about = {"gpu": gpu.name, "weights": weights, "batch": batch, "context": one.context}
+        rows.append(about | {"floor_ms": floor_ms, "tokens_per_s": speed})
+    publish(options.results / "roofline.csv", rows)
     return 0
 
 

@@ -24,14 +24,13 @@ converge (``adaptive``), random tokens with --steps denoise steps for every bloc
 Before anything is timed, each server must answer with HTTP 200 and exactly the number of tokens
 asked for, and two equal seeded requests equally (the built-in refuses a seed); otherwise there is
 no table. A run that is wrong (incomplete, of another length, of another number of denoise steps on
-the fixed schedule, or with fewer right answers than chance allows) has no speed.
+the fixed schedule), or whose contestant has fewer right answers than the others, has no speed.
 
 Written to --results: serve_MODE.csv, one row a run.
 """
 
 import argparse
 import json
-import re
 import shlex
 import sys
 import tempfile
@@ -42,60 +41,87 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import pipeline
-from bench.client import Client, answer_by_pipeline, answer_questions
-from bench.context import (
-    as_text,
-    command_line,
-    progress,
-    provenance,
-    reporting_failures,
-    write_csv,
-)
-from bench.measure import (
-    BUILTIN_PASSES,
-    COMMIT_APART,
-    NO_CANVAS,
-    OVERLAPPED,
-    PROMPT_APART,
-    csv_rows,
-)
-from bench.race import Contestant, Measured, Race, start_all
-from bench.servers import SERVE_FLAGS, Server, ServerOptions
+from bench.context import ROOT, command_line, progress, publish, read_csv, reporting_failures
+from bench.pipeline import PIPELINE
+from bench.pipeline import TRANSFORMERS as REFERENCE
+from bench.race import Contestant, Runs, race, rounds, start_all, withhold
+from bench.runs import BUILTIN_PASSES, COMMIT_APART, NO_CANVAS, OVERLAPPED, Client, Row
+from bench.servers import BUILTIN_ENVIRONMENT, SERVE_FLAGS, Server
 from bench.tables import load_tables
-from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, card_accuracy
+from bench.workloads import ADAPTIVE, FIXED, Shape, Workload
 
-KINDS = ("ours", "built-in", "tiny-ar", "transformers", "diffusers")
-OURS, BUILTIN, AUTOREGRESSIVE, REFERENCE, PIPELINE = KINDS
-LOCAL = {REFERENCE: answer_questions, PIPELINE: answer_by_pipeline}  # without a server
+KINDS = OURS, BUILTIN, AUTOREGRESSIVE = "ours", "built-in", "tiny-ar"
+LOCAL = (REFERENCE, PIPELINE)  # without a server
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A contestant as it is named on the command line: ``KIND --flags of its server``."""
+    """A contestant as it is named on the command line: ``KIND --flags of its server``.
+
+    Attributes:
+        source: folder that the plugin is imported from, in place of the installed one.
+    """
 
     name: str
     kind: str
-    flags: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+    source: Path | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Spec":
         """Raises argparse.ArgumentTypeError if there is no such kind."""
         kind, *flags = shlex.split(text)
-        if kind not in KINDS or (flags and not flags[0].startswith("--")):
+        if kind not in (*KINDS, *LOCAL) or (flags and not flags[0].startswith("--")):
+            allowed = ", ".join((*KINDS, *LOCAL))
             raise argparse.ArgumentTypeError(
-                f"{text!r}; allowed: one of {', '.join(KINDS)}, then flags of `vllm serve`."
+                f"{text!r}; allowed: one of {allowed}, then flags of `vllm serve`."
             )
         return cls(text, kind, tuple(flags))
 
     @property
-    def commits(self) -> int:
+    def commits(self) -> str:
         """How its passes are counted."""
         if self.kind != OURS:
             return NO_CANVAS if self.kind == AUTOREGRESSIVE else BUILTIN_PASSES
-        given = " ".join(self.flags)  # as --additional-config.dllm.KEY VALUE, or as JSON
-        options = {"first_step": PROMPT_APART, "commit": COMMIT_APART}
-        apart = (how for key, how in options.items() if re.search(rf"{key}\W+separate", given))
-        return sum(apart, start=OVERLAPPED)
+        given = " ".join(self.flags).replace('"', "").replace(":", " ")  # KEY VALUE, or JSON
+        return COMMIT_APART if "commit separate" in " ".join(given.split()) else OVERLAPPED
+
+
+@reporting_failures
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, write the CSV files."""
+    options = parse(arguments)
+    path = options.results / f"serve_{'eager' if options.eager else 'compiled'}.csv"
+    measure(options, lambda rows: publish(path, rows))
+    rows = read_csv(path)
+    print(f"\n{load_tables(rows)}\n\n{path}")
+    first = options.contestants[0].name
+    return int(any(row["problem"] for row in rows if row["contestant"] == first))
+
+
+def measure(options: argparse.Namespace, save: Callable[[list[Row]], None]) -> None:
+    """All schedules, each with servers of its own; ``save`` gets all rows, after each load.
+
+    Raises:
+        GateError: outputs are wrong.
+        RuntimeError: a server or client failed.
+    """
+    rows: list[Row] = []
+    deadline = time.monotonic() + 60 * options.minutes
+    for index, schedule in enumerate(options.schedule):
+        sizes = [len(workloads(options, other)) for other in options.schedule[index:]]
+        end = time.monotonic() + (deadline - time.monotonic()) * sizes[0] / sum(sizes)
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
+            racing = contestants(options, schedule, folder)
+            start_all(racing, options.shape, max(options.concurrency, default=1), stack)
+            runs = Runs(Client(folder), workloads(options, schedule))
+            turns = rounds(options.rounds, end - time.monotonic())
+
+            def save_all(found: list[Row], before: list[Row] = rows) -> None:
+                save([*before, *withhold(found)])
+
+            rows = [*rows, *withhold(race(racing, runs.workloads, turns, runs.run, save_all))]
 
 
 def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:
@@ -110,52 +136,6 @@ def workloads(options: argparse.Namespace, schedule: str) -> list[Workload]:
     ]
 
 
-@reporting_failures
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, write the CSV files."""
-    options = parse(arguments)
-    measured: Measured = []
-    path = options.results / f"serve_{'eager' if options.eager else 'compiled'}.csv"
-    about = provenance("bench.serve")
-    deadline = time.monotonic() + 60 * options.minutes
-    for index, schedule in enumerate(options.schedule):
-        sizes = [len(workloads(options, other)) for other in options.schedule[index:]]
-        left_s = (deadline - time.monotonic()) * sizes[0] / sum(sizes)
-
-        def save(more: Measured, before: Measured = measured) -> None:
-            write_csv(path, csv_rows([*before, *more], about))
-
-        measured = [*measured, *measure(options, schedule, time.monotonic() + left_s, save)]
-    print(f"\n{load_tables(as_text(csv_rows(measured, about)))}\n\n{path}")
-    first = options.contestants[0].name
-    return 1 if any(one.problem for _, one in measured if one.contestant == first) else 0
-
-
-def measure(
-    options: argparse.Namespace, schedule: str, deadline: float, save: Callable[[Measured], None]
-) -> Measured:
-    """All rounds of one schedule; what was measured is saved after each load.
-
-    Args:
-        deadline: of ``time.monotonic``; no round begins that would end later.
-
-    Raises:
-        GateError: outputs are wrong.
-        RuntimeError: a server or client failed.
-    """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
-        racing = contestants(options, schedule, folder)
-        most = max(options.concurrency, default=1)
-        start_all(racing, options.shape, most, stack)
-        budget_s = deadline - time.monotonic()
-        loads = workloads(options, schedule)
-        return Race(racing, loads, options.rounds, Client(folder), budget_s).run(save)
-
-
-# --- who is measured -----------------------------------------------------------------------------
-
-
 def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> list[Contestant]:
     """Those that a schedule has a meaning for, their servers not started."""
     generation = folder / "generation"
@@ -163,27 +143,25 @@ def contestants(options: argparse.Namespace, schedule: str, folder: Path) -> lis
     eager = ("--enforce-eager",) if options.eager else ()
     found = []
     for index, spec in enumerate(options.contestants):
-        is_twin = spec.kind == AUTOREGRESSIVE
-        if schedule == FIXED and spec.kind in (AUTOREGRESSIVE, *LOCAL):
+        is_twin, is_local = spec.kind == AUTOREGRESSIVE, spec.kind in LOCAL
+        if schedule == FIXED and (is_twin or is_local):
             continue
         model = options.autoregressive if is_twin else options.model
         flags = () if is_twin else ("--generation-config", str(generation))
-        served = ServerOptions(
-            spec.name,
-            str(model),
-            (*flags, *eager, *options.serve_flags, *spec.flags),
-            (("DLLM_DISABLE", "1"),) if spec.kind == BUILTIN else (),
-        )
+        flags = (*flags, *eager, *options.serve_flags, *spec.flags)
+        environment = dict(BUILTIN_ENVIRONMENT) if spec.kind == BUILTIN else {}
+        if spec.source is not None:
+            environment["PYTHONPATH"] = str(spec.source)
+        server = Server(spec.name, str(model), folder / f"{index}.log", flags, environment)
         found.append(
             Contestant(
                 spec.name,
+                None if is_local else server,
                 model,
                 spec.commits,
-                None if spec.kind in LOCAL else Server(served, folder / f"{index}.log"),
                 client_flags=("--temperature", "0") if is_twin else (),
                 takes_seeds=spec.kind != BUILTIN,
-                expected=card_accuracy(model),
-                local=LOCAL.get(spec.kind, answer_questions),
+                local=spec.kind if is_local else "",
             )
         )
     return found
@@ -207,11 +185,10 @@ def write_generation_config(model: Path, folder: Path, steps: int | None) -> Non
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; exits with a message when it is wrong."""
     parser = command_line(__doc__)
-    parser.add_argument("--model", type=Path, default=Path("checkpoints/tiny-dllm"))
-    parser.add_argument("--autoregressive", type=Path, default=Path("checkpoints/tiny-ar"))
-    parser.add_argument(
-        "--contestants", nargs="+", type=Spec.parse, default=[Spec.parse(kind) for kind in KINDS]
-    )
+    everybody = [Spec.parse(kind) for kind in (*KINDS, *LOCAL)]
+    parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-dllm")
+    parser.add_argument("--autoregressive", type=Path, default=ROOT / "checkpoints/tiny-ar")
+    parser.add_argument("--contestants", nargs="+", type=Spec.parse, default=everybody)
     parser.add_argument(
         "--schedule", nargs="+", choices=(ADAPTIVE, FIXED), default=[ADAPTIVE, FIXED]
     )
@@ -231,14 +208,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for flag, value in (("--rounds", given.rounds), ("--steps", given.steps)):
         if value < 1:
             parser.error(f"{flag} {value}; allowed: at least 1.")
+    if not (given.model / "config.json").exists():
+        parser.error(f"--model {given.model}: no config.json there; give a checkpoint's folder.")
+    config = json.loads((given.model / "config.json").read_text())
     try:
-        length = canvas_length(parser, given.model)
+        length = config["block_size"] if "block_size" in config else config["canvas_length"]
         given.shape = Shape(length, given.input_len, given.output_len)
     except ValueError as error:
         parser.error(str(error))
     if not (given.autoregressive / "config.json").exists():
         _leave_out(given, (AUTOREGRESSIVE,), f"{given.autoregressive} is not there")
-    if "block_size" in json.loads((given.model / "config.json").read_text()):
+    if "block_size" in config:
         _leave_out(given, (BUILTIN, REFERENCE), f"{given.model} has blocks")
         if not pipeline.is_installed():
             _leave_out(given, (PIPELINE,), pipeline.MISSING)
@@ -264,15 +244,6 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         default=list(SERVE_FLAGS),
         help="of all servers, in one string",
     )
-
-
-def canvas_length(parser: argparse.ArgumentParser, model: Path) -> int:
-    """Tokens of a canvas, or of a block; exits with a message where there is no checkpoint."""
-    config = model / "config.json"
-    if not config.exists():
-        parser.error(f"--model {model}: no config.json there; give a checkpoint's folder.")
-    read = json.loads(config.read_text())
-    return int(read["block_size"] if "block_size" in read else read["canvas_length"])
 
 
 if __name__ == "__main__":

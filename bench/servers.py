@@ -1,4 +1,4 @@
-"""``vllm serve`` processes of a benchmark: started on free ports, watched, stopped."""
+"""``vllm serve`` processes of a benchmark: started on free ports, paused, stopped."""
 
 import contextlib
 import json
@@ -12,11 +12,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from bench.context import GateError
 
 READY_TIMEOUT_S = 600
 STOP_TIMEOUT_S = 30
@@ -32,52 +34,36 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
+BUILTIN_ENVIRONMENT = {"DLLM_DISABLE": "1"}  # vLLM's own implementation serves
 # A small KV cache: vLLM would take most of the memory for the first of several servers.
 SERVE_FLAGS = ("--kv-cache-memory-bytes", "256M", "--max-model-len", "1024")
-
 COUNTED = ("dllm:", "vllm:diffusion_")  # what the names of counters begin with that are read
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """One ``vllm serve``.
-
-    Attributes:
-        name: of its log file, and in messages.
-        model: path or name of the checkpoint.
-        flags: of ``vllm serve``, without host and port.
-        environment: beside the inherited one; ``DLLM_DISABLE`` chooses the implementation.
-    """
-
-    name: str
-    model: str
-    flags: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class Response:
-    """A server's answer to a completion request; without ``token_ids`` unless the status is 200.
-
-    A status of 0 means that there was no answer.
-    """
-
-    status: int
-    token_ids: tuple[int, ...] = ()
-    error: str = ""
-
-
 class Server:
-    """A running ``vllm serve``; a context manager that stops it.
+    """A ``vllm serve``; a context manager that stops it.
 
     ``start`` returns at once, so that several servers load at the same time; ``wait_until_ready``
     waits for this one.
+
+    Args:
+        name: in messages.
+        model: path or name of the checkpoint.
+        flags: of ``vllm serve``, without host and port.
+        environment: beside the inherited one.
     """
 
-    def __init__(self, options: ServerOptions, log: Path) -> None:
-        self.options = options
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        log: Path,
+        flags: Sequence[str] = SERVE_FLAGS,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name, self.model, self.log = name, model, log
+        self.flags, self.environment = tuple(flags), dict(environment or {})
         self.port = free_port()
-        self.log = log
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -86,26 +72,25 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def pid(self) -> int:
-        """Of the process that was started, which is the API server."""
+    def process(self) -> "subprocess.Popen[bytes]":
+        """The process that was started, which is the API server."""
         assert self._process is not None, "start() first"
-        return self._process.pid
+        return self._process
 
     @property
     def command(self) -> list[str]:
         """The command line, as a user would type it."""
         address = ["--host", "127.0.0.1", "--port", str(self.port)]
-        return [vllm_command(), "serve", self.options.model, *address, *self.options.flags]
+        return [vllm_command(), "serve", self.model, *address, *self.flags]
 
     def start(self) -> None:
         """Start the process in a session of its own."""
-        environment = child_environment() | dict(self.options.environment)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=child_environment() | self.environment,
                 start_new_session=True,
             )
 
@@ -115,38 +100,39 @@ class Server:
         Raises:
             RuntimeError: it ended, or took more than ``READY_TIMEOUT_S``; with the end of its log.
         """
-        assert self._process is not None, "start() first"
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise RuntimeError(self._failure(f"ended with code {self._process.returncode}"))
+            if (code := self.process.poll()) is not None:
+                raise RuntimeError(f"{self.name} ended with code {code}:\n{tail(self.log)}")
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return
             except OSError:
                 time.sleep(0.5)
-        raise RuntimeError(self._failure(f"was not ready after {READY_TIMEOUT_S} s"))
+        raise RuntimeError(
+            f"{self.name} was not ready after {READY_TIMEOUT_S} s:\n{tail(self.log)}"
+        )
 
-    def _failure(self, what: str) -> str:
-        return f"the {self.options.name} server {what}:\n{tail(self.log)}"
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """The answer to a JSON body, to which the model's name is added.
 
-    def complete(self, **body: Any) -> Response:
-        """POST to /v1/completions and wait; the model's name is filled in."""
-        body = {"model": self.options.model, "return_token_ids": True} | body
+        Raises:
+            GateError: there is none, or its status is not 200.
+        """
         request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            self.url + path,
+            json.dumps({"model": self.model} | body).encode(),
+            {"Content-Type": "application/json"},
         )
         try:
             with urllib.request.urlopen(request, timeout=READY_TIMEOUT_S) as answer:
-                reply = json.load(answer)
+                return dict(json.load(answer))
         except urllib.error.HTTPError as error:
-            return Response(error.code, error=error.read().decode(errors="replace")[:500])
+            said = error.read().decode(errors="replace")[:500]
+            end = f"\n{tail(self.log)}" if error.code >= 500 else ""
+            raise GateError(f"{self.name}: HTTP {error.code}: {said}{end}") from None
         except OSError as error:
-            return Response(0, error=str(error))
-        token_ids = tuple(reply["choices"][0]["token_ids"])
-        return Response(200, token_ids)
+            raise GateError(f"{self.name}: {error}\n{tail(self.log)}") from None
 
     def counters(self) -> dict[str, float]:
         """NAME -> value of a counter under /metrics, labels summed.
@@ -168,15 +154,15 @@ class Server:
 
     def pause(self) -> None:
         """Stop all of its processes: a server that waits for work polls, and takes a core."""
-        assert self._process is not None, "start() first"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let its processes go on."""
-        assert self._process is not None, "start() first"
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGCONT)
+            os.killpg(self.process.pid, number)
 
     def stop(self, patience_s: float = STOP_TIMEOUT_S) -> None:
         """Stop the process, kindly first, and what is left of its group."""
@@ -186,8 +172,7 @@ class Server:
         self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._signal(signal.SIGKILL)
         self._process.wait()
         self._process = None
 

@@ -8,66 +8,67 @@ Three phases, with the same clients for good requests (``bench/soak_load.py``):
     rude        beside malformed, refused, aborted, unfinished and slow ones           (a quarter)
     everything  beside these, and bursts over the server's capacity                       (a half)
 
-The last two differ because a burst is no abuse: it takes capacity as good requests do, and all wait
-for their turn. A rude client must cost the others nothing.
-
 Every tenth good request is sent once more when all is over, alone, and must get the same tokens.
 Memory, file descriptors, threads and sockets of each process are sampled every two seconds.
 
-Writes ``soak.csv`` (``bench/soak_report.py`` says what is in it). Exit code 1 if a good request
-failed, a status was 500 or above, tokens differed, or the log has a traceback.
+Writes ``soak.csv``. A row is ``what`` was counted or measured, of which ``part`` (a phase, or a
+process), its ``value`` and ``unit``. ``MEASURE: slope`` is of the last phase, per hour, ``low`` and
+``high`` its 95% interval: least squares through the medians of twenty stretches of equal
+length, which are long beside what a garbage collection or a burst takes.
+
+Exit code 1 if a good request failed, a status was 500 or above, tokens differed, or the log has a
+traceback.
 """
 
 import asyncio
+import re
+import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
+import numpy as np
 import psutil  # type: ignore[import-untyped]
 
-from bench.context import command_line, progress, provenance, reporting_failures, write_csv
-from bench.servers import SERVE_FLAGS, Server, ServerOptions
-from bench.soak_load import HEAVY, RUDE, TURNS, Answer, Hostile, Request, ask, good, turn
-from bench.soak_report import CALM, EVERYTHING, RUDELY, Record, Sample, is_clean, report, soak
+from bench.context import ROOT, Rows, command_line, progress, publish, reporting_failures
+from bench.servers import SERVE_FLAGS, Server
+from bench.soak_load import HEAVY, RUDE, Answer, Hostile, Request, ask, good, turn
+from bench.tables import markdown, section
 
+CALM, RUDELY, EVERYTHING = PHASES = ("calm", "rude", "everything")
 SHARES = {CALM: 0.25, RUDELY: 0.25, EVERYTHING: 0.5}
 CLIENTS, RUDE_CLIENTS, HEAVY_CLIENTS = 4, 4, 1
 RUDE_PAUSE_S, HEAVY_PAUSE_S = 0.2, 2.0
 WARM_UP = 60  # requests before anything counts
+TURNS = 4  # of a conversation
 TIMEOUT_S = 300
 SAMPLE_S = 2.0
+SHADOWED = 10  # every so many good requests one is sent again
+STRETCHES = 20
+STUDENT = 2.101  # 97.5% of Student's t with STRETCHES - 2 degrees of freedom
 # Few places, so that a burst is over the capacity.
 FLAGS = (*SERVE_FLAGS, "--max-num-seqs", "16", "--enable-prefix-caching")
+MEASURES = {"memory": "MiB", "file descriptors": "", "threads": "", "sockets": ""}
+PROCESSES = {"EngineCore": "engine core", "Worker": "worker", "vllm": "API server"}  # by title
+WRONG = ("failed", "other tokens", "tracebacks")  # rows whose value has to be 0
+
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a client needs.
+class Sample(NamedTuple):
+    """What a process held at a time of ``time.monotonic``: the ``MEASURES``."""
 
-    Attributes:
-        deadline: of ``time.monotonic``; nothing is sent after it.
-    """
-
-    session: aiohttp.ClientSession
-    model: str
-    record: Record
-    dice: Random
-    phase: str = CALM
-    deadline: float = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the phase is."""
-        return time.monotonic() >= self.deadline
+    seconds: float
+    process: str
+    held: tuple[float, ...]
 
 
 @reporting_failures
@@ -75,136 +76,183 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaign, print the table, write the CSV."""
     parser = command_line(__doc__)
     parser.add_argument("--minutes", type=float, default=10, help="of load, all phases together")
-    parser.add_argument("--model", default="checkpoints/tiny-dllm")
+    parser.add_argument("--model", default=str(ROOT / "checkpoints/tiny-dllm"))
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
-    about = provenance("bench.soak")
     with tempfile.TemporaryDirectory(prefix="dllm-soak-") as folder:
         log = Path(folder) / "log"
-        with Server(ServerOptions("soak", given.model, FLAGS), log) as server:
+        with Server("soak", given.model, log, FLAGS) as server:
             server.start()
             server.wait_until_ready()
-            record = asyncio.run(campaign(server, 60 * given.minutes, given.seed))
-            record.read_log(log.read_text(errors="replace"))  # not that of its end
-    rows = report(record, given.seed)
-    write_csv(given.results / "soak.csv", [row | about for row in rows])
+            campaign = Campaign(server.model, given.seed)
+            asyncio.run(campaign.run(server.url, server.process.pid, 60 * given.minutes))
+            campaign.read_log(log.read_text(errors="replace"))  # not that of its end
+    rows = campaign.rows()
+    publish(given.results / "soak.csv", rows)
     print(soak(given.results))
-    for problem, count in Counter(record.problems).most_common(20):
+    for problem, count in Counter(campaign.problems).most_common(20):
         print(f"{count} x {problem}", file=sys.stderr)
-    return 0 if is_clean(rows) else 1
+    return int(any(row["value"] for row in rows if row["what"] in WRONG))
 
 
-async def campaign(server: Server, seconds: float, seed: int) -> Record:
-    """All phases, then the replays."""
-    record = Record()
-    async with aiohttp.ClientSession(
-        server.url,
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),  # the server: 5 s
-        timeout=aiohttp.ClientTimeout(TIMEOUT_S),
-    ) as session:
-        load = Load(session, server.options.model, record, Random(seed))
-        await warm_up(load)
-        watching = asyncio.create_task(watch(server, record))
-        for phase, share in SHARES.items():
-            progress(f"  {phase}")
-            record.begins[phase] = time.monotonic()
-            end = record.begins[phase] + share * seconds
-            await run_phase(replace(load, phase=phase, deadline=end))
-        record.ended = time.monotonic()
-        watching.cancel()
-        with suppress(asyncio.CancelledError, psutil.NoSuchProcess):
-            await watching
-        progress(f"  {len(record.shadows)} requests once more, alone")
-        await repeat(load)
-    return record
+class Campaign:
+    """Clients, phase after phase, and what they and the server's processes were seen to do.
 
+    Attributes:
+        latencies: of good requests, seconds, by phase.
+        sent, failed: requests, by phase and kind.
+        shadows: good requests that are sent again, with their answers.
+        problems: what was wrong, one line each.
+    """
 
-async def warm_up(load: Load) -> None:
-    """Requests of every kind, a few at once: grammars are compiled, caches filled."""
-    for _ in range(WARM_UP // CLIENTS):
-        requests = [good(load.dice) for _ in range(CLIENTS)]
-        await asyncio.gather(*(ask(load.session, load.model, one) for one in requests))
+    def __init__(self, model: str, seed: int) -> None:
+        self.model, self.dice = model, Random(seed)
+        self.phase, self.deadline, self.began = CALM, 0.0, 0.0
+        self.latencies: dict[str, list[float]] = defaultdict(list)
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.failed: Counter[tuple[str, str]] = Counter()
+        self.problems: list[str] = []
+        self.shadows: list[tuple[Request, Answer]] = []
+        self.samples: list[Sample] = []
+        self.num_different = self.num_tracebacks = 0
 
+    async def run(self, url: str, pid: int, seconds: float) -> None:
+        """All phases, then the replays."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)  # the server: 5 s
+        patience = aiohttp.ClientTimeout(TIMEOUT_S)
+        async with aiohttp.ClientSession(url, connector=connector, timeout=patience) as self._http:
+            for _ in range(WARM_UP // CLIENTS):  # grammars are compiled, caches filled
+                requests = [good(self.dice) for _ in range(CLIENTS)]
+                await asyncio.gather(*(ask(self._http, self.model, one) for one in requests))
+            watching = asyncio.create_task(self._watch(pid))
+            for self.phase in PHASES:
+                progress(f"  {self.phase}")
+                self.began = time.monotonic()
+                self.deadline = self.began + SHARES[self.phase] * seconds
+                await self._run_phase()
+            watching.cancel()
+            with suppress(asyncio.CancelledError, psutil.NoSuchProcess):
+                await watching
+            self.samples += sample(pid)
+            progress(f"  {len(self.shadows)} requests once more, alone")
+            for request, before in self.shadows:
+                after = await ask(self._http, self.model, request)
+                if after != before:
+                    self.num_different += 1
+                    answers = f"{before.choices} became {after.choices}"
+                    self.problems.append(f"{request.kind}: {answers}: {request.body}"[:1000])
 
-async def run_phase(load: Load) -> None:
-    """All clients of a phase until it is over; each has dice of its own."""
-    hostile: list[tuple[dict[str, Hostile], float]] = []
-    if load.phase != CALM:
-        hostile += [(RUDE, RUDE_PAUSE_S)] * RUDE_CLIENTS
-    if load.phase == EVERYTHING:
-        hostile += [(HEAVY, HEAVY_PAUSE_S)] * HEAVY_CLIENTS
+    async def _run_phase(self) -> None:
+        """All clients of a phase until it is over; each has dice of its own."""
+        hostile: list[tuple[dict[str, Hostile], float]] = []
+        if self.phase != CALM:
+            hostile += [(RUDE, RUDE_PAUSE_S)] * RUDE_CLIENTS
+        if self.phase == EVERYTHING:
+            hostile += [(HEAVY, HEAVY_PAUSE_S)] * HEAVY_CLIENTS
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(CLIENTS):
+                clients.create_task(self._good_client(Random(self.dice.random())))
+            for kinds, pause_s in hostile:
+                dice = Random(self.dice.random())
+                clients.create_task(self._hostile_client(dice, kinds, pause_s))
 
-    def own() -> Load:
-        return replace(load, dice=Random(load.dice.random()))
+    async def _good_client(self, dice: Random) -> None:
+        """Single requests, and conversations that take as much of the time."""
+        while time.monotonic() < self.deadline:
+            for _ in range(TURNS):
+                await self._ask(good(dice))
+            messages: list[dict[str, Any]] = []
+            for _ in range(TURNS):
+                request = turn(dice, messages)
+                answer = await self._ask(request)
+                if time.monotonic() >= self.deadline or not answer.is_good:
+                    break
+                text, *_ = answer.choices[0]
+                messages = [*request.body["messages"], {"role": "assistant", "content": text}]
 
-    async with asyncio.TaskGroup() as clients:
-        for _ in range(CLIENTS):
-            clients.create_task(good_client(own()))
-        for kinds, pause_s in hostile:
-            clients.create_task(hostile_client(own(), kinds, pause_s))
+    async def _ask(self, request: Request) -> Answer:
+        start = time.perf_counter()
+        answer = await ask(self._http, self.model, request)
+        self.answered(request, answer, time.perf_counter() - start)
+        if answer.status == 0:
+            await asyncio.sleep(1)  # the server may be gone
+        return answer
 
-
-async def good_client(load: Load) -> None:
-    """Single requests, and conversations that take as much of the time."""
-    while not load.is_over:
-        for _ in range(TURNS):
-            await timed(load, good(load.dice))
-        messages: list[dict[str, Any]] = []
-        for _ in range(TURNS):
-            request = turn(load.dice, messages)
-            answer = await timed(load, request)
-            if load.is_over or not answer.is_good:
+    async def _hostile_client(
+        self, dice: Random, kinds: dict[str, Hostile], pause_s: float
+    ) -> None:
+        """One hostile act after the other, with a pause of ``pause_s`` on average."""
+        for kind in cycle(dice.sample(list(kinds), len(kinds))):
+            if time.monotonic() >= self.deadline:
                 break
-            text, *_ = answer.choices[0]
-            messages = [*request.body["messages"], {"role": "assistant", "content": text}]
+            try:
+                statuses = await kinds[kind](self._http, self.model, dice)
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                statuses = []  # the server may hang up on such clients
+            self.got(kind, statuses)
+            await asyncio.sleep(dice.expovariate(1 / pause_s))
 
-
-async def timed(load: Load, request: Request) -> Answer:
-    """Ask, and record the answer."""
-    start = time.perf_counter()
-    answer = await ask(load.session, load.model, request)
-    load.record.answered(load.phase, request, answer, time.perf_counter() - start)
-    if answer.status == 0:
-        await asyncio.sleep(1)  # the server may be gone
-    return answer
-
-
-async def hostile_client(load: Load, kinds: dict[str, Hostile], pause_s: float) -> None:
-    """One hostile act after the other, with a pause of ``pause_s`` on average."""
-    for kind in cycle(load.dice.sample(list(kinds), len(kinds))):
-        if load.is_over:
-            break
-        try:
-            statuses = await kinds[kind](load.session, load.model, load.dice)
-        except (aiohttp.ClientError, OSError, TimeoutError):
-            statuses = []  # the server may hang up on such clients
-        load.record.got(load.phase, kind, statuses)
-        await asyncio.sleep(load.dice.expovariate(1 / pause_s))
-
-
-async def repeat(load: Load) -> None:
-    """Send each shadow once more, alone; the request is recorded where the answers differ."""
-    for request, before in load.record.shadows:
-        after = await ask(load.session, load.model, request)
-        if after != before:
-            load.record.num_different += 1
-            answers = f"{before.choices} became {after.choices}"
-            load.record.problems.append(f"{request.kind}: {answers}: {request.body}"[:1000])
-
-
-# --- what the server holds ------------------------------------------------------------------------
-
-TITLES = {"EngineCore": "engine core", "Worker": "worker", "vllm": "API server"}
-
-
-async def watch(server: Server, record: Record) -> None:
-    """Sample the server's processes until this is cancelled, and once more then."""
-    try:
+    async def _watch(self, pid: int) -> None:
         while True:
-            record.samples += sample(server.pid)
+            self.samples += sample(pid)
             await asyncio.sleep(SAMPLE_S)
-    finally:
-        record.samples += sample(server.pid)
+
+    def answered(self, request: Request, answer: Answer, seconds: float) -> None:
+        """Count a good request; every tenth of those that were answered has a shadow."""
+        self.sent[self.phase, request.kind] += 1
+        if not answer.is_good:
+            self.failed[self.phase, request.kind] += 1
+            self.problems.append(f"{request.kind}: HTTP {answer.status} {answer.problem}")
+            return
+        self.latencies[self.phase].append(seconds)
+        if sum(map(len, self.latencies.values())) % SHADOWED == 0:
+            self.shadows.append((request, answer))
+
+    def got(self, kind: str, statuses: Sequence[int]) -> None:
+        """Count hostile requests; statuses of 500 and above are failures of the server."""
+        self.sent[self.phase, kind] += max(1, len(statuses))
+        bad = [status for status in statuses if status >= 500]
+        self.failed[self.phase, kind] += len(bad)
+        self.problems += [f"{kind}: HTTP {status}" for status in bad]
+
+    def read_log(self, text: str) -> None:
+        """Count tracebacks; the last line of each is a problem."""
+        lines = text.splitlines()
+        for number, line in enumerate(lines):
+            if "Traceback (most recent call last)" in line:
+                self.num_tracebacks += 1
+                last = (one for one in lines[number:] if re.search(r"\w+(Error|Exception)\b", one))
+                self.problems.append(f"log: {next(last, line)}"[:300])
+
+    def rows(self) -> list[Row]:
+        """What the CSV file holds."""
+        rows = [_row("requests", ": ".join(part), n) for part, n in self.sent.items()]
+        rows += [_row("failed", ": ".join(part), n) for part, n in self.failed.items() if n]
+        for phase, seconds in self.latencies.items():
+            for percent in (50, 99):
+                value = 1e3 * float(np.percentile(seconds, percent))
+                rows.append(_row(f"p{percent}", phase, value, unit="ms"))
+        for process in dict.fromkeys(one.process for one in self.samples):
+            rows += self._held(process)
+        rows.append(_row("sent once more", "", len(self.shadows)))
+        rows.append(_row("other tokens", "", self.num_different))
+        return [*rows, _row("tracebacks", "log", self.num_tracebacks)]
+
+    def _held(self, process: str) -> list[Row]:
+        """Median and slope of each measure of a process, in the last phase."""
+        mine = [
+            one
+            for one in self.samples
+            if (one.process, one.seconds >= self.began) == (process, True)
+        ]
+        rows = []
+        for index, (measure, unit) in enumerate(MEASURES.items()):
+            values = [one.held[index] for one in mine]
+            rows.append(_row(measure, process, statistics.median(values), unit=unit))
+            if found := slope([one.seconds for one in mine], values):
+                an_hour = f"{unit} an hour".strip()
+                rows.append(_row(f"{measure}: slope", process, *found, unit=an_hour))
+        return rows
 
 
 def sample(pid: int) -> list[Sample]:
@@ -214,18 +262,86 @@ def sample(pid: int) -> list[Sample]:
     for process in (parent, *parent.children(recursive=True)):
         with suppress(psutil.NoSuchProcess), process.oneshot():
             title = "".join(process.cmdline()[:2])
-            name = next((name for said, name in TITLES.items() if said in title), "")
-            if name == "API server" and process.pid != pid:
+            name = next((name for said, name in PROCESSES.items() if said in title), "")
+            if not name or (name == "API server" and process.pid != pid):
                 continue
-            if name:
-                held = (
-                    process.memory_info().rss / 2**20,
-                    process.num_fds(),
-                    process.num_threads(),
-                    len(process.net_connections("all")),
-                )
-                found.append(Sample(now, name, held))
+            memory, sockets = process.memory_info().rss / 2**20, process.net_connections("all")
+            held = memory, process.num_fds(), process.num_threads(), len(sockets)
+            found.append(Sample(now, name, held))
     return found
+
+
+# --- numbers and table ----------------------------------------------------------------------------
+
+
+def _row(
+    what: str,
+    part: str,
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
+    unit: str = "",
+) -> Row:
+    return {"what": what, "part": part, "value": value, "unit": unit, "low": low, "high": high}
+
+
+def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float, float] | None:
+    """Per hour, with its 95% interval; None with fewer than two samples a stretch.
+
+    Args:
+        times: seconds, ascending.
+    """
+    if len(times) < 2 * STRETCHES:
+        return None
+    hours = [statistics.mean(part) / 3600 for part in np.array_split(times, STRETCHES)]
+    medians = [statistics.median(part) for part in np.array_split(values, STRETCHES)]
+    (value, _), covariance = np.polyfit(hours, medians, 1, cov=True)
+    error = STUDENT * float(np.sqrt(max(0.0, covariance[0, 0])))
+    return float(value), float(value) - error, float(value) + error
+
+
+def soak(results: Path) -> str:
+    """Section of docs/reliability.md: what the campaign sent, and what it found."""
+    return section(results / "soak.csv", "python -m bench.soak", _tables)
+
+
+def _tables(rows: Rows) -> str:
+    """Requests and latencies by phase; what each process holds, and its slope; the replays."""
+    found = {(row["what"], row["part"]): row for row in rows}
+    lines = []
+    for kind in dict.fromkeys(part.split(": ")[1] for what, part in found if what == "requests"):
+        cells = [_number(found.get(("requests", f"{phase}: {kind}")), 0) for phase in PHASES]
+        wrong = [found.get(("failed", f"{phase}: {kind}")) for phase in PHASES]
+        failed = [f" ({row['value']} failed)" if row else "" for row in wrong]
+        lines.append([kind, *map("".join, zip(cells, failed, strict=True))])
+    for what in ("p50", "p99"):
+        cells = [_number(found.get((what, phase)), 0) for phase in PHASES]
+        lines.append([f"good requests: {what}", *cells])
+    held = []
+    for process in (part for what, part in found if what == "memory"):
+        cells = [process]
+        for measure in MEASURES:
+            value = _number(found.get((measure, process)), 1 if measure == "memory" else 0)
+            cells.append(f"{value}; {_number(found.get((f'{measure}: slope', process)), 1)}")
+        held.append(cells)
+    replays, different = found["sent once more", ""]["value"], found["other tokens", ""]["value"]
+    verdict = (
+        f"Sent once more, alone: {replays} good requests; {different} of them got other tokens. "
+        f"Tracebacks in the log: {found['tracebacks', 'log']['value']}."
+    )
+    tables = markdown(["", *PHASES], lines), markdown([EVERYTHING, *MEASURES], held)
+    return "\n\n".join([*tables, verdict])
+
+
+def _number(row: dict[str, str] | None, decimals: int) -> str:
+    """``value unit [low .. high]``, or a dash."""
+    if row is None:
+        return "-"
+    value, low, high = (
+        f"{float(row[name]):.{decimals}f}" if row[name] else "" for name in ("value", "low", "high")
+    )
+    unit = f" {row['unit']}" if row["unit"] else ""
+    return f"{value}{unit} [{low} .. {high}]" if low else f"{value}{unit}"
 
 
 if __name__ == "__main__":

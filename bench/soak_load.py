@@ -7,9 +7,8 @@ malformed, greedy or rude; it may get anything but a status of 500 and above.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -17,18 +16,11 @@ from dllm.tasks.suite import FAMILIES, question
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TOKENS = 64
-TURNS = 4  # of a conversation
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
+PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 Body = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A request of a kind; ``body`` without the model's name."""
 
     kind: str
@@ -36,8 +28,7 @@ class Request:
     body: Body
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What came back.
 
     Attributes:
@@ -79,20 +70,12 @@ def _sampled(dice: Random) -> tuple[str, Body]:
     """A few parameters at a time, of every one that there is."""
     every: Body = {
         "temperature": dice.choice([0, 0.5, 1.5]),
-        "top_k": dice.randrange(2, 50),
-        "top_p": dice.uniform(0.5, 1),
-        "min_p": dice.uniform(0, 0.2),
-        "presence_penalty": dice.uniform(-1, 1),
-        "frequency_penalty": dice.uniform(-1, 1),
-        "repetition_penalty": dice.uniform(1, 1.3),
+        **{"top_k": dice.randrange(2, 50), "top_p": dice.uniform(0.5, 1), "min_p": 0.1},
+        **{"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2},
         "logit_bias": {str(dice.randrange(20, 500)): dice.uniform(-5, 5)},
-        "bad_words": ["the", "a b"],
-        "min_tokens": dice.randrange(1, 40),
-        "logprobs": dice.randrange(4),
-        "prompt_logprobs": 0,
-        "stop": ["zz"],
+        **{"bad_words": ["the", "a b"], "stop": ["zz"], "ignore_eos": True, "min_tokens": 20},
+        **{"logprobs": dice.randrange(4), "prompt_logprobs": 0},
         "stop_token_ids": [dice.randrange(20, 500)],
-        "ignore_eos": True,
         "allowed_token_ids": sorted(dice.sample(range(20, 500), 200)),
     }
     return _completion(dice, **_some(dice, every, 3))
@@ -100,12 +83,9 @@ def _sampled(dice: Random) -> tuple[str, Body]:
 
 def _denoised(dice: Random) -> tuple[str, Body]:
     every: Body = {
-        "diffusion_canvas_length": dice.randrange(4, 33),
-        "diffusion_max_steps": dice.randrange(1, 9),
-        "diffusion_t_max": dice.uniform(0.9, 1.5),
-        "diffusion_t_min": dice.uniform(0.05, 0.2),
-        "diffusion_entropy_bound": dice.uniform(0.05, 2),
-        "diffusion_confidence": dice.uniform(0.01, 0.5),
+        **{"diffusion_canvas_length": dice.randrange(4, 33), "diffusion_max_steps": 5},
+        **{"diffusion_t_max": dice.uniform(0.9, 1.5), "diffusion_t_min": dice.uniform(0.05, 0.2)},
+        **{"diffusion_entropy_bound": dice.uniform(0.05, 2), "diffusion_confidence": 0.2},
         "diffusion_eos_stop": dice.choice([0, 1]),
     }
     return _completion(dice, vllm_xargs=_some(dice, every, 2))
@@ -128,10 +108,8 @@ def _streamed(dice: Random) -> tuple[str, Body]:
 
 
 def _infilled(dice: Random) -> tuple[str, Body]:
-    words = _prompt(dice).split()
-    middle = len(words) // 2
-    before, after = " ".join(words[:middle]), " ".join(words[middle + 1 : middle + 4])
-    return COMPLETIONS, {"prompt": before, "suffix": " " + after, "max_tokens": 8}
+    before, after = _prompt(dice).split(" ", 1)
+    return COMPLETIONS, {"prompt": before, "suffix": " " + after[:20], "max_tokens": 8}
 
 
 def _pinned(dice: Random) -> tuple[str, Body]:
@@ -175,42 +153,34 @@ def turn(dice: Random, before: list[Body]) -> Request:
 
 async def ask(session: aiohttp.ClientSession, model: str, request: Request) -> Answer:
     """Send a good request and read all of its answer."""
-    body = {"model": model} | request.body
     try:
-        async with session.post(request.path, json=body) as reply:
+        async with session.post(request.path, json={"model": model} | request.body) as reply:
             if reply.status != 200:
                 return Answer(reply.status, problem=(await reply.text())[:300])
-            if request.body.get("stream"):
-                return _joined(
-                    [json.loads(line[6:]) async for line in reply.content if _event(line)]
-                )
-            return Answer(200, tuple(_choice(one) for one in (await reply.json())["choices"]))
+            if not request.body.get("stream"):
+                return joined([await reply.json()])
+            lines = [line[6:] async for line in reply.content if line.startswith(b"data: {")]
+            return joined([json.loads(line) for line in lines])
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
         return Answer(0, problem=f"{type(error).__name__}: {error}"[:300])
 
 
-def _event(line: bytes) -> bool:
-    return line.startswith(b"data: ") and not line.startswith(b"data: [DONE]")
-
-
-def _choice(one: Body) -> tuple[str, tuple[int, ...], str]:
-    text = one["text"] if "text" in one else one["message"]["content"]
-    return text or "", tuple(one.get("token_ids") or ()), str(one["finish_reason"])
-
-
-def _joined(events: list[Body]) -> Answer:
-    """The answer that a stream of one choice spells."""
-    text, end = "", ""
-    ids: list[int] = []
+def joined(events: list[Body]) -> Answer:
+    """The answer that a stream spells; a body without a stream is one event."""
+    choices: dict[int, tuple[str, tuple[int, ...], str]] = {}
     for event in events:
         if "error" in event:
             return Answer(0, problem=str(event["error"])[:300])
         for one in event["choices"]:
-            text += one["text"] if "text" in one else one["delta"].get("content") or ""
-            ids += one.get("token_ids") or []
-            end = one["finish_reason"] or end
-    problem = "" if end else "the stream ended without a finish reason"
-    return Answer(200, ((text, tuple(ids), end),), problem)
+            text, ids, end = choices.get(one["index"], ("", (), ""))
+            said = (
+                one if "text" in one else {"text": (one.get("message") or one["delta"])["content"]}
+            )
+            ids += tuple(one.get("token_ids") or ())
+            choices[one["index"]] = text + (said["text"] or ""), ids, one["finish_reason"] or end
+    whole = bool(choices) and all(end for *_, end in choices.values())
+    problem = "" if whole else "the stream ended without a finish reason"
+    return Answer(200, tuple(choices.values()), problem)
 
 
 # --- hostile ones ---------------------------------------------------------------------------------
@@ -223,20 +193,13 @@ JUNK: tuple[Any, ...] = (
     *([1] * 5000, "\0", "👩‍👩‍👧" * 9, "../../etc/passwd"),
 )
 REFUSED: tuple[Body, ...] = (
-    {"max_tokens": 0},
-    {"temperature": -1},
+    *({"max_tokens": 0}, {"temperature": -1}, {"prompt": [5] * 5000}, {"prompt": [10**9]}),
+    *({"use_beam_search": True, "n": 4}, {"logit_bias": {"99999": 1}}),
     {"vllm_xargs": {"diffusion_canvas_length": 10**6}},
-    {"vllm_xargs": {"diffusion_lenght": 1}},
-    {"prompt": [5] * 5000},
-    {"prompt": [10**9]},
-    {"use_beam_search": True, "n": 4},
     {"structured_outputs": {"regex": "((a{1,99}){1,99}){1,99}"}},
     {"structured_outputs": {"regex": "(a|aa|aaa|aaaa)*" * 50 + "b" * 999}},
     {"structured_outputs": {"json": {"type": "object", "if": {}, "not": {}}}},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 5}}},
-    {"stream": True, "vllm_xargs": {"x": 1}},
-    {"logit_bias": {"99999": 1}},
-    {"stop_token_ids": [-1]},
 )
 
 
@@ -246,6 +209,10 @@ async def _status(session: aiohttp.ClientSession, path: str, body: bytes | Body)
     async with session.post(path, data=data, headers=headers) as reply:
         await reply.read()
         return reply.status
+
+
+def _endless(dice: Random, model: str, **options: Any) -> Body:
+    return {"model": model, "prompt": _prompt(dice), "ignore_eos": True} | options
 
 
 async def malformed(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
@@ -269,12 +236,10 @@ async def refused(session: aiohttp.ClientSession, model: str, dice: Random) -> l
 
 async def aborted(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
     """A long answer whose client hangs up at once, or in the middle of the stream."""
-    body = {"model": model, "prompt": _prompt(dice), "max_tokens": 512, "ignore_eos": True}
+    body = _endless(dice, model, max_tokens=512, stream=dice.random() < 0.7)
     patience = aiohttp.ClientTimeout(dice.uniform(0.01, 0.2))
     try:
-        async with session.post(
-            COMPLETIONS, json=body | {"stream": dice.random() < 0.7}, timeout=patience
-        ) as reply:
+        async with session.post(COMPLETIONS, json=body, timeout=patience) as reply:
             await reply.content.readany()
             return [reply.status]
     except TimeoutError:
@@ -283,9 +248,10 @@ async def aborted(session: aiohttp.ClientSession, model: str, dice: Random) -> l
 
 async def slow(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
     """A stream with unfinished canvases that is read a few bytes at a time, and left."""
-    body = {"model": model, "prompt": _prompt(dice), "max_tokens": 256, "stream": True}
-    body |= {"logprobs": 5, "vllm_xargs": {"diffusion_stream": "canvas"}, "ignore_eos": True}
-    async with session.post(COMPLETIONS, json=body) as reply:
+    body = _endless(dice, model, max_tokens=256, stream=True, logprobs=5)
+    async with session.post(
+        COMPLETIONS, json=body | {"vllm_xargs": {"diffusion_stream": "canvas"}}
+    ) as reply:
         for _ in range(10):
             await reply.content.read(64)
             await asyncio.sleep(0.2)
@@ -308,18 +274,14 @@ async def unfinished(session: aiohttp.ClientSession, model: str, dice: Random) -
 
 async def burst(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
     """More requests at once than the server has places, each with long answers."""
-    bodies = [
-        {"model": model, "prompt": _prompt(dice), "max_tokens": 128, "ignore_eos": True}
-        for _ in range(48)
-    ]
-    sent = (_status(session, COMPLETIONS, body) for body in bodies)
-    return list(await asyncio.gather(*sent))
+    bodies = [_endless(dice, model, max_tokens=128) for _ in range(48)]
+    return list(await asyncio.gather(*(_status(session, COMPLETIONS, body) for body in bodies)))
 
 
 async def greedy(session: aiohttp.ClientSession, model: str, dice: Random) -> list[int]:
     """The most of everything that is allowed."""
-    body = {"model": model, "prompt": [7] * 500, "max_tokens": 256, "ignore_eos": True, "n": 8}
-    body |= {"logprobs": 20, "prompt_logprobs": 5, "bad_words": ["no"] * 50}
+    body = _endless(dice, model, prompt=[7] * 500, max_tokens=256, n=8, logprobs=20)
+    body |= {"prompt_logprobs": 5, "bad_words": ["no"] * 50}
     return [await _status(session, COMPLETIONS, body)]
 
 

@@ -6,81 +6,73 @@ the rows is the one that the others are compared with.
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench.context import Rows, read_csv
 
-# A heading and lines of cells.
-Table = tuple[list[str], list[list[str]]]
+
+def spread(rows: Rows, column: str, decimals: int = 1) -> str:
+    """The median with smallest and largest value, or a dash without values."""
+    return spread_of([float(row[column]) for row in rows if row[column]], decimals)
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median, smallest and largest of a few values."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """The spread of at least one value."""
-        return cls(statistics.median(values), min(values), max(values))
-
-    def text(self, decimals: int) -> str:
-        """``median [low .. high]``."""
-        middle, low, high = (f"{x:.{decimals}f}" for x in (self.median, self.low, self.high))
-        return f"{middle} [{low} .. {high}]"
-
-
-def values(rows: Rows, column: str) -> list[float]:
-    """A column of the rows that have a value."""
-    return [float(row[column]) for row in rows if row[column]]
+def spread_of(values: Sequence[float], decimals: int) -> str:
+    """``median [low .. high]``, or a dash without values."""
+    if not values:
+        return "-"
+    ends = statistics.median(values), min(values), max(values)
+    return "{} [{} .. {}]".format(*(f"{value:.{decimals}f}" for value in ends))
 
 
 def middle(rows: Rows, column: str, decimals: int = 1) -> str:
     """The median, or a dash without values."""
-    found = values(rows, column)
-    return f"{statistics.median(found):.{decimals}f}" if found else "-"
-
-
-def spread(rows: Rows, column: str, decimals: int = 1) -> str:
-    """The median with smallest and largest value, or a dash without values."""
-    found = values(rows, column)
-    return Spread.of(found).text(decimals) if found else "-"
+    return spread(rows, column, decimals).split(" ")[0]
 
 
 def ratios(rows: Rows, others: Rows, column: str) -> str:
     """``rows / others`` of each round in which both have a value, median and range; or a dash."""
     ours = {row["pair"]: float(row[column]) for row in rows if row[column]}
     theirs = {row["pair"]: float(row[column]) for row in others if row[column]}
-    both = [ours[pair] / theirs[pair] for pair in ours if theirs.get(pair)]
-    return Spread.of(both).text(2) if both else "-"
+    return spread_of([ours[pair] / theirs[pair] for pair in ours if theirs.get(pair)], 2)
 
 
-def markdown(table: Table) -> str:
-    """As Markdown."""
-    header, lines = table
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    """A table: a heading and lines of cells."""
     text = [f"| {' | '.join(cells)} |" for cells in (header, *lines)]
     return "\n".join([text[0], "|---" * len(header) + "|", *text[1:]])
 
 
-def measured_with(rows: Rows, file: str) -> str:
-    """Commands, commits, machine and versions behind the rows, with a link to the CSV file."""
-    first = rows[0]
-    runs = dict.fromkeys(f"`{row['command']}`, commit {row['commit']}" for row in rows)
-    return (
-        f"{'; '.join(runs)}, {first['machine']}, {first['versions']} ([CSV](bench/results/{file}))."
-    )
+def grouped(rows: Rows, *columns: str) -> dict[tuple[str, ...], Rows]:
+    """The rows by the values of these columns, in the order in which they appear."""
+    found: dict[tuple[str, ...], Rows] = {}
+    for row in rows:
+        found.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return found
+
+
+def of(rows: Rows, contestant: str) -> Rows:
+    """The rows of a contestant."""
+    return [row for row in rows if row["contestant"] == contestant]
+
+
+def names_of(rows: Rows) -> list[str]:
+    """The contestants, in the order of the first round."""
+    return [name for (name,) in grouped(rows, "contestant")]
 
 
 def section(path: Path, command: str, show: Callable[[Rows], str]) -> str:
-    """What a page shows of a CSV file, and where that is from; or which command writes the file."""
+    """What a page shows of a CSV file, and commands, commits, machine and versions behind it.
+
+    Without the file, which command writes it.
+    """
     rows = read_csv(path)
     if not rows:
         return f"Not measured yet: `{command}`."
-    return f"{show(rows)}\n\n{measured_with(rows, path.name)}"
+    runs = "; ".join(
+        f"`{line}`, commit {commit}" for line, commit in grouped(rows, "command", "commit")
+    )
+    about = f"{runs}, {rows[0]['machine']}, {rows[0]['versions']}"
+    return f"{show(rows)}\n\n{about} ([CSV](bench/results/{path.name}))."
 
 
 # --- servers side by side ------------------------------------------------------------------------
@@ -94,39 +86,34 @@ COLUMNS = (
     ("ms_per_denoise_step", "ms per denoise step", 1, middle),
     ("steps_per_block", "steps per block", 2, middle),
     ("passes_per_block", "passes per block", 2, middle),
-    ("tokens_per_pass", "tokens per pass", 1, middle),
 )
 
 
-def of(rows: Rows, contestant: str) -> Rows:
-    """The rows of a contestant."""
-    return [row for row in rows if row["contestant"] == contestant]
+def load_tables(rows: Rows) -> str:
+    """A table for each schedule, then what was wrong."""
+    parts = []
+    for (schedule,), here in grouped(rows, "schedule").items():
+        count = len(grouped(here, "pair"))
+        parts += [f"**{TITLES[schedule]} (rounds: {count})**", load_table(here)]
+    return "\n\n".join([*parts, *problems(rows)])
 
 
-def names_of(rows: Rows) -> list[str]:
-    """The contestants, in the order of the first round."""
-    return list(dict.fromkeys(row["contestant"] for row in rows))
-
-
-def load_table(rows: Rows) -> Table:
+def load_table(rows: Rows) -> str:
     """One line a load and contestant, of one schedule; the last columns are ratios pair by pair."""
-    first, *_ = names = names_of(rows)
+    first, *_ = names_of(rows)
     header = ["load", "", *(heading for _, heading, *_ in COLUMNS), "correct"]
     header += [f"{first} / this: latency p50", f"{first} / this: tokens/s"]
     lines = []
-    for load in dict.fromkeys((row["concurrency"], row["rate"]) for row in rows):
-        here = [row for row in rows if (row["concurrency"], row["rate"]) == load]
-        title = f"{load[0]} at once" if load[0] else f"{float(load[1]):g} per s"
-        for name in names:
-            if not (own := of(here, name)):
-                continue
+    for (at_once, rate), here in grouped(rows, "concurrency", "rate").items():
+        title = f"{at_once} at once" if at_once else f"{float(rate):g} per s"
+        for (name,), own in grouped(here, "contestant").items():
             compared = ["", ""]
             if name != first:
                 both = of(here, first), own
                 compared = [ratios(*both, column) for column in ("latency_ms", "tokens_per_s")]
             numbers = [show(own, column, n) for column, _, n, show in COLUMNS]
             lines.append([title, name, *numbers, _correct(own), *compared])
-    return header, lines
+    return markdown(header, lines)
 
 
 def _correct(rows: Rows) -> str:
@@ -138,41 +125,27 @@ def _correct(rows: Rows) -> str:
 
 def problems(rows: Rows) -> list[str]:
     """What was wrong with runs that have no speed, a line each."""
-    wrong = (f"* {row['contestant']}: {row['problem']}" for row in rows if row["problem"])
+    wrong = (f"* {row['contestant']}: {row['problem']}" for row in rows if row.get("problem"))
     lines = list(dict.fromkeys(wrong))
     return ["\n".join(["No speed is reported where answers were wrong:", *lines])] if lines else []
 
 
-def load_tables(rows: Rows) -> str:
-    """A table for each schedule, then what was wrong."""
-    parts = []
-    for schedule in dict.fromkeys(row["schedule"] for row in rows):
-        here = [row for row in rows if row["schedule"] == schedule]
-        rounds = len({row["pair"] for row in here})
-        parts += [f"**{TITLES[schedule]} (rounds: {rounds})**", markdown(load_table(here))]
-    return "\n\n".join([*parts, *problems(rows)])
-
-
-# --- sections of our pages -----------------------------------------------------------------------
-
-
 def serving(results: Path) -> str:
-    """All contestants at all loads, compiled."""
+    """Section of docs/benchmarks.md: all contestants at all loads, compiled."""
     return section(results / "serve_compiled.csv", "make bench", load_tables)
 
 
 def families(results: Path) -> str:
     """Section of docs/families.md: models with blocks, a line a block size and load."""
-    path, command = results / "families.csv", "python -m bench.serve --model checkpoints/tiny-sdar"
-    return section(path, command, lambda rows: markdown(_by_block(rows)))
+    command = "python -m bench.serve --model checkpoints/tiny-sdar"
+    return section(results / "families.csv", command, _by_block)
 
 
-def _by_block(rows: Rows) -> Table:
+def _by_block(rows: Rows) -> str:
     first, *others = names_of(rows)
     lines = []
-    for size, load in dict.fromkeys((row["canvas_length"], row["concurrency"]) for row in rows):
-        here = [r for r in rows if (r["canvas_length"], r["concurrency"]) == (size, load)]
+    for (size, load), here in grouped(rows, "canvas_length", "concurrency").items():
         own = of(here, first)
         compared = [ratios(own, of(here, name), "tokens_per_s") for name in others]
         lines.append([f"B = {size}, {load} at once", spread(own, "tokens_per_s", 0), *compared])
-    return ["", f"{first}, tokens/s", *(f"{first} / {name}" for name in others)], lines
+    return markdown(["", f"{first}, tokens/s", *(f"{first} / {name}" for name in others)], lines)

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,7 +92,7 @@ def test_a_failure_is_the_exit_code_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roofline = PARTS[-1]
-    broken = replace(roofline, command="bench.roofline --batch none")
+    broken = roofline._replace(command="bench.roofline --batch none")
     monkeypatch.setattr(gpu, "PARTS", [broken, roofline])
     assert gpu.main(["--toy", "--out", str(tmp_path)]) == 1
     first, second = read_csv(tmp_path / "gpu_parts.csv")

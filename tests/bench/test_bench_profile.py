@@ -19,7 +19,6 @@ from bench.profile_step import (
     Step,
     check_steps,
     mean_parts,
-    report,
 )
 from tests.support.forced_async import write_plugin
 
@@ -91,18 +90,6 @@ def test_heads_and_prompts_are_no_denoise_steps(rows: tuple[int, int]) -> None:
     assert not Step({}, 1, *rows).is_denoise_only
 
 
-def test_report_has_a_row_for_every_part(capsys: pytest.CaptureFixture[str]) -> None:
-    parts_ms = dict.fromkeys(PARTS, 0.0) | {FORWARD: 6.0, ENGINE: 2.0, IDLE: 2.0}
-    rows = report("ours", parts_ms)
-    assert [row["group"] for row in rows] == list(PARTS)
-    assert {row["group"]: row["share"] for row in rows if row["share"]} == {
-        FORWARD: 0.6,
-        ENGINE: 0.2,
-        IDLE: 0.2,
-    }
-    assert "10.000 ms a step" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("wall_ms", "canvas_rows", "message"),
     [
@@ -133,13 +120,6 @@ def test_a_mean_leaves_out_the_extremes() -> None:
     # A visit of four passes counts for four denoise steps.
     walls_and_passes = [(1.0, 1), *[(10.0, 1)] * 4, *[(20.0, 4)] * 4, (1000.0, 1)]
     assert mean_parts([visit(*one) for one in walls_and_passes])[FORWARD] == 120 / 20
-
-
-def test_the_environment_chooses_the_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DLLM_DISABLE", "1")  # of the caller's shell
-    ours, builtin = (profile_step.environment(name) for name in (OURS, BUILTIN))
-    assert "DLLM_DISABLE" not in ours and builtin["DLLM_DISABLE"] == "1"
-    assert ours["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and ours["OMP_NUM_THREADS"]
 
 
 ROOT = Path(__file__).parents[2]

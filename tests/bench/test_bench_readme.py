@@ -1,17 +1,16 @@
-"""Sections of our pages come from CSV files, and the pages in the repository agree."""
+"""Pages and CSV files agree; what each section makes of its file."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import readme, roofline, tables
-from bench.context import ROOT, provenance, read_csv, write_csv
-from bench.measure import Measurement, csv_rows
+from bench.context import ROOT, provenance, publish, read_csv, write_csv
 from bench.profile_step import ENGINE, FORWARD, step_time
-from bench.serve import BUILTIN, OURS
-from bench.workloads import ADAPTIVE, Shape, Workload
+from bench.runs import FIGURES
+from bench.serve import BUILTIN, OURS, PIPELINE
 
 ABOUT = {
     "commit": "abc1234",
@@ -19,30 +18,18 @@ ABOUT = {
     "versions": "vllm 0",
     "command": "python -m bench.serve",
 }
-WORKLOAD = Workload(ADAPTIVE, 40, Shape(32, 32, 32), concurrency=8)
-RUN = Measurement(
-    contestant=OURS,
-    pair=0,
-    num_requests=40,
-    tokens_per_s=300.0,
-    ttft_ms=50.0,
-    latency_ms=60.0,
-    latency_p99_ms=90.0,
-    ms_per_denoise_step=6.0,
-    steps_per_block=3.0,
-    passes_per_block=3.0,
-    tokens_per_pass=5.0,
-    num_correct=36,
-)
-THEIRS = replace(RUN, contestant=BUILTIN, tokens_per_s=100.0)
+QUESTIONS = {"schedule": "adaptive", "concurrency": 8, "rate": None, "pair": 0} | ABOUT
+RUN: dict[str, Any] = QUESTIONS | dict.fromkeys(FIGURES) | {"num_requests": 40, "num_correct": 36}
+RUN |= {"contestant": OURS, "tokens_per_s": 300.0, "problem": ""}
+THEIRS = RUN | {"contestant": BUILTIN, "tokens_per_s": 100.0}
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """One CSV of every kind."""
-    runs = [(WORKLOAD, RUN), (WORKLOAD, THEIRS)]
-    runs += [(replace(WORKLOAD, concurrency=None, rate=4.0), one) for one in (RUN, THEIRS)]
-    write_csv(tmp_path / "serve_compiled.csv", csv_rows(runs, ABOUT))
+    """A CSV of servers."""
+    slower = {"concurrency": None, "rate": 4.0}
+    rows = [RUN, THEIRS, RUN | slower, THEIRS | slower]
+    write_csv(tmp_path / "serve_compiled.csv", rows)
     return tmp_path
 
 
@@ -78,7 +65,7 @@ def test_a_typed_figure_is_found_and_rewritten(results: Path, tmp_path: Path) ->
     assert page.read_text().endswith("<!-- /bench -->\nbelow\n")
 
 
-@pytest.mark.parametrize("name", sorted(set(readme.SECTIONS) - {"models"}))  # of model cards
+@pytest.mark.parametrize("name", sorted(readme.SECTIONS))
 def test_a_section_without_a_csv_says_what_to_run(name: str, tmp_path: Path) -> None:
     text = readme.SECTIONS[name](tmp_path)
     assert re.fullmatch(r"Not (measured|computed) yet: `[^`]+`\.", text)
@@ -95,24 +82,23 @@ def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
 
 
 def test_a_run_without_speed_is_named(results: Path) -> None:
-    wrong = replace(THEIRS, tokens_per_s=None, problem="5 of 40 answers are right")
-    runs = [(WORKLOAD, RUN), (WORKLOAD, wrong)]
-    write_csv(results / "serve_compiled.csv", csv_rows(runs, ABOUT))
+    wrong = THEIRS | {"tokens_per_s": None, "problem": "5 of 40 answers are right"}
+    write_csv(results / "serve_compiled.csv", [RUN, wrong])
     section = tables.serving(results)
     assert "* built-in: 5 of 40 answers are right" in section
     assert re.search(r"\| built-in \| - \| .*\| - \|$", section, re.MULTILINE)
 
 
 def test_an_unknown_mark_is_refused(results: Path) -> None:
-    with pytest.raises(ValueError, match="bench:speed: no such section; allowed: models, "):
+    with pytest.raises(ValueError, match="bench:speed: no such section"):
         readme.document("<!-- bench:speed -->\n<!-- /bench -->", results)
 
 
 def test_csv_files_say_where_they_come_from(tmp_path: Path) -> None:
-    write_csv(tmp_path / "a" / "x.csv", [{"value": 1 / 3, "nothing": None} | provenance("bench.x")])
+    publish(tmp_path / "a" / "x.csv", [{"value": 1 / 3, "nothing": None}])
     (row,) = read_csv(tmp_path / "a" / "x.csv")
     assert (row["value"], row["nothing"]) == ("0.333333", "")
-    assert all(row[name] for name in ("commit", "machine", "versions", "command"))
+    assert row == {"value": "0.333333", "nothing": ""} | provenance()
     assert read_csv(tmp_path / "none.csv") == []
 
 
@@ -151,3 +137,48 @@ def test_floors_are_those_of_the_roofline(tmp_path: Path) -> None:
     roofline.main(["--weights", "fp8", "--batch", "1", "--results", str(tmp_path)])
     *_, whole = read_csv(tmp_path / "roofline.csv")
     assert f"| fp8 | 1 | {float(whole['floor_ms']):.1f} | " in roofline.floors(tmp_path)
+
+
+# --- README's table: ours divided by the other's, round by round ---------------------------------
+
+
+def runs(about: dict[str, Any], load: int, contestant: str, *speeds: float) -> list[dict[str, Any]]:
+    about = {"commit": "abc1234", "machine": "a machine", "versions": "vllm 0"} | about
+    return [
+        about | {"contestant": contestant, "concurrency": load, "pair": pair, "tokens_per_s": speed}
+        for pair, speed in enumerate(speeds)
+    ]
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> Path:
+    about = {"schedule": "adaptive"}
+    serving = runs(about, 1, OURS, 300, 200) + runs(about, 1, BUILTIN, 100, 100)
+    serving += runs(about, 32, OURS, 100) + runs(about, 32, BUILTIN, 200)
+    serving += runs({"schedule": "fixed"}, 1, BUILTIN, 1, 1)  # random tokens: left out
+    write_csv(tmp_path / readme.SERVING, serving)
+    settings = runs(about, 32, OURS, 110) + runs(about, 32, f"{BUILTIN} --max-num-seqs 64", 100)
+    write_csv(tmp_path / readme.SETTINGS, settings)
+    about = {"canvas_length": 32}
+    write_csv(tmp_path / readme.FAMILIES, runs(about, 1, OURS, 90) + runs(about, 1, PIPELINE, 30))
+    about = {"target": "tiny-ar", "family": "mixed"}
+    drafting = runs(about, 1, "adaptive", 90) + runs(about, 1, "n-gram", 100)
+    drafting += runs(about | {"target": "inflated"}, 1, "n-gram", 1)
+    write_csv(tmp_path / readme.DRAFTER, drafting)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "| vLLM's built-in DiffusionGemma | 2.50 [2.00 .. 3.00] | - | 0.50 [0.50 .. 0.50] "
+        "| [abc1234](bench/results/serve_compiled.csv) |",
+        "(default: 8) | - | - | 1.10 [1.10 .. 1.10] | [abc1234](bench/results/serve_settings.csv)",
+        "SDAR, blocks of 32 tokens | diffusers' pipeline | 3.00 [3.00 .. 3.00] | - | - | [abc1234]",
+        "SDAR, blocks of 4 tokens | diffusers' pipeline | - | - | - |",
+        "| vLLM's n-gram drafts | 0.90 [0.90 .. 0.90] | - | - | [abc1234]",
+    ],
+)
+def test_wins_and_losses_stand_side_by_side(line: str, compared: Path) -> None:
+    assert line in readme.comparison(compared)
+    assert readme.comparison(compared).endswith("\n\na machine, vllm 0.")

@@ -1,83 +1,73 @@
-"""What the drafter's benchmark makes of its runs. No servers."""
+"""What the drafter's benchmark makes of its runs, without servers; the deeper copy of tiny-ar.
+
+The copy gives tiny-ar's logits to the last bit, and its drafter drafts the same.
+"""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen3ForCausalLM
 
-from bench.context import as_text, read_csv, write_csv
+from bench.context import publish, read_csv
 from bench.drafter import (
+    DRAFTER,
     FILE,
     IN_PROCESS,
+    LAYERS,
     MEASURED,
     PLAIN,
-    SHAPE,
     STOCK_DRAFTS,
+    TARGET,
     Pair,
-    as_right_as_plain,
     contestants,
     drafting,
     loads,
     pairs,
     parse,
-    rows_of,
-    sections,
-    speeds,
+    tables,
+    write_drafter,
+    write_target,
 )
-from bench.inflate import DRAFTER, LAYERS, TARGET, num_layers_of
-from bench.measure import NO_CANVAS, Measurement, measurement
 from bench.servers import SERVE_FLAGS
-from bench.tables import markdown
-from bench.workloads import ADAPTIVE, MIXED, Workload
+from bench.workloads import MIXED
 from dllm.tasks.suite import FAMILIES
+from tests.support.drafter_harness import drafting_engine, greedy, watch_drafts
 
-LOAD = Workload(ADAPTIVE, 2, SHAPE, 8, families=("edit",))
-ALONE = replace(LOAD, concurrency=1, families=tuple(FAMILIES))
-ABOUT = {"commit": "abc", "machine": "a machine", "versions": "vllm 0", "command": "python x"}
 TINY = Pair("tiny-ar", TARGET, DRAFTER, None)
+PROMPT = [(21 + 7 * index) % 450 for index in range(40)]
+DEPTH = 12
 
 
-def run(
-    name: str, pair: int, tokens_per_s: float, accepted: int = 0, steps: int = 0
-) -> Measurement:
-    saved = {
-        "completed": 2,
-        "failed": 0,
-        "duration": 1.0,
-        "output_throughput": tokens_per_s,
-        "output_lens": [10, 12],
-        "ttfts": [0.1, 0.2],
-        "latencies": [0.2, 0.3],
-        "spec_decode_num_drafts": steps,
-        "spec_decode_accepted_tokens": accepted,
-    }
-    return measurement(name, pair, NO_CANVAS, saved, LOAD)
+def num_layers_of(model: Path) -> int:
+    return json.loads((model / "config.json").read_text())["num_hidden_layers"]
 
 
-def rows(load: Workload, runs: list[Measurement]) -> list[dict[str, str]]:
-    return as_text(rows_of(TINY, [(load, one) for one in runs], ABOUT))
+def run(name: str, pair: int, speed: float, length: float | None = None, **load: object) -> dict:
+    load = {"target": "tiny-ar", "family": "edit", "concurrency": 8, "problem": ""} | load
+    figures = {"tokens_per_s": speed, "acceptance_length": length}
+    return {"contestant": name, "pair": pair, **load, **figures}
 
 
-def test_ratios_are_taken_round_by_round_and_tokens_per_verifying_step(tmp_path: Path) -> None:
-    runs = [run(PLAIN, 0, 100), run("adaptive", 0, 250, accepted=30, steps=10)]
-    runs += [run("adaptive", 1, 150, accepted=10, steps=10), run(PLAIN, 1, 50)]
+def test_ratios_are_taken_round_by_round(tmp_path: Path) -> None:
+    runs = [run(PLAIN, 0, 100), run("adaptive", 0, 250, 4.0)]
+    runs += [run("adaptive", 1, 150, 2.0), run(PLAIN, 1, 50)]
     runs += [run(IN_PROCESS, 0, 125), run(IN_PROCESS, 1, 100)]
-    line = markdown(speeds(rows(LOAD, runs))).splitlines()[-1]
-    assert line == (
+    publish(tmp_path / FILE, runs)
+    assert (
         "| tiny-ar | edit | 8 | 75 | 2.75 [2.50 .. 3.00] (1.75) · 3.0 | 1.62 [1.25 .. 2.00] |"
+        in tables(read_csv(tmp_path / FILE))
     )
-    assert runs[1].acceptance_length == 4.0 and runs[0].acceptance_length is None
 
 
 def test_the_page_shows_mixed_questions_and_the_csv_all(tmp_path: Path) -> None:
-    assert "Not measured" in drafting(tmp_path)
-    runs = [run(PLAIN, 0, 100), run(IN_PROCESS, 0, 90), run("adaptive", 0, 250, 30, 10)]
-    found = rows(ALONE, runs)
-    path = tmp_path / FILE
-    write_csv(path, [*found, *rows(LOAD, runs)])
-    assert markdown(speeds(found)) in drafting(tmp_path) and "edit" not in drafting(tmp_path)
-    assert "| edit |" in sections(read_csv(path))
+    runs = [run(PLAIN, 0, 100), run("adaptive", 0, 250)]
+    mixed = [row | {"family": MIXED, "concurrency": 1} for row in runs]
+    publish(tmp_path / FILE, [*runs, *mixed])
+    shown = drafting(tmp_path)
+    assert f"| tiny-ar | {MIXED} | 1 |" in shown and "edit" not in shown
+    assert "| edit |" in tables(read_csv(tmp_path / FILE))
 
 
 def test_loads() -> None:
@@ -105,9 +95,9 @@ def test_pairs(tmp_path: Path) -> None:
 
 def test_who_is_measured(tmp_path: Path) -> None:
     options = parse(["--widths", "3", "7", "--pilot", str(tmp_path)])
-    pair = replace(TINY, draft_model=TARGET)
+    pair = TINY._replace(draft_model=TARGET)
     racing = contestants(options, pair, tmp_path)
-    named = {one.name: one.server.options for one in racing if one.server}
+    named = {one.name: one.server for one in racing if one.server}
     assert list(named) == [
         *(PLAIN, IN_PROCESS, "fixed 3", "fixed 7", "adaptive", "pilot", "n-gram", "draft model")
     ]
@@ -117,22 +107,57 @@ def test_who_is_measured(tmp_path: Path) -> None:
     assert (config["num_speculative_tokens"], config["model"]) == (7, str(DRAFTER))
     assert '"policy": "adaptive"' in named["adaptive"].flags[-1]
     assert str(tmp_path) in named["pilot"].flags[-1]
-    stock = {name for name, one in named.items() if one.environment == (("DLLM_DISABLE", "1"),)}
+    stock = {name for name, one in named.items() if one.environment == {"DLLM_DISABLE": "1"}}
     assert stock == {"n-gram", "draft model"}
     assert json.loads(named["n-gram"].flags[-1])["num_speculative_tokens"] == STOCK_DRAFTS
-    own = contestants(parse([]), replace(pair, draft_model=None), tmp_path)
+    own = contestants(parse([]), TINY, tmp_path)
     assert not {"pilot", "draft model"} & {one.name for one in own}
 
 
-def test_a_run_that_is_right_less_often_than_plain_decoding_has_no_speed() -> None:
-    load = replace(LOAD, num_requests=100)
+# --- the deeper copy -----------------------------------------------------------------------------
 
-    def right(name: str, num_correct: int) -> tuple[Workload, Measurement]:
-        one = run(name, 0, 5.0)
-        return load, replace(one, num_requests=100, num_correct=num_correct)
 
-    turn = [right("fixed 7", 60), right(PLAIN, 90), right("adaptive", 88), right("pilot", 99)]
-    found = {one.contestant: one for _, one in as_right_as_plain(turn)}
-    worse = found.pop("fixed 7")
-    assert worse.tokens_per_s is None and "plain decoding got right 90.0 %" in worse.problem
-    assert [one.tokens_per_s for one in found.values()] == [5.0] * 3
+@pytest.fixture(scope="module")
+def deeper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("deeper")
+    write_target(out / "target", DEPTH)
+    write_drafter(out / "drafter", DEPTH)
+    return out
+
+
+def logits(model: Path, dtype: torch.dtype) -> torch.Tensor:
+    loaded = Qwen3ForCausalLM.from_pretrained(model, dtype=dtype)
+    with torch.inference_mode():
+        return loaded(torch.tensor([PROMPT])).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_equal_to_the_last_bit(deeper: Path, dtype: torch.dtype) -> None:
+    found = logits(deeper / "target", dtype)
+    assert torch.equal(found, logits(TARGET, dtype))
+    assert found.argmax(-1).unique().numel() > 3  # not one token everywhere
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_the_engine_tokens_and_drafts_are_the_same(deeper: Path, dtype: str) -> None:
+    runs = []
+    for target, drafter in ((TARGET, DRAFTER), (deeper / "target", deeper / "drafter")):
+        engine = drafting_engine(target, drafter, 7, dtype=dtype)
+        with watch_drafts(engine) as seen:
+            tokens = engine.generate([PROMPT], greedy(40))
+        runs.append((tokens, seen))
+    (tokens, drafts), (tokens_deeper, drafts_deeper) = runs
+    assert tokens_deeper == tokens
+    assert len(drafts_deeper) == len(drafts) < 40
+    for one, other in zip(drafts, drafts_deeper, strict=True):
+        assert (one.tokens, one.drafts) == (other.tokens, other.drafts)
+        assert torch.equal(one.logits, other.logits)
+
+
+def test_fewer_layers_are_the_first_ones(tmp_path: Path) -> None:
+    write_target(tmp_path / "target", 2)
+    kept = Qwen3ForCausalLM.from_pretrained(tmp_path / "target").state_dict()
+    whole = Qwen3ForCausalLM.from_pretrained(TARGET).state_dict()
+    assert {name for name in whole if "layers." in name and name.split(".")[2] in "01"} < set(kept)
+    assert all(torch.equal(one, whole[name]) for name, one in kept.items())

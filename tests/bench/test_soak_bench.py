@@ -3,23 +3,18 @@
 import asyncio
 import json
 import os
-import statistics
 import subprocess
 import sys
 from itertools import count
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
-from bench import soak, soak_load, soak_report
-from bench.context import as_text, write_csv
+from bench import soak, soak_load
+from bench.context import publish
+from bench.soak import CALM, EVERYTHING, PHASES, RUDELY, Campaign, Sample
 from bench.soak_load import COMPLETIONS, GOOD, Answer, Request
-from bench.soak_report import CALM, EVERYTHING, PHASES, RUDELY, Record, Sample
-
-ABOUT = {"commit": "c", "machine": "m", "versions": "v", "command": "run"}
-
 
 # --- requests -------------------------------------------------------------------------------------
 
@@ -59,7 +54,7 @@ EVENTS = [{"choices": [choice("a ", [5], None)]}, {"choices": [choice("b", [6], 
     ],
 )
 def test_a_stream_is_joined_and_an_incomplete_one_is_no_answer(events, answer):
-    assert soak_load._joined(events) == answer
+    assert soak_load.joined(events) == answer
     assert answer.is_good == (answer.problem == "")
 
 
@@ -81,8 +76,8 @@ class Clock:
 
 
 def campaign(answer, monkeypatch, num_requests):
-    """The record of a campaign against an HTTP server whose completions are ``answer(body)``."""
-    clock = Clock()
+    """A campaign against an HTTP server whose completions are ``answer(body)``."""
+    clock, found = Clock(), Campaign("m", seed=3)
     monkeypatch.setattr(soak, "time", clock)
 
     async def reply(request):
@@ -93,11 +88,10 @@ def campaign(answer, monkeypatch, num_requests):
         except ValueError:
             return web.Response(status=400)
         status, text = answer(body)
+        event = {"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]}
         if not body.get("stream"):
-            one = {"text": text, "finish_reason": "stop"}
-            return web.json_response({"choices": [one]}, status=status)
-        event = json.dumps({"choices": [{"text": text, "finish_reason": "stop"}]})
-        return web.Response(status=status, text=f"data: {event}\n\ndata: [DONE]\n\n")
+            return web.json_response(event, status=status)
+        return web.Response(status=status, text=f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n")
 
     async def run():
         app = web.Application()
@@ -107,15 +101,19 @@ def campaign(answer, monkeypatch, num_requests):
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         port = site._server.sockets[0].getsockname()[1]
-        server = SimpleNamespace(
-            url=f"http://127.0.0.1:{port}", options=SimpleNamespace(model="m"), pid=os.getpid()
-        )
         try:
-            return await soak.campaign(server, num_requests / clock.REQUESTS_PER_S, seed=3)
+            seconds = num_requests / clock.REQUESTS_PER_S
+            await found.run(f"http://127.0.0.1:{port}", os.getpid(), seconds)
         finally:
             await runner.cleanup()
 
-    return asyncio.run(run())
+    asyncio.run(run())
+    return found
+
+
+def wrong(found):
+    """What the exit code says."""
+    return [row["what"] for row in found.rows() if row["what"] in soak.WRONG and row["value"]]
 
 
 @pytest.fixture
@@ -129,38 +127,35 @@ def quick(monkeypatch):
 
 
 def test_a_campaign_against_a_good_server_is_clean(quick, monkeypatch):
-    record = campaign(lambda body: (200, f"{body.get('seed')}"), monkeypatch, 400)
-    rows = soak_report.report(record, seed=0)
-    assert soak_report.is_clean(rows)
-    assert record.num_good >= 100 and len(record.shadows) == record.num_good // 10
-    kinds = {(phase, kind) for phase, kind in record.sent}
-    assert {(CALM, "conversation"), (RUDELY, "malformed"), (EVERYTHING, "burst over capacity")} <= (
-        kinds
-    )
-    assert (CALM, "malformed") not in kinds
+    found = campaign(lambda body: (200, f"{body.get('seed')}"), monkeypatch, 400)
+    assert not wrong(found)
+    num_good = sum(map(len, found.latencies.values()))
+    assert num_good >= 100 and len(found.shadows) == num_good // 10
+    kinds = {(CALM, "conversation"), (RUDELY, "malformed"), (EVERYTHING, "burst over capacity")}
+    assert kinds <= set(found.sent) and (CALM, "malformed") not in found.sent
 
 
 def test_other_tokens_in_a_replay_are_found(quick, monkeypatch):
     numbers = count()
-    record = campaign(lambda body: (200, f"{next(numbers)}"), monkeypatch, 400)
-    assert record.num_different == len(record.shadows) > 0
-    assert not soak_report.is_clean(soak_report.report(record, seed=0))
+    found = campaign(lambda body: (200, f"{next(numbers)}"), monkeypatch, 400)
+    assert found.num_different == len(found.shadows) > 0 and wrong(found) == ["other tokens"]
 
 
 def test_statuses_of_500_are_failures_and_refusals_of_hostile_requests_are_not():
-    record = Record()
-    record.got(RUDELY, "malformed", [400, 200, 500])
-    record.got(RUDELY, "aborted", [])
-    record.answered(CALM, Request("question", COMPLETIONS, {}), Answer(400, problem="no"), 1.0)
-    assert record.sent == {(RUDELY, "malformed"): 3, (RUDELY, "aborted"): 1, (CALM, "question"): 1}
-    assert record.failed[RUDELY, "malformed"] == record.failed[CALM, "question"] == 1
-    assert record.problems == ["malformed: HTTP 500", "question: HTTP 400 no"]
+    found = Campaign("m", 0)
+    found.answered(Request("question", COMPLETIONS, {}), Answer(400, problem="no"), 1.0)
+    found.phase = RUDELY
+    found.got("malformed", [400, 200, 500])
+    found.got("aborted", [])
+    assert found.sent == {(RUDELY, "malformed"): 3, (RUDELY, "aborted"): 1, (CALM, "question"): 1}
+    assert found.failed[RUDELY, "malformed"] == found.failed[CALM, "question"] == 1
+    assert found.problems == ["question: HTTP 400 no", "malformed: HTTP 500"]
 
 
 def test_a_traceback_in_the_log_is_found():
-    record = Record()
-    record.read_log("fine\nTraceback (most recent call last):\n  File x\nValueError: bad\nfine")
-    assert record.num_tracebacks == 1 and record.problems == ["log: ValueError: bad"]
+    found = Campaign("m", 0)
+    found.read_log("fine\nTraceback (most recent call last):\n  File x\nValueError: bad\nfine")
+    assert found.num_tracebacks == 1 and found.problems == ["log: ValueError: bad"]
 
 
 def test_the_processes_of_a_server_are_sampled_by_their_titles():
@@ -184,40 +179,30 @@ def test_the_processes_of_a_server_are_sampled_by_their_titles():
 
 def test_the_slope_of_a_line_and_of_noise():
     seconds = [2.0 * number for number in range(200)]
-    value, low, high = soak_report.slope(seconds, [5 + second / 60 for second in seconds])
+    value, low, high = soak.slope(seconds, [5 + second / 60 for second in seconds])
     assert value == pytest.approx(60) and low == pytest.approx(60) == pytest.approx(high)
     dice = Random(0)
     inside = 0
     for _ in range(200):
-        _, low, high = soak_report.slope(seconds, [dice.gauss(0, 1) for _ in seconds])
+        _, low, high = soak.slope(seconds, [dice.gauss(0, 1) for _ in seconds])
         inside += low <= 0 <= high
     assert 180 <= inside <= 199  # of 95%
-    assert soak_report.slope(seconds[:30], seconds[:30]) is None
-
-
-def test_the_ratio_of_percentiles():
-    dice = Random(0)
-    calm = [dice.expovariate(1) for _ in range(3000)]
-    value, low, high = soak_report.ratio([2 * one for one in calm], calm, seed=0)
-    assert value == pytest.approx(2) and low < 2 < high
-    assert statistics.mean([low, high]) == pytest.approx(2, rel=0.2)
+    assert soak.slope(seconds[:30], seconds[:30]) is None
 
 
 def test_the_table_says_what_was_sent_and_what_failed(tmp_path):
-    assert "Not measured yet" in soak_report.soak(tmp_path)
-    record = Record()
-    for number, phase in enumerate(PHASES):
-        record.begins[phase] = 100.0 * number
+    assert "Not measured yet" in soak.soak(tmp_path)
+    found = Campaign("m", 0)
+    for found.phase in PHASES:
         for _ in range(20):
-            record.answered(phase, Request("stream", "", {}), Answer(200, (("", (), "stop"),)), 0.1)
-    record.got(EVERYTHING, "malformed", [503])
+            found.answered(Request("stream", "", {}), Answer(200, (("", (), "stop"),)), 0.1)
+    found.got("malformed", [503])
     held = (100.0, 5.0, 3.0, 2.0)
-    record.samples = [Sample(200.0 + number, "engine core", held) for number in range(60)]
-    rows = soak_report.report(record, seed=0)
-    write_csv(tmp_path / "soak.csv", as_text([row | ABOUT for row in rows]))
-    table = soak_report.soak(tmp_path)
+    found.samples = [Sample(200.0 + number, "engine core", held) for number in range(60)]
+    publish(tmp_path / "soak.csv", found.rows())
+    table = soak.soak(tmp_path)
     assert "| stream | 20 | 20 | 20 |" in table
     assert "| malformed | - | - | 1 (1 failed) |" in table
-    assert "| good requests: p99 / p99 of calm | - | 1.00 [1.00 .. 1.00] |" in table
+    assert "| good requests: p99 | 100 ms | 100 ms | 100 ms |" in table
     assert "100.0 MiB; 0.0 MiB an hour [0.0 .. 0.0]" in table
     assert "6 good requests; 0 of them got other tokens" in table

@@ -12,8 +12,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from bench import pipeline as llada2_pipeline
-from tests.support import family_checkpoints
+from tests.support import family_checkpoints, llada2_pipeline
 from tests.support.engine_harness import Engine, get_engine
 
 pytestmark = pytest.mark.skipif(not llada2_pipeline.is_installed(), reason=llada2_pipeline.MISSING)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench import pipeline as llada2_pipeline
 from dllm.models.unmasking import rule
 from dllm.models.unmasking.rule import STRATEGIES, Proposal
+from tests.support import llada2_pipeline
 
 BLOCK, MASK, STOP, VOCAB = 8, 99, 7, 100
 

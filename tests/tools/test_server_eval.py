@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -79,11 +80,18 @@ def test_the_command_draws_and_writes(
     assert len(groups) == len(steps)
 
 
-def test_a_conversation_goes_on(server: Server) -> None:
-    """The server takes what it said itself, streamed, as history."""
-    conversation = Conversation(connect(server.url, None), system="Be brief.", max_tokens=40)
+def test_a_conversation_goes_on(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server takes what it said itself, streamed, as history.
+
+    With a seed: of random weights, some answers are empty, and those are not kept.
+    """
+    connection = connect(server.url, None)
+    completions = connection.client.chat.completions
+    monkeypatch.setattr(completions, "create", partial(completions.create, seed=1))
+    conversation = Conversation(connection, system="Be brief.", max_tokens=40)
     for turn, question in enumerate(["Sort 3, 1, 2.", "And now?"], start=1):
         said = "".join(conversation.ask(question))
+        assert said
         assert len(conversation.messages) == 1 + 2 * turn
         assert conversation.messages[-1] == {"role": "assistant", "content": said}
 
