@@ -195,7 +195,11 @@ def test_vllms_warm_up_ends_within_a_short_model(checkpoint) -> None:
 
 @pytest.mark.parametrize(
     ("serves_canvases", "warms_kernels", "runs"),
-    [(True, True, ["ours", "vllm"]), (False, True, ["vllm"]), (True, False, ["vllm"])],
+    [
+        (True, True, ["ours", "vllm", "graphs"]),
+        (False, True, ["vllm"]),
+        (True, False, ["vllm", "graphs"]),
+    ],
 )
 def test_a_gpu_worker_warms_up_before_graphs_are_captured(
     monkeypatch, serves_canvases, warms_kernels, runs
@@ -204,7 +208,11 @@ def test_a_gpu_worker_warms_up_before_graphs_are_captured(
     monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: ran.append("ours"))
     monkeypatch.setattr(Records, "compile_or_warm_up_model", lambda self: ran.append("vllm"))
     worker = object.__new__(gpu_worker.CanvasGPUWorker)
-    worker.serves_canvases, worker.model_runner = serves_canvases, None
+    loop = SimpleNamespace(replay_graphs_of=lambda graphs: ran.append(graphs))
+    worker.serves_canvases = serves_canvases
+    worker.model_runner = SimpleNamespace(
+        cudagraph_manager="graphs", model_state=SimpleNamespace(loop=loop)
+    )
     kernels = SimpleNamespace(enable_jit_warmup=warms_kernels)
     worker.vllm_config = SimpleNamespace(kernel_config=kernels)
     worker.compile_or_warm_up_model()
