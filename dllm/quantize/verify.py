@@ -141,6 +141,7 @@ def _check_completeness(
     known = {
         f"{layer.linear.module}.{suffix}" for layer in layers for suffix in layer.scheme.suffixes
     }
+    known.add("lm_head.weight")  # a tied head may be there as a copy of the embedding
     for name, shape in expected.items():
         if name in replaced:
             continue
