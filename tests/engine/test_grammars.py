@@ -93,7 +93,7 @@ def shortest_text(engine, sampling: SamplingParams) -> int:
     llm_engine = engine.llm.llm_engine
     llm_engine.input_processor._validate_params(sampling, ("generate",))
     asked = _Asked.of(llm_engine, sampling)
-    return int(Table.from_bytes(asked.packed()).left[0])
+    return int(Table.from_bytes(asked.begin().result()).left[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -318,7 +318,7 @@ def test_requests_wait_for_room_for_their_tables(engine, monkeypatch):
 def admitted(engine, sampling: SamplingParams) -> SamplingParams:
     """With its table, as a worker gets it."""
     asked = _Asked.of(engine.llm.llm_engine, sampling)
-    return with_grammar(sampling, Constraint.shipped(asked.packed(), None))
+    return with_grammar(sampling, Constraint.shipped(asked.begin().result(), None))
 
 
 def test_one_that_contradicts_its_grammar_ends_alone(engine, monkeypatch):
@@ -332,7 +332,7 @@ def test_one_that_contradicts_its_grammar_ends_alone(engine, monkeypatch):
         return read(self, *given)
 
     num_states = len(
-        Table.from_bytes(_Asked.of(engine.llm.llm_engine, params("json")).packed()).accepts
+        Table.from_bytes(_Asked.of(engine.llm.llm_engine, params("json")).begin().result()).accepts
     )
     monkeypatch.setattr(Canvas, "read", broken)
     bad, good = engine.outputs([prompt(12)] * 2, [params("json"), params("regex", seed=5)])
