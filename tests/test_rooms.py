@@ -15,7 +15,7 @@ FLOORS = (
     ("dllm.models", "dllm.drafter", "dllm.api"),
     ("dllm.remote",),
     ("dllm.patches", "dllm.quantize", "dllm.tools"),
-    ("dllm.train",),
+    ("dllm.train", "dllm.doctor"),
     ("dllm.cli",),
 )
 HEIGHT = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

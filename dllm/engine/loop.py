@@ -20,6 +20,7 @@ the scheduler knows of requests that are not in the batch. Where data parallel r
 experts (on a GPU) there is none at all: the replicas run each pass together.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -54,6 +55,8 @@ class DenoiseLoop:
     Attributes:
         has_arrived: whether a message waits for the engine core. Replaced where the worker shares
             its process (``patches.worker``); elsewhere nobody knows.
+        replay: the first pass of this visit, if it was a full CUDA graph: writes and returns the
+            hidden states ``[padded tokens, hidden]``.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class DenoiseLoop:
         self.has_arrived: Callable[[], bool] = lambda: False
         self.num_passes = 1  # of the visit that is going on, or of the last one
         self.forward_of = forward_of
+        self.replay: Callable[[], torch.Tensor] | None = None
         self._is_allowed = False
         self._start = self._last = 0.0
         self._is_parallel = parallel.tensor_parallel_size > 1
@@ -79,7 +83,22 @@ class DenoiseLoop:
         """Called before the first pass; what the scheduler allows holds for this visit only."""
         self._is_allowed = allows_more_passes and self.bound > 0
         self.num_passes = 1
+        self.replay = None
         self._start = self._last = self.clock()
+
+    def replay_graphs_of(self, graphs: Any) -> None:
+        """Remember which full CUDA graph vLLM's runner takes for the first pass of a visit.
+
+        Args:
+            graphs: the runner's CudaGraphManager.
+        """
+        run = graphs.run_fullgraph
+
+        def run_fullgraph(description: Any) -> torch.Tensor:
+            self.replay = functools.partial(run, description)
+            return self.replay()
+
+        graphs.run_fullgraph = run_fullgraph
 
     def may_repeat(self, input_batch: InputBatch) -> bool:
         """Whether the batch of this visit can be repeated: every row has a canvas."""
@@ -131,11 +150,20 @@ class CanvasForward:
 
     @contextmanager
     def of_batch(self, input_batch: InputBatch) -> Iterator[Forward]:
-        """The pass of the canvases of ``input_batch``, all of whose rows have one."""
-        state, model = self._state, self._state.model
+        """The pass of the canvases of ``input_batch``, all of whose rows have one.
+
+        A full CUDA graph is one of canvases alone (``patches.cuda_graphs``). It is replayed with
+        other tokens in the memory that it reads.
+        """
+        state = self._state
+        replay = state.loop.replay
+        if replay is not None:
+            num_tokens = input_batch.num_tokens
+            alone = replace(input_batch, input_ids=input_batch.input_ids[:num_tokens])
+            yield self._forward(alone, lambda inputs: replay()[:num_tokens])
+            return
         batch, tokens = self._canvases_alone(input_batch)
         metadata, slot_mapping = state.canvas_attention(batch, tokens)
-        slots, places = batch.expanded_idx_mapping, batch.expanded_local_pos
         context = set_forward_context(
             metadata,
             state.vllm_config,
@@ -145,25 +173,37 @@ class CanvasForward:
             is_padding=batch.is_padding,
         )
 
-        def forward() -> torch.Tensor | LogitRows:
-            if batch.num_draft_tokens == batch.num_tokens:
-                batch.input_ids.copy_(self._draft_tokens[slots, places])
-            else:
-                canvases = self._draft_tokens[slots, places].to(batch.input_ids.dtype)
-                batch.input_ids[batch.logits_indices] = canvases
-            inputs = state.canvas_inputs(batch)
-            hidden = model(
+        def run(inputs: dict[str, Any]) -> torch.Tensor:
+            hidden: torch.Tensor = state.model(
                 input_ids=batch.input_ids,
                 positions=batch.positions,
                 intermediate_tensors=None,
                 **inputs,
             )
-            if batch.num_draft_tokens < batch.num_tokens:
-                hidden = hidden[batch.logits_indices]
-            return model.compute_logits(hidden)
+            return hidden
 
         with context:
-            yield forward
+            yield self._forward(batch, run)
+
+    def _forward(self, batch: InputBatch, run: Callable[[dict[str, Any]], torch.Tensor]) -> Forward:
+        """A pass: canvases into ``batch``, the model by ``run``, logits of the canvas rows."""
+        state, rows = self._state, batch.logits_indices
+        slots, places = batch.expanded_idx_mapping, batch.expanded_local_pos
+        is_canvas_alone = batch.num_draft_tokens == batch.num_tokens
+
+        def forward() -> torch.Tensor | LogitRows:
+            canvases = self._draft_tokens[slots, places]
+            if is_canvas_alone:
+                batch.input_ids.copy_(canvases)
+            else:
+                batch.input_ids[rows] = canvases.to(batch.input_ids.dtype)
+            hidden = run(state.canvas_inputs(batch))
+            logits: torch.Tensor | LogitRows = state.model.compute_logits(
+                hidden if is_canvas_alone else hidden[rows]
+            )
+            return logits
+
+        return forward
 
     def _canvases_alone(self, input_batch: InputBatch) -> tuple[InputBatch, torch.Tensor]:
         """The same requests, in a batch that holds nothing but their canvases and their tails.

@@ -36,7 +36,11 @@ class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
         """
         if self.serves_canvases and self.vllm_config.kernel_config.enable_jit_warmup:
             warm_up(self.model_runner, self.execute_model)
-        return super().compile_or_warm_up_model()
+        times = super().compile_or_warm_up_model()
+        graphs = self.model_runner.cudagraph_manager
+        if self.serves_canvases and graphs is not None:
+            self.model_runner.model_state.loop.replay_graphs_of(graphs)
+        return times
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """vLLM's: what each layer keeps in the KV cache; a drafter's is checked against it."""

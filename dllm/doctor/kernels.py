@@ -1,0 +1,243 @@
+"""Every Triton kernel beside its definition in plain torch, on small tensors of the device.
+
+A kernel that a compiler or a GPU gets wrong makes wrong tokens, not an error. The tensors are
+random, the same each time, and of the shapes that a model is served with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllm.attention.cache_write import write_kv
+from dllm.attention.canvas_attention import canvas_attention
+from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+from dllm.attention.masks import QuerySpan, anchor
+from dllm.attention.reference import paged_attention
+from dllm.grammar.device import Searches, pack
+from dllm.grammar.kernels import write_paths
+from dllm.grammar.table import Table
+from dllm.grammar.viterbi import Canvas
+from dllm.ops.filters import RowFilters
+from dllm.ops.noise import STREAM_GUMBEL, row_keys
+from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats, reference_row_stats
+from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
+from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
+from dllm.ops.soft_embedding_gpu import ProductTiles, sparse_product_kernels
+
+PAGE_SIZE, NUM_ROWS, VOCAB = 64, 24, 600
+# The interpreter truncates to bf16 where a GPU rounds: two units in the last place.
+ROUNDINGS = 2.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer of a model, and how long the contexts are that it is tried with."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 64
+    window: int | None = None
+    is_anchored: bool = False
+    block_size: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    context: int = 5000  # more than two parts of a split sequence
+
+
+class Wrong(Exception):
+    """A kernel computes something else than its definition; the message says how much."""
+
+
+def checks(layers: dict[str, Layer], device: torch.device) -> Iterator[tuple[str, str]]:
+    """Run every kernel; (its name, what is wrong with it, "" for nothing).
+
+    Args:
+        layers: the model's attention layers that differ, by name.
+    """
+    trials: dict[str, Callable[[], None]] = {
+        f"attention, {name}": lambda layer=layer: attention(layer, device)  # type: ignore[misc]
+        for name, layer in layers.items()
+    }
+    trials |= {
+        "row statistics": lambda: row_statistics(device),
+        "soft embedding": lambda: soft_embedding(device),
+        "grammar paths": lambda: grammar_paths(device),
+    }
+    for name, trial in trials.items():
+        try:
+            trial()
+            yield name, ""
+        except Exception as error:  # a compiler's errors have no common class
+            yield name, (str(error).strip() or repr(error)).splitlines()[0]
+
+
+def attention(layer: Layer, device: torch.device) -> None:
+    """A prompt chunk, a canvas behind a long context, and one behind a short one.
+
+    Raises:
+        Wrong: an output is farther from the definition than rounding explains.
+    """
+    block = layer.block_size
+    context = layer.context // block * block
+    spans = [
+        QuerySpan(3 * max(block, 16), 4 * max(block, 16), is_causal=True),
+        QuerySpan(32, context + 32, is_causal=False),
+        QuerySpan(32, 64, is_causal=False),
+    ]
+    first_keys = None
+    if layer.window is not None and layer.is_anchored:
+        starts = [-1 if span.is_causal else anchor(span, layer.window) for span in spans]
+        first_keys = torch.tensor(starts, dtype=torch.int32, device=device)
+        spans = [
+            span if start < 0 else QuerySpan(span.query_len, span.seq_len, False, start)
+            for span, start in zip(spans, starts, strict=True)
+        ]
+    cache, tables = _filled_cache(layer, [span.seq_len for span in spans], device)
+    lens = torch.tensor([span.query_len for span in spans])
+    batch = RaggedBatch(
+        query_start_loc=torch.cat([lens.new_zeros(1), lens.cumsum(0)]).int().to(device),
+        seq_lens=torch.tensor([span.seq_len for span in spans], dtype=torch.int32, device=device),
+        block_tables=tables,
+        is_causal=torch.tensor([span.is_causal for span in spans]).int().to(device),
+        max_query_len=int(lens.max()),
+        first_keys=first_keys,
+    )
+    query = _random(int(lens.sum()), layer.num_heads, layer.head_size).to(device, layer.dtype)
+    options = AttentionOptions(layer.head_size**-0.5, layer.window, 0.0, block)
+    out = torch.full_like(query, torch.nan)
+    canvas_attention(query, cache, batch, options, out)
+    expected, magnitude = (
+        torch.cat(paged_attention(query, cache.key, values, tables, spans, options))
+        for values in (cache.value, cache.value.abs())
+    )
+    # Each probability is rounded once, and so is the output; sums are in fp32.
+    unit = ROUNDINGS * torch.finfo(layer.dtype).eps / 2
+    _within(out.float() - expected, unit * (magnitude + expected.abs()) + 2e-5 * magnitude)
+
+
+def _filled_cache(
+    layer: Layer, seq_lens: list[int], device: torch.device
+) -> tuple[PagedKV, Tensor]:
+    """A cache that ``write_kv`` filled, checked, and the pages of each sequence."""
+    counts = [-(-length // PAGE_SIZE) for length in seq_lens]
+    shape = sum(counts), PAGE_SIZE, layer.num_kv_heads, layer.head_size
+    cache = PagedKV(*(torch.zeros(shape, dtype=layer.dtype, device=device) for _ in range(2)))
+    key, value = (
+        _random(shape[0] * PAGE_SIZE, *shape[2:], seed=seed).to(device, layer.dtype)
+        for seed in (1, 2)
+    )
+    write_kv(key, value, cache, torch.arange(len(key), device=device))
+    if not (
+        torch.equal(cache.key, key.view(shape)) and torch.equal(cache.value, value.view(shape))
+    ):
+        raise Wrong("keys or values are written wrongly into the cache")
+    tables = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    first = 0
+    for row, count in enumerate(counts):
+        tables[row, :count] = torch.arange(first, first + count)
+        first += count
+    return cache, tables.to(device)
+
+
+def row_statistics(device: torch.device) -> None:
+    """Rows with and without filters.
+
+    Raises:
+        Wrong: an id differs, or a number does by more than fp32 sums in another order.
+    """
+    logits, temperature, keys = _rows(device)
+    top_k = torch.full((NUM_ROWS,), VOCAB, dtype=torch.int32, device=device)
+    top_k[::2] = 5
+    off = torch.ones(NUM_ROWS, device=device)
+    given = RowFilters(top_k, off, 0 * off)
+    found = RowStats._make(
+        row_stats_kernels(logits, temperature, keys, torch.float32, given, KernelTiles())
+    )
+    kept = logits.topk(5, dim=1).values[:, -1]
+    cutoff = torch.where(top_k < VOCAB, kept, -torch.inf)
+    expected = reference_row_stats(logits, temperature, keys, torch.float32, cutoff)
+    for name in ("argmax", "sample"):
+        if not torch.equal(getattr(found, name), getattr(expected, name)):
+            raise Wrong(f"{name} differs")
+    for name in ("entropy", "log_z", "probs"):
+        _within(getattr(found, name) - getattr(expected, name), torch.tensor(3e-5, device=device))
+
+
+def soft_embedding(device: torch.device) -> None:
+    """The product with the embedding of every token.
+
+    Raises:
+        Wrong: it differs by more than the probability that it may leave out, and rounding.
+    """
+    logits, temperature, keys = _rows(device)
+    stats = RowStats._make(
+        row_stats_kernels(logits, temperature, keys, torch.float32, None, KernelTiles())
+    )
+    weight = _random(VOCAB, 64, seed=3).to(device)
+    shard, budget = Shard(weight, 0, VOCAB), skipped_mass(torch.float32)
+    found = sparse_product_kernels(
+        logits, temperature, stats, shard, budget, KERNEL_MASS_TILE, ProductTiles()
+    )
+    probs = reference_row_stats(logits, temperature, keys, torch.float32).probs
+    assert probs is not None, "asked for"
+    # A matrix product of a GPU may take the upper 10 bits of each factor (TF32).
+    _within(
+        found - exact_product(probs, shard),
+        2**-9 * exact_product(probs, Shard(weight.abs(), 0, VOCAB)),
+    )
+
+
+def grammar_paths(device: torch.device) -> None:
+    """Two canvases under a grammar of three states, in which texts have an even length.
+
+    Raises:
+        Wrong: a path or a masked row differs.
+    """
+    class_of = (torch.arange(VOCAB) % 3).int().numpy()
+    stop = 7
+    class_of[stop] = -1
+    following = np.array([[1, -1, 2], [0, 0, -1], [2, 1, 0]], dtype=np.int32)
+    accepts, left = np.array([True, False, False]), np.array([0, 1, 1], dtype=np.int32)
+    table = Table(class_of, following, accepts, left)
+    width, budget = NUM_ROWS // 2, 1 << 20
+    logits = _rows(device)[0]
+    states = (0, 2)
+    numbers = [[0, width], [width, width], [0, 0], states, [budget, budget]]
+    first, length, which, state_of, room = torch.tensor(numbers, dtype=torch.int32, device=device)
+    row_of = torch.arange(2, device=device).repeat_interleave(width)
+    canvases = Searches(first, length, which, state_of, room, row_of, width)
+    ends = torch.full((2, 1), stop, device=device)
+    masked = logits.clone()
+    found = write_paths(masked, masked, pack([table], device), canvases, ends, ends)
+    search = Canvas(table, [stop])
+    for canvas, state in enumerate(states):
+        rows = slice(canvas * width, (canvas + 1) * width)
+        path = search.best_path(logits[rows].cpu().numpy(), state, budget)
+        if found.tokens[rows].tolist() != path.tokens.tolist():
+            raise Wrong("the best path differs")
+        is_out = torch.from_numpy(np.stack(search.forbidden(path, budget)))
+        expected = logits[rows].cpu().masked_fill(is_out, -torch.inf)
+        if not torch.equal(masked[rows].cpu(), expected):
+            raise Wrong("rows are masked wrongly")
+
+
+def _rows(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, temperatures and keys of NUM_ROWS rows."""
+    zero = torch.tensor([0])
+    keys = row_keys(zero, zero, zero, NUM_ROWS, STREAM_GUMBEL)[0].contiguous()
+    temperature = torch.linspace(0.3, 1.5, NUM_ROWS)
+    return (3 * _random(NUM_ROWS, VOCAB)).to(device), temperature.to(device), keys.to(device)
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _within(difference: Tensor, bound: Tensor) -> None:
+    excess = (difference.abs() - bound).nan_to_num(nan=torch.inf)
+    if (excess > 0).any():
+        raise Wrong(f"off by up to {difference.abs().nan_to_num(nan=torch.inf).max():.2g}")

@@ -1,0 +1,99 @@
+"""The self-test of kernels, with right and wrong ones; test_doctor.py runs this in a process.
+
+By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/doctor/kernel_suite.py` without a GPU.
+"""
+
+import pytest
+import torch
+
+from dllm.doctor import kernels
+from dllm.doctor.kernels import Layer, Wrong
+from tests.support.interpreter import DEVICE, speed_up
+
+speed_up()
+DEVICE = torch.device(DEVICE)
+SHORT = dict(context=70, head_size=16)
+LAYERS = [
+    Layer(**SHORT),
+    Layer(**SHORT, window=48, dtype=torch.float32),
+    Layer(**SHORT, window=48, is_anchored=True),
+    Layer(**SHORT, block_size=32),
+]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_right_attention(layer):
+    kernels.attention(layer, DEVICE)
+
+
+@pytest.mark.parametrize("trial", ["row_statistics", "soft_embedding", "grammar_paths"])
+def test_right_kernels(trial):
+    getattr(kernels, trial)(DEVICE)
+
+
+def spoiled(name, monkeypatch, spoil):
+    """A kernel's wrapper that calls ``spoil`` with what the kernel returned and was given."""
+    true = getattr(kernels, name)
+
+    def wrong(*given):
+        returned = true(*given)
+        return spoil(returned, *given) or returned
+
+    monkeypatch.setattr(kernels, name, wrong)
+
+
+def nudge(returned, query, cache, batch, options, out):
+    out[40, 1, 3] += 0.05
+
+
+def lose_a_key(returned, key, value, cache, slots):
+    cache.key[0, 5] = 0
+
+
+def another_sample(returned, *given):
+    returned[1][3] += 1
+
+
+def another_entropy(returned, *given):
+    returned[2][3] += 1e-3
+
+
+def another_product(returned, *given):
+    returned[2, 2] *= 1.1
+
+
+def another_path(returned, *given):
+    returned.tokens[4] += 1
+
+
+def an_unmasked_row(returned, logits, *given):
+    logits[4] = 0
+
+
+WRONG = [
+    (lambda: kernels.attention(LAYERS[0], DEVICE), "canvas_attention", nudge),
+    (lambda: kernels.attention(LAYERS[0], DEVICE), "write_kv", lose_a_key),
+    (lambda: kernels.row_statistics(DEVICE), "row_stats_kernels", another_sample),
+    (lambda: kernels.row_statistics(DEVICE), "row_stats_kernels", another_entropy),
+    (lambda: kernels.soft_embedding(DEVICE), "sparse_product_kernels", another_product),
+    (lambda: kernels.grammar_paths(DEVICE), "write_paths", another_path),
+    (lambda: kernels.grammar_paths(DEVICE), "write_paths", an_unmasked_row),
+]
+
+
+@pytest.mark.parametrize(("trial", "name", "spoil"), WRONG)
+def test_a_wrong_kernel_is_noticed(trial, name, spoil, monkeypatch):
+    spoiled(name, monkeypatch, spoil)
+    with pytest.raises(Wrong):
+        trial()
+
+
+def test_one_that_does_not_compile_is_named(monkeypatch):
+    def broken(*given):
+        raise RuntimeError("out of resources: shared memory\nand more")
+
+    for name in ("canvas_attention", "row_stats_kernels", "write_paths"):
+        monkeypatch.setattr(kernels, name, broken)
+    found = dict(kernels.checks({"full": LAYERS[0]}, DEVICE))
+    assert set(found) == {"attention, full", "row statistics", "soft embedding", "grammar paths"}
+    assert set(found.values()) == {"out of resources: shared memory"}
