@@ -24,10 +24,8 @@ from dllm.grammar.table import Table
 from dllm.grammar.viterbi import Canvas
 from dllm.ops.filters import RowFilters
 from dllm.ops.noise import STREAM_GUMBEL, row_keys
-from dllm.ops.row_stats import KERNEL_MASS_TILE, RowStats, reference_row_stats
+from dllm.ops.row_stats import RowStats, reference_row_stats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
-from dllm.ops.soft_embedding import Shard, exact_product, skipped_mass
-from dllm.ops.soft_embedding_gpu import ProductTiles, sparse_product_kernels
 
 PAGE_SIZE, NUM_ROWS, VOCAB = 64, 24, 600
 # The interpreter truncates to bf16 where a GPU rounds: two units in the last place.
@@ -64,7 +62,6 @@ def checks(layers: dict[str, Layer], device: torch.device) -> Iterator[tuple[str
     }
     trials |= {
         "row statistics": lambda: row_statistics(device),
-        "soft embedding": lambda: soft_embedding(device),
         "grammar paths": lambda: grammar_paths(device),
     }
     for name, trial in trials.items():
@@ -165,30 +162,6 @@ def row_statistics(device: torch.device) -> None:
             raise Wrong(f"{name} differs")
     for name in ("entropy", "log_z", "probs"):
         _within(getattr(found, name) - getattr(expected, name), torch.tensor(3e-5, device=device))
-
-
-def soft_embedding(device: torch.device) -> None:
-    """The product with the embedding of every token.
-
-    Raises:
-        Wrong: it differs by more than the probability that it may leave out, and rounding.
-    """
-    logits, temperature, keys = _rows(device)
-    stats = RowStats._make(
-        row_stats_kernels(logits, temperature, keys, torch.float32, None, KernelTiles())
-    )
-    weight = _random(VOCAB, 64, seed=3).to(device)
-    shard, budget = Shard(weight, 0, VOCAB), skipped_mass(torch.float32)
-    found = sparse_product_kernels(
-        logits, temperature, stats, shard, budget, KERNEL_MASS_TILE, ProductTiles()
-    )
-    probs = reference_row_stats(logits, temperature, keys, torch.float32).probs
-    assert probs is not None, "asked for"
-    # A matrix product of a GPU may take the upper 10 bits of each factor (TF32).
-    _within(
-        found - exact_product(probs, shard),
-        2**-9 * exact_product(probs, Shard(weight.abs(), 0, VOCAB)),
-    )
 
 
 def grammar_paths(device: torch.device) -> None:

@@ -51,4 +51,4 @@ def test_what_is_wrong(capsys, tmp_path, monkeypatch):
 
 
 def test_kernels_in_the_interpreter():
-    assert run_suite("tests/doctor/kernel_suite.py", is_interpreted=True) == 15
+    assert run_suite("tests/doctor/kernel_suite.py", is_interpreted=True) == 13
