@@ -16,7 +16,7 @@ Read the files in this order; each uses only the ones before it:
 None of these imports vLLM, and the first five do not import Triton. Four files connect them, or
 vLLM's own CPU kernel, to a server:
 
-    layers.py            what a model asks of its attention layers: the anchored window, blocks
+    layers.py            what a model says of its layers: the anchored window, blocks, most rows
     backend.py           vLLM's attention backend on CUDA: runs the Triton kernel
     cpu_backend.py       vLLM's attention backend on a CPU, plus the anchored window and blocks
     cpu_fp8_cache.py     an FP8 KV cache on a CPU that is rounded as on a GPU

@@ -35,11 +35,7 @@ def see_blocks(layer: Attention, block_size: int) -> None:
         layer.impl.options = replace(layer.impl.options, block_size=block_size)
 
 
-def bound_rows(layer: Attention, max_query_len: int) -> None:
-    """Say that no sequence of this layer has more query rows than this.
-
-    The tiles of our Triton kernel are as high as these rows need; without this call, as the rows of
-    the longest prompt chunk need.
-    """
+def bound_queries(layer: Attention, max_query_len: int) -> None:
+    """Promise that no sequence has more query rows, so that tiles are no higher than these need."""
     if layer.attn_backend.get_name() == "CUSTOM":
         layer.impl.max_query_len = max_query_len

@@ -106,7 +106,7 @@ HOPPER: dict[tuple[int, int], TileConfig] = {
 
 OTHERS: dict[tuple[int, int], TileConfig] = {
     **HOPPER,
-    (128, 2): TileConfig(64, 64, 4, 3, min_keys_per_split=1024, max_splits=16),
+    (128, 2): TileConfig(64, 32, 4, 3, min_keys_per_split=1024, max_splits=16),
     (256, 2): TileConfig(64, 16, 8, 3),
     (512, 2): TileConfig(32, 16, 8, 3),
 }

@@ -32,7 +32,7 @@ from vllm.model_executor.models.qwen3_dflash import (
     DFlashQwen3Model,
 )
 
-from dllm.attention.layers import bound_rows, use_anchored_window
+from dllm.attention.layers import bound_queries, use_anchored_window
 from dllm.drafter.cache import with_own_cache
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.context import ContextProjection
@@ -78,9 +78,9 @@ class DrafterLayer(DFlashQwen3DecoderLayer):
         super().__init__(
             vllm_config, config=own, layer_idx=layer_idx, cache_config=cache_config, **others
         )
+        bound_queries(self.self_attn.attn, 1 + vllm_config.num_speculative_tokens)
         if layer.is_anchored:
             use_anchored_window(self.self_attn.attn)
-        bound_rows(self.self_attn.attn, 1 + vllm_config.speculative_config.num_speculative_tokens)
 
 
 class DrafterNetwork(DFlashQwen3Model):

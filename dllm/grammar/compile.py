@@ -153,10 +153,6 @@ class Grammars:
         assert future is not None
         return future
 
-    def packed(self, spec: Spec, stops: Collection[int]) -> bytes:
-        """What ``begin`` begins, when it is done. Raises as ``begin``."""
-        return self.begin(spec, stops).result()
-
     def _make(self, key: str, spec: Spec, stops: Collection[int]) -> bytes:
         found: bytes | str | None = None
         try:

@@ -1,7 +1,7 @@
 """Tensor operations of a denoise step: noise, statistics of rows of logits, soft embeddings.
 
-The statistics (``row_stats``) and soft embeddings (``soft_embedding``) have a definition in plain
-torch and Triton kernels; where it is worth it, also a fast CPU version. ``dispatch`` chooses which
-one runs. Uses torch, numpy and Triton only: imports neither vLLM nor another package of this
-project.
+The statistics (``row_stats``) have a definition in plain torch, a fast CPU version and Triton
+kernels; ``dispatch`` chooses which one runs. Soft embeddings are a matrix product, or on a CPU one
+that leaves out unlikely tokens. Uses torch, numpy and Triton only: imports neither vLLM nor another
+package of this project.
 """

@@ -12,9 +12,9 @@ import asyncio
 import json
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache, partial
 from types import AsyncGeneratorType
 from typing import Any
@@ -104,10 +104,10 @@ def _compile_before_the_engine() -> None:
     ) -> Any:
         if _needs_table(self, params):
             self.input_processor._validate_params(params, ("generate",))
-            asked = _Asked.of(self, params)
             with _refusing():
-                packed = asked.packed()
-            params = with_grammar(params, asked.shipped(packed, prompt, None, {}))
+                table = _begin(self, params).result()
+            thoughts = _thoughts(self.input_processor, prompt, None, {})
+            params = with_grammar(params, Constraint.shipped(table, thoughts))
         return add(self, request_id, prompt, params, *args, **kwargs)
 
     AsyncLLM.add_request = async_add_request  # type: ignore[method-assign]
@@ -234,13 +234,17 @@ async def _shipped(
     reasoning_ended: bool | None,
     of_parser: Mapping[str, Any],
 ) -> bytes:
-    """The request's grammar, as the worker gets it; other requests go on meanwhile."""
-    asked = _Asked.of(engine, params)
+    """The request's grammar, as the worker gets it; other requests go on meanwhile.
+
+    Args:
+        reasoning_ended: None: the reasoning parser says it of the prompt.
+        of_parser: arguments of the reasoning parser.
+    """
     with _refusing():
-        future = asked.grammars.begin(asked.spec, asked.stops)
         # Shielded: a client that hangs up does not end it for others.
-        packed = await asyncio.shield(asyncio.wrap_future(future))
-    return asked.shipped(packed, prompt, reasoning_ended, of_parser)
+        table = await asyncio.shield(asyncio.wrap_future(_begin(engine, params)))
+    thoughts = _thoughts(engine.input_processor, prompt, reasoning_ended, of_parser)
+    return Constraint.shipped(table, thoughts)
 
 
 @contextmanager
@@ -252,49 +256,18 @@ def _refusing() -> Iterator[None]:
         refuse("structured_outputs", str(reason))
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The grammar that a request asks for."""
-
-    processor: Any
-    grammars: Grammars
-    spec: Spec
-    stops: frozenset[int]
-
-    @classmethod
-    def of(cls, engine: Any, params: Any) -> "_Asked":
-        processor = engine.input_processor
-        stops = frozenset(with_resolved_ids(processor, params).all_stop_token_ids)
-        if not stops:
-            refuse(
-                "structured_outputs",
-                "This model has no end-of-sequence token, so no text would end. Name one in "
-                "stop_token_ids.",
-            )
-        is_compact = processor.structured_outputs_config.disable_any_whitespace
-        spec = _spec(params.structured_outputs, is_compact)
-        return cls(processor, _grammars_of(processor), spec, stops)
-
-    def packed(self) -> bytes:
-        """The table. Raises as ``Grammars.packed``."""
-        return self.grammars.packed(self.spec, self.stops)
-
-    def shipped(
-        self,
-        packed: bytes,
-        prompt: Any,
-        reasoning_ended: bool | None,
-        of_parser: Mapping[str, Any],
-    ) -> bytes:
-        """The table and what is known of the thoughts, as the worker gets them.
-
-        Args:
-            packed: the table.
-            reasoning_ended: None: the reasoning parser says it of the prompt.
-            of_parser: arguments of the reasoning parser.
-        """
-        thoughts = _thoughts(self.processor, prompt, reasoning_ended, of_parser)
-        return Constraint.shipped(packed, thoughts)
+def _begin(engine: Any, params: Any) -> Future[bytes]:
+    """The table of a request's grammar, which a thread makes. Raises as ``Grammars.begin``."""
+    processor = engine.input_processor
+    stops = frozenset(with_resolved_ids(processor, params).all_stop_token_ids)
+    if not stops:
+        refuse(
+            "structured_outputs",
+            "This model has no end-of-sequence token, so no text would end. Name one in "
+            "stop_token_ids.",
+        )
+    is_compact = processor.structured_outputs_config.disable_any_whitespace
+    return _grammars_of(processor).begin(_spec(params.structured_outputs, is_compact), stops)
 
 
 def _check_features(spec: Spec) -> None:

@@ -1,4 +1,4 @@
-"""The attention kernels against the reference; test_attention_kernel.py runs this in a process.
+"""The attention kernels against the reference; tests/test_kernel_suites.py runs this.
 
 By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/attention/attention_kernel_suite.py` without
 a GPU, the same without the variable on one. It has to be set before Triton is imported, so this is

@@ -5,7 +5,6 @@ outputs: sequences, vLLM's metadata builder (symmetric window) or ours (anchored
 the cache write and the C++ kernel.
 """
 
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,30 +20,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 import tests.support.engine_harness  # noqa: F401  sets vLLM's environment first
 from dllm.attention.inputs import AttentionOptions
 from dllm.attention.layers import see_blocks, use_anchored_window
-from dllm.attention.masks import QuerySpan, visible_range
 from dllm.attention.reference import dense_attention
 from dllm.engine.spans import Spans
-from tests.support.attention_cases import Window, sequences_of
+from tests.support.attention_cases import Case, CaseSpec, Window, make_case, sequences_of
 
 # Measured over all cases below: 1.4e-6 in fp32 (sums in another order), and 8e-3 in bf16, which
 # rounds outputs of up to 4 to 2**-9 of their size.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One batch. rows: (context, head, canvas width) of each row, in tokens."""
-
-    rows: tuple[tuple[int, int, int], ...]
-    window: Window | None = None
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 32
-    page_size: int = 32
-    dtype: torch.dtype = torch.float32
-    softcap: float = 0.0
-    block_size: int = 1
-    seed: int = 0
+Rows = tuple[tuple[int, int, int], ...]  # (context, head, canvas width) of each row, in tokens
 
 
 class Layer(Attention):
@@ -60,99 +43,62 @@ class Layer(Attention):
 def make_layer(monkeypatch):
     """A layer and its metadata builder, chosen as the model chooses them."""
 
-    def make(case: Case) -> tuple[Layer, Any]:
+    def make(spec: CaseSpec) -> tuple[Layer, Any]:
         vllm_config = SimpleNamespace(
             parallel_config=None,
-            model_config=SimpleNamespace(dtype=case.dtype),
+            model_config=SimpleNamespace(dtype=spec.dtype),
             cache_config=SimpleNamespace(cache_dtype="auto"),
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
         monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: vllm_config)
         impl = cpu_attn.CPUAttentionBackendImpl(
-            num_heads=case.num_heads,
-            head_size=case.head_size,
-            scale=case.head_size**-0.5,
-            num_kv_heads=case.num_kv_heads,
+            num_heads=spec.num_heads,
+            head_size=spec.head_size,
+            scale=spec.head_size**-0.5,
+            num_kv_heads=spec.num_kv_heads,
             alibi_slopes=None,
-            sliding_window=case.window.size if case.window else None,
+            sliding_window=spec.window and spec.window.size,
             kv_cache_dtype="auto",
-            logits_soft_cap=case.softcap or None,
+            logits_soft_cap=spec.logit_softcap or None,
         )
         layer = Layer(impl, cpu_attn.CPUAttentionBackend)
-        if case.window and case.window.kind == "anchored":
+        if spec.window and spec.window.kind == "anchored":
             use_anchored_window(layer)
-        see_blocks(layer, case.block_size)
+        see_blocks(layer, spec.block_size)
         vllm_config.compilation_config.static_forward_context["layer"] = layer
-        spec = FullAttentionSpec(
-            block_size=case.page_size,
-            num_kv_heads=case.num_kv_heads,
-            head_size=case.head_size,
-            dtype=case.dtype,
+        of_cache = FullAttentionSpec(
+            block_size=spec.page_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
         )
-        builder = layer.attn_backend.get_builder_cls()(spec, ["layer"], vllm_config, "cpu")
+        builder = layer.attn_backend.get_builder_cls()(of_cache, ["layer"], vllm_config, "cpu")
         return layer, builder
 
     return make
 
 
-def spans_of(case: Case) -> list[list[QuerySpan]]:
-    """The sequences of each row; with blocks, the tail of a head belongs to the canvas."""
-    rows = []
-    for context, head, width in case.rows:
-        tail = (context + head) % case.block_size if width else 0
-        causal = max(head - tail, 0)
-        rows.append(sequences_of(head + width, context, causal, case.window))
-    return rows
-
-
-def fill_cache(
-    case: Case, layer: Layer, generator: torch.Generator, garbage: float
-) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A cache in random page order, written by the backend itself, and poisoned where nobody looks.
+def filled_cache(case: Case, layer: Layer, garbage: float) -> torch.Tensor:
+    """The case's cache, written by the backend itself.
 
     Pages without a visible slot are NaN. In the other pages, slots that no row sees hold NaN keys
     and ``garbage`` values.
-
-    Returns:
-        The cache, the block table, and keys and values of each row in order of position.
     """
-    spans = spans_of(case)
-    lengths = [of_row[-1].seq_len for of_row in spans]
-    counts = [-(-length // case.page_size) for length in lengths]
-    pages = torch.randperm(sum(counts) + 2, generator=generator).split([*counts, 2])[:-1]
-    table = torch.zeros(len(spans), max(counts) + 1, dtype=torch.int32)
-    shape = (sum(counts) + 2, case.num_kv_heads, case.page_size, 2 * case.head_size)
-    cache = torch.full(shape, float("nan"), dtype=case.dtype)
-    contents = []
-    for row, length in enumerate(lengths):
-        table[row, : counts[row]] = pages[row]
-        size = case.window and case.window.size
-        first = min(
-            visible_range(i, span, size)[0] for span in spans[row] for i in range(span.query_len)
-        )
-        first_page = first // case.page_size * case.page_size
-        positions = torch.arange(first_page, counts[row] * case.page_size)
-        slots = pages[row][positions // case.page_size] * case.page_size
-        slots += positions % case.page_size
-        unseen = torch.full((len(slots), case.num_kv_heads, case.head_size), garbage).to(case.dtype)
-        layer.impl.do_kv_cache_update(layer, unseen * float("nan"), unseen, cache, slots)
-        slots = slots[first - first_page : length - first_page]
-        key, value = (
-            torch.randn(length, case.num_kv_heads, case.head_size, generator=generator).to(
-                case.dtype
-            )
-            for _ in range(2)
-        )
-        layer.impl.do_kv_cache_update(layer, key[first:], value[first:], cache, slots)
-        contents.append((key, value))
-    return cache, table, contents
+    key, value = case.cache.key, case.cache.value
+    num_pages, page_size, num_heads, head_size = key.shape
+    is_seen = ~key.isnan().flatten(1).all(dim=1)[:, None, None, None]
+    value = torch.where(value.isnan() & is_seen, garbage, value).to(key.dtype)
+    cache = torch.full((num_pages, num_heads, page_size, 2 * head_size), torch.nan, dtype=key.dtype)
+    slots = torch.arange(num_pages * page_size)
+    layer.impl.do_kv_cache_update(layer, key.flatten(0, 1), value.flatten(0, 1), cache, slots)
+    return cache
 
 
-def metadata(case: Case, table: torch.Tensor) -> CommonAttentionMetadata:
+def metadata(rows: Rows, case: Case) -> CommonAttentionMetadata:
     """As ``DiffusionModelState.prepare_attn`` makes it: heads and canvases apart."""
-    contexts, heads, widths = np.array(case.rows, dtype=np.int32).T
+    contexts, heads, widths = np.array(rows, dtype=np.int32).T
     spans = Spans.of_schedule(heads + widths, widths)
-    sequences = spans.sequences(contexts + heads + widths, case.block_size)
+    sequences = spans.sequences(contexts + heads + widths, case.options.block_size)
     query_start_loc = torch.from_numpy(sequences.query_start_loc)
     return CommonAttentionMetadata(
         query_start_loc=query_start_loc,
@@ -162,34 +108,35 @@ def metadata(case: Case, table: torch.Tensor) -> CommonAttentionMetadata:
         num_actual_tokens=int(query_start_loc[-1]),
         max_query_len=int(query_start_loc.diff().max()),
         max_seq_len=int(sequences.seq_lens.max()),
-        block_table_tensor=table[torch.from_numpy(sequences.row_of)],
+        block_table_tensor=case.batch.block_tables.clamp(min=0),
         slot_mapping=torch.zeros(0, dtype=torch.int64),  # keys are in the cache already
         causal=torch.from_numpy(sequences.is_causal),
     )
 
 
-def check(case: Case, make_layer: Any, garbage: float = 1e30) -> None:
-    """Run a case and compare every row."""
-    generator = torch.Generator().manual_seed(case.seed)
-    layer, builder = make_layer(case)
-    cache, table, contents = fill_cache(case, layer, generator, garbage)
-    common = metadata(case, table)
-    shape = (common.num_actual_tokens, case.num_heads, case.head_size)
-    query = torch.randn(shape, generator=generator).to(case.dtype)
-    out = torch.full_like(query, float("nan"))
-    layer.impl.forward(layer, query, query, query, cache, builder.build(0, common), out)
-
-    size = case.window and case.window.size
-    options = AttentionOptions(case.head_size**-0.5, size, case.softcap, case.block_size)
-    start = 0
-    tolerance = TOLERANCE[case.dtype]
-    for spans, (key, value) in zip(spans_of(case), contents, strict=True):
-        for span in spans:
-            rows = slice(start, start + span.query_len)
-            keys = slice(span.seq_len)
-            expected = dense_attention(query[rows], key[keys], value[keys], span, options)
-            torch.testing.assert_close(out[rows].float(), expected, rtol=tolerance, atol=tolerance)
-            start = rows.stop
+def check(
+    make_layer: Any,
+    rows: Rows,
+    window: Window | None = None,
+    garbage: float = 1e30,
+    block_size: int = 1,
+    **sizes: Any,
+) -> None:
+    """Run a batch and compare every row; with blocks, a head's tail belongs to the canvas."""
+    tails = [(context + head) % block_size if width else 0 for context, head, width in rows]
+    spans = tuple(
+        (head + width, context, max(head - tail, 0))
+        for (context, head, width), tail in zip(rows, tails, strict=True)
+    )
+    spec = CaseSpec(spans, window=window, block_size=block_size, **{"page_size": 32} | sizes)
+    case, (layer, builder) = make_case(spec), make_layer(spec)
+    common, cache = metadata(rows, case), filled_cache(case, layer, garbage)
+    out = case.poisoned_out()
+    unused = case.query
+    layer.impl.forward(layer, case.query, unused, unused, cache, builder.build(0, common), out)
+    tolerance = TOLERANCE[spec.dtype]
+    expected = torch.cat(case.expected)
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 WINDOW = 24
@@ -220,7 +167,7 @@ BATCHES = {
 @pytest.mark.parametrize("window", WINDOWS, ids=["full", "symmetric", "anchored"])
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
 def test_the_kernel_equals_the_reference(rows, window, dtype, make_layer):
-    check(Case(rows, window, dtype=dtype), make_layer)
+    check(make_layer, rows, window, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -233,14 +180,14 @@ def test_the_kernel_equals_the_reference(rows, window, dtype, make_layer):
         {"num_heads": 16, "num_kv_heads": 2},
         {"page_size": 64},
         {"page_size": 128},  # vLLM's choice on a CPU
-        {"softcap": 5.0},
+        {"logit_softcap": 5.0},
         {"head_size": 256, "num_heads": 2, "num_kv_heads": 1},  # the 26B model's
     ],
     ids=str,
 )
 @pytest.mark.parametrize("window", WINDOWS, ids=["full", "symmetric", "anchored"])
 def test_shapes_of_layers(shape, window, make_layer):
-    check(Case(BATCHES["all"], window, **shape), make_layer)
+    check(make_layer, BATCHES["all"], window, **shape)
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=["full", "symmetric", "anchored"])
@@ -252,7 +199,7 @@ def test_random_batches(seed, window, make_layer):
     for _ in range(draw.integers(1, 7)):
         head, width = int(draw.choice([0, 0, 1, 20, 33])), int(draw.choice([0, 1, 20, 20, 33]))
         rows.append((int(draw.integers(0, 150)), head or int(width == 0), width))
-    check(Case(tuple(rows), window, seed=seed), make_layer)
+    check(make_layer, tuple(rows), window, seed=seed)
 
 
 @pytest.mark.parametrize("block_size", [2, 16, 32])
@@ -265,23 +212,22 @@ def test_random_batches(seed, window, make_layer):
     ids=["heads", "mixed"],
 )
 def test_blocks(rows, block_size, make_layer):
-    check(Case(rows, block_size=block_size), make_layer)
+    check(make_layer, rows, block_size=block_size)
 
 
 @pytest.mark.parametrize("window", WINDOWS[1:], ids=["symmetric", "anchored"])
 def test_the_two_windows_agree_on_short_contexts_only(window, make_layer):
     """What the other window would give is noticed: the tests above can tell them apart."""
     other = WINDOWS[3 - WINDOWS.index(window)]
-    short, long = Case(((WINDOW - 16, 0, 16),), window), Case(((WINDOW, 0, 16),), window)
     generator = torch.Generator().manual_seed(0)
-    for case, agrees in ((short, True), (long, False)):
-        spans = [spans_of(replace(case, window=kind))[0][0] for kind in (window, other)]
+    for context, agrees in ((WINDOW - 16, True), (WINDOW, False)):
+        spans = [sequences_of(16, context, 0, kind)[0] for kind in (window, other)]
         key = torch.randn(spans[0].seq_len, 2, 32, generator=generator)
         query = torch.randn(16, 4, 32, generator=generator)
         options = AttentionOptions(1.0, WINDOW)
         results = [dense_attention(query, key, key, span, options) for span in spans]
         assert torch.equal(*results) == agrees
-        check(case, make_layer)
+        check(make_layer, ((context, 0, 16),), window)
 
 
 @pytest.mark.xfail(
@@ -290,4 +236,4 @@ def test_the_two_windows_agree_on_short_contexts_only(window, make_layer):
     "some row sees gets out. Nothing but NaN activations could write one there.",
 )
 def test_nan_values_beside_visible_ones_stay_there(make_layer):
-    check(Case(BATCHES["one row"]), make_layer, garbage=float("nan"))
+    check(make_layer, BATCHES["one row"], garbage=float("nan"))

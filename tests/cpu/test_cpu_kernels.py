@@ -15,15 +15,13 @@ import torch
 
 pytest.importorskip("triton", reason="the originals run in Triton's interpreter")
 
-from dllm.cpu.install import MODEL_KERNELS, TOKEN_KERNELS
 from tests.support.cpu_drafting_cases import drafting_cases
 from tests.support.cpu_host_cases import host_cases
-from tests.support.cpu_kernel_cases import Case, state_cases
+from tests.support.cpu_kernel_cases import ALL_KERNELS, Case, state_cases
 from tests.support.cpu_sampling_cases import sampling_cases
 from tests.support.process import run_python
 from tests.support.triton_interpreter_worker import launch
 
-ALL_KERNELS = MODEL_KERNELS | TOKEN_KERNELS
 CASES = state_cases() + sampling_cases() + drafting_cases()
 HOST_CASES = host_cases()
 REPOSITORY = Path(__file__).parents[2]

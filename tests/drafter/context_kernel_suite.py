@@ -1,7 +1,7 @@
 """The kernel of the drafter's context against its definition in torch.
 
-``test_drafter_context.py`` runs this in a process of its own, in Triton's interpreter, or compiled
-on a GPU. By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/drafter/context_kernel_suite.py`.
+``tests/test_kernel_suites.py`` runs this in Triton's interpreter, or compiled on a GPU. By hand:
+`TRITON_INTERPRET=1 pytest --noconftest tests/drafter/context_kernel_suite.py`.
 
 Tolerances, element by element, against the definition in fp64 from the same rounded inputs. Let u
 be the unit roundoff of the dtype and e = 2^-24. The kernel computes in fp32 and rounds the result

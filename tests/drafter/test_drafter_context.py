@@ -13,27 +13,13 @@ import torch
 
 from tests.support.drafter_harness import assert_drafts
 from tests.support.drafter_pairs import write_drafter, write_target
-from tests.support.interpreter import run_suite
 from tests.support.process import QUIET_ENGINE, run_python
 
 pytestmark = pytest.mark.slow
 
-SUITE = "tests/drafter/context_kernel_suite.py"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
-
-
-@needs_triton
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs compiled on this machine")
-def test_suite_in_the_interpreter() -> None:
-    assert run_suite(SUITE, is_interpreted=True) >= 40
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_suite_compiled() -> None:
-    assert run_suite(SUITE, is_interpreted=False) >= 40
 
 
 @needs_triton

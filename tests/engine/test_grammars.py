@@ -25,7 +25,7 @@ from dllm.grammar.constraint import Constraint
 from dllm.grammar.device import Sizes, TablePool
 from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import Canvas
-from dllm.patches.grammars import _Asked
+from dllm.patches.grammars import _begin
 from dllm.settings.request import with_grammar
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
@@ -92,8 +92,7 @@ def shortest_text(engine, sampling: SamplingParams) -> int:
     """Tokens of the shortest text that a request allows."""
     llm_engine = engine.llm.llm_engine
     llm_engine.input_processor._validate_params(sampling, ("generate",))
-    asked = _Asked.of(llm_engine, sampling)
-    return int(Table.from_bytes(asked.packed()).left[0])
+    return int(Table.from_bytes(_begin(llm_engine, sampling).result()).left[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,8 +316,8 @@ def test_requests_wait_for_room_for_their_tables(engine, monkeypatch):
 
 def admitted(engine, sampling: SamplingParams) -> SamplingParams:
     """With its table, as a worker gets it."""
-    asked = _Asked.of(engine.llm.llm_engine, sampling)
-    return with_grammar(sampling, Constraint.shipped(asked.packed(), None))
+    table = _begin(engine.llm.llm_engine, sampling).result()
+    return with_grammar(sampling, Constraint.shipped(table, None))
 
 
 def test_one_that_contradicts_its_grammar_ends_alone(engine, monkeypatch):
@@ -331,9 +330,8 @@ def test_one_that_contradicts_its_grammar_ends_alone(engine, monkeypatch):
             return [0], -1
         return read(self, *given)
 
-    num_states = len(
-        Table.from_bytes(_Asked.of(engine.llm.llm_engine, params("json")).packed()).accepts
-    )
+    table = _begin(engine.llm.llm_engine, params("json")).result()
+    num_states = len(Table.from_bytes(table).accepts)
     monkeypatch.setattr(Canvas, "read", broken)
     bad, good = engine.outputs([prompt(12)] * 2, [params("json"), params("regex", seed=5)])
     assert bad.outputs[0].finish_reason == "error"

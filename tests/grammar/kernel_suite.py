@@ -1,4 +1,4 @@
-"""The kernels of canvases under grammars; test_kernels.py runs this in a process.
+"""The kernels of canvases under grammars; tests/test_kernel_suites.py runs this.
 
 By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/grammar/kernel_suite.py` without a GPU, the
 same without the variable on one.

@@ -49,7 +49,7 @@ def grammars(children, names=(), **limits) -> Grammars:
 
 
 def made_by(made: Grammars, spec: Spec, stops=()) -> Table:
-    return Table.from_bytes(made.packed(spec, stops))
+    return Table.from_bytes(made.begin(spec, stops).result())
 
 
 def same(one: Table, other: Table) -> bool:
@@ -101,12 +101,12 @@ def test_special_tokens_are_text_only_where_a_tag_names_them(children):
 def test_a_table_is_made_once(children):
     counted = Counted(children)
     made = grammars(counted)
-    found = made.packed(PERSON, [9])
-    assert made.packed(PERSON, [9]) is found
+    found = made.begin(PERSON, [9]).result()
+    assert made.begin(PERSON, [9]).result() is found
     assert counted.num_asked == 1
     # Anything of the request that the table depends on makes it another one.
-    made.packed(Spec("json", PERSON.text, any_whitespace=True), [9])
-    made.packed(PERSON, [10])
+    made.begin(Spec("json", PERSON.text, any_whitespace=True), [9]).result()
+    made.begin(PERSON, [10]).result()
     assert counted.num_asked == 3
 
 
@@ -121,7 +121,7 @@ def test_what_is_in_memory_does_not_wait_for_the_vocabulary():
 
     def ask():
         with pytest.raises(ValueError, match="enough"):
-            made.packed(PERSON, [])
+            made.begin(PERSON, []).result()
 
     made = Grammars(read_tokens)
     thread = threading.Thread(target=ask)
@@ -138,17 +138,17 @@ def test_what_is_in_memory_does_not_wait_for_the_vocabulary():
 
 def test_what_was_asked_for_longest_ago_is_forgotten(children, monkeypatch):
     specs = [Spec("regex", f"a{{{number}}}") for number in range(3)]
-    one = len(grammars(children).packed(specs[0], [])) + compiling.KEY_BYTES
+    one = len(grammars(children).begin(specs[0], []).result()) + compiling.KEY_BYTES
     monkeypatch.setattr(compiling, "MOST_BYTES", int(2.5 * one))
     counted = Counted(children)
     made = grammars(counted)
     for spec in (*specs[:2], specs[0], specs[2], specs[0]):
-        made.packed(spec, [])
+        made.begin(spec, []).result()
     assert counted.num_asked == 3
-    made.packed(specs[1], [])
+    made.begin(specs[1], []).result()
     assert counted.num_asked == 4
     monkeypatch.setattr(compiling, "MOST_BYTES", 1)
-    assert grammars(children).packed(specs[0], [])
+    assert grammars(children).begin(specs[0], []).result()
 
 
 def test_threads_get_their_own_tables(children):
@@ -194,7 +194,7 @@ def test_limits_are_answers(spec, words, children):
     made = grammars(counted)
     for _ in range(3):
         with pytest.raises(Unsupported, match=words) as refusal:
-            made.packed(spec, [])
+            made.begin(spec, []).result()
         assert not isinstance(refusal.value, TooSlow)
     assert counted.num_asked <= 1  # the refusal is remembered
 
@@ -204,9 +204,9 @@ def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_served():
     counted = Counted(children)
     made = grammars(counted)
     with pytest.raises(TooSlow, match=r"more than 0\.5 s"):  # unended it takes hours
-        made.packed(SLOW, [])
+        made.begin(SLOW, []).result()
     with pytest.raises(TooSlow):  # not remembered: the machine may be less busy then
-        made.packed(SLOW, [])
+        made.begin(SLOW, []).result()
     assert counted.num_asked == 2
     children.close()
     # Children have the lowest priority: on a busy machine the next one may wait for its turn.
@@ -220,14 +220,14 @@ def test_a_grammar_that_takes_too_much_memory_is_ended():
     names = [f"f{i}" for i in range(1000)]
     schema = {"type": "object", "properties": {name: {} for name in names}, "required": names}
     with pytest.raises(Unsupported, match="more than 256 MiB"):
-        grammars(children).packed(Spec("json", json.dumps(schema)), [])
+        grammars(children).begin(Spec("json", json.dumps(schema)), []).result()
     children.close()
 
 
 def test_a_process_that_dies_is_replaced(children):
     """Its death says nothing about the grammar that comes next."""
     made = grammars(children)
-    made.packed(Spec("regex", "a"), [])
+    made.begin(Spec("regex", "a"), []).result()
     children.forking.send_signal(signal.SIGKILL)
     children.forking.wait()
     assert len(made_by(made, Spec("regex", "ab")).accepts) == 3
@@ -240,8 +240,8 @@ from dllm.grammar.compile import Grammars, Spec, Tokens
 from dllm.grammar.vocabulary import Vocabulary
 children = Children(Vocabulary([b"a"]), seconds=600)
 made = Grammars(lambda: Tokens([b"a"], {}), children)
-made.packed(Spec("regex", "a"), [])
-threading.Thread(target=made.packed, args=[Spec("regex", sys.argv[1]), []]).start()
+made.begin(Spec("regex", "a"), []).result()
+made.begin(Spec("regex", sys.argv[1]), [])
 print(children.forking.pid, flush=True)
 """
 
@@ -281,7 +281,7 @@ def test_a_grammar_that_kills_two_children_is_an_error_and_not_remembered(monkey
     with monkeypatch.context() as patched:
         patched.setattr(Children, "_ask", lambda self, request: asked.append(request) or b"")
         with pytest.raises(ChildProcessError, match="failed twice"):
-            made.packed(Spec("regex", "abb"), [])
+            made.begin(Spec("regex", "abb"), []).result()
     assert len(asked) == 2
     assert len(made_by(made, Spec("regex", "abb")).accepts) == 4
 

@@ -76,7 +76,7 @@ def table_of(compiler, schema, choice: str) -> Table:
     nothing = {"type": "object", "additionalProperties": False}
     tag = structural_tag([("ask", schema), ("other", nothing)], choice)
     spec = Spec("structural_tag", json.dumps(tag.model_dump()))
-    return Table.from_bytes(compiler.packed(spec, []))
+    return Table.from_bytes(compiler.begin(spec, []).result())
 
 
 def random_text(found: Table, draws: np.random.Generator) -> str:

@@ -1,4 +1,4 @@
-"""The kernels of row statistics; test_row_stats_kernel.py runs this in a process.
+"""The kernels of row statistics; tests/test_kernel_suites.py runs this.
 
 By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/ops/row_stats_kernel_suite.py` without a
 GPU, the same without the variable on one.

@@ -2,21 +2,15 @@
 
 import asyncio
 import threading
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 from vllm.exceptions import VLLMValidationError
 
 from dllm.grammar.compile import MOST_AT_ONCE, MOST_WAITING, Grammars, Spec, Tokens
-from dllm.patches.grammars import _Asked, _shipped
+from dllm.patches import grammars as patches
 
 MOST = MOST_AT_ONCE + MOST_WAITING
-
-
-@dataclass(eq=False)  # hashable, as vLLM's
-class Processor:
-    structured_outputs_config: SimpleNamespace
 
 
 class Held:
@@ -25,7 +19,9 @@ class Held:
     def __init__(self):
         self.may_go = threading.Event()
         self.made: list[str] = []
-        self.processor = Processor(SimpleNamespace(reasoning_parser=""))
+        config = SimpleNamespace(reasoning_parser="")
+        processor = SimpleNamespace(structured_outputs_config=config)
+        self.engine = SimpleNamespace(input_processor=processor)
         self.grammars = Grammars(lambda: Tokens([b"a"], {}), children=self)
 
     def table(self, asked):
@@ -36,15 +32,16 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch):
-    monkeypatch.setattr(_Asked, "of", lambda engine, params: params)
     made = Held()
+    begin = made.grammars.begin
+    monkeypatch.setattr(patches, "_begin", lambda engine, spec: begin(spec, frozenset([1])))
     yield made
     made.may_go.set()
 
 
 def request(held, text: str) -> asyncio.Task:
-    asked = _Asked(held.processor, held.grammars, Spec("regex", text), frozenset([1]))
-    return asyncio.create_task(_shipped(None, asked, "", None, {}))
+    shipped = patches._shipped(held.engine, Spec("regex", text), "", None, {})
+    return asyncio.create_task(shipped)
 
 
 def run(test) -> None:

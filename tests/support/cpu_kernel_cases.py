@@ -4,6 +4,7 @@ Outputs are filled with `POISON` or NaN before a launch, so that the comparison 
 not be written. Block sizes are small, so that loops over blocks run more than once.
 """
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dllm.cpu.install import MODEL_KERNELS, TOKEN_KERNELS
+
+ALL_KERNELS = MODEL_KERNELS | TOKEN_KERNELS
 POISON = -777
 GPU = "vllm.v1.worker.gpu."
 
@@ -29,6 +33,16 @@ class Case:
     def id(self) -> str:
         """What pytest calls the case."""
         return f"{self.kernel.rsplit('.', 1)[1].strip('_')}-{self.label}"
+
+
+def case(kernel: str, label: str, grid: tuple[int, ...], rtol: float = 0.0, **args: Any) -> Case:
+    """A launch of one of the runner's kernels; strides that are not given are those of tensors."""
+    names = inspect.signature(ALL_KERNELS[GPU + kernel]).parameters
+    for name in names:
+        if name.endswith("_stride") and name not in args:
+            tensor = args[name.removesuffix("stride") + "ptr"]
+            args[name] = 0 if tensor is None else tensor.stride(0)
+    return Case(GPU + kernel, label, grid, args, rtol)
 
 
 def i32(values: Any) -> torch.Tensor:
@@ -78,21 +92,19 @@ def apply_write_cases(rng: np.random.Generator) -> Iterator[Case]:
         ("groups", tables, i64([12, 20]), tokens, [0, 1, 1], [(3, 2, 10), (0, 0, 9), (4, 1, 19)]),
     ]:
         rows, starts, lengths = map(list, zip(*writes, strict=True))
-        yield Case(
-            GPU + "buffer_utils._apply_write_kernel",
+        yield case(
+            "buffer_utils._apply_write_kernel",
             label,
             (len(writes),),
-            dict(
-                output_ptr=output,
-                output_stride=stride,
-                write_indices_ptr=i32(rows),
-                write_starts_ptr=i32(starts),
-                write_contents_ptr=contents,
-                write_cu_lens_ptr=spans(lengths)[1:].clone(),
-                write_group_ids_ptr=None if groups is None else i32(groups),
-                BLOCK_SIZE=8,
-                MULTI_GROUP=groups is not None,
-            ),
+            output_ptr=output,
+            output_stride=stride,
+            write_indices_ptr=i32(rows),
+            write_starts_ptr=i32(starts),
+            write_contents_ptr=contents,
+            write_cu_lens_ptr=spans(lengths)[1:].clone(),
+            write_group_ids_ptr=None if groups is None else i32(groups),
+            BLOCK_SIZE=8,
+            MULTI_GROUP=groups is not None,
         )
 
 
@@ -110,20 +122,17 @@ def gather_block_tables_cases(rng: np.random.Generator) -> Iterator[Case]:
     }.items():
         num_blocks = np.stack([rng.integers(0, width + 1, max_num_reqs) for width in widths])
         num_blocks[:, 1] = 0
-        yield Case(
-            GPU + "block_table._gather_block_tables_kernel",
+        yield case(
+            "block_table._gather_block_tables_kernel",
             label,
             (2, max_num_reqs),
-            dict(
-                batch_idx_to_req_idx=i64(slots),
-                src_block_table_ptrs=[i32(rng.integers(0, 99, (6, width))) for width in widths],
-                dst_block_table_ptrs=[poisoned(6, width) for width in widths],
-                block_table_strides=i64(widths),
-                num_blocks_ptr=i32(num_blocks),
-                num_blocks_stride=max_num_reqs,
-                num_reqs=len(slots),
-                BLOCK_SIZE=8,
-            ),
+            batch_idx_to_req_idx=i64(slots),
+            src_block_table_ptrs=[i32(rng.integers(0, 99, (6, width))) for width in widths],
+            dst_block_table_ptrs=[poisoned(6, width) for width in widths],
+            block_table_strides=i64(widths),
+            num_blocks_ptr=i32(num_blocks),
+            num_reqs=len(slots),
+            BLOCK_SIZE=8,
         )
 
 
@@ -138,28 +147,25 @@ def compute_slot_mappings_cases(rng: np.random.Generator) -> Iterator[Case]:
         ("empty", [], []),
     ]:
         num_tokens = sum(lengths)
-        yield Case(
-            GPU + "block_table._compute_slot_mappings_kernel",
+        yield case(
+            "block_table._compute_slot_mappings_kernel",
             label,
             (3, len(slots) + 1),
-            dict(
-                max_num_tokens=40,
-                idx_mapping=i64(slots),
-                query_start_loc=spans(lengths, padding=2 if label == "padded-starts" else 0),
-                pos=i64(rng.integers(0, 80, max(num_tokens, 1))),
-                block_table_ptrs=[i32(rng.integers(0, 99, (6, width))) for width in (20, 10, 20)],
-                block_table_strides=i64([20, 10, 20]),
-                block_sizes=i32([4, 8, 4]),
-                slot_mapping_enabled=torch.tensor([True, True, False]),
-                dcp_sharded=torch.tensor([True, True, True]),
-                slot_mappings_ptr=poisoned(3, 48, dtype=torch.int64),
-                slot_mappings_stride=48,
-                cp_rank=0,
-                CP_SIZE=1,
-                CP_INTERLEAVE=1,
-                PAD_ID=-1,
-                TRITON_BLOCK_SIZE=8,
-            ),
+            max_num_tokens=40,
+            idx_mapping=i64(slots),
+            query_start_loc=spans(lengths, padding=2 if label == "padded-starts" else 0),
+            pos=i64(rng.integers(0, 80, max(num_tokens, 1))),
+            block_table_ptrs=[i32(rng.integers(0, 99, (6, width))) for width in (20, 10, 20)],
+            block_table_strides=i64([20, 10, 20]),
+            block_sizes=i32([4, 8, 4]),
+            slot_mapping_enabled=torch.tensor([True, True, False]),
+            dcp_sharded=torch.tensor([True, True, True]),
+            slot_mappings_ptr=poisoned(3, 48, dtype=torch.int64),
+            cp_rank=0,
+            CP_SIZE=1,
+            CP_INTERLEAVE=1,
+            PAD_ID=-1,
+            TRITON_BLOCK_SIZE=8,
         )
 
 
@@ -178,24 +184,20 @@ def prepare_prefill_inputs_cases(rng: np.random.Generator) -> Iterator[Case]:
         ("empty", [0, 0, 0, 0], 1),
     ]:
         rows = 0 if label == "empty" else 4
-        yield Case(
-            GPU + "input_batch._prepare_prefill_inputs_kernel",
+        yield case(
+            "input_batch._prepare_prefill_inputs_kernel",
             label,
             (rows,),
-            dict(
-                input_ids_ptr=poisoned(40),
-                next_prefill_tokens_ptr=poisoned(num_lookahead, 4),
-                next_prefill_tokens_stride=4,
-                num_lookahead=num_lookahead,
-                idx_mapping_ptr=i64(slots[:rows]),
-                query_start_loc_ptr=spans(lengths[:rows]),
-                all_token_ids_ptr=i32(rng.integers(0, 999, (4, 50))),
-                all_token_ids_stride=50,
-                prefill_lens_ptr=i32(prefill_lens),
-                num_computed_tokens_ptr=i32(num_computed),
-                BLOCK_SIZE=4,
-                LOOKAHEAD_BLOCK=4,
-            ),
+            input_ids_ptr=poisoned(40),
+            next_prefill_tokens_ptr=poisoned(num_lookahead, 4),
+            num_lookahead=num_lookahead,
+            idx_mapping_ptr=i64(slots[:rows]),
+            query_start_loc_ptr=spans(lengths[:rows]),
+            all_token_ids_ptr=i32(rng.integers(0, 999, (4, 50))),
+            prefill_lens_ptr=i32(prefill_lens),
+            num_computed_tokens_ptr=i32(num_computed),
+            BLOCK_SIZE=4,
+            LOOKAHEAD_BLOCK=4,
         )
 
 
@@ -207,19 +209,17 @@ def prepare_pos_seq_lens_cases(rng: np.random.Generator) -> Iterator[Case]:
         ("one-row", [1], [1]),
         ("empty", [], []),
     ]:
-        yield Case(
-            GPU + "input_batch._prepare_pos_seq_lens_kernel",
+        yield case(
+            "input_batch._prepare_pos_seq_lens_kernel",
             label,
             (len(slots) + 1,),
-            dict(
-                pos_ptr=poisoned(32, dtype=torch.int64),
-                seq_lens_ptr=poisoned(6),
-                idx_mapping_ptr=i64(slots),
-                query_start_loc_ptr=spans(lengths, padding=3),
-                num_computed_tokens_ptr=i32(rng.integers(0, 100, 6)),
-                max_num_reqs=6,
-                BLOCK_SIZE=4,
-            ),
+            pos_ptr=poisoned(32, dtype=torch.int64),
+            seq_lens_ptr=poisoned(6),
+            idx_mapping_ptr=i64(slots),
+            query_start_loc_ptr=spans(lengths, padding=3),
+            num_computed_tokens_ptr=i32(rng.integers(0, 100, 6)),
+            max_num_reqs=6,
+            BLOCK_SIZE=4,
         )
 
 
@@ -237,26 +237,23 @@ def combine_sampled_and_draft_tokens_cases(rng: np.random.Generator) -> Iterator
     ]:
         rows = len(drafts)
         num_logits = [count + new for count in drafts]
-        yield Case(
-            GPU + "input_batch._combine_sampled_and_draft_tokens_kernel",
+        yield case(
+            "input_batch._combine_sampled_and_draft_tokens_kernel",
             label,
             (rows,),
-            dict(
-                input_ids_ptr=poisoned(30),
-                idx_mapping_ptr=i64([2, 0, 3][:rows]),
-                last_sampled_tokens_ptr=i64(rng.integers(0, 999, (4, 1))),
-                query_start_loc_ptr=spans(query_lens, padding=1),
-                seq_lens_ptr=i32(seq_lens),
-                prefill_len_ptr=i32(
-                    [*prefill_lens[1:2], POISON, *prefill_lens[0:1], *prefill_lens[2:3]]
-                ),
-                draft_tokens_ptr=i64(rng.integers(0, 999, (4, 4))),
-                draft_tokens_stride=4,
-                cu_num_logits_ptr=spans(num_logits),
-                logits_indices_ptr=poisoned(sum(num_logits), dtype=torch.int64),
-                BLOCK_SIZE=8,
-                NUM_NEW_SAMPLED_TOKENS=new,
+            input_ids_ptr=poisoned(30),
+            idx_mapping_ptr=i64([2, 0, 3][:rows]),
+            last_sampled_tokens_ptr=i64(rng.integers(0, 999, (4, 1))),
+            query_start_loc_ptr=spans(query_lens, padding=1),
+            seq_lens_ptr=i32(seq_lens),
+            prefill_len_ptr=i32(
+                [*prefill_lens[1:2], POISON, *prefill_lens[0:1], *prefill_lens[2:3]]
             ),
+            draft_tokens_ptr=i64(rng.integers(0, 999, (4, 4))),
+            cu_num_logits_ptr=spans(num_logits),
+            logits_indices_ptr=poisoned(sum(num_logits), dtype=torch.int64),
+            BLOCK_SIZE=8,
+            NUM_NEW_SAMPLED_TOKENS=new,
         )
 
 
@@ -267,17 +264,15 @@ def expand_idx_mapping_cases(rng: np.random.Generator) -> Iterator[Case]:
         ("rows-without-logits", [5, 2, 0], [0, 4, 0]),
         ("empty", [], []),
     ]:
-        yield Case(
-            GPU + "input_batch._expand_idx_mapping_kernel",
+        yield case(
+            "input_batch._expand_idx_mapping_kernel",
             label,
             (len(slots),),
-            dict(
-                idx_mapping_ptr=i64(slots),
-                expanded_idx_mapping_ptr=poisoned(10, dtype=torch.int64),
-                expanded_local_pos_ptr=poisoned(10),
-                cu_num_logits_ptr=spans(num_logits),
-                BLOCK_SIZE=4,
-            ),
+            idx_mapping_ptr=i64(slots),
+            expanded_idx_mapping_ptr=poisoned(10, dtype=torch.int64),
+            expanded_local_pos_ptr=poisoned(10),
+            cu_num_logits_ptr=spans(num_logits),
+            BLOCK_SIZE=4,
         )
 
 
@@ -295,40 +290,33 @@ def post_update_cases(rng: np.random.Generator) -> Iterator[Case]:
         ("empty", [], [], [], True, True),
     ]:
         rows = len(slots)
-        yield Case(
-            GPU + "input_batch._post_update_kernel",
+        yield case(
+            "input_batch._post_update_kernel",
             label,
             (rows,),
-            dict(
-                idx_mapping_ptr=i64(slots),
-                num_computed_tokens_ptr=i32(rng.integers(0, 100, 6)),
-                last_sampled_tokens_ptr=poisoned(6, 1, dtype=torch.int64),
-                output_bin_counts_ptr=i32(rng.integers(0, 3, (6, 7))) if has_counts else None,
-                output_bin_counts_stride=7 if has_counts else 0,
-                sampled_tokens_ptr=i32(rng.integers(3, 5, (rows, 4))),
-                sampled_tokens_stride=4,
-                num_sampled_ptr=i32(num_sampled),
-                num_rejected_ptr=i32(num_rejected),
-                query_start_loc_ptr=spans([8, 4, 5][:rows], padding=2) if has_spans else None,
-                all_token_ids_ptr=poisoned(6, 40),
-                all_token_ids_stride=40,
-                total_len_ptr=i32(rng.integers(0, 36, 6)),
-            ),
+            idx_mapping_ptr=i64(slots),
+            num_computed_tokens_ptr=i32(rng.integers(0, 100, 6)),
+            last_sampled_tokens_ptr=poisoned(6, 1, dtype=torch.int64),
+            output_bin_counts_ptr=i32(rng.integers(0, 3, (6, 7))) if has_counts else None,
+            sampled_tokens_ptr=i32(rng.integers(3, 5, (rows, 4))),
+            num_sampled_ptr=i32(num_sampled),
+            num_rejected_ptr=i32(num_rejected),
+            query_start_loc_ptr=spans([8, 4, 5][:rows], padding=2) if has_spans else None,
+            all_token_ids_ptr=poisoned(6, 40),
+            total_len_ptr=i32(rng.integers(0, 36, 6)),
         )
 
 
 def post_update_num_computed_tokens_cases(rng: np.random.Generator) -> Iterator[Case]:
     """A batch, one row, no row."""
     for label, slots in [("batch", [3, 1, 4]), ("one-row", [5]), ("empty", [])]:
-        yield Case(
-            GPU + "input_batch._post_update_num_computed_tokens_kernel",
+        yield case(
+            "input_batch._post_update_num_computed_tokens_kernel",
             label,
             (len(slots),),
-            dict(
-                idx_mapping_ptr=i64(slots),
-                num_computed_tokens_ptr=i32(rng.integers(0, 100, 6)),
-                query_start_loc_ptr=spans([8, 4, 5][: len(slots)], padding=1),
-            ),
+            idx_mapping_ptr=i64(slots),
+            num_computed_tokens_ptr=i32(rng.integers(0, 100, 6)),
+            query_start_loc_ptr=spans([8, 4, 5][: len(slots)], padding=1),
         )
 
 

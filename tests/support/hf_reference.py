@@ -102,20 +102,6 @@ def one_step_logits(
     return output.logits[0]
 
 
-@torch.no_grad()
-def block_kv(
-    model: DiffusionGemmaForBlockDiffusion, ids: Sequence[int]
-) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of every layer for `ids` encoded causally from position 0.
-
-    One (keys, values) pair a layer, each [kv_heads, len(ids), head_dim], keys after norm and
-    RoPE, values after norm. Windowed layers keep all positions here (`generate` crops them).
-    """
-    cache = DynamicCache()
-    model.model.encoder(input_ids=torch.tensor([list(ids)]), past_key_values=cache)
-    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-
-
 def generate_with_noise(
     model: DiffusionGemmaForBlockDiffusion,
     prompt_ids: Sequence[int],
