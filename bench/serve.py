@@ -1,10 +1,8 @@
 """Ours beside what a user would run instead: the same engine, the same runtime, the same flags.
 
     python -m bench.serve                       # compiled; the tables of our pages
-    python -m bench.serve --eager               # with --enforce-eager
-    python -m bench.serve --schedule fixed --concurrency 1 --rounds 9
+    python -m bench.serve --schedule fixed --concurrency 1 --rounds 9 --eager
     python -m bench.serve --contestants ours "built-in --max-num-seqs 32" --concurrency 32
-    python -m bench.serve --contestants ours "ours --additional-config.dllm.commit separate"
 
 A contestant is one of the names below and more flags for its server, so that a setting is compared
 with another one, too. The first is compared with each of the others.
@@ -16,17 +14,13 @@ with another one, too. The first is compared with each of the others.
     transformers  Hugging Face's ``generate`` at batch 1, eager, which is its default
     diffusers     its pipeline for models with blocks (--model checkpoints/tiny-sdar), at batch 1
 
-Contestants are driven one at a time by the real ``vllm bench serve``, while the others stand still.
-Each round begins with another contestant, so that a machine that gets slower or faster meanwhile
-does so to all. ``bench/workloads.py`` says what is asked: questions whose blocks stop when they
-converge (``adaptive``), random tokens with --steps denoise steps for every block (``fixed``).
-
-Before anything is timed, each server must answer with HTTP 200 and exactly the number of tokens
-asked for, and two equal seeded requests equally (the built-in refuses a seed); otherwise there is
-no table. A run that is wrong (incomplete, of another length, of another number of denoise steps on
-the fixed schedule), or whose contestant has fewer right answers than the others, has no speed.
-
-Written to --results: serve_MODE.csv, one row a run.
+They are driven one at a time by the real ``vllm bench serve``, while the others stand still; each
+round begins with another one. ``bench/workloads.py`` says what is asked: questions whose blocks
+stop when they converge (``adaptive``), random tokens with --steps denoise steps for every block
+(``fixed``). There is no table unless each server first answers with the number of tokens asked for,
+and two equal seeded requests equally (the built-in refuses a seed). A run that is incomplete, of
+another length or of another number of steps has no speed, nor has a contestant with fewer right
+answers than the others. Written to --results: serve_MODE.csv, one row a run.
 """
 
 import argparse
