@@ -34,15 +34,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import pipeline
 from bench.context import ROOT, command_line, progress, publish, read_csv, reporting_failures
-from bench.pipeline import PIPELINE
-from bench.pipeline import TRANSFORMERS as REFERENCE
 from bench.race import Contestant, Runs, race, rounds, start_all, withhold
-from bench.runs import BUILTIN_PASSES, COMMIT_APART, NO_CANVAS, OVERLAPPED, Client, Row
+from bench.runs import BUILTIN_PASSES, COMMIT_APART, NO_CANVAS, OVERLAPPED, PIPELINE, Client, Row
+from bench.runs import TRANSFORMERS as REFERENCE
 from bench.servers import BUILTIN_ENVIRONMENT, SERVE_FLAGS, Server
 from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload
+from tests.support import llada2_pipeline
 
 KINDS = OURS, BUILTIN, AUTOREGRESSIVE = "ours", "built-in", "tiny-ar"
 LOCAL = (REFERENCE, PIPELINE)  # without a server
@@ -214,8 +213,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         _leave_out(given, (AUTOREGRESSIVE,), f"{given.autoregressive} is not there")
     if "block_size" in config:
         _leave_out(given, (BUILTIN, REFERENCE), f"{given.model} has blocks")
-        if not pipeline.is_installed():
-            _leave_out(given, (PIPELINE,), pipeline.MISSING)
+        if not llada2_pipeline.is_installed():
+            _leave_out(given, (PIPELINE,), llada2_pipeline.MISSING)
         given.schedule = [ADAPTIVE]  # blocks that begin in a prompt, and edits, take other steps
     else:
         _leave_out(given, (PIPELINE,), f"{given.model} has no blocks")
