@@ -1,16 +1,12 @@
 """Two commits side by side: is this one slower than that one?
 
-    python -m bench.compare main            # HEAD against main
-    python -m bench.compare v1 --head v2    # any two
+    python -m bench.compare main --concurrency 1 8 32    # HEAD against main; options of bench.serve
+    python -m bench.compare v1 --head v2                 # any two
     make bench-compare BASE=main
 
-(Two settings of one commit: ``bench.serve --contestants``.)
-
-Both are checked out into temporary git worktrees, which are removed at the end, and served by plain
-``vllm serve`` with the worktree first on Python's path. Everything else is ``bench.serve`` of this
-checkout, and so are further options: benchmark, checkpoint and flags are the same for both, so that
-only the product differs; what is not committed is not measured. Ratios are head / base, pair by
-pair. Nothing is written.
+Both are served from temporary git worktrees. Everything else is ``bench.serve`` of this checkout,
+so that only the product differs; what is not committed is not measured. Ratios are head / base,
+pair by pair. Nothing is written.
 """
 
 import os

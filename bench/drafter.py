@@ -1,10 +1,9 @@
 """Drafting beside plain decoding: our drafter, the policies that choose widths, and vLLM's own.
 
     python -m bench.drafter                                  # tiny-ar, and its deeper copy
-    python -m bench.drafter --pilot runs/pilot --rounds 5 --families edit extract
-    python -m bench.drafter --target TARGET --drafter DRAFTER
+    python -m bench.drafter --target TARGET --drafter DRAFTER --pilot runs/pilot --families edit
 
-For each target, starts ``vllm serve`` for each of these:
+Servers of each target:
 
     plain              without a drafter
     plain, in process  the same in the engine's process, where our worker runs: the part of a gain
@@ -17,13 +16,8 @@ For each target, starts ``vllm serve`` for each of these:
                        made of its first layers; --draft-model names another
 
 The target ``inflated`` is a deeper copy of tiny-ar: same answers, steps as expensive beside a draft
-pass as an 8B model's (``with_layers``).
-
-They take turns on the same held-out questions, while the others stand still; each round begins with
-another server. Greedy, as the target's own generation config says, so that all give the same
-answers: one with fewer right answers than the others has no speed.
-
-Written to --results: drafter.csv, one row a run; docs/drafter.md has a part of it.
+pass as an 8B model's (``with_layers``). They take turns on the same held-out questions, greedily,
+as in ``bench.serve``. Written to --results: drafter.csv, one row a run.
 """
 
 import argparse

@@ -13,14 +13,10 @@
     3     serve-bf16   ours and the built-in
           roofline     the least time of a pass, by component
 
-Each part is a process of its own, which is ended when its seconds are over (--budget scales them
-all), with everything that it started. It prints its tables when it is done and writes its CSV as it
-goes, so what it had measured by then stays. The list at the end says how each part went.
-
-Except in start, engines serve dummy weights: 1,024 random tokens a request, two blocks, 16 denoise
-steps for every block. These weights choose experts about evenly and never converge: they say
-nothing about answers. The built-in serves 8 at a time and lets others wait, as it does unless it is
-told otherwise. Contestants of a part take turns.
+Each part is a process, which is ended when its seconds are over (--budget scales them), with all
+that it started. It prints its tables when it is done and writes its CSV as it goes. The list at the
+end says how each part went. Except in start, engines serve dummy weights, which choose experts
+about evenly and never converge; every block takes 16 denoise steps.
 """
 
 from __future__ import annotations

@@ -6,16 +6,14 @@
 
     attention   vLLM's Triton kernel and ours, on canvases of the 26B model's layers. vLLM's has no
                 anchored window: compare it on the symmetric one
-    sampler     everything between the logits of the canvas rows and the next canvas (row statistics
-                and the draw, accept, renoise and stop, soft embeddings): vLLM's built-in functions,
-                and our denoise step with the sparse and with the exact soft embedding
+    sampler     everything between the logits of the canvas rows and the next canvas: vLLM's
+                built-in functions, and our denoise step with each of its soft embeddings
 
-Outputs are compared before anything is timed, in attention with the definition
-(`attention/reference`), in the sampling step with the built-in's; if they differ by more than
-rounding, the exit code is 1 and there is no row. Each round runs all of them, every other one in
-the opposite order. ``faster`` is the time of the first over that of this one, in the same round:
-median, smallest and largest. A time on a GPU is the median that ``triton.testing.do_bench`` finds
-for a CUDA graph, with a cold L2. Written to --results: NAME_DEVICE.csv, after every shape.
+Outputs are compared before anything is timed; if they differ by more than rounding, the exit code
+is 1 and there is no row. Each round runs all of them, every other one in the opposite order.
+``faster`` is the time of the first over that of this one, in the same round: median, smallest and
+largest. A time on a GPU is the median of ``triton.testing.do_bench`` for a CUDA graph, with a cold
+L2. Written to --results: NAME_DEVICE.csv, after every shape.
 """
 
 from __future__ import annotations

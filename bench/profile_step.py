@@ -1,27 +1,21 @@
 """Where the wall time of a denoise step goes, in a real engine.
 
-    python -m bench.profile_step
     python -m bench.profile_step --server ours built-in --concurrency 1 8
     python -m bench.profile_step --llm '{"enforce_eager": true}'
 
 Scheduler, worker and client run in one process (one for each server: which implementation serves is
-fixed when a process imports vLLM). It answers requests whose blocks all take --steps denoise steps.
-Only visits of the engine in which every request denoises and nothing else runs are counted, without
-the fastest and the slowest tenth. A part's time is its mean over the denoise steps in them, so that
-the parts add up to the mean step; with the denoise loop several steps share the scheduling of a
-visit. A pass with a canvas' rows that only writes a block's KV counts as a step: the built-in's
-commits, and with asynchronous scheduling ours.
-
-Every instant belongs to the part whose function was entered last and has not returned:
+fixed when a process imports vLLM). All blocks take --steps denoise steps. Only visits of the engine
+in which every request denoises and nothing else runs are counted, without the fastest and the
+slowest tenth. A part's time is its mean over the denoise steps in them, so that the parts add up to
+the mean step. A pass with a canvas' rows that only writes a block's KV counts as a step: the
+built-in's commits, and with asynchronous scheduling ours. Every instant belongs to the part whose
+function was entered last and has not returned; on a GPU, of its stream:
 
     engine      scheduling, input preparation, what is left of the engine's loop, output
     forward     the backbone, and self-conditioning before it
     head        logits
     sampler     row statistics, accept, renoise, stop, soft embeddings; alone: `bench.kernels`
     idle        between two steps of the engine
-
-On a GPU the instants are those of its stream: a kernel counts for the part that launched it, and so
-does the time in which the stream waits for that part's next kernel.
 
 There is no table and no CSV, and the exit code is 1, unless every request got all of its tokens, as
 many canvas rows were seen as the requests' passes have (`passes_of`), and the parts cover

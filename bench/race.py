@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.context import GateError, progress
-from bench.pipeline import answer_questions
-from bench.runs import SPEEDS, Client, Row, figures
+from bench.runs import SPEEDS, Client, Row, answer_questions, figures
 from bench.servers import Server
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Shape, Workload
 from dllm.tools.eval_report import wilson_interval
@@ -32,7 +31,7 @@ class Contestant:
         commits: how its passes are counted (``runs``).
         client_flags: of ``vllm bench serve``, beside those of the workload.
         takes_seeds: whether a request may have one.
-        local: without a server: whose answers these are (``pipeline.answer_questions``).
+        local: without a server: whose answers these are (``runs.answer_questions``).
     """
 
     name: str

@@ -33,7 +33,7 @@ from bench.context import ROOT, Rows, command_line, publish, reporting_failures
 from bench.drafter import SHAPE, TARGET, speculate
 from bench.race import Contestant, Runs, race, rounds, start_all, undisturbed, withhold
 from bench.runs import NO_CANVAS, Client
-from bench.servers import SERVE_FLAGS, Server, child_environment
+from bench.servers import SERVE_FLAGS, Server, child_environment, tail
 from bench.tables import grouped, markdown, middle, of, problems, ratios, section
 from bench.workloads import ADAPTIVE, ANSWER_TOKENS, Workload
 from dllm.patches.remote import SPECULATOR
@@ -185,8 +185,9 @@ def socket(worker: str, folder: Path) -> Path:
 def worker_command(worker: str, num_drafts: int, folder: Path) -> list[str]:
     """Starts a worker; one that runs ahead does so as far as the drafts of one more step."""
     if worker == AR:
-        given = ["--model", str(TARGET), "--listen", str(socket(worker, folder)), "--enforce-eager"]
-        return [sys.executable, "-m", "dllm.cli", "draft-worker", *given, *SERVE_FLAGS]
+        given = ["--model", str(TARGET), "--listen", str(socket(worker, folder)), *SERVE_FLAGS]
+        given += ["--enforce-eager", "--dtype", "float32"]
+        return [sys.executable, "-m", "dllm.cli", "draft-worker", *given]
     begin = "import sys; from bench.remote import serve_known; serve_known(*sys.argv[1:])"
     ahead = num_drafts + 1 if worker == KNOWN_AHEAD else 0
     given = [str(socket(worker, folder)), str(folder / "texts.json"), str(ahead)]
@@ -200,14 +201,15 @@ def running(command: Sequence[str], log: Path) -> Iterator[None]:
     Raises:
         RuntimeError: it ended before it was ready.
     """
-    with log.open("wb") as errors:
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, env=child_environment(), cwd=ROOT
+            command, stdout=output, stderr=subprocess.STDOUT, env=child_environment(), cwd=ROOT
         )
     try:
-        assert process.stdout is not None
-        if not any(line.startswith(b"dllm draft-worker:") for line in process.stdout):
-            raise RuntimeError(f"no draft worker:\n{log.read_text(errors='replace')[-2000:]}")
+        while "dllm draft-worker:" not in log.read_text(errors="replace"):
+            if process.poll() is not None:
+                raise RuntimeError(f"no draft worker:\n{tail(log)}")
+            time.sleep(0.1)
         yield
     finally:
         process.kill()

@@ -6,18 +6,14 @@
 
 A denoise pass over B canvases of C rows, each behind n tokens of context. Every component reads its
 inputs once and writes its outputs once, at the speed of a copy, and computes at the speed of a
-large matrix product; its floor is the larger of the two times, and which one that is says what
-bounds it. Components run one after the other, so the floor of a pass is their sum. Real code adds
-launch gaps, partly filled tiles and scheduling.
+large matrix product; its floor is the larger of the two times. The floor of a pass is their sum.
 
     weights     bf16: 2 bytes. fp8: 1 byte in attention, MLP and experts, products in FP8. nvfp4:
                 4.5 bits there (a scale for 16 numbers), products in bf16, as Hopper does them.
                 Embedding, head, router and self-conditioning stay 16-bit.
     experts     those that N = B * C rows touch if each takes k at random: E (1 - (1 - k/E)^N)
     residual    the two sublayers of a layer read and write the hidden states
-    head        logits leave in fp32
-    statistics  read the logits once
-    soft embedding  the exact product: reads the logits and the embedding once
+    head        logits leave in fp32; statistics and the exact soft embedding read them once each
 
 tokens/s is at 16 denoise steps for every block, without what it costs to write the block's keys and
 values. The H200's copy and bf16 product were measured on one (2026-10-28: 4.3 TB/s, 788 TFLOP/s on

@@ -26,7 +26,9 @@ import multiprocessing
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ PRELOADED = (
 # How a server commits blocks, which decides how its passes are counted: in passes of canvases, in
 # passes without a canvas, or in passes that its counter takes for canvases'.
 OVERLAPPED, COMMIT_APART, BUILTIN_PASSES, NO_CANVAS = "overlapped", "apart", "built-in", "none"
+TRANSFORMERS, PIPELINE = "transformers", "diffusers"  # whose answers, without a server
 SPEEDS = ("tokens_per_s", "ttft_ms", "latency_ms", "latency_p99_ms", "ms_per_denoise_step")
 FIGURES = (*SPEEDS, "steps_per_block", "passes_per_block", "acceptance_length", "tokens_per_step")
 
@@ -126,6 +129,50 @@ def _logged(log: Path, function: Callable[..., None], arguments: Sequence[object
     os.dup2(file, 1)
     os.dup2(file, 2)
     function(*arguments)
+
+
+def answer_questions(
+    whose: str, model: Path, asked: Sequence[Question], max_tokens: int, result: Path
+) -> None:
+    """Answer one question after the other, and write what ``vllm bench serve`` would have saved.
+
+    Of that, what ``figures`` reads; beside it ``denoise_steps`` and ``blocks``. The first
+    question is asked once more before the clock starts.
+    """
+    from dllm.tools.eval_reference import Generated, MaskedReference, open_reference
+    from tests.support import llada2_pipeline
+
+    class Pipeline(MaskedReference):
+        """Answers by the pipeline, which recomputes the whole sequence in every pass."""
+
+        def generate(self, ids: list[int], index: int) -> Generated:
+            config = json.loads((model / "config.json").read_text())
+            masked = llada2_pipeline.BlockMasked(
+                self.model, config["block_size"], config["mask_token_id"]
+            )
+            options = {"eos_token_id": config["eos_token_id"]}
+            tokens = llada2_pipeline.generate(masked, ids, max_tokens, None, **options)
+            return Generated(tokens, masked.num_passes, -(-len(tokens) // masked.block_size))
+
+    if whose == PIPELINE:
+        reference: Any = Pipeline(model, max_tokens, None)
+    else:
+        reference = open_reference(model, max_tokens)
+    reference.answer(asked[:1], lambda: None)
+    ends = [time.perf_counter()]
+    run = reference.answer(asked, lambda: ends.append(time.perf_counter()))
+    lengths = [answer.num_tokens for answer in run.answers]
+    saved = {
+        "completed": len(asked),
+        "failed": 0,
+        "output_throughput": sum(lengths) / (ends[-1] - ends[0]),
+        "output_lens": lengths,
+        "generated_texts": [answer.text for answer in run.answers],
+        "latencies": [end - start for start, end in pairwise(ends)],
+        "denoise_steps": run.denoise_steps,
+        "blocks": run.blocks,
+    }
+    result.write_text(json.dumps(saved))
 
 
 # --- numbers -------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """Ours beside what a user would run instead: the same engine, the same runtime, the same flags.
 
     python -m bench.serve                       # compiled; the tables of our pages
-    python -m bench.serve --eager               # with --enforce-eager
-    python -m bench.serve --schedule fixed --concurrency 1 --rounds 9
+    python -m bench.serve --schedule fixed --concurrency 1 --rounds 9 --eager
     python -m bench.serve --contestants ours "built-in --max-num-seqs 32" --concurrency 32
-    python -m bench.serve --contestants ours "ours --additional-config.dllm.commit separate"
 
 A contestant is one of the names below and more flags for its server, so that a setting is compared
 with another one, too. The first is compared with each of the others.
@@ -16,17 +14,13 @@ with another one, too. The first is compared with each of the others.
     transformers  Hugging Face's ``generate`` at batch 1, eager, which is its default
     diffusers     its pipeline for models with blocks (--model checkpoints/tiny-sdar), at batch 1
 
-Contestants are driven one at a time by the real ``vllm bench serve``, while the others stand still.
-Each round begins with another contestant, so that a machine that gets slower or faster meanwhile
-does so to all. ``bench/workloads.py`` says what is asked: questions whose blocks stop when they
-converge (``adaptive``), random tokens with --steps denoise steps for every block (``fixed``).
-
-Before anything is timed, each server must answer with HTTP 200 and exactly the number of tokens
-asked for, and two equal seeded requests equally (the built-in refuses a seed); otherwise there is
-no table. A run that is wrong (incomplete, of another length, of another number of denoise steps on
-the fixed schedule), or whose contestant has fewer right answers than the others, has no speed.
-
-Written to --results: serve_MODE.csv, one row a run.
+They are driven one at a time by the real ``vllm bench serve``, while the others stand still; each
+round begins with another one. ``bench/workloads.py`` says what is asked: questions whose blocks
+stop when they converge (``adaptive``), random tokens with --steps denoise steps for every block
+(``fixed``). There is no table unless each server first answers with the number of tokens asked for,
+and two equal seeded requests equally (the built-in refuses a seed). A run that is incomplete, of
+another length or of another number of steps has no speed, nor has a contestant with fewer right
+answers than the others. Written to --results: serve_MODE.csv, one row a run.
 """
 
 import argparse
@@ -40,15 +34,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import pipeline
 from bench.context import ROOT, command_line, progress, publish, read_csv, reporting_failures
-from bench.pipeline import PIPELINE
-from bench.pipeline import TRANSFORMERS as REFERENCE
 from bench.race import Contestant, Runs, race, rounds, start_all, withhold
-from bench.runs import BUILTIN_PASSES, COMMIT_APART, NO_CANVAS, OVERLAPPED, Client, Row
+from bench.runs import BUILTIN_PASSES, COMMIT_APART, NO_CANVAS, OVERLAPPED, PIPELINE, Client, Row
+from bench.runs import TRANSFORMERS as REFERENCE
 from bench.servers import BUILTIN_ENVIRONMENT, SERVE_FLAGS, Server
 from bench.tables import load_tables
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload
+from tests.support import llada2_pipeline
 
 KINDS = OURS, BUILTIN, AUTOREGRESSIVE = "ours", "built-in", "tiny-ar"
 LOCAL = (REFERENCE, PIPELINE)  # without a server
@@ -220,8 +213,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         _leave_out(given, (AUTOREGRESSIVE,), f"{given.autoregressive} is not there")
     if "block_size" in config:
         _leave_out(given, (BUILTIN, REFERENCE), f"{given.model} has blocks")
-        if not pipeline.is_installed():
-            _leave_out(given, (PIPELINE,), pipeline.MISSING)
+        if not llada2_pipeline.is_installed():
+            _leave_out(given, (PIPELINE,), llada2_pipeline.MISSING)
         given.schedule = [ADAPTIVE]  # blocks that begin in a prompt, and edits, take other steps
     else:
         _leave_out(given, (PIPELINE,), f"{given.model} has no blocks")

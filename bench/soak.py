@@ -11,16 +11,14 @@ Three phases, with the same clients for good requests (``bench/soak_load.py``):
 Every tenth good request is sent once more when all is over, alone, and must get the same tokens.
 Memory, file descriptors, threads and sockets of each process are sampled every two seconds.
 
-Writes ``soak.csv``. A row is ``what`` was counted or measured, of which ``part`` (a phase, or a
-process), its ``value`` and ``unit``. ``MEASURE: slope`` is of the last phase, per hour, ``low`` and
-``high`` its 95% interval: least squares through the medians of twenty stretches of equal
-length, which are long beside what a garbage collection or a burst takes.
-
-Exit code 1 if a good request failed, a status was 500 or above, tokens differed, or the log has a
-traceback.
+Writes ``soak.csv``: ``what`` was counted or measured, of which ``part`` (a phase, or a process),
+and its ``value``. ``MEASURE: slope`` is of the last phase, per hour, with its 95% interval: least
+squares through the medians of twenty stretches of equal length. Exit code 1 if a good request
+failed, a status was 500 or above, tokens differed, or the log has a traceback.
 """
 
 import asyncio
+import math
 import re
 import statistics
 import sys
@@ -295,9 +293,11 @@ def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float
         return None
     hours = [statistics.mean(part) / 3600 for part in np.array_split(times, STRETCHES)]
     medians = [statistics.median(part) for part in np.array_split(values, STRETCHES)]
-    (value, _), covariance = np.polyfit(hours, medians, 1, cov=True)
-    error = STUDENT * float(np.sqrt(max(0.0, covariance[0, 0])))
-    return float(value), float(value) - error, float(value) + error
+    line, middle = statistics.linear_regression(hours, medians), statistics.mean(hours)
+    gaps = [y - line.intercept - line.slope * x for x, y in zip(hours, medians, strict=True)]
+    error = math.hypot(*gaps) / math.hypot(*(x - middle for x in hours))
+    error *= STUDENT / math.sqrt(STRETCHES - 2)
+    return line.slope, line.slope - error, line.slope + error
 
 
 def soak(results: Path) -> str:

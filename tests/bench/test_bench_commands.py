@@ -73,6 +73,7 @@ def test_serve(
     assert "ours / this: tokens/s" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_asynchronous_scheduling_takes_the_same_steps_and_more_passes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_a_block_takes_a_pass_more_where_its_kv_is_written_apart() -> None:
     assert profile_step.passes_of(BUILTIN, 16, is_async=True) == (17, 1)
 
 
+@pytest.mark.nightly
 def test_engines_with_asynchronous_scheduling_are_accounted_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,9 @@ class Other(pydantic.BaseModel):
     name: str = pydantic.Field(max_length=10)
 
 
-@pytest.fixture(scope="module", params=["tiny-sdar", "tiny-llada2"])
+@pytest.fixture(
+    scope="module", params=["tiny-sdar", pytest.param("tiny-llada2", marks=pytest.mark.nightly)]
+)
 def client(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[openai.OpenAI]:

@@ -1,13 +1,99 @@
-"""diffusers' LLaDA2Pipeline, as benchmarks run it, and parts of it that only tests look at."""
+"""diffusers' LLaDA2Pipeline on a Hugging Face model: the reference for decoding.
 
+The set-up has diffusers in a folder of its own, off Python's path (`make test` installs it). The
+benchmark of serving has it as a contestant, too.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from bench.pipeline import MISSING, BlockMasked, diffusers, generate, is_installed
+DIFFUSERS = Path(os.environ.get("DLLM_DIFFUSERS", Path(sys.prefix) / "diffusers"))
+MISSING = f"needs diffusers in {DIFFUSERS} (make test installs it)"
 
-__all__ = ["MISSING", "AllVisible", "BlockMasked", "generate", "is_installed", "scheduler"]
+
+def is_installed() -> bool:
+    """Whether the folder is there."""
+    return DIFFUSERS.exists()
+
+
+def diffusers() -> Any:
+    """The package."""
+    if str(DIFFUSERS) not in sys.path:
+        sys.path.append(str(DIFFUSERS))
+    return importlib.import_module("diffusers")
+
+
+class BlockMasked(torch.nn.Module):
+    """What the pipeline calls: a model that sees everything so far, without a cache.
+
+    The released LLaDA2 makes its block mask by itself; the pipeline passes only which positions are
+    padding (0). As in the server, a mask is never an answer.
+
+    Attributes:
+        num_passes: how often it was called.
+    """
+
+    def __init__(self, model: PreTrainedModel, block_size: int, mask_token_id: int) -> None:
+        super().__init__()
+        self.model, self.block_size, self.mask_token_id = model, block_size, mask_token_id
+        self.config = SimpleNamespace()
+        self.num_passes = 0
+        self.dtype, self.device = torch.float32, torch.device("cpu")
+
+    def forward(
+        self, ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor
+    ) -> SimpleNamespace:
+        """Logits ``[1, length, vocab]``."""
+        self.num_passes += 1
+        block = position_ids[0] // self.block_size
+        is_seen = (block[None, :] <= block[:, None]) & (attention_mask[0] != 0)[None, :]
+        mask = torch.where(is_seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+        logits = self.model(
+            input_ids=ids, attention_mask=mask, position_ids=position_ids, use_cache=False
+        ).logits.float()
+        logits[..., self.mask_token_id] = -1e9
+        return SimpleNamespace(logits=logits)
+
+
+def generate(
+    model: BlockMasked,
+    prompt: Sequence[int],
+    max_tokens: int,
+    editing_threshold: float | None,
+    **options: Any,
+) -> list[int]:
+    """The tokens that the pipeline generates, ``max_tokens`` of them.
+
+    options: of the pipeline; greedy unless they say otherwise.
+    """
+    block_size = model.block_size
+    pipeline = diffusers().LLaDA2Pipeline(
+        model=model,
+        scheduler=diffusers().BlockRefinementScheduler(block_length=block_size),
+        tokenizer=None,
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    greedy = {"temperature": 0.0, "sampling_method": "greedy", "num_inference_steps": block_size}
+    output = pipeline(
+        input_ids=torch.tensor([list(prompt)]),
+        gen_length=max_tokens,
+        block_length=block_size,
+        editing_threshold=editing_threshold,
+        mask_token_id=model.mask_token_id,
+        output_type="seq",
+        use_chat_template=False,
+        **{**greedy, **options},
+    )
+    tokens: list[int] = output.sequences[0].tolist()
+    return tokens
 
 
 def scheduler(block_size: int, num_steps: int) -> Any:
