@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dllm.grammar.automaton import DEAD, START
-from dllm.grammar.reach import NEVER
+from dllm.grammar.reach import steps_to_end
 from dllm.grammar.table import Table, without_empty
 from dllm.grammar.viterbi import Canvas
 
@@ -120,6 +120,7 @@ def _behind_thoughts(table: Table, end: int, forbidden: list[int]) -> tuple[Tabl
     following[thinking, :first_forbidden] = thinking
     following[thinking, of_end] = START
     class_of, following = without_empty(class_of, following)
-    left = np.append(table.left, min(int(table.left[START]) + 1, NEVER)).astype(np.int32)
     accepts = np.append(table.accepts, False)
+    # Counted again: an answer goes without `end`, which a shortest one may have had.
+    left = steps_to_end(following, accepts)
     return Table(class_of, following, accepts, left, table.levels), thinking

@@ -85,6 +85,7 @@ class Score:
             "denoise_steps": self.denoise_steps,
             "blocks": self.blocks,
             "denoise_steps_per_block": self.steps_per_block,
+            "output_tokens_per_step": _ratio(self.num_tokens, self.denoise_steps),
             "seconds": self.seconds,
             "output_tokens_per_s": self.tokens_per_s,
         }

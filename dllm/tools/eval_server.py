@@ -87,16 +87,18 @@ def denoise_counts(
 ) -> tuple[int | None, int | None]:
     """(canvas passes between two readings of the metrics, blocks of these answers).
 
-    (None, None) if the server has no such counters, or does not report the answers' tokens, or if
-    canvases differed in width.
+    Of both None if the server has no such counters; of blocks also if it does not report the
+    answers' tokens, or if canvases differed in width.
     """
     if before is None or after is None:
         return None, None
     passes = counter(after, PASSES) - counter(before, PASSES)
     positions = counter(after, POSITIONS) - counter(before, POSITIONS)
     lengths = [answer.num_tokens for answer in answers if answer.num_tokens is not None]
-    if not passes or positions % passes or len(lengths) < len(answers):
+    if not passes:
         return None, None
+    if positions % passes or len(lengths) < len(answers):
+        return int(passes), None
     width = positions / passes
     return int(passes), sum(math.ceil(length / width) for length in lengths)
 

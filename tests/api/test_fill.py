@@ -106,6 +106,20 @@ def test_a_candidate_holds_suffix_and_end_behind_its_hole():
     assert not tried.stop and params.stop == ["\n"] and params.n == 3
 
 
+def test_with_blocks_all_are_in_the_block_of_the_prompts_end():
+    """The hole is read as a prompt; suffix and end on masks behind it, in one step."""
+    in_block = hole().in_a_block(9, {"diffusion_max_steps": 1})
+    assert in_block.width_range(0, 50, 100) == range(1, 7)
+    with pytest.raises(VLLMValidationError, match="the rest of the block in which the prompt"):
+        in_block.width_range(7, 50, 100)
+    prompt = {"prompt_token_ids": [50, 51], "prompt": "23"}
+    read, params = in_block.reading(prompt, [97, 97, 121, 122, END], width=2)
+    assert read == {"prompt_token_ids": [50, 51, 97, 97]}
+    assert (params.max_tokens, params.logprob_token_ids) == (3, [END, 121, 122])
+    assert (params.temperature, params.ignore_eos) == (0, True)
+    assert params.extra_args == {"diffusion_max_steps": 1}
+
+
 # --- what is taken --------------------------------------------------------------------------------
 
 
@@ -126,6 +140,12 @@ class Model:
             logprobs = [None, *({token: SimpleNamespace(logprob=0.0)} for token in ids[1:])]
             logprobs[-1] = {ids[-1]: SimpleNamespace(logprob=self.reading.get(width, -99.0))}
             yield SimpleNamespace(prompt_logprobs=logprobs, finished=True)
+            return
+        if params.logprob_token_ids is not None:
+            score = self.reading.get(len(ids) - 2, -99.0) / 3
+            logprobs = [{token: SimpleNamespace(logprob=score)} for token in (121, 122, END)]
+            answer = SimpleNamespace(logprobs=logprobs)
+            yield SimpleNamespace(prompt_logprobs=None, outputs=[answer], finished=True)
             return
         tokens = [97] * params.max_tokens
         at, held = (params.extra_args[f"diffusion_pin_{name}"] for name in ("at", "ids"))
@@ -149,11 +169,14 @@ class Model:
         )
 
 
-def fill(params: SamplingParams, widths: range = range(1, 8)) -> tuple[Any, Model]:
+def fill(
+    params: SamplingParams, widths: range = range(1, 8), asked: Fill | None = None
+) -> tuple[Any, Model]:
     async def run() -> Any:
         model = Model()
         prompt = {"prompt_token_ids": [50, 51], "prompt": "23"}
-        outputs = filled(model.generate, hole(), widths, decode, prompt, params, "name")
+        given = asked or hole()
+        outputs = filled(model.generate, given, widths, decode, prompt, params, "name")
         return [output async for output in outputs], model
 
     (output,), model = asyncio.run(run())
@@ -169,6 +192,12 @@ def test_the_likeliest_to_read_of_the_likeliest_canvases_is_taken():
     # All widths once; four are read. Width 2 reads best of all, and is none of them.
     assert len(model.asked) == 7 + 4
     assert len({name for name, _ in model.asked}) == 11
+
+
+def test_with_blocks_the_readings_decide_too():
+    in_block = hole().in_a_block(11, {"diffusion_max_steps": 1})
+    output, model = fill(SamplingParams(max_tokens=50), asked=in_block)
+    assert output.outputs[0].token_ids == [97] * 5 and len(model.asked) == 7 + 4
 
 
 def test_each_sample_is_searched_for_itself():

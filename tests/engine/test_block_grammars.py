@@ -137,8 +137,18 @@ def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypat
     contexts = [prompt(160, salt=salt) for salt in range(4)]
     expected = [engine.generate([one], [of])[0] for one, of in zip(contexts, asked, strict=True)]
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    assert tight.generate(contexts, asked) == expected
+    with tight.one_pass_a_visit():  # so that it happens in the middle of blocks
+        assert tight.generate(contexts, asked) == expected
     assert preempted, "the cache was large enough for everybody"
+
+
+def test_answers_behind_a_prompt_from_the_cache_are_the_same(engine):
+    page = engine.runner.block_tables.block_sizes[0]
+    context, asked = [prompt(page + 9)], params("json", MAX_TOKENS, seed=1)
+    engine.reset_prefix_cache()
+    (cold,), (warm,) = (engine.outputs(context, asked) for _ in range(2))
+    assert (cold.num_cached_tokens or 0, warm.num_cached_tokens) == (0, page)
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
 def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):

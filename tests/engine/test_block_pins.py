@@ -113,7 +113,7 @@ def test_held_pins_survive_preemption_in_the_middle_of_a_block(engine, model, mo
     pins = {place: 40 + place % 7 for place in (3, 17, 60, 63)}
     extra = held(pins, diffusion_threshold=1.0)
     sampling = model.params(128 / model.block_size, extra_args=extra)
-    contexts = [prompt(160 + salt, salt=salt) for salt in range(4)]
+    contexts = [prompt(157 + salt, salt=salt) for salt in range(4)]
     expected = [engine.quiet_run(context, sampling).tokens for context in contexts]
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
     with tight.one_pass_a_visit(), tight.watch() as watched:

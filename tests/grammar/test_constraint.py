@@ -68,6 +68,15 @@ def test_the_end_of_thoughts_is_not_in_the_answer():
     assert num_read == 1 and states[-1] == 0
 
 
+def test_room_is_left_for_an_answer_that_does_without_the_end_of_thoughts():
+    found, _ = table("ebnf", 'root ::= "[true]"')
+    both, start = Constraint(found, Thoughts(END)).with_start((STOP,), ())
+    assert found.left[0] == 3 and both.left[start] == 1 + 6
+    canvas, draws = Canvas(both, (STOP,)), np.random.default_rng(0)
+    tokens = generate(canvas, start, 7, 8, draws)
+    assert b"".join(WORDS[token] for token in tokens) == b"true[true]"
+
+
 def test_without_thoughts_it_is_the_table():
     found, _ = table("regex", "(ab)*")
     again = Constraint.from_bytes(Constraint.shipped(found.to_bytes(), None))

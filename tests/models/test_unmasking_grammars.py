@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jsonschema
 import numpy as np
+import pytest
 import torch
 import xgrammar
 
@@ -19,7 +20,7 @@ from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Canvases
 from dllm.engine.grammars import HostGrammars, Written
 from dllm.grammar.automaton import Unsupported
-from dllm.grammar.constraint import SlotGrammar
+from dllm.grammar.constraint import Constraint, SlotGrammar, Thoughts
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas
 from dllm.models.llada2.settings import LLaDA2Settings
@@ -31,8 +32,9 @@ from dllm.settings.denoising import NO_TOKEN
 from tests.support.grammars import GRAMMARS, PADDING, STOP, WORDS, random_schema, table
 
 MASK, VOCAB = len(WORDS), len(WORDS) + 1
-# How many random cases, and which: more of them for a campaign.
-CASES, SEED = "DLLM_GRAMMAR_CASES", "DLLM_GRAMMAR_SEED"
+SEED = "DLLM_GRAMMAR_SEED"  # of the random cases, for a campaign
+# Ends thoughts, and is forbidden in them, although both could be text.
+END, ALSO = WORDS.index(b"true"), WORDS.index(b"null")
 
 
 def with_mask(found: Table) -> Table:
@@ -49,6 +51,7 @@ class Asked(NamedTuple):
     temperature: float | None = None  # None: greedy
     seed: int = 0
     filters: tuple[int, float, float] | None = None  # top-k, top-p, min-p
+    start: int = 0  # the state in which it starts
 
 
 class Step(NamedTuple):
@@ -216,7 +219,7 @@ def random_grammar(rng: random.Random) -> tuple[Table, Any, dict[str, Any] | Non
 def answer(asked: Asked, prompt_len: int, draws: np.random.Generator) -> tuple[list[int], bool]:
     """(the tokens of an answer without its end, whether it has one): of random logits."""
     tokens: list[int] = []
-    state, most = 0, asked.end - prompt_len
+    state, most = asked.start, asked.end - prompt_len
     scale, settings = draws.choice([0.1, 1.0, 4.0, 12.0]), asked.family.settings
     while len(tokens) < most:
         denoising = Denoising(asked, state, prompt_len + len(tokens))
@@ -251,13 +254,24 @@ def answer(asked: Asked, prompt_len: int, draws: np.random.Generator) -> tuple[l
     return tokens[:most], False
 
 
-def test_random_cases_never_get_stuck_and_are_valid() -> None:
-    seed, cases = int(os.environ.get(SEED, 0)), int(os.environ.get(CASES, 200))
+def without_thoughts(tokens: list[int]) -> list[int]:
+    """The answer behind thoughts, which hold nothing that is forbidden."""
+    end = tokens.index(END) if END in tokens else len(tokens)
+    assert not {STOP, PADDING, MASK, ALSO} & {*tokens[:end]}, tokens
+    return tokens[end + 1 :]
+
+
+@pytest.mark.parametrize("cases", [200, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_random_cases_never_get_stuck_and_are_valid(cases: int) -> None:
+    seed = int(os.environ.get(SEED, 0))
     rng, draws = random.Random(seed), np.random.default_rng(seed)
     complete = 0
     for _ in range(cases):
-        found, compiled, schema = random_grammar(rng)
-        block, shortest = rng.choice([4, 8, 16, 32]), int(found.left[0])
+        answers, compiled, schema = random_grammar(rng)
+        thoughts = Thoughts(END, (ALSO,)) if rng.random() < 0.2 else None
+        constraint = Constraint(with_mask(answers), thoughts)
+        found, start = constraint.with_start((STOP,), (PADDING,))
+        block, shortest = rng.choice([4, 8, 16, 32]), int(found.left[start])
         room = rng.choice(
             [rng.randint(1, 6), shortest, shortest + 1, shortest + rng.randint(0, 40)]
         )
@@ -265,16 +279,19 @@ def test_random_cases_never_get_stuck_and_are_valid() -> None:
         sampled = rng.choice([None, None, 0.5, 1.0, 2.0])
         asked = Asked(
             Unmasking(settings_of(block, rng)),
-            Canvas(with_mask(found), (STOP,), (PADDING,)),
+            Canvas(found, (STOP,), (PADDING,)),
             prompt_len + most,
             sampled,
             seed=rng.randrange(1 << 40),
             filters=rng.choice([None, (VOCAB, 1.0, 0.0), (5, 0.9, 0.0), (1, 1.0, 0.5)]),
+            start=start,
         )
         tokens, is_over = answer(asked, prompt_len, draws)
+        assert is_over or len(tokens) == most
+        if thoughts is not None:
+            tokens = without_thoughts(tokens)
         matcher = xgrammar.GrammarMatcher(compiled)
         assert all(matcher.accept_token(token) for token in tokens), (schema, tokens)
-        assert is_over or len(tokens) == most
         if shortest < most:
             assert is_over and matcher.accept_token(STOP), (schema, tokens)
             complete += 1

@@ -186,5 +186,9 @@ def test_a_servers_mode_sets_what_is_not_set_by_itself(tmp_path: Path) -> None:
     assert served() == served(mode="plain") == (0.95, 0, 0.5, 16)
     assert served(mode="quality") == (0.7, 1, 0.5, 16)
     assert served(mode="speed", threshold=0.6) == (0.6, 1, 0.0, 16)
+    own = {"threshold": 0.8, "editing": 1}
+    (path / "generation_config.json").write_text(json.dumps(own | {"mode": "speed"}))
+    assert served() == (0.8, 1, 0.0, 16)
+    assert served(mode="quality") == (0.7, 1, 0.5, 16)
     with pytest.raises(ValueError, match="mode = 'fast'; allowed: one of plain, quality, speed"):
         served(mode="fast")

@@ -57,6 +57,26 @@ def test_the_same_tokens_whichever_way_one_asks(server: Server) -> None:
     assert len(scored.logprobs.token_logprobs) == 40 and max(scored.logprobs.token_logprobs) <= 0
 
 
+def test_texts_are_pinned_and_holes_filled(server: Server) -> None:
+    """Whatever the prompt's length leaves of its block; some prompts leave no room for a hole."""
+    client, widths = server.client(), {"diffusion_fill_widths": [1, 1]}
+    held = {"diffusion_pins": [{"at": 3, "ids": [40, 41]}]}
+    num_filled = 0
+    for length in range(3, 8):
+        prompt = list(range(50, 50 + length))
+        xargs = {"diffusion_pin_mode": "hold"}
+        (choice,) = complete(client, prompt, extra=held, xargs=xargs).choices
+        assert choice.token_ids[3:5] == [40, 41]
+        try:
+            hole = complete(client, prompt, suffix="a", max_tokens=1, xargs=widths).choices[0]
+        except openai.BadRequestError as refused:
+            assert "the rest of the block in which the prompt ends" in str(refused)
+        else:
+            assert len(hole.token_ids) == 1
+            num_filled += 1
+    assert num_filled > 0
+
+
 def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
     client = server.client()
     for options, message in (
@@ -64,8 +84,10 @@ def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
         ({"xargs": {"diffusion_threshold": 2}}, "diffusion_threshold = 2; allowed: a number of"),
         ({"xargs": {"diffusion_seed_canvas": [4]}}, "diffusion_seed_canvas = .* is not served"),
         ({"xargs": {"diffusion_t_max": 1}}, "unknown extra argument 'diffusion_t_max'"),
-        ({"suffix": "a"}, "suffix is not served for this model: a canvas is the rest of a block"),
-        ({"extra": {"diffusion_pins": [{"at": 1, "text": "a"}]}}, "diffusion_pins is not served"),
+        (
+            {"suffix": "a", "xargs": {"diffusion_fill_widths": [40, 40]}},
+            "the rest of the block in which the prompt ends",
+        ),
         (
             {"extra": {"allowed_token_ids": [family_checkpoints.MASK]}},
             "allowed_token_ids leaves no token .* is no mask",

@@ -106,7 +106,7 @@ def test_blocks_are_output_tokens_in_canvas_widths_rounded_up() -> None:
     assert denoise_counts(before.metrics(), before.metrics(), answers) == (None, None)
     assert denoise_counts(None, after.metrics(), answers) == (None, None)
     silent = [Answer("", None), Answer("", 32)]
-    assert denoise_counts(before.metrics(), after.metrics(), silent) == (None, None)
+    assert denoise_counts(before.metrics(), after.metrics(), silent) == (10, None)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -102,22 +102,15 @@ class UnmaskingSettings:
                 "config.json: use_sliding_window or layer_types asks for layers with a sliding "
                 "window; allowed: full attention. No other layer sees blocks here."
             )
-        generation = {
-            **model_config.try_get_generation_config(),
-            **model_config.override_generation_config,
-        }
+        override = dict(model_config.override_generation_config)
         given = {"max_denoising_steps": block_size, **cls.defaults}
         known = [*given, "mode"] if cls.modes else [*given]
-        unknown = model_config.override_generation_config.keys() & ALL_SETTINGS - {*known}
+        unknown = override.keys() & ALL_SETTINGS - {*known}
         if unknown:
             raise ValueError(
                 f"--override-generation-config: {', '.join(sorted(unknown))}: not of this model; "
                 f"allowed: {', '.join(known)}."
             )
-        if cls.modes and (mode := generation.get("mode")) is not None:
-            if mode not in Choices(tuple(cls.modes)):
-                refuse_value("generation config: mode", mode, str(Choices(tuple(cls.modes))))
-            given |= cls.modes[mode]
         diffusion = vllm_config.diffusion_config
         if diffusion is not None and diffusion.canvas_length != block_size:
             raise ValueError(
@@ -125,11 +118,23 @@ class UnmaskingSettings:
                 f"{block_size}, the model's block_size. Leave it out."
             )
         if diffusion is not None and diffusion.max_denoising_steps is not None:
-            generation["max_denoising_steps"] = diffusion.max_denoising_steps
-        given |= {key: generation[key] for key in given if generation.get(key) is not None}
+            override["max_denoising_steps"] = diffusion.max_denoising_steps
+        # A mode of the command line beats the file's numbers, and its own numbers beat the mode.
+        for generation in (model_config.try_get_generation_config(), override):
+            given |= cls._of_mode(generation.get("mode"))
+            given |= {key: generation[key] for key in given if generation.get(key) is not None}
         return cls(
             vocab_size=model_config.get_vocab_size(),
             block_size=block_size,
             mask_token_id=config.mask_token_id,
             **given,
         )
+
+    @classmethod
+    def _of_mode(cls, mode: object) -> Mapping[str, Any]:
+        """The values of a mode that a generation config names; none without modes."""
+        if mode is None or not cls.modes:
+            return {}
+        if mode not in (allowed := Choices(tuple(cls.modes))):
+            refuse_value("generation config: mode", mode, str(allowed))
+        return cls.modes[str(mode)]
