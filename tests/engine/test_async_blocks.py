@@ -161,7 +161,7 @@ def test_canvases_that_do_not_fit_wait_with_their_tails(model, twin):
 
 def test_preempted_requests_resume_with_the_same_tokens(model, twin, monkeypatch):
     tight = model.ours(
-        max_num_batched_tokens=72, max_model_len=256, block_size=32, num_gpu_blocks_override=14
+        max_num_batched_tokens=72, max_model_len=256, block_size=32, num_gpu_blocks_override=10
     )
     requests = model.requests([65 + at for at in range(4)], blocks=128 / model.block_size - 1)
     expected = [twin.quiet_run(*one).tokens for one in requests]
