@@ -103,7 +103,8 @@ def test_tokens_and_logits_are_those_of_the_twin_behind_every_tail(model, twin, 
 
 
 def test_a_block_takes_a_pass_more_than_its_denoise_steps(model, twin, ours):
-    context, params = prompt(model.block_size + 1), model.params(blocks=3)
+    # The answer ends with a block: vLLM schedules nothing for a single token that is left.
+    context, params = prompt(model.block_size + 1), model.params(3 - 1 / model.block_size)
     steps = []
     for engine in (twin, ours):
         engine.reset_prefix_cache()
@@ -148,20 +149,19 @@ def test_random_arrivals_and_aborts_in_small_budgets(model, twin, seed):
     small.reset_prefix_cache()  # asserts that no KV block leaked
 
 
-def test_a_canvas_that_does_not_fit_into_the_next_visit(model, twin):
-    """Its tail waits with it, and an emitted block is scheduled by itself."""
+def test_canvases_that_do_not_fit_wait_with_their_tails(model, twin):
     size = model.block_size
     small = model.ours(max_num_batched_tokens=2 * size + 3)
     requests = model.requests([size + 1, 2 * size, size + 3, 3 * size - 1, 5], blocks=4)
     expected = runs_of(twin, requests)
     with rows_taken(size) as taken:
         assert_same_runs(runs_of(small, requests), expected)
-    assert taken["plain commit"] and taken["block at the head"] + taken["block alone"], taken
+    assert taken["commit with its tail"] and taken["mixed batch"], taken
 
 
 def test_preempted_requests_resume_with_the_same_tokens(model, twin, monkeypatch):
     tight = model.ours(
-        max_num_batched_tokens=72, max_model_len=256, block_size=32, num_gpu_blocks_override=14
+        max_num_batched_tokens=72, max_model_len=256, block_size=32, num_gpu_blocks_override=10
     )
     requests = model.requests([65 + at for at in range(4)], blocks=128 / model.block_size - 1)
     expected = [twin.quiet_run(*one).tokens for one in requests]
@@ -204,17 +204,21 @@ def test_generation_ends_where_the_twins_does(model, twin, ours):
     cut = model.engine(max_model_len=5 * size - 2)
     for length in (2 * size + 1, 4 * size, 5 * size - 3):
         one = prompt(length), model.params(blocks=9)
-        run = short.quiet_run(*one)
+        with rows_taken(size) as taken:
+            run = short.quiet_run(*one)
         assert length + len(run.tokens) == 5 * size - 2
         assert_same_runs([run], [cut.quiet_run(*one)])
+        # Near the end of the context a canvas waits until none of its request is in flight.
+        assert bool(taken["block at the head"]) == (length < 4 * size)
 
 
 def test_a_block_that_is_cut_at_a_bad_word(model, twin, ours):
     """It has no KV, and its tokens are the tail of the next canvas."""
     context = prompt(model.block_size + 1)
-    params = model.params(blocks=4)
+    # In a single step no token is masked for the one in front of it.
+    params = model.params(blocks=4, extra_args={"diffusion_max_steps": 1})
     plain = twin.quiet_run(context, params).tokens
-    params._bad_words_token_ids = [plain[1:3], [plain[model.block_size + 1]]]
+    params._bad_words_token_ids = [plain[1:3]]
     expected = twin.quiet_run(context, params)
     with rows_taken(model.block_size) as taken:
         assert_same_runs([ours.quiet_run(context, params)], [expected])

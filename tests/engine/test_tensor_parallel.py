@@ -13,11 +13,9 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.gemma import self_conditioning
 from dllm.ops.dispatch import row_stats
-from tests.engine.test_blocks import KINDS
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support import family_checkpoints
 from tests.support.async_engine import get_async_engine
-from tests.support.engine_harness import Engine, get_engine
+from tests.support.engine_harness import Engine
 from tests.support.process import printed_json, run_python
 
 pytestmark = pytest.mark.slow
@@ -75,36 +73,21 @@ PARAMS = [
         structured_outputs=StructuredOutputsParams(regex="([a-f]{3}-){9,30}[0-9]{2}"),
     ),
 ]
-# Of a model with blocks: all but what it refuses.
-BLOCK_PARAMS = [
-    params(temperature=0, extra_args={"diffusion_threshold": 0.3}),
-    params(min_p=0.05, top_k=20),
-    *PARAMS[2:3],
-    params(extra_args={"diffusion_max_steps": 3}),
-    *PARAMS[4:],
-]
-FAMILIES = {"gemma": PARAMS} | dict.fromkeys(KINDS, BLOCK_PARAMS)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "scheduling", ["loop", pytest.param("asynchronous", marks=pytest.mark.nightly)]
 )
-def test_two_ranks_generate_the_tokens_of_one(checkpoint, tmp_path_factory, family, scheduling):
+def test_two_ranks_generate_the_tokens_of_one(engine, checkpoint, scheduling):
     """Heads, experts and vocabulary are sharded over two worker processes that speak gloo."""
-    if family in KINDS:
-        path = family_checkpoints.write(tmp_path_factory.mktemp(family) / "model", KINDS[family])
-    else:
-        path = checkpoint()
     # vLLM wants a NUMA node per rank, unless it is told not to bind threads. Spawned, each rank
     # would import everything again.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    finished = run_python("-m", __name__, str(path), family, scheduling, environment=environment)
-    one = get_engine(path, max_num_batched_tokens=256)
-    assert printed_json(finished) == one.generate(CONTEXTS, FAMILIES[family])
+    finished = run_python("-m", __name__, str(checkpoint()), scheduling, environment=environment)
+    assert printed_json(finished) == engine.generate(CONTEXTS, PARAMS)
 
 
-def generate_on_two_ranks(model: str, family: str, scheduling: str) -> None:
+def generate_on_two_ranks(model: str, scheduling: str) -> None:
     """The other side of the test: prints the tokens."""
     options: dict[str, Any] = dict(tensor_parallel_size=2, max_num_batched_tokens=256)
     if scheduling == "loop":
@@ -113,7 +96,7 @@ def generate_on_two_ranks(model: str, family: str, scheduling: str) -> None:
         engine = Engine(model, **options)
     else:
         engine = get_async_engine(model, **options)
-    tokens = engine.generate(CONTEXTS, FAMILIES[family])
+    tokens = engine.generate(CONTEXTS, PARAMS)
     engine.llm.llm_engine.engine_core.shutdown()
     print(json.dumps(tokens))
 

@@ -475,7 +475,7 @@ def test_the_state_of_requests():
     read = attributes_read("req_states", "dllm/engine/model_state.py", "dllm/engine/sampler.py")
     assert read >= {"draft_tokens", "all_token_ids"}
     assert all(hasattr(state, name) for name in read)
-    # Canvases ride in draft_tokens; emitted ids come from all_token_ids, as many as total_len says.
+    # Canvases ride in draft_tokens; emitted ids are in all_token_ids, and total_len counts tokens.
     assert state.draft_tokens.shape == (2, 4) and state.draft_tokens.dtype == torch.int64
     assert state.all_token_ids.gpu.shape == (2, 8) and state.total_len.gpu.shape == (2,)
 
