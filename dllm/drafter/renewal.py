@@ -14,8 +14,8 @@ A renewed drafter is on probation. If the target keeps fewer of its drafts than 
 the weights before come back, and its number is written to ``rejected``.
 """
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +121,9 @@ class Renewal:
         self._tally, self._tally_before = Tally(), Tally()
         self._num_stale = self._num_steps = 0
         self._probation_left = 0  # steps
-        self._reading: _Reading | None = None
+        self._reader = ThreadPoolExecutor(1, "dllm-renewal")
+        self._reading: Future[Weights | None] | None = None  # of the checkpoint ``_next``
+        self._next = 0
 
     def after_step(self, accepted: np.ndarray) -> None:
         """Count a step of the target; now and then look for a newer drafter, or take one back.
@@ -150,11 +152,11 @@ class Renewal:
         if self._reading is None:
             newest = answer_of_first_rank(self._newest())
             if newest > self.current:
-                self._reading = _Reading(newest, lambda: self._read(newest))
-        elif answer_of_first_rank(not self._reading.thread.is_alive()):
+                self._next, self._reading = newest, self._reader.submit(self._read, newest)
+        elif answer_of_first_rank(self._reading.done()):
             reading, self._reading = self._reading, None
             before, tally = self.current, self._tally
-            if self._use(reading.number, reading.result()):
+            if self._use(self._next, reading.result()):
                 self._before, self._tally_before = before, tally
                 self._probation_left = LONGEST_PROBATION
 
@@ -234,22 +236,3 @@ class Renewal:
                     file.write(f"{number:0{DIGITS}}\n")
         except OSError as error:
             logger.warning("The trainer is not told of it: %s", error)
-
-
-class _Reading:
-    """A checkpoint that a thread reads into host memory."""
-
-    def __init__(self, number: int, read: Callable[[], Weights | None]) -> None:
-        self.number = number
-        self._read = read
-        self._weights: Weights | None = None
-        self.thread = threading.Thread(target=self._run, name="dllm-renewal", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        self._weights = self._read()
-
-    def result(self) -> Weights | None:
-        """The weights, when the thread is over; None if they cannot be used."""
-        self.thread.join()
-        return self._weights

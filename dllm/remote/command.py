@@ -3,8 +3,6 @@
 import argparse
 import os
 import signal
-import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,11 +26,10 @@ ALLOWED: dict[str, IntRange | FloatRange] = {
     "canvas": IntRange(1, MAX_INT32),  # compared with the model's in `_diffusion_options`
     "max_steps": IntRange(1, MAX_INT32),
 }
-REPORT_S = 10.0  # how often a busy worker prints what it did
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until the process is told to end (SIGTERM, SIGINT)."""
+    """Serve until the process is told to end (SIGTERM, SIGINT), and print what it did."""
     # The loop below takes the engine's steps itself. Before vLLM is imported.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if {"-h", "--help"} & set(argv):
@@ -53,11 +50,12 @@ def main(argv: Sequence[str]) -> int:
     is_told_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: is_told_to_end.append(number))
     print(f"dllm draft-worker: {options.model} at {server.address}", flush=True)
-    report = Report(worker, server)
-    worker.serve(server, lambda: report() and not is_told_to_end)
+    worker.serve(server, lambda: not is_told_to_end)
     if listing is not None:
         listing.close()
     server.close()
+    counts = ", ".join(f"{name} {count}" for name, count in vars(worker.counts).items())
+    print(f"dllm draft-worker: {counts}, refused {server.num_refused}", flush=True)
     return OK
 
 
@@ -174,24 +172,3 @@ def _diffusion_options(
             f"{longest}."
         )
     return canvas, options.max_steps or MAX_STEPS
-
-
-class Report:
-    """Prints now and then what a worker did; called in each turn, always true."""
-
-    def __init__(self, worker: DraftWorker, server: Server) -> None:
-        self._worker, self._server = worker, server
-        self._next, self._last = time.monotonic() + REPORT_S, self._line()
-
-    def __call__(self) -> bool:
-        if time.monotonic() > self._next:
-            self._next = time.monotonic() + REPORT_S
-            line = self._line()
-            if line != self._last:
-                print(f"dllm draft-worker: {line}", file=sys.stderr, flush=True)
-            self._last = line
-        return True
-
-    def _line(self) -> str:
-        counts = ", ".join(f"{name} {n}" for name, n in vars(self._worker.counts).items())
-        return f"{counts}, refused {self._server.num_refused}"

@@ -79,8 +79,10 @@ class RemoteDrafter:
         if self.policy.reads_outcomes:
             # One more draft counts as rejected where fewer came in time than the policy would have
             # verified, or it would go on to expect what a slow worker cannot deliver.
-            short = np.array([name in self._short for name in wishes], dtype=np.int64)
-            self.policy.observe(replace(step, verified=step.verified + short))
+            if self._short:
+                short = np.array([name in self._short for name in wishes], dtype=np.int64)
+                step = replace(step, verified=step.verified + short)
+            self.policy.observe(step)
         self._wants_drafts = self.policy.wants_drafts(step.slots)
         asking: dict[str, Wish] = {}
         if self._wants_drafts:

@@ -236,8 +236,8 @@ class Server:
     def __init__(self, address: Address, keys: Keys | None = None) -> None:
         self.num_refused = 0
         self._keys = None if address.path else keys
-        self._streams: dict[int, Stream] = {}  # the connection that asked last is the last one
-        self._quiet: dict[int, Stream] = {}  # those that never asked, in the order of arrival
+        self._streams: dict[int, Stream] = {}  # by number; in the order of their last asks
+        self._have_asked: set[int] = set()
         self._number = 0
         family, there = address.resolve()
         if address.path:
@@ -262,21 +262,20 @@ class Server:
         None in place of an ask: the connection is closed. Its number does not come back. One ask is
         in memory at a time.
         """
+        streams = list(self._streams.items())
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        everyone = self._quiet | self._streams
-        # A reply that could not be sent has closed its connection.
-        has_news = any(stream.has_news or not stream.is_open for stream in everyone.values())
-        for stream in everyone.values():
+        for _, stream in streams:
             if stream.is_open:
                 poll.register(stream, stream.events)
+        # A reply that could not be sent has closed its connection.
+        has_news = any(stream.has_news or not stream.is_open for _, stream in streams)
         poll.poll(0 if has_news else round(1e3 * seconds))
-        for number, stream in everyone.items():
+        for number, stream in streams:
             for ask in self._asks(number, stream):
                 yield number, ask
             if not stream.is_open:
-                self._quiet.pop(number, None)
-                self._streams.pop(number, None)
+                self._drop(number)
                 yield number, None
         for number in self._accept():
             yield number, None
@@ -289,9 +288,8 @@ class Server:
                 self.num_refused += 1
                 stream.close()
                 return
-            self._quiet.pop(number, None)
-            self._streams.pop(number, None)
-            self._streams[number] = stream
+            self._streams[number] = self._streams.pop(number)  # behind all others
+            self._have_asked.add(number)
             yield ask
 
     def _accept(self) -> Iterator[int]:
@@ -301,14 +299,17 @@ class Server:
                 connection, _ = self._socket.accept()
             except OSError:  # nobody is left, or left again
                 return
-            if len(self._quiet) + len(self._streams) == MAX_CONNECTIONS:
-                group = self._quiet or self._streams
-                number = next(iter(group))
-                group.pop(number).close()
-                yield number
+            if len(self._streams) == MAX_CONNECTIONS:
+                first = min(self._streams, key=lambda number: number in self._have_asked)
+                self._drop(first)
+                yield first
             self._number += 1
             stream = Stream(connection, MAX_ASK_BYTES, self._keys, is_server=True)
-            self._quiet[self._number] = stream
+            self._streams[self._number] = stream
+
+    def _drop(self, number: int) -> None:
+        self._streams.pop(number).close()
+        self._have_asked.discard(number)
 
     def reply(self, number: int, message: Reply) -> None:
         """Send a reply. One that waits because the target does not read is replaced."""
@@ -318,7 +319,7 @@ class Server:
 
     def close(self) -> None:
         """Stop listening."""
-        for stream in (self._quiet | self._streams).values():
+        for stream in self._streams.values():
             stream.close()
         self._socket.close()
         if self.address.path:

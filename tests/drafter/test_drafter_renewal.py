@@ -74,7 +74,7 @@ class Server:
             self.renewal.after_step(kept)
             reading = self.renewal._reading
             if reading is not None:
-                reading.thread.join()  # so that the next look finds it read
+                reading.result()  # so that the next look finds it read
 
     @property
     def probation(self) -> int:
@@ -241,7 +241,7 @@ def test_weights_of_another_shape_are_refused_and_those_in_use_stay(target, tmp_
     save_file(weights, next((tmp_path / "none/000001").glob("*.safetensors")))
     watch = engine.runner.speculator._renewal
     watch._look()
-    watch._reading.thread.join()
+    watch._reading.result()
     watch._look()
     assert watch.current == 0 and watch._refused == {1}
     assert all((old == new).all() for old, new in zip(before, model.parameters(), strict=True))
@@ -263,7 +263,7 @@ def test_the_text_is_the_targets_while_drafters_change(target, tmp_path):
         for _ in range(2):  # the first look begins to read, the second uses what was read
             renewal._look()
             if renewal._reading is not None:
-                renewal._reading.thread.join()
+                renewal._reading.result()
         for _ in range(6):
             engine.step()
     finished = engine.run()

@@ -63,6 +63,19 @@ def test_a_long_text_is_told_in_parts_and_drafted_for_when_all_of_it_is_told(mon
     assert target.count("drafts") > 10
 
 
+def test_connections_are_looked_at_ten_times_a_second_while_nobody_drafts():
+    clock = Clock()
+    net = Net(worker(clock), clock)
+    target = Target([net], clock, policy=FixedWidth(4, 0))
+    target.drafter._wants_drafts = False
+    begin(target, 1)
+    reads, read = [], net.read
+    net.read = lambda: (reads.append(clock.now), read())[1]
+    finish(target)
+    assert len(reads) == pytest.approx(sum(target.steps) / RECONNECT_S, abs=2)
+    assert not net.sent
+
+
 def test_what_is_told_is_what_is_new():
     clock = Clock()
     net = Net(worker(clock), clock)

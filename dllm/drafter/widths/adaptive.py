@@ -23,6 +23,7 @@ from dllm.drafter.widths.survival import Survival, bins_of
 
 FIRST_TRIAL, LAST_TRIAL = 8, 128  # steps before a trial: the fewest, the most
 WAITING_SHARE = 0.01  # of the time that trials may wait for drafts
+TIMED_ONE_IN = 4  # steps in a row without drafts; learning from each would cost them 1 %
 ROWS_PER_TRIAL = 8  # a trial that drafts verifies one request in so many, rounded up
 
 
@@ -82,6 +83,7 @@ class AdaptiveWidth(WidthPolicy):
         self._num_verified: int | None = None  # in the last step; None if it cannot be timed
         self._has_news = False  # the last step changed something that a decision depends on
         self._is_trial = False
+        self._num_plain = 0  # steps in a row that neither drafted nor verified
         self._until_trial = self._trial_after = FIRST_TRIAL  # steps left; steps before the next one
         self._waited_ms: float | None = None  # `note_wait` of the step that ends now
         self._decided_at: float | None = None  # when the last step was decided, by the clock
@@ -201,6 +203,9 @@ class AdaptiveWidth(WidthPolicy):
         now, before = self.clock(), self._decided_at
         waited_ms, self._waited_ms = self._waited_ms, None
         self._decided_at = now
+        self._num_plain = 0 if drafts or self._num_verified else self._num_plain + 1
+        if self._num_plain and self._num_plain % TIMED_ONE_IN != 1:
+            return
         if before is not None and now > before and self._num_verified is not None:
             num_rows, ms = len(self._samples), 1e3 * (now - before)
             self.costs.observe(num_rows, self._num_verified, drafts, ms)
