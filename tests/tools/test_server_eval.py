@@ -115,21 +115,3 @@ def test_typed_decisions_of_a_file_are_scored(server: Server, tmp_path, capsys) 
     assert 0 <= found["reports"]["odds"]["odds"] <= 0.75
     assert list(found["temperatures"]) == ["choice"]
     assert "choice: temperature" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "nothing",
-        "[]",
-        '{"input": "a"}',
-        '{"input": "a", "question": {"type": "predicate"}, "answer": "yes"}',
-        '{"input": "a", "question": {"type": "predicate"}, "odds": 2}',
-        "",
-    ],
-)
-def test_a_wrong_line_is_named(server: Server, tmp_path, capsys, line: str) -> None:
-    file = tmp_path / "asked.jsonl"
-    file.write_text(line)
-    assert main(["eval", "--base-url", server.url, "--decisions", str(file)]) != 0
-    assert str(file) in capsys.readouterr().err

@@ -10,11 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
-    Discriminator,
     Field,
     StrictBool,
     StrictStr,
-    Tag,
     field_validator,
     model_validator,
 )
@@ -58,6 +56,10 @@ class Refusal(Body):
 
     type: Literal["refusal"]
     refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class Image(Cached):
@@ -118,19 +120,7 @@ class CallOutput(Body):
     status: str | None = None
 
 
-def _kind(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    if kind in ("function_call", "custom_tool_call"):
-        return "call"
-    return "output" if str(kind).endswith("_call_output") else "message"
-
-
-Item = Annotated[
-    Annotated[Message, Tag("message")]
-    | Annotated[Call, Tag("call")]
-    | Annotated[CallOutput, Tag("output")],
-    Discriminator(_kind),
-]
+Item = Annotated[Message | Call | CallOutput, Field(union_mode="left_to_right")]
 
 
 class Predicate(Body):
@@ -262,7 +252,7 @@ def _written(content: Any, images: list[str], parameter: str) -> str:
         elif isinstance(part, Json):
             texts.append(_json(part.data, parameter))
         else:
-            texts.append(part.refusal if isinstance(part, Refusal) else part.text)
+            texts.append(part.text)
     return "\n".join(texts)
 
 
