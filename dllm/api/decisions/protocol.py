@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     StrictBool,
     StrictStr,
+    Tag,
     field_validator,
     model_validator,
 )
@@ -120,7 +122,20 @@ class CallOutput(Body):
     status: str | None = None
 
 
-Item = Annotated[Message | Call | CallOutput, Field(union_mode="left_to_right")]
+def _kind(item: Any) -> str:
+    """Of an item: so that an error is about what it was meant as. ``message`` may be left out."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if kind in ("function_call", "custom_tool_call"):
+        return "call"
+    return "output" if str(kind).endswith("_call_output") else "message"
+
+
+Item = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[Call, Tag("call")]
+    | Annotated[CallOutput, Tag("output")],
+    Discriminator(_kind),
+]
 
 
 class Predicate(Body):
