@@ -75,7 +75,7 @@ def test_the_command_draws_and_writes(
     assert "> Sort 3, 1, 2." in shown
     steps = [int(step) for step in re.findall(r"block 1, step (\d+):", shown)]
     assert steps == list(range(1, len(steps) + 1))
-    groups = [g for g in ElementTree.parse(svg).getroot() if g.get("class") == "f"]
+    groups = [g for g in ElementTree.parse(svg).getroot().iter() if g.get("class") == "f"]
     assert len(groups) == len(steps)
 
 
