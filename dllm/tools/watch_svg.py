@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from rich.console import Console, Group
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 from dllm.tools.visible import visible
@@ -19,6 +19,7 @@ STEP_S, LAST_S = 0.8, 3.0  # how long a frame is shown, and the last one of a bl
 COLUMNS = 8  # cells in a row
 WIDTH = COLUMNS * (CELL_CHARACTERS + 1)  # characters
 MARGIN = 16  # pixels
+BACKGROUND = SVG_EXPORT_THEME.background_color.hex
 # What rich fills in for a frame.
 FRAME = """{char_width} {line_height}
 <g class="f" id="{unique_id}"><style>{styles}</style>
@@ -45,9 +46,7 @@ def animation(frames: Sequence[Frame], labels: Labels, question: str) -> str:
         console = Console(file=io.StringIO(), width=WIDTH, record=True, color_system="truecolor")
         console.print(Group(head, legend(), picture(frame, labels, WIDTH)))
         num_lines = max(num_lines, console.file.getvalue().count("\n"))  # type: ignore[attr-defined]
-        drawn = console.export_svg(
-            theme=DEFAULT_TERMINAL_THEME, code_format=FRAME, unique_id=f"f{index}"
-        )
+        drawn = console.export_svg(theme=SVG_EXPORT_THEME, code_format=FRAME, unique_id=f"f{index}")
         size, _, group = drawn.partition("\n")
         groups.append(group)
     char_width, line_height = map(float, size.split())
@@ -59,7 +58,7 @@ def animation(frames: Sequence[Frame], labels: Labels, question: str) -> str:
             f'width="{width}" height="{height}" role="img">',
             f"<title>{escape(visible(question))}</title>",
             f"<style>{STYLE}{_timing(frames)}</style>",
-            f'<rect width="{width}" height="{height}" rx="8" fill="#fff" stroke="#d1d9e0"/>',
+            f'<rect width="{width}" height="{height}" rx="8" fill="{BACKGROUND}"/>',
             f'<g transform="translate({MARGIN} {MARGIN})">',
             *groups,
             "</g></svg>",
