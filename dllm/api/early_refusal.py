@@ -5,7 +5,6 @@ vLLM's request models collect every error of a body. A list of 20,000 empty obje
 And every item of a long list costs time, even if all of them are right.
 """
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -20,33 +19,6 @@ LONGEST_OF_FIELD = {"messages": 4096, "input": 512}
 MOST_PARTS = 4096
 # Lists of these are read fast, and have bounds of their own.
 PLAIN = {"int", "float", "str", "bool"}
-
-
-class EarlyRefusal:
-    """An endpoint plugin of vLLM: reads the bodies of an API server's routes with bounds.
-
-    Args:
-        architectures: of the models for which it does so.
-        on_start: called where a server of one of them starts.
-    """
-
-    name = "dllm_early_refusal"
-    required_tasks = ("generate",)
-
-    def __init__(self, architectures: Any, on_start: Callable[[], None]) -> None:
-        self._architectures = architectures
-        self._on_start = on_start
-        self._app: Any = None
-
-    def attach_router(self, app: Any) -> None:
-        """Remember the app, which has its routes by then."""
-        self._app = app
-
-    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Replace the validators of the routes' bodies, if the model is one of ours."""
-        if engine_client and engine_client.model_config.architecture in self._architectures:
-            bound_bodies(self._app.routes)
-            self._on_start()
 
 
 def bound_bodies(routes: Any) -> None:

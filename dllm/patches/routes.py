@@ -14,7 +14,7 @@ from vllm.utils.async_utils import make_async
 
 from dllm import LOGGER
 from dllm.api import fill, pins
-from dllm.api.early_refusal import EarlyRefusal, bounded_type
+from dllm.api.early_refusal import bound_bodies, bounded_type
 from dllm.api.encoder import Encoder
 from dllm.api.page import CanvasPage
 from dllm.api.tally import Tally, current_tally
@@ -273,14 +273,14 @@ def _refuse_pins() -> NoReturn:
     )
 
 
-class DecisionRoute:
-    """An endpoint plugin of vLLM: ``/v1/decisions``, and ``/v1/systemone`` for our families."""
+class OurRoutes:
+    """An endpoint plugin of vLLM: for our models, typed decisions, and bounds of all bodies."""
 
-    name = "dllm_decisions"
+    name = "dllm_routes"
     required_tasks = ("generate",)
 
     def attach_router(self, app: Any) -> None:
-        """Remember the app, and let vLLM's route read our families with our strategy."""
+        """Remember the app, and let vLLM's own route read our families with our strategy."""
         from vllm.entrypoints.generate.structured_decisions.strategies import READ_STRATEGIES
 
         from dllm.api.decisions.reads import CanvasReads  # imports vLLM's API server
@@ -290,20 +290,23 @@ class DecisionRoute:
             READ_STRATEGIES[architecture] = CanvasReads
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Add the route, and let vLLM's take as many options, if the model is one of ours.
+        """Add ``/v1/decisions``, let vLLM's route take as many options, and bound all bodies.
 
-        Says why, if it cannot be asked.
+        Says why, if the model cannot be asked.
         """
         from vllm.entrypoints.generate.structured_decisions.question_types import QUESTION_TYPES
 
         from dllm.api.decisions import reads, route
 
-        if engine_client and engine_client.model_config.architecture in FAMILIES:
-            QUESTION_TYPES["choice"] = reads.WideChoice()
-            QUESTION_TYPES["score"] = reads.WideScore()
-            route.attach(self._app)
-            if getattr(state, "serving_structured_decisions", None) is None:
-                logger.warning("/v1/decisions answers HTTP 501: %s", route.why_not(state))
+        if not engine_client or engine_client.model_config.architecture not in FAMILIES:
+            return
+        QUESTION_TYPES["choice"] = reads.WideChoice()
+        QUESTION_TYPES["score"] = reads.WideScore()
+        route.attach(self._app)
+        if getattr(state, "serving_structured_decisions", None) is None:
+            logger.warning("/v1/decisions answers HTTP 501: %s", route.why_not(state))
+        bound_bodies(self._app.routes)
+        _read_no_structural_tags()
 
 
 def add_endpoint_plugins() -> None:
@@ -319,8 +322,7 @@ def add_endpoint_plugins() -> None:
     def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
         loaded = load(supported_tasks)
         if "generate" in (supported_tasks or ()):
-            refusal = EarlyRefusal(FAMILIES, _read_no_structural_tags)
-            loaded = [*loaded, DecisionRoute(), refusal]
+            loaded = [*loaded, OurRoutes()]
             if CanvasPage.name in (envs.VLLM_PLUGINS or ()):
                 loaded.append(CanvasPage())
         return loaded

@@ -50,16 +50,27 @@ class YesNo(DecisionFamily[tuple[str, int, int]]):
 class Choice(DecisionFamily[tuple[str, str]]):
     """Which of two to six things somebody has, as a letter: the option has to be found."""
 
+    def num_options(self, rng: Random) -> int:
+        """How many things are listed."""
+        return rng.randint(1, 5) + 1
+
     def draw(self, rng: Random) -> tuple[str, str]:
         return rng.choice(NAMES), rng.choice(THINGS)
 
     def decide(self, content: tuple[str, str], rng: Random) -> tuple[Decision, list[str]]:
         name, thing = content
         others = [other for other in THINGS if other != thing]
-        options = [thing, *rng.sample(others, rng.randint(1, 5))]
+        options = [thing, *rng.sample(others, self.num_options(rng) - 1)]
         rng.shuffle(options)
         decision = Decision(f"{name} has a {thing}.", "choice", f"What has {name}?", tuple(options))
         return decision, [decision.labels[options.index(thing)]]
+
+
+class Wide(Choice):
+    """What somebody has, of more options than there are letters: the option is written out."""
+
+    def num_options(self, rng: Random) -> int:
+        return 28
 
 
 class Level(DecisionFamily[tuple[str, int, int]]):
@@ -76,23 +87,6 @@ class Level(DecisionFamily[tuple[str, int, int]]):
         right = next(index for index, end in enumerate(ends) if number <= end)
         decision = Decision(f"{name} has {number}.", "score", f"How many has {name}?", options)
         return decision, [decision.labels[right]]
-
-
-class Wide(DecisionFamily[tuple[str, str]]):
-    """What somebody has, of more options than there are letters: the option is written out."""
-
-    NUM_OPTIONS = 28
-
-    def draw(self, rng: Random) -> tuple[str, str]:
-        return rng.choice(NAMES), rng.choice(THINGS)
-
-    def decide(self, content: tuple[str, str], rng: Random) -> tuple[Decision, list[str]]:
-        name, thing = content
-        others = [other for other in THINGS if other != thing]
-        options = [thing, *rng.sample(others, self.NUM_OPTIONS - 1)]
-        rng.shuffle(options)
-        decision = Decision(f"{name} has a {thing}.", "choice", f"What has {name}?", tuple(options))
-        return decision, [thing]
 
 
 class Odds(DecisionFamily[tuple[int, int, str, str]]):

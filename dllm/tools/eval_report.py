@@ -8,7 +8,8 @@ tokens/s      output tokens of all questions / wall time of all questions
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -121,15 +122,8 @@ def score(name: str, questions: Sequence[Question], run: Run) -> Score:
 
 def total(scores: Sequence[Score]) -> Score:
     """The score of all families together: counts and times are added up."""
-    return Score(
-        "all",
-        num_questions=sum(one.num_questions for one in scores),
-        num_correct=sum(one.num_correct for one in scores),
-        num_tokens=_sum([one.num_tokens for one in scores]),
-        seconds=sum(one.seconds for one in scores),
-        denoise_steps=_sum([one.denoise_steps for one in scores]),
-        blocks=_sum([one.blocks for one in scores]),
-    )
+    _, *columns = zip(*map(astuple, scores), strict=True)
+    return Score("all", *map(_sum, columns))  # type: ignore[arg-type]
 
 
 def wrong_answers(questions: Sequence[Question], run: Run) -> list[dict[str, str]]:
@@ -181,7 +175,7 @@ def _shown(value: float | None, decimals: int = 1) -> str:
     return "-" if value is None else f"{value:.{decimals}f}"
 
 
-def _sum(values: Sequence[int | None]) -> int | None:
+def _sum(values: Sequence[Any]) -> Any:
     """The sum; None if any value is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None

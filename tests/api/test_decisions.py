@@ -17,7 +17,7 @@ from dllm.api.decisions.labels import Labels
 from dllm.grammar.viterbi import UNLIMITED, Canvas
 from dllm.models import FAMILIES
 from dllm.patches import routes
-from dllm.patches.routes import DecisionRoute
+from dllm.patches.routes import OurRoutes
 from tests.support.grammars import STOP, WORDS
 from tests.support.grammars import table as grammar_table
 
@@ -161,11 +161,12 @@ def test_a_checkpoint_that_cannot_be_asked_says_why(monkeypatch, changes, mode, 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", next(iter(FAMILIES))])
 def test_the_route_is_there_for_our_families_alone(architecture, monkeypatch):
-    plugin, app = DecisionRoute(), FastAPI()
+    plugin, app = OurRoutes(), FastAPI()
     engine = SimpleNamespace(model_config=SimpleNamespace(architecture=architecture))
     plugin.attach_router(app)
     app.state.engine_client = engine
     monkeypatch.setattr(route, "why_not", lambda state: "no template")
+    monkeypatch.setattr(routes, "_read_no_structural_tags", lambda: None)  # it is for ever
     said: list[str] = []
     monkeypatch.setattr(routes.logger, "warning", lambda *parts: said.append(str(parts)))
     asyncio.run(plugin.init_state(engine, app.state, None))

@@ -12,6 +12,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
+from dllm.api.decisions.protocol import DecisionRequest
 from dllm.api.early_refusal import (
     LONGEST,
     LONGEST_OF_FIELD,
@@ -21,6 +22,7 @@ from dllm.api.early_refusal import (
 )
 
 USER = {"role": "user", "content": "a"}
+CHOICE = {"type": "choice", "instructions": "a"}
 CALL = {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "1"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -41,6 +43,8 @@ def validate(kind: type, **body: Any) -> Any:
         (CompletionRequest, {"prompt": "a", "logit_bias": {f"{i}": "x" for i in range(1000)}}),
         (CompletionRequest, {"prompt": "a", "vllm_xargs": {"x": [["y"]] * 1000}}),
         (CompletionRequest, {"prompt": "a", "vllm_xargs": {f"{i}": None for i in range(1000)}}),
+        (DecisionRequest, {f"{i}": None for i in range(LONGEST + 1)}),
+        (DecisionRequest, {"questions": [CHOICE | {"choices": [{"value": 1}] * 255}] * 4}),
     ],
 )
 def test_a_thousand_wrong_items_are_one(kind, body):

@@ -28,61 +28,60 @@ def decode(ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("extra", "max_tokens", "room", "expected"),
+    ("extra", "min_tokens", "max_tokens", "room", "expected"),
     [
-        ({}, 5, 100, range(1, 6)),
-        ({}, 50, 100, range(1, 10)),  # 12 of the canvas, without two of the suffix and the end
-        ({}, 50, 9, range(1, 6)),
-        ({"diffusion_fill_widths": [0, 3]}, 50, 100, range(4)),
-        ({"diffusion_fill_widths": [4, 4]}, 50, 100, range(4, 5)),
-        ({"diffusion_canvas_length": 6}, 50, 100, range(1, 4)),
+        ({}, 0, 5, 100, range(1, 6)),
+        ({}, 0, 50, 100, range(1, 10)),  # 12 of the canvas, without two of the suffix and the end
+        ({}, 0, 50, 9, range(1, 6)),
+        ({}, 3, 5, 100, range(3, 6)),
+        ({"diffusion_fill_widths": [0, 3]}, 0, 50, 100, range(4)),
+        ({"diffusion_fill_widths": [4, 4]}, 0, 50, 100, range(4, 5)),
+        ({"diffusion_canvas_length": 6}, 0, 50, 100, range(1, 4)),
     ],
 )
-def test_the_widths_that_fit(extra, max_tokens, room, expected):
-    assert hole(extra=extra).width_range(0, max_tokens, room) == expected
-
-
-def test_no_hole_is_narrower_than_min_tokens():
-    assert hole().width_range(3, 5, 100) == range(3, 6)
-    with pytest.raises(VLLMValidationError, match="the hole at least 6; allowed: a hole of at"):
-        hole().width_range(6, 5, 100)
+def test_the_widths_that_fit(extra, min_tokens, max_tokens, room, expected):
+    assert hole(extra=extra).width_range(min_tokens, max_tokens, room) == expected
 
 
 @pytest.mark.parametrize(
-    ("suffix", "extra", "max_tokens"),
+    ("suffix", "extra", "min_tokens", "max_tokens", "parameter"),
     [
-        ("y" * 11, {}, 50),
-        ("yz", {"diffusion_fill_widths": [10, 20]}, 50),
-        ("yz", {"diffusion_fill_widths": [6, 8]}, 5),
+        ("y" * 11, {}, 0, 50, "suffix"),
+        ("yz", {"diffusion_fill_widths": [10, 20]}, 0, 50, "suffix"),
+        ("yz", {"diffusion_fill_widths": [6, 8]}, 0, 5, "suffix"),
+        ("yz", {}, 6, 5, "suffix"),
+        ("yz", {"diffusion_fill_widths": [0, 64]}, 0, 1000, "diffusion_fill_widths"),
     ],
 )
-def test_a_hole_that_does_not_fit_is_refused(suffix, extra, max_tokens):
-    with pytest.raises(VLLMValidationError, match=f"suffix has {len(suffix)} tokens and the hole"):
-        hole(suffix, extra).width_range(0, max_tokens, 100)
-
-
-def test_too_many_widths_are_refused():
-    wide = fill_of("yz", {"diffusion_fill_widths": [0, 64]}, ENCODER, END, 256, 128)
-    with pytest.raises(VLLMValidationError, match=r"comes to 65 widths; allowed: at most 64"):
-        wide.width_range(0, 1000, 1000)
+def test_a_hole_that_does_not_fit_and_too_many_widths_are_refused(
+    suffix, extra, min_tokens, max_tokens, parameter
+):
+    canvas = 256 if max_tokens == 1000 else CANVAS
+    described = fill_of(suffix, extra, ENCODER, END, canvas, 128)
+    with pytest.raises(VLLMValidationError) as refusal:
+        described.width_range(min_tokens, max_tokens, 1000)
+    assert refusal.value.parameter == parameter
 
 
 @pytest.mark.parametrize(
-    "widths", [[], 0, [1], [1, 2, 3], [3, 2], [-1, 2], ["a", "b"], "ab", [1.5, 2]]
+    ("key", "values"),
+    [
+        (
+            "diffusion_fill_widths",
+            [[], 0, [1], [1, 2, 3], [3, 2], [-1, 2], ["a", "b"], "ab", [1.5, 2]],
+        ),
+        ("diffusion_fill_end", ["x", 128, -1]),
+        *(
+            (key, [[1]])
+            for key in ("diffusion_stream", "diffusion_pin_at", "diffusion_seed_canvas")
+        ),
+    ],
 )
-def test_a_range_that_is_none(widths):
-    with pytest.raises(VLLMValidationError, match=r"diffusion_fill_widths = .*least, greatest"):
-        hole(extra={"diffusion_fill_widths": widths})
-
-
-def test_what_cannot_stand_beside_a_suffix():
-    for key in ("diffusion_stream", "diffusion_pin_at", "diffusion_seed_canvas"):
-        with pytest.raises(VLLMValidationError, match=f"{key} beside suffix"):
-            hole(extra={key: [1]})
-    for end in ("x", 128, -1):
-        with pytest.raises(VLLMValidationError, match=f"diffusion_fill_end = {end!r}"):
-            hole(extra={"diffusion_fill_end": end})
-    assert hole(extra={"diffusion_fill_end": 0}).end == 0
+def test_what_describes_no_hole_is_refused(key, values):
+    for value in values:
+        with pytest.raises(VLLMValidationError) as refusal:
+            hole(extra={key: value})
+        assert refusal.value.parameter == key
 
 
 def test_a_candidate_holds_suffix_and_end_behind_its_hole():
@@ -94,6 +93,7 @@ def test_a_candidate_holds_suffix_and_end_behind_its_hole():
         stop=["\n"],
         extra_args={"diffusion_max_steps": 9},
     )
+    assert hole(extra={"diffusion_fill_end": 0}).end == 0
     tried = hole(extra={"diffusion_fill_end": 6}).candidate(params, width=4, sample=2)
     assert tried.extra_args == {
         "diffusion_max_steps": 9,
@@ -237,10 +237,11 @@ def test_if_a_candidate_fails_the_others_end_first():
 
 
 def test_a_stop_string_ends_the_hole():
-    (answer,) = fill(SamplingParams(max_tokens=50, stop=["aaa", "yz"]))[0].outputs
-    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("", "stop", "aaa")
-    (answer,) = fill(SamplingParams(max_tokens=50, stop=["z"]))[0].outputs
-    assert (answer.text, answer.stop_reason) == ("aaaaa", None)  # the suffix has it, the hole not
-    both = SamplingParams(max_tokens=50, stop=["aaa"], include_stop_str_in_output=True)
-    (answer,) = fill(both)[0].outputs
-    assert answer.text == "aaa"
+    for stop, is_shown, expected in (
+        (["aaa", "yz"], False, ("", "aaa")),
+        (["z"], False, ("aaaaa", None)),  # the suffix has it, the hole not
+        (["aaa"], True, ("aaa", "aaa")),
+    ):
+        params = SamplingParams(max_tokens=50, stop=stop, include_stop_str_in_output=is_shown)
+        (answer,) = fill(params)[0].outputs
+        assert (answer.text, answer.stop_reason) == expected and answer.finish_reason == "stop"

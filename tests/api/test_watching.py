@@ -54,6 +54,32 @@ def watchers(*names: str, limit: int = 2) -> Watchers:
     return Watchers(SimpleNamespace(request_states=states), limit)
 
 
+class Steps:
+    """Writes the step of a frame, and vLLM's lines as they are."""
+
+    def frame(self, choice: int, frame: Frame) -> str:
+        return f"{choice}:{frame.step}"
+
+    def own(self, line: str) -> str:
+        return line
+
+
+def read(lines: Any, feed: CanvasFeed) -> list[str]:
+    """All lines of a stream."""
+
+    async def all_lines() -> list[str]:
+        return [line async for line in interleaved(lines, feed, Steps())]
+
+    return asyncio.run(all_lines())
+
+
+def mailed(*steps: StepFrames, of: dict[str, Any]) -> dict[int, EngineCoreOutputs]:
+    """The messages for each API server."""
+    outputs: dict[int, EngineCoreOutputs] = {}
+    FrameMail(answer(*steps), of).add_to(outputs)
+    return outputs
+
+
 # --- how many -------------------------------------------------------------------------------------
 
 
@@ -86,7 +112,7 @@ def test_a_feed_keeps_the_newest():
     assert feed.take() == [] and not feed.bell.is_set()
 
 
-def test_a_place_is_free_again_when_its_stream_is_gone():
+def test_a_place_is_free_again_when_its_stream_is_gone_or_has_ended():
     several = watchers(limit=2)
     first, second = several.open(30), several.open(30)
     assert first and second and several.open(30) is None
@@ -94,21 +120,11 @@ def test_a_place_is_free_again_when_its_stream_is_gone():
     gc.collect()
     assert several.open(30) is not None
 
+    async def lines() -> Any:
+        yield "only"
 
-def test_a_place_is_free_when_its_stream_has_ended_whoever_still_holds_it():
-    several = watchers(limit=1)
-
-    async def read_to_the_end() -> CanvasFeed:
-        feed = several.open(30)
-
-        async def lines() -> Any:
-            yield "only"
-
-        assert [line async for line in interleaved(lines(), feed, Steps())] == ["only"]
-        return feed
-
-    held = asyncio.run(read_to_the_end())
-    assert not held.is_open and several.open(30) is not None
+    assert read(lines(), second) == ["only"]
+    assert not second.is_open and several.open(30) is not None  # whoever still holds it
 
 
 # --- from the worker's answer to the feed ---------------------------------------------------------
@@ -121,8 +137,7 @@ def test_frames_reach_the_choice_that_they_belong_to():
     for name in ("a", "b"):  # the prompts of one completion
         several.start(name, watch)
     step = StepFrames(["a/1", "b/0"], ["pass"] * 2, np.stack([packed(12), packed(9, 3, 2, True)]))
-    outputs: dict[int, EngineCoreOutputs] = {}
-    FrameMail(answer(step), requests("a/1", "b/0")).add_to(outputs)
+    outputs = mailed(step, of=requests("a/1", "b/0"))
     token = EngineCoreOutput(request_id="a/1", new_token_ids=[5])
     outputs[0].outputs.insert(0, token)
     assert has_frames(outputs[0])
@@ -142,8 +157,7 @@ def test_frames_of_a_visit_come_once_to_those_who_want_them_once():
         StepFrames(["a", "b"], ["pass", "visit"], np.stack([packed(step=n), packed(step=n)]))
         for n in (1, 2, 3)
     ]
-    outputs: dict[int, EngineCoreOutputs] = {}
-    FrameMail(answer(*steps), requests("a", "b")).add_to(outputs)
+    outputs = mailed(*steps, of=requests("a", "b"))
     seen = [
         (output.request_id, output.kv_transfer_params["dllm_frame"]["step"])
         for output in outputs[0].outputs
@@ -153,9 +167,7 @@ def test_frames_of_a_visit_come_once_to_those_who_want_them_once():
 
 def test_each_api_server_gets_the_frames_of_its_requests_and_aborted_ones_have_none():
     step = StepFrames(["a", "b", "gone"], ["pass"] * 3, np.stack([packed()] * 3))
-    outputs: dict[int, EngineCoreOutputs] = {}
-    both = requests("a", server=0) | requests("b", server=3)
-    FrameMail(answer(step), both).add_to(outputs)
+    outputs = mailed(step, of=requests("a", server=0) | requests("b", server=3))
     assert {server: [o.request_id for o in of.outputs] for server, of in outputs.items()} == {
         0: ["a"],
         3: ["b"],
@@ -164,15 +176,12 @@ def test_each_api_server_gets_the_frames_of_its_requests_and_aborted_ones_have_n
 
 def test_the_causal_pass_of_a_block_is_no_frame():
     step = StepFrames(["a", "b"], ["pass"] * 2, np.stack([packed(width=0), packed()]))
-    outputs: dict[int, EngineCoreOutputs] = {}
-    FrameMail(answer(step), requests("a", "b")).add_to(outputs)
+    outputs = mailed(step, of=requests("a", "b"))
     assert [output.request_id for output in outputs[0].outputs] == ["b"]
 
 
 def test_where_nobody_watches_there_is_nothing():
-    outputs: dict[int, EngineCoreOutputs] = {}
-    FrameMail(answer(), {}).add_to(outputs)
-    assert outputs == {}
+    assert mailed(of={}) == {}
     assert not has_frames(EngineCoreOutputs(outputs=[]))
     assert not has_frames(
         EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="a", new_token_ids=[1])])
@@ -185,10 +194,7 @@ def test_frames_of_an_ended_stream_are_dropped():
     several.start("a", Watch(feed, 1))
     del feed
     gc.collect()
-    outputs: dict[int, EngineCoreOutputs] = {}
-    FrameMail(answer(StepFrames(["a/0"], ["pass"], packed()[None])), requests("a/0")).add_to(
-        outputs
-    )
+    outputs = mailed(StepFrames(["a/0"], ["pass"], packed()[None]), of=requests("a/0"))
     several.deliver(outputs[0])
     assert outputs[0].outputs == []
 
@@ -196,30 +202,17 @@ def test_frames_of_an_ended_stream_are_dropped():
 # --- the stream -----------------------------------------------------------------------------------
 
 
-class Steps:
-    """Writes the step of a frame, and vLLM's lines as they are."""
-
-    def frame(self, choice: int, frame: Frame) -> str:
-        return f"{choice}:{frame.step}"
-
-    def own(self, line: str) -> str:
-        return line
-
-
 def test_frames_come_in_front_of_the_line_that_followed_them():
-    async def run() -> list[str]:
-        feed = CanvasFeed(Pace(30))
+    feed = CanvasFeed(Pace(30))
 
-        async def lines() -> Any:
-            feed.put(0, frame(1))
-            feed.put(1, frame(2))
-            yield "first"
-            feed.put(0, frame(3))
-            yield "second"
+    async def lines() -> Any:
+        feed.put(0, frame(1))
+        feed.put(1, frame(2))
+        yield "first"
+        feed.put(0, frame(3))
+        yield "second"
 
-        return [line async for line in interleaved(lines(), feed, Steps())]
-
-    assert asyncio.run(run()) == ["0:1", "1:2", "first", "0:3", "second"]
+    assert read(lines(), feed) == ["0:1", "1:2", "first", "0:3", "second"]
 
 
 def test_a_frame_does_not_wait_for_a_line_and_leaving_closes_the_lines():
@@ -245,13 +238,9 @@ def test_a_frame_does_not_wait_for_a_line_and_leaving_closes_the_lines():
 
 
 def test_an_error_in_the_lines_is_the_clients():
-    async def run() -> None:
-        async def lines() -> Any:
-            raise RuntimeError("engine died")
-            yield
-
-        async for _ in interleaved(lines(), CanvasFeed(Pace(30)), Steps()):
-            pass
+    async def lines() -> Any:
+        raise RuntimeError("engine died")
+        yield
 
     with pytest.raises(RuntimeError, match="engine died"):
-        asyncio.run(run())
+        read(lines(), CanvasFeed(Pace(30)))

@@ -152,11 +152,17 @@ def test_typed_decisions_are_read_behind_images(image_server):
     assert (
         len({tuple(asked(*images)) for images in ((), (first,), (second,), (first, second))}) == 4
     )
-    no_image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-    body = {"model": MODEL, "input": [{"role": "user", "content": [no_image]}]}
+
+
+@needs_torchvision
+@pytest.mark.nightly
+@pytest.mark.parametrize("url", ["data:image/png;base64,AAAA", "http://127.0.0.1:1/", "file:///x"])
+def test_typed_decisions_refuse_what_is_no_image(image_server, url):
+    part = {"type": "input_image", "image_url": url}
     question = {"type": "predicate", "instructions": "a"}
-    reply = image_server.post("/v1/decisions", body | {"questions": [question]})
-    assert reply.status == 400, reply.text
+    body = {"model": MODEL, "input": [{"role": "user", "content": [part]}], "questions": [question]}
+    reply = image_server.post("/v1/decisions", body)
+    assert (reply.status, reply.parameter) == (400, "input"), reply.text
 
 
 # --- which rows see which ------------------------------------------------------------------------

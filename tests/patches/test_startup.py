@@ -402,29 +402,27 @@ def test_whose_process_the_worker_runs_in(
 DISABLED = """
 import json, sys
 from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.generate.structured_decisions.strategies import READ_STRATEGIES
 from vllm.model_executor.model_loader import get_model_cls
-from vllm.plugins import load_endpoint_plugins, load_general_plugins
+from vllm import plugins
+from vllm.plugins import load_general_plugins
 
 load_general_plugins()
 config = EngineArgs(sys.argv[1], enforce_eager=True, max_model_len=256).create_engine_config()
 model = [cls.__module__ for cls in get_model_cls(config.model_config).__mro__]
-routes = [type(one).__name__ for one in load_endpoint_plugins(("generate",))]
-reads = READ_STRATEGIES[config.model_config.architecture].__module__
-print(json.dumps([config.scheduler_config.scheduler_cls, model, routes, reads]))
+routes = [type(one).__name__ for one in plugins.load_endpoint_plugins(("generate",))]
+print(json.dumps([config.scheduler_config.scheduler_cls, model, routes]))
 """
 
 
 def test_dllm_disable_leaves_vllms_own_model_scheduler_and_routes(checkpoint):
     disabled = {"DLLM_DISABLE": "1"}
-    scheduler, model, routes, reads = printed_json(
+    scheduler, model, routes = printed_json(
         run_python("-c", DISABLED, str(checkpoint()), environment=disabled)
     )
     assert scheduler == "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
     assert any(module == "vllm.model_executor.models.diffusion_gemma" for module in model)
     assert "dllm.models.gemma.backbone" not in model
-    assert routes == []
-    assert reads == "vllm.entrypoints.generate.structured_decisions.strategies"
+    assert routes == []  # where ours take over vLLM's /v1/systemone, and add routes
 
 
 # --- the type of weights -------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import asyncio
 import http.client
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -72,21 +71,19 @@ def test_the_asynchronous_client_gets_the_same(client, server):
     assert asyncio.run(ask()).answers == decide(client).answers
 
 
-def test_answers_are_the_same_alone_and_in_a_crowd(client):
-    def ask(number: int) -> str:
-        return json.dumps(
-            [one.to_dict() for one in decide(client, input=f"{number} of 40").answers]
-        )
+def test_diagnostics_and_metrics_tell_of_samples(server, client):
+    def counts() -> list[float]:
+        lines = [line.rpartition(" ") for line in server.get("/metrics").text.splitlines()]
+        names = [f"dllm:decision_{name}_total" for name in ("questions", "reads", "refusals")]
+        return [
+            sum(float(value) for name, _, value in lines if name.partition("{")[0] == counter)
+            for counter in names
+        ]
 
-    alone = [ask(number) for number in range(16)]
-    with ThreadPoolExecutor(16) as pool:
-        assert list(pool.map(ask, range(16))) == alone
-    together = decide(client, [PREDICATE] * 40, input="3 of 40").answers
-    assert {one.probability for one in together} == {json.loads(alone[3])[0]["probability"]}
-
-
-def test_samples_are_averaged(client):
-    one, four = (decide(client, extra_body={"samples": number}) for number in (1, 4))
+    one = decide(client, extra_body={"samples": 1})
+    before = counts()
+    four = decide(client)
+    assert [b - a for a, b in zip(before, counts(), strict=True)] == [3, 12, 0]
     assert [each["samples"] for each in four.diagnostics] == [4, 4, 4]
     assert all(not any(each["standard_errors"]) for each in one.diagnostics)
     assert all(any(each["standard_errors"]) for each in four.diagnostics)
@@ -94,19 +91,13 @@ def test_samples_are_averaged(client):
     assert 0 <= four.diagnostics[0]["hesitation"] <= 1
 
 
-def test_options_without_labels_of_one_token_are_spelled(server, client):
+def test_options_are_spelled_where_labels_are_few_and_true_stands_beside_its_text(client):
     """More options than the vocabulary has codes; several beginnings are shared."""
-    values = [f"n{number}" for number in range(60)]
+    values = [True, "true", False, "false", '"true"', *(f"n{number}" for number in range(40))]
     (answer,) = decide(client, [CHOICE | {"choices": [{"value": v} for v in values]}]).answers
     assert [one.value for one in answer.probabilities] == values
     assert sum(one.probability for one in answer.probabilities) == pytest.approx(1)
     assert answer.choice in values
-
-
-def test_true_stands_beside_its_text(client):
-    choices = [{"value": value} for value in (True, "true", False, "false")]
-    (answer,) = decide(client, [CHOICE | {"choices": choices}]).answers
-    assert [one.value for one in answer.probabilities] == [True, "true", False, "false"]
 
 
 def test_input_may_be_turns_calls_and_json(client):
@@ -150,8 +141,6 @@ def of_user(part: Any) -> dict[str, Any]:
 
 
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-# More than there are letters; one does not fit a canvas.
-LONG_CHOICES = [{"value": text} for text in (*map(str, range(40)), "ab" * CANVAS)]
 REFUSED = {
     "no questions": ({"questions": []}, "questions"),
     "401 questions": ({"questions": [PREDICATE] * 401}, "questions"),
@@ -234,21 +223,3 @@ def test_vllm_s_own_route_takes_the_same_strategy(server):
     assert answers["p"]["noul"] == asked.probability
     assert len(answers["c"]["probabilities"]) == 40
     assert list(answers["s"]["probabilities"]) == ["0", "1", "2"]
-
-
-def test_questions_and_canvases_are_counted(server, client):
-    def counts() -> list[float]:
-        lines = server.get("/metrics").text.splitlines()
-        names = ("questions", "reads", "refusals")
-        found = {
-            name: float(line.rpartition(" ")[2])
-            for line in lines
-            for name in names
-            if line.startswith(f"dllm:decision_{name}_total")
-        }
-        return [found.get(name, 0) for name in names]
-
-    decide(client)
-    before = counts()
-    decide(client, extra_body={"samples": 2})
-    assert [b - a for a, b in zip(before, counts(), strict=True)] == [3, 6, 0]

@@ -3,19 +3,14 @@
 import json
 import re
 from collections import Counter
-from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
 from dllm.tasks.chat import END_OF_THOUGHT, STYLES, THOUGHT, TOOLS, Chat, call_text
-from dllm.tasks.suite import (
-    FAMILIES,
-    TOOL_FAMILIES,
-    Question,
-    question,
-)
+from dllm.tasks.suite import TOOL_FAMILIES, Question, question
 from dllm.tasks.tokenizer import save_tokenizer
 from dllm.tasks.tool_tokenizer import (
     GEMMA_TOKENS,
@@ -49,21 +44,14 @@ def parts(item: Question) -> tuple[str | None, str]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(TOKENIZER, path, 512, TOOL_CHAT_TEMPLATE)
-    return path
+    return AutoTokenizer.from_pretrained(path)
 
 
 # --------------------------------------------------------------------------------------------------
 # Questions and splits
-
-
-def test_they_stand_apart_from_the_eleven() -> None:
-    assert ", ".join(TOOL_FAMILIES) == "weather, total, alarm, phone, record"
-    assert not set(FAMILIES) & set(TOOL_FAMILIES)
-    assert all(len(family.description) > 50 for family in TOOL_FAMILIES.values())
-    assert all(item.chat is None for name in FAMILIES for item in drawn(name, count=3))
 
 
 def test_every_kind_of_chat_occurs() -> None:
@@ -129,17 +117,6 @@ def test_calls_have_the_arguments_of_the_question(family: str) -> None:
             assert answer == NO_TOOL and thought in (None, "No tool fits.")
 
 
-def test_a_call_in_either_style() -> None:
-    arguments: dict[str, str | int] = {"hour": 7, "label": "tea", "minute": 5}
-    assert call_text("set_alarm", arguments, "gemma") == (
-        '<|tool_call>call:set_alarm{hour:7,label:<|"|>tea<|"|>,minute:5}<tool_call|>'
-    )
-    assert call_text("set_alarm", arguments, "hermes") == (
-        '<tool_call>\n{"name": "set_alarm", "arguments": '
-        '{"hour": 7, "label": "tea", "minute": 5}}\n</tool_call>'
-    )
-
-
 def test_records_have_the_keys_that_are_asked_for() -> None:
     for item in drawn("record"):
         asked, sentence = item.prompt.removeprefix("Write ").split(" as JSON: ")
@@ -164,67 +141,72 @@ def test_marks_are_single_tokens_and_gemmas_are_special() -> None:
         assert TOKENIZER.decode(ids) == ("ab" if mark in GEMMA_TOKENS else f"a{mark}b")
 
 
+def function(name: str, **of_it: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **of_it}}
+
+
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": " What is 34 + 7? "}]},
     {
         "role": "assistant",
         "content": None,
-        "tool_calls": [
-            {"type": "function", "function": {"name": "add", "arguments": {"b": 7, "a": 34}}}
-        ],
+        "tool_calls": [function("add", arguments={"b": 7, "a": 34})],
     },
     {"role": "tool", "name": "add", "tool_call_id": "1", "content": "41"},
 ]
+# Every kind of argument; and tools without parameters, or with parameters of no type or several.
+KINDS = function("f", arguments={"s": "x", "l": [1, "y"], "o": {"k": None, "b": True}, "f": 1.5})
+LOOSE = {"any": {}, "some": {"type": ["string", "null"]}}
+OTHERS = [function("now"), function("f", parameters={"properties": LOOSE})]
 
 
-def render(saved: Path, messages: list[dict], **options: object) -> str:
-    text = AutoTokenizer.from_pretrained(saved).apply_chat_template(
+@pytest.mark.parametrize(
+    ("messages", "options", "expected"),
+    [
+        (
+            CONVERSATION,
+            {"tools": [TOOLS["add"]]},
+            "<bos><|turn>system\n"
+            "Be brief.<|tool>declaration:add{a:INTEGER,b:INTEGER}<tool|><turn|>\n"
+            "<|turn>user\nWhat is 34 + 7?<turn|>\n"
+            "<|turn>model\n<|tool_call>call:add{a:34,b:7}<tool_call|><turn|>\n"
+            '<|turn>tool\n<|tool_response>response:add{value:<|"|>41<|"|>}<tool_response|>'
+            "<turn|>\n<|turn>model\n<|channel>thought\n<channel|>",
+        ),
+        (
+            CONVERSATION,
+            {"tools": [TOOLS["add"]], "tool_style": "hermes", "enable_thinking": True},
+            "<bos><|turn>system\n<|think|>\nBe brief.<tools>\n"
+            '{"name": "add", "parameters": {"a": "integer", "b": "integer"}}\n</tools><turn|>\n'
+            "<|turn>user\nWhat is 34 + 7?<turn|>\n<|turn>model\n<tool_call>\n"
+            '{"name": "add", "arguments": {"b": 7, "a": 34}}\n</tool_call><turn|>\n'
+            "<|turn>tool\n<tool_response>\n41\n</tool_response><turn|>\n<|turn>model\n",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [KINDS]}],
+            {},
+            "<bos><|turn>model\n<|tool_call>call:f"
+            '{f:1.5,l:[1,<|"|>y<|"|>],o:{b:true,k:null},s:<|"|>x<|"|>}<tool_call|><turn|>\n'
+            "<|turn>model\n<|channel>thought\n<channel|>",
+        ),
+        (
+            [{"role": "user", "content": "Hi"}],
+            {"tools": OTHERS},
+            "<bos><|turn>system\n<|tool>declaration:now{}<tool|>"
+            "<|tool>declaration:f{any:ANY,some:ANY}<tool|><turn|>\n"
+            "<|turn>user\nHi<turn|>\n<|turn>model\n<|channel>thought\n<channel|>",
+        ),
+    ],
+    ids=["gemma", "hermes", "arguments", "tools of others"],
+)
+def test_what_the_template_writes(saved, messages, options, expected) -> None:
+    text = saved.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, **options
     )
-    assert isinstance(text, str)
-    return text
+    assert text == expected
 
 
-def test_a_conversation_with_a_call_in_gemmas_style(saved: Path) -> None:
-    assert render(saved, CONVERSATION, tools=[TOOLS["add"]]) == (
-        "<bos><|turn>system\nBe brief.<|tool>declaration:add{a:INTEGER,b:INTEGER}<tool|><turn|>\n"
-        "<|turn>user\nWhat is 34 + 7?<turn|>\n"
-        "<|turn>model\n<|tool_call>call:add{a:34,b:7}<tool_call|><turn|>\n"
-        '<|turn>tool\n<|tool_response>response:add{value:<|"|>41<|"|>}<tool_response|><turn|>\n'
-        "<|turn>model\n<|channel>thought\n<channel|>"
-    )
-
-
-def test_a_conversation_with_a_call_in_hermess_style(saved: Path) -> None:
-    options = {"tool_style": "hermes", "enable_thinking": True}
-    assert render(saved, CONVERSATION, tools=[TOOLS["add"]], **options) == (
-        "<bos><|turn>system\n<|think|>\nBe brief.<tools>\n"
-        '{"name": "add", "parameters": {"a": "integer", "b": "integer"}}\n</tools><turn|>\n'
-        "<|turn>user\nWhat is 34 + 7?<turn|>\n"
-        '<|turn>model\n<tool_call>\n{"name": "add", "arguments": {"b": 7, "a": 34}}\n</tool_call>'
-        "<turn|>\n<|turn>tool\n<tool_response>\n41\n</tool_response><turn|>\n<|turn>model\n"
-    )
-
-
-def test_every_kind_of_argument_is_written_as_gemma_does(saved: Path) -> None:
-    arguments = {"s": "x", "l": [1, "y"], "o": {"k": None, "b": True}, "f": 1.5}
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    text = render(saved, [{"role": "assistant", "tool_calls": [call]}])
-    written = '{f:1.5,l:[1,<|"|>y<|"|>],o:{b:true,k:null},s:<|"|>x<|"|>}'
-    assert f"<|tool_call>call:f{written}<tool_call|>" in text
-
-
-def test_tools_of_others_are_listed_too(saved: Path) -> None:
-    """Without parameters, or with parameters that have no type or several."""
-    bare = {"type": "function", "function": {"name": "now"}}
-    loose = {"any": {}, "some": {"type": ["string", "null"]}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": loose}}}
-    user = [{"role": "user", "content": "Hi"}]
-    text = render(saved, user, tools=[bare, tool])
-    assert "declaration:now{}<tool|><|tool>declaration:f{any:ANY,some:ANY}<tool|>" in text
-
-
-def test_an_unknown_role_is_refused(saved: Path) -> None:
+def test_an_unknown_role_is_refused(saved) -> None:
     with pytest.raises(Exception, match="Role robot; allowed: system first, user"):
-        render(saved, [{"role": "robot", "content": "Hi"}])
+        saved.apply_chat_template([{"role": "robot", "content": "Hi"}], tokenize=False)

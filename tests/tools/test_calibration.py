@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
+from dllm.settings.command import CommandError
 from dllm.tools import calibration
 from dllm.tools.calibration import Decided
+from dllm.tools.decisions import read_lines
 
 
 def decided(probs, right, hesitation=0.0, **options):
@@ -56,3 +58,21 @@ def test_a_fitted_temperature_undoes_a_known_one(sharpened):
 
 def test_few_questions_have_no_temperature():
     assert calibration.cross_validated([decided([0.5, 0.5], 0)] * 4) is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "nothing",
+        "[]",
+        '{"input": "a"}',
+        '{"input": "a", "question": {"type": "predicate"}, "answer": "yes"}',
+        '{"input": "a", "question": {"type": "predicate"}, "odds": 2}',
+        "",
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path, line):
+    file = tmp_path / "asked.jsonl"
+    file.write_text(line)
+    with pytest.raises(CommandError, match=str(file)):
+        read_lines(file)

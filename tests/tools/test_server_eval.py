@@ -76,7 +76,7 @@ def test_the_command_draws_and_writes(
     assert "> Sort 3, 1, 2." in shown
     steps = [int(step) for step in re.findall(r"block 1, step (\d+):", shown)]
     assert steps == list(range(1, len(steps) + 1))
-    groups = [g for g in ElementTree.parse(svg).getroot() if g.get("class") == "f"]
+    groups = [g for g in ElementTree.parse(svg).getroot().iter() if g.get("class") == "f"]
     assert len(groups) == len(steps)
 
 
@@ -123,21 +123,3 @@ def test_typed_decisions_of_a_file_are_scored(server: Server, tmp_path, capsys) 
     assert 0 <= found["reports"]["odds"]["odds"] <= 0.75
     assert list(found["temperatures"]) == ["choice"]
     assert "choice: temperature" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "nothing",
-        "[]",
-        '{"input": "a"}',
-        '{"input": "a", "question": {"type": "predicate"}, "answer": "yes"}',
-        '{"input": "a", "question": {"type": "predicate"}, "odds": 2}',
-        "",
-    ],
-)
-def test_a_wrong_line_is_named(server: Server, tmp_path, capsys, line: str) -> None:
-    file = tmp_path / "asked.jsonl"
-    file.write_text(line)
-    assert main(["eval", "--base-url", server.url, "--decisions", str(file)]) != 0
-    assert str(file) in capsys.readouterr().err

@@ -59,6 +59,10 @@ class Refusal(Body):
     type: Literal["refusal"]
     refusal: str
 
+    @property
+    def text(self) -> str:
+        return self.refusal
+
 
 class Image(Cached):
     """An image, as an HTTP or data URL."""
@@ -119,6 +123,7 @@ class CallOutput(Body):
 
 
 def _kind(item: Any) -> str:
+    """Of an item: so that an error is about what it was meant as. ``message`` may be left out."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind in ("function_call", "custom_tool_call"):
         return "call"
@@ -262,7 +267,7 @@ def _written(content: Any, images: list[str], parameter: str) -> str:
         elif isinstance(part, Json):
             texts.append(_json(part.data, parameter))
         else:
-            texts.append(part.refusal if isinstance(part, Refusal) else part.text)
+            texts.append(part.text)
     return "\n".join(texts)
 
 

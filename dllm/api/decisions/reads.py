@@ -193,6 +193,13 @@ class CanvasReads(strategies.NextTokenStrategy):
             for place, (plan, engine_input) in enumerate(asked)
         )
 
+    async def _image_parts(self, urls: Sequence[str]) -> list[dict[str, Any]]:
+        """vLLM's, which lets what cannot be fetched end as an error of the server."""
+        try:
+            return await super()._image_parts(urls)
+        except Exception as error:  # of the client's URL: of the network, or of what is there
+            refuse("input", f"an image of the input: {error}. Send it as a data: URL.")
+
     async def _answer(
         self, plan: "_Plan", engine_input: Any, samples: int, name: str, options: dict[str, Any]
     ) -> Read:

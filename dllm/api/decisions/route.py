@@ -1,7 +1,6 @@
 """``POST /v1/decisions`` in OpenAI's shape, on the strategy that ``/v1/systemone`` uses, too."""
 
 import json
-from functools import cache
 from typing import Any
 
 import prometheus_client
@@ -26,6 +25,15 @@ from dllm.api.decisions.protocol import (
 )
 from dllm.api.decisions.reads import CanvasReads, Read
 from dllm.settings.request import refuse
+
+COUNTERS = {
+    name: prometheus_client.Counter(f"dllm:decision_{name}", text, ("model_name",))
+    for name, text in (
+        ("questions", "Questions answered or refused by /v1/decisions."),
+        ("reads", "Canvases read for them."),
+        ("refusals", "Questions refused, because their labels had too little probability."),
+    )
+}
 
 
 def attach(app: FastAPI) -> None:
@@ -129,17 +137,46 @@ def _distinct_texts(values: list[str | bool]) -> list[str]:
 
 
 def written(request: DecisionRequest, reads: list[Read], least_mass: float) -> bytes:
-    """The response as JSON."""
+    """The response as JSON; it is counted for ``/metrics``."""
     answers = [
-        answer(asked, read) if read.label_mass >= least_mass else refusal(asked)
+        answer(asked, read)
+        if read.label_mass >= least_mass
+        else {"type": "refusal", "name": asked.name}
         for asked, read in zip(request.questions, reads, strict=True)
     ]
-    _count(request.model, reads, answers)
+    counts = {
+        "questions": len(reads),
+        "reads": sum(read.samples for read in reads),
+        "refusals": sum(one["type"] == "refusal" for one in answers),
+    }
+    for name, number in counts.items():
+        COUNTERS[name].labels(request.model).inc(number)
+    # Each prompt is counted once, whatever its samples, and one token of output for each question.
+    tokens = sum(read.input_tokens for read in reads)
+    cached = sum(read.cached_tokens for read in reads)
     content = {
         "model": request.model,
         "answers": answers,
-        "usage": usage(reads),
-        "diagnostics": [diagnostics(read) for read in reads],
+        "usage": {
+            "input_tokens": tokens,
+            "input_tokens_details": {
+                "cached_tokens": cached,
+                "cache_write_tokens": tokens - cached,
+            },
+            "output_tokens": len(reads),
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": tokens + len(reads),
+        },
+        # What OpenAI does not say: how far an answer can be trusted.
+        "diagnostics": [
+            {
+                "label_mass": read.label_mass,
+                "hesitation": read.hesitation,
+                "samples": read.samples,
+                "standard_errors": read.standard_errors,
+            }
+            for read in reads
+        ],
     }
     return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
 
@@ -165,55 +202,3 @@ def answer(asked: AskedQuestion, read: Read) -> dict[str, Any]:
             {"label": level.label, "value": place, "probability": p} for place, (level, p) in levels
         ],
     }
-
-
-def refusal(asked: AskedQuestion) -> dict[str, Any]:
-    """The answer to a question whose labels have too little probability."""
-    return {"type": "refusal", "name": asked.name}
-
-
-def usage(reads: list[Read]) -> dict[str, Any]:
-    """Tokens of the prompts, each counted once, and one of output for each question."""
-    tokens = sum(read.input_tokens for read in reads)
-    cached = sum(read.cached_tokens for read in reads)
-    return {
-        "input_tokens": tokens,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": tokens - cached},
-        "output_tokens": len(reads),
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": tokens + len(reads),
-    }
-
-
-def diagnostics(read: Read) -> dict[str, Any]:
-    """What OpenAI does not say: how far an answer can be trusted."""
-    return {
-        "label_mass": read.label_mass,
-        "hesitation": read.hesitation,
-        "samples": read.samples,
-        "standard_errors": list(read.standard_errors),
-    }
-
-
-@cache
-def _counters() -> dict[str, prometheus_client.Counter]:
-    """Made once in a process: Prometheus registers a name only once."""
-    texts = {
-        "questions": "Questions answered or refused by /v1/decisions.",
-        "reads": "Canvases read for them.",
-        "refusals": "Questions refused, because their labels had too little probability.",
-    }
-    return {
-        name: prometheus_client.Counter(f"dllm:decision_{name}", text, ("model_name",))
-        for name, text in texts.items()
-    }
-
-
-def _count(model: str, reads: list[Read], answers: list[dict[str, Any]]) -> None:
-    counts = {
-        "questions": len(reads),
-        "reads": sum(read.samples for read in reads),
-        "refusals": sum(one["type"] == "refusal" for one in answers),
-    }
-    for name, number in counts.items():
-        _counters()[name].labels(model).inc(number)
