@@ -23,7 +23,6 @@ from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from dllm.cli import CommandError
 from dllm.quant.checks import is_scale
-from dllm.quant.formats import global_scale_of, quantize_weight
 from dllm.quant.schemes import parse_plan
 from dllm.quantize import command, staging
 from dllm.quantize.checkpoint import INDEX, Checkpoint
@@ -33,6 +32,7 @@ from dllm.quantize.make import make
 from dllm.quantize.verify import verify
 from dllm.tasks.prompts import SHIPPED
 from tests.support.process import start_python
+from tests.support.quant_checkpoints import quantize as quantize_by_hand
 from tests.support.quant_checkpoints import write_quantized
 
 pytestmark = pytest.mark.slow
@@ -55,10 +55,10 @@ def small_job(source: Path, out: Path, scheme: str = "nvfp4", *options: str) -> 
 
 
 class HandMade:
-    """A quantizer in LLM Compressor's place, from ``quant.formats``; ``stop_at`` interrupts it."""
+    """A quantizer in LLM Compressor's place, from definitions; ``stop_at`` interrupts it."""
 
     def __init__(self, job: Job, stop_at: str = "nowhere") -> None:
-        self.numbers = job.scheme.weights
+        self.scheme = job.scheme.name
         self.stop_at = stop_at
         self.seen: list[str] = []
         self.measured = 0
@@ -69,10 +69,10 @@ class HandMade:
         if any(self.stop_at in name for name in weights):
             raise KeyboardInterrupt
         self.seen += weights
-        divisor = global_scale_of(torch.cat(list(weights.values())))
+        largest = max(float(weight.abs().max()) for weight in weights.values())
         parts = {}
         for name, weight in weights.items():
-            parts[name] = quantize_weight(weight, self.numbers, divisor.clone())
+            parts[name] = quantize_by_hand(weight, self.scheme, 448 * 6 / largest)
             if input_scale is not None:
                 parts[name]["input_global_scale"] = input_scale.clone()
         return parts
@@ -525,8 +525,8 @@ def test_the_output_has_one_copy_of_everything_and_what_serving_needs(
     assert record["made_with"]["llmcompressor"].startswith("0.14.")
 
 
-def test_llm_compressor_and_the_formats_agree(made: dict[str, Path], source: Path) -> None:
-    """Its codes and scales are those of ``quant.formats``, which was written from definitions."""
+def test_llm_compressor_and_the_definitions_agree(made: dict[str, Path], source: Path) -> None:
+    """Its codes and scales are those of ``naive_formats``, which was written from definitions."""
     for scheme in SCHEMES:
         job = small_job(source, made[scheme].with_name(f"{scheme} by hand"), scheme)
         write(job)

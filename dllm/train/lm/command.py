@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from dllm.settings.command import OK, CommandError
 from dllm.train.documents import Panel, require_matplotlib, write_log_and_curve
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     """
     given = parse(argv)
     require_matplotlib()
+    disable_progress_bar()  # of `save_pretrained`, which is called at every checkpoint
     with torch.device(given.device):
         run = open_run(load_settings(given), given.out, given.resume, given.start_from)
         train_shown(run, given.objective)
