@@ -338,7 +338,6 @@ def test_a_run_goes_on_from_a_drafter_and_from_a_buffer(target_path, target, fil
         ("[1, 3]", "[3, 1]", "drafter.target_layer_ids = [3, 1]; allowed: ascending"),
         ("[1, 3]", "[1, 4]", "which has 4 layers; allowed: 0 to 3"),
         (f"mask_token_id = {MASK}", "mask_token_id = 512", "allowed: 0 to 511"),
-        (f"mask_token_id = {MASK}", "", "--mask-token-id"),
         ("block_size = 4", "block_size = 1", "drafter.block_size = 1; allowed"),
         ("num_layers = 1", "num_layer = 1", "did you mean 'drafter.num_layers'?"),
     ],
@@ -350,9 +349,15 @@ def test_bad_settings_are_refused_before_any_work(target_path, files, capsys, ol
     assert not (files / "run").exists()
 
 
-def test_a_flag_names_the_mask_token(target_path, files):
+def test_a_flag_names_the_mask_token_where_the_tokenizer_has_none(target_path, files, capsys):
+    plain = shutil.copytree(target_path, files / "plain")
+    named = json.loads((plain / "tokenizer_config.json").read_text())
+    named.pop("mask_token", None)
+    (plain / "tokenizer_config.json").write_text(json.dumps(named))
     (files / "config.toml").write_text(TOML.replace(f"mask_token_id = {MASK}", ""))
-    assert calibrate(target_path, files, "--mask-token-id", "7", "--steps", "1") == 0
+    assert calibrate(plain, files) == 1
+    assert "--mask-token-id" in capsys.readouterr().err
+    assert calibrate(plain, files, "--mask-token-id", "7", "--steps", "1") == 0
     config, _ = read_checkpoint(files / "run/model")
     assert config["dflash_config"]["mask_token_id"] == 7
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
@@ -179,8 +180,9 @@ def test_resumed_run_keeps_its_start(finished, tmp_path):
     out, mine, others = tmp_path / "out", tmp_path / "mine", tmp_path / "others"
     for copy in (mine, others):
         shutil.copytree(start / "model", copy)
-    with (others / "model.safetensors").open("ab") as file:
-        file.write(b"!")
+    weights = load_file(others / "model.safetensors")
+    weights[min(weights)] += 1
+    save_file(weights, others / "model.safetensors", metadata={"format": "pt"})
     list(command.open_run(settings, out, False, mine).run(stop_at=1))
     assert command.open_run(settings, out, True, mine).step == 1
     for start_from in (others, None):
