@@ -164,7 +164,7 @@ def test_start_that_does_not_fit_is_refused(finished, tmp_path, capsys):
     for kind, config, path, message in (
         (other, same, start / "model", "allowed: a "),
         (objective, wide, start / "model", "embed_tokens.weight of shape (832, 32)"),
-        (objective, wide, empty, "holds no config.json"),
+        (objective, wide, empty, "there is no config.json"),
     ):
         arguments = [kind, "--config", str(config), "--start-from", str(path)]
         assert cli.main(["train", *arguments, "--out", str(tmp_path / "out")]) == 1
