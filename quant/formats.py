@@ -36,7 +36,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_MAX = FP4_VALUES[-1]
 NVFP4_GROUP = 16
 ROW_MAX = {"fp8": FP8_MAX, "int8": INT8_MAX}
-# The smallest scale of a weight's row, and of a token in vLLM's kernels.
+# The smallest scale of a token in vLLM's kernels.
 TINY = torch.finfo(torch.float32).tiny
 LEAST_TOKEN_SCALE = {"fp8": 1.0 / (FP8_MAX * 512.0), "int8": TINY}
 
@@ -62,13 +62,8 @@ def decode_fp4(codes: torch.Tensor) -> torch.Tensor:
     return table[codes.long()]
 
 
-def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes to a byte, the first in the low half: [..., n] to [..., n / 2] uint8."""
-    return codes[..., 0::2] | codes[..., 1::2] << 4
-
-
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``pack_fp4``: [..., n / 2] to [..., n] uint8."""
+    """Two codes of each byte, that of the low half first: [..., n / 2] to [..., n] uint8."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 
@@ -78,7 +73,7 @@ def to_fp8(values: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_rows(
-    values: torch.Tensor, numbers: Numbers, least_scale: float = TINY
+    values: torch.Tensor, numbers: Numbers, least_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 or INT8 codes, [..., n] in the format's dtype, and the scale of each row, [..., 1] fp32.
 
@@ -90,12 +85,6 @@ def quantize_rows(
     if numbers == "fp8":
         return to_fp8(values / scale), scale
     return (values / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
-
-
-def global_scale_of(values: torch.Tensor) -> torch.Tensor:
-    """The NVFP4 divisor at which the largest group scale is E4M3's largest: [1] fp32."""
-    largest = values.float().abs().amax().reshape(1)
-    return FP8_MAX * FP4_MAX / largest.clamp(min=TINY)
 
 
 def quantize_nvfp4(
@@ -149,34 +138,13 @@ def round_trip(
     return (codes.float() * scale).to(values.dtype)
 
 
-def quantize_weight(
-    weight: torch.Tensor, numbers: Numbers, global_scale: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors of a quantized weight, by the last part of their name in a checkpoint.
-
-    Args:
-        weight: [out, in].
-        global_scale: NVFP4's divisor, if fused layers share one; None takes it from this weight.
-    """
-    if numbers != "nvfp4":
-        codes, scale = quantize_rows(weight, numbers)
-        return {"weight": codes, "weight_scale": scale}
-    divisor = global_scale_of(weight) if global_scale is None else global_scale
-    codes, scale = quantize_nvfp4(weight, divisor)
-    return {
-        "weight_packed": pack_fp4(codes),
-        "weight_scale": scale,
-        "weight_global_scale": divisor.reshape(1),
-    }
-
-
 def dequantize_weight(parts: Mapping[str, torch.Tensor], numbers: Numbers) -> torch.Tensor:
     """The weight that a checkpoint's tensors stand for: [..., out, in] fp32.
 
     Args:
-        parts: as ``quantize_weight`` returns them, all with the same leading dimensions if there
-            are any (experts). Other parts, as ``input_global_scale``, are not read. A global scale
-            has one element in all, or one for each leading index.
+        parts: by the last part of their names, all with the same leading dimensions if there are
+            any (experts). Other parts, as ``input_global_scale``, are not read. A global scale has
+            one element in all, or one for each leading index.
     """
     if numbers != "nvfp4":
         return parts["weight"].float() * parts["weight_scale"].float()

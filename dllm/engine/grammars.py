@@ -205,7 +205,8 @@ class HostGrammars(CanvasGrammars):
                 of_canvas[place].masked_fill_(torch.from_numpy(is_forbidden), -torch.inf)
             chosen[low:high] = np.where(path.states[:-1] == STOPPED, NO_TOKEN, path.tokens)
             paths[row] = path
-        return Written(torch.from_numpy(chosen), paths)
+        # A copy: to torch.compile a tensor of numpy's memory is of another kind, compiled again.
+        return Written(torch.from_numpy(chosen).clone(), paths)
 
     def emitted(
         self,

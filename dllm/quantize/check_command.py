@@ -2,10 +2,9 @@
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +13,7 @@ from rich.progress import Progress
 from dllm.quantize.checkpoint import Checkpoint, in_units
 from dllm.quantize.linears import linears
 from dllm.quantize.verify import Report, verify
-from dllm.settings.command import FAILED, OK, CommandError
+from dllm.settings.command import FAILED, OK, write_findings
 
 LISTED = 20  # outliers and problems that are printed; JSON has all
 
@@ -37,21 +36,11 @@ def main(argv: Sequence[str]) -> int:
         task = progress.add_task("layers", total=len(linears(checkpoint.config)))
         report = verify(checkpoint, original, lambda: progress.advance(task))
     if args.json is not None:
-        text = json.dumps(as_json(args.checkpoint, report), indent=2) + "\n"
-        if str(args.json) == "-":
-            sys.stdout.write(text)
-            return FAILED if report.problems else OK
-        try:
-            args.json.write_text(text)
-        except OSError as error:
-            raise CommandError(f"--json {args.json}: {error}") from error
-    print("\n".join(in_words(args.checkpoint, report)))
+        title = {"path": str(args.checkpoint), "ok": not report.problems}
+        write_findings(args.json, title | dataclasses.asdict(report))
+    if str(args.json) != "-":
+        print("\n".join(in_words(args.checkpoint, report)))
     return FAILED if report.problems else OK
-
-
-def as_json(path: Path, report: Report) -> dict[str, object]:
-    """The findings as a JSON object; ``ok`` is true when the exit status is 0."""
-    return {"path": str(path), "ok": not report.problems} | dataclasses.asdict(report)
 
 
 def in_words(path: Path, report: Report) -> list[str]:
@@ -70,11 +59,14 @@ def in_words(path: Path, report: Report) -> list[str]:
             f"{values[-1]:.2%} ({worst})"
         )
     outliers = sorted(report.outliers.items(), key=lambda item: -item[1])
-    lines += [f"outlier: {module} {error:.2%}" for module, error in outliers[:LISTED]]
-    if len(outliers) > LISTED:
-        lines.append(f"and {len(outliers) - LISTED} more outliers (--json lists all)")
+    lines += first(f"outlier: {module} {error:.2%}" for module, error in outliers)
     lines += [f"note: {note}" for note in report.notes]
-    lines += [f"PROBLEM: {problem}" for problem in report.problems[:LISTED]]
-    if len(report.problems) > LISTED:
-        lines.append(f"and {len(report.problems) - LISTED} more problems (--json lists all)")
+    lines += first(f"PROBLEM: {problem}" for problem in report.problems)
     return [*lines, "no problem found" if not report.problems else "not fit to be served"]
+
+
+def first(lines: Iterable[str]) -> list[str]:
+    """The first ``LISTED`` lines, and how many more there are."""
+    found = list(lines)
+    more = [f"and {len(found) - LISTED} more (--json lists all)"] if len(found) > LISTED else []
+    return found[:LISTED] + more

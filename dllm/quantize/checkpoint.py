@@ -17,6 +17,7 @@ from dllm.settings.command import CommandError
 DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+AGAIN = "Make or download it again."
 
 # safetensors' names of dtypes.
 DTYPES = {
@@ -53,12 +54,17 @@ class Checkpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._open: dict[Path, safe_open] = {}
-        for file in self._weight_files():
+        index = self._read_index()
+        for file in self._weight_files(index):
             for name, (shape, dtype) in read_header(file).items():
                 if name in self.files:
                     raise CommandError(f"{name} is in {self.files[name]} and again in {file}.")
                 self.files[name], self.shapes[name], self.dtypes[name] = file, shape, dtype
-        self._check_index()
+        absent = sorted(index.keys() - self.files.keys())
+        if absent:
+            raise CommandError(
+                f"{path / INDEX} promises {few(absent)}, which no file holds. {AGAIN}"
+            )
 
     def _read_config(self) -> dict[str, object]:
         file = self.path / "config.json"
@@ -75,42 +81,29 @@ class Checkpoint:
             )
         return config
 
-    def _weight_files(self) -> list[Path]:
-        """The files that the index names, or the only one there is."""
-        index = self.path / INDEX
-        if not index.is_file():
-            single = self.path / WEIGHTS
-            if not single.is_file():
-                raise CommandError(
-                    f"{self.path} has neither {WEIGHTS} nor {INDEX}: it was not written to its "
-                    "end, or its weights are not in safetensors. Make or download it again."
-                )
-            return [single]
-        names = set(self._index().values())
-        missing = sorted(name for name in names if not (self.path / name).is_file())
-        if missing:
-            raise CommandError(
-                f"{index} names {', '.join(missing)}, which "
-                f"{'is' if len(missing) == 1 else 'are'} not there. Make or download it again."
-            )
-        return [self.path / name for name in sorted(names)]
-
-    def _index(self) -> dict[str, str]:
+    def _read_index(self) -> dict[str, str]:
+        """The file of each tensor, by the index; empty without an index."""
+        if not (self.path / INDEX).is_file():
+            return {}
         weight_map = _read_json(self.path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CommandError(f"{self.path / INDEX} has no weight_map; write the index again.")
         return weight_map
 
-    def _check_index(self) -> None:
-        """Refuse an index with names of tensors that no file has."""
-        if not (self.path / INDEX).is_file():
-            return
-        absent = sorted(self._index().keys() - self.files.keys())
-        if absent:
+    def _weight_files(self, index: Mapping[str, str]) -> list[Path]:
+        """The files that the index names, or the only one there is."""
+        names = sorted(set(index.values())) or [WEIGHTS]
+        missing = [name for name in names if not (self.path / name).is_file()]
+        if missing and index:
             raise CommandError(
-                f"{self.path / INDEX} promises {few(absent)}, which no file holds. Make or "
-                "download it again."
+                f"{self.path / INDEX} names {few(missing)}, which is not there. {AGAIN}"
             )
+        if missing:
+            raise CommandError(
+                f"{self.path} has neither {WEIGHTS} nor {INDEX}: it was not written to its end, or "
+                f"its weights are not in safetensors. {AGAIN}"
+            )
+        return [self.path / name for name in names]
 
     def _handle(self, file: Path) -> safe_open:
         if file not in self._open:
@@ -144,8 +137,7 @@ def open_file(file: Path) -> safe_open:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CommandError(
-            f"{file} cannot be read ({error}): it was cut short or damaged. Make or download it "
-            "again."
+            f"{file} cannot be read ({error}): it was cut short or damaged. {AGAIN}"
         ) from error
 
 
@@ -188,7 +180,7 @@ def _read_json(file: Path) -> dict[str, object]:
     try:
         value = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CommandError(f"{file} is no JSON ({error}). Make or download it again.") from error
+        raise CommandError(f"{file} is no JSON ({error}). {AGAIN}") from error
     if not isinstance(value, Mapping):
-        raise CommandError(f"{file} holds no JSON object. Make or download it again.")
+        raise CommandError(f"{file} holds no JSON object. {AGAIN}")
     return dict(value)

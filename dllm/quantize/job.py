@@ -130,16 +130,8 @@ def prepare(argv: Sequence[str]) -> tuple[Job, argparse.Namespace]:
     prompts = []
     if scheme.needs_calibration:
         prompts = calibration_prompts(args.calibration, args.model, args.samples, args.seed)
-    job = Job(
-        source,
-        scheme,
-        groups_of(source, scheme),
-        args.out,
-        prompts,
-        args.blocks,
-        args.seed,
-        args.device,
-    )
+    groups, options = groups_of(source, scheme), (args.blocks, args.seed, args.device)
+    job = Job(source, scheme, groups, args.out, prompts, *options)
     refuse_full_disk(job)
     return job, args
 

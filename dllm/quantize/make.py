@@ -5,12 +5,10 @@ This is the main program of LLM Compressor's environment; ``dllm.quantize.comman
 
 import importlib.metadata
 import os
-import re
 import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -22,9 +20,6 @@ from dllm.quantize.staging import Staging
 from dllm.settings.command import FAILED, INTERRUPTED, OK, CommandError
 
 INPUT_SCALES = "input_scales.safetensors"
-# getrusage counts memory in kilobytes on Linux, in bytes on macOS.
-_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
-
 Say = Callable[[str], None]
 
 
@@ -115,17 +110,8 @@ def _version(package: str) -> str | None:
 
 def peak_memory() -> str:
     """The most memory that this process has had so far, mapped files included."""
-    return in_units(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
-
-
-def resident() -> str:
-    """The memory of this process, apart from mapped files, which the system may drop."""
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        return f"peak memory {peak_memory()}"
-    kilobytes = dict(re.findall(r"^(Rss\w+):\s+(\d+) kB", status.read_text(), re.MULTILINE))
-    own, mapped = (int(kilobytes[name]) * 1024 for name in ("RssAnon", "RssFile"))
-    return f"memory {in_units(own)} (and {in_units(mapped)} of mapped files)"
+    unit = 1 if sys.platform == "darwin" else 1024  # of getrusage: bytes or kilobytes
+    return in_units(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
 def _measure(job: Job, say: Say) -> Tensors:
@@ -138,7 +124,10 @@ def _measure(job: Job, say: Say) -> Tensors:
     def on_prompt(number: int) -> None:
         if number == len(job.prompts) or number % max(1, len(job.prompts) // 8) == 0:
             seconds = time.monotonic() - start
-            say(f"calibration: {number}/{len(job.prompts)} prompts, {seconds:.1f} s, {resident()}")
+            say(
+                f"calibration: {number}/{len(job.prompts)} prompts, {seconds:.1f} s, peak "
+                f"memory {peak_memory()}"
+            )
 
     return measure_inputs(job, modules, on_prompt)
 

@@ -42,8 +42,6 @@ class Staging:
         self.out = out
         self.path = out.with_name(out.name + ".partial")
         refuse_existing(out)
-        if not out.absolute().parent.is_dir():
-            raise CommandError(f"--out {out}: there is no directory {out.absolute().parent}.")
         if self.path.exists() and not self.path.is_dir():
             raise CommandError(f"{self.path} is no directory. Delete it, or name another --out.")
         text = json.dumps(run, indent=2) + "\n"
@@ -51,7 +49,12 @@ class Staging:
             self.path.mkdir(exist_ok=True)
             # Stays open, because closing it gives up the lock. Both end with the process.
             self._run = (self.path / RUN).open("a+")
-            self._lock()
+            try:
+                fcntl.flock(self._run, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CommandError(
+                    f"{self.path} is being written by another process; wait for it."
+                ) from None
             self._run.seek(0)
             found = self._run.read()
             if found and found != text:
@@ -62,14 +65,6 @@ class Staging:
             if not found:
                 self._run.write(text)
                 self._run.flush()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._run, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CommandError(
-                f"{self.path} is being written by another process; wait for it."
-            ) from None
 
     def has(self, name: str) -> bool:
         """Whether a file is there. If it is, it is complete."""

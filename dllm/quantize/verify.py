@@ -5,7 +5,7 @@ code with what wrote the checkpoint, so an error of the writer is seen here.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -72,32 +72,161 @@ def verify(
         CommandError: the checkpoint is not quantized, or with an unknown scheme; or the original
             is quantized, or its tensors do not have the shapes that follow from its config.json.
     """
-    plan = _plan(checkpoint)
-    originals = {}
     if original is not None:
         refuse_unfit(original)
-        originals = by_one_name(original)
-    report = Report(num_bytes=_total(checkpoint))
-    # A weight that encoder and decoder share may be stored under two names: name -> names stored.
-    copies = by_one_name(checkpoint)
-    for stored in copies.values():
-        if len(stored) > 1:
-            report.problems.append(f"{' and '.join(stored)} are two copies of one weight")
-    layers = _quantized_layers(checkpoint, plan, copies)
-    _check_completeness(report, checkpoint, layers, copies)
-    _check_companions(report, checkpoint, original)
-    for layer in layers:
-        report.schemes[layer.scheme.name] = report.schemes.get(layer.scheme.name, 0) + 1
-        if _check_layer(report, checkpoint, layer) and original is not None:
-            source = originals[layer.linear.source][0]
-            _compare_layer(report, checkpoint, layer, read_linear(original, source, layer.linear))
-        on_layer()
-    _check_fused(report, checkpoint, layers)
-    if original is not None:
-        report.original_bytes = _total(original)
-        _compare_kept(report, checkpoint, original, {layer.linear.source for layer in layers})
-    checkpoint.release()
-    return report
+    checker = _Checker(checkpoint, original)
+    checker.run(on_layer)
+    return checker.report
+
+
+class _Checker:
+    """Fills in the report about a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, original: Checkpoint | None) -> None:
+        self.checkpoint, self.original = checkpoint, original
+        self.report = Report(num_bytes=_total(checkpoint))
+        self.problems = self.report.problems
+        # A weight that encoder and decoder share may be stored under two names: name -> names.
+        self.copies = by_one_name(checkpoint)
+        self.originals = by_one_name(original) if original is not None else {}
+        plan, parts = _plan(checkpoint), defaultdict[str, dict[str, str]](dict)
+        for name, stored in self.copies.items():
+            module, _, suffix = name.rpartition(".")
+            parts[module][suffix] = stored[0]
+        self.layers = [
+            _Layer(linear, scheme, parts[linear.module])
+            for linear in linears(checkpoint.config)
+            if (scheme := plan.scheme_of(linear.module)) is not None
+        ]
+
+    def run(self, on_layer: Callable[[], None]) -> None:
+        """Make all checks, layer by layer."""
+        for stored in self.copies.values():
+            if len(stored) > 1:
+                self.problems.append(f"{' and '.join(stored)} are two copies of one weight")
+        self.check_completeness()
+        self.check_companions()
+        for layer in self.layers:
+            name = layer.scheme.name
+            self.report.schemes[name] = self.report.schemes.get(name, 0) + 1
+            is_whole = self.check_layer(layer)
+            if is_whole and self.original is not None:
+                source = self.originals[layer.linear.source][0]
+                self.compare_layer(layer, read_linear(self.original, source, layer.linear))
+            on_layer()
+        self.check_fused()
+        if self.original is not None:
+            self.report.original_bytes = _total(self.original)
+            self.compare_kept(self.original)
+            self.original.release()
+        self.checkpoint.release()
+
+    def check_completeness(self) -> None:
+        """Check names and shapes of what is not quantized; note tensors that nothing needs."""
+        replaced = {layer.linear.source for layer in self.layers}
+        known = {
+            f"{layer.linear.module}.{suffix}"
+            for layer in self.layers
+            for suffix in layer.scheme.suffixes
+        }
+        known.add("lm_head.weight")  # a tied head may be there as a copy of the embedding
+        for name, shape in text_shapes(self.checkpoint.config).items():
+            if name in replaced:
+                continue
+            known.add(name)
+            if name not in self.copies:
+                self.problems.append(f"{name} is missing")
+            elif (given := self.checkpoint.shapes[self.copies[name][0]]) != shape:
+                self.problems.append(f"{name} has shape {list(given)}; expected {list(shape)}")
+        others = (LAYER_SCALAR, "model.encoder.vision_tower.", "model.encoder.embed_vision.")
+        unknown = [
+            name
+            for name in self.copies.keys() - known
+            if not name.endswith(others[0]) and not name.startswith(others[1:])
+        ]
+        if unknown:
+            self.report.notes.append(f"{len(unknown)} unknown tensors: {few(sorted(unknown))}")
+
+    def check_companions(self) -> None:
+        """Check that the files beside the weights are there."""
+        path = self.checkpoint.path
+        if not any((path / name).is_file() for name in TOKENIZERS):
+            self.problems.append(f"there is no {' or '.join(TOKENIZERS)}")
+        for name in COMPANIONS if self.original is not None else ():
+            if (self.original.path / name).is_file() and not (path / name).is_file():  # type: ignore[union-attr]
+                self.problems.append(f"{name} is missing; the original has it")
+
+    def check_layer(self, layer: _Layer) -> bool:
+        """Check tensors, shapes and scales of a layer; whether nothing is wrong with them."""
+        shapes = {suffix: self.checkpoint.shapes[name] for suffix, name in layer.stored.items()}
+        found = layer_problems(layer.linear.module, shapes, layer.scheme)
+        codes = layer.scheme.weight_suffix
+        expected = layer.scheme.shapes(*layer.linear.shape)[codes]
+        if not found and shapes[codes] != expected:
+            found.append(
+                f"{layer.stored[codes]} has shape {list(shapes[codes])}; config.json makes it "
+                f"{list(expected)}"
+            )
+        for name in filter(is_scale, layer.stored.values()):
+            scales = self.checkpoint.read(name)
+            text = scale_problem(name, scales) or implausible_scale(name, scales)
+            found += [text] if text else []
+        self.problems += found
+        return not found
+
+    def check_fused(self) -> None:
+        """Check that layers which vLLM fuses have one NVFP4 global scale: vLLM uses one for all."""
+        scales: dict[str, dict[str, float]] = defaultdict(dict)
+        for layer in self.layers:
+            for suffix in ("weight_global_scale", "input_global_scale"):
+                if suffix in layer.scheme.suffixes and suffix in layer.stored:
+                    value = float(self.checkpoint.read(layer.stored[suffix]).float().max())
+                    scales[f"{layer.linear.fused}.{suffix}"][layer.linear.module] = value
+        for name, values in scales.items():
+            if len(set(values.values())) > 1:
+                self.problems.append(
+                    f"{name}: {', '.join(values)} have different scales, and vLLM takes one for all"
+                )
+
+    def compare_layer(self, layer: _Layer, weight: torch.Tensor) -> None:
+        """Compute the relative L2 error of a layer's weight against the original's."""
+        module, weight = layer.linear.module, weight.float()
+        parts = {suffix: self.checkpoint.read(name) for suffix, name in layer.stored.items()}
+        difference = dequantize_weight(parts, layer.scheme.weights) - weight
+        norm = float(torch.linalg.vector_norm(weight))
+        error = float(torch.linalg.vector_norm(difference)) / norm if norm else 0.0
+        self.report.errors[module] = error
+        expected = EXPECTED_ERROR[layer.scheme.weights]
+        if not error <= WRONG * expected:  # NaN as well
+            self.problems.append(
+                f"{module} is {error:.1%} away from the original; rounding explains about "
+                f"{expected:.1%}. It was made from other weights, or its scales are wrong"
+            )
+        elif error > OUTLIER * expected:
+            self.report.outliers[module] = error
+
+    def compare_kept(self, original: Checkpoint) -> None:
+        """Check that tensors which were not quantized equal the original's, bit for bit."""
+        ours = _layer_scalars(self.checkpoint)
+        for name, theirs in _layer_scalars(original).items():
+            if not torch.equal(ours[name], theirs):
+                self.problems.append(f"{name} (layers.*.layer_scalar) are not the original's")
+        quantized = {layer.linear.source for layer in self.layers}
+        here, there = (
+            {name for name in names if not name.endswith(LAYER_SCALAR)} - quantized
+            for names in (self.copies, self.originals)
+        )
+        if missing := [name for name in self.originals if name in there - here]:
+            self.problems.append(f"the original has {few(missing)}, and this has not")
+        differing = [
+            name
+            for name in sorted(here & there)
+            if not torch.equal(
+                self.checkpoint.read(self.copies[name][0]), original.read(self.originals[name][0])
+            )
+        ]
+        if differing:
+            self.problems.append(f"{few(differing)}: not quantized, and not what the original has")
 
 
 def _plan(checkpoint: Checkpoint) -> Plan:
@@ -116,119 +245,6 @@ def _total(checkpoint: Checkpoint) -> int:
     return sum(checkpoint.num_bytes(name) for name in checkpoint.shapes)
 
 
-def _quantized_layers(
-    checkpoint: Checkpoint, plan: Plan, copies: dict[str, list[str]]
-) -> list[_Layer]:
-    """The layers that config.json says are quantized, with the tensors found of each."""
-    parts: dict[str, dict[str, str]] = defaultdict(dict)
-    for name, stored in copies.items():
-        module, _, suffix = name.rpartition(".")
-        parts[module][suffix] = stored[0]
-    found = []
-    for linear in linears(checkpoint.config):
-        scheme = plan.scheme_of(linear.module)
-        if scheme is not None:
-            found.append(_Layer(linear, scheme, parts[linear.module]))
-    return found
-
-
-def _check_completeness(
-    report: Report, checkpoint: Checkpoint, layers: list[_Layer], copies: dict[str, list[str]]
-) -> None:
-    """Check names and shapes of tensors that are not quantized; note those that nothing needs."""
-    replaced = {layer.linear.source for layer in layers}
-    expected = text_shapes(checkpoint.config)
-    known = {
-        f"{layer.linear.module}.{suffix}" for layer in layers for suffix in layer.scheme.suffixes
-    }
-    known.add("lm_head.weight")  # a tied head may be there as a copy of the embedding
-    for name, shape in expected.items():
-        if name in replaced:
-            continue
-        known.add(name)
-        if name not in copies:
-            report.problems.append(f"{name} is missing")
-        elif checkpoint.shapes[copies[name][0]] != shape:
-            given = list(checkpoint.shapes[copies[name][0]])
-            report.problems.append(f"{name} has shape {given}; expected {list(shape)}")
-    unknown = [
-        name
-        for name in copies.keys() - known
-        if not name.endswith(LAYER_SCALAR)
-        and not name.startswith(("model.encoder.vision_tower.", "model.encoder.embed_vision."))
-    ]
-    if unknown:
-        report.notes.append(f"{len(unknown)} unknown tensors: {few(sorted(unknown))}")
-
-
-def _check_companions(report: Report, checkpoint: Checkpoint, original: Checkpoint | None) -> None:
-    """Check that the files beside the weights are there."""
-    if not any((checkpoint.path / name).is_file() for name in TOKENIZERS):
-        report.problems.append(f"there is no {' or '.join(TOKENIZERS)}")
-    if original is None:
-        return
-    for name in COMPANIONS:
-        if (original.path / name).is_file() and not (checkpoint.path / name).is_file():
-            report.problems.append(f"{name} is missing; the original has it")
-
-
-def _check_layer(report: Report, checkpoint: Checkpoint, layer: _Layer) -> bool:
-    """Check tensors, shapes and scales of a layer; returns whether nothing is wrong with them."""
-    shapes = {suffix: checkpoint.shapes[name] for suffix, name in layer.stored.items()}
-    found = layer_problems(layer.linear.module, shapes, layer.scheme)
-    if not found:
-        codes = layer.scheme.weight_suffix
-        expected = layer.scheme.shapes(*layer.linear.shape)[codes]
-        if shapes[codes] != expected:
-            found.append(
-                f"{layer.stored[codes]} has shape {list(shapes[codes])}; config.json makes it "
-                f"{list(expected)}"
-            )
-    for name in layer.stored.values():
-        if is_scale(name):
-            scales = checkpoint.read(name)
-            text = scale_problem(name, scales) or implausible_scale(name, scales)
-            found += [text] if text else []
-    report.problems += found
-    return not found
-
-
-def _check_fused(report: Report, checkpoint: Checkpoint, layers: Iterable[_Layer]) -> None:
-    """Check that layers which vLLM fuses have one NVFP4 global scale: vLLM uses one for all."""
-    scales: dict[str, dict[str, float]] = defaultdict(dict)
-    for layer in layers:
-        for suffix in ("weight_global_scale", "input_global_scale"):
-            if suffix in layer.scheme.suffixes and suffix in layer.stored:
-                value = float(checkpoint.read(layer.stored[suffix]).float().max())
-                scales[f"{layer.linear.fused}.{suffix}"][layer.linear.module] = value
-    for name, values in scales.items():
-        if len(set(values.values())) > 1:
-            report.problems.append(
-                f"{name}: {', '.join(values)} have different scales, and vLLM takes one for all"
-            )
-
-
-def _compare_layer(
-    report: Report, checkpoint: Checkpoint, layer: _Layer, weight: torch.Tensor
-) -> None:
-    """Compute the relative L2 error of a layer's weight against the original's, ``[out, in]``."""
-    module = layer.linear.module
-    weight = weight.float()
-    parts = {suffix: checkpoint.read(name) for suffix, name in layer.stored.items()}
-    difference = dequantize_weight(parts, layer.scheme.weights) - weight
-    norm = float(torch.linalg.vector_norm(weight))
-    error = float(torch.linalg.vector_norm(difference)) / norm if norm else 0.0
-    report.errors[module] = error
-    expected = EXPECTED_ERROR[layer.scheme.weights]
-    if not error <= WRONG * expected:  # NaN as well
-        report.problems.append(
-            f"{module} is {error:.1%} away from the original; rounding explains about "
-            f"{expected:.1%}. It was made from other weights, or its scales are wrong"
-        )
-    elif error > OUTLIER * expected:
-        report.outliers[module] = error
-
-
 def _layer_scalars(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """The layer scalars as the server loads them: [layers] for the encoder and for the decoder.
 
@@ -239,28 +255,3 @@ def _layer_scalars(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         return {}
     scalars = ((n, checkpoint.read(n)) for n in checkpoint.shapes if n.endswith(LAYER_SCALAR))
     return dict(merge_shared_copies(scalars, text["num_hidden_layers"]))  # type: ignore[index]
-
-
-def _compare_kept(
-    report: Report, checkpoint: Checkpoint, original: Checkpoint, quantized: set[str]
-) -> None:
-    """Check that tensors which were not quantized equal the original's, bit for bit."""
-    here, there = by_one_name(checkpoint), by_one_name(original)
-    ours = _layer_scalars(checkpoint)
-    for name, theirs in _layer_scalars(original).items():
-        if not torch.equal(ours[name], theirs):
-            report.problems.append(f"{name} (layers.*.layer_scalar) are not the original's")
-    for names in (here, there):  # layer scalars are compared already
-        for name in [name for name in names if name.endswith(LAYER_SCALAR)]:
-            del names[name]
-    missing = [name for name in there if name not in here and name not in quantized]
-    if missing:
-        report.problems.append(f"the original has {few(missing)}, and this has not")
-    differing = [
-        name
-        for name in sorted(here.keys() & there.keys() - quantized)
-        if not torch.equal(checkpoint.read(here[name][0]), original.read(there[name][0]))
-    ]
-    if differing:
-        report.problems.append(f"{few(differing)}: not quantized, and not what the original has")
-    original.release()

@@ -1,8 +1,7 @@
-"""What documents a run: the learning curve, drawn from its log, and a part of every model card."""
+"""What documents a run: its log and learning curve, and the parts that every model card has."""
 
 import importlib.util
 import json
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +10,9 @@ import torch
 import transformers
 
 from dllm.settings.command import CommandError
+from dllm.train.precision import processor
 from dllm.train.run import AnyLearner, Run
-from dllm.train.run_files import CURVE, LOG, read_log
+from dllm.train.run_files import CURVE, LOG, write_log
 from dllm.train.settings import RunSettings
 
 COMMON_COLUMNS = ("step", "seconds", "loss")
@@ -42,37 +42,37 @@ def require_matplotlib() -> None:
         raise CommandError("the learning curve needs matplotlib: pip install 'dllm[train]'.")
 
 
-def draw(out: Path, *panels: Panel) -> None:
-    """Write ``curve.svg`` into the directory of a run: the loss, then the panels."""
+def write_log_and_curve(run: Run[AnyLearner], path: Path, *panels: Panel) -> None:
+    """Write ``log.csv`` and ``curve.svg`` (the loss, then the panels) beside the weights."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    rows = read_log(out / LOG) if (out / LOG).exists() else []
+    rows = run.rows
     if not rows:
         return
-    steps = [int(row["step"]) for row in rows]
+    write_log(path / LOG, rows)
+    steps = [row["step"] for row in rows]
     figure = Figure(figsize=(4.5 * (1 + len(panels)), 4.5), layout="constrained")
     left, *others = figure.subplots(1, 1 + len(panels))
     first = 0 if steps[0] else 1  # at step 0 there is no loss yet
-    left.plot(steps[first:], [float(row["loss"]) for row in rows[first:]], color="black")
+    left.plot(steps[first:], [row["loss"] for row in rows[first:]], color="black")
     left.set(xlabel="optimizer step", ylabel="training loss, nats", yscale="log")
     for panel, axes in zip(panels, others, strict=True):
         scale = 100 if panel.is_share else 1
         for name in rows[0]:
             if name not in COMMON_COLUMNS and panel.shows(name):
-                values = [scale * float(row[name]) for row in rows]
-                axes.plot(steps, values, label=name, linewidth=1)
+                axes.plot(steps, [scale * row[name] for row in rows], label=name, linewidth=1)
         axes.set(xlabel="optimizer step", ylabel=panel.ylabel)
         axes.legend(fontsize=7, ncols=2)
     with rc_context({"svg.fonttype": "none"}):  # text stays text: half the size of drawn letters
-        figure.savefig(out / CURVE, metadata={"Date": None})
+        figure.savefig(path / CURVE, metadata={"Date": None})
 
 
 def duration(run: Run[AnyLearner]) -> str:
     """How long it took, on what, with which libraries: the rest of a sentence."""
     return (
         f"{run.seconds / 60:.0f} minutes of training on {run.settings.threads} thread(s) of "
-        f"{_processor(run.device)}; torch {torch.__version__}, transformers "
+        f"{processor(run.device)}; torch {torch.__version__}, transformers "
         f"{transformers.__version__}."
     )
 
@@ -80,12 +80,3 @@ def duration(run: Run[AnyLearner]) -> str:
 def settings_block(settings: RunSettings) -> list[str]:
     """All settings, as lines of Markdown."""
     return ["```json", json.dumps(settings.to_mapping(), indent=2), "```"]
-
-
-def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from dllm.train.precision import product_dtype
 from dllm.train.settings import RunSettings
 
 # Coefficients of the iteration, chosen for the largest slope at 0 (same source).
@@ -56,12 +57,13 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Matrices ``[N, rows, columns]`` with the same singular vectors and singular values near 1.
 
-    Computed in bf16 and returned in fp32, like the source: an approximation is good enough.
+    Computed in bf16 like the source (an approximation is good enough), or in fp32 on a CPU without
+    bf16 units; returned in fp32.
     """
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
+    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(product_dtype(x.device))
     for _ in range(5):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

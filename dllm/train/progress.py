@@ -1,38 +1,61 @@
-"""The progress bar of everything that takes long in ``dllm train`` and ``dllm calibrate``."""
+"""Shows how far a command is: a bar in a terminal, elsewhere a line every few seconds."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
 
 from dllm.train.run import AnyLearner, Run
 
+SECONDS_BETWEEN_LINES = 10.0
 
-class Bar:
-    """A bar on the screen."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
+class Shown:
+    """Work of ``total`` parts, of which some were done before (by a run that is resumed)."""
 
-    def advance(self, by: int = 1) -> None:
-        """So much more is done."""
-        self._progress.advance(self._task, by)
+    def __init__(self, what: str, total: int, done: int, bar: Progress | None) -> None:
+        self.what, self.total, self.done = what, total, done
+        self._begun_with, self._bar = done, bar
+        self._start, self._said = time.monotonic(), -SECONDS_BETWEEN_LINES
+        if bar is not None:
+            self._task = bar.add_task(what, total=total, completed=done, note="")
 
-    def show(self, done: int, note: str) -> None:
-        """So much is done in all; the note stands behind the bar."""
-        self._progress.update(self._task, completed=done, note=note)
+    def advance(self, by: int = 1, note: str = "") -> None:
+        """So much more is done; the note stands behind it."""
+        self.done += by
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, note=note)
+            return
+        seconds = time.monotonic() - self._start
+        if self.done >= self.total or seconds - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = seconds
+            print(self.line(seconds, note), flush=True)
+
+    def line(self, seconds: float, note: str) -> str:
+        """How far it is after so many seconds, in words."""
+        each = seconds / max(1, self.done - self._begun_with)
+        left = each * (self.total - self.done)
+        return (
+            f"{self.what}: {self.done}/{self.total}, {each:.3g} s each, {left / 60:.1f} minutes "
+            f"left  {note}"
+        ).rstrip()
 
 
 @contextmanager
-def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Bar]:
-    """Show a bar inside the ``with`` block."""
+def progress(what: str, total: int, done: int = 0) -> Iterator[Shown]:
+    """Show progress inside the ``with`` block."""
+    console = Console()
+    if not console.is_terminal:
+        yield Shown(what, total, done, None)
+        return
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(),
@@ -40,12 +63,12 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Bar]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns) as progress:
-        yield Bar(progress, progress.add_task(what, total=total, completed=done, note=""))
+    with Progress(*columns, console=console) as bar:
+        yield Shown(what, total, done, bar)
 
 
-def train_with_bar(run: Run[AnyLearner], what: str) -> None:
-    """Train to the last step, with the running loss and the last evaluation behind the bar."""
-    with progress_bar(what, run.settings.steps, run.step) as bar:
-        for now in run.run():
-            bar.show(now.step, f"loss {now.loss:.3f}  {now.summary}")
+def train_shown(run: Run[AnyLearner], what: str) -> None:
+    """Train to the last step, with the running loss and the last evaluation shown."""
+    with progress(what, run.settings.steps, run.step) as shown:
+        for _ in run.run():
+            shown.advance(note=f"loss {run.loss:.3f}  {run.learner.summary()}")

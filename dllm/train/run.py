@@ -5,20 +5,19 @@ was stopped and resumed ends with the same bits as one that was not.
 """
 
 import copy
-import math
 import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dllm.settings.command import CommandError
 from dllm.train.optimizer import make_optimizers, set_learning_rates, update_average
-from dllm.train.run_files import LOG, STATE, append_row, forget_later_rows, save_state
+from dllm.train.run_files import LOG, MODEL, STATE, write_log
 from dllm.train.settings import RunSettings
 
 
@@ -39,32 +38,28 @@ class Learner(ABC):
     def loss(self, step: int) -> Tensor:
         """The loss of the batch of a step, a scalar with a gradient."""
 
+    @abstractmethod
     def evaluate(self, average: Any) -> dict[str, float]:
-        """Columns of the log for a network of the class of ``model``; empty: there is no row."""
-        return {}
+        """Columns of the log for a network of the class of ``model``."""
 
+    @abstractmethod
     def summary(self) -> str:
         """The last evaluation in a few words."""
-        return ""
 
+    @abstractmethod
+    def write(self, average: Any, path: Path) -> None:
+        """Write a network of the class of ``model`` as a checkpoint that can be served."""
+
+    @abstractmethod
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know beside the weights, as plain data."""
-        return {}
 
+    @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` returned."""
-        assert not state, f"{type(self).__name__} keeps no state: {state}"
 
 
 AnyLearner = TypeVar("AnyLearner", bound=Learner)
-
-
-class Progress(NamedTuple):
-    """Where a run is, after each step."""
-
-    step: int
-    loss: float  # running mean
-    summary: str  # of the last evaluation
 
 
 class Run(Generic[AnyLearner]):
@@ -75,6 +70,7 @@ class Run(Generic[AnyLearner]):
         step: optimizer steps taken.
         loss: running mean over about fifty steps.
         average: the exponential average of the weights.
+        rows: of the log, one for each evaluation: step, seconds, loss, and the learner's columns.
     """
 
     def __init__(self, learner: AnyLearner, out: Path | None) -> None:
@@ -87,6 +83,7 @@ class Run(Generic[AnyLearner]):
         self.optimizers = make_optimizers(self.model, self.settings)
         self.device = next(self.model.parameters()).device
         self.step, self.loss = 0, 0.0
+        self.rows: list[dict[str, float]] = []
         self._started = time.monotonic()
 
     @property
@@ -94,8 +91,8 @@ class Run(Generic[AnyLearner]):
         """Wall time of the run so far, earlier parts included."""
         return time.monotonic() - self._started
 
-    def run(self, stop_at: int | None = None) -> Iterator[Progress]:
-        """Train to the last step (or to ``stop_at``), reporting after each step."""
+    def run(self, stop_at: int | None = None) -> Iterator[int]:
+        """Train to the last step (or to ``stop_at``); yields the number of steps after each."""
         settings = self.settings
         last = settings.steps if stop_at is None else min(stop_at, settings.steps)
         if self.step == 0 and self.learner.evaluates_start:
@@ -108,60 +105,74 @@ class Run(Generic[AnyLearner]):
                 self._evaluate()
             if self.step % settings.checkpoint_every == 0 or self.step == last:
                 self.save()
-            yield Progress(self.step, self.loss, self.learner.summary())
+            yield self.step
 
     def _train_step(self) -> float:
         """One batch, one step of every optimizer, one update of the average."""
         settings = self.settings
         set_learning_rates(self.optimizers, self.step, settings)
         self.model.train()
-        loss = self.learner.loss(self.step)
-        loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        update_average(self.average, self.model, self.step, settings.ema)
+        # Numbers too small for fp32's exponent change nothing, and CPUs take many times longer for
+        # each of them.
+        torch.set_flush_denormal(True)
+        try:
+            loss = self.learner.loss(self.step)
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            update_average(self.average, self.model, self.step, settings.ema)
+        finally:
+            torch.set_flush_denormal(False)
         return loss.item()
 
     def _evaluate(self) -> None:
         """Evaluate the average of the weights; one row of the log."""
         columns = self.learner.evaluate(self.average)
-        if columns and self.out is not None:
-            row = {"step": self.step, "seconds": round(self.seconds), "loss": round(self.loss, 4)}
-            append_row(self.out / LOG, row | columns)
+        row = {"step": self.step, "seconds": round(self.seconds), "loss": round(self.loss, 4)}
+        self.rows.append(row | columns)
+        if self.out is not None:
+            write_log(self.out / LOG, self.rows)
 
     def save(self) -> None:
-        """Write the checkpoint; an interrupted write leaves the one before."""
-        if self.out is not None:
-            state = {
-                "step": self.step,
-                "loss": self.loss,
-                "seconds": self.seconds,
-                "learner": self.learner.state(),
-                "model": self.model.state_dict(),
-                "average": self.average.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            }
-            save_state(self.out / STATE, state)
+        """Write the state to resume from, and what can be served of it to ``OUT/model``.
+
+        An interrupted write leaves the state before.
+        """
+        if self.out is None:
+            return
+        state = {
+            "step": self.step,
+            "loss": self.loss,
+            "seconds": self.seconds,
+            "rows": self.rows,
+            "learner": self.learner.state(),
+            "model": self.model.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        temporary = self.out / f"{STATE}.part"
+        torch.save(state, temporary)
+        temporary.replace(self.out / STATE)
+        self.learner.write(self.average, self.out / MODEL)
 
     def resume(self) -> None:
         """Go on from the checkpoint of the directory, or from the start if it has none yet."""
         assert self.out is not None, "a run without a directory leaves nothing to resume"
         path = self.out / STATE
-        if path.exists():
-            state = torch.load(path, weights_only=True, map_location=self.device)
-            if "learner" not in state:
-                raise CommandError(f"{path} is no checkpoint of this dllm; give another --out.")
-            self.step, self.loss = state["step"], state["loss"]
-            self._started -= state["seconds"]
-            self.learner.load_state(state["learner"])
-            self.model.load_state_dict(state["model"])
-            self.average.load_state_dict(state["average"])
-            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
-        # At step 0 the initial weights are evaluated again, so their row goes, too.
-        forget_later_rows(self.out / LOG, self.step or -math.inf)
+        if not path.exists():
+            return
+        state = torch.load(path, weights_only=True, map_location=self.device)
+        if "rows" not in state:
+            raise CommandError(f"{path} is no checkpoint of this dllm; give another --out.")
+        self.step, self.loss, self.rows = state["step"], state["loss"], state["rows"]
+        self._started -= state["seconds"]
+        self.learner.load_state(state["learner"])
+        self.model.load_state_dict(state["model"])
+        self.average.load_state_dict(state["average"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
 
 
 def choices_of_step(settings: RunSettings, step: int) -> random.Random:

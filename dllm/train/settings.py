@@ -1,18 +1,28 @@
-"""Settings of a training run: read from a TOML file, checked before the first step."""
+"""Settings of a training run: read from a TOML file, checked before the first step.
+
+The checks are pydantic's: a type or a bound of a field is all there is to write.
+"""
 
 import dataclasses
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Self
 
-from dllm.settings.checks import FloatRange, check_fields, known_fields, read_toml, refuse_value
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from dllm.settings.checks import did_you_mean, read_toml
 from dllm.settings.command import CommandError
 
-T = TypeVar("T")
+CHECKED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rate = Annotated[float, Field(gt=0, le=1)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class RunSettings:
     """What every run has, whatever it trains; a subclass adds the rest and may change defaults.
 
@@ -33,44 +43,19 @@ class RunSettings:
         threads: of the CPU; the last bits of the weights depend on it.
     """
 
-    seed: int = 0
-    steps: int
-    batch_size: int
-    matrix_lr: float = 0.02
-    vector_lr: float = 0.003
-    warmup_steps: int = 100
-    decay_from: float
-    final_lr: float = 0.02
-    ema: float = 0.998
-    clip: float = 1.0
-    evaluate_every: int = 500
-    checkpoint_every: int = 250
-    threads: int = 1
-
-    # The smallest value of an integer, and the range of a number, by field.
-    AT_LEAST: ClassVar[dict[str, int]] = {
-        "seed": 0,
-        "steps": 1,
-        "batch_size": 1,
-        "warmup_steps": 0,
-        "evaluate_every": 1,
-        "checkpoint_every": 1,
-        "threads": 1,
-    }
-    RANGES: ClassVar[dict[str, FloatRange]] = {
-        "matrix_lr": FloatRange(0, 1, excludes_low=True),
-        "vector_lr": FloatRange(0, 1, excludes_low=True),
-        "decay_from": FloatRange(0, 1),
-        "final_lr": FloatRange(0, 1),
-        "ema": FloatRange(0, 0.99999),
-        "clip": FloatRange(0, 1e6, excludes_low=True),
-    }
-
-    def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
-                refuse_value(name, getattr(self, name), " or ".join(get_args(hint)))
-        check_fields(self, self.AT_LEAST, self.RANGES)
+    seed: Annotated[int, Field(ge=0)] = 0
+    steps: Count
+    batch_size: Count
+    matrix_lr: Rate = 0.02
+    vector_lr: Rate = 0.003
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    decay_from: Share
+    final_lr: Share = 0.02
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.998
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    evaluate_every: Count = 500
+    checkpoint_every: Count = 250
+    threads: Count = 1
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -89,29 +74,38 @@ class RunSettings:
         """The inverse of ``to_mapping``.
 
         Raises:
-            ValueError: a field is unknown, missing or out of range.
+            ValueError: a field is unknown, missing or out of range; names the first such field.
         """
-        return _read(cls, values)
+        try:
+            # By way of JSON, which has no tuples: there, lists are taken for them.
+            return TypeAdapter(cls).validate_json(json.dumps(values, default=str))
+        except ValidationError as error:
+            raise ValueError(in_words(cls, error)) from None
 
     def to_mapping(self) -> dict[str, object]:
         """Plain data, for a checkpoint and its model card."""
         return dataclasses.asdict(self)
 
 
-def _read(kind: type[T], given: object, table: str = "") -> T:
-    """A dataclass from a table of a TOML file and the tables in it; "" is the whole file."""
-    where, prefix = (f"[{table}]", f"{table}.") if table else ("the config", "")
-    values: dict[str, Any] = dict(known_fields(kind, given, where))
-    hints = get_type_hints(kind)
-    for field in fields(kind):  # type: ignore[arg-type]
-        name, hint = field.name, hints[field.name]
-        if name not in values:
-            if field.default is field.default_factory is dataclasses.MISSING:
-                values[name] = None  # which the checks of ``kind`` refuse by name
-        elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            values[name] = _read(hint, values[name], name)
-        elif get_origin(hint) is tuple:
-            if not isinstance(values[name], list | tuple):
-                refuse_value(prefix + name, values[name], "a list")
-            values[name] = tuple(values[name])
-    return kind(**values)
+def in_words(kind: type, error: ValidationError) -> str:
+    """The first mistake: the field, what was given, what is allowed."""
+    first = error.errors()[0]
+    name = ".".join(map(str, first["loc"]))
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    if first["type"] == "missing":
+        return f"{name} is missing."
+    if first["type"] == "unexpected_keyword_argument":
+        known = _names(kind)
+        return f"no option {name!r}{did_you_mean(name, known)}; known: {', '.join(known)}."
+    allowed = first["msg"].removeprefix("Input should be ")
+    return f"{name} = {first['input']!r}; allowed: {allowed}."
+
+
+def _names(kind: type) -> list[str]:
+    """All fields of a dataclass; those of a table as ``table.field``."""
+    found = []
+    for field in dataclasses.fields(kind):
+        is_table = isinstance(field.type, type) and dataclasses.is_dataclass(field.type)
+        found += [f"{field.name}.{n}" for n in _names(field.type)] if is_table else [field.name]  # type: ignore[arg-type]
+    return found

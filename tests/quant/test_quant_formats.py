@@ -4,22 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from dllm.quant.formats import (
-    FP8_MAX,
-    decode_fp4,
-    dequantize_weight,
-    encode_fp4,
-    global_scale_of,
-    pack_fp4,
-    quantize_weight,
-    round_trip,
-    to_fp8,
-    unpack_fp4,
-)
+from dllm.quant.formats import decode_fp4, dequantize_weight, encode_fp4, round_trip, to_fp8
 from dllm.quant.report import Choice, in_words
 from dllm.quant.schemes import SCHEMES, parse_plan, shared_name
 from tests.support import naive_formats as naive
-from tests.support.quant_checkpoints import OURS, REDHAT, quantization_config
+from tests.support.quant_checkpoints import (
+    OURS,
+    REDHAT,
+    dequantize,
+    quantization_config,
+    quantize,
+)
 
 BY_NAME = {scheme.name: scheme for scheme in SCHEMES.values()}
 # A step of fp32 arithmetic; the naive formats count in float64.
@@ -58,12 +53,6 @@ def test_fp8_is_e4m3_by_definition_and_saturates():
     expected = naive.FP8[naive.nearest(values.double().clamp(max=1e9).numpy(), naive.FP8)]
     assert to_fp8(values).double().tolist() == expected.tolist()
     assert to_fp8(-values).double().tolist() == (-expected).tolist()
-
-
-def test_two_fp4_codes_make_a_byte_the_first_in_the_low_half():
-    codes = torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)
-    assert pack_fp4(codes).tolist() == [[0x21, 0x0F]]
-    assert torch.equal(unpack_fp4(pack_fp4(codes)), codes)
 
 
 @pytest.mark.parametrize(("numbers", "table"), [("fp8", naive.FP8), ("int8", naive.INT8)])
@@ -107,22 +96,16 @@ def test_a_round_trip_keeps_the_dtype(dtype):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "low", "high"),
-    [("fp8", 0.024, 0.028), ("int8", 0.004, 0.012), ("nvfp4", 0.09, 0.1)],
+    ("scheme", "low", "high"),
+    [("fp8-dynamic", 0.024, 0.028), ("int8-dynamic", 0.004, 0.012), ("nvfp4", 0.09, 0.1)],
 )
-def test_weight_errors_are_those_of_the_formats(numbers, low, high):
+def test_weights_come_back_with_the_error_of_their_format(scheme, low, high):
     """Relative L2 of a normal weight: about 2.5% in FP8 and 9.5% in NVFP4."""
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(1))
-    parts = quantize_weight(weight, numbers)
-    error = (dequantize_weight(parts, numbers) - weight).norm() / weight.norm()
-    assert low < error < high
-
-
-def test_the_global_scale_spreads_group_scales_over_e4m3():
-    weight = torch.randn(16, 64)
-    scale = quantize_weight(weight, "nvfp4")["weight_scale"].float()
-    assert scale.max() == FP8_MAX
-    assert global_scale_of(weight) == 448 * 6 / weight.abs().max()
+    parts = quantize(weight, scheme, 448 * 6 / float(weight.abs().max()))
+    found = dequantize_weight(parts, BY_NAME[scheme].weights)
+    assert low < (found - weight).norm() / weight.norm() < high
+    torch.testing.assert_close(found, dequantize(parts).float(), rtol=FP32, atol=0)
 
 
 # --- schemes -------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
 from dllm.cli import CommandError
 from dllm.quant.checks import is_scale
-from dllm.quant.formats import global_scale_of, quantize_weight
 from dllm.quant.schemes import parse_plan
 from dllm.quantize import command, staging
 from dllm.quantize.checkpoint import INDEX, Checkpoint
@@ -33,6 +32,7 @@ from dllm.quantize.make import make
 from dllm.quantize.verify import verify
 from dllm.tasks.prompts import SHIPPED
 from tests.support.process import start_python
+from tests.support.quant_checkpoints import quantize as quantize_by_hand
 from tests.support.quant_checkpoints import write_quantized
 
 pytestmark = pytest.mark.slow
@@ -55,10 +55,10 @@ def small_job(source: Path, out: Path, scheme: str = "nvfp4", *options: str) -> 
 
 
 class HandMade:
-    """A quantizer in LLM Compressor's place, from ``quant.formats``; ``stop_at`` interrupts it."""
+    """A quantizer in LLM Compressor's place, from definitions; ``stop_at`` interrupts it."""
 
     def __init__(self, job: Job, stop_at: str = "nowhere") -> None:
-        self.numbers = job.scheme.weights
+        self.scheme = job.scheme.name
         self.stop_at = stop_at
         self.seen: list[str] = []
         self.measured = 0
@@ -69,10 +69,10 @@ class HandMade:
         if any(self.stop_at in name for name in weights):
             raise KeyboardInterrupt
         self.seen += weights
-        divisor = global_scale_of(torch.cat(list(weights.values())))
+        largest = max(float(weight.abs().max()) for weight in weights.values())
         parts = {}
         for name, weight in weights.items():
-            parts[name] = quantize_weight(weight, self.numbers, divisor.clone())
+            parts[name] = quantize_by_hand(weight, self.scheme, 448 * 6 / largest)
             if input_scale is not None:
                 parts[name]["input_global_scale"] = input_scale.clone()
         return parts
@@ -124,15 +124,6 @@ def test_an_interrupted_run_is_taken_up_and_ends_in_the_same_bytes(
     assert tree(job.out) == tree(tmp_path / "whole")
 
 
-def test_a_file_in_the_place_of_the_unfinished_directory_is_refused(
-    source: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "out.partial").write_text("mine")
-    with pytest.raises(CommandError, match="is no directory"):
-        write(small_job(source, tmp_path / "out", "fp8-dynamic"))
-    assert (tmp_path / "out.partial").read_text() == "mine"
-
-
 def test_another_run_s_files_are_not_taken_up(source: Path, tmp_path: Path) -> None:
     job = small_job(source, tmp_path / "out")
     with pytest.raises(KeyboardInterrupt):
@@ -159,16 +150,18 @@ def test_two_runs_do_not_write_to_one_directory(source: Path, tmp_path: Path) ->
 
 
 def test_nothing_is_overwritten(source: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "precious").write_text("mine")
-    with pytest.raises(CommandError, match="exists, and nothing is overwritten"):
-        small_job(source, out)
-    out.rename(tmp_path / "aside")
+    (tmp_path / "a.partial").write_text("mine")
+    with pytest.raises(CommandError, match="is no directory"):
+        write(small_job(source, tmp_path / "a", "fp8-dynamic"))
+    assert (tmp_path / "a.partial").read_text() == "mine"
+    out, aside = tmp_path / "out", tmp_path / "aside"
     job = small_job(source, out)
-    (tmp_path / "aside").rename(out)  # after the first look, before the writing
-    with pytest.raises(CommandError, match="exists, and nothing is overwritten"):
-        write(job)
+    aside.mkdir()
+    (aside / "precious").write_text("mine")
+    aside.rename(out)  # after the first look, before the writing
+    for late in (lambda: small_job(source, out), lambda: write(job)):
+        with pytest.raises(CommandError, match="exists, and nothing is overwritten"):
+            late()
     assert tree(out) == {"precious": b"mine"}
 
 
@@ -235,59 +228,54 @@ def edited(source: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]],
 LAYER = "model.decoder.layers.1."
 
 
+def put(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.update({name: value})
+
+
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (lambda t: t.pop(f"{LAYER}mlp.up_proj.weight"), "misses .*layers.1.mlp.up_proj.weight"),
         (lambda t: t.pop(f"{LAYER}experts.down_proj"), "misses .*layers.1.experts.down_proj"),
         (
-            lambda t: t.update({f"{LAYER}mlp.up_proj.weight": torch.zeros(8, 128)}),
+            put(f"{LAYER}mlp.up_proj.weight", torch.zeros(8, 128)),
             r"layers.1.mlp.up_proj.weight has shape \[8, 128\]; config.json makes it \[128, 128\]",
         ),
         (
-            lambda t: t.update({f"{LAYER}experts.down_proj": torch.zeros(4, 128, 32).char()}),
+            put(f"{LAYER}experts.down_proj", torch.zeros(4, 128, 32).char()),
             "experts.down_proj is torch.int8; to quantize, weights have to be bfloat16",
         ),
-    ],
-)
-def test_a_source_that_is_not_whole_is_refused(
-    source: Path, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], object], message: str
-) -> None:
-    with pytest.raises(CommandError, match=message):
-        small_job(edited(source, tmp_path / "broken", edit), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
+        # These are found while the layer is quantized.
         (
-            lambda t: t[f"{LAYER}mlp.up_proj.weight"][3].fill_(float("nan")),
+            lambda t: t[f"{LAYER}mlp.up_proj.weight"][3].fill_(NAN),
             "layers.1.mlp.up_proj holds a weight that is not finite",
         ),
         (
-            lambda t: t[f"{LAYER}experts.gate_up_proj"][2, 40:].fill_(float("inf")),
+            lambda t: t[f"{LAYER}experts.gate_up_proj"][2, 40:].fill_(INF),
             "layers.1.experts.2.up_proj holds a weight that is not finite",
         ),
         (
-            lambda t: t.update({f"{ENCODER}layers.1.mlp.up_proj.weight": torch.ones(128, 128)}),
+            put(f"{ENCODER}layers.1.mlp.up_proj.weight", torch.ones(128, 128)),
             "layers.1.mlp.up_proj.weight and .* are one weight of the model and differ",
         ),
         (
-            lambda t: t.update({f"{ENCODER}layers.1.router.scale": torch.ones(128)}),
+            put(f"{ENCODER}layers.1.router.scale", torch.ones(128)),
             "layers.1.router.scale and .* are one weight of the model and differ",
         ),
     ],
 )
-def test_wrong_weights_stop_the_run_with_the_tensor_named(
+def test_a_wrong_source_is_refused_with_the_tensor_named(
     source: Path, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], object], message: str
 ) -> None:
-    job = small_job(edited(source, tmp_path / "broken", edit), tmp_path / "out")
     with pytest.raises(CommandError, match=message):
-        write(job)
-    assert not job.out.exists()
+        write(small_job(edited(source, tmp_path / "broken", edit), tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1.0])
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, INF, 1.0])
 def test_a_wrong_scale_stops_the_run(source: Path, tmp_path: Path, value: float) -> None:
     """1 is what LLM Compressor writes, in silence, for what calibration has never seen."""
     job = small_job(source, tmp_path / "out")
@@ -339,23 +327,38 @@ def test_a_wrong_command_line_is_one_clear_sentence(
         prepare([str(source), "--out", str(tmp_path / "out"), *argv])
 
 
-def test_a_source_that_cannot_be_quantized_is_refused(source: Path, tmp_path: Path) -> None:
+def copied(source: Path, target: Path, edit: Callable[[Path], object]) -> Path:
+    shutil.copytree(source, target)
+    edit(target)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (
+            lambda path: (path / "config.json").write_text('{"architectures": ["LlamaForCausal"]}'),
+            "LlamaForCausal.*supported: DiffusionGemmaForBlock",
+        ),
+        (lambda path: os.truncate(path / "model.safetensors", 50_000), "cannot be read .* cut sh"),
+        (lambda path: (path / "model.safetensors").unlink(), "neither model.safetensors nor"),
+        (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer.json or"),
+    ],
+)
+def test_a_source_that_cannot_be_quantized_is_refused(
+    source: Path, tmp_path: Path, edit: Callable[[Path], object], message: str
+) -> None:
+    with pytest.raises(CommandError, match=message):
+        small_job(copied(source, tmp_path / "other", edit), tmp_path / "out")
+
+
+def test_what_is_quantized_already_and_a_missing_place_are_refused(
+    source: Path, tmp_path: Path
+) -> None:
     quantized = write_quantized(source, tmp_path / "quantized", "fp8-dynamic")
     with pytest.raises(CommandError, match="is quantized already"):
         small_job(quantized, tmp_path / "out")
-    with pytest.raises(CommandError, match=r"has no config.json"):
-        small_job(tmp_path / "nowhere", tmp_path / "out")
-    other = shutil.copytree(source, tmp_path / "other")
-    (other / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    with pytest.raises(CommandError, match=r"LlamaForCausalLM.*supported: DiffusionGemmaForBlock"):
-        small_job(other, tmp_path / "out")
-    cut = shutil.copytree(source, tmp_path / "cut")
-    os.truncate(cut / "model.safetensors", 50_000)
-    with pytest.raises(CommandError, match=r"model.safetensors cannot be read .* cut short"):
-        small_job(cut, tmp_path / "out")
-    (cut / "model.safetensors").unlink()
-    with pytest.raises(CommandError, match=r"neither model.safetensors nor"):
-        small_job(cut, tmp_path / "out")
     with pytest.raises(CommandError, match="there is no directory"):
         small_job(source, tmp_path / "no/such/out")
 
@@ -398,7 +401,7 @@ def test_a_model_that_is_not_ours_answers_the_shipped_prompts(tmp_path: Path) ->
     assert {line["domain"] for line in shipped[:64]} == {line["domain"] for line in shipped}
 
 
-def test_prompts_come_from_a_file_of_either_shape(tmp_path: Path) -> None:
+def test_prompts_come_from_a_file_and_a_wrong_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     file.write_text(
@@ -406,16 +409,10 @@ def test_prompts_come_from_a_file_of_either_shape(tmp_path: Path) -> None:
     )
     assert calibration_prompts(file, tmp_path, 5, 0) == [[{"role": "user", "content": "hi"}], talk]
     assert len(calibration_prompts(file, tmp_path, 1, 0)) == 1
-
-
-@pytest.mark.parametrize(
-    "line", ["{", '"text"', '{"text": "x"}', '{"prompt": ""}', '{"messages": [{"role": "user"}]}']
-)
-def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(CommandError, match=f"{re.escape(str(file))}, line 2"):
-        calibration_prompts(file, tmp_path, 5, 0)
+    for line in ("{", '"text"', '{"text": "x"}', '{"prompt": ""}', '{"messages": [{"role": "u"}]}'):
+        file.write_text('{"prompt": "fine"}\n' + line + "\n")
+        with pytest.raises(CommandError, match=f"{re.escape(str(file))}, line 2"):
+            calibration_prompts(file, tmp_path, 5, 0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -528,8 +525,8 @@ def test_the_output_has_one_copy_of_everything_and_what_serving_needs(
     assert record["made_with"]["llmcompressor"].startswith("0.14.")
 
 
-def test_llm_compressor_and_the_formats_agree(made: dict[str, Path], source: Path) -> None:
-    """Its codes and scales are those of ``quant.formats``, which was written from definitions."""
+def test_llm_compressor_and_the_definitions_agree(made: dict[str, Path], source: Path) -> None:
+    """Its codes and scales are those of ``naive_formats``, which was written from definitions."""
     for scheme in SCHEMES:
         job = small_job(source, made[scheme].with_name(f"{scheme} by hand"), scheme)
         write(job)

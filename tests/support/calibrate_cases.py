@@ -10,6 +10,7 @@ from torch import Tensor
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.samples import Sample
 from dllm.settings.drafting import DrafterOptions
+from dllm.train.drafter.export import Drafter
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import Target
@@ -72,13 +73,18 @@ def random_samples(target: Target, count: int, length: int = 14) -> list[Sample]
     return [Sample((*prompt, *said), len(prompt), "all") for prompt, said in pairs]
 
 
+def new_drafter(**overrides: Any) -> Drafter:
+    """A drafter of one layer, with blocks of four, whose weights are to be drawn."""
+    config = drafter_config(num_hidden_layers=1, **overrides)
+    return Drafter(config, read_config(num_hidden_layers=1, **overrides), 4, None)
+
+
 def calibration(
-    target: Target, samples: list[Sample], out: Path, settings: CalibrateSettings, **more: Any
+    target: Target, samples: list[Sample], out: Path, settings: CalibrateSettings
 ) -> Run[DraftLearner]:
     """A run on these samples, which are the held-out ones, too."""
     out.mkdir(exist_ok=True)
-    config = read_config(num_hidden_layers=1)
-    return Run(DraftLearner(settings, config, 4, target, samples, samples, **more), out)
+    return Run(DraftLearner(settings, new_drafter(), target, samples, samples), out)
 
 
 def weights_of(run: Run[DraftLearner]) -> dict[str, Tensor]:

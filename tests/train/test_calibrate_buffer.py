@@ -46,7 +46,7 @@ def hollow(target_path, tmp_path):
 def test_a_buffer_trains_without_the_targets_layers(hollow, target, tmp_path):
     assert_same(TargetEnds.read(hollow, "cpu"), target)
     (tmp_path / "buffer").mkdir()
-    samples = random_samples(target, 22)
+    samples = random_samples(target, 30)
     hidden = [target.hidden_states(torch.tensor([one.tokens]), (1, 3))[0] for one in samples]
     write_shard(tmp_path / "buffer/0.safetensors", samples, hidden)
     (tmp_path / "config.toml").write_text(TOML)

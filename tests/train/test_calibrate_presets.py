@@ -34,7 +34,7 @@ def test_a_preset_fits_its_target(name):
     fixture = fixture_of(name)
     target = target_config(fixture)
     facts = target_facts(target)
-    config = drafter_config(PRESETS[name], target, facts, None)
+    config = drafter_config(PRESETS[name], target, facts)
     read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
     check_pair(read, facts)  # sizes, vocabulary, layers, mask token, RoPE style
     assert read.num_target_layers == target["num_hidden_layers"]
@@ -65,7 +65,7 @@ def test_the_mask_token_is_no_token_of_a_text(name):
 def test_a_preset_is_the_released_drafter(name):
     fixture = fixture_of(name)
     target = target_config(fixture)
-    config = drafter_config(PRESETS[name], target, target_facts(target), None)
+    config = drafter_config(PRESETS[name], target, target_facts(target))
     released = fixture["drafter"]["config"]
     dflash = config["dflash_config"]
     assert dflash | released.pop("dflash_config", {}) == dflash
@@ -83,7 +83,7 @@ def test_layers_are_spread_by_z_labs_rule():
 def test_a_scaled_rope_is_taken_over_without_what_is_about_images():
     target = target_config(fixture_of("qwen3.5-27b"))
     target["rope_parameters"] |= {"rope_type": "yarn", "factor": 4.0}
-    config = drafter_config(PRESETS["qwen3.5-27b"], target, target_facts(target), None)
+    config = drafter_config(PRESETS["qwen3.5-27b"], target, target_facts(target))
     assert config["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0}
     read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
     assert read.rope_parameters["rope_theta"] == 10_000_000

@@ -13,7 +13,7 @@ from dllm.tasks.prompts import SHIPPED, SHIPPED_DOMAINS
 from dllm.train.drafter import command
 from dllm.train.drafter.prompts import default_file, load_prompts
 from dllm.train.drafter.settings import CalibrateSettings
-from dllm.train.run_files import started_with
+from dllm.train.run_files import START
 from tests.support.calibrate_cases import TOML
 from tests.support.drafter_pairs import give_byte_tokenizer, write_drafter, write_target
 
@@ -57,7 +57,7 @@ def test_flags_override_the_config(foreign, tmp_path, capsys):
     arguments = ["calibrate", "--target", str(foreign), "--out", str(run), "--device", "cpu"]
     arguments += ["--config", str(tmp_path / "config.toml"), *flags.split()]
     assert cli.main([*arguments, "--learning-rate", "0.01"]) == 0
-    used = started_with(run)
+    used = json.loads((run / START).read_text())
     assert (used["steps"], used["batch_size"], used["anchors"]) == (2, 3, 4)
     assert (used["matrix_lr"], used["vector_lr"]) == (0.01, pytest.approx(0.0015))
     train = list(read_shards(run / "responses/train"))

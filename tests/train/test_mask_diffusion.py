@@ -32,7 +32,7 @@ def copies() -> TwoCopies:
 @pytest.mark.parametrize("kind", [SDAR, LLaDA2])
 def test_a_noised_block_sees_what_a_canvas_sees(kind) -> None:
     """The logits of one pass over two copies are those of generation, block by block."""
-    model = kind(TrainSettings("sdar", model=TINY), TOKENIZER).build_model().eval()
+    model = kind(TrainSettings("sdar", model=TINY)).build_model().eval()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "embed" in name:
@@ -86,7 +86,7 @@ def test_noise_is_masks_and_wrong_tokens_of_answers_alone() -> None:
     shares = []
     for seed in range(20):
         random = torch.Generator().manual_seed(seed)
-        noised = LLaDA2(settings, TOKENIZER)._noise(views, random)
+        noised = LLaDA2(settings)._noise(views, random)
         same = noised == views.clean
         assert same[~views.is_target].all()
         is_wrong = ~same & (noised != MASK)
@@ -94,7 +94,7 @@ def test_noise_is_masks_and_wrong_tokens_of_answers_alone() -> None:
         is_kept = views.is_target & (noised != MASK)
         shares.append(float(is_wrong.sum() / is_kept.sum()))
         random = torch.Generator().manual_seed(seed)
-        plain = LLaDA2(replace(settings, wrong_tokens=0.0), TOKENIZER)._noise(views, random)
+        plain = LLaDA2(replace(settings, wrong_tokens=0.0))._noise(views, random)
         assert ((plain == MASK) == (noised == MASK)).all()
         assert (plain[plain != MASK] == views.clean[plain != MASK]).all()
     # 0.3, less those that are replaced by the same token; 20 draws of about 150 tokens
@@ -108,7 +108,7 @@ def test_noise_is_drawn_for_each_block() -> None:
     views = TwoCopies.of(Encoded.of(TOKENIZER, asked), torch.full((8,), 8))
     all_masked = total = 0
     for seed in range(20):
-        noised = SDAR(settings, TOKENIZER)._noise(views, torch.Generator().manual_seed(seed))
+        noised = SDAR(settings)._noise(views, torch.Generator().manual_seed(seed))
         for row in range(8):
             blocks = views.target_blocks[row]
             for block in blocks[views.is_target[row]].unique():
@@ -147,10 +147,10 @@ def test_a_block_in_which_nothing_counts_leaves_its_weight_to_the_others() -> No
 def test_the_loss_is_that_of_the_masked_positions(kind: str) -> None:
     """With editing all positions of an answer count; grouping by length changes nothing."""
     settings = TrainSettings(kind, model=TINY, wrong_tokens=0.2 if kind == "llada2" else 0.0)
-    objective = (SDAR if kind == "sdar" else LLaDA2)(settings, TOKENIZER)
+    objective = (SDAR if kind == "sdar" else LLaDA2)(settings)
     model = objective.build_model().eval()
     asked = [question("compare", "train", index) for index in range(3)]
-    loss = objective.loss(model, asked, torch.Generator().manual_seed(5))
+    loss = objective.loss_of(model, asked, torch.Generator().manual_seed(5))
     random = torch.Generator().manual_seed(5)
     asked = sorted(asked, key=lambda each: len(each.prompt) + len(each.answer))
     lengths = objective._draw_block_lengths(3, random)

@@ -14,7 +14,7 @@ from dllm.train.pilot.network import Trials, scores, train_pilot
 WIDTHS = (0, 3, 7)
 
 
-def made_up_trials(num_prompts: int = 120) -> Trials:
+def made_up_trials(num_prompts: int = 120, are_alike: bool = False) -> Trials:
     """Prompts of two kinds that the first logit tells apart: drafts are kept, or never are."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(num_prompts, 40, generator=generator)
@@ -22,6 +22,7 @@ def made_up_trials(num_prompts: int = 120) -> Trials:
     logits[:, 0] = torch.where(is_easy, 4.0, -4.0)
     tokens = torch.full((num_prompts, 3), 24)
     steps = torch.where(is_easy[:, None], torch.tensor([24, 6, 3]), torch.tensor([24, 23, 22]))
+    steps = torch.full_like(steps, 12) if are_alike else steps
     seconds = torch.tensor([1.0, 1.5, 1.6])
     return Trials(WIDTHS, logits, tokens, steps, seconds, torch.arange(num_prompts) % 3 == 0)
 
@@ -41,19 +42,12 @@ def test_a_pilot_finds_the_fastest_width_of_each_prompt(preprocessing):
     assert found["pilot"].tokens_per_s == pytest.approx(48 / (3 * 1.6 + 24), rel=0.02)
 
 
-def test_the_papers_label_knows_no_cost():
-    """Widths accept ever more, so that it takes the widest for every prompt."""
-    trials = made_up_trials()
+@pytest.mark.parametrize(("are_alike", "chosen"), [(False, 7), (True, 0)])
+def test_the_papers_label_knows_no_cost(are_alike, chosen):
+    """The width that accepts most, for every prompt; of those that accept alike the narrowest."""
+    trials = made_up_trials(are_alike=are_alike)
     pilot = train_pilot(trials, PilotConfig(WIDTHS, 40, hidden_size=32), "acceptance")
-    assert set(pilot.choose(trials.logits).tolist()) == {7}
-
-
-def test_of_widths_that_accept_alike_the_narrowest_is_the_label():
-    trials = made_up_trials()
-    alike = torch.full_like(trials.steps, 12)
-    trials = Trials(WIDTHS, trials.logits, trials.tokens, alike, trials.seconds, trials.is_heldout)
-    pilot = train_pilot(trials, PilotConfig(WIDTHS, 40, hidden_size=32), "acceptance")
-    assert set(pilot.choose(trials.logits).tolist()) == {0}
+    assert set(pilot.choose(trials.logits).tolist()) == {chosen}
 
 
 def test_the_command_trains_from_trials_and_reports(tmp_path, capsys):

@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,9 @@ from dllm.drafter.renewal import checkpoint, published, read_weights
 from dllm.drafter.samples import Sample, write_shard
 from dllm.settings.command import CommandError
 from dllm.train.drafter import recalibrate
-from tests.support.calibrate_cases import target, target_path
+from dllm.train.drafter.learner import DraftLearner
+from dllm.train.drafter.recorded import split_buffer
+from tests.support.calibrate_cases import read_config, target, target_path
 from tests.support.drafter_pairs import drafter_config, random_drafter, write_drafter
 
 __all__ = ["target", "target_path"]  # fixtures
@@ -76,27 +77,31 @@ def test_a_better_drafter_is_published_and_the_next_round_goes_on_from_it(
     assert not [path for path in newer.iterdir() if path.name.startswith(("round-", "new-"))]
 
 
-def test_only_what_is_better_is_published(start, tmp_path, capsys, monkeypatch):
-    """Held-out tokens a step before and after each round: worse, as good, hardly better, better."""
-    newer, shard = tmp_path / "newer", next((tmp_path / "buffer").iterdir())
-    for number, (after, is_published) in enumerate(
-        ((1.9, False), (2.0, False), (2.01, False), (2.03, True)), start=1
-    ):
-        lengths = iter([SimpleNamespace(length=2.0), SimpleNamespace(length=after)])
-        monkeypatch.setattr(recalibrate, "total", lambda _, lengths=lengths: next(lengths))
-        shutil.copy(shard, shard.with_name(f"0-{number:012}.safetensors"))
-        assert cli.main([*start, "--rounds=1", "--steps=1"]) == 0
-        assert ("not published" in capsys.readouterr().out) is not is_published
-        assert bool(published(newer)) is is_published
+@pytest.mark.parametrize(
+    ("after", "is_published"), [(1.9, False), (2.0, False), (2.01, False), (2.03, True)]
+)
+def test_only_what_is_better_is_published(
+    start, tmp_path, capsys, monkeypatch, after, is_published
+):
+    """2 held-out tokens a step before a round; then less, as many, hardly more, more."""
+    lengths = iter([{"length": 2.0}, {"length": after}])
+    monkeypatch.setattr(DraftLearner, "evaluate", lambda *_: next(lengths))
+    assert cli.main([*start, "--rounds=1", "--steps=1"]) == 0
+    assert ("not published" in capsys.readouterr().out) is not is_published
+    assert bool(published(tmp_path / "newer")) is is_published
 
 
-def test_what_is_held_out_stays_held_out():
+def test_what_is_held_out_stays_held_out(target, tmp_path):
     """When old samples are deleted and others come in between."""
-    samples = [Sample(tuple(range(number, number + 9)), 4, "traffic") for number in range(400)]
-    train, heldout = recalibrate.split(samples)
-    later_train, later_heldout = recalibrate.split(samples[137:], samples[:20])
-    assert 5 < len(heldout) < 50
-    assert not set(later_train) & set(heldout) and not set(later_heldout) & set(train)
+    for number in range(3):
+        record(target, tmp_path / "buffer", number, [5, 6, 7])
+    train, heldout = split_buffer(tmp_path / "buffer", read_config(num_hidden_layers=1))
+    assert 1 < len(heldout) < 30
+    next((tmp_path / "buffer").glob("0-*1.safetensors")).unlink()
+    later_train, later_heldout = split_buffer(tmp_path / "buffer", read_config(num_hidden_layers=1))
+    sides = [{sample.tokens for sample in side} for side in (train, later_heldout)]
+    others = [{sample.tokens for sample in side} for side in (heldout, later_train)]
+    assert later_heldout and not sides[0] & sides[1] and not others[0] & others[1]
 
 
 def test_a_killed_command_leaves_no_recording(start, tmp_path, monkeypatch):

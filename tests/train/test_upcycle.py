@@ -4,19 +4,17 @@ import pytest
 import torch
 from transformers import Glm4MoeForCausalLM
 
-from dllm.tasks.tokenizer import train_tokenizer
 from dllm.train.lm.llada2 import LLaDA2
 from dllm.train.lm.sdar import SDAR
 from dllm.train.lm.settings import ModelShape, TrainSettings
 from dllm.train.lm.upcycle import upcycle
 
 SHAPE = ModelShape(hidden_size=64, num_layers=3, intermediate_size=64, moe_intermediate_size=16)
-TOKENIZER = train_tokenizer()
 
 
 def dense_and_experts():
     """A dense model whose logits depend on positions, and a new LLaDA2 of its sizes."""
-    dense = SDAR(TrainSettings("sdar", model=SHAPE), TOKENIZER).build_model().eval()
+    dense = SDAR(TrainSettings("sdar", model=SHAPE)).build_model().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, param in dense.named_parameters():
@@ -24,7 +22,7 @@ def dense_and_experts():
                 param.add_(0.3 * torch.randn(param.shape, generator=generator))
             else:
                 param.copy_(torch.randn(param.shape, generator=generator) * param.shape[-1] ** -0.5)
-    return dense, LLaDA2(TrainSettings("llada2", model=SHAPE), TOKENIZER).build_model().eval()
+    return dense, LLaDA2(TrainSettings("llada2", model=SHAPE)).build_model().eval()
 
 
 def logits(model) -> torch.Tensor:

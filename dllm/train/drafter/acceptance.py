@@ -9,18 +9,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dllm.drafter.samples import Sample
+from dllm.train.drafter.batch import Batch, load_batch
 from dllm.train.drafter.ends import TargetEnds
-from dllm.train.drafter.network import DraftNetwork, draft_inputs
-from dllm.train.drafter.target import Target
+from dllm.train.drafter.network import DraftNetwork, compare
 
-ROWS_AT_ONCE = 8192  # draft positions in one pass
-ANCHORS_AT_ONCE = 8  # whose logits are in memory together
+POSITIONS_AT_ONCE = 8192  # of drafts in a batch
+ANCHORS_AT_ONCE = 64  # of a response in one pass
 
 
 @dataclass
@@ -82,15 +81,19 @@ class Acceptance:
                 self.accepted[position] += position < kept
             at += kept + 1
 
-    def merge(self, other: "Acceptance") -> None:
-        """Add another one's steps."""
+
+def total(groups: dict[str, Acceptance]) -> Acceptance:
+    """All groups together."""
+    found = Acceptance()
+    for one in groups.values():
+        found.tokens += one.tokens
+        found.steps += one.steps
+        found.loss += one.loss
+        found.responses += one.responses
         for name in ("offered", "accepted"):
-            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
-            setattr(self, name, [one + two for one, two in pairs])
-        self.tokens += other.tokens
-        self.steps += other.steps
-        self.loss += other.loss
-        self.responses += other.responses
+            pairs = zip_longest(getattr(found, name), getattr(one, name), fillvalue=0)
+            setattr(found, name, [so_far + more for so_far, more in pairs])
+    return found
 
 
 def possible(samples: Sequence[Sample], width: int) -> dict[str, Acceptance]:
@@ -99,38 +102,6 @@ def possible(samples: Sequence[Sample], width: int) -> dict[str, Acceptance]:
     for sample in samples:
         found[sample.group].add([width] * sample.num_anchors, width)
     return dict(found)
-
-
-def total(groups: dict[str, Acceptance]) -> Acceptance:
-    """All groups together."""
-    everything = Acceptance()
-    for acceptance in groups.values():
-        everything.merge(acceptance)
-    return everything
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Samples as tensors: ``tokens`` ``[B, S]``, ``features`` ``[B, S, F]``, right-padded."""
-
-    samples: Sequence[Sample]
-    tokens: Tensor
-    features: Tensor
-
-
-def load_batch(samples: Sequence[Sample], target: TargetEnds, layer_ids: Sequence[int]) -> Batch:
-    """Tokens and hidden states, the latter from disk if they are stored, else recomputed."""
-    longest = max(len(sample.tokens) for sample in samples)
-    tokens = torch.tensor([[*s.tokens, *[0] * (longest - len(s.tokens))] for s in samples])
-    tokens = tokens.to(target.device)
-    if samples[0].shard is None:
-        assert isinstance(target, Target), "hidden states are neither stored nor can be computed"
-        return Batch(samples, tokens, target.hidden_states(tokens, layer_ids))
-    parts = [sample.hidden() for sample in samples]
-    features = parts[0].new_zeros(len(parts), longest, parts[0].shape[-1])
-    for row, part in zip(features, parts, strict=True):
-        row[: len(part)] = part
-    return Batch(samples, tokens, features.to(target.device))
 
 
 @torch.no_grad()
@@ -150,50 +121,41 @@ def measure(
     layers = network.config.target_layer_ids if layer_ids is None else layer_ids
     found: dict[str, Acceptance] = defaultdict(Acceptance)
     for group in _batches([sample for sample in samples if sample.num_anchors], block):
-        batch = load_batch(group, target, layers)
-        drafts = draft_all(network, target, batch, block)
-        for sample, drafted in zip(group, drafts, strict=True):
-            agreeing = drafted.agreeing[: sample.num_anchors]
-            found[sample.group].add(agreeing, block - 1, drafted.loss)
+        drafted = draft_all(network, target, load_batch(group, target, layers), block)
+        for sample, (agreeing, loss) in zip(group, drafted, strict=True):
+            found[sample.group].add(agreeing[: sample.num_anchors], block - 1, loss)
     return dict(found)
 
 
-class Drafted(NamedTuple):
-    """Of one response: how many drafts behind each token agree, and the mean loss in nats."""
+def draft_all(
+    network: DraftNetwork, target: TargetEnds, batch: Batch, block: int
+) -> list[tuple[list[int], float]]:
+    """Draft behind every token of every response.
 
-    agreeing: list[int]
-    loss: float
-
-
-def draft_all(network: DraftNetwork, target: TargetEnds, batch: Batch, block: int) -> list[Drafted]:
-    """Draft behind every token of every response."""
+    Returns:
+        of each response, how many drafts behind each token agree, and the mean loss in nats.
+    """
     most = max(sample.num_anchors for sample in batch.samples)
-    device = batch.tokens.device
-    first = torch.tensor([sample.response_start for sample in batch.samples], device=device)
-    last = torch.tensor([len(sample.tokens) - 2 for sample in batch.samples], device=device)
-    behind = first[:, None] + torch.arange(most, device=device)
-    anchors = behind.minimum(last[:, None])  # shorter responses repeat their last anchor
-    places = anchors[..., None] + torch.arange(1, block, device=device)
-    after = batch.tokens[:, None].expand(-1, most, -1)
-    labels = after.gather(2, places.clamp(max=batch.tokens.shape[1] - 1))
-    ids = draft_inputs(batch.tokens, anchors, block, network.config.mask_token_id)
-    dtype = next(network.parameters()).dtype
-    hidden = network(batch.features.to(dtype), target.embedding[ids].to(dtype), anchors)
-    head = target.head.to(dtype)
-    some = (each.split(ANCHORS_AT_ONCE, 1) for each in (hidden[:, :, 1:], labels))
-    parts = [_compare(rows @ head.T, of_rows) for rows, of_rows in zip(*some, strict=True)]
-    agrees, losses = (torch.cat(part, 1) for part in zip(*parts, strict=True))
-    # Drafts beyond the end of a response, and behind the repeated anchors, do not count.
-    exists = (places < last[:, None, None] + 2) & (behind <= last[:, None])[..., None]
-    prefixes = (agrees & exists).int().cumprod(-1).sum(-1).tolist()
-    means = (losses * exists).sum((1, 2)) / exists.sum((1, 2))
-    return [Drafted(*pair) for pair in zip(prefixes, means.tolist(), strict=True)]
-
-
-def _compare(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the likeliest token is the label, and the label's loss: ``[B, A, K - 1]`` each."""
-    losses = logits.float().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1).neg()
-    return logits.argmax(-1) == labels, losses
+    every = batch.starts[:, None] + torch.arange(most, device=batch.tokens.device)
+    last = (batch.lengths - 2)[:, None]
+    dtype = network.fc.weight.dtype
+    features, head = batch.features.to(dtype), target.head.to(dtype)
+    agreeing: list[Tensor] = []
+    losses = counts = torch.zeros(len(batch.samples), device=batch.tokens.device)
+    for behind in every.split(ANCHORS_AT_ONCE, 1):
+        # Shorter responses repeat their last anchor; drafts behind the repeated ones do not count.
+        blocks = batch.blocks(behind.minimum(last), block, network.config.mask_token_id)
+        exists = blocks.exists & (behind <= last)[..., None]
+        embeds = target.embedding[blocks.ids].to(dtype)
+        hidden = network(features, embeds, blocks.anchors)[:, :, 1:]
+        loss, is_likeliest = compare(hidden[exists], head, blocks.labels[exists])
+        agrees = torch.zeros_like(exists).masked_scatter(exists, is_likeliest)
+        agreeing.append(agrees.int().cumprod(-1).sum(-1))
+        losses = losses + torch.zeros_like(exists, dtype=loss.dtype).masked_scatter(
+            exists, loss
+        ).sum((1, 2))
+        counts = counts + exists.sum((1, 2))
+    return list(zip(torch.cat(agreeing, 1).tolist(), (losses / counts).tolist(), strict=True))
 
 
 def _batches(samples: Sequence[Sample], block: int) -> Iterator[list[Sample]]:
@@ -201,7 +163,7 @@ def _batches(samples: Sequence[Sample], block: int) -> Iterator[list[Sample]]:
     batch: list[Sample] = []
     for sample in sorted(samples, key=lambda one: one.num_anchors):
         # Samples are sorted, and all of a batch are padded to the anchors of its last one.
-        is_full = (len(batch) + 1) * sample.num_anchors * block > ROWS_AT_ONCE
+        is_full = (len(batch) + 1) * sample.num_anchors * block > POSITIONS_AT_ONCE
         if batch and (is_full or sample.num_anchors > 2 * batch[0].num_anchors):
             yield batch
             batch = []

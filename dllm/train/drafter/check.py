@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.samples import Sample
@@ -24,6 +25,7 @@ from dllm.train.drafter.target import Target
 LEAST_GAIN = 0.02  # nats a draft
 STANDARD_ERRORS = 2.0
 LEAST_FIRST_DRAFT = 0.1  # a drafter of another target keeps a smaller share of first drafts
+KINDS = 4  # of mismatches: layer index, causality, mask token, RoPE
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
 
 
@@ -36,6 +38,19 @@ class Reading:
 
     config: DrafterConfig
     layer_ids: tuple[int, ...]
+
+    def but(self, **changes: Any) -> "Reading":
+        """With another config.json."""
+        return replace(self, config=replace(self.config, **changes))
+
+
+class Alternative(NamedTuple):
+    """A reading that differs from another one in one convention; both values in words."""
+
+    what: str
+    declared: str
+    better: str
+    reading: Reading
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,12 @@ class Measured:
 
     losses: tuple[float, ...]
     everything: Acceptance
+
+    def is_better_than(self, other: "Measured") -> bool:
+        """Whether its loss is lower, beyond chance."""
+        gains = [old - new for new, old in zip(self.losses, other.losses, strict=True)]
+        error = statistics.stdev(gains) / math.sqrt(len(gains))
+        return statistics.fmean(gains) > max(LEAST_GAIN, STANDARD_ERRORS * error)
 
 
 @dataclass(frozen=True)
@@ -75,11 +96,10 @@ class Mismatch:
     loss_after: float
 
     def __str__(self) -> str:
-        lengths = f"{self.after:.2f} tokens a step instead of {self.before:.2f}"
-        losses = f"{self.loss_after:.2f} nats a draft instead of {self.loss_before:.2f}"
         return (
             f"{self.what}: the checkpoint says {self.declared}; read as {self.better} it reaches "
-            f"{lengths} ({losses})"
+            f"{self.after:.2f} tokens a step instead of {self.before:.2f} ({self.loss_after:.2f} "
+            f"nats a draft instead of {self.loss_before:.2f})"
         )
 
 
@@ -91,15 +111,13 @@ class Verdict:
         declared, best: as the checkpoint says, and with all mismatches corrected.
         mismatches: in the order in which they were found, largest gain first. Empty if
             ``is_stranger``: random weights also prefer some reading, which means nothing.
-        refusal: why a server refuses the pair; None: it does not.
         tried: name and tokens a step of every alternative to the declared reading.
     """
 
     declared: Measured
     best: Measured
     mismatches: tuple[Mismatch, ...]
-    tried: tuple[tuple[str, float], ...]
-    refusal: str | None = None
+    tried: Mapping[str, float]
 
     @property
     def is_stranger(self) -> bool:
@@ -110,7 +128,7 @@ class Verdict:
     @property
     def is_ok(self) -> bool:
         """Whether nothing was found."""
-        return not self.mismatches and not self.is_stranger and self.refusal is None
+        return not self.mismatches and not self.is_stranger
 
 
 @dataclass(frozen=True)
@@ -123,30 +141,29 @@ class Checker:
     block: int
     conventions: Conventions
 
-    def run(self, declared: Reading) -> Verdict:
+    def run(self, reading: Reading) -> Verdict:
         """Search from the declared reading for one that no alternative improves."""
-        reading, measured = declared, self.measure(declared)
-        first = measured
+        declared = measured = self.measure(reading)
         mismatches: list[Mismatch] = []
-        tried: list[tuple[str, float]] = []
+        tried: dict[str, float] = {}
         while True:
-            found = [
-                (what, was, now, other, self.measure(other))
-                for what, was, now, other in alternatives(reading, self.conventions)
-            ]
+            found = [(one, self.measure(one.reading)) for one in self.alternatives(reading)]
             if not mismatches:
-                tried = [(f"{what}: {now}", m.everything.length) for what, _, now, _, m in found]
-            better = [one for one in found if is_better(one[-1], measured)]
-            if not better or len(mismatches) == 4:  # there are four kinds
-                verdict = Verdict(first, measured, tuple(mismatches), tuple(tried))
-                return replace(verdict, mismatches=()) if verdict.is_stranger else verdict
+                tried = {f"{one.what}: {one.better}": m.everything.length for one, m in found}
+            better = [pair for pair in found if pair[1].is_better_than(measured)]
+            if not better or len(mismatches) == KINDS:
+                break
             # Of about equally good ones take the first: likelier ones are listed first.
-            least = min(one[-1].everything.mean_loss for one in better)
-            what, was, now, reading, after = next(
-                one for one in better if one[-1].everything.mean_loss <= least + LEAST_GAIN
+            least = min(m.everything.mean_loss for _, m in better)
+            one, after = next(
+                pair for pair in better if pair[1].everything.mean_loss <= least + LEAST_GAIN
             )
-            mismatches.append(mismatch(what, was, now, measured, after))
-            measured = after
+            old, new = measured.everything, after.everything
+            lengths, losses = (old.length, new.length), (old.mean_loss, new.mean_loss)
+            mismatches.append(Mismatch(*one[:3], *lengths, *losses))
+            reading, measured = one.reading, after
+        verdict = Verdict(declared, measured, tuple(mismatches), tried)
+        return replace(verdict, mismatches=()) if verdict.is_stranger else verdict
 
     def measure(self, reading: Reading) -> Measured:
         """Loss and acceptance with this reading."""
@@ -157,44 +174,28 @@ class Checker:
         losses = tuple(groups[sample.group].loss for sample in alone if sample.num_anchors)
         return Measured(losses, total(groups))
 
-
-def mismatch(what: str, was: str, now: str, before: Measured, after: Measured) -> Mismatch:
-    """A mismatch with its measurements."""
-    old, new = before.everything, after.everything
-    return Mismatch(what, was, now, old.length, new.length, old.mean_loss, new.mean_loss)
-
-
-def is_better(other: Measured, than: Measured) -> bool:
-    """Whether one reading has a lower loss than another, beyond chance."""
-    gains = [old - new for new, old in zip(other.losses, than.losses, strict=True)]
-    error = statistics.stdev(gains) / math.sqrt(len(gains))
-    return statistics.fmean(gains) > max(LEAST_GAIN, STANDARD_ERRORS * error)
+    def alternatives(self, reading: Reading) -> Iterator[Alternative]:
+        """Other readings that differ in one convention."""
+        yield from _other_layers(reading, self.conventions.num_target_layers)
+        yield from _other_causality(reading)
+        yield from _other_masks(reading, self.conventions.special_tokens)
+        yield from _other_rope(reading, self.conventions.target_rope)
 
 
-def alternatives(
-    reading: Reading, conventions: Conventions
-) -> Iterator[tuple[str, str, str, Reading]]:
-    """Other readings that differ in one convention: (what, declared, alternative, reading)."""
-    yield from _other_layers(reading, conventions)
-    yield from _other_causality(reading)
-    yield from _other_masks(reading, conventions)
-    yield from _other_rope(reading, conventions)
-
-
-def _other_layers(
-    reading: Reading, conventions: Conventions
-) -> Iterator[tuple[str, str, str, Reading]]:
+def _other_layers(reading: Reading, num_layers: int) -> Iterator[Alternative]:
     """Layer ids one lower or higher, or in another order."""
     ids = reading.layer_ids
     orders = {tuple(i + shift for i in ids): f"{shift:+} each" for shift in (-1, 1)}
     orders |= {tuple(reversed(ids)): "reversed", tuple(sorted(ids)): "ascending"}
     for other, how in orders.items():
-        if other != ids and all(0 <= i < conventions.num_target_layers for i in other):
+        if other != ids and all(0 <= i < num_layers for i in other):
             text = f"outputs of layers {list(other)} ({how})"
-            yield "layer index", f"{list(ids)}", text, replace(reading, layer_ids=other)
+            yield Alternative(
+                "layer index", f"{list(ids)}", text, replace(reading, layer_ids=other)
+            )
 
 
-def _other_causality(reading: Reading) -> Iterator[tuple[str, str, str, Reading]]:
+def _other_causality(reading: Reading) -> Iterator[Alternative]:
     layers = reading.config.layers
     names = {True: "causal draft positions", False: "draft positions that see each other"}
     for is_causal, name in names.items():
@@ -202,41 +203,30 @@ def _other_causality(reading: Reading) -> Iterator[tuple[str, str, str, Reading]
         if other != layers:
             is_mixed = len({layer.is_causal for layer in layers}) > 1
             was = "a mixture of both" if is_mixed else names[not is_causal]
-            config = replace(reading.config, layers=other)
-            yield "causality", was, name, replace(reading, config=config)
+            yield Alternative("causality", was, name, reading.but(layers=other))
 
 
-def _other_masks(
-    reading: Reading, conventions: Conventions
-) -> Iterator[tuple[str, str, str, Reading]]:
+def _other_masks(reading: Reading, names: Mapping[int, str]) -> Iterator[Alternative]:
     given = reading.config.mask_token_id
-    names = conventions.special_tokens
+    was = f"{given} ({names.get(given, 'no special token')})"
     for token, text in names.items():
         if token != given:
-            config = replace(reading.config, mask_token_id=token)
-            was = f"{given} ({names.get(given, 'no special token')})"
-            yield "mask token", was, f"{token} ({text})", replace(reading, config=config)
+            other = reading.but(mask_token_id=token)
+            yield Alternative("mask token", was, f"{token} ({text})", other)
 
 
-def _other_rope(
-    reading: Reading, conventions: Conventions
-) -> Iterator[tuple[str, str, str, Reading]]:
-    config = reading.config
-    given = config.rope_parameters
-    is_neox = config.is_neox_style is not False
+def _other_rope(reading: Reading, of_target: Mapping[str, object]) -> Iterator[Alternative]:
+    given = reading.config.rope_parameters
+    is_neox = reading.config.is_neox_style is not False
     styles = {True: "halves (is_neox_style true)", False: "pairs (is_neox_style false)"}
-    other = replace(config, is_neox_style=not is_neox)
-    yield "RoPE style", styles[is_neox], styles[not is_neox], replace(reading, config=other)
-    theta = float(str(given["rope_theta"]))
-    own = float(str(conventions.target_rope["rope_theta"]))
+    other = reading.but(is_neox_style=not is_neox)
+    yield Alternative("RoPE style", styles[is_neox], styles[not is_neox], other)
+    theta, own = (float(str(rope["rope_theta"])) for rope in (given, of_target))
     for value in sorted({own, *THETAS} - {theta}):
-        other = replace(config, rope_parameters={**given, "rope_theta": value})
-        note = " (the target's)" if value == own else ""
-        now = f"{value:g}{note}"
-        yield "RoPE theta", f"{theta:g}", now, replace(reading, config=other)
-    target_type = str(conventions.target_rope.get("rope_type", "default"))
-    if target_type != given.get("rope_type"):
-        rope = dict(conventions.target_rope)
-        other = replace(config, rope_parameters=rope)
-        now = f"{target_type} (the target's)"
-        yield "RoPE scaling", f"{given['rope_type']}", now, replace(reading, config=other)
+        now = f"{value:g} (the target's)" if value == own else f"{value:g}"
+        other = reading.but(rope_parameters={**given, "rope_theta": value})
+        yield Alternative("RoPE theta", f"{theta:g}", now, other)
+    kind = str(of_target.get("rope_type", "default"))
+    if kind != given.get("rope_type"):
+        other = reading.but(rope_parameters=dict(of_target))
+        yield Alternative("RoPE scaling", f"{given['rope_type']}", f"{kind} (the target's)", other)

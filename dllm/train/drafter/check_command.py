@@ -1,11 +1,9 @@
 """``dllm check-drafter``: does a drafter fit its target, and if not, what is wrong."""
 
 import argparse
-import json
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,14 +11,15 @@ from tokenizers import Tokenizer
 
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.drafter.samples import Sample
-from dllm.settings.command import FAILED, OK, CommandError
+from dllm.settings.command import FAILED, OK, CommandError, write_findings
 from dllm.tasks.suite import FAMILIES
 from dllm.train.drafter.acceptance import possible, total
 from dllm.train.drafter.check import Checker, Conventions, Reading, Verdict
-from dllm.train.drafter.export import build_network, read_checkpoint
+from dllm.train.drafter.export import Drafter, block_of, read_checkpoint, read_config
 from dllm.train.drafter.prompts import Prompt, default_file, file_prompts, suite_prompts
-from dllm.train.drafter.settings import CalibrateSettings, block_of
-from dllm.train.drafter.target import Target, read_config, read_drafter, target_facts
+from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.drafter.target import Target, rope_of, target_facts
+from dllm.train.drafter.target import read_config as read_target_config
 
 NUM_PROMPTS = 10
 MAX_TOKENS = 96
@@ -30,26 +29,29 @@ MOST_SPECIAL_TOKENS = 32  # so many are tried as the mask token
 def main(argv: Sequence[str]) -> int:
     """Check a pair. Exit status 0: it fits; 1: it does not."""
     given = parse(argv)
-    target_config = read_config(given.target)
+    target_config = read_target_config(given.target)
     facts = target_facts(target_config)
     config, weights = read_checkpoint(given.drafter)
     reading, refusal = read_loosely(config, facts)
-    network = build_network(reading.config, weights, given.drafter)
+    drafter = Drafter(config, reading.config, block_of(config), weights)
+    network = drafter.network().to(given.device).requires_grad_(False)
     target = Target(given.target, given.device)
-    network = network.to(target.device).requires_grad_(False)
     samples = respond(target, load_prompts(given), given.max_tokens)
-    block = block_of(config)
     conventions = Conventions(
-        facts.num_layers, special_tokens(given.target), rope_parameters(target_config)
+        facts.num_layers, special_tokens(given.target), rope_of(target_config)
     )
-    checker = Checker(network, target, samples, block, conventions)
-    verdict = replace(checker.run(reading), refusal=refusal)
-    best = total(possible(samples, block - 1)).length
+    verdict = Checker(network, target, samples, drafter.block, conventions).run(reading)
+    is_ok = verdict.is_ok and refusal is None
+    best = total(possible(samples, drafter.block - 1)).length
     if given.json is not None:
-        write_json(given, verdict, best)
-    if given.json is None or str(given.json) != "-":
-        print("\n".join(in_words(given, verdict, best)))
-    return OK if verdict.is_ok else FAILED
+        found = as_json(verdict, best) | {"ok": is_ok, "refused": refusal}
+        pair = {"target": str(given.target), "drafter": str(given.drafter)}
+        write_findings(given.json, pair | found)
+    if str(given.json) != "-":
+        title = f"{given.drafter} for {given.target}"
+        print("\n".join(in_words(title, verdict, best, refusal)))
+        print("the pair fits" if is_ok else "the pair does not fit")
+    return OK if is_ok else FAILED
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -58,21 +60,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="dllm check-drafter",
         description="Measure what a target accepts of a drafter, as its checkpoint says and read "
         "in other ways; name what is off.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("target", type=Path, help="checkpoint directory")
     parser.add_argument("drafter", type=Path, help="checkpoint directory, z-lab's format")
     parser.add_argument(
         "--prompts",
         type=Path,
-        help="text or JSONL, at least --num-prompts; default: shipped general prompts (for our "
-        "small models: the task suite)",
+        help="text or JSONL, at least --num-prompts; without it shipped general prompts (for our "
+        "small models the task suite)",
     )
-    for flag, default, text in (
-        ("--num-prompts", NUM_PROMPTS, "prompts to answer"),
-        ("--max-tokens", MAX_TOKENS, "tokens of a response, at most"),
-    ):
-        help_text = f"{text} (default: {default})"
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=help_text)
+    parser.add_argument("--num-prompts", type=int, default=NUM_PROMPTS, help="prompts to answer")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of a response")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found; -: print")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args(argv)
@@ -93,7 +92,7 @@ def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading
     dflash = dict(config.get("dflash_config") or {})  # type: ignore[call-overload]
     ids = dflash.get("target_layer_ids")
     try:
-        read = read_drafter(config, facts)
+        read = read_config(config, facts)
         return Reading(read, read.target_layer_ids), None
     except CommandError as error:
         refusal = str(error)
@@ -102,7 +101,7 @@ def read_loosely(config: dict[str, object], facts: TargetFacts) -> tuple[Reading
     shift = min(0, facts.num_layers - 1 - max(ids)) or max(0, -min(ids))
     moved = tuple(i + shift for i in ids)
     dflash["target_layer_ids"] = sorted(set(moved))
-    read = read_drafter(config | {"dflash_config": dflash}, facts)
+    read = read_config(config | {"dflash_config": dflash}, facts)
     if shift:
         refusal += f" (Measured with {list(moved)}.)"
     return Reading(read, moved), refusal
@@ -149,59 +148,35 @@ def special_tokens(target: Path) -> dict[int, str]:
     return {token: names[token] for token in by_name[:MOST_SPECIAL_TOKENS]}
 
 
-def rope_parameters(target_config: Mapping[str, object]) -> dict[str, object]:
-    """RoPE parameters of the target."""
-    given = target_config.get("rope_parameters") or target_config.get("rope_scaling") or {}
-    assert isinstance(given, Mapping), given
-    theta = target_config.get("rope_theta") or given.get("rope_theta") or 10000.0
-    return {"rope_type": "default", "rope_theta": theta} | dict(given)
-
-
-def write_json(given: argparse.Namespace, verdict: Verdict, best: float) -> None:
-    """Write the findings; ``ok`` is true if the exit status is 0.
-
-    Args:
-        best: tokens a step of a drafter that is always right.
-    """
-    found = {
-        "target": str(given.target),
-        "drafter": str(given.drafter),
-        "ok": verdict.is_ok,
-        "refused": verdict.refusal,
+def as_json(verdict: Verdict, best: float) -> dict[str, object]:
+    """The findings for scripts; ``best``: tokens a step of a drafter that is always right."""
+    declared = verdict.declared.everything
+    return {
         "fits_no_reading": verdict.is_stranger,
-        "tokens_a_step": verdict.declared.everything.length,
+        "tokens_a_step": declared.length,
         "tokens_a_step_possible": best,
-        "kept_by_position": verdict.declared.everything.by_position,
+        "kept_by_position": declared.by_position,
         "mismatches": [asdict(one) for one in verdict.mismatches],
         "tried": dict(verdict.tried),
     }
-    text = json.dumps(found, indent=2) + "\n"
-    if str(given.json) == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        given.json.write_text(text)
-    except OSError as error:
-        raise CommandError(f"--json {given.json}: {error}") from error
 
 
-def in_words(given: argparse.Namespace, verdict: Verdict, best: float) -> list[str]:
-    """The findings, one a line, for people."""
+def in_words(title: str, verdict: Verdict, best: float, refusal: str | None) -> list[str]:
+    """The findings for people, one a line."""
     declared = verdict.declared.everything
     rates = ", ".join(f"{100 * rate:.0f}" for rate in declared.by_position)
     lines = [
-        f"{given.drafter} for {given.target}: {declared.length:.2f} tokens a step "
-        f"(possible: {best:.2f}); steps that keep 1, 2, ... drafts: {rates} %"
+        f"{title}: {declared.length:.2f} tokens a step (possible: {best:.2f}); steps that keep "
+        f"1, 2, ... drafts: {rates} %"
     ]
-    if verdict.refusal is not None:
-        lines.append(f"REFUSED by a server: {verdict.refusal}")
+    if refusal is not None:
+        lines.append(f"REFUSED by a server: {refusal}")
     lines += [f"MISMATCH: {mismatch}" for mismatch in verdict.mismatches]
     if verdict.is_stranger:
         lines.append(
             "MISMATCH: hardly a draft is kept, however the checkpoint is read: it was made for "
             "another target, or is not trained."
         )
-    nearest = sorted(verdict.tried, key=lambda one: -one[1])[:3]
+    nearest = sorted(verdict.tried.items(), key=lambda one: -one[1])[:3]
     others = "; ".join(f"{name}: {length:.2f}" for name, length in nearest)
-    lines.append(f"{len(verdict.tried)} other readings were tried; best: {others}")
-    return [*lines, "the pair fits" if verdict.is_ok else "the pair does not fit"]
+    return [*lines, f"{len(verdict.tried)} other readings were tried; best: {others}"]

@@ -5,42 +5,39 @@ import hashlib
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from dllm.drafter.checkpoint import DrafterConfig
-from dllm.drafter.samples import Sample, read_shards, recorded_acceptance, recorded_layers
+from dllm.drafter.samples import recorded_layers
 from dllm.settings.command import OK, CommandError
 from dllm.tools import client
-from dllm.train.documents import Panel, draw, require_matplotlib
-from dllm.train.drafter import export
+from dllm.train.documents import Panel, require_matplotlib, write_log_and_curve
 from dllm.train.drafter.ends import TargetEnds
+from dllm.train.drafter.export import WEIGHTS, Drafter
 from dllm.train.drafter.learner import DraftLearner
-from dllm.train.drafter.network import count_params
+from dllm.train.drafter.model_card import write_model_card
 from dllm.train.drafter.presets import CONTINUED, PRESETS, drafter_config, settings_for
 from dllm.train.drafter.prompts import Prompt, default_file, load_prompts
+from dllm.train.drafter.recorded import split_buffer
 from dllm.train.drafter.responses import (
     HELDOUT,
     TRAIN,
     Collector,
-    DiskEstimate,
+    check_disk,
     from_server,
     from_target,
-    hidden_bytes,
     usable,
 )
-from dllm.train.drafter.settings import CalibrateSettings, block_of
-from dllm.train.drafter.target import Target, read_config, read_drafter, target_facts
-from dllm.train.progress import progress_bar, train_with_bar
+from dllm.train.drafter.settings import CalibrateSettings
+from dllm.train.drafter.target import Target, read_config, target_facts
+from dllm.train.progress import progress, train_shown
 from dllm.train.run import Run
-from dllm.train.run_files import MODEL, check_run, copy_log, write_start
+from dllm.train.run_files import MODEL, begin
 
 CONFIGS = Path(__file__).parent / "configs"
 RESPONSES = "responses"
-HELDOUT_EVERY = 20  # one of so many recorded samples is held out
 
 # Flags that override a setting of the config or preset: (field, help text).
 OVERRIDES = {
@@ -58,22 +55,6 @@ PANELS = (
 )
 
 
-@dataclass(frozen=True)
-class Network:
-    """The drafter of a run.
-
-    Attributes:
-        config: its config.json, which ``read`` is the parsed form of.
-        block: positions of a draft block, the last token included.
-        start_from: initial weights by name; None to draw them.
-    """
-
-    config: dict[str, object]
-    read: DrafterConfig
-    block: int
-    start_from: dict[str, Tensor] | None
-
-
 def main(argv: Sequence[str]) -> int:
     """Calibrate, or go on calibrating, and write the checkpoint to ``OUT/model``.
 
@@ -83,20 +64,20 @@ def main(argv: Sequence[str]) -> int:
     given = parse(argv)
     require_matplotlib()
     settings = load_settings(given)
-    network = load_network(given, settings)
+    target_config = read_config(given.target)
+    drafter = load_drafter(given, settings, target_config)
+    prompts: list[Prompt] = []
     if given.from_buffer is None:
         given.prompts = given.prompts or default_file(given.target)
         prompts = load_prompts(given.target, given.prompts, settings)
     else:
-        prompts = []
-        samples, heldout = split_buffer(given.from_buffer, network.read)
+        samples, heldout = split_buffer(given.from_buffer, drafter.read)
     server = None
     if given.from_server is not None:
         server = client.connect(given.from_server, given.model, given.api_key)
-    report_disk(given, settings, network.read, prompts)
-    started = inputs_of(given, settings, network, prompts)
-    check_run(given.out, started, given.resume)
-    write_start(given.out, started)
+    check_disk(given.out, given.resume, prompts, settings, drafter, target_config)
+    begin(given.out, inputs_of(given, settings, drafter, prompts), given.resume)
+    torch.set_num_threads(settings.threads)
     ends: TargetEnds
     if given.from_buffer is not None:
         ends = TargetEnds.read(given.target, given.device)
@@ -105,20 +86,16 @@ def main(argv: Sequence[str]) -> int:
         respond = from_target(target, settings.max_tokens)
         if server is not None:
             respond = from_server(server, given.target, settings.max_tokens)
-        folder, layers = given.out / RESPONSES, network.read.target_layer_ids
-        torch.set_num_threads(settings.threads)
-        with progress_bar("responses", len(prompts)) as bar:
+        folder, layers = given.out / RESPONSES, drafter.read.target_layer_ids
+        with progress("responses", len(prompts)) as shown:
             for done in Collector(folder, target, layers, settings, respond).run(prompts):
-                bar.advance(done)
+                shown.advance(done)
         samples, heldout = usable(folder / TRAIN), usable(folder / HELDOUT)
-    learner = DraftLearner(
-        settings, network.read, network.block, ends, samples, heldout, network.start_from
-    )
-    run = Run(learner, given.out)
+    run = Run(DraftLearner(settings, drafter, ends, samples, heldout), given.out)
     if given.resume:
         run.resume()
-    train_with_bar(run, "calibrate")
-    finish(run, network, given, argv)
+    train_shown(run, "calibrate")
+    finish(run, given, argv)
     return OK
 
 
@@ -144,6 +121,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", help="its served model name (the only one, if there is one)")
     client.add_key(parser)
     parser.add_argument("--drafter", type=Path, help="go on from this drafter's weights")
+    parser.add_argument(
+        "--mask-token-id",
+        type=int,
+        metavar="ID",
+        help="token that stands at positions to draft; one that no text holds (default: the "
+        "tokenizer's mask token)",
+    )
     for flag, (field, text) in OVERRIDES.items():
         parser.add_argument(flag, type=int, dest=field, metavar="N", help=text)
     parser.add_argument(
@@ -157,8 +141,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.from_buffer and given.from_server:
         parser.error("--from-buffer has its responses; leave out --from-server.")
-    if given.drafter and given.preset:
-        parser.error("--drafter brings its own shape; leave out --preset.")
+    if given.drafter and (given.preset or given.mask_token_id is not None):
+        parser.error("--drafter brings its own shape; leave out --preset and --mask-token-id.")
     if given.model and not given.from_server:
         parser.error("--model names a model of --from-server.")
     if given.from_buffer and any(getattr(given, field) is not None for field in OF_RESPONSES):
@@ -182,33 +166,37 @@ def load_settings(given: argparse.Namespace) -> CalibrateSettings:
         ratio = settings.vector_lr / settings.matrix_lr
         changes |= {"matrix_lr": given.learning_rate, "vector_lr": given.learning_rate * ratio}
     try:
-        return replace(settings, **changes)
+        return CalibrateSettings.from_mapping(settings.to_mapping() | changes)
     except ValueError as error:
         raise CommandError(str(error)) from None
 
 
-def load_network(given: argparse.Namespace, settings: CalibrateSettings) -> Network:
+def load_drafter(
+    given: argparse.Namespace, settings: CalibrateSettings, target_config: dict[str, object]
+) -> Drafter:
     """The drafter that is trained: that of ``--drafter``, or a new one of the settings' shape.
 
     Raises:
-        CommandError: it does not fit the target.
+        CommandError: it does not fit the target, or nothing says which token is the mask.
     """
-    target_config = read_config(given.target)
     facts = target_facts(target_config)
-    weights = None
     if given.drafter is not None:
-        config, weights = export.read_checkpoint(given.drafter)
-    else:
-        shape = settings.drafter
-        if given.from_buffer is not None and not shape.target_layer_ids:
-            # Several kinds of layers in one buffer are refused by `split_buffer`.
-            noted = recorded_layers(given.from_buffer)
-            shape = replace(shape, target_layer_ids=noted[0] if noted else ())
-        config = drafter_config(shape, target_config, facts, _mask_token_id(given.target))
-    read, block = read_drafter(config, facts), block_of(config)
-    if weights is not None:
-        export.build_network(read, weights, given.drafter)  # refuses weights of another shape
-    return Network(config, read, block, weights)
+        return Drafter.load(given.drafter, facts)
+    shape = settings.drafter
+    if given.from_buffer is not None and not shape.target_layer_ids:
+        # Several kinds of layers in one buffer are refused by `split_buffer`.
+        noted = recorded_layers(given.from_buffer)
+        shape = replace(shape, target_layer_ids=noted[0] if noted else ())
+    choices = (given.mask_token_id, shape.mask_token_id, _mask_token_id(given.target))
+    mask = next((token for token in choices if token is not None), None)
+    if mask is None:
+        raise CommandError(
+            f"the tokenizer of {given.target} has no mask token. Give --mask-token-id: a token "
+            "that no text holds, a reserved one for instance, or an id behind the last token, if "
+            f"the embedding has more rows than that (it has {facts.vocab_size})."
+        )
+    shape = replace(shape, mask_token_id=mask)
+    return Drafter.of(drafter_config(shape, target_config, facts), facts)
 
 
 def _mask_token_id(target: Path) -> int | None:
@@ -226,14 +214,14 @@ def _mask_token_id(target: Path) -> int | None:
 def inputs_of(
     given: argparse.Namespace,
     settings: CalibrateSettings,
-    network: Network,
+    drafter: Drafter,
     prompts: Sequence[Prompt],
 ) -> dict[str, object]:
     """What decides the weights of the run, by name; prompts and weights by their digest."""
     asked = repr([prompt.tokens for prompt in prompts]).encode()
-    weights = given.drafter and (given.drafter / export.WEIGHTS).read_bytes()
+    weights = given.drafter and (given.drafter / WEIGHTS).read_bytes()
     return settings.to_mapping() | {
-        "drafter config": network.config,
+        "drafter config": drafter.config,
         "drafter weights": hashlib.sha256(weights).hexdigest() if weights else None,
         "target": str(given.target.resolve()),
         "prompts": hashlib.sha256(asked).hexdigest(),
@@ -241,71 +229,10 @@ def inputs_of(
     }
 
 
-def report_disk(
-    given: argparse.Namespace,
-    settings: CalibrateSettings,
-    drafter: DrafterConfig,
-    prompts: Sequence[Prompt],
-) -> None:
-    """Print how much of the disk the run may need; raises CommandError if less is free."""
-    is_stored = settings.hidden_states == "stored"
-    per_token = hidden_bytes(read_config(given.target), drafter) if is_stored else 0
-    num_params = count_params(drafter)
-    estimate = DiskEstimate.of(prompts, settings, per_token, num_params)
-    print(f"disk: {estimate}; {len(prompts)} prompts, {num_params / 1e6:.2f}M parameters")
-    estimate.check(given.out, given.resume)
-
-
-class TooFewSamples(CommandError):
-    """A recording is too short to train on."""
-
-
-def split_buffer(folder: Path, drafter: DrafterConfig) -> tuple[list[Sample], list[Sample]]:
-    """Recorded samples: those to train on, and those held out.
-
-    Raises:
-        TooFewSamples: there are too few.
-        CommandError: their hidden states are of other layers.
-    """
-    samples = [sample for sample in read_shards(folder) if sample.num_anchors > 0]
-    if len(samples) <= HELDOUT_EVERY:
-        raise TooFewSamples(
-            f"{folder} holds {len(samples)} samples with something to draft; needed: "
-            f"more than {HELDOUT_EVERY}. Record for longer."
-        )
-    wanted = drafter.target_layer_ids
-    for layers in recorded_layers(folder):
-        if layers != wanted:
-            raise CommandError(
-                f"--from-buffer {folder} was recorded from layers {list(layers)} of the target; "
-                f"the drafter reads {list(wanted)}. Give another buffer, or a config whose "
-                "target_layer_ids are those of this one."
-            )
-    features = samples[0].hidden().shape[-1]
-    if features != len(wanted) * drafter.target_hidden_size:
-        raise CommandError(
-            f"--from-buffer {folder}: hidden states of size {features}; the drafter reads "
-            f"{len(wanted)} of size {drafter.target_hidden_size}. It was recorded with "
-            "another drafter."
-        )
-    verified, accepted = recorded_acceptance(folder)
-    if verified:
-        print(
-            f"buffer: {len(samples)} samples; {accepted / verified:.1%} of {verified} verified "
-            "drafts were accepted when it was recorded"
-        )
-    kept = [sample for index, sample in enumerate(samples) if index % HELDOUT_EVERY]
-    return kept, samples[::HELDOUT_EVERY]
-
-
-def finish(
-    run: Run[DraftLearner], network: Network, given: argparse.Namespace, argv: Sequence[str]
-) -> None:
+def finish(run: Run[DraftLearner], given: argparse.Namespace, argv: Sequence[str]) -> None:
     """Checkpoint, curve and model card."""
     model = given.out / MODEL
-    export.write_checkpoint(model, network.config, run.average.state_dict())
-    draw(given.out, *PANELS)
-    copy_log(given.out, model)
+    write_log_and_curve(run, model, *PANELS)
     counts = f"{len(run.learner.samples)} samples, {len(run.learner.heldout)} more held out"
     target = given.target.name
     if given.from_buffer is not None:
@@ -316,5 +243,5 @@ def finish(
         data = f"greedy responses of {target} to the questions of the task suite"
     shown = client.without_key([each for each in argv if each != "--resume"], given.api_key)
     command = shlex.join(["dllm", "calibrate", *shown])
-    export.write_model_card(run, model, command, f"{data}: {counts}.")
+    write_model_card(run, model, command, f"{data}: {counts}.")
     print(model)

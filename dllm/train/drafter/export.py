@@ -1,31 +1,110 @@
-"""Reads and writes drafters in z-lab's format; writes the model card of a calibration."""
+"""Drafter checkpoints in z-lab's format: reading, checking against a target, writing."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dllm.drafter.checkpoint import DrafterConfig
+from dllm.drafter.checkpoint import DrafterConfig, TargetFacts, check_pair
 from dllm.settings.command import CommandError
-from dllm.train.documents import duration, settings_block
-from dllm.train.drafter.acceptance import Acceptance, possible, total
-from dllm.train.drafter.learner import DraftLearner
+from dllm.settings.drafting import DrafterOptions
 from dllm.train.drafter.network import DraftNetwork
-from dllm.train.run import Run
-from dllm.train.run_files import CARD, write_json
+from dllm.train.drafter.settings import DrafterShape
+from dllm.train.run_files import write_json
 
 WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter of one target.
+
+    Attributes:
+        config: its config.json, which ``read`` is the parsed form of.
+        block: positions of a draft block, the last token included.
+        weights: fp32, by name; None: a new drafter, whose weights are to be drawn.
+    """
+
+    config: dict[str, object]
+    read: DrafterConfig
+    block: int
+    weights: dict[str, Tensor] | None
+
+    @classmethod
+    def of(
+        cls,
+        config: dict[str, object],
+        facts: TargetFacts,
+        weights: dict[str, Tensor] | None = None,
+    ) -> "Drafter":
+        """A drafter for a target, from its config.json.
+
+        Raises:
+            CommandError: something of it is missing or wrong, or it does not fit the target.
+        """
+        return cls(config, read_config(config, facts), block_of(config), weights)
+
+    @classmethod
+    def load(cls, path: Path, facts: TargetFacts) -> "Drafter":
+        """A checkpoint; raises as ``of``, ``read_checkpoint`` and ``network``."""
+        config, weights = read_checkpoint(path)
+        found = cls.of(config, facts, weights)
+        found.network()
+        return found
+
+    def network(self) -> DraftNetwork:
+        """The network; raises CommandError if its config.json does not fit the weights."""
+        network = DraftNetwork(self.read)
+        if self.weights is not None:
+            try:
+                network.load_state_dict(self.weights)
+            except RuntimeError as error:
+                raise CommandError(
+                    f"the drafter's tensors contradict its config.json: {error}"
+                ) from None
+        return network
+
+
+def read_config(config: dict[str, object], facts: TargetFacts) -> DrafterConfig:
+    """The config.json of a drafter for this target, parsed.
+
+    Raises:
+        CommandError: something of it is missing or wrong, or it does not fit the target.
+    """
+    try:
+        read = DrafterConfig.from_config(config, DrafterOptions(), lambda token: None)
+        check_pair(read, facts)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    return read
+
+
+def block_of(config: Mapping[str, object]) -> int:
+    """Positions of a draft block, by a drafter's config.json; without the key ``DrafterShape``'s.
+
+    Raises:
+        CommandError: there is no such block.
+    """
+    size = config.get("block_size", DrafterShape.block_size)
+    if type(size) is not int or size < 2:
+        raise CommandError(
+            f"The drafter's config.json: block_size = {size!r}; allowed: an integer of at least 2."
+        )
+    return size
 
 
 def write_checkpoint(path: Path, config: Mapping[str, object], weights: dict[str, Tensor]) -> None:
     """Write config.json and bf16 safetensors, which vLLM's own drafter and ours load."""
     path.mkdir(parents=True, exist_ok=True)
     half = {name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in weights.items()}
-    save_file(half, path / WEIGHTS, metadata={"format": "pt"})
-    (path / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner only
+    unfinished = path / f"{WEIGHTS}.part"
+    save_file(half, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(0o644)  # safetensors writes it readable by its owner only
+    unfinished.replace(path / WEIGHTS)
     write_json(path / "config.json", config)
 
 
@@ -49,86 +128,4 @@ def read_checkpoint(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
             f"({', '.join(unknown) or 'config.json'}); allowed: z-lab's format with the target's "
             "embedding and head, in bf16 or wider."
         )
-    named = {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
-    return config, named
-
-
-def build_network(config: DrafterConfig, weights: dict[str, Tensor], path: Path) -> DraftNetwork:
-    """The network of a checkpoint.
-
-    Raises:
-        CommandError: names or shapes of the weights are not those of its config.json.
-    """
-    network = DraftNetwork(config)
-    try:
-        network.load_state_dict(weights)
-    except RuntimeError as error:
-        raise CommandError(f"{path}: its tensors contradict config.json: {error}") from None
-    return network
-
-
-def write_model_card(run: Run[DraftLearner], path: Path, command: str, data: str) -> None:
-    """Write ``README.md`` beside the weights.
-
-    Args:
-        command: the command line that made them.
-        data: what they were trained on, in a sentence.
-    """
-    learner = run.learner
-    settings, block = learner.settings, learner.block
-    num_params = sum(param.numel() for param in run.average.parameters())
-    lines = [
-        f"# A drafter of {num_params / 1e6:.2f}M parameters",
-        "",
-        "A block-diffusion (DFlash) drafter in z-lab's format, in bf16: it proposes the next "
-        f"{block - 1} tokens of one target in one pass, from the target's hidden states behind "
-        f"layers {', '.join(map(str, learner.config.target_layer_ids))}. Embedding and head are "
-        "the target's. It changes the target's speed and nothing that it says.",
-        "",
-        "## Training",
-        "",
-        f"- Data: {data}",
-        f"- {settings.steps} steps of {settings.batch_size} responses with {settings.anchors} "
-        f"draft blocks each, seed {settings.seed}; cross-entropy of the target's own tokens, draft "
-        f"k weighted exp(-(k - 1) / {learner.gamma:g}); Muon and AdamW, average "
-        "of the weights.",
-        f"- Reproduce with `{command}`.",
-        f"- {duration(run)}",
-        "",
-        "## Acceptance on held-out prompts, greedy",
-        "",
-        *acceptance_table(learner.acceptance, possible(learner.heldout, block - 1)),
-        "",
-        "Tokens a step: what a server emits per step of the target, its own token included, up to "
-        f"the end of the response. *Possible* is a drafter that is always right: at most "
-        f"{block}, and less where responses are short. The columns with numbers: share of the "
-        "steps that kept so many drafts, of those whose response went on so long.",
-        "",
-        "## Limits",
-        "",
-        "Of no use to any other target, and of little on other prompts than those it was "
-        "trained on: calibrate again (docs/calibration.md).",
-        "",
-        *settings_block(settings),
-        "",
-    ]
-    (path / CARD).write_text("\n".join(lines))
-
-
-def acceptance_table(
-    acceptance: Mapping[str, Acceptance], best: Mapping[str, Acceptance]
-) -> list[str]:
-    """A Markdown table with a line for each group; ``best``: of an always right drafter."""
-    everything = total(dict(acceptance))
-    width = len(everything.offered)
-    header = " | ".join(map(str, range(1, width + 1)))
-    lines = [f"| | tokens a step | possible | {header} |", "|---" * (width + 3) + "|"]
-    rows = [(name, one, best[name]) for name, one in sorted(acceptance.items())]
-    for name, one, limit in [*rows, ("all", everything, total(dict(best)))]:
-        cells = [
-            f"{100 * rate:.0f} %" if offered else "-"
-            for rate, offered in zip(one.by_position, one.offered, strict=True)
-        ]
-        lengths = f"{one.length:.2f} | {limit.length:.2f}"
-        lines.append(f"| {name} | {lengths} | {' | '.join(cells)} |")
-    return lines
+    return config, {name.removeprefix("model."): t.float() for name, t in weights.items()}

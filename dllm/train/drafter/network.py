@@ -8,8 +8,7 @@ anchor, and itself; blocks do not see each other. ``dllm.drafter.network`` is th
 serving. Tensors have the names of z-lab's checkpoints. Source: z-lab's DFlash (arXiv 2602.06036).
 """
 
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +21,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from dllm.drafter.checkpoint import DrafterConfig, LayerAttention
 
 INITIAL_STD = 0.02
-SCORES_AT_ONCE = 1 << 26  # attention scores of a layer in memory at a time: 256 MB in fp32
+GATE = 4.0  # a neuron's gate that is open: every activation in use gives about 4
+ROWS_AT_ONCE = 2048  # whose logits are in memory together
 
-
-class Turns(NamedTuple):
-    """RoPE: (cosines, sines) of the context ``[B, S, D]`` and of the queries ``[B, A * K, D]``."""
-
-    context: tuple[Tensor, Tensor]
-    queries: tuple[Tensor, Tensor]
-
-
-class Visible(NamedTuple):
-    """Which keys queries see: in the context ``[B, A * K, S]``, in their block ``[K, K]``."""
-
-    context: Tensor
-    block: Tensor
+# RoPE: cosines and sines of keys ``[B, S + A * K, D]``, those of the context first.
+Turns = tuple[Tensor, Tensor]
 
 
 class Norm(nn.RMSNorm):
@@ -64,58 +53,29 @@ class DraftAttention(nn.Module):
         self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
         self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, context: Tensor, turns: Turns, visible: Visible) -> Tensor:
-        """``hidden`` ``[B, A * K, H]``, normalized; ``context`` ``[B, S, H]``."""
+    def forward(self, hidden: Tensor, context: Tensor, turns: Turns, visible: Tensor) -> Tensor:
+        """Attention of ``hidden`` ``[B, A * K, H]``, normalized, to ``context`` ``[B, S, H]``.
+
+        visible: ``[B, 1, A * K, S + A * K]`` bool, which keys a query sees.
+        """
+        every = torch.cat([context, hidden], 1)
+        cos, sin = (part[:, context.shape[1] :] for part in turns)
         is_neox = self.config.is_neox_style is not False
-        block = visible.block.shape[0]
-        queries = rotate(self._heads(self.q_proj(hidden), self.q_norm), turns.queries, is_neox)
-        queries = queries.unflatten(2, (self.config.num_kv_heads, -1))  # heads that share keys
-        own_keys = rotate(self._heads(self.k_proj(hidden), self.k_norm), turns.queries, is_neox)
-        keys = rotate(self._heads(self.k_proj(context), self.k_norm), turns.context, is_neox)
-        values, own_values = self._heads(self.v_proj(context)), self._heads(self.v_proj(hidden))
+        queries = rotate(self.q_norm(self._heads(self.q_proj(hidden))), (cos, sin), is_neox)
+        keys = rotate(self.k_norm(self._heads(self.k_proj(every))), turns, is_neox)
+        values = self._heads(self.v_proj(every))
+        if not hidden.is_cpu:
+            # The kernel for CUDA that takes a mask, and keeps no scores, has no groups of heads.
+            shared = self.config.num_heads // self.config.num_kv_heads
+            keys, values = (each.repeat_interleave(shared, 1) for each in (keys, values))
+        output = F.scaled_dot_product_attention(
+            queries.to(values.dtype), keys.to(values.dtype), values, visible, enable_gqa=True
+        )
+        return self.o_proj(output.transpose(1, 2).flatten(2))
 
-        # Of few blocks at a time, and again for their gradient: all scores together may be larger
-        # than the weights.
-        size, num_rows = queries.shape[:2]
-        num_scores = size * num_rows * self.config.num_heads * (keys.shape[1] + block)
-        rows = block * max(1, num_rows // block * SCORES_AT_ONCE // num_scores)
-        parts = [each.split(rows, 1) for each in (queries, own_keys, own_values, visible.context)]
-        attend = partial(self._attend, keys, values, visible.block)
-        if rows < num_rows and torch.is_grad_enabled():
-            attend = partial(checkpoint, attend, use_reentrant=False)
-        return self.o_proj(torch.cat([attend(*some) for some in zip(*parts, strict=True)], 1))
-
-    def _attend(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        in_block: Tensor,
-        queries: Tensor,
-        own_keys: Tensor,
-        own_values: Tensor,
-        in_context: Tensor,
-    ) -> Tensor:
-        """Attention of some blocks: ``[B, rows, heads * head_dim]``."""
-        block = in_block.shape[0]
-        blocks = queries.unflatten(1, (-1, block))
-        to_context = torch.einsum("bqghd,bsgd->bghqs", queries, keys)
-        to_block = torch.einsum("bakghd,bajgd->bghakj", blocks, own_keys.unflatten(1, (-1, block)))
-        to_context = to_context.masked_fill(~in_context[:, None, None], -torch.inf)
-        to_block = to_block.masked_fill(~in_block, -torch.inf).flatten(3, 4)
-        scores = torch.cat([to_context, to_block], -1).float() * self.config.head_dim**-0.5
-        weights = scores.softmax(-1).to(values.dtype)
-        of_context, of_block = weights.split([keys.shape[1], block], -1)
-        output = torch.einsum("bghqs,bsgd->bqghd", of_context, values)
-        output = output + torch.einsum(
-            "bghakj,bajgd->bakghd",
-            of_block.unflatten(3, (-1, block)),
-            own_values.unflatten(1, (-1, block)),
-        ).flatten(1, 2)
-        return output.flatten(2)
-
-    def _heads(self, flat: Tensor, norm: nn.Module | None = None) -> Tensor:
-        heads = flat.unflatten(-1, (-1, self.config.head_dim))
-        return heads if norm is None else norm(heads)
+    def _heads(self, flat: Tensor) -> Tensor:
+        """``[B, heads, L, head_dim]``."""
+        return flat.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
 
 class DraftMLP(nn.Module):
@@ -143,7 +103,7 @@ class DraftLayer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, context: Tensor, turns: Turns, visible: Visible) -> Tensor:
+    def forward(self, hidden: Tensor, context: Tensor, turns: Turns, visible: Tensor) -> Tensor:
         """``[B, A * K, H]``."""
         normed = self.input_layernorm(hidden)
         hidden = hidden + self.self_attn(normed, context, turns, visible)
@@ -163,13 +123,8 @@ class DraftNetwork(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config) for _ in config.layers)
         self.rotary = _rotary(config)
 
-    def initialize(self, seed: int, head_norm: Tensor | None = None) -> None:
-        """Draw the weights: normal matrices, norms of one, output projections scaled by depth.
-
-        Args:
-            head_norm: weight of the target's norm in front of the head that both share. With it
-                the first logits have the size that the head was trained for.
-        """
+    def initialize(self, seed: int) -> None:
+        """Draw the weights: normal matrices, norms of one, output projections scaled by depth."""
         generator = torch.Generator().manual_seed(seed)
         depth = (2 * len(self.layers)) ** -0.5
         with torch.no_grad():
@@ -180,8 +135,31 @@ class DraftNetwork(nn.Module):
                 is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
                 std = INITIAL_STD * (depth if is_output else 1.0)
                 param.copy_(torch.randn(param.shape, generator=generator) * std)
-            if head_norm is not None:
-                self.norm.weight.copy_(head_norm)
+
+    @torch.no_grad()
+    def fit_to_head(self, head: Tensor, head_norm: Tensor | None, mask: Tensor) -> None:
+        """Make the first logits small, so that a new drafter is as unsure as it should be.
+
+        Every drafted position begins as the same vector, the mask's embedding. Through a norm and
+        a head that is tied to the embedding it gives the mask itself a logit of 100 and more.
+        So one neuron of the first layer takes that vector out of the residual stream again, and the
+        last norm begins as the target's, times what makes the logits of other vectors spread by 1.
+
+        Args:
+            head: ``[V, H]``, the target's; some of its rows are enough.
+            head_norm: ``[H]``, what the target's norm in front of it multiplies by.
+            mask: ``[H]``, the embedding of the mask token.
+        """
+        first = self.layers[0]
+        assert isinstance(first, DraftLayer)
+        mask = mask.float()
+        seen = F.normalize(mask, dim=0) * len(mask) ** -0.5  # gives 1 where the mask is normalized
+        first.mlp.gate_proj.weight[0] = GATE * seen
+        first.mlp.up_proj.weight[0] = seen
+        first.mlp.down_proj.weight[:, 0] = -mask / first.mlp.act(mask.new_tensor(GATE))
+        weight = torch.ones_like(mask) if head_norm is None else head_norm.float()
+        spread = (head.float() * weight).norm(dim=1).mean()
+        self.norm.weight.copy_(weight / spread.clamp(min=1))
 
     def reread(self, config: DrafterConfig) -> None:
         """Keep the weights, but read them with another config: causality, RoPE, mask token."""
@@ -204,14 +182,18 @@ class DraftNetwork(nn.Module):
         """
         block, length = embeds.shape[2], features.shape[1]
         context = self.hidden_norm(self.fc(features))
-        offsets = torch.arange(block, device=anchors.device)
-        positions = (anchors[..., None] + offsets).flatten(1)
-        context_positions = torch.arange(length, device=anchors.device)[None]
-        turns = Turns(self.rotary(context, context_positions), self.rotary(context, positions))
+        positions = torch.cat(
+            [
+                torch.arange(length, device=anchors.device).expand(len(anchors), -1),
+                (anchors[..., None] + torch.arange(block, device=anchors.device)).flatten(1),
+            ],
+            1,
+        )
+        turns = self.rotary(context, positions)
         hidden = embeds.flatten(1, 2)
+        seen = {one: visible_keys(one, anchors, length, block) for one in set(self.config.layers)}
         for layer, attention in zip(self.layers, self.config.layers, strict=True):
-            visible = visible_keys(attention, anchors, length, block)
-            hidden = layer(hidden, context, turns, visible)
+            hidden = layer(hidden, context, turns, seen[attention])
         return self.norm(hidden).unflatten(1, (-1, block))
 
 
@@ -221,8 +203,12 @@ def count_params(config: DrafterConfig) -> int:
         return sum(param.numel() for param in DraftNetwork(config).parameters())
 
 
-def visible_keys(layer: LayerAttention, anchors: Tensor, length: int, block: int) -> Visible:
-    """Which keys draft blocks see in a layer, by its causality and window."""
+def visible_keys(layer: LayerAttention, anchors: Tensor, length: int, block: int) -> Tensor:
+    """Which keys draft blocks see in a layer, by its causality and window.
+
+    Returns:
+        ``[B, 1, A * K, S + A * K]`` bool: the context's keys, then those of all blocks.
+    """
     keys = torch.arange(length, device=anchors.device)
     offsets = torch.arange(block, device=anchors.device)
     rows = anchors[..., None] + offsets
@@ -234,12 +220,13 @@ def visible_keys(layer: LayerAttention, anchors: Tensor, length: int, block: int
         in_context = in_context & (first[..., None] - keys < layer.window)
         if not layer.is_anchored:
             in_block = in_block & (behind.abs() < layer.window)
-    return Visible(in_context.flatten(1, 2), in_block)
+    own = torch.block_diag(*[in_block] * anchors.shape[1]).bool().expand(len(anchors), -1, -1)
+    return torch.cat([in_context.flatten(1, 2), own], -1)[:, None]
 
 
-def rotate(heads: Tensor, turns: tuple[Tensor, Tensor], is_neox_style: bool) -> Tensor:
-    """RoPE on ``[B, L, heads, head_dim]``: over the two halves, or over neighbouring pairs."""
-    cos, sin = (part[:, :, None].to(heads.dtype) for part in turns)
+def rotate(heads: Tensor, turns: Turns, is_neox_style: bool) -> Tensor:
+    """RoPE on ``[B, heads, L, head_dim]``: over the two halves, or over neighbouring pairs."""
+    cos, sin = (part[:, None].to(heads.dtype) for part in turns)
     if is_neox_style:
         first, second = heads.chunk(2, -1)
         return heads * cos + torch.cat([-second, first], -1) * sin
@@ -256,20 +243,29 @@ def draft_inputs(tokens: Tensor, anchors: Tensor, block: int, mask_token_id: int
     return ids
 
 
-def cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor, rows_at_once: int = 2048) -> Tensor:
-    """Cross-entropy of each row, ``[N]`` fp32 in nats; logits of few rows are in memory at a time.
+def compare(
+    hidden: Tensor, head: Tensor, labels: Tensor, rows_at_once: int = ROWS_AT_ONCE
+) -> tuple[Tensor, Tensor]:
+    """What the head says of labels: ``[N]`` losses in nats, ``[N]`` whether they are likeliest.
+
+    Logits of few rows are in memory at a time; for a gradient they are computed again.
 
     Args:
         hidden: ``[N, H]``; head: ``[V, H]``; labels: ``[N]``.
     """
 
-    def part(rows: Tensor, of_rows: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(rows, head).float(), of_rows, reduction="none")
+    def part(rows: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(rows, head).float()
+        losses = F.cross_entropy(logits, of_rows, reduction="none")
+        return losses, logits.argmax(-1) == of_rows
 
-    parts = zip(hidden.split(rows_at_once), labels.split(rows_at_once), strict=True)
-    if len(labels) <= rows_at_once or not torch.is_grad_enabled():
-        return torch.cat([part(*pair) for pair in parts])
-    return torch.cat([checkpoint(part, *pair, use_reentrant=False) for pair in parts])
+    def parts() -> Iterator[tuple[Tensor, Tensor]]:
+        is_whole = len(labels) <= rows_at_once or not torch.is_grad_enabled()
+        for pair in zip(hidden.split(rows_at_once), labels.split(rows_at_once), strict=True):
+            yield part(*pair) if is_whole else checkpoint(part, *pair, use_reentrant=False)
+
+    losses, are_likeliest = zip(*parts(), strict=True)
+    return torch.cat(losses), torch.cat(are_likeliest)
 
 
 def _rotary(config: DrafterConfig) -> Qwen3RotaryEmbedding:

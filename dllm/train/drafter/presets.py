@@ -9,6 +9,7 @@ by z-lab's rule of spreading layers; the block size of nemotron-3-nano-30b-a3b.
 
 from dllm.drafter.checkpoint import TargetFacts
 from dllm.train.drafter.settings import CalibrateSettings, DrafterShape
+from dllm.train.drafter.target import rope_of
 
 QWEN3_MASK, QWEN3_5_MASK = 151669, 248077  # the first ids behind the tokenizers' last ones
 
@@ -72,20 +73,12 @@ def spread_layers(num_target_layers: int, count: int) -> tuple[int, ...]:
 
 
 def drafter_config(
-    shape: DrafterShape,
-    target_config: dict[str, object],
-    facts: TargetFacts,
-    mask_token_id: int | None,
+    shape: DrafterShape, target_config: dict[str, object], facts: TargetFacts
 ) -> dict[str, object]:
-    """config.json of a new drafter in z-lab's format.
-
-    Args:
-        mask_token_id: of the target's tokenizer; used if the shape has none.
-    """
+    """config.json of a new drafter in z-lab's format."""
     given = target_config.get
     num_heads = shape.num_heads or given("num_attention_heads")
     layers = shape.target_layer_ids or spread_layers(facts.num_layers, shape.num_layers)
-    mask = mask_token_id if shape.mask_token_id is None else shape.mask_token_id
     config: dict[str, object] = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -105,12 +98,14 @@ def drafter_config(
         "tie_word_embeddings": False,
         "block_size": shape.block_size,
         "num_target_layers": facts.num_layers,
-        "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(layers)},
+        "dflash_config": {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": list(layers),
+        },
     }
-    rope = given("rope_parameters") or given("rope_scaling")
-    theta = given("rope_theta") or (rope.get("rope_theta") if isinstance(rope, dict) else None)
-    config["rope_theta"] = theta or 10000.0
-    if isinstance(rope, dict) and rope.get("rope_type", rope.get("type", "default")) != "default":
+    rope = rope_of(target_config)
+    config["rope_theta"] = rope["rope_theta"]
+    if rope["rope_type"] != "default":
         config["rope_scaling"] = {key: rope[key] for key in rope if key not in OF_TARGETS_ALONE}
     if not facts.is_neox_style:
         config["is_neox_style"] = True

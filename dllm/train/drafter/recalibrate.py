@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +21,14 @@ from pathlib import Path
 import torch
 
 from dllm.drafter.renewal import DIGITS, checkpoint, published
-from dllm.drafter.samples import SUFFIX, Sample
+from dllm.drafter.samples import SUFFIX
 from dllm.settings.command import OK, CommandError
-from dllm.train.drafter import export
-from dllm.train.drafter.acceptance import total
-from dllm.train.drafter.command import HELDOUT_EVERY, TooFewSamples, split_buffer
 from dllm.train.drafter.ends import TargetEnds
+from dllm.train.drafter.export import Drafter, write_checkpoint
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.drafter.presets import CONTINUED
-from dllm.train.drafter.settings import block_of
-from dllm.train.drafter.target import read_config, read_drafter, target_facts
+from dllm.train.drafter.recorded import TooFewSamples, split_buffer
+from dllm.train.drafter.target import read_config, target_facts
 from dllm.train.run import Run
 
 MIN_GAIN = 0.01  # share by which a published drafter's tokens a step exceed those of its base
@@ -82,42 +79,16 @@ def one_round(given: argparse.Namespace, ends: TargetEnds, buffer: Path) -> str:
     """
     done = published(given.out)
     base = checkpoint(given.out, done[-1]) if done else given.drafter
-    config, weights = export.read_checkpoint(base)
-    read = read_drafter(config, target_facts(read_config(given.target)))
-    samples, heldout = split(*split_buffer(buffer, read))
+    drafter = Drafter.load(base, target_facts(read_config(given.target)))
+    samples, heldout = split_buffer(buffer, drafter.read)
     settings = replace(CONTINUED, steps=given.steps, evaluate_every=given.steps, threads=1)
-    learner = DraftLearner(settings, read, block_of(config), ends, samples, heldout, weights)
-    run = Run(learner, None)
-    learner.evaluate(run.average)
-    before = total(learner.acceptance).length
-    for _ in run.run():
-        pass
-    after = total(learner.acceptance).length
+    run = Run(DraftLearner(settings, drafter, ends, samples, heldout), None)
+    list(run.run())
+    before, after = run.rows[0]["length"], run.rows[-1]["length"]
     result = f"held-out tokens a step {before:.2f} -> {after:.2f}, {len(samples)} samples"
-    if not is_better(before, after):
+    if after < before * (1 + MIN_GAIN):
         return f"{result}; not published"
-    return f"{result}; published as {publish(given.out, config, run.average.state_dict())}"
-
-
-def is_better(before: float, after: float) -> bool:
-    """Whether a drafter is published, by held-out tokens a step of its base and of itself."""
-    return after >= before * (1 + MIN_GAIN)
-
-
-def split(*parts: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """(samples to train on, held-out ones): the same in every round, whatever was deleted.
-
-    Raises:
-        TooFewSamples: none is held out.
-    """
-    train: list[Sample] = []
-    heldout: list[Sample] = []
-    for sample in itertools.chain(*parts):
-        digest = zlib.crc32(repr(sample.tokens).encode())
-        (train if digest % HELDOUT_EVERY else heldout).append(sample)
-    if not heldout or not train:
-        raise TooFewSamples(f"{len(train)} samples, of which none is held out. Record for longer.")
-    return train, heldout
+    return f"{result}; published as {publish(given.out, drafter.config, run.average.state_dict())}"
 
 
 def publish(out: Path, config: dict[str, object], weights: dict[str, torch.Tensor]) -> Path:
@@ -125,7 +96,7 @@ def publish(out: Path, config: dict[str, object], weights: dict[str, torch.Tenso
     numbers = [int(path.name) for path in out.glob("[0-9]" * DIGITS)]
     path = checkpoint(out, max(numbers, default=0) + 1)
     with tempfile.TemporaryDirectory(dir=out, prefix="new-") as folder:
-        export.write_checkpoint(Path(folder) / "model", config, weights)
+        write_checkpoint(Path(folder) / "model", config, weights)
         (Path(folder) / "model").rename(path)
     kept = published(out)[-KEPT:]
     for number in numbers:

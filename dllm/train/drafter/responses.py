@@ -11,18 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.filesize import decimal
 
-from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.samples import SUFFIX, Sample, read_shards, write_shard
 from dllm.settings.command import CommandError
 from dllm.tools.client import Connection, explained
-from dllm.train.drafter.acceptance import load_batch
+from dllm.train.drafter.batch import load_batch
+from dllm.train.drafter.export import Drafter
+from dllm.train.drafter.network import count_params
 from dllm.train.drafter.prompts import Prompt
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import Target
 
 TRAIN, HELDOUT = "train", "heldout"
 CONCURRENCY = 32  # requests to a server at once
+TOKEN_BYTES = 4
 # Bytes on disk of a parameter in a checkpoint: weight, average and momenta in fp32, for two
 # checkpoints, because a new one is written before the old one is removed.
 STATE_BYTES = 2 * 16
@@ -31,56 +34,48 @@ STATE_BYTES = 2 * 16
 Respond = Callable[[Sequence[Sequence[int]], float, int], list[list[int]]]
 
 
-@dataclass(frozen=True)
-class DiskEstimate:
-    """Bytes that a run writes at most: tokens, hidden states, and its checkpoints."""
+def check_disk(
+    out: Path,
+    is_resumed: bool,
+    prompts: Sequence[Prompt],
+    settings: CalibrateSettings,
+    drafter: Drafter,
+    target_config: Mapping[str, object],
+) -> None:
+    """Print how much of the disk a run may need: for responses, hidden states and checkpoints.
 
-    tokens: int
-    hidden: int
-    state: int
+    What a resumed run has written counts as free.
 
-    @classmethod
-    def of(
-        cls,
-        prompts: Sequence[Prompt],
-        settings: CalibrateSettings,
-        bytes_per_token: int,
-        num_params: int,
-    ) -> "DiskEstimate":
-        """Of a run; ``bytes_per_token``: of the hidden states, 0 if they are not stored."""
-        lengths = [
-            min(len(prompt.tokens) + settings.max_tokens, settings.max_length) for prompt in prompts
-        ]
-        return cls(4 * sum(lengths), bytes_per_token * sum(lengths), STATE_BYTES * num_params)
-
-    def __str__(self) -> str:
-        sizes = (self.tokens + self.hidden + self.state, self.tokens, self.hidden, self.state)
-        whole, tokens, hidden, state = (_size(one) for one in sizes)
-        return f"at most {whole}: tokens {tokens}, hidden states {hidden}, training state {state}"
-
-    def check(self, out: Path, is_resumed: bool) -> None:
-        """Refuse a disk with too little room; what a resumed run has written counts as free.
-
-        Raises:
-            CommandError: the disk has less room than the run may need.
-        """
-        there = next(path for path in (out, *out.absolute().parents) if path.exists())
-        written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-        free = shutil.disk_usage(there).free + (written if is_resumed else 0)
-        if self.tokens + self.hidden + self.state > free:
-            raise CommandError(
-                f"{out} has {_size(free)} free and the run may need {self}. Give an --out on "
-                'another disk, lower responses or max_tokens, or set hidden_states = "recomputed" '
-                "(nothing is stored; every step then runs the target)."
-            )
+    Raises:
+        CommandError: the disk has less room than that.
+    """
+    limit, longest = settings.max_tokens, settings.max_length
+    num_tokens = sum(min(len(prompt.tokens) + limit, longest) for prompt in prompts)
+    is_stored = settings.hidden_states == "stored"
+    hidden = num_tokens * hidden_bytes(target_config, drafter) if is_stored else 0
+    num_params = count_params(drafter.read)
+    needed = TOKEN_BYTES * num_tokens + hidden + STATE_BYTES * num_params
+    print(
+        f"disk: at most {decimal(needed)}, of which hidden states {decimal(hidden)}; "
+        f"{len(prompts)} prompts, {num_params / 1e6:.2f}M parameters"
+    )
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    free = shutil.disk_usage(there).free + (written if is_resumed else 0)
+    if needed > free:
+        raise CommandError(
+            f"{out} has {decimal(free)} free and the run may need {decimal(needed)}. Give an --out "
+            'on another disk, lower responses or max_tokens, or set hidden_states = "recomputed" '
+            "(nothing is stored; every step then runs the target)."
+        )
 
 
-def _size(num_bytes: int) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000  # type: ignore[assignment]
-    return f"{num_bytes:.3g} TB"
+def hidden_bytes(target_config: Mapping[str, object], drafter: Drafter) -> int:
+    """Bytes of the hidden states of one token."""
+    dtype = str(target_config.get("dtype") or target_config.get("torch_dtype") or "float32")
+    read = drafter.read
+    num_values = len(read.target_layer_ids) * read.target_hidden_size
+    return int(getattr(torch, dtype).itemsize) * num_values
 
 
 def from_target(target: Target, max_tokens: int) -> Respond:
@@ -147,20 +142,16 @@ class Collector:
                 yield len(batch)
 
     def _write(self, path: Path, prompts: Sequence[Prompt], seed: int) -> None:
-        temperature = 0.0 if prompts[0].is_heldout else self.settings.temperature
-        responses = self.respond(
-            [prompt.tokens for prompt in prompts], temperature, self.settings.seed + seed
-        )
+        settings = self.settings
+        temperature = 0.0 if prompts[0].is_heldout else settings.temperature
+        asked = [prompt.tokens for prompt in prompts]
+        responses = self.respond(asked, temperature, settings.seed + seed)
         samples = [
-            Sample(
-                (*prompt.tokens, *response)[: self.settings.max_length],
-                len(prompt.tokens),
-                prompt.group,
-            )
-            for prompt, response in zip(prompts, responses, strict=True)
+            Sample((*one.tokens, *said)[: settings.max_length], len(one.tokens), one.group)
+            for one, said in zip(prompts, responses, strict=True)
         ]
         hidden = None
-        if self.settings.hidden_states == "stored":
+        if settings.hidden_states == "stored":
             hidden = []
             for some in (samples[at : at + 8] for at in range(0, len(samples), 8)):
                 features = load_batch(some, self.target, self.layer_ids).features.cpu()
@@ -182,10 +173,3 @@ def usable(folder: Path) -> list[Sample]:
             "prompts, or a larger max_tokens."
         )
     return found
-
-
-def hidden_bytes(target_config: Mapping[str, object], drafter: DrafterConfig) -> int:
-    """Bytes of the hidden states of one token."""
-    dtype = str(target_config.get("dtype") or target_config.get("torch_dtype") or "float32")
-    element = torch.empty((), dtype=getattr(torch, dtype)).element_size()
-    return element * len(drafter.target_layer_ids) * drafter.target_hidden_size

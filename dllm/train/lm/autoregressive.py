@@ -13,23 +13,24 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dllm.tasks.suite import Question
 from dllm.train.generate import continue_prompts
+from dllm.train.lm.learner import Answers, LanguageLearner
 from dllm.train.lm.objective import (
     END_IDS,
     EOS,
     MAX_TOKENS,
-    Answers,
     Encoded,
-    Objective,
     answer_loss,
     answer_mask,
-    check_kind,
     layer_sizes,
     pad_right,
 )
 
 
-class Autoregressive(Objective):
+class Autoregressive(LanguageLearner):
     """The next-token objective (see the module)."""
+
+    description = "an autoregressive language model in Qwen3's format"
+    starts_from = ("Qwen3ForCausalLM",)
 
     def config(self) -> dict[str, object]:
         """config.json: full attention in every layer, one key head for two query heads."""
@@ -53,15 +54,14 @@ class Autoregressive(Objective):
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of a model of this kind."""
-        check_kind(path, "Qwen3ForCausalLM")
         return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
 
-    def loss(
+    def loss_of(
         self, model: Qwen3ForCausalLM, questions: Sequence[Question], random: torch.Generator
     ) -> Tensor:
         """Cross-entropy of the answers, end-of-sequence included."""
         encoded = Encoded.of(self.tokenizer, questions)
-        ids = pad_right([p + a for p, a in zip(*encoded, strict=True)])
+        ids = pad_right(encoded.sequences)
         is_answer = answer_mask(encoded, ids.shape[1])
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[:, :-1][is_answer[:, 1:]]).float()

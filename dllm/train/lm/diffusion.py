@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache
@@ -33,26 +32,24 @@ from dllm.models.gemma.settings import GemmaSettings
 from dllm.models.gemma.step import denoise, first_canvases, next_step
 from dllm.models.gemma.tiny import generation_config, tiny_config
 from dllm.tasks.suite import Question
+from dllm.train.lm.learner import Answers, LanguageLearner
 from dllm.train.lm.objective import (
     EOS,
-    Answers,
+    PURE_NOISE,
     Encoded,
-    Objective,
     answer_loss,
     answer_mask,
-    check_kind,
     pad_right,
     padded_vocab_size,
+    tail_weights,
 )
 from dllm.train.lm.settings import ModelShape, TrainSettings
 
-PURE_NOISE = 0.3  # share of canvases that are random throughout
 SELF_CONDITIONED = 0.5  # share of canvases with an earlier denoise step
 RESAMPLED = 0.5  # of these, the share whose canvas is the outcome of a sampler step
 TEMPERATURES = (0.2, 0.5)  # range of the temperature of the earlier step
 ENTROPY_BOUND = 0.3  # nats
 READ_POSITIONS = 4  # at most two behind the answer; none for a half
-TAIL_WEIGHT = 0.1  # in the loss, of a position behind the first end-of-sequence token
 # Settings of generation in validation, chosen on the validation split. Temperatures are lower than
 # in training: with those of training, a question that has many right answers takes 40 steps until
 # the canvas is stable. The confidence threshold is low because it applies to the mean entropy over
@@ -85,12 +82,18 @@ class Canvases(NamedTuple):
     noised: Tensor
 
 
-class Diffusion(Objective):
+class Diffusion(LanguageLearner):
     """The block-diffusion objective (see the module)."""
 
-    def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
-        super().__init__(settings, tokenizer)
-        self.vocab_size = padded_vocab_size(tokenizer)
+    description = (
+        "a block-diffusion language model in DiffusionGemma's format (sliding and full layers, "
+        "mixture of experts, self-conditioning, tied embeddings)"
+    )
+    starts_from = ("DiffusionGemmaForBlockDiffusion",)
+
+    def __init__(self, settings: TrainSettings) -> None:
+        super().__init__(settings)
+        self.vocab_size = padded_vocab_size(self.tokenizer)
         self.canvas_length = settings.model.canvas_length
         self.sampling = GemmaSettings(
             canvas_length=self.canvas_length,
@@ -137,12 +140,10 @@ class Diffusion(Objective):
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of a model of this kind."""
-        check_kind(path, "DiffusionGemmaForBlockDiffusion")
-        return DiffusionGemmaForBlockDiffusion.from_pretrained(
-            path, dtype=torch.float32
-        ).state_dict()
+        kind = DiffusionGemmaForBlockDiffusion
+        return kind.from_pretrained(path, dtype=torch.float32).state_dict()
 
-    def loss(
+    def loss_of(
         self,
         model: DiffusionGemmaForBlockDiffusion,
         questions: Sequence[Question],
@@ -151,7 +152,7 @@ class Diffusion(Objective):
         """Loss of the canvases, plus ``prefix_loss`` times the next-token loss of the answers."""
         encoded = Encoded.of(self.tokenizer, questions)
         canvases = self._draw_canvases(encoded, random)
-        ids = pad_right([p + a for p, a in zip(*encoded, strict=True)])
+        ids = pad_right(encoded.sequences)
         cache = DynamicCache()  # one built from the config would crop sliding layers
         hidden = model.model.encoder(input_ids=ids, past_key_values=cache).last_hidden_state
         cache.batch_select_indices(canvases.sequence)
@@ -183,7 +184,9 @@ class Diffusion(Objective):
             sequence,
             prompt_len[sequence] + block * length,
             clean,
-            torch.where(is_noise, _random_tokens(clean, self.vocab_size, random), clean),
+            torch.where(
+                is_noise, torch.randint(self.vocab_size, clean.shape, generator=random), clean
+            ),
         )
 
     def _read_some(self, clean: Tensor, is_noise: Tensor, random: torch.Generator) -> Tensor:
@@ -311,9 +314,7 @@ def canvas_loss(logits: Tensor, clean: Tensor) -> Tensor:
     Args:
         logits: ``[N, C, V]``; clean: ``[N, C]``.
     """
-    is_end = (clean == EOS).int()
-    is_tail = is_end.cumsum(dim=1) > is_end
-    weight = torch.where(is_tail, TAIL_WEIGHT, 1.0)
+    weight = tail_weights(clean)
     losses = F.cross_entropy(logits.flatten(0, 1), clean.flatten(), reduction="none")
     return ((losses.view_as(weight) * weight).sum(dim=1) / weight.sum(dim=1)).mean()
 
@@ -354,10 +355,6 @@ def _sampler_step(logits: Tensor, settings: GemmaSettings, random: torch.Generat
     canvases = first_canvases(seeds, starts, unscaled, (), vocab_size)
     rows = CanvasRows.whole(starts, settings.canvas_length)
     return denoise(logits.flatten(0, 1), rows, canvases, unscaled).canvas
-
-
-def _random_tokens(like: Tensor, vocab_size: int, random: torch.Generator) -> Tensor:
-    return torch.randint(vocab_size, like.shape, generator=random)
 
 
 def _detached_rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:

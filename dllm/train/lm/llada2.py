@@ -17,13 +17,20 @@ from transformers import Glm4MoeForCausalLM, PreTrainedModel
 from dllm.models.llada2.reference import glm4_config, load_reference, to_released
 from dllm.models.sdar.reference import load_reference as load_dense
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
-from dllm.train.lm.objective import END_IDS, WEIGHTS, check_kind, layer_sizes
+from dllm.train.lm.objective import END_IDS, WEIGHTS, architecture_of, layer_sizes
 from dllm.train.lm.upcycle import upcycle
+
+ARCHITECTURE = "LLaDA2MoeModelLM"
 
 
 class LLaDA2(MaskDiffusion):
     """The objective of masked blocks with editing, on a mixture of experts."""
 
+    description = (
+        "a block-diffusion language model in LLaDA2's format (masked blocks with editing, mixture "
+        "of experts)"
+    )
+    starts_from = (ARCHITECTURE, "SDARForCausalLM", "Qwen3ForCausalLM")
     threshold = 0.7  # diffusers' default
     editing_threshold = 0.9
 
@@ -32,7 +39,7 @@ class LLaDA2(MaskDiffusion):
         shape = self.settings.model
         num_groups = shape.num_experts // 2
         return {
-            "architectures": ["LLaDA2MoeModelLM"],
+            "architectures": [ARCHITECTURE],
             "model_type": "llada2_moe",
             "dtype": "bfloat16",
             "block_size": shape.canvas_length,
@@ -75,15 +82,14 @@ class LLaDA2(MaskDiffusion):
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of a LLaDA2, or of a dense SDAR or Qwen3, which are dealt out to experts."""
-        kind = check_kind(path, "LLaDA2MoeModelLM", "SDARForCausalLM", "Qwen3ForCausalLM")
-        if kind == "LLaDA2MoeModelLM":
+        if architecture_of(path) == ARCHITECTURE:
             return load_reference(path).state_dict()
         fresh = self.build_model()
         return upcycle(load_dense(path).state_dict(), fresh.state_dict(), fresh.config)
 
-    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
+    def save_weights(self, average: PreTrainedModel, path: Path) -> None:
         """Write them under the released names, the biases of the router in fp32."""
-        tensors = to_released(model.state_dict(), self.config())
+        tensors = to_released(average.state_dict(), self.config())
         half = {
             name: tensor.to(torch.float32 if "expert_bias" in name else torch.bfloat16).contiguous()
             for name, tensor in tensors.items()

@@ -12,7 +12,6 @@ tokens that were kept are wrong, and all positions count; otherwise only the mas
 from collections.abc import Sequence
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
@@ -20,17 +19,23 @@ from transformers import PreTrainedModel
 from dllm.models.unmasking.reference import DecodingRule, additive, generate_blocks
 from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID
-from dllm.train.lm.objective import EOS, MAX_TOKENS, STOPS, Answers, Encoded, Objective
+from dllm.train.lm.learner import Answers, LanguageLearner
+from dllm.train.lm.objective import (
+    MAX_TOKENS,
+    PURE_NOISE,
+    STOPS,
+    TAIL_WEIGHT,
+    Encoded,
+    tail_weights,
+)
 from dllm.train.lm.settings import TrainSettings
 from dllm.train.lm.two_copies import TwoCopies
 
 MASK = TOKEN_ID["<mask>"]
-PURE_NOISE = 0.3  # share of blocks that are MASK throughout
-TAIL_WEIGHT = 0.1  # in the loss, of a position behind the first end-of-sequence token
 GROUP = 8  # questions of about the same length that go through the model together
 
 
-class MaskDiffusion(Objective):
+class MaskDiffusion(LanguageLearner):
     """The objective of masked blocks (see the module); a subclass adds the model's format.
 
     Attributes:
@@ -40,8 +45,8 @@ class MaskDiffusion(Objective):
     threshold: float
     editing_threshold: float | None = None
 
-    def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
-        super().__init__(settings, tokenizer)
+    def __init__(self, settings: TrainSettings) -> None:
+        super().__init__(settings)
         self.rule = DecodingRule(
             settings.model.canvas_length, MASK, STOPS, self.threshold, self.editing_threshold
         )
@@ -53,7 +58,7 @@ class MaskDiffusion(Objective):
             own |= {"editing": 1, "editing_threshold": self.editing_threshold}
         return super().generation_config() | own
 
-    def loss(
+    def loss_of(
         self, model: PreTrainedModel, questions: Sequence[Question], random: torch.Generator
     ) -> Tensor:
         """The mean cross-entropy of the noised blocks, in nats."""
@@ -117,9 +122,7 @@ def position_weights(copies: TwoCopies, counts: Tensor) -> Tensor:
     Args:
         counts: ``[N, M]`` bool, which positions count.
     """
-    is_end = ((copies.clean == EOS) & copies.is_target).int()
-    is_tail = is_end.cumsum(dim=1) > is_end
-    weight = torch.where(is_tail, TAIL_WEIGHT, 1.0) * counts
+    weight = tail_weights(copies.clean, copies.is_target) * counts
     block = copies.target_blocks - copies.target_blocks[:, :1]
     totals = torch.zeros(len(block), int(block.max()) + 1).scatter_add(1, block, weight)
     num_blocks = (totals > 0).sum(dim=1).clamp(min=1)

@@ -1,27 +1,24 @@
-"""What differs between kinds of language models in training, and what they share."""
+"""Questions as tensors, and the parts of losses and configs that kinds of models share."""
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedModel
 
 from dllm.tasks.suite import Question
 from dllm.tasks.tokenizer import TOKEN_ID, encode_answer, encode_prompt
 from dllm.tasks.tool_tokenizer import encode_chat
-from dllm.train.lm.settings import ModelShape, TrainSettings
-
-AnyModel = TypeVar("AnyModel", bound=PreTrainedModel)
+from dllm.train.lm.settings import ModelShape
 
 EOS = TOKEN_ID["<eos>"]
 STOPS = (EOS, TOKEN_ID["<turn|>"])
 HEAD_DIM = 32
+MAX_POSITIONS = 4096
 MAX_TOKENS = 128  # of an answer, in validation
 # Of every config.json.
 END_IDS = {
@@ -32,91 +29,8 @@ END_IDS = {
 WEIGHTS = "model.safetensors"  # in a checkpoint directory
 # Batches are padded to a multiple of so many tokens, so that few different shapes occur.
 PAD_MULTIPLE = 16
-
-
-class Answers(NamedTuple):
-    """Answers of a model, and the mean denoise steps per block (autoregressive: always 1)."""
-
-    texts: list[str]
-    steps_per_block: float
-
-
-class Objective(ABC):
-    """A kind of model: how to build it, its loss, how it generates."""
-
-    def __init__(self, settings: TrainSettings, tokenizer: Tokenizer) -> None:
-        self.settings, self.tokenizer = settings, tokenizer
-
-    @abstractmethod
-    def build_model(self) -> PreTrainedModel:
-        """A new model in fp32; only the parameters that are trained require a gradient."""
-
-    @abstractmethod
-    def loss(
-        self, model: PreTrainedModel, questions: Sequence[Question], random: torch.Generator
-    ) -> Tensor:
-        """The loss of a batch, a scalar with a gradient."""
-
-    @abstractmethod
-    def answer(self, model: PreTrainedModel, questions: Sequence[Question], seed: int) -> Answers:
-        """Answers to all questions, generated in one batch."""
-
-    def generation_config(self) -> dict[str, object]:
-        """generation_config.json: the most probable tokens unless a request says otherwise.
-
-        Hugging Face reads ``do_sample`` of it, vLLM reads ``temperature``.
-        """
-        return {
-            "bos_token_id": TOKEN_ID["<bos>"],
-            "pad_token_id": TOKEN_ID["<pad>"],
-            "eos_token_id": list(STOPS),
-            "do_sample": False,
-            "temperature": 0.0,
-        }
-
-    @abstractmethod
-    def config(self) -> dict[str, object]:
-        """config.json of the finished model."""
-
-    @abstractmethod
-    def load_start(self, path: Path) -> Mapping[str, Tensor]:
-        """Initial weights from a checkpoint directory, by the names of ``build_model``.
-
-        Raises:
-            ValueError: it is of another kind.
-        """
-
-    def save_weights(self, model: PreTrainedModel, path: Path) -> None:
-        """Write the weights of the finished model into a directory, in bf16, as Hugging Face does.
-
-        ``save_pretrained`` knows which of them are shared (encoder and decoder of the diffusion
-        model) and writes these once.
-        """
-        half = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-        copy = type(model)(model.config).to(torch.bfloat16)
-        copy.load_state_dict(half)
-        copy.save_pretrained(path)
-        for leftover in path.glob(f"{WEIGHTS}.index.json"):
-            leftover.unlink()
-
-    def new(self, kind: type[AnyModel], config: PretrainedConfig) -> AnyModel:
-        """A model of a class of transformers in fp32, with weights drawn by the run's seed."""
-        torch.manual_seed(self.settings.seed)
-        model = kind(config)
-        model.set_attn_implementation("eager")  # the fused kernel's bf16 backward is slower
-        return model
-
-    def texts(self, answers: Sequence[Sequence[int]], questions: Sequence[Question]) -> list[str]:
-        """Generated answers as text, up to the first end-of-sequence token.
-
-        With marks (special tokens) if the question has a chat.
-        """
-        found = []
-        for tokens, question in zip(answers, questions, strict=True):
-            end = list(tokens).index(EOS) if EOS in tokens else len(tokens)
-            is_plain = question.chat is None
-            found.append(self.tokenizer.decode(tokens[:end], skip_special_tokens=is_plain))
-        return found
+TAIL_WEIGHT = 0.1  # in the loss of a block, of a position behind the first end-of-sequence token
+PURE_NOISE = 0.3  # share of blocks that are noise throughout
 
 
 class Encoded(NamedTuple):
@@ -128,15 +42,18 @@ class Encoded(NamedTuple):
     @classmethod
     def of(cls, tokenizer: Tokenizer, questions: Sequence[Question]) -> "Encoded":
         """Encode questions; prompts get the chat template."""
-        return cls(
-            [
-                encode_prompt(tokenizer, question.prompt)
-                if question.chat is None
-                else encode_chat(tokenizer, question)
-                for question in questions
-            ],
-            [encode_answer(tokenizer, question.answer) for question in questions],
-        )
+        prompts = [
+            encode_prompt(tokenizer, question.prompt)
+            if question.chat is None
+            else encode_chat(tokenizer, question)
+            for question in questions
+        ]
+        return cls(prompts, [encode_answer(tokenizer, question.answer) for question in questions])
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """Each prompt with its answer behind it."""
+        return [prompt + answer for prompt, answer in zip(*self, strict=True)]
 
 
 def pad_right(sequences: Sequence[Sequence[int]], value: int = EOS, length: int = 0) -> Tensor:
@@ -193,13 +110,18 @@ def answer_mask(encoded: Encoded, length: int) -> Tensor:
     return (position >= start) & (position < end)
 
 
-def check_kind(path: Path, *kinds: str) -> str:
-    """The architecture of a checkpoint directory, which is one of these.
+def tail_weights(clean: Tensor, is_target: Tensor | bool = True) -> Tensor:
+    """Weights of positions in the loss: 1, and ``TAIL_WEIGHT`` behind the first end-of-sequence.
 
-    Raises:
-        ValueError: it is of another one.
+    Args:
+        clean: ``[N, C]``, the right tokens.
+        is_target: ``[N, C]`` bool, where an end-of-sequence counts as one.
     """
-    kind = json.loads((path / "config.json").read_text())["architectures"][0]
-    if kind not in kinds:
-        raise ValueError(f"{path} is a {kind}; allowed: a {' or a '.join(kinds)}.")
-    return kind
+    is_end = ((clean == EOS) & is_target).int()
+    return torch.where(is_end.cumsum(dim=1) > is_end, TAIL_WEIGHT, 1.0)
+
+
+def architecture_of(path: Path) -> str:
+    """The architecture of a checkpoint directory."""
+    architecture: str = json.loads((path / "config.json").read_text())["architectures"][0]
+    return architecture

@@ -13,12 +13,14 @@ from transformers import Qwen3ForCausalLM
 
 from dllm.models.sdar.reference import backbone_of, load_reference
 from dllm.train.lm.mask_diffusion import MASK, MaskDiffusion
-from dllm.train.lm.objective import END_IDS, check_kind, layer_sizes
+from dllm.train.lm.objective import END_IDS, layer_sizes
 
 
 class SDAR(MaskDiffusion):
     """The objective of masked blocks, on Qwen3."""
 
+    description = "a block-diffusion language model in SDAR's format (masked blocks on Qwen3)"
+    starts_from = ("SDARForCausalLM", "Qwen3ForCausalLM")
     threshold = 0.85  # of the dynamic rule in the released generate.py
 
     def config(self) -> dict[str, object]:
@@ -46,5 +48,4 @@ class SDAR(MaskDiffusion):
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
         """Weights of an SDAR, or of the autoregressive Qwen3 that it begins as."""
-        check_kind(path, "SDARForCausalLM", "Qwen3ForCausalLM")
         return load_reference(path).state_dict()

@@ -1,18 +1,21 @@
 """TrainSettings: everything that a run of ``dllm train`` is made of, from a TOML file."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from dllm.settings.checks import FloatRange, check_int, did_you_mean, refuse_value
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from dllm.settings.checks import did_you_mean, refuse_value
 from dllm.tasks.suite import GROUPS, group_of
-from dllm.train.settings import RunSettings
+from dllm.train.settings import CHECKED, Count, RunSettings, Share
 
 Objective = Literal["diffusion", "ar", "sdar", "llada2"]
 CONFIGS = Path(__file__).parent / "configs"  # of the shipped models
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CHECKED)
 class ModelShape:
     """The sizes of the transformer, by the names of its config.json.
 
@@ -25,16 +28,21 @@ class ModelShape:
             of them, beside one that every token uses (llada2).
     """
 
-    hidden_size: int = 128
-    num_layers: int = 6
-    intermediate_size: int = 256
-    num_experts: int = 4
-    moe_intermediate_size: int = 64
-    sliding_window: int = 64
-    canvas_length: int = 32
+    hidden_size: Count = 128
+    num_layers: Count = 6
+    intermediate_size: Count = 256
+    num_experts: Annotated[int, Field(ge=2)] = 4
+    moe_intermediate_size: Count = 64
+    sliding_window: Count = 64
+    canvas_length: Count = 32
+
+    def __post_init__(self) -> None:
+        # Heads of 32, and a key head for two of them.
+        if self.hidden_size not in (32, 96) and self.hidden_size % 64:
+            refuse_value("model.hidden_size", self.hidden_size, "32, 96 or a multiple of 64")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class TrainSettings(RunSettings):
     """One training run of a language model; the other fields are those of ``RunSettings``.
 
@@ -56,48 +64,26 @@ class TrainSettings(RunSettings):
     """
 
     objective: Objective = field(kw_only=False)
-    steps: int = 12000
-    batch_size: int = 24
-    decay_from: float = 0.5
-    canvases: int = 2
-    prefix_loss: float = 0.3
-    block_lengths: tuple[int, ...] = (32,)
-    wrong_tokens: float = 0.0
+    steps: Count = 12000
+    batch_size: Count = 24
+    decay_from: Share = 0.5
+    canvases: Count = 2
+    prefix_loss: Annotated[float, Field(ge=0, le=10)] = 0.3
+    block_lengths: Annotated[tuple[Count, ...], Field(min_length=1)] = (32,)
+    wrong_tokens: Share = 0.0
     families: tuple[str, ...] = ()
-    read_shaped: float = 0.0
-    focus: float = 0.5
-    validation_questions: int = 24
+    read_shaped: Share = 0.0
+    focus: Share = 0.5
+    validation_questions: Count = 24
     model: ModelShape = field(default_factory=ModelShape)
 
-    AT_LEAST = RunSettings.AT_LEAST | {"canvases": 1, "validation_questions": 1}
-    RANGES = RunSettings.RANGES | {
-        "prefix_loss": FloatRange(0, 10),
-        "wrong_tokens": FloatRange(0, 1),
-        "focus": FloatRange(0, 1),
-        "read_shaped": FloatRange(0, 1),
-    }
-
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for size in fields(ModelShape):
-            check_int(f"model.{size.name}", getattr(self.model, size.name), 1)
-        # Heads of 32, and a key head for two of them.
-        if self.model.hidden_size not in (32, 96) and self.model.hidden_size % 64:
-            refuse_value("model.hidden_size", self.model.hidden_size, "32, 96 or a multiple of 64")
-        if self.model.num_experts < 2:
-            refuse_value("model.num_experts", self.model.num_experts, "an integer of at least 2")
         if self.objective == "llada2" and self.model.num_experts % 2:
-            refuse_value(
-                "model.num_experts", self.model.num_experts, "an even integer, for groups of 2"
-            )
-        if not self.block_lengths:
-            refuse_value("block_lengths", self.block_lengths, "at least one block length")
-        for index, length in enumerate(self.block_lengths):
-            check_int(f"block_lengths[{index}]", length, 1)
+            refuse_value("model.num_experts", self.model.num_experts, "even, for groups of 2")
         allowed = GROUPS[self.group]
         for name in self.families:
             if name not in allowed:
-                near = did_you_mean(str(name), list(allowed))
+                near = did_you_mean(name, list(allowed))
                 refuse_value("families", name, f"{', '.join(allowed)}{near}")
 
     @property

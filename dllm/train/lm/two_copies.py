@@ -46,7 +46,7 @@ class TwoCopies(NamedTuple):
         answer_len = torch.tensor([len(answer) for answer in encoded.answers])
         begin = prompt_len // block_lengths * block_lengths
         end = -(-(prompt_len + answer_len) // block_lengths) * block_lengths
-        ids = pad_right([p + a for p, a in zip(*encoded, strict=True)], length=int(end.max()))
+        ids = pad_right(encoded.sequences, length=int(end.max()))
         noised = begin[:, None] + torch.arange(int((end - begin).max()))
         clean_positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
         return cls(

@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING
 
 from dllm.drafter.widths.pilot import PilotConfig
 from dllm.settings.command import OK, CommandError
-from dllm.train.drafter.prompts import load_prompts
-from dllm.train.drafter.settings import CalibrateSettings, block_of
+from dllm.train.drafter.export import block_of
+from dllm.train.drafter.prompts import default_file, load_prompts
+from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.pilot.network import LABELS, Trials, scores, train_pilot
-from dllm.train.progress import progress_bar
+from dllm.train.progress import progress
 
 if TYPE_CHECKING:
     from dllm.train.pilot.trials import TrialSettings
 
 TRIALS, REPORT = "trials.safetensors", "report.csv"
 WIDTHS = (0, 1, 2, 3, 5, 7, 11, 15)
-# Options that count something.
-AT_LEAST_ONE = ("questions", "heldout", "concurrency", "max_tokens", "kv_cache_mib")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,14 +58,15 @@ def measure(given: argparse.Namespace) -> Trials:
     """Answer the prompts at every candidate width, and save what they took."""
     settings = trial_settings(given)
     asked = CalibrateSettings(responses=given.questions, heldout=given.heldout, seed=given.seed)
-    prompts = load_prompts(given.target, given.prompts, asked)
+    file = given.prompts or default_file(given.target)
+    prompts = load_prompts(given.target, file, asked)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process
     from dllm.train.pilot.trials import batches, run_trials
 
     tokens, is_heldout = [one.tokens for one in prompts], [one.is_heldout for one in prompts]
     num_batches = len(list(batches(len(prompts), settings.concurrency)))
-    with progress_bar(f"{len(settings.widths)} widths", num_batches) as bar:
-        trials = run_trials(settings, tokens, is_heldout, bar.advance)
+    with progress(f"{len(settings.widths)} widths", num_batches) as shown:
+        trials = run_trials(settings, tokens, is_heldout, shown.advance)
     trials.save(given.out / TRIALS)
     return trials
 
@@ -82,12 +82,12 @@ def trial_settings(given: argparse.Namespace) -> "TrialSettings":
     config = given.drafter / "config.json"
     if not config.exists():
         raise CommandError(f"--drafter {given.drafter}: no config.json there.")
-    num_drafts = given.num_drafts or block_of(json.loads(config.read_text())) - 1
+    num_drafts = block_of(json.loads(config.read_text())) - 1
     widths = given.widths or [width for width in WIDTHS if width <= num_drafts]
-    if not widths or max(widths) > num_drafts or min(widths) < 0:
+    if max(widths) > num_drafts or min(widths) < 0:
         raise CommandError(
-            f"candidate widths {widths}; allowed: from 0 to the {num_drafts} tokens drafted "
-            "at a time (--num-drafts)."
+            f"--widths {widths}; allowed: from 0 to the {num_drafts} tokens that the drafter "
+            "drafts at a time."
         )
     return TrialSettings(
         given.target,
@@ -98,8 +98,14 @@ def trial_settings(given: argparse.Namespace) -> "TrialSettings":
         given.max_tokens,
         given.temperature,
         given.eager,
-        given.kv_cache_mib,
     )
+
+
+def at_least_one(text: str) -> int:
+    """A number of an option that counts something."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}; allowed: at least 1.")
+    return number
 
 
 def write(path: Path, rows: Sequence[dict[str, object]]) -> None:
@@ -127,25 +133,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--drafter", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--out", type=Path, required=True, help="directory of the pilot")
-    parser.add_argument(
-        "--prompts", type=Path, help="text or JSONL; default: questions of the task suite"
-    )
-    parser.add_argument(
-        "--questions", type=int, default=24, help="to train on: a family; of --prompts: in all"
-    )
-    parser.add_argument("--heldout", type=int, default=12, help="to report on, likewise")
+    parser.add_argument("--prompts", type=Path, help="text or JSONL; default as for calibrate")
+    for name, default, text in (
+        ("questions", 24, "to train on: a family of the task suite; of --prompts: in all"),
+        ("heldout", 12, "to report on, likewise"),
+        ("concurrency", 1, "prompts at once"),
+        ("max-tokens", 128, "of an answer"),
+    ):
+        help_text = f"{text} (default: {default})"
+        parser.add_argument(f"--{name}", type=at_least_one, default=default, help=help_text)
     parser.add_argument("--widths", type=int, nargs="+", help=f"candidates (of {WIDTHS})")
-    parser.add_argument("--num-drafts", type=int, help="drafted at a time (block_size - 1)")
-    parser.add_argument("--concurrency", type=int, default=1, help="prompts at once")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--eager", action="store_true", help="without compilation")
-    parser.add_argument("--kv-cache-mib", type=int, default=512, help="of the engine")
     parser.add_argument("--trials", type=Path, help="of an earlier run, instead of new ones")
     parser.add_argument("--label", choices=LABELS, default=LABELS[0])
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args(argv)
-    for name in AT_LEAST_ONE:
-        if getattr(given, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}; allowed: at least 1.")
-    return given
+    return parser.parse_args(argv)

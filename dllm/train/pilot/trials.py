@@ -14,6 +14,8 @@ from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.patches.drafting import drafter_of_this_process
 from dllm.train.pilot.network import Trials
 
+KV_CACHE_BYTES = 1 << 30
+
 
 @dataclass(frozen=True)
 class TrialSettings:
@@ -34,7 +36,6 @@ class TrialSettings:
     max_tokens: int = 128
     temperature: float = 0.0
     is_eager: bool = False
-    kv_cache_mib: int = 512
 
 
 class TrialWidth(FixedWidth):
@@ -123,7 +124,7 @@ def start(settings: TrialSettings, longest: int) -> LLM:
         max_num_seqs=settings.concurrency,
         enforce_eager=settings.is_eager,
         enable_prefix_caching=False,  # a prompt costs as much at every width
-        kv_cache_memory_bytes=settings.kv_cache_mib << 20,
+        kv_cache_memory_bytes=KV_CACHE_BYTES,
         disable_log_stats=True,
         per_request_spec_decode_metrics="summary",
         speculative_config={

@@ -1,0 +1,98 @@
+"""Numbers of training: the first loss, denormal numbers, the type of products, progress lines."""
+
+import math
+
+import pytest
+import torch
+
+from dllm.drafter.samples import Sample
+from dllm.train import precision
+from dllm.train.drafter.ends import TargetEnds
+from dllm.train.drafter.learner import DraftLearner
+from dllm.train.optimizer import orthogonalize
+from dllm.train.progress import Shown
+from dllm.train.run import Run
+from tests.support.calibrate_cases import new_drafter, small_settings
+from tests.support.drafter_pairs import drafter_config
+
+VOCAB, HIDDEN = (drafter_config()[name] for name in ("vocab_size", "hidden_size"))
+LAYERS = len(drafter_config()["dflash_config"]["target_layer_ids"])
+
+
+@pytest.fixture
+def samples(tmp_path, monkeypatch):
+    """Random texts with random hidden states."""
+    draw = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(
+        Sample, "hidden", lambda one: torch.randn(len(one.tokens), LAYERS * HIDDEN, generator=draw)
+    )
+    texts = torch.randint(VOCAB, (8, 24), generator=draw).tolist()
+    return [Sample(tuple(text), 4, "all", tmp_path) for text in texts]
+
+
+@pytest.mark.parametrize("norm", [None, 3.0], ids=["no norm", "norm of 3"])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_new_drafter_is_as_unsure_as_it_should_be(samples, is_tied, norm):
+    """With a tied head the mask's own logit would be about 30 and 90."""
+    draw = torch.Generator().manual_seed(1)
+    embedding, other = torch.randn(2, VOCAB, HIDDEN, generator=draw) * 0.5
+    weight = None if norm is None else torch.full((HIDDEN,), norm)
+    head = embedding if is_tied else other
+    ends = TargetEnds(embedding, head, weight, torch.device("cpu"))
+    learner = DraftLearner(small_settings(), new_drafter(), ends, samples, samples)
+    with torch.no_grad():
+        loss = learner.loss(0).item()
+    # Logits that spread by 1 cost half a nat, if they have nothing to do with the labels.
+    assert loss == pytest.approx(math.log(VOCAB) + 0.5, abs=0.5)
+
+
+def test_denormal_numbers_are_zero_in_a_step_and_nowhere_else(samples):
+    ends = TargetEnds(*torch.randn(2, VOCAB, HIDDEN), None, torch.device("cpu"))
+    learner = DraftLearner(small_settings(steps=1), new_drafter(), ends, samples, samples)
+    seen = []
+
+    def tiny() -> float:
+        return (torch.tensor(1e-39) * torch.tensor(0.5)).item()
+
+    loss = learner.loss
+    learner.loss = lambda step: seen.append(tiny()) or loss(step)
+    list(Run(learner, None).run())
+    assert seen == [0.0] and tiny() > 0
+
+
+@pytest.mark.parametrize(
+    ("facts", "dtype"),
+    [
+        ("flags\t\t: fpu avx2 avx512_bf16 amx_tile", torch.bfloat16),
+        ("flags\t\t: fpu avx2 amx_bf16", torch.bfloat16),
+        ("Features\t: fp asimd bf16", torch.bfloat16),
+        ("flags\t\t: fpu avx2 avx512f\nbugs: amx_bf16", torch.float32),
+        (None, torch.float32),
+    ],
+)
+def test_products_are_in_bf16_where_the_processor_has_units_for_it(
+    tmp_path, monkeypatch, facts, dtype
+):
+    if facts is not None:
+        (tmp_path / "cpuinfo").write_text(facts)
+    monkeypatch.setattr(precision, "CPU_FACTS", tmp_path / "cpuinfo")
+    precision.cpu_flags.cache_clear()
+    try:
+        cpu = torch.device("cpu")
+        assert precision.product_dtype(cpu) == dtype
+        assert precision.product_dtype(torch.device("cuda")) == torch.bfloat16
+        one = torch.eye(3)
+        with precision.autocast(cpu):
+            assert (one @ one).dtype == dtype
+        # Five iterations in bf16 end at a number of 8 bits.
+        found = orthogonalize(torch.full((1, 3, 3), 0.7) + one)
+        assert torch.equal(found.bfloat16().float(), found) == (dtype == torch.bfloat16)
+    finally:
+        precision.cpu_flags.cache_clear()
+
+
+def test_without_a_terminal_a_line_says_how_long_it_takes():
+    shown = Shown("calibrate", 300, 100, None)
+    shown.done = 120
+    line = shown.line(40.0, "loss 3.1")
+    assert line == "calibrate: 120/300, 2 s each, 6.0 minutes left  loss 3.1"
