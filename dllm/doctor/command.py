@@ -21,8 +21,8 @@ import psutil
 import torch
 
 from dllm import __version__
+from dllm.cpu.instructions import computes_bf16
 from dllm.models import FAMILIES, settings_of
-from dllm.patches.cpu import computes_bf16
 from dllm.patches.neighbours import NAME, PLUGIN_GROUP, a_namesake, another_version, vllm_version
 from dllm.settings.command import FAILED, OK
 

@@ -2,13 +2,13 @@
 
 import functools
 import os
-import platform
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from dllm import LOGGER
+from dllm.cpu.instructions import computes_bf16
 from dllm.models import FAMILIES
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER, IN_PROCESS_EXECUTOR
 from dllm.patches.preflight import refuse_missing_parts
@@ -95,16 +95,6 @@ def choose_dtype() -> None:
         return config
 
     EngineArgs.create_model_config = create_model_config  # type: ignore[method-assign]
-
-
-def computes_bf16() -> bool:
-    """Whether this CPU multiplies matrices of bf16 numbers in hardware.
-
-    Only x86 processors are known to come without (before AVX512_BF16 and AMX).
-    """
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return True
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def make_replicas_independent(vllm_config: Any) -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from dllm.cpu import instructions
 from dllm.drafter.samples import Sample
 from dllm.train import precision
 from dllm.train.drafter.ends import TargetEnds
@@ -75,8 +76,8 @@ def test_products_are_in_bf16_where_the_processor_has_units_for_it(
 ):
     if facts is not None:
         (tmp_path / "cpuinfo").write_text(facts)
-    monkeypatch.setattr(precision, "CPU_FACTS", tmp_path / "cpuinfo")
-    precision.cpu_flags.cache_clear()
+    monkeypatch.setattr(instructions, "FACTS", tmp_path / "cpuinfo")
+    instructions.flags.cache_clear()
     try:
         cpu = torch.device("cpu")
         assert precision.product_dtype(cpu) == dtype
@@ -88,7 +89,7 @@ def test_products_are_in_bf16_where_the_processor_has_units_for_it(
         found = orthogonalize(torch.full((1, 3, 3), 0.7) + one)
         assert torch.equal(found.bfloat16().float(), found) == (dtype == torch.bfloat16)
     finally:
-        precision.cpu_flags.cache_clear()
+        instructions.flags.cache_clear()
 
 
 def test_without_a_terminal_a_line_says_how_long_it_takes():
