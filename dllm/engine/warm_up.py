@@ -16,10 +16,6 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-from dllm.grammar.constraint import Constraint
-from dllm.grammar.table import Table
-from dllm.settings.request import with_grammar
-
 
 def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> None:
     """Serve made-up requests: two, one, a narrow canvas; with filters; a read; scored; a grammar.
@@ -64,10 +60,20 @@ def warm_up(runner: Any, execute_model: Callable[[SchedulerOutput], Any]) -> Non
         # The last token of a prompt has no logprobs of its own: it takes two to have some.
         width = min(longest, runner.max_model_len - 2)
         _CanvasRequests(num_reqs, scored, width, prompt_len=2).serve(runner, execute_model)
-    anything = Table.of_any_text(runner.model_config.get_vocab_size())
     free = SamplingParams(max_tokens=longest, seed=0, stop_token_ids=[0], extra_args=one_step)
-    constrained = with_grammar(free, Constraint.shipped(anything.to_bytes(), None))
+    constrained = _with_any_text(free, runner.model_config.get_vocab_size())
     _CanvasRequests(1, constrained, longest).serve(runner, execute_model)
+
+
+def _with_any_text(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """A request with a grammar that allows every text."""
+    # Not imported in the worker of vLLM's own diffusion model, which has this module, too.
+    from dllm.grammar.constraint import Constraint
+    from dllm.grammar.table import Table
+    from dllm.settings.request import with_grammar
+
+    table = Table.of_any_text(vocab_size)
+    return with_grammar(params, Constraint.shipped(table.to_bytes(), None))
 
 
 def canvas_batch(buffers: InputBuffers, num_reqs: int, canvas_length: int) -> InputBatch:

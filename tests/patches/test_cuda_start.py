@@ -9,6 +9,7 @@ import pytest
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
+from dllm.patches.configure import LEAST_ASYNC_BLOCK
 from dllm.patches.contract import ASYNC_SCHEDULER, GPU_WORKER, REMOTE_SCHEDULER, SCHEDULER
 from dllm.patches.cuda_graphs import (
     capture_sizes,
@@ -99,7 +100,7 @@ def on_h200(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def test_our_parts_are_chosen(on_h200, name):
     start = on_h200[name]
     assert start["attention"] == "CUSTOM"
-    is_async = name not in BLOCKS
+    is_async = BLOCKS.get(name, CANVAS) >= LEAST_ASYNC_BLOCK
     assert start["scheduler"] == (ASYNC_SCHEDULER if is_async else SCHEDULER)
     assert start["worker"] == GPU_WORKER
     assert start["max_num_seqs"] == 64
