@@ -205,8 +205,7 @@ class HostGrammars(CanvasGrammars):
                 of_canvas[place].masked_fill_(torch.from_numpy(is_forbidden), -torch.inf)
             chosen[low:high] = np.where(path.states[:-1] == STOPPED, NO_TOKEN, path.tokens)
             paths[row] = path
-        # A copy: to torch.compile a tensor of numpy's memory is of another kind, compiled again.
-        return Written(torch.from_numpy(chosen).clone(), paths)
+        return Written(torch.from_numpy(chosen), paths)
 
     def emitted(
         self,

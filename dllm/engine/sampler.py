@@ -117,7 +117,9 @@ class DiffusionSampler:
         # Longer than any batch: torch.compile takes two equal sizes for the same one, and would
         # compile the step again for the first batch that is not the longest.
         longest = vllm_config.scheduler_config.max_num_batched_tokens + 1
-        self._free = torch.full((longest,), NO_TOKEN, dtype=torch.int64, device=state.seeds.device)
+        # Made as a grammar makes its choice: torch.compile compiles for either kind of tensor.
+        with torch.inference_mode():
+            self._free = state.seeds.new_full((longest,), NO_TOKEN, dtype=torch.int64)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
         self._fresh_canvas = maybe_compile(family.fresh_canvas, vllm_config)
         self._new_slots: list[int] = []  # of requests that have no canvas yet
