@@ -644,6 +644,7 @@ ours = ("dllm.models.gemma.backbone", "dllm.engine", "dllm.cpu", "dllm.attention
 assert "ARCH" in ModelRegistry.models
 heavy = {name for name in sys.modules if name.startswith(runner + layers + ours)}
 light = {"dllm.engine", "dllm.engine.frames"}  # which the API server reads
+light |= {"dllm.cpu", "dllm.cpu.instructions"}  # which read /proc/cpuinfo
 print(sorted(heavy - light), torch.cuda.is_initialized())
 """.replace("ARCH", install.BUILTIN_ARCHITECTURE)
     environment = {"DLLM_DISABLE": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
