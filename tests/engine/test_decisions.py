@@ -38,7 +38,7 @@ class Client:
     """An engine in this process as an asynchronous client; what arrives together runs together."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._finished = engine, {}
+        self._engine, self._finished, self.name_of = engine, {}, {}
         self.num_added, self.num_steps = 0, 0
 
     async def generate(
@@ -46,6 +46,7 @@ class Client:
     ) -> AsyncIterator[Any]:
         """The finished request alone."""
         added = self._engine.add(given["prompt_token_ids"], params)
+        self.name_of[added] = name
         self.num_added += 1
         seen = 0
         while seen < self.num_added:
@@ -131,7 +132,9 @@ def test_noise(engine, checkpoint, samples):
     prompts = [
         encode(plan.text) for plan in reads._plan(QUESTIONS, "in", samples) for _ in range(samples)
     ]
-    watched = {name: watched[name] for name in sorted(watched, key=lambda name: int(name[1:]))}
+    watched = {
+        name: watched[name] for name in sorted(watched, key=reads.client.name_of.__getitem__)
+    }
     context_of = dict(zip(watched, prompts, strict=True))
     expected = {
         name: hf_reference.one_step_logits(model, context_of[name], whole(steps[0].canvas))

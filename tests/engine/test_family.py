@@ -35,7 +35,9 @@ class MaskSettings:
         Parameter("threshold", "threshold", FloatRange(0.0, 1.0), "float32"),
     )
     one_step: ClassVar[Mapping[str, int]] = {}
+    modes: ClassVar[Mapping[str, Mapping[str, float]]] = {}
     block_size: ClassVar[int] = 1
+    never_emitted: ClassVar[tuple[int, ...]] = ()
     canvas_length: int = CANVAS
     canvas_window: CanvasWindow = "symmetric"
     threshold: float = 0.9

@@ -12,7 +12,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -184,7 +184,7 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
                 tiles=ODD_TILES,
             ),
             "heads that see blocks": lambda: attend(
-                replace(ODD, window=None, is_anchored=False), arch, page_size=32, tiles=ODD_TILES,
+                ODD._replace(window=None, is_anchored=False), arch, page_size=32, tiles=ODD_TILES,
                 options=AttentionOptions(0.1, block_size=32),
             ),
         }  # fmt: skip
