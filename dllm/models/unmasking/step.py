@@ -117,7 +117,7 @@ def denoise(
         width=widths,
         numbers=canvases.numbers,
         mask_token_id=settings.mask_token_id,
-        block_size=settings.block_size,
+        block_size=settings.canvas_length,
     )
     canvas = torch.where(is_behind, settings.mask_token_id, outcome.canvas)
     is_mask = canvas == settings.mask_token_id
