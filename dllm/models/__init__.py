@@ -68,6 +68,11 @@ FAMILIES = {
         settings="dllm.models.sdar.settings:StableDiffcoderSettings",
         config="dllm.models.sdar.config:StableDiffcoderConfig",
     ),
+    "NemotronLabsDiffusionModel": Served(
+        model="dllm.models.nemotron.backbone:NemotronLabsDiffusionModel",
+        settings="dllm.models.nemotron.settings:NemotronSettings",
+        config="dllm.models.nemotron.config:NemotronLabsDiffusionConfig",
+    ),
     "LLaDA2MoeModelLM": Served(
         model="dllm.models.llada2.backbone:LLaDA2MoeModelLM",
         settings="dllm.models.llada2.settings:LLaDA2Settings",

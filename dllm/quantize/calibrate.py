@@ -90,7 +90,9 @@ def _masked(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Res
 
     def respond(ids: list[int], index: int) -> None:
         with torch.device(job.device):
-            generate_blocks(model, [ids], rule, job.blocks * rule.block_size)
+            generate_blocks(
+                model, [ids], rule, job.blocks * (rule.canvas_length or rule.block_size)
+            )
 
     # Where q, k and v are one layer in the checkpoint, the queries stand for it here.
     own = {module: glm4_name(f"{module}.").removesuffix(".") for module in modules}

@@ -14,6 +14,7 @@ from dllm.models.gemma import shapes as gemma
 from dllm.models.gemma.shapes import Config
 from dllm.models.gemma.weights import DECODER
 from dllm.models.llada2 import shapes as llada2
+from dllm.models.nemotron import shapes as nemotron
 from dllm.models.sdar import shapes as sdar
 from dllm.quant.schemes import LINEAR_ENDINGS, shared_name
 from dllm.quantize.checkpoint import DIFFUSION_GEMMA, Checkpoint
@@ -62,6 +63,8 @@ def text_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     kind = config["architectures"][0]  # type: ignore[index]
     if kind == "LLaDA2MoeModelLM":
         return llada2.tensor_shapes(config)
+    if kind == "NemotronLabsDiffusionModel":
+        return nemotron.tensor_shapes(config)
     if kind != DIFFUSION_GEMMA:
         return sdar.tensor_shapes(config)
     shapes = gemma.tensor_shapes({**config, "vision_config": None})

@@ -194,7 +194,7 @@ class MaskedReference(Reference):
         self.model, self.max_tokens = load_model(path), max_tokens
         self.rule = DecodingRule.of_checkpoint(path)
         self.stops = self.rule.stop_ids
-        refuse_other_rules(path, self.rule.block_size)
+        refuse_other_rules(path, self.rule.canvas_length or self.rule.block_size)
 
     def generate(self, ids: list[int], index: int) -> Generated:
         """The most probable answer."""

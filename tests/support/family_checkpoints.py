@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from dllm.models.llada2 import shapes as llada2
+from dllm.models.nemotron import shapes as nemotron
 from dllm.models.sdar import shapes as sdar
 
 TOKENIZER = Path(__file__).parents[2] / "checkpoints" / "tiny-ar"
@@ -66,6 +67,40 @@ STABLE_DIFFCODER = {name: value for name, value in A2D_QWEN2.items() if name != 
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
+NEMOTRON = {
+    "architectures": ["NemotronLabsDiffusionModel"],
+    "model_type": "nemotron_labs_diffusion",
+    "attention_bias": False,
+    "block_size": 32,
+    "dlm_paradigm": "bidirectional",
+    "mask_token_id": MASK,
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 16.0,
+        "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 32,  # 16384 in the released ones
+        "rope_theta": 1000000.0,
+        "rope_type": "yarn",
+    },
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS,
+    "torch_dtype": "float32",
+}
 LLADA2 = {
     "architectures": ["LLaDA2MoeModelLM"],
     "model_type": "llada2_moe",
@@ -110,7 +145,9 @@ def write(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
     for name in TOKENIZER_FILES:
         shutil.copy(TOKENIZER / name, path / name)
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    kind = llada2 if config["model_type"] == "llada2_moe" else sdar
+    kind = {"llada2_moe": llada2, "nemotron_labs_diffusion": nemotron}.get(
+        config["model_type"], sdar
+    )
     generator = torch.Generator().manual_seed(seed)
     shapes = kind.tensor_shapes(config)
     tensors = {name: _tensor(name, shape, generator) for name, shape in shapes.items()}

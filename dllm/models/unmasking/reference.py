@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from dllm.models import FAMILIES, load
 from dllm.models.llada2 import reference as llada2
+from dllm.models.nemotron import reference as nemotron
 from dllm.models.sdar import reference as sdar
 
 # Read a checkpoint directory into transformers' class, by the architecture in config.json.
@@ -31,6 +32,7 @@ LOADERS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "A2DQwen2LMHeadModel": sdar.load_reference,
     "StableDiffcoderForCausalLM": sdar.load_reference,
     "LLaDA2MoeModelLM": llada2.load_reference,
+    "NemotronLabsDiffusionModel": nemotron.load_reference,
 }
 
 
@@ -45,7 +47,7 @@ class DecodingRule:
     """Which tokens of a canvas a step decides, and when generation stops.
 
     Attributes:
-        block_size: B, tokens.
+        block_size: B, tokens; a token sees its own block and those in front of it.
         mask_token_id: what a canvas starts as.
         stop_ids: tokens that end an answer.
         threshold: a mask is replaced when its token's probability is above this; at least the one
@@ -53,6 +55,7 @@ class DecodingRule:
         editing_threshold: a token becomes another when that one's probability is above this; None:
             it stays.
         max_post_steps: steps that edit, after the first one without a mask.
+        canvas_length: tokens of a canvas that starts with a block. None: B.
     """
 
     block_size: int
@@ -61,6 +64,7 @@ class DecodingRule:
     threshold: float
     editing_threshold: float | None = None
     max_post_steps: int = 16
+    canvas_length: int | None = None
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> "DecodingRule":
@@ -79,12 +83,13 @@ class DecodingRule:
         values = load(family.settings).defaults | generation
         stops = generation.get("eos_token_id", config.eos_token_id)
         return cls(
-            config.block_size,
+            config.block_size or 1,
             config.mask_token_id,
             tuple(stops) if isinstance(stops, list) else (stops,),
             values["threshold"],
             values["editing_threshold"] if values.get("editing") else None,
             values.get("max_post_steps", 0),
+            config.canvas_length,
         )
 
 
@@ -129,22 +134,23 @@ def _decode_blocks(
     model: PreTrainedModel, contexts: list[list[int]], rule: DecodingRule
 ) -> tuple[list[list[int]], int]:
     """The next canvas of every context, and the steps that they took together."""
-    size = rule.block_size
+    length = rule.canvas_length or rule.block_size
     starts = torch.tensor([len(ids) for ids in contexts])
-    ends = (starts // size + 1) * size
+    ends = starts + length - starts % rule.block_size
     longest = int(ends.max())
     # Masks stand behind shorter sequences, too: no earlier block sees them.
     ids = torch.tensor([row + [rule.mask_token_id] * (longest - len(row)) for row in contexts])
     position = torch.arange(longest)
     is_canvas = (position >= starts[:, None]) & (position < ends[:, None])
-    mask = additive(block_causal(position, size)[None])
+    is_seen = is_canvas[:, :, None] & (position < ends[:, None])[:, None]
+    mask = additive(block_causal(position, rule.block_size) | is_seen)
     mask_steps = torch.zeros(len(contexts), dtype=torch.int64)
     post_steps = torch.zeros_like(mask_steps)
     is_open = torch.ones_like(mask_steps, dtype=torch.bool)
     num_steps = 0
     while bool(is_open.any()):
         rows = is_open.nonzero().squeeze(1)
-        logits = model(input_ids=ids[rows], attention_mask=mask, use_cache=False).logits
+        logits = model(input_ids=ids[rows], attention_mask=mask[rows], use_cache=False).logits
         before = ids[rows]
         ids[rows], is_edited = decide(logits.float(), before, is_canvas[rows], rule)
         had_masks = ((before == rule.mask_token_id) & is_canvas[rows]).any(dim=1)
@@ -152,7 +158,7 @@ def _decode_blocks(
         post_steps[rows] += ~had_masks
         num_steps += len(rows)
         # A canvas that took a step for each token of a block is not edited further.
-        is_done = mask_steps[rows] >= size
+        is_done = mask_steps[rows] >= length
         is_done |= (post_steps[rows] > rule.max_post_steps) | (~had_masks & ~is_edited)
         is_open[rows] = ~_is_settled(before, ids[rows], is_canvas[rows], is_done, rule)
     canvases = [row[keep].tolist() for row, keep in zip(ids, is_canvas, strict=True)]

@@ -31,7 +31,7 @@ class UnmaskingSettings:
 
     Attributes:
         vocab_size: of the model.
-        block_size: tokens of a block. A canvas is what is left of its block.
+        canvas_length: tokens of the widest canvas, which is a whole block.
         mask_token_id: the token that stands for "not decided yet".
         max_denoising_steps: a canvas has no masks left after this many denoise steps. The tokens
             of a block are spread evenly over them.
@@ -46,13 +46,13 @@ class UnmaskingSettings:
     canvas_window: ClassVar[CanvasWindow] = "symmetric"
 
     vocab_size: int
-    block_size: int
+    canvas_length: int
     mask_token_id: int
     max_denoising_steps: int
     threshold: float
 
     def __post_init__(self) -> None:
-        check_int("config.json: block_size", self.block_size, at_least=2)
+        check_int("config.json: block_size", self.canvas_length, at_least=2)
         check_int("max_denoising_steps", self.max_denoising_steps, at_least=1)
         if self.mask_token_id not in IntRange(0, self.vocab_size - 1):
             refuse_value(
@@ -68,9 +68,9 @@ class UnmaskingSettings:
                 )
 
     @property
-    def canvas_length(self) -> int:
-        """Tokens of the widest canvas."""
-        return self.block_size
+    def block_size(self) -> int:
+        """Tokens of a block. A canvas is what is left of its block."""
+        return self.canvas_length
 
     @property
     def never_emitted(self) -> tuple[int, ...]:
@@ -90,8 +90,8 @@ class UnmaskingSettings:
         """
         model_config = vllm_config.model_config
         config = model_config.hf_config
-        block_size = getattr(config, "block_size", None)
-        if block_size is None:
+        canvas_length = getattr(config, "canvas_length", None)
+        if canvas_length is None:
             raise ValueError(
                 "config.json: block_size is missing, and a model works with the one that it was "
                 """trained with only. Give it with --hf-overrides '{"block_size": 4}'."""
@@ -103,7 +103,7 @@ class UnmaskingSettings:
                 "window; allowed: full attention. No other layer sees blocks here."
             )
         override = dict(model_config.override_generation_config)
-        given = {"max_denoising_steps": block_size, **cls.defaults}
+        given = {"max_denoising_steps": canvas_length, **cls.defaults}
         known = [*given, "mode"] if cls.modes else [*given]
         unknown = override.keys() & ALL_SETTINGS - {*known}
         if unknown:
@@ -112,10 +112,10 @@ class UnmaskingSettings:
                 f"allowed: {', '.join(known)}."
             )
         diffusion = vllm_config.diffusion_config
-        if diffusion is not None and diffusion.canvas_length != block_size:
+        if diffusion is not None and diffusion.canvas_length != canvas_length:
             raise ValueError(
                 f"--diffusion-config: canvas_length = {diffusion.canvas_length}; allowed: "
-                f"{block_size}, the model's block_size. Leave it out."
+                f"{canvas_length}, the model's block_size. Leave it out."
             )
         if diffusion is not None and diffusion.max_denoising_steps is not None:
             override["max_denoising_steps"] = diffusion.max_denoising_steps
@@ -125,7 +125,7 @@ class UnmaskingSettings:
             given |= {key: generation[key] for key in given if generation.get(key) is not None}
         return cls(
             vocab_size=model_config.get_vocab_size(),
-            block_size=block_size,
+            canvas_length=canvas_length,
             mask_token_id=config.mask_token_id,
             **given,
         )

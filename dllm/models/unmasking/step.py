@@ -117,7 +117,7 @@ def denoise(
         width=widths,
         numbers=canvases.numbers,
         mask_token_id=settings.mask_token_id,
-        block_size=settings.block_size,
+        block_size=settings.canvas_length,
     )
     # The logprobs of given tokens: of the last step where they are held, else of the first one.
     is_new = (canvases.steps_done == 0)[:, None]

@@ -1,0 +1,24 @@
+"""Nemotron-Labs-Diffusion for vLLM: its own Ministral 3, with canvases of masks."""
+
+from collections.abc import Iterable
+
+import torch
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.utils import WeightsMapper
+
+from dllm.models.nemotron.settings import NemotronSettings
+from dllm.models.unmasking.model import UnmaskingModel
+
+
+class NemotronLabsDiffusionModel(UnmaskingModel, MistralForCausalLM):
+    """Nemotron-Labs-Diffusion 3B, 8B and 14B, for text."""
+
+    settings_class = NemotronSettings
+    hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | WeightsMapper(
+        orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."}
+    )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """As ``UnmaskingModel.load_weights``, under the released names."""
+        renames = WeightsMapper(orig_to_new_prefix=self.hf_to_vllm_mapper.orig_to_new_prefix)
+        return super().load_weights(renames.apply(weights))

@@ -1,0 +1,37 @@
+"""config.json of Nemotron-Labs-Diffusion: that of Ministral 3, a mask and the length of a canvas.
+
+The released checkpoints bring a class like this as remote code, which is not needed here.
+"""
+
+from transformers import Ministral3Config
+
+
+class NemotronLabsDiffusionConfig(Ministral3Config):
+    """config.json; ``canvas_length`` is the name by which vLLM recognizes a diffusion model."""
+
+    model_type = "nemotron_labs_diffusion"
+    mask_token_id = 100
+    canvas_length = 32
+
+    @property
+    def block_size(self) -> None:
+        """None: a token of a prompt sees none behind it.
+
+        What config.json calls so is the length of a canvas, wherever that starts.
+        """
+        return None
+
+    @block_size.setter
+    def block_size(self, value: int | None) -> None:
+        self.canvas_length = value  # type: ignore[assignment]
+
+    @property
+    def llama_4_scaling(self) -> dict[str, float] | None:
+        """How vLLM's class of the backbone reads the scaling of queries by their positions."""
+        rope = self.rope_parameters
+        if rope.get("llama_4_scaling_beta") is None:
+            return None
+        return {
+            "beta": rope["llama_4_scaling_beta"],
+            "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        }

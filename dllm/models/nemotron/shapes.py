@@ -1,0 +1,19 @@
+"""Name and shape of every tensor of a Nemotron-Labs-Diffusion, from its config.json."""
+
+from typing import Any
+
+from dllm.models.sdar import shapes as sdar
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a checkpoint: Llama's under released names.
+
+    config: the contents of config.json.
+    """
+    shapes = sdar.tensor_shapes({**config, "model_type": sdar.LLAMA})
+    return {released_name(name): shape for name, shape in shapes.items()}
+
+
+def released_name(name: str) -> str:
+    """The released name of a tensor that transformers' Ministral 3 has under ``name``."""
+    return name.replace("model.", "encoder.", 1).replace("lm_head.", "diffusion_head.", 1)

@@ -1,0 +1,115 @@
+"""Nemotron-Labs-Diffusion against transformers' Ministral 3 and a plain loop, on random weights.
+
+Prompts and finished canvases are seen causally, and a canvas sees itself whole, wherever it starts.
+The loop computes the whole sequence in every step, under a 4-D mask. Positions go far beyond those
+at which the scaling of queries and YaRN begin.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Ministral3ForCausalLM
+from vllm import SamplingParams
+
+from dllm.models.nemotron.reference import load_reference
+from dllm.models.unmasking.reference import DecodingRule, generate_blocks
+from tests.support.engine_harness import Engine, get_engine
+from tests.support.family_checkpoints import MASK, NEMOTRON, write
+
+LENGTH, THRESHOLD = 32, 0.9
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("nemotron") / "model", NEMOTRON)
+
+
+@pytest.fixture(scope="module")
+def engine(path: Path) -> Engine:
+    return get_engine(path, max_num_batched_tokens=128)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Ministral3ForCausalLM:
+    return load_reference(path)
+
+
+def prompts() -> list[list[int]]:
+    """Every length modulo 32, and longer ones."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = [*range(1, 33), 64, 100, 201]
+    return [torch.randint(20, 800, (n,), generator=draw).tolist() for n in lengths]
+
+
+@torch.no_grad()
+def logits_of(model: Ministral3ForCausalLM, ids: list[int], start: int) -> torch.Tensor:
+    """Logits ``[L, V]`` of a sequence whose tokens from ``start`` on are a canvas."""
+    visible = torch.ones(len(ids), len(ids)).tril().bool()
+    visible[start:] = True
+    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
+    return model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
+
+
+def generate(model: Ministral3ForCausalLM, prompt: list[int], threshold: float) -> list[int]:
+    """Two canvases of masks: those that are sure get their token, and the surest in any case."""
+    ids = list(prompt)
+    for _ in range(2):
+        start = len(ids)
+        ids += [MASK] * LENGTH
+        while MASK in ids[start:]:
+            logits = logits_of(model, ids, start)
+            logits[:, MASK] = -torch.inf
+            masks = [at for at in range(start, len(ids)) if ids[at] == MASK]
+            p, tokens = logits[masks].softmax(dim=-1).max(dim=-1)
+            for i, at in enumerate(masks):
+                if p[i] >= threshold or i == int(p.argmax()):
+                    ids[at] = int(tokens[i])
+    return ids[len(prompt) :]
+
+
+def served(engine: Engine, prompts: list[list[int]], **extra: Any) -> list[list[int]]:
+    params = SamplingParams(max_tokens=2 * LENGTH, temperature=0, ignore_eos=True, extra_args=extra)
+    return engine.generate(prompts, params)
+
+
+def test_tokens_are_those_of_the_loop(engine: Engine, model: Ministral3ForCausalLM) -> None:
+    for prompt, tokens in zip(prompts(), served(engine, prompts()), strict=True):
+        assert tokens == generate(model, prompt, THRESHOLD), len(prompt)
+
+
+def test_a_request_has_its_own_threshold(engine: Engine, model: Ministral3ForCausalLM) -> None:
+    some = prompts()[::7]
+    found = served(engine, some, diffusion_threshold=0.3)
+    assert found == [generate(model, prompt, 0.3) for prompt in some]
+    assert found != served(engine, some)
+
+
+def test_logits_of_every_denoise_step(engine: Engine, model: Ministral3ForCausalLM) -> None:
+    params = SamplingParams(max_tokens=2 * LENGTH, temperature=0, ignore_eos=True)
+    with engine.watch(keep_logits=True) as watched:
+        outputs = engine.outputs(prompts()[::9], params)
+    for prompt, output in zip(prompts()[::9], outputs, strict=True):
+        ids = prompt + list(output.outputs[0].token_ids)
+        steps = watched[output.request_id]
+        assert {step.canvas_start - len(prompt) for step in steps} == {0, LENGTH}
+        for step in steps:
+            start = step.canvas_start
+            theirs = logits_of(model, ids[:start] + step.canvas, start)[start:]
+            is_token = torch.arange(theirs.shape[1]) != MASK  # served as -inf
+            difference = (step.logits - theirs)[:, is_token].abs().max()
+            # fp32 sums in another order; a row too many or too few is above 1e-2.
+            assert float(difference / theirs.abs().max()) < 1e-4
+
+
+def test_the_reference_of_quantization_and_evaluation_is_this_loop(
+    path: Path, model: Ministral3ForCausalLM
+) -> None:
+    some = prompts()[::11]
+    found = generate_blocks(model, some, DecodingRule.of_checkpoint(path), 2 * LENGTH)
+    rule = DecodingRule.of_checkpoint(path)
+    for prompt, answer in zip(some, found.answers, strict=True):
+        expected = generate(model, prompt, THRESHOLD)
+        stop = next((i for i, token in enumerate(expected) if token in rule.stop_ids), 2 * LENGTH)
+        assert answer[: stop + 1] == expected[: stop + 1]
