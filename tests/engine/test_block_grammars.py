@@ -1,4 +1,4 @@
-"""Structured outputs of models with blocks through vLLM's engine, with random weights.
+"""Structured outputs of models with masks through vLLM's engine, with random weights.
 
 Forms, and how an answer of each is judged, are those of ``test_grammars``.
 """
@@ -13,7 +13,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.engine import grammars
 from dllm.engine.grammars import DeviceGrammars
 from dllm.models.unmasking.rule import STRATEGIES
-from tests.engine.test_blocks import KINDS as MODELS
+from tests.engine.test_blocks import KINDS as BLOCKS
 from tests.engine.test_blocks import Model, prompt
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_grammars import KINDS, params, shortest_text, text_of
@@ -21,6 +21,8 @@ from tests.support import family_checkpoints
 from tests.support.engine_harness import TIGHT, assert_same_runs
 from tests.support.grammar_paths import write_paths
 
+# Of the last one canvases start where a prompt ends.
+MODELS = BLOCKS | {"nemotron": family_checkpoints.NEMOTRON | {"block_size": 16}}
 MAX_TOKENS = 128
 STEPS = [
     {},
@@ -36,6 +38,7 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
         for at in (0.0, 0.1, 0.9)
     ],
 }
+OF_FAMILY["nemotron"] = OF_FAMILY["sdar"]
 SAMPLING = [
     {"temperature": 0.0},
     {},
@@ -44,7 +47,9 @@ SAMPLING = [
 ]
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(
+    scope="module", params=[*BLOCKS, pytest.param("nemotron", marks=pytest.mark.nightly)]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     config = MODELS[request.param]
     path: Path = tmp_path_factory.mktemp(request.param) / "model"
