@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from dllm.drafter.speculator import Drafter
 from dllm.drafter.step import TargetStep
@@ -26,16 +25,11 @@ class SelfDrafter(Drafter):
     """The drafter whose network and cache are the target's own."""
 
     _speculator_name = "dllm self-speculation"
+    _has_own_cache = False
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.requires_non_causal = True
-
-    @property
-    def attn_vllm_config(self) -> VllmConfig:
-        """vLLM's hook: the target's configuration, for metadata of sequences that see all."""
-        config: VllmConfig = DFlashSpeculator.attn_vllm_config.fget(self)  # type: ignore[attr-defined]
-        return config
 
     def load_draft_model(
         self, target_model: torch.nn.Module, target_attn_layer_names: set[str]

@@ -25,8 +25,8 @@ PATCHES = {
         "servers of our architectures, drafters or options are refused; others are left alone"
     ),
     "vllm.engine.arg_utils.EngineArgs.create_model_config": (
-        "on a CPU without bf16 instructions: --dtype auto is float32 for what we serve; and a model "
-        "that can do both is served token by token where our option says so"
+        "on a CPU without bf16 instructions: --dtype auto is float32 for what we serve; where our "
+        "option says so, a model that can do both is served token by token"
     ),
     "vllm.config.VllmConfig.num_lookahead_tokens": (
         "with a model that drafts for itself: as many KV slots as for DFlash"
