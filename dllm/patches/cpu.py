@@ -232,3 +232,22 @@ def register_cpu_kernels(include_sampling: bool) -> None:
     from dllm.cpu.install import install
 
     install(register_kernels, include_sampling=include_sampling)
+
+
+def pack_new_weights(model: Any) -> None:
+    """Bring what ``reload_weights`` leaves out into the layouts of vLLM's CPU kernels.
+
+    vLLM packs experts only when a model is loaded first, and a head that shares the embedding's
+    weights only if the checkpoint has weights of its own for it.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        elif isinstance(layer, ParallelLMHead):
+            method.process_weights_after_loading(layer)

@@ -7,6 +7,8 @@ other model can be run with ``--worker-cls dllm.patches.cpu_worker.CanvasCPUWork
 # This module of vLLM patches torch, and must be imported before every other worker module.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
+from typing import Any
+
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -16,7 +18,7 @@ from dllm.engine.warm_up import warm_up
 from dllm.models import FAMILIES
 from dllm.patches.compile_cache import reload_compiled_backbone, write_checksums
 from dllm.patches.contract import SCHEDULERS
-from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
+from dllm.patches.cpu import allow_product_of_no_rows, pack_new_weights, register_cpu_kernels
 from dllm.patches.drafting import draft_in_this_worker, verify_by_our_rule
 from dllm.patches.remote import RidingDrafts
 from dllm.patches.worker import Records, Visits, notice_arrivals
@@ -46,6 +48,11 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
             warm_up(self.model_runner, self.execute_model)
         write_checksums(self.vllm_config)
         return times
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's, which leaves some weights in another layout than its CPU kernels read."""
+        super().reload_weights(*args, **kwargs)
+        pack_new_weights(self.model_runner.model)
 
     @torch.inference_mode()
     def save_context_only(self) -> None:

@@ -223,11 +223,14 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             noting_names(merged),
             mapper=self.hf_to_vllm_mapper,
         )
+        # While vLLM reloads weights, a tied head counts as a parameter of its own.
+        is_tied = self.model.config.tie_word_embeddings
         refuse_missing(
             (
                 name
                 for name, _ in self.named_parameters()
                 if not quantized.is_unused_scale(name, plan)
+                and not (is_tied and name.startswith("lm_head."))
             ),
             filled | loaded,
             self.model.hf_to_vllm_mapper.orig_to_new_stacked,
