@@ -218,15 +218,6 @@ def test_prompts_longer_than_the_token_budget_and_budgets_smaller_than_the_batch
     assert {canvas for *_, canvas in spans} == {0, CANVAS}
 
 
-def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch):
-    tight = get_engine(checkpoint(), **TIGHT)
-    contexts = [prompt(60, salt=salt) for salt in range(4)]
-    expected = [engine.quiet_run(context, params(blocks=5)).tokens for context in contexts]
-    preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    assert tight.generate(contexts, params(blocks=5)) == expected
-    assert preemptions, "the cache was large enough for everybody"
-
-
 def test_a_cache_that_is_too_small_for_long_delays_requests_and_ends_none(
     engine, checkpoint, monkeypatch
 ):

@@ -381,16 +381,14 @@ def test_adaptive_widths_change_no_token(small, alone):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"workers": ["tcp://10.0.0.3:5800"]}, ["10.0.0.3", "draft-keys"]),
-        ({"worker": []}, ["'worker'", "did you mean 'workers'"]),
-        ({"width": 9}, ["width = 9", "0 to 5"]),
-        ({"keys": "/nowhere"}, ["/nowhere/key.pem"]),
+        ({"workers": ["tcp://10.0.0.3:5800"]}, "10.0.0.3.*draft-keys"),
+        ({"width": 9}, "width = 9.*0 to 5"),
+        ({"keys": "/nowhere"}, "/nowhere/key.pem"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, words):
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=words):
         remote_engine(remote=options)
-    assert all(word in str(refusal.value) for word in words), refusal.value
 
 
 def test_remote_drafts_and_their_options_come_together():

@@ -99,14 +99,6 @@ def test_a_chat_is_the_completion_of_its_template(client):
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def test_n_samples_differ_and_a_seed_reproduces_them(client):
-    runs = [complete(client, n=3, max_tokens=CANVAS) for _ in range(2)]
-    samples = [[choice.token_ids for choice in run.choices] for run in runs]
-    assert samples[0] == samples[1]
-    assert len({tuple(sample) for sample in samples[0]}) == 3
-    assert runs[0].usage.completion_tokens == 3 * CANVAS
-
-
 def test_streamed_samples_arrive_under_their_own_index(client):
     whole = chat(client, n=3, max_tokens=40)
     streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
@@ -132,14 +124,6 @@ def test_the_seed_decides_at_every_temperature(client):
 # --- where it ends -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_tokens", [1, CANVAS - 1, CANVAS + 1, 70])
-def test_max_tokens_is_exact(client, max_tokens):
-    completion = complete(client, max_tokens=max_tokens)
-    assert completion.usage.completion_tokens == max_tokens
-    assert tokens(completion) == tokens(complete(client))[:max_tokens]
-    assert completion.choices[0].finish_reason == "length"
-
-
 def unique_piece(text: str, start: int) -> str:
     """Four characters of ``text`` from ``start`` on that occur nowhere before."""
     for place in range(start, len(text) - 4):
@@ -158,18 +142,6 @@ def test_a_stop_string_ends_the_text_before_it(client, stream):
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == text.partition(stop)[0]
     assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", stop)
-
-
-def test_a_stop_token_inside_a_canvas_ends_it_there(client):
-    whole = tokens(complete(client))
-    stop = whole[CANVAS + 10]
-    end = whole.index(stop) + 1
-    assert end % CANVAS != 0, "the stop token ends a canvas"
-    completion = complete(client, extra_body={"stop_token_ids": [stop]})
-    (choice,) = completion.choices
-    assert choice.token_ids == whole[:end]
-    assert completion.usage.completion_tokens == end
-    assert (choice.finish_reason, choice.stop_reason) == ("stop", stop)
 
 
 def test_end_of_sequence_inside_a_canvas_ends_the_request(client):
