@@ -18,6 +18,7 @@ from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.train.pilot import trials
+from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import (
     Draft,
     FixedCosts,
@@ -274,37 +275,37 @@ def make(kind: str, engine: Any) -> WidthPolicy:
 
 
 @pytest.mark.parametrize("kind", ["5", "any", "0", "adaptive", "pilot"])
-def test_greedy_output_is_the_targets(target, drafting, kind):
+def test_greedy_output_is_the_targets(target, drafting, monkeypatch, kind):
     """Four long requests in mixed batches, in chunks, through preemptions; drafts mostly wrong."""
     drafting.reset_prefix_cache()
     policy = make(kind, drafting)
     prompts = [prompt(length, length) for length in (5, 60, 90, 130)]
-    preempted = []
-    preempt = drafting.scheduler._preempt_request
-    drafting.scheduler._preempt_request = lambda *a, **k: (preempted.append(a), preempt(*a, **k))
+    preempted = scheduler_watch(monkeypatch, drafting, "_preempt_request")
     with policy_of(drafting, policy):
         outputs = drafting.generate(prompts, greedy(160))
-    del drafting.scheduler._preempt_request
     assert preempted, "the cache was large enough for everybody"
     for given, output in zip(prompts, outputs, strict=True):
         assert len(output) == 160
         assert_greedy(target, given, output)
 
 
-def test_without_drafts_the_context_is_stored_and_the_drafter_does_not_run(windowed):
+def test_without_drafts_the_context_is_stored_and_the_drafter_does_not_run(windowed, monkeypatch):
     """With a window the context cannot wait. vLLM's own step would run a draft pass, too."""
     engine, *_ = windowed
     engine.reset_prefix_cache()
     speculator = engine.runner.speculator
     passes, stored = [], []
     generate, store = speculator._generate_draft, speculator.model.precompute_and_store_context_kv
-    speculator._generate_draft = lambda *a, **k: (passes.append(a), generate(*a, **k))
-    speculator.model.precompute_and_store_context_kv = lambda *a: (stored.append(a), store(*a))
-    try:
-        with policy_of(engine, FixedWidth(NUM_DRAFTS, 0)):
-            engine.generate([prompt(30)], greedy(10))
-    finally:
-        del speculator._generate_draft, speculator.model.precompute_and_store_context_kv
+    monkeypatch.setattr(
+        speculator, "_generate_draft", lambda *a, **k: (passes.append(a), generate(*a, **k))
+    )
+    monkeypatch.setattr(
+        speculator.model,
+        "precompute_and_store_context_kv",
+        lambda *a: (stored.append(a), store(*a)),
+    )
+    with policy_of(engine, FixedWidth(NUM_DRAFTS, 0)):
+        engine.generate([prompt(30)], greedy(10))
     assert not passes
     assert sum(len(positions) for _, positions, _ in stored) == 30 + 9
 
@@ -417,13 +418,12 @@ def test_a_draft_that_ends_the_answer_is_of_no_use(repeating, monkeypatch):
     assert any((after.accepted < before.accepted).any() for before, after in pairs)
 
 
-def test_drafts_are_dropped_where_they_would_cost_a_preemption(target, drafting):
+def test_drafts_are_dropped_where_they_would_cost_a_preemption(target, drafting, monkeypatch):
     """Three requests of 224 tokens need 7 pages each; drafts and lookahead want an eighth."""
     drafting.reset_prefix_cache()
     pool = drafting.scheduler.kv_cache_manager.block_pool
     held = pool.get_new_blocks(pool.get_num_free_blocks() - 3 * 7)
-    dropped, preempted = [], []
-    drop, preempt = drafting.scheduler._drop_drafts, drafting.scheduler._preempt_request
+    dropped, drop = [], drafting.scheduler._drop_drafts
 
     def watch(num_free: int) -> None:
         before = [len(request.spec_token_ids) for request in drafting.scheduler.running]
@@ -431,13 +431,12 @@ def test_drafts_are_dropped_where_they_would_cost_a_preemption(target, drafting)
         after = [len(request.spec_token_ids) for request in drafting.scheduler.running]
         dropped.append(before != after)
 
-    drafting.scheduler._drop_drafts = watch
-    drafting.scheduler._preempt_request = lambda *a, **k: (preempted.append(a), preempt(*a, **k))
+    monkeypatch.setattr(drafting.scheduler, "_drop_drafts", watch)
+    preempted = scheduler_watch(monkeypatch, drafting, "_preempt_request")
+    prompts = [prompt(190, index) for index in range(3)]
     try:
-        prompts = [prompt(190, index) for index in range(3)]
         outputs = drafting.generate(prompts, greedy(26))
     finally:
-        del drafting.scheduler._drop_drafts, drafting.scheduler._preempt_request
         pool.free_blocks(held)
     assert any(dropped), "there was room for everything"
     for given, output in zip(prompts, outputs, strict=True):

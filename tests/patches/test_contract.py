@@ -521,19 +521,6 @@ def test_the_states_of_the_sampler():
     assert parameters(sampler.get_logprobs_dims)[:2] == ["self", "idx_mapping_np"]
 
 
-def test_how_logit_edits_see_a_batch():
-    context = resolve("vllm.v1.worker.gpu.sample.logits_processor.interface.LogitsContext")
-    assert {field.name for field in dataclasses.fields(context)} == {
-        "expanded_idx_mapping",
-        "idx_mapping",
-        "idx_mapping_np",
-        "expanded_local_pos",
-        "input_ids",
-        "pos",
-        "seq_lens_upper_bound_np",
-    }
-
-
 def test_prompt_logprobs_on_their_way():
     """The worker computes them, and the scheduler wants them together with the first tokens."""
     output = resolve("vllm.v1.outputs.ModelRunnerOutput")
