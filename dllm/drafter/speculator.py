@@ -53,6 +53,7 @@ class Drafter(DFlashSpeculator):
     """vLLM's speculator with our network and a width policy."""
 
     _speculator_name = "dllm drafter"
+    _has_own_cache = True  # of another dtype and window than the target's
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -90,7 +91,8 @@ class Drafter(DFlashSpeculator):
     @property
     def attn_vllm_config(self) -> VllmConfig:
         """vLLM's hook: the configuration of the drafter's attention metadata."""
-        return with_own_cache(super().attn_vllm_config)
+        config: VllmConfig = super().attn_vllm_config
+        return with_own_cache(config) if self._has_own_cache else config
 
     # --- what a step of the target is followed by -------------------------------------------------
 

@@ -22,12 +22,15 @@ class Served:
             imports no model.
         config: the class of its config.json; None: transformers' own.
         model_with_images: the class that vLLM loads if torchvision is installed. None: the same.
+        autoregressive: the class that serves the same checkpoint token by token, whose name is its
+            architecture. None: it cannot be served so.
     """
 
     model: str
     settings: str
     config: str | None = None
     model_with_images: str | None = None
+    autoregressive: str | None = None
 
     def model_class(self) -> str:
         """The class that vLLM loads in this environment, as "module:Class"."""
@@ -72,12 +75,20 @@ FAMILIES = {
         model="dllm.models.nemotron.backbone:NemotronLabsDiffusionModel",
         settings="dllm.models.nemotron.settings:NemotronSettings",
         config="dllm.models.nemotron.config:NemotronLabsDiffusionConfig",
+        autoregressive="dllm.models.nemotron.backbone:NemotronLabsDiffusionForCausalLM",
     ),
     "LLaDA2MoeModelLM": Served(
         model="dllm.models.llada2.backbone:LLaDA2MoeModelLM",
         settings="dllm.models.llada2.settings:LLaDA2Settings",
         config="dllm.models.llada2.config:LLaDA2MoeConfig",
     ),
+}
+
+# The classes that serve token by token. Their names stand for architectures.
+AUTOREGRESSIVE = {
+    served.autoregressive.split(":")[1]: served.autoregressive
+    for served in FAMILIES.values()
+    if served.autoregressive is not None
 }
 
 SEES_ALL = "each token sees the whole sequence in every step, so no KV cache could be kept"

@@ -25,8 +25,13 @@ PATCHES = {
         "servers of our architectures, drafters or options are refused; others are left alone"
     ),
     "vllm.engine.arg_utils.EngineArgs.create_model_config": (
-        "on a CPU without bf16 instructions: --dtype auto is float32 for what we serve"
+        "on a CPU without bf16 instructions: --dtype auto is float32 for what we serve; where our "
+        "option says so, a model that can do both is served token by token"
     ),
+    "vllm.config.VllmConfig.num_lookahead_tokens": (
+        "with a model that drafts for itself: as many KV slots as for DFlash"
+    ),
+    "vllm.config.SpeculativeConfig.max_num_new_slots_for_drafting": "the same in the token budget",
     "vllm.engine.arg_utils.EngineArgs._set_default_max_num_seqs_and_batched_tokens_args": (
         "fewer requests at a time by default; a configuration does not say what the user gave"
     ),

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 
 from dllm import LOGGER
 from dllm.cpu.instructions import computes_bf16
-from dllm.models import FAMILIES
+from dllm.models import AUTOREGRESSIVE, FAMILIES
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER, IN_PROCESS_EXECUTOR
 from dllm.patches.preflight import refuse_missing_parts
 
@@ -84,7 +84,7 @@ def choose_dtype() -> None:
         config = create(self)
         speculative = self.speculative_config or {}
         is_ours = (
-            config.architecture in FAMILIES
+            config.architecture in {*FAMILIES, *AUTOREGRESSIVE}
             or speculative.get("method") == "dflash"
             or str(speculative.get("model")).startswith("dllm.")
         )

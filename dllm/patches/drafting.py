@@ -13,6 +13,11 @@ from dllm import LOGGER
 from dllm.models import FAMILIES
 from dllm.patches.contract import DRAFTING_SCHEDULER
 from dllm.patches.cpu import use_our_worker
+from dllm.patches.decoding import (
+    configure_self_drafting,
+    drafts_itself,
+    use_v2_for_autoregressive,
+)
 from dllm.patches.remote import (
     configure_remote,
     drafts_remotely,
@@ -45,11 +50,15 @@ def serve_drafters() -> None:
     def try_verify_and_update_config(self: Any) -> None:
         is_first = not getattr(self.model_config, "config_updated", True)
         verify_and_update(self)
-        if is_first and drafts_with_ours(self.speculative_config):
+        if is_first and drafts_itself(self.speculative_config):
+            configure_self_drafting(self)
+            _choose_classes(self)
+        elif is_first and drafts_with_ours(self.speculative_config):
             _configure_drafting(self)
         elif is_first and configure_remote(self):
             read_statistics()
         elif is_first:
+            use_v2_for_autoregressive(self)
             _configure_recording(self)
 
     VllmConfig.try_verify_and_update_config = try_verify_and_update_config  # type: ignore[method-assign]
@@ -61,6 +70,8 @@ def drafts_with_ours(speculative_config: Any) -> bool:
     """Whether a server has a drafter that our classes serve."""
     from dllm.settings.drafting import DRAFTER_ARCHITECTURE
 
+    if drafts_itself(speculative_config):
+        return True
     if not _is_ours or speculative_config is None or speculative_config.method != "dflash":
         return False
     return DRAFTER_ARCHITECTURE in (speculative_config.draft_model_config.architectures or ())
@@ -74,13 +85,28 @@ def _configure_drafting(vllm_config: Any) -> None:
     """
     from vllm.platforms import current_platform
 
-    from dllm.drafter.pair import drafter_options, refuse_mismatch
-    from dllm.patches.lifetime import end_together
-    from dllm.settings.drafting import always_verifies_all
+    from dllm.drafter.pair import refuse_mismatch
 
     drafter = refuse_mismatch(vllm_config)
     speculative = vllm_config.speculative_config
     _write_resolved_fields(speculative.draft_model_config.hf_config, drafter.mask_token_id)
+    if not current_platform.is_cpu():
+        _choose_draft_attention(speculative, any(layer.is_anchored for layer in drafter.layers))
+    _choose_classes(vllm_config)
+
+
+def _choose_classes(vllm_config: Any) -> None:
+    """Choose worker and scheduler of a server that drafts.
+
+    Raises:
+        ValueError: a flag does not work with drafting.
+    """
+    from vllm.platforms import current_platform
+
+    from dllm.drafter.pair import drafter_options
+    from dllm.patches.lifetime import end_together
+    from dllm.settings.drafting import always_verifies_all
+
     use_our_worker(
         vllm_config,
         "drafting needs",
@@ -88,9 +114,7 @@ def _configure_drafting(vllm_config: Any) -> None:
     )
     read_statistics()
     end_together()
-    if not current_platform.is_cpu():
-        _choose_draft_attention(speculative, any(layer.is_anchored for layer in drafter.layers))
-    scheduler = vllm_config.scheduler_config
+    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     verifies_all = always_verifies_all(
         drafter_options(vllm_config), speculative.num_speculative_tokens
     )
@@ -192,6 +216,7 @@ def _patch_runner() -> None:
     import torch
     from vllm.v1.worker.gpu import model_runner
 
+    from dllm.drafter.self_drafter import SelfDrafter
     from dllm.drafter.speculator import Drafter
 
     init_speculator = model_runner.init_speculator
@@ -200,7 +225,8 @@ def _patch_runner() -> None:
     def init_ours(vllm_config: Any, device: Any, req_states: Any = None) -> Any:
         global _drafter
         if drafts_with_ours(vllm_config.speculative_config):
-            _drafter = Drafter(vllm_config, device)
+            kind = SelfDrafter if drafts_itself(vllm_config.speculative_config) else Drafter
+            _drafter = kind(vllm_config, device)
             return _drafter
         if drafts_remotely(vllm_config.speculative_config):
             return make_speculator(vllm_config, device)

@@ -15,6 +15,7 @@ from dllm.patches.cpu import (
     is_cpu_without_triton,
     set_cpu_worker,
 )
+from dllm.patches.decoding import serve_decodings
 from dllm.patches.drafting import serve_drafters
 from dllm.patches.neighbours import refuse_model_type
 
@@ -61,6 +62,7 @@ def _serve_families() -> None:
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm, served.config)
     set_batch_defaults()
     choose_dtype()
+    serve_decodings()
     check_requests_at_admission()
     serve_structured_outputs()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dllm.patches.contract import REMOTE_SCHEDULER
 from dllm.patches.cpu import set_cpu_worker, use_our_worker
+from dllm.patches.decoding import drafts_itself
 
 SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
 
@@ -96,14 +97,14 @@ def _choose_classes(vllm_config: Any) -> None:
 
 
 def run_remote_targets_on_v2() -> None:
-    """Let Model Runner V2, which calls our speculator, run a target with remote drafts."""
+    """Let Model Runner V2, which calls our speculators, run targets with one of them."""
     from vllm.config import VllmConfig
 
     find = VllmConfig._get_v2_model_runner_unsupported_features
 
     def _get_v2_model_runner_unsupported_features(self: Any) -> list[str]:
         unsupported: list[str] = find(self)
-        if drafts_remotely(self.speculative_config):
+        if drafts_remotely(self.speculative_config) or drafts_itself(self.speculative_config):
             unsupported = [each for each in unsupported if "custom_class" not in each]
         return unsupported
 

@@ -25,6 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dllm.models.gemma.weights import DECODER
 from dllm.models.llada2.reference import glm4_name
+from dllm.models.nemotron.shapes import transformers_name
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks, load_model
 from dllm.quantize.checkpoint import DIFFUSION_GEMMA, few
 from dllm.quantize.job import Job
@@ -81,7 +82,7 @@ def _diffusion_gemma(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Mod
 
 
 def _masked(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Respond]:
-    """The same of a SDAR or a LLaDA2; its canvases are blocks, and its answers are greedy."""
+    """The same of a model that fills in masks; its answers are greedy."""
     rule = DecodingRule.of_checkpoint(job.source.path)
     with torch.device(job.device):
         model = load_model(job.source.path)
@@ -94,9 +95,11 @@ def _masked(job: Job, modules: Sequence[str]) -> tuple[dict[str, nn.Module], Res
                 model, [ids], rule, job.blocks * (rule.canvas_length or rule.block_size)
             )
 
-    # Where q, k and v are one layer in the checkpoint, the queries stand for it here.
-    own = {module: glm4_name(f"{module}.").removesuffix(".") for module in modules}
-    return {module: layers[name] for module, name in own.items()}, respond
+    def own_name(module: str) -> str:
+        """In transformers; of the queries, where q, k and v are one layer in the checkpoint."""
+        return glm4_name(transformers_name(f"{module}.")).removesuffix(".")
+
+    return {module: layers[own_name(module)] for module in modules}, respond
 
 
 def share_halves(model: DiffusionGemmaForBlockDiffusion) -> None:

@@ -83,3 +83,8 @@ class DenoiseSettings(Protocol):
 def block_size_of(vllm_config: Any) -> int:
     """``DenoiseSettings.block_size`` of a server's model, as config.json says it; else 1."""
     return getattr(vllm_config.model_config.hf_config, "block_size", None) or 1
+
+
+def begins_with_noise(vllm_config: Any) -> bool:
+    """Whether a canvas of a server's model begins as noise, and not as masks."""
+    return getattr(vllm_config.model_config.hf_config, "mask_token_id", None) is None

@@ -18,9 +18,11 @@ WHERE = '--additional-config: "dllm"'  # how messages name the place of these op
 
 PassMode = Literal["overlapped", "separate"]
 SoftEmbedding = Literal["auto", "sparse", "exact"]
+Decoding = Literal["diffusion", "self_speculation", "ar"]
 
 PASS_MODES: tuple[PassMode, ...] = ("overlapped", "separate")
 SOFT_EMBEDDINGS: tuple[SoftEmbedding, ...] = ("auto", "sparse", "exact")
+DECODINGS: tuple[Decoding, ...] = ("diffusion", "self_speculation", "ar")
 LOOP_MS = FloatRange(0, 60_000)
 
 
@@ -29,6 +31,9 @@ class PluginOptions:
     """The ``dllm`` object of ``--additional-config``.
 
     Attributes:
+        decoding: of a model that is an autoregressive one, too (``models.Served``). ``diffusion``:
+            canvases. ``ar``: token by token. ``self_speculation``: the same tokens, which a pass
+            over a canvas drafts and a causal pass verifies (``drafter.self_drafter``).
         commit: when an emitted block gets its causal KV. ``overlapped``: in the same forward pass
             as the first denoise step of the next canvas. ``separate``: in a pass of its own, for
             comparison.
@@ -57,6 +62,7 @@ class PluginOptions:
         draft_worker: set by `dllm draft-worker`: this engine drafts for targets.
     """
 
+    decoding: Decoding = "diffusion"
     commit: PassMode = "overlapped"
     first_step: PassMode = "overlapped"
     denoise_loop_ms: float | Literal["auto"] = "auto"
@@ -78,6 +84,7 @@ class PluginOptions:
         if self.denoise_loop_ms != "auto" and self.denoise_loop_ms not in LOOP_MS:
             refuse_value(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, f"auto, or {LOOP_MS}")
         for key, value, allowed in (
+            ("decoding", self.decoding, DECODINGS),
             ("commit", self.commit, PASS_MODES),
             ("first_step", self.first_step, PASS_MODES),
             ("soft_embedding", self.soft_embedding, SOFT_EMBEDDINGS),

@@ -1,4 +1,4 @@
-"""Structured outputs of models with blocks through vLLM's engine, with random weights.
+"""Structured outputs of models with masks through vLLM's engine, with random weights.
 
 Forms, and how an answer of each is judged, are those of ``test_grammars``.
 """
@@ -10,7 +10,7 @@ import pytest
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.unmasking.rule import STRATEGIES
-from tests.engine.test_blocks import KINDS as MODELS
+from tests.engine.test_blocks import KINDS as BLOCKS
 from tests.engine.test_blocks import Model, prompt
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_grammars import (  # noqa: F401  two tests, with this file's engine
@@ -25,6 +25,8 @@ from tests.engine.test_grammars import (  # noqa: F401  two tests, with this fil
 from tests.support import family_checkpoints
 from tests.support.engine_harness import TIGHT, assert_same_runs
 
+# Of the last one canvases start where a prompt ends.
+MODELS = BLOCKS | {"nemotron": family_checkpoints.NEMOTRON | {"block_size": 16}}
 MAX_TOKENS = 128
 STEPS = [
     {},
@@ -40,6 +42,7 @@ OF_FAMILY: dict[str, list[dict[str, Any]]] = {
         for at in (0.0, 0.1, 0.9)
     ],
 }
+OF_FAMILY["nemotron"] = OF_FAMILY["sdar"]
 SAMPLING = [
     {"temperature": 0.0},
     {},
@@ -48,7 +51,9 @@ SAMPLING = [
 ]
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(
+    scope="module", params=[*BLOCKS, pytest.param("nemotron", marks=pytest.mark.nightly)]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     config = MODELS[request.param]
     path: Path = tmp_path_factory.mktemp(request.param) / "model"

@@ -15,13 +15,16 @@ from vllm.exceptions import VLLMValidationError
 
 from dllm.api.decisions.labels import Labels
 from dllm.api.decisions.reads import CanvasReads, Read, WideChoice
+from dllm.models.nemotron.reference import load_reference
 from dllm.models.unmasking import reference
 from dllm.settings import request
 from dllm.settings.decisions import DecisionOptions
+from dllm.settings.denoising import begins_with_noise
 from dllm.settings.request import LEAST_ROWS
-from tests.support import hf_reference
+from tests.support import family_checkpoints, hf_reference
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine, get_engine
+from tests.support.nemotron_reference import logits_of
 
 END, WIDTH = 1, 16
 SDAR = Path(__file__).parents[2] / "checkpoints/tiny-sdar"
@@ -70,6 +73,7 @@ class Reads(CanvasReads):
         )
         self.options = DecisionOptions(read_width=WIDTH, **options)
         self.block_size, self.width, self.max_model_len = block_size, WIDTH, 512
+        self.has_noise = begins_with_noise(engine.runner.vllm_config)
         self.end = END
         self.thought: list[int] = []
         self.tail = self._prompt_end = [0]
@@ -145,6 +149,22 @@ def test_noise(engine, checkpoint, samples):
     rows = [reads.labels_of(asked).num_rows for asked in QUESTIONS for _ in range(samples)]
     for steps, num_rows in zip(watched.values(), rows, strict=True):
         assert whole(steps[0].canvas)[num_rows:] == [END] * (WIDTH - num_rows)
+
+
+def test_masks_on_a_canvas(tmp_path):
+    """Of a model whose canvases start where the prompt ends: masks, and the end behind them."""
+    path = family_checkpoints.write(tmp_path / "nemotron", family_checkpoints.NEMOTRON)
+    model, mask = load_reference(path), family_checkpoints.MASK
+    reads = Reads(get_engine(path, max_num_batched_tokens=512))
+    found = reads.ask(QUESTIONS)
+    expected = []
+    for plan in reads._plan(QUESTIONS, "in", 1):
+        ids = encode(plan.text)
+        canvas = whole([mask] * plan.labels.num_rows)
+        logits = logits_of(model, ids + canvas, len(ids))[len(ids) :]
+        logits[:, mask] = -torch.inf  # a mask is never an answer
+        expected.append(logits)
+    compare(reads, found, expected, 1)
 
 
 def test_masks():

@@ -17,6 +17,7 @@ from dllm.models.nemotron.reference import load_reference
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK, NEMOTRON, write
+from tests.support.nemotron_reference import logits_of
 
 LENGTH, THRESHOLD = 32, 0.9
 
@@ -41,15 +42,6 @@ def prompts() -> list[list[int]]:
     draw = torch.Generator().manual_seed(1)
     lengths = [*range(1, 33), 64, 100, 201]
     return [torch.randint(20, 800, (n,), generator=draw).tolist() for n in lengths]
-
-
-@torch.no_grad()
-def logits_of(model: Ministral3ForCausalLM, ids: list[int], start: int) -> torch.Tensor:
-    """Logits ``[L, V]`` of a sequence whose tokens from ``start`` on are a canvas."""
-    visible = torch.ones(len(ids), len(ids)).tril().bool()
-    visible[start:] = True
-    mask = torch.where(visible, 0.0, torch.finfo(torch.float32).min)[None, None]
-    return model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
 
 
 def generate(model: Ministral3ForCausalLM, prompt: list[int], threshold: float) -> list[int]:

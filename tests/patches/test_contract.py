@@ -307,6 +307,7 @@ ALSO_USED = {
     "EmulatingConfig.from_config",
     "ImageProcessingInfo.get_hf_config",
     "ImageProcessingInfo.get_supported_mm_limits",
+    "NemotronLabsDiffusionForCausalLM.load_weights",
     "Records.sample_tokens",
     "RidingDrafts.execute_model",
     "TranslatingImpl.forward",

@@ -17,6 +17,7 @@ from tests.support.family_checkpoints import (
     A2D_QWEN2,
     A2D_QWEN3,
     LLADA2,
+    NEMOTRON,
     SDAR,
     SDAR_MOE,
     STABLE_DIFFCODER,
@@ -33,15 +34,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "a2d-0.6b": A2D_QWEN3,
     "a2d-0.5b": A2D_QWEN2,
     "diffcoder": STABLE_DIFFCODER,
+    "nemotron": NEMOTRON,
 }
 # Attention, dense MLPs, experts: three layers; LLaDA2's first is dense, the others have a shared
 # expert beside eight.
 COUNTS = {
     "llada2": 3 * 2 + 3 + 2 * 3 * 9,
     "sdar-moe": 3 * 4 + 3 * 3 * 4,
-    **dict.fromkeys(("sdar", "a2d-0.6b", "a2d-0.5b", "diffcoder"), 3 * 4 + 3 * 3),
+    **dict.fromkeys(("sdar", "a2d-0.6b", "a2d-0.5b", "diffcoder", "nemotron"), 3 * 4 + 3 * 3),
 }
-OUTSIDE = ("embed", "lm_head", "norm", "mlp.gate.")
+OUTSIDE = ("embed", "lm_head", "diffusion_head", "norm", "mlp.gate.")
 
 
 @pytest.fixture(scope="module")

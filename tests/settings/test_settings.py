@@ -152,7 +152,7 @@ def test_an_integer_is_accepted_exactly_when_in_range(key, value):
     "given_config", [None, {}, {"other": {"x": 1}}, {"dllm": {}}, {"dllm": None}, "text"]
 )
 def test_without_options_the_defaults_hold(given_config):
-    assert PluginOptions.from_additional_config(given_config) == PluginOptions("overlapped")
+    assert PluginOptions.from_additional_config(given_config) == PluginOptions()
 
 
 CHOICES = {

@@ -3,8 +3,8 @@
 Each question is a request of its own, for each of its samples. So an answer depends neither on what
 else is asked nor on who else asks. Questions on one input share its prefix in the KV cache.
 
-Where a canvas begins as noise, the label positions are noise, and what is behind them is the token
-that ends a reply. Where it begins as masks, it is masks to the end of its block.
+The label positions are noise or masks, as the model's canvases begin. What is behind them is the
+token that ends a reply; with blocks it is masks to the end of the block.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from dllm.api.decisions.labels import Labels, OptionLabels
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
 from dllm.api.fill import at_once
 from dllm.settings.decisions import DecisionOptions
-from dllm.settings.denoising import block_size_of
+from dllm.settings.denoising import begins_with_noise, block_size_of
 from dllm.settings.request import refuse
 from dllm.settings.server import PluginOptions
 
@@ -80,6 +80,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         config = context.engine_client.vllm_config
         self.options: DecisionOptions = PluginOptions.from_vllm(config).decisions
         self.block_size = block_size_of(config)
+        self.has_noise = begins_with_noise(config)
         self.width = min(self.options.read_width, config.diffusion_config.canvas_length)
         self.max_model_len = config.model_config.max_model_len
         if config.model_config.is_multimodal_model:
@@ -106,7 +107,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         Args:
             samples: of each question; None: the server's.
         """
-        return len(questions) * (1 if self.block_size > 1 else samples or self.options.samples)
+        return len(questions) * ((samples or self.options.samples) if self.has_noise else 1)
 
     @cached_property
     def thought(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Nemotron-Labs-Diffusion for vLLM: its own Ministral 3, with canvases of masks."""
+"""Nemotron-Labs-Diffusion for vLLM: its own Ministral 3, with canvases of masks or without."""
 
 from collections.abc import Iterable
 
@@ -10,15 +10,20 @@ from dllm.models.nemotron.settings import NemotronSettings
 from dllm.models.unmasking.model import UnmaskingModel
 
 
-class NemotronLabsDiffusionModel(UnmaskingModel, MistralForCausalLM):
-    """Nemotron-Labs-Diffusion 3B, 8B and 14B, for text."""
+class NemotronLabsDiffusionForCausalLM(MistralForCausalLM):
+    """Nemotron-Labs-Diffusion 3B, 8B and 14B, for text, as an autoregressive model."""
 
-    settings_class = NemotronSettings
     hf_to_vllm_mapper = MistralForCausalLM.hf_to_vllm_mapper | WeightsMapper(
         orig_to_new_prefix={"encoder.": "model.", "diffusion_head.": "lm_head."}
     )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """As ``UnmaskingModel.load_weights``, under the released names."""
+        """vLLM's, under the released names."""
         renames = WeightsMapper(orig_to_new_prefix=self.hf_to_vllm_mapper.orig_to_new_prefix)
         return super().load_weights(renames.apply(weights))
+
+
+class NemotronLabsDiffusionModel(UnmaskingModel, NemotronLabsDiffusionForCausalLM):
+    """The same as a diffusion model."""
+
+    settings_class = NemotronSettings

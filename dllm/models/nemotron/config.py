@@ -5,13 +5,21 @@ The released checkpoints bring a class like this as remote code, which is not ne
 
 from transformers import Ministral3Config
 
+AUTOREGRESSIVE = "NemotronLabsDiffusionForCausalLM"
+
 
 class NemotronLabsDiffusionConfig(Ministral3Config):
-    """config.json; ``canvas_length`` is the name by which vLLM recognizes a diffusion model."""
+    """config.json, and how the model is served.
+
+    Attributes:
+        canvas_length: the name by which vLLM recognizes a diffusion model. None: the model is
+            served as the autoregressive one that it also is, under the name ``AUTOREGRESSIVE``.
+        widest_canvas: with which the model was trained.
+    """
 
     model_type = "nemotron_labs_diffusion"
     mask_token_id = 100
-    canvas_length = 32
+    widest_canvas = 32
 
     @property
     def block_size(self) -> None:
@@ -22,8 +30,17 @@ class NemotronLabsDiffusionConfig(Ministral3Config):
         return None
 
     @block_size.setter
-    def block_size(self, value: int | None) -> None:
-        self.canvas_length = value  # type: ignore[assignment]
+    def block_size(self, value: int) -> None:
+        self.widest_canvas = value
+
+    @property
+    def canvas_length(self) -> int | None:
+        return None if AUTOREGRESSIVE in (self.architectures or ()) else self.widest_canvas
+
+    @canvas_length.setter
+    def canvas_length(self, value: int | None) -> None:
+        if value is None:
+            self.architectures = [AUTOREGRESSIVE]
 
     @property
     def llama_4_scaling(self) -> dict[str, float] | None:

@@ -17,3 +17,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def released_name(name: str) -> str:
     """The released name of a tensor that transformers' Ministral 3 has under ``name``."""
     return name.replace("model.", "encoder.", 1).replace("lm_head.", "diffusion_head.", 1)
+
+
+def transformers_name(name: str) -> str:
+    """The other way round."""
+    return name.replace("encoder.", "model.", 1).replace("diffusion_head.", "lm_head.", 1)

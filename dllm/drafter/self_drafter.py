@@ -1,0 +1,110 @@
+"""A model that drafts for itself: linear self-speculation.
+
+The model reads text causally, and fills in masks on a canvas. So it drafts with one pass over
+[last token, MASK x N] in which all see each other, and the next causal pass verifies the drafts.
+The text is that of the model token by token (``verification``).
+
+The draft pass writes keys and values of the canvas to the slots of the tokens that come next. The
+causal pass that verifies them writes these slots again before it reads them.
+
+Source: linear speculation of Nemotron-Labs-Diffusion.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+
+from dllm.drafter.speculator import Drafter
+from dllm.drafter.step import TargetStep
+
+
+class SelfDrafter(Drafter):
+    """The drafter whose network and cache are the target's own."""
+
+    _speculator_name = "dllm self-speculation"
+    _has_own_cache = False
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.requires_non_causal = True
+
+    def load_draft_model(
+        self, target_model: torch.nn.Module, target_attn_layer_names: set[str]
+    ) -> torch.nn.Module:
+        """The target, as vLLM calls a drafter's network."""
+        self._target_logits = target_model.compute_logits  # type: ignore[assignment]
+        self._target_layers = target_attn_layer_names
+        return OwnNetwork(target_model, self.parallel_drafting_token_id)
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's hook once the KV cache exists: the draft pass runs through the target's layers."""
+        self.draft_attn_layer_names = self._target_layers
+        super().set_attn(*args, **kwargs)
+        # Metadata is built outside of CUDA graphs: slots are changed there.
+        self.supports_decode_metadata_update = False
+
+    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's. Before it, tokens behind the model's length lose their slots.
+
+        vLLM gives them slots of the last page, which hold the context's keys here.
+        """
+        num_reqs = kwargs["num_reqs"]
+        num_tokens = num_reqs * self.num_query_per_req
+        positions = self.input_buffers.positions[:num_tokens].view(num_reqs, -1)
+        offsets = torch.arange(self.num_query_per_req, device=positions.device)
+        is_behind = (positions[:, :1] + offsets >= self.max_model_len).view(-1)
+        slots = self.block_tables.slot_mappings[self.draft_kv_cache_group_ids, :num_tokens]
+        slots.masked_fill_(is_behind, PAD_SLOT_ID)
+        self.block_tables.slot_mappings[self.draft_kv_cache_group_ids, :num_tokens] = slots
+        return super()._build_uniform_attn_metadata(*args, **kwargs)
+
+    def _keep_context(self, step: TargetStep) -> None:
+        """Nothing: the context is the target's own."""
+
+    def _store_context(self) -> None:
+        """Nothing, for the same reason."""
+
+
+class OwnNetwork(torch.nn.Module):
+    """A target as vLLM's speculator of DFlash calls a network.
+
+    Args:
+        target: whose weights it shares.
+        mask_token_id: never drafted.
+    """
+
+    def __init__(self, target: torch.nn.Module, mask_token_id: int) -> None:
+        super().__init__()
+        # In a list, so that it is no submodule: its weights are counted once.
+        self._target: list[Any] = [target]
+        self.mask_token_id = mask_token_id
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states of the last layer, ``[tokens, hidden]``."""
+        hidden: torch.Tensor = self._target[0](
+            input_ids=input_ids, positions=positions, inputs_embeds=inputs_embeds
+        )
+        return hidden
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocab]``; -inf for the mask."""
+        logits: torch.Tensor = self._target[0].compute_logits(hidden_states)
+        logits[:, self.mask_token_id] = -torch.inf
+        return logits
+
+    def precompute_and_store_context_kv(
+        self, hidden_states: torch.Tensor, positions: torch.Tensor, slots: Any = None
+    ) -> None:
+        """Nothing: the target has written its keys and values."""
+
+    def combine_hidden_states(self, hidden_states: Sequence[torch.Tensor]) -> Any:
+        """Not used: the target gives no other hidden states."""
+        return hidden_states

@@ -1,0 +1,127 @@
+"""Patches for a diffusion model that is an autoregressive one, too: the option ``decoding``.
+
+Served as such it is a causal language model to vLLM, with whatever vLLM does for one. With
+``self_speculation`` it drafts for itself, as a "custom_class" of ``--speculative-config``.
+"""
+
+from typing import Any
+
+from dllm.models import AUTOREGRESSIVE, FAMILIES
+from dllm.patches.cpu import use_our_worker
+
+SPECULATOR = "dllm.drafter.self_drafter.SelfDrafter"
+
+
+def serve_decodings() -> None:
+    """Let this process serve such models in each of the ways that they can decode."""
+    from vllm import ModelRegistry
+
+    for architecture, path in AUTOREGRESSIVE.items():
+        ModelRegistry.register_model(architecture, path)
+    _read_option()
+    _reserve_slots()
+
+
+def drafts_itself(speculative_config: Any) -> bool:
+    """Whether the model of a server drafts for itself."""
+    return (
+        speculative_config is not None
+        and speculative_config.method == "custom_class"
+        and speculative_config.model == SPECULATOR
+    )
+
+
+def configure_self_drafting(vllm_config: Any) -> None:
+    """Check the options of a server whose model drafts for itself.
+
+    Raises:
+        ValueError: an option or a flag does not work with it.
+    """
+    from dllm.drafter.pair import drafter_options, refuse_other_rules
+    from dllm.settings.drafting import WHERE
+
+    speculative, options = vllm_config.speculative_config, drafter_options(vllm_config)
+    if vllm_config.model_config.architecture not in AUTOREGRESSIVE:
+        raise ValueError(
+            f"--speculative-config names {SPECULATOR}, and {vllm_config.model_config.architecture} "
+            f"does not draft for itself; allowed: {', '.join(AUTOREGRESSIVE)}."
+        )
+    refuse_other_rules(speculative, vllm_config.watermark_config is not None)
+    options.check_against(
+        speculative.num_speculative_tokens,
+        speculative.draft_sample_method == "probabilistic",
+        speculative.enable_adaptive_verification,
+    )
+    for key in ("window", "record", "renew", "mask_token_id", "mask_token"):
+        if getattr(options, key) is not None:
+            raise ValueError(f"{WHERE}: {key} with a model that drafts for itself. Leave it out.")
+    vllm_config.attention_config.use_non_causal = True
+
+
+def use_v2_for_autoregressive(vllm_config: Any) -> None:
+    """On a CPU, serve a model token by token on the runner that draws its numbers as drafts do.
+
+    A seed then gives the same text with and without self-speculation.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and vllm_config.model_config.architecture in AUTOREGRESSIVE:
+        use_our_worker(vllm_config, "serving token by token needs")
+
+
+def _read_option() -> None:
+    """Let the option choose the model class and, with ``self_speculation``, the speculator."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from dllm.settings.server import WHERE, PluginOptions
+
+    create = EngineArgs.create_model_config
+
+    def create_model_config(self: Any) -> Any:
+        decoding = PluginOptions.from_additional_config(self.additional_config).decoding
+        config = create(self)
+        if decoding == "diffusion":
+            return config
+        served = FAMILIES.get(config.architecture)
+        if served is not None and served.autoregressive is not None:
+            self.hf_overrides = {**(self.hf_overrides or {}), "canvas_length": None}
+            config = create(self)
+        if config.architecture not in AUTOREGRESSIVE:
+            both = ", ".join(name for name, served in FAMILIES.items() if served.autoregressive)
+            raise ValueError(
+                f"{WHERE}: decoding = {decoding!r}, and {config.architecture} has one way to "
+                f"decode; allowed for {both}. Leave it out."
+            )
+        if decoding == "self_speculation" and self.speculative_config is None:
+            self.speculative_config = {
+                "method": "custom_class",
+                "model": SPECULATOR,
+                "num_speculative_tokens": config.hf_config.widest_canvas - 1,
+                "draft_sample_method": "probabilistic",
+            }
+        return config
+
+    EngineArgs.create_model_config = create_model_config  # type: ignore[method-assign]
+
+
+def _reserve_slots() -> None:
+    """Let vLLM keep KV slots for a draft pass over [last token, masks], as it does for DFlash."""
+    from vllm.config import SpeculativeConfig, VllmConfig
+
+    num_lookahead = VllmConfig.num_lookahead_tokens
+    num_new_slots = SpeculativeConfig.max_num_new_slots_for_drafting
+
+    def num_lookahead_tokens(self: Any) -> int:
+        if drafts_itself(self.speculative_config):
+            return int(self.speculative_config.num_speculative_tokens) + 1
+        return int(num_lookahead.fget(self))  # type: ignore[attr-defined]
+
+    def max_num_new_slots_for_drafting(self: Any) -> int:
+        if drafts_itself(self):
+            return int(self.num_speculative_tokens)
+        return int(num_new_slots.fget(self))  # type: ignore[attr-defined]
+
+    VllmConfig.num_lookahead_tokens = property(num_lookahead_tokens)  # type: ignore[assignment]
+    SpeculativeConfig.max_num_new_slots_for_drafting = property(  # type: ignore[assignment]
+        max_num_new_slots_for_drafting
+    )

@@ -1,0 +1,164 @@
+"""A model that drafts for itself, and the same model token by token, on random weights.
+
+The reference of both is transformers' Ministral 3: its ``generate``, and one pass in which the last
+token and the masks behind it see each other.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Ministral3ForCausalLM
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
+from dllm.models.nemotron.reference import load_reference
+from tests.support.drafter_harness import greedy, policy_of, watch_drafts
+from tests.support.engine_harness import Engine, get_engine
+from tests.support.family_checkpoints import MASK, NEMOTRON, write
+from tests.support.nemotron_reference import logits_of
+
+CANVAS = NEMOTRON["block_size"]
+NUM_DRAFTS = CANVAS - 1
+# Prompts in chunks, batches that do not fit, and pages for two long requests.
+LIMITS = dict(max_num_batched_tokens=192, max_num_seqs=4, max_model_len=288, block_size=32)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("nemotron") / "model", NEMOTRON)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Ministral3ForCausalLM:
+    return load_reference(path)
+
+
+def serving(path: Path, decoding: str, **more: Any) -> Engine:
+    return get_engine(path, additional_config={"dllm": {"decoding": decoding}}, **LIMITS, **more)
+
+
+@pytest.fixture(scope="module")
+def plain(path: Path) -> Engine:
+    return serving(path, "ar")
+
+
+@pytest.fixture(scope="module")
+def drafting(path: Path) -> Engine:
+    return serving(path, "self_speculation", num_gpu_blocks_override=14)
+
+
+def prompts() -> list[list[int]]:
+    draw = torch.Generator().manual_seed(2)
+    lengths = [150, 5, 31, 120, 64, 200]
+    return [torch.randint(20, 800, (n,), generator=draw).tolist() for n in lengths]
+
+
+def continued(model: Ministral3ForCausalLM, prompt: list[int], num_tokens: int) -> list[int]:
+    options = dict(max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids = model.generate(torch.tensor([prompt]), **options)[0]
+    return ids[len(prompt) :].tolist()
+
+
+def test_token_by_token_it_is_the_model_of_transformers(plain: Engine, model) -> None:
+    expected = [continued(model, prompt, 40) for prompt in prompts()]
+    assert plain.generate(prompts(), greedy(40)) == expected
+
+
+def test_a_config_without_a_canvas_serves_it_so_too(path: Path, plain: Engine) -> None:
+    """As in vLLM, which has the model but not the option."""
+    engine = get_engine(path, hf_overrides={"canvas_length": None}, **LIMITS)
+    assert engine.generate(prompts(), greedy(9)) == plain.generate(prompts(), greedy(9))
+
+
+def test_drafts_are_those_of_a_pass_over_masks(drafting: Engine, model) -> None:
+    """In mixed batches, and up to the end of the model's context."""
+    with watch_drafts(drafting) as seen:
+        drafting.generate([*prompts()[1:3], prompts()[5]], greedy(60))
+    assert len(seen) > 100
+    for draft in seen[::11]:
+        start = len(draft.tokens) - 1
+        canvas = [draft.tokens[-1], *[MASK] * NUM_DRAFTS]
+        if start + CANVAS > LIMITS["max_model_len"]:
+            continue  # masks behind the context are drafts that nobody verifies
+        expected = logits_of(model, draft.tokens[:-1] + canvas, start)[start + 1 :]
+        expected[:, MASK] = -torch.inf
+        # fp32, sums in another order.
+        torch.testing.assert_close(draft.logits, expected, rtol=1e-4, atol=1e-3)
+        assert draft.drafts == expected.argmax(-1).tolist()
+
+
+class Told(WidthPolicy):
+    """Verifies as many drafts as it is told, another number in each row and step."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_DRAFTS)
+        self.rng = np.random.default_rng(4)
+
+    def widths(self, slots: np.ndarray, confidence: np.ndarray | None) -> np.ndarray:
+        return self.rng.integers(0, NUM_DRAFTS + 1, len(slots))
+
+
+SAMPLED = [
+    greedy(60, temperature=1.0, seed=5),
+    greedy(60, temperature=0.7, seed=6, top_p=0.9, logprobs=3),
+    greedy(60, temperature=1.5, seed=7, min_p=0.02, logit_bias={40: 3.0}),
+    greedy(60, presence_penalty=0.5, min_tokens=4),
+    SamplingParams(
+        temperature=0,
+        max_tokens=60,
+        structured_outputs=StructuredOutputsParams(regex="([a-f]{3}-){3,6}[0-9]{2}"),
+    ),
+    greedy(60, stop_token_ids=list(range(300, 340))),
+]
+
+
+@pytest.mark.parametrize("policy", [FixedWidth(NUM_DRAFTS), Told()], ids=["all", "some"])
+def test_the_text_is_the_one_token_by_token(plain, drafting, policy, monkeypatch) -> None:
+    """Greedy and seeded, with grammars and logprobs, preempted, from cached prefixes."""
+    expected = plain.outputs(prompts(), SAMPLED)
+    preempted, preempt = [], drafting.scheduler._preempt_request
+    monkeypatch.setattr(
+        drafting.scheduler,
+        "_preempt_request",
+        lambda *a, **k: (preempted.append(a), preempt(*a, **k)),
+    )
+    with policy_of(drafting, policy):
+        for _ in range(2):  # the second time prefixes are cached
+            found = drafting.outputs(prompts(), SAMPLED)
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+                assert ours.outputs[0].finish_reason == theirs.outputs[0].finish_reason
+    assert preempted, "the cache was large enough for everybody"
+    for ours, theirs in zip(
+        found[1].outputs[0].logprobs, expected[1].outputs[0].logprobs, strict=True
+    ):
+        assert list(ours) == list(theirs)
+        values = [each.logprob for each in ours.values()]
+        assert values == pytest.approx([each.logprob for each in theirs.values()], abs=1e-4)
+
+
+def test_the_context_stays_exact_up_to_the_end_of_the_model(
+    plain: Engine, drafting: Engine
+) -> None:
+    """Canvases that begin in the last page would reach behind it."""
+    given = prompts()[5] + prompts()[4][:40]
+    length = LIMITS["max_model_len"] - len(given)
+    assert drafting.generate([given], greedy(length)) == plain.generate([given], greedy(length))
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ("sdar", {"decoding": "ar"}, "has one way to decode"),
+        ("nemotron", {"decoding": "both"}, "decoding"),
+        ("nemotron", {"decoding": "self_speculation", "drafter": {"window": 9}}, "window"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(path, config, options, message) -> None:
+    folder = path if config == "nemotron" else Path(__file__).parents[2] / "checkpoints/tiny-sdar"
+    with pytest.raises(ValueError, match=message):
+        get_engine(folder, additional_config={"dllm": options}, **LIMITS)
