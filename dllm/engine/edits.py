@@ -34,6 +34,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, 
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.state import CanvasState
+from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 
 
@@ -101,36 +102,47 @@ class LogitEdits:
             logits = processor.apply(logits, context)
         return logits
 
-    def may_forbid_words(self, input_batch: InputBatch) -> bool:
-        """Whether ``completes_bad_word`` has to be called. Does not wait for the device."""
-        return bool(self._has_bad_words[_slots_np(input_batch)].any())
+    def forbids_words(self, input_batch: InputBatch, rows: CanvasRows) -> torch.Tensor | None:
+        """Which logits rows are of requests with bad words, ``[N]`` bool; None: there are none.
+
+        Does not wait for the device.
+        """
+        has_words = self._has_bad_words[_slots_np(input_batch)]
+        if not has_words.any():
+            return None
+        return to_device(has_words, rows.row_of.device)[rows.row_of]
 
     def completes_bad_word(
-        self, logits: torch.Tensor, argmax: torch.Tensor, context: LogitsContext
+        self,
+        logits: torch.Tensor,
+        argmax: torch.Tensor,
+        context: LogitsContext,
+        forbids_words: torch.Tensor,
     ) -> torch.Tensor:
         """Which argmax tokens would complete a bad word if the canvas were emitted: ``[N]`` bool.
 
         ``logits`` were edited for the tokens of the step before. Here bad words are masked once
         more, for the tokens of this step. An argmax token whose logit is -inf after that is the
-        last token of a bad word.
+        last token of a bad word. (A pin may be a token that another edit excludes.)
 
         Args:
             logits: ``[N, vocab]`` fp32, the edited logits of this step; changed in place.
             argmax: ``[N]`` int64, the most likely token of each row.
             context: what ``context`` returned for this step.
+            forbids_words: ``[N]`` bool, where a bad word may end.
         """
         # [N], the token in front of each row. Wrong at position 0, where it is not read.
         in_front = argmax.roll(1).to(torch.int32)
         self._bad_words.apply(logits, replace(context, input_ids=in_front))
-        return logits.gather(1, argmax[:, None]).squeeze(1) == -torch.inf
+        return forbids_words & (logits.gather(1, argmax[:, None]).squeeze(1) == -torch.inf)
 
 
 def clean_lengths(rows: CanvasRows, is_bad: torch.Tensor) -> torch.Tensor:
     """How many tokens of each canvas come before its first bad one: ``[R]`` int64.
 
     The result is at least 1 for a row with a canvas, and 0 for a row without. Position 0 can be bad
-    only if the request forbids every token, which is refused when a request arrives
-    (``settings.admission``). If it happened, the token would be emitted: the request must go on.
+    only if it is a hint, or if the request forbids every token, which is refused when a request
+    arrives (``settings.admission``). Then the token is emitted: the request must go on.
 
     is_bad: ``[N]`` bool.
     """

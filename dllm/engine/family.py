@@ -148,6 +148,8 @@ class Family(ABC):
         carried: the tensors that the family keeps between steps.
         decides_for_good: every step decides some positions (``Denoised.decided``), and those of
             earlier steps stay. False: every step decides all positions anew.
+        begins_causally: the first token of a canvas is decided by the causal pass in front of it
+            (``engine.first_token``).
         soft_size: last dimension of what ``look_back`` returns. None: a step depends on its canvas
             alone, and ``look_back`` and ``condition`` are never called.
     """
@@ -155,6 +157,7 @@ class Family(ABC):
     settings: DenoiseSettings
     carried: tuple[Column, ...] = ()
     decides_for_good: bool = False
+    begins_causally: bool = False
     soft_size: int | None = None
 
     @abstractmethod

@@ -34,6 +34,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from dllm.engine import pending
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.family import Family
+from dllm.engine.first_token import FirstTokens
 from dllm.engine.grammars import CanvasGrammars, DeviceGrammars, HostGrammars
 from dllm.engine.logit_rows import leave_out_rows
 from dllm.engine.loop import CanvasForward, DenoiseLoop
@@ -47,6 +48,7 @@ from dllm.settings.request import RequestOptions
 class DiffusionModelState(ModelState):
     """Per-request state and input preparation of a diffusion model in Model Runner V2."""
 
+    first_tokens: FirstTokens | None = None  # where the family asks for them
     # vLLM adds this to the number of draft tokens. A canvas has no extra token behind it.
     num_new_sampled_tokens_per_step = 0
 
@@ -99,6 +101,13 @@ class DiffusionModelState(ModelState):
         )
         forward = CanvasForward(self, requests.draft_tokens)
         self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
+        if self.family.begins_causally:
+            self.first_tokens = FirstTokens(
+                self.model,
+                self.canvases,
+                requests.draft_tokens,
+                self.model_config.hf_config.mask_token_id,
+            )
         ours = DiffusionSampler(
             self.vllm_config, self.family, self.canvases, sampler, self.grammars, self.loop
         )
@@ -112,6 +121,8 @@ class DiffusionModelState(ModelState):
         self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
         self._num_rows[req_index] = options.num_rows
         self.grammars.add_request(req_index, new_req_data)
+        if self.first_tokens is not None:
+            self.first_tokens.add_request(req_index, new_req_data.sampling_params)
 
     def remove_request(self, req_id: str) -> None:
         """Let go of what a request that has ended, or was preempted, keeps on the device."""

@@ -54,7 +54,8 @@ class Tile(NamedTuple):
             None if nobody pins.
         filters: top-k, top-p and min-p; None if no request uses them.
         free: ``[N]`` int64, NO_TOKEN everywhere: no grammar has chosen a token.
-        is_edited, forbids_words: whether a request edits logits, and whether it has bad words.
+        is_edited: whether a request edits logits.
+        forbids_words: ``[N]`` bool, rows in which a bad word may end; None if nobody has bad words.
         grammars: what ``CanvasGrammars.prepare`` returned for the requests.
     """
 
@@ -67,7 +68,7 @@ class Tile(NamedTuple):
     filters: RowFilters | None
     free: torch.Tensor
     is_edited: bool
-    forbids_words: bool
+    forbids_words: torch.Tensor | None
     grammars: Any
 
 
@@ -204,10 +205,13 @@ class DiffusionSampler:
         if self._is_async:
             rows = pending.without_commits(rows, self.state)
         state, slots = self.state, batch.idx_mapping_np[: batch.num_reqs]
-        is_pinned = None
+        is_pinned, forbids_words = None, self.edits.forbids_words(batch, rows)
         if state.has_pins[slots].any():
             pins = state.pins(rows.slots, rows.seq_lens - rows.widths)
             is_pinned = (pins != NO_TOKEN)[rows.row_of, rows.place, None]
+            if forbids_words is not None:  # a held pin is emitted whatever it completes
+                is_held = is_pinned[:, 0] & state.holds_pins[rows.slots[rows.row_of]]
+                forbids_words = forbids_words & ~is_held
         return Tile(
             logit_rows=logit_rows,
             batch=batch,
@@ -218,7 +222,7 @@ class DiffusionSampler:
             filters=self._filters(batch),
             free=self._free[: int(batch.cu_num_logits_np[batch.num_reqs])],
             is_edited=self.edits.are_wanted(batch),
-            forbids_words=self.edits.may_forbid_words(batch),
+            forbids_words=forbids_words,
             grammars=self.grammars.prepare(batch, rows),
         )
 
@@ -251,9 +255,9 @@ class DiffusionSampler:
             scored_at = torch.where(is_read_only, 1.0, step.temperature)  # [N]
             self.logprobs.keep_decided(logits, scored_at, step, rows, tile.batch)
         num_emitted = torch.where(step.converged, rows.widths, 0)
-        if context is not None and tile.forbids_words:
+        if context is not None and tile.forbids_words is not None:
             tokens = step.argmax_canvas[rows.row_of, rows.place]  # [N]
-            is_bad = self.edits.completes_bad_word(logits, tokens, context)
+            is_bad = self.edits.completes_bad_word(logits, tokens, context, tile.forbids_words)
             num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
             step = self._trim_at_bad_word(rows, step, num_emitted)
         if written is not None:

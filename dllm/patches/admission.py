@@ -112,15 +112,18 @@ def _explain_missing_images() -> None:
         if model_config.architecture in FAMILIES and (
             not model_config.is_multimodal_model or not takes_images(model_config.hf_config)
         ):
-            raise VLLMValidationError(_text_only_message(), parameter="messages")
+            message = _text_only_message(model_config.hf_config)
+            raise VLLMValidationError(message, parameter="messages")
         return create(self, model_config, **kwargs)
 
     MultiModalRegistry.create_processor = create_processor  # type: ignore[method-assign]
 
 
-def _text_only_message() -> str:
+def _text_only_message(hf_config: Any) -> str:
     why = "the model is served without its vision tower"
-    if importlib.util.find_spec("torchvision") is None:
+    if getattr(hf_config, "vision_config", None) is None:
+        why = "the model has no vision tower"
+    elif importlib.util.find_spec("torchvision") is None:
         why = "images need torchvision, which is not installed here"
     return f"This server is text-only: {why}. Send text alone."
 

@@ -49,6 +49,8 @@ def configure_dllm(vllm_config: Any) -> None:
     PluginOptions.from_vllm(vllm_config)
     if vllm_config.diffusion_config is None:
         vllm_config.diffusion_config = DiffusionConfig(canvas_length=settings.canvas_length)
+    if getattr(settings, "begins_causally", False):
+        _separate_passes(vllm_config)
     _set_scheduler(vllm_config, settings)
     _refuse_unsupported(vllm_config)
     _choose_pages(vllm_config.cache_config, settings.block_size)
@@ -79,6 +81,21 @@ def configure_dllm(vllm_config: Any) -> None:
     # As in vLLM's built-in class: a checkpoint's max_new_tokens is not the default of a request's
     # max_tokens.
     vllm_config.model_config.override_generation_config.setdefault("max_new_tokens", None)
+
+
+def _separate_passes(vllm_config: Any) -> None:
+    """Give prompts and emitted blocks passes of their own, which decide the first tokens.
+
+    Raises:
+        ValueError: the user asks for asynchronous scheduling, which knows too late what is emitted.
+    """
+    scheduler = vllm_config.scheduler_config
+    if scheduler.async_scheduling:
+        raise ValueError("--async-scheduling with first_token = 'causal'. Leave one of them out.")
+    scheduler.async_scheduling = False
+    given = vllm_config.additional_config or {}
+    separate = {"commit": "separate", "first_step": "separate"}
+    vllm_config.additional_config = {**given, "dllm": {**(given.get("dllm") or {}), **separate}}
 
 
 def set_batch_defaults() -> None:

@@ -56,12 +56,22 @@ class Visits:
 
         It may still be copied from the device.
         """
+        if self.serves_canvases:
+            self._begin_canvases()
         answer = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self.serves_canvases and answer is not None:
             output = getattr(answer, "model_runner_output", answer)
             report_passes(output, self.model_runner.model_state.loop.num_passes)
             self.model_runner.sampler.frames.attach(output)
         return answer
+
+    @torch.inference_mode()
+    def _begin_canvases(self) -> None:
+        """Before canvases are denoised: first tokens, where the family asks for them."""
+        first_tokens = self.model_runner.model_state.first_tokens
+        step = self.model_runner.execute_model_state
+        if first_tokens is not None and step is not None:
+            first_tokens.write(step.hidden_states, step.input_batch)
 
 
 class Records:

@@ -271,7 +271,7 @@ def _refuse_unknown(extra: Mapping[str, object], settings: DenoiseSettings) -> N
         expected = ENGINE_EXTRA_ARGS.get(key)
         if expected is None:
             refuse(
-                "extra_args",
+                str(key)[:100],
                 f"unknown extra argument {shown(key)}"
                 f"{did_you_mean(str(key)[:100], known)}. "
                 f"Known: {', '.join(known)}. Remove it or correct its name.",

@@ -92,6 +92,22 @@ def test_no_end_comes_before_the_last_held_pin(engine, model):  # noqa: F811
 
 
 @pytest.mark.parametrize("mode", ["hold", "hint"])
+def test_bad_words_of_another_request_change_nothing(engine, model, mode):  # noqa: F811
+    """Also where a pin is a token that its request excludes."""
+    extra = held(pins_of(model)) | {"diffusion_pin_mode": mode}
+    pinned = model.params(3, allowed_token_ids=[33, 34, 35], temperature=1.0, seed=4)
+    pinned.extra_args = pinned.extra_args | extra
+    beside = model.params(3, bad_words=["a"])
+    contexts = [prompt(model.block_size + 1), prompt(20)]
+    (alone,) = engine.generate(contexts[:1], pinned)
+    with engine.watch() as watched:
+        tokens, _ = engine.generate(contexts, [pinned, beside])
+    assert tokens == alone
+    starts = {step.canvas_start for step in next(iter(watched.values()))}
+    assert len(starts) == 4, "a canvas for each block, and one for the rest of the prompt's"
+
+
+@pytest.mark.parametrize("mode", ["hold", "hint"])
 def test_the_logprob_of_a_pin_is_the_models_own(engine, model, mode):  # noqa: F811
     """Of a held one in the last step, of a hint in the first; also where a slot is used again."""
     context, place = prompt(model.block_size), 1

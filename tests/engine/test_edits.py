@@ -126,10 +126,11 @@ class Batch:
 
     def clean_lengths(self, logits: Tensor, argmax: Tensor) -> list[int]:
         context = self.edits.context(self.rows, self.canvases, self.input_batch)
-        assert context is not None and self.edits.may_forbid_words(self.input_batch)
+        forbids_words = self.edits.forbids_words(self.input_batch, self.rows)
+        assert context is not None and forbids_words is not None
         of_rows = argmax[self.row_of, self.place]
         return clean_lengths(
-            self.rows, self.edits.completes_bad_word(logits, of_rows, context)
+            self.rows, self.edits.completes_bad_word(logits, of_rows, context, forbids_words)
         ).tolist()
 
     def expected(self, has_past: bool = True) -> Tensor:
@@ -214,7 +215,7 @@ def test_a_slot_forgets_its_last_request():
     batch.edits.add_request(batch.slots[0], params())
     batch.edits.apply_staged_writes()
     assert torch.equal(batch.edit(), batch.logits)
-    assert not batch.edits.may_forbid_words(batch.input_batch)
+    assert batch.edits.forbids_words(batch.input_batch, batch.rows) is None
 
 
 def test_the_prompt_is_no_output():

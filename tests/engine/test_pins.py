@@ -69,6 +69,22 @@ def test_the_logprob_of_a_held_pin_is_the_models_own(engine):
     assert max(one.logprob for one in entry.values()) > entry[40].logprob
 
 
+def test_bad_words_end_no_canvas_in_front_of_a_held_pin(engine):
+    """Neither the request's own, nor those of another one beside it."""
+    sampling = params(2, allowed_token_ids=[33, 34, 35], extra_args=held({9: 40}))
+    _, alone = watched(engine, CONTEXT, sampling)
+    own = params(2, bad_word_ids=[[40]], extra_args=held({9: 40}))
+    for request, beside in ((sampling, params(2, bad_word_ids=[[50]])), (own, params(2))):
+        with engine.watch() as steps:
+            engine.generate([CONTEXT, prompt(20)], [request, beside])
+        starts = {step.canvas_start for step in next(iter(steps.values()))}
+        assert starts == {len(CONTEXT), len(CONTEXT) + CANVAS}, request
+    with engine.watch() as steps:
+        engine.generate([CONTEXT, prompt(20)], [sampling, params(2, bad_word_ids=[[50]])])
+    canvases = [step.canvas for step in next(iter(steps.values()))]
+    assert canvases == [step.canvas for step in alone]
+
+
 def test_the_server_draws_the_noise_that_a_canvas_leaves_open(engine):
     _, plain = watched(engine, CONTEXT, params(1))
     mixed = [-1 if place % 3 else 200 + place for place in range(CANVAS)]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the vocabulary is sharded, and so is the soft-embedding product."""
+"""Tensor parallelism: heads, experts, vocabulary and the soft-embedding product are sharded."""
 
 import itertools
 import json
@@ -14,8 +14,9 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm.models.gemma import self_conditioning
 from dllm.ops.dispatch import row_stats
 from tests.engine.test_parity import CANVAS, prompt
+from tests.support import family_checkpoints
 from tests.support.async_engine import get_async_engine
-from tests.support.engine_harness import Engine
+from tests.support.engine_harness import RUN_TOLERANCE, Engine, get_engine
 from tests.support.process import printed_json, run_python
 
 pytestmark = pytest.mark.slow
@@ -59,36 +60,118 @@ def params(**options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=2 * CANVAS, seed=11, ignore_eos=True, **options)
 
 
+GRAMMAR = SamplingParams(
+    max_tokens=2 * CANVAS,
+    seed=11,
+    structured_outputs=StructuredOutputsParams(regex="([a-f]{3}-){9,30}[0-9]{2}"),
+)
 # Prefills without any canvas row, several blocks, requests at different points; and what needs the
 # logits of the whole vocabulary, such as a constrained request, which the built-in class refuses.
-CONTEXTS = [prompt(130), prompt(9, salt=3), prompt(40), prompt(20), prompt(30)]
-PARAMS = [
-    params(),
-    params(min_p=0.05, top_k=20, prompt_logprobs=1),
-    params(presence_penalty=1.0, bad_words=["a"], logit_bias={33: 8.0}, logprobs=2),
-    params(logprob_token_ids=[40, 41, 300], extra_args={"diffusion_constrained": True}),
-    SamplingParams(
-        max_tokens=2 * CANVAS,
-        seed=11,
-        structured_outputs=StructuredOutputsParams(regex="([a-f]{3}-){9,30}[0-9]{2}"),
+REQUESTS = [
+    (prompt(130), params()),
+    (prompt(9, salt=3), params(min_p=0.05, top_k=20, prompt_logprobs=1)),
+    (
+        prompt(40),
+        params(presence_penalty=1.0, bad_words=["a"], logit_bias={33: 8.0}, logprobs=2),
     ),
+    (
+        prompt(20),
+        params(logprob_token_ids=[40, 41, 300], extra_args={"diffusion_constrained": True}),
+    ),
+    (prompt(30), GRAMMAR),
 ]
+# The same of families with masks: prompts of several blocks, and such that end within a block.
+OF_MASKS = [
+    (prompt(130), params(temperature=0.0, logprobs=2)),
+    (prompt(9, salt=3), params(min_p=0.05, top_k=20)),
+    (prompt(64), params(presence_penalty=1.0, bad_words=["a"], logit_bias={33: 8.0}, logprobs=2)),
+    (prompt(35), params(logprob_token_ids=[40, 41, 300], extra_args={"diffusion_max_steps": 3})),
+    (
+        prompt(31),
+        params(
+            extra_args={
+                "diffusion_pin_at": [3, 40],
+                "diffusion_pin_ids": [50, 51],
+                "diffusion_pin_mode": "hold",
+            }
+        ),
+    ),
+    (prompt(30), GRAMMAR),
+]
+EDITING = params(
+    extra_args={"diffusion_editing": 1, "diffusion_threshold": 0.2, "diffusion_max_post_steps": 3}
+)
+FAMILIES: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "llada2": (family_checkpoints.LLADA2, [*OF_MASKS, (prompt(17), EDITING)]),
+    "sdar": (family_checkpoints.SDAR, OF_MASKS),
+    "sdar_moe": (family_checkpoints.SDAR_MOE, OF_MASKS),
+    "a2d_qwen3": (family_checkpoints.A2D_QWEN3, OF_MASKS),
+    "a2d_qwen2": (family_checkpoints.A2D_QWEN2, OF_MASKS),
+    "stable_diffcoder": (family_checkpoints.STABLE_DIFFCODER, OF_MASKS),
+    "nemotron": (family_checkpoints.NEMOTRON, OF_MASKS),
+}
+
+
+def answers(engine: Engine, requests: list[Any]) -> list[Any]:
+    """Of each request its tokens, and the logprobs that it asked for, in a form for JSON."""
+    outputs = [output.outputs[0] for output in engine.outputs(*zip(*requests, strict=True))]
+    return [
+        [
+            list(answer.token_ids),
+            [
+                {str(token): entry.logprob for token, entry in of_token.items()}
+                for of_token in answer.logprobs or []
+            ],
+        ]
+        for answer in outputs
+    ]
+
+
+def on_two_ranks(model: Any, *arguments: str) -> list[Any]:
+    """``answers`` of two worker processes that speak gloo."""
+    # vLLM wants a NUMA node per rank, unless it is told not to bind threads. Spawned, each rank
+    # would import everything again.
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    return printed_json(run_python("-m", __name__, str(model), *arguments, environment=environment))
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    """Check that tokens are equal, and logprobs up to the order of the sum over shards."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours[0] == theirs[0]
+        for of_token, expected_entry in zip(ours[1], theirs[1], strict=True):
+            assert of_token == pytest.approx(expected_entry, abs=RUN_TOLERANCE)
 
 
 @pytest.mark.parametrize(
     "scheduling", ["loop", pytest.param("asynchronous", marks=pytest.mark.nightly)]
 )
 def test_two_ranks_generate_the_tokens_of_one(engine, checkpoint, scheduling):
-    """Heads, experts and vocabulary are sharded over two worker processes that speak gloo."""
-    # vLLM wants a NUMA node per rank, unless it is told not to bind threads. Spawned, each rank
-    # would import everything again.
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    finished = run_python("-m", __name__, str(checkpoint()), scheduling, environment=environment)
-    assert printed_json(finished) == engine.generate(CONTEXTS, PARAMS)
+    found = on_two_ranks(checkpoint(), scheduling)
+    assert_same(found, answers(engine, REQUESTS))
 
 
-def generate_on_two_ranks(model: str, scheduling: str) -> None:
-    """The other side of the test: prints the tokens."""
+@pytest.mark.parametrize(
+    ("family", "scheduling"),
+    [
+        ("llada2", "loop"),
+        *[
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in itertools.product(FAMILIES, ["loop", "asynchronous"])
+            if case != ("llada2", "loop")
+        ],
+    ],
+)
+def test_two_ranks_of_a_family_with_masks(tmp_path, family, scheduling):
+    """Experts and, where there are too few, copies of key-value heads."""
+    config, requests = FAMILIES[family]
+    model = family_checkpoints.write(tmp_path / "model", config)
+    found = on_two_ranks(model, scheduling, family)
+    assert_same(found, answers(get_engine(model, max_num_batched_tokens=256), requests))
+
+
+def generate_on_two_ranks(model: str, scheduling: str, family: str | None = None) -> None:
+    """The other side of the tests: prints the answers."""
     options: dict[str, Any] = dict(tensor_parallel_size=2, max_num_batched_tokens=256)
     if scheduling == "loop":
         # Each rank reads its own clock, and still both take the same number of passes.
@@ -96,9 +179,9 @@ def generate_on_two_ranks(model: str, scheduling: str) -> None:
         engine = Engine(model, **options)
     else:
         engine = get_async_engine(model, **options)
-    tokens = engine.generate(CONTEXTS, PARAMS)
+    found = answers(engine, FAMILIES[family][1] if family else REQUESTS)
     engine.llm.llm_engine.engine_core.shutdown()
-    print(json.dumps(tokens))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

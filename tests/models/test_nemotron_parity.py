@@ -12,9 +12,11 @@ import pytest
 import torch
 from transformers import Ministral3ForCausalLM
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.nemotron.reference import load_reference
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks
+from tests.engine.test_engine import scheduler_watch
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK, NEMOTRON, write
 from tests.support.nemotron_reference import logits_of
@@ -44,12 +46,22 @@ def prompts() -> list[list[int]]:
     return [torch.randint(20, 800, (n,), generator=draw).tolist() for n in lengths]
 
 
-def generate(model: Ministral3ForCausalLM, prompt: list[int], threshold: float) -> list[int]:
-    """Two canvases of masks: those that are sure get their token, and the surest in any case."""
+def generate(
+    model: Ministral3ForCausalLM, prompt: list[int], threshold: float, is_causal: bool = False
+) -> list[int]:
+    """Two canvases of masks: those that are sure get their token, and the surest in any case.
+
+    is_causal: the first token of a canvas is that of the causal pass in front of it.
+    """
     ids = list(prompt)
     for _ in range(2):
         start = len(ids)
-        ids += [MASK] * LENGTH
+        first = MASK
+        if is_causal:
+            behind = logits_of(model, ids, start)[-1]
+            behind[MASK] = -torch.inf
+            first = int(behind.argmax())
+        ids += [first, *[MASK] * (LENGTH - 1)]
         while MASK in ids[start:]:
             logits = logits_of(model, ids, start)
             logits[:, MASK] = -torch.inf
@@ -69,6 +81,45 @@ def served(engine: Engine, prompts: list[list[int]], **extra: Any) -> list[list[
 def test_tokens_are_those_of_the_loop(engine: Engine, model: Ministral3ForCausalLM) -> None:
     for prompt, tokens in zip(prompts(), served(engine, prompts()), strict=True):
         assert tokens == generate(model, prompt, THRESHOLD), len(prompt)
+
+
+@pytest.fixture(scope="module")
+def causal(path: Path) -> Engine:
+    """As Hugging Face's loop begins a canvas."""
+    options = {"override_generation_config": {"first_token": "causal"}}
+    return get_engine(path, max_num_batched_tokens=128, **options)
+
+
+def test_a_canvas_may_begin_with_the_causal_passs_token(
+    causal: Engine, engine: Engine, model: Ministral3ForCausalLM
+) -> None:
+    found = served(causal, prompts())
+    for prompt, tokens in zip(prompts(), found, strict=True):
+        assert tokens == generate(model, prompt, THRESHOLD, is_causal=True), len(prompt)
+    assert found != served(engine, prompts())
+
+
+def test_a_canvas_that_begins_so_takes_a_pass_more(causal: Engine, monkeypatch) -> None:
+    """Two canvases: the prompt and the first of them have passes of their own."""
+    passes = scheduler_watch(monkeypatch, causal, "schedule")
+    with causal.watch() as watched, causal.one_pass_a_visit():
+        served(causal, [prompts()[5]])
+    (steps,) = watched.values()
+    assert len(passes) == len(steps) + 2
+    assert {step.head_len for step in steps} == {0}
+
+
+def test_first_tokens_follow_from_the_seed_and_a_grammar_begins_with_masks(causal: Engine) -> None:
+    options = dict(max_tokens=2 * LENGTH, ignore_eos=True, temperature=1.0)
+    drawn = [SamplingParams(seed=seed, **options) for seed in (1, 1, 2)]
+    one, again, other = causal.generate([prompts()[3]] * 3, drawn)
+    assert one == again != other
+    structured = StructuredOutputsParams(regex="[0-9]{40}")
+    (answer,) = causal.outputs(
+        [prompts()[3]], SamplingParams(max_tokens=2 * LENGTH, structured_outputs=structured)
+    )
+    text = causal.llm.get_tokenizer().decode(answer.outputs[0].token_ids, skip_special_tokens=True)
+    assert text.isdecimal() and len(text) == 40
 
 
 def test_a_request_has_its_own_threshold(engine: Engine, model: Ministral3ForCausalLM) -> None:

@@ -10,6 +10,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.registry import MultiModalRegistry
 
 from dllm.patches import install
+from tests.support import family_checkpoints
 
 install.install(serve_with_dllm=True)
 
@@ -50,6 +51,12 @@ def test_an_image_gets_a_400_also_where_torchvision_is(checkpoint, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(VLLMValidationError, match=r"served without its vision tower\. Send text"):
         parse_chat(checkpoint(), MESSAGES)
+
+
+def test_a_model_that_cannot_have_a_vision_tower_asks_for_no_package(tmp_path):
+    model = family_checkpoints.write(tmp_path / "model", family_checkpoints.SDAR)
+    with pytest.raises(VLLMValidationError, match="text-only: the model has no vision tower"):
+        parse_chat(model, MESSAGES)
 
 
 def test_text_parts_pass(checkpoint):

@@ -101,7 +101,7 @@ REFUSED = {
                   "diffusion_pin_at"),
     "canvas": (completion(vllm_xargs={"diffusion_seed_canvas": [5] * 300_000}),
                "diffusion_seed_canvas"),
-    "extra arguments": (completion(vllm_xargs={f"k{i}": 1 for i in range(70_000)}), "extra_args"),
+    "extra arguments": (completion(vllm_xargs={f"k{i}": 1 for i in range(70_000)}), "k0"),
     "nested arguments": (completion(vllm_xargs={"a": [["b"]] * 130_000}), "body.vllm_xargs.a"),
     # Structured outputs.
     "wide schema": (completion(structured_outputs={"json": WIDE}), "structured_outputs"),

@@ -325,6 +325,7 @@ def test_an_unknown_argument_is_refused_with_the_nearest_known_one(key, hint):
     assert f"unknown extra argument {key!r}{hint}. Known: {', '.join(extra_args(CONFIG))}" in str(
         error
     )
+    assert error.parameter == key
 
 
 @pytest.mark.parametrize(

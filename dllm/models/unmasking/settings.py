@@ -22,6 +22,7 @@ ALL_SETTINGS = {
     "editing_threshold",
     "max_post_steps",
     "mode",
+    "first_token",
 }
 
 
@@ -71,6 +72,11 @@ class UnmaskingSettings:
     def block_size(self) -> int:
         """Tokens of a block. A canvas is what is left of its block."""
         return self.canvas_length
+
+    @property
+    def begins_causally(self) -> bool:
+        """Whether a causal pass decides the first token of a canvas."""
+        return False
 
     @property
     def never_emitted(self) -> tuple[int, ...]:

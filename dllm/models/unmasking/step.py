@@ -46,6 +46,7 @@ class Unmasking(Family):
 
     def __init__(self, settings: UnmaskingSettings) -> None:
         self.settings: UnmaskingSettings = settings
+        self.begins_causally = settings.begins_causally
 
     def fresh_canvas(self, seeds: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """Canvases of masks."""

@@ -1,0 +1,85 @@
+"""The first token of a canvas, from the causal pass over the text in front of it.
+
+A family may ask for it (``Family.begins_causally``): then a prompt, and each emitted block, has a
+pass of its own, whose last row decides the first token of the canvas that follows. The canvas
+begins with this token and masks.
+
+A request that restricts its tokens begins with masks alone: with a grammar, edits of logits or
+filters, the first token is decided on the canvas, where they are applied.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from dllm.engine.state import CanvasState
+from dllm.ops import noise
+from dllm.ops.dispatch import row_stats
+from dllm.ops.staging import to_device
+
+
+class FirstTokens:
+    """Writes first tokens into the canvases of a server.
+
+    Args:
+        model: whose ``compute_logits`` gives logits of any row.
+        state: of all canvases.
+        draft_tokens: ``[slots, C]``, the canvases.
+        mask_token_id: of the model; a place that holds another token keeps it.
+    """
+
+    def __init__(
+        self, model: Any, state: CanvasState, draft_tokens: torch.Tensor, mask_token_id: int
+    ) -> None:
+        self._model, self._state, self._canvases = model, state, draft_tokens
+        self._mask = mask_token_id
+        self._is_free = np.zeros(len(draft_tokens), dtype=bool)  # by slot
+
+    def add_request(self, slot: int, params: SamplingParams) -> None:
+        """Learn whether a new request begins so."""
+        self._is_free[slot] = not (
+            params.structured_outputs
+            or params.logit_bias
+            or params.bad_words
+            or params.allowed_token_ids
+            or params.min_tokens
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.repetition_penalty != 1
+            or params.top_k > 0
+            or params.top_p < 1
+            or params.min_p > 0
+        )
+
+    def write(self, hidden_states: torch.Tensor, batch: InputBatch) -> None:
+        """Behind a forward pass: begin the canvases whose text has been read to its end.
+
+        Args:
+            hidden_states: ``[tokens, hidden]``, of the last layer.
+            batch: the step; rows with a canvas are past this.
+        """
+        count = batch.num_reqs
+        slots_np = batch.idx_mapping_np[:count]
+        starts_np = batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count]
+        begins = self._is_free[slots_np] & (starts_np >= batch.prefill_len_np[:count])
+        if batch.num_draft_tokens_per_req is not None:
+            begins &= batch.num_draft_tokens_per_req[:count] == 0
+        if not begins.any():
+            return
+        lasts = batch.query_start_loc_np[1 : count + 1][begins] - 1
+        rows, slots, starts = to_device(
+            np.stack([lasts, slots_np[begins], starts_np[begins]]).astype(np.int64),
+            hidden_states.device,
+        )
+        state = self._state
+        logits = self._model.compute_logits(hidden_states[rows])
+        keys = noise.row_keys(
+            state.seeds[slots], starts, torch.zeros_like(starts), 1, noise.STREAM_GUMBEL
+        )[:, 0]
+        keys = torch.where(state.is_greedy[slots, None], noise.NO_KEY, keys)
+        tokens = row_stats(logits, state.temperatures[slots], keys, None).sample
+        begun = self._canvases[slots, 0]
+        self._canvases[slots, 0] = torch.where(begun == self._mask, tokens.to(begun.dtype), begun)
