@@ -13,6 +13,7 @@ from dllm.drafter.widths.pilot import PREPROCESSING, TOP_K, Pilot, PilotConfig, 
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.drafter.widths.survival import BIN_EDGES, NUM_BINS, Survival, bins_of
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
+from tests.support.clock import Clock
 from tests.support.drafter_harness import FixedCosts
 
 N = 5
@@ -200,15 +201,6 @@ def test_one_more_draft_goes_to_the_likeliest():
 
 
 # --- adaptive -------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Seconds, moved by hand."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Traffic:
