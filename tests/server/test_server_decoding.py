@@ -1,0 +1,90 @@
+"""`vllm serve` of tiny-nemotron token by token and checking its own drafts: the same answers."""
+
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from dllm.tasks.suite import questions
+from tests.support.server_harness import MODEL, Server
+
+pytestmark = pytest.mark.slow
+
+CHECKPOINT = Path(__file__).parents[2] / "checkpoints/tiny-nemotron"
+FLAGS = (
+    f"--served-model-name={MODEL}",
+    "--dtype=float32",
+    "--enforce-eager",
+    "--max-model-len=512",
+    "--max-num-seqs=8",
+    "--max-num-batched-tokens=512",
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=["ar", "self_speculation"])
+def decoding(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(decoding: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = f'--additional-config={{"dllm": {{"decoding": "{decoding}"}}}}'
+    with Server(
+        CHECKPOINT, tmp_path_factory.mktemp(decoding) / "log", (*FLAGS, options)
+    ) as running:
+        running.wait_until_ready()
+        yield running
+
+
+def ask(client: openai.OpenAI, question: str, **options: Any) -> Any:
+    messages = [{"role": "user", "content": question}]
+    options = {"max_tokens": 100, "temperature": 0} | options
+    return client.chat.completions.create(model=MODEL, messages=messages, **options)
+
+
+def answers(server: Server) -> list[str]:
+    """Greedy, seeded, stopped, structured and streamed answers, and the tokens of one."""
+    client = server.client()
+    first, second = (one.prompt for one in questions(["sort", "extract"], "heldout", 1, 0))
+    found = [ask(client, first), ask(client, second, temperature=2.0, seed=7)]
+    found.append(ask(client, second, temperature=1.0, seed=8, top_p=0.9, stop=["e"]))
+    found.append(ask(client, first, logit_bias={"40": 5}, presence_penalty=1.0))
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    found.append(ask(client, second, response_format=form))
+    scored = ask(client, first, logprobs=True).choices[0].logprobs.content
+    texts = [one.choices[0].message.content for one in found]
+    stream = ask(client, second, stream=True)
+    texts.append("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+    return [*texts, *(f"{one.token} {one.logprob:.3f}" for one in scored)]
+
+
+said: dict[str, list[str]] = {}
+
+
+def test_answers_are_those_token_by_token(server: Server, decoding: str) -> None:
+    said[decoding] = answers(server)
+    assert said[decoding] == said["ar"]
+    greedy, _, stopped, _, structured, _ = said["ar"][:6]
+    assert len({greedy, stopped, structured}) == 3
+    assert json.loads(structured).keys() == {"name", "age"}
+
+
+def test_drafts_are_kept(server: Server, decoding: str) -> None:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    drafts, kept = (
+        sum(map(float, re.findall(rf"^vllm:spec_decode_num_{what}_total\S* (\S+)$", text, re.M)))
+        for what in ("drafts", "accepted_tokens")
+    )
+    assert kept > drafts > 0 if decoding == "self_speculation" else drafts == 0
