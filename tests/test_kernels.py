@@ -54,14 +54,21 @@ def test_kernels_fit_every_gpu(arch: int) -> None:
             assert one["matrix"] == ("mma" if is_low else MATRIX[arch]), where
             # While a tile of keys is computed with, K and V of the next one are under way.
             assert min(one["waits"]) >= 2, where
+        if one["kernel"] == "context_kv_kernel" and arch in (80, 90):
+            # Hopper's instruction needs 64 rows.
+            assert one["matrix"] == ("mma" if "few" in one["label"] else MATRIX[arch]), where
+            assert one["waits"], where
         if one["kernel"] == "_search_kernel":
             # What one thread writes for a position, others read for the next.
             assert one["barriers"] >= 2, where
 
 
-def test_every_branch_of_the_attention_kernel_compiles() -> None:
+def test_every_branch_of_the_kernels_of_attention_compiles() -> None:
     found = compiled(90, "branches")
     assert [one["kernel"] for one in found].count("canvas_attention_kernel") == 3
+    assert all(one["spilled"] == 0 for one in found)
+    contexts = [one["matrix"] for one in found if one["kernel"] == "context_kv_kernel"]
+    assert contexts == ["wgmma", "wgmma", ""]  # fp32 has no matrix instruction
     assert all(one["matrix"] for one in found if one["kernel"] == "canvas_attention_kernel")
 
 

@@ -47,7 +47,7 @@ class Stream:
             {
                 "id": self.request_id,
                 "object": "chat.completion.chunk" if self.is_chat else "text_completion",
-                "created": int(time.time()),
+                "created": int(time.time()),  # noqa: TID251  only told
                 "model": self.model,
                 "choices": [{"index": index, **said, "finish_reason": None, **choice}],
                 **top,

@@ -101,18 +101,12 @@ def _fill_samples(
     num_samples: int,
     positions: np.ndarray,
     slots: np.ndarray,
-    samples_first: bool,
 ) -> None:
-    """Write index, position and request slot of each query token that a draft is sampled at.
-
-    samples_first: at all query tokens, each for the position after its own. Otherwise at all but
-    the first, each for its own position.
-    """
+    """Write index, position and request slot of each mask token: a draft is sampled there."""
     indices_out, positions_out, slots_out = (buffer[:num_samples] for buffer in out)
-    first = 0 if samples_first else 1
-    indices = np.arange(positions.size).reshape(positions.shape)[:, first:]
+    indices = np.arange(positions.size).reshape(positions.shape)[:, 1:]
     _fill(indices_out, indices, padding=0)
-    _fill(positions_out, positions[:, first:] + samples_first, padding=0)
+    _fill(positions_out, positions[:, 1:], padding=0)
     _fill(slots_out, slots.repeat(indices.shape[1]), padding=-1)
 
 
@@ -156,6 +150,7 @@ def _prepare_dflash_inputs_kernel(
 ) -> None:
     """Fill every input buffer of the drafter's step, and pad each to its end."""
     assert CP_SIZE == 1, f"context parallelism needs CUDA, but CP_SIZE is {CP_SIZE}"
+    assert not SAMPLE_FROM_ANCHOR, "a DFlash drafter samples at mask tokens"
     slots = idx_mapping_ptr.numpy()
     cache = _Cache(block_table_ptr.numpy(), block_size, PAD_SLOT_ID)
     last = _fill_context(
@@ -179,7 +174,7 @@ def _prepare_dflash_inputs_kernel(
     _fill_queries(queries, bonus, parallel_drafting_token_id, positions, max_model_len - 1, cache)
     samples = (out_sample_indices_ptr, out_sample_pos_ptr, out_sample_idx_mapping_ptr)
     num_samples = max_num_reqs * num_speculative_steps
-    _fill_samples(samples, num_samples, positions, slots, SAMPLE_FROM_ANCHOR)
+    _fill_samples(samples, num_samples, positions, slots)
     out_temperature_ptr.numpy()[slots] = temperature_ptr.numpy()[slots]
     out_seeds_ptr.numpy()[slots] = seeds_ptr.numpy()[slots]
 

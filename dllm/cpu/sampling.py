@@ -1,8 +1,7 @@
 """The Triton kernels of vLLM's sampler for autoregressive models, in numpy and torch.
 
-A diffusion model has its own sampler and never launches them. So they are installed only where an
-autoregressive model or a drafter is served (`install(..., include_sampling=True)`). `batch`
-explains how these functions are written. Here
+A diffusion model has its own sampler and never launches them. `batch` explains how these functions
+are written. Here
 
     logits                [N, V], one row for each position that is sampled; changed in place
     expanded_idx_mapping  [N], the slot of each logits row

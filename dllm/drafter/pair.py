@@ -63,9 +63,7 @@ def refuse_mismatch(vllm_config: VllmConfig) -> DrafterConfig:
     assert speculative is not None, "no drafter"
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     drafter_options(vllm_config).check_against(
-        speculative.num_speculative_tokens,
-        speculative.draft_sample_method == "probabilistic",
-        speculative.enable_adaptive_verification,
+        speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
     refuse_cache_dtype(speculative)
     drafter = drafter_config(vllm_config)

@@ -1,8 +1,8 @@
 """One drafting step: store the context, draft with a pass over [last token, MASK x N], set widths.
 
 vLLM's DFlash speculator prepares the pass (positions, cache slots, CUDA graphs). This subclass adds
-the network, several passes over the draft block, and two decisions: whether a step drafts at all,
-and how many of its drafts are verified. Neither changes the text (``verification``).
+the network, and decides whether a step drafts at all and how many of its drafts are verified.
+Neither changes the text (``verification``).
 """
 
 import time
@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -28,15 +27,26 @@ from dllm.drafter.metrics import CountedDrafts, Counts
 from dllm.drafter.pair import drafter_options, end_ids
 from dllm.drafter.recording import make_recorder
 from dllm.drafter.renewal import Renewal
-from dllm.drafter.schedule import reveal_counts, reveal_surest
 from dllm.drafter.step import TargetStep
-from dllm.drafter.widths.choice import make_policy
-from dllm.drafter.widths.policy import VerifiedStep, WidthPolicy
+from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.pilot import Pilot, PilotWidth
+from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.engine.ranks import answer_of_first_rank
-from dllm.settings.drafting import always_verifies_all
+from dllm.settings.drafting import DrafterOptions, always_verifies_all
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 DraftPass = Callable[[], torch.Tensor]  # stores a step's context and drafts: [rows, N] token ids
+
+
+def make_policy(options: DrafterOptions, num_drafts: int, num_slots: int) -> WidthPolicy:
+    """The policy that the options name, for so many requests at once."""
+    if options.policy == "adaptive":
+        return AdaptiveWidth(num_drafts, num_slots, options.confidence, options.hysteresis)
+    if options.policy == "pilot":
+        assert options.pilot is not None, "checked by DrafterOptions"
+        return PilotWidth(num_drafts, num_slots, Pilot.load(options.pilot))
+    assert options.policy == "fixed", options.policy
+    return FixedWidth(num_drafts, options.width)
 
 
 class Drafter(DFlashSpeculator):
@@ -53,9 +63,6 @@ class Drafter(DFlashSpeculator):
         self._trims = not always_verifies_all(options, num_drafts)
         self._samples_drafts = self.speculative_config.draft_sample_method == "probabilistic"
         self.draft_logits = None  # vLLM's copy of the drafter's distributions: nobody reads it here
-        self._reveal_counts = reveal_counts(
-            options.noise_schedule, num_drafts, options.denoise_steps
-        )
         self._end_ids = torch.tensor(sorted(end_ids(vllm_config)), device=device)
         parallel = vllm_config.parallel_config
         # Replicas that decode together, and ranks that share a prompt, all run every draft pass.
@@ -307,40 +314,6 @@ class Drafter(DFlashSpeculator):
         self._store_context()
         self.model.reload_weights(weights)
 
-    def _generate_draft(
-        self,
-        num_reqs: int,
-        num_tokens_padded: int,
-        attn_metadata: dict[str, object] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
-        num_tokens_across_dp: torch.Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
-    ) -> None:
-        """vLLM's hook: fill ``draft_tokens`` by one pass over the draft block, or by several.
-
-        Of several passes each one decides some positions; the others are masked in the next pass.
-        ``num_reqs`` may count rows of padding, if a CUDA graph is recorded or replayed.
-        """
-        arguments = (attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
-        if len(self._reveal_counts) == 1:
-            super()._generate_draft(num_reqs, num_tokens_padded, *arguments)
-            return
-        # Indices of the block's masked positions on the flat token axis, [rows * N]. Those of a
-        # padded row are all 0, which is the last token of the first request: it keeps its value.
-        places = self.sample_indices[: num_reqs * self.num_speculative_steps]
-        is_padding = self.sample_idx_mapping[: len(places)] < 0
-        drafts, confidence = self.draft_tokens[:num_reqs], self._confidence[:num_reqs]
-        is_masked = torch.ones_like(drafts, dtype=torch.bool)
-        input_ids = self.input_buffers.input_ids
-        for count in self._reveal_counts:
-            hidden = self._run_model(num_tokens_padded, *arguments)
-            logits = self.model.compute_logits(hidden[places]).view(*drafts.shape, -1)
-            reveal_surest(drafts, confidence, is_masked, logits, count)
-            tokens = drafts.masked_fill(is_masked, self.parallel_drafting_token_id)
-            tokens = tokens.view(-1).to(input_ids.dtype)
-            input_ids[places] = torch.where(is_padding, input_ids[places], tokens)
-        confidence.masked_fill_(torch.isin(drafts, self._end_ids), 0.0)
-
     def sample_draft(
         self,
         hidden_states: torch.Tensor,
@@ -353,7 +326,7 @@ class Drafter(DFlashSpeculator):
         spec_step_idx: int = 0,
         **of_stock: Any,
     ) -> torch.Tensor:
-        """vLLM's hook of a single pass: the drafts ``[rows * N]``, the likeliest or sampled ones.
+        """vLLM's hook: the drafts ``[rows * N]``, the likeliest or sampled ones.
 
         Sampled drafts use the target's random numbers of their positions (``verification``).
         """
@@ -385,7 +358,7 @@ class Drafter(DFlashSpeculator):
     def _maybe_predict_acceptance(
         self, logits: torch.Tensor, idx_mapping: torch.Tensor, draft_step: torch.Tensor
     ) -> None:
-        """vLLM's hook after a single pass: store how sure the drafter is at each place."""
+        """vLLM's hook: store how sure the drafter is at each place."""
         super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         if self.policy.reads_confidence:
             likeliest, tokens = logits.float().softmax(-1).max(-1)

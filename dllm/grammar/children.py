@@ -32,7 +32,6 @@ class Children:
     """Of one vocabulary; for any number of threads.
 
     Args:
-        vocabulary: of the tables.
         seconds: for one grammar, without the start of the first process.
         most_memory: bytes for one grammar.
     """

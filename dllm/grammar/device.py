@@ -91,11 +91,6 @@ class TablePool:
 
     All memory is taken when it is made. Nothing waits for the device: tables are written behind
     the kernels that were launched before.
-
-    Args:
-        room: for all tables.
-        vocab_size: of every table.
-        device: of the tensors.
     """
 
     def __init__(self, room: Sizes, vocab_size: int, device: torch.device | str = "cpu") -> None:

@@ -10,6 +10,8 @@ import json
 from collections import deque
 from typing import Any, NamedTuple
 
+import networkx
+
 # Kinds of edges in the serialized automaton: in the place of the lowest byte of a range.
 EPSILON, RULE, REPEAT, TOKEN, NOT_TOKEN = -1, -2, -4, -5, -6
 WHOLE = '"complete_fsm":'
@@ -156,8 +158,10 @@ class Rules:
                     if target not in seen:
                         seen.add(target)
                         todo.append(target)
-        group = _circles(calls)
-        return {behind for rule, called, behind in returns if group[rule] == group[called]}
+        graph = networkx.DiGraph(dict(enumerate(calls)))
+        circles = networkx.strongly_connected_components(graph)
+        circle_of = {rule: number for number, circle in enumerate(circles) for rule in circle}
+        return {behind for rule, called, behind in returns if circle_of[rule] == circle_of[called]}
 
     def _edge_bytes(self, low: int, high: int, to_end: list[int]) -> int:
         """Fewest bytes that an edge reads."""
@@ -177,39 +181,6 @@ def _parse(serialized: str) -> tuple[dict[str, Any], dict[str, Any]]:
     first = serialized.index(WHOLE) + len(WHOLE)
     fsm, end = json.JSONDecoder().raw_decode(serialized, first)
     return json.loads(serialized.replace(serialized[first:end], "null"))["grammar"], fsm
-
-
-def _circles(calls: list[set[int]]) -> list[int]:
-    """Numbers that two rules share if each leads to the other: strongly connected components.
-
-    Kosaraju's algorithm; a rule that calls itself shares its number with itself.
-    """
-    callers: list[list[int]] = [[] for _ in calls]
-    for rule, called in enumerate(calls):
-        for each in called:
-            callers[each].append(rule)
-    finished: list[int] = []
-    seen = [False] * len(calls)
-    for root in range(len(calls)):
-        path = [] if seen[root] else [(root, iter(calls[root]))]
-        seen[root] = True
-        while path:
-            rule, rest = path[-1]
-            following = next((each for each in rest if not seen[each]), None)
-            if following is None:
-                finished.append(rule)
-                path.pop()
-            else:
-                seen[following] = True
-                path.append((following, iter(calls[following])))
-    group = [-1] * len(calls)
-    for root in reversed(finished):
-        todo = [root] if group[root] < 0 else []
-        while todo:
-            rule = todo.pop()
-            group[rule] = root
-            todo += [each for each in callers[rule] if group[each] < 0]
-    return group
 
 
 def _remove_surrogates(edges: list[list[Any]]) -> None:

@@ -164,12 +164,7 @@ def token_bits(keys: Tensor, token_ids: Tensor) -> Tensor:
 def smallest_words(keys: Tensor, token_ids: Tensor) -> Tensor:
     """The smallest `token_bits` of each tile of tokens, which has the largest noise.
 
-    Args:
-        keys: [..., 2] int64.
-        token_ids: [..., tiles, width] int32.
-
-    Returns:
-        [..., tiles] int64 in [0, 2^32).
+    keys [..., 2] and token_ids [..., tiles, width] give [..., tiles] int64 in [0, 2^32).
     """
     flipped = _token_words(keys[..., None, :], token_ids) ^ _SIGN32  # signed order = unsigned order
     return (flipped.amin(dim=-1) ^ _SIGN32).long() & _MASK32

@@ -2,7 +2,7 @@
 
 This module holds data only. It is true of vLLM 0.32.0. ``tests/patches/test_contract.py`` checks
 that vLLM has these names, with the signatures that we expect. The same test finds in our source
-which other names of vLLM we import, override and read, and checks those, too.
+which other names of vLLM we import, call and override, and checks those, too.
 """
 
 SCHEDULER = "dllm.engine.scheduler.CanvasScheduler"

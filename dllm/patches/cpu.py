@@ -221,17 +221,13 @@ def allow_product_of_no_rows() -> None:
     _custom_ops.weight_packed_linear_cpu = weight_packed_linear_cpu
 
 
-def register_cpu_kernels(include_sampling: bool) -> None:
-    """Replace Model Runner V2's Triton kernels in this worker's process by ``dllm.cpu``.
-
-    Args:
-        include_sampling: also the kernels of vLLM's sampler, which a diffusion model does not use.
-    """
+def register_cpu_kernels() -> None:
+    """Replace Model Runner V2's Triton kernels in this worker's process by ``dllm.cpu``."""
     from vllm.triton_utils.dispatcher import register_kernels
 
-    from dllm.cpu.install import install
+    from dllm.cpu.kernels import KERNELS
 
-    install(register_kernels, include_sampling=include_sampling)
+    register_kernels(KERNELS)
 
 
 def pack_new_weights(model: Any) -> None:

@@ -15,7 +15,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.engine.warm_up import warm_up
-from dllm.models import FAMILIES
 from dllm.patches.compile_cache import reload_compiled_backbone, write_checksums
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.cpu import allow_product_of_no_rows, pack_new_weights, register_cpu_kernels
@@ -28,8 +27,7 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
     """A CPU worker that replaces Triton kernels, and compiles everything before it is ready."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        is_diffusion = vllm_config.model_config.architecture in FAMILIES
-        register_cpu_kernels(include_sampling=not is_diffusion)
+        register_cpu_kernels()
         reload_compiled_backbone()
         allow_product_of_no_rows()
         draft_in_this_worker(vllm_config)

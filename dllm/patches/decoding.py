@@ -48,9 +48,7 @@ def configure_self_drafting(vllm_config: Any) -> None:
         )
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     options.check_against(
-        speculative.num_speculative_tokens,
-        speculative.draft_sample_method == "probabilistic",
-        speculative.enable_adaptive_verification,
+        speculative.num_speculative_tokens, speculative.enable_adaptive_verification
     )
     for key in ("window", "record", "renew", "mask_token_id", "mask_token"):
         if getattr(options, key) is not None:

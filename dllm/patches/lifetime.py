@@ -201,10 +201,6 @@ async def watchdog_loop(server: Any, engine: Any) -> None:
 
     vLLM's looks every 5 s. Its server then waits until every answer is read, also those that will
     never be complete; so it does after SIGTERM, which cancels this task.
-
-    Args:
-        server: uvicorn's.
-        engine: the client of the engine core.
     """
     try:
         while not server.should_exit:

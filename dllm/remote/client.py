@@ -198,9 +198,6 @@ class Client:
 
     Args:
         vocab_size: of the target: a reply with another token id is refused whole.
-        counts: as of ``Link``.
-        clock: seconds.
-        wait: as ``wait``.
     """
 
     def __init__(

@@ -114,11 +114,7 @@ class Counts:
 
 
 class DraftWorker:
-    """Hears asks, drafts and replies.
-
-    Args:
-        clock: seconds.
-    """
+    """Hears asks, drafts and replies."""
 
     def __init__(
         self,

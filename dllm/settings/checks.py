@@ -70,25 +70,6 @@ def refuse_value(name: str, value: object, allowed: str) -> NoReturn:
     raise ValueError(f"{name} = {value!r}; allowed: {allowed}.")
 
 
-def check_fields(
-    holder: object, at_least: Mapping[str, int], ranges: Mapping[str, FloatRange]
-) -> None:
-    """Refuse an object with an attribute outside its limits.
-
-    Args:
-        at_least: attributes that must be integers, with their smallest values.
-        ranges: attributes that must be numbers, with their ranges.
-
-    Raises:
-        ValueError: names the first such attribute, its value and what is allowed.
-    """
-    for name, least in at_least.items():
-        check_int(name, getattr(holder, name), least)
-    for name, allowed in ranges.items():
-        if getattr(holder, name) not in allowed:
-            refuse_value(name, getattr(holder, name), str(allowed))
-
-
 def check_int(name: str, value: object, at_least: int) -> None:
     """Refuse a value that is not an integer (a bool is refused) or is less than ``at_least``.
 

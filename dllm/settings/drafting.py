@@ -21,7 +21,6 @@ POLICY_OPTIONS = {
     "pilot": "pilot",
 }
 HYSTERESES = FloatRange(0.0, 1.0)  # allowed values of `hysteresis`
-NOISE_SCHEDULES = ("cosine", "linear", "sqrt")
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,6 @@ class DrafterOptions:
         pilot: of the policy ``pilot``: folder that ``dllm train pilot`` wrote.
         window: number of context tokens before the draft block that the drafter attends to; earlier
             ones leave its KV cache. None keeps what the checkpoint says.
-        denoise_steps: passes over the draft block; with several, each decides the positions of
-            which the drafter is surest.
-        noise_schedule: how many tokens each of these passes decides (``dllm.drafter.schedule``).
         mask_token_id, mask_token: the token at undecided positions, if the checkpoint does not name
             one.
         record: folder in which tokens and hidden states of live traffic are recorded, for
@@ -60,8 +56,6 @@ class DrafterOptions:
     hysteresis: float = 0.03
     pilot: str | None = None
     window: int | None = None
-    denoise_steps: int = 1
-    noise_schedule: str = "cosine"
     mask_token_id: int | None = None
     mask_token: str | None = None
     record: str | None = None
@@ -73,15 +67,13 @@ class DrafterOptions:
         for key, at_least in (("width", 0), ("window", 1), ("mask_token_id", 0)):
             if getattr(self, key) is not None:
                 check_int(f"{WHERE}: {key}", getattr(self, key), at_least)
-        check_int(f"{WHERE}: denoise_steps", self.denoise_steps, 1)
         check_int(f"{WHERE}: record_mb", self.record_mb, 1)
         self._check_record_layers()
         for key in ("mask_token", "record", "renew"):
             if getattr(self, key) is not None and not isinstance(getattr(self, key), str):
                 refuse_value(f"{WHERE}: {key}", getattr(self, key), "a string")
-        for key, allowed in (("policy", POLICIES), ("noise_schedule", NOISE_SCHEDULES)):
-            if getattr(self, key) not in allowed:
-                refuse_value(f"{WHERE}: {key}", getattr(self, key), ", ".join(allowed))
+        if self.policy not in POLICIES:
+            refuse_value(f"{WHERE}: policy", self.policy, ", ".join(POLICIES))
         self._check_policy()
 
     def _check_record_layers(self) -> None:
@@ -128,17 +120,13 @@ class DrafterOptions:
             return given
         return cls(**known_fields(cls, given, WHERE))
 
-    def check_against(
-        self, num_drafts: int, samples_drafts: bool, is_trimmed_by_vllm: bool
-    ) -> None:
+    def check_against(self, num_drafts: int, is_trimmed_by_vllm: bool) -> None:
         """Refuse options that do not fit the server's speculative config.
 
         Args:
             num_drafts: num_speculative_tokens.
-            samples_drafts: drafts are sampled (draft_sample_method "probabilistic"), not the most
-                likely tokens.
             is_trimmed_by_vllm: vLLM chooses how many drafts are verified
-                (enable_adaptive_verification), from the logits of a single pass.
+                (enable_adaptive_verification).
 
         Raises:
             ValueError: names both values.
@@ -148,29 +136,16 @@ class DrafterOptions:
                 f"{WHERE}: width = {self.width}, but num_speculative_tokens is {num_drafts}; "
                 f"allowed: 0 to {num_drafts}."
             )
-        if self.denoise_steps > num_drafts:
-            raise ValueError(
-                f"{WHERE}: denoise_steps = {self.denoise_steps}, but num_speculative_tokens is "
-                f"{num_drafts}; each step reveals at least one token."
-            )
-        if self.denoise_steps > 1 and samples_drafts:
-            raise ValueError(
-                f"{WHERE}: denoise_steps = {self.denoise_steps} with draft_sample_method "
-                "'probabilistic': several passes reveal the most likely tokens. Leave one of them "
-                "out."
-            )
         if is_trimmed_by_vllm and (self.record is not None or self.renew is not None):
             raise ValueError(
                 f"{WHERE}: record or renew with enable_adaptive_verification: what is verified is "
                 "then decided on the device, and nobody else knows it. Leave one of them out."
             )
-        if is_trimmed_by_vllm and (
-            not always_verifies_all(self, num_drafts) or self.denoise_steps > 1
-        ):
+        if is_trimmed_by_vllm and not always_verifies_all(self, num_drafts):
             raise ValueError(
-                f"{WHERE}: policy = {self.policy!r}, width = {self.width}, denoise_steps = "
-                f"{self.denoise_steps} with enable_adaptive_verification: with it, vLLM decides "
-                "how many drafts are verified, from a single pass. Leave one of them out."
+                f"{WHERE}: policy = {self.policy!r}, width = {self.width} with "
+                "enable_adaptive_verification: with it, vLLM decides how many drafts are verified. "
+                "Leave one of them out."
             )
 
 

@@ -92,15 +92,9 @@ class Score:
         }
 
 
-def wilson_interval(num_correct: int, num_questions: int, z: float = Z_95) -> tuple[float, float]:
-    """The score interval (low, high) of num_correct / num_questions, within [0, 1].
-
-    Source: Wilson, JASA 22, 1927.
-
-    Args:
-        z: quantile of the standard normal distribution; the default gives 95%.
-    """
-    share, n = num_correct / num_questions, num_questions
+def wilson_interval(num_correct: int, num_questions: int) -> tuple[float, float]:
+    """The 95% score interval (low, high) of num_correct / num_questions (Wilson, JASA 22, 1927)."""
+    share, n, z = num_correct / num_questions, num_questions, Z_95
     center = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, center - half), min(1.0, center + half)

@@ -11,38 +11,14 @@ from rich.live import Live
 
 from dllm.settings.command import OK, CommandError
 from dllm.tools.client import Connection, add_arguments, connect, explained
-from dllm.tools.watch_drawing import Frame, Labels, legend, picture
+from dllm.tools.watch_drawing import Frame, Texts, legend, picture
 from dllm.tools.watch_svg import animation
 
 CANVASES = {"vllm_xargs": {"diffusion_stream": "canvas"}, "return_token_ids": True}
 
 
-class StreamedTexts:
-    """The texts of the tokens that a stream has shown; a stream needs no tokenizer here.
-
-    Attributes:
-        ends: tokens that ended an answer.
-    """
-
-    def __init__(self) -> None:
-        self.ends: set[int] = set()
-        self._texts: dict[int, str] = {}
-
-    def learn(self, canvas: dict[str, Any]) -> None:
-        """Note what a frame of the stream shows."""
-        self._texts |= zip(canvas["ids"], canvas["tokens"], strict=True)
-        length = canvas["length"]
-        if length < len(canvas["argmax"]):  # it ends in front of the canvas's end
-            self.ends.add(canvas["argmax"][length - 1])
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids; a token that was never shown is an ellipsis."""
-        shown = (one for one in ids if not (skip_special_tokens and one in self.ends))
-        return "".join(self._texts.get(one, "…") for one in shown)
-
-
 def served_frames(
-    connection: Connection, texts: StreamedTexts, question: str, max_blocks: int, seed: int
+    connection: Connection, texts: Texts, question: str, max_blocks: int, seed: int
 ) -> Iterator[Frame]:
     """Every denoise step that the server shows of an answer, up to ``max_blocks`` blocks.
 
@@ -95,13 +71,12 @@ def _frame(shown: dict[str, Any], block: int, emitted: tuple[int, ...]) -> Frame
 def main(argv: Sequence[str]) -> int:
     """Run ``dllm watch``: draw in the terminal and, with ``--svg``, into a file."""
     given = parse(argv)
-    texts = StreamedTexts()
-    labels = Labels(texts, texts.ends)
+    texts = Texts()
     connection = connect(given.base_url, given.model, given.api_key)
     drawn = served_frames(connection, texts, given.question, given.max_blocks, given.seed)
-    seen = show(drawn, labels, given.question, given.delay)
+    seen = show(drawn, texts, given.question, given.delay)
     if given.svg:
-        given.svg.write_text(animation(seen, labels, given.question))
+        given.svg.write_text(animation(seen, texts, given.question))
         Console(stderr=True).print(f"Wrote {given.svg}", style="dim", highlight=False)
     return OK
 
@@ -125,7 +100,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def show(drawn: Iterator[Frame], labels: Labels, question: str, delay: float) -> list[Frame]:
+def show(drawn: Iterator[Frame], texts: Texts, question: str, delay: float) -> list[Frame]:
     """Draw each frame as it comes, and return them all.
 
     A terminal shows one frame in the place of the other, ``delay`` seconds each. Anything else, for
@@ -137,12 +112,12 @@ def show(drawn: Iterator[Frame], labels: Labels, question: str, delay: float) ->
     seen = []
     if not console.is_terminal:
         for frame in drawn:
-            console.print(picture(frame, labels, console.width))
+            console.print(picture(frame, texts, console.width))
             seen.append(frame)
         return seen
     with Live(console=console, auto_refresh=False) as live:
         for frame in drawn:
-            live.update(picture(frame, labels, console.width), refresh=True)
+            live.update(picture(frame, texts, console.width), refresh=True)
             seen.append(frame)
             time.sleep(delay)
     return seen

@@ -9,9 +9,9 @@ entropy of the model's distribution there; its status is what the step did:
     unused    after the end of a converged answer          empty
 """
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -81,32 +81,42 @@ class Cell:
         return ENTROPY_COLORS[self.level][1]
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that is used here."""
+@dataclass
+class Texts:
+    """The texts of the tokens that a stream has shown; a stream needs no tokenizer here.
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+    Attributes:
+        by_id: of each token.
+        ends: tokens that ended an answer.
+    """
 
+    by_id: dict[int, str] = field(default_factory=dict)
+    ends: set[int] = field(default_factory=set)
 
-@dataclass(frozen=True)
-class Labels:
-    """Turns token ids into text."""
+    def learn(self, canvas: dict[str, Any]) -> None:
+        """Note what a frame of the stream shows."""
+        self.by_id |= zip(canvas["ids"], canvas["tokens"], strict=True)
+        length = canvas["length"]
+        if length < len(canvas["argmax"]):  # it ends in front of the canvas's end
+            self.ends.add(canvas["argmax"][length - 1])
 
-    tokenizer: Decoder
-    eos_ids: Set[int]
+    def of(self, token_id: int) -> str:
+        """A token that was never shown is an ellipsis."""
+        return self.by_id.get(token_id, "…")
 
-    def token(self, token_id: int) -> str:
+    def cell(self, token_id: int) -> str:
         """One token, short and on one line, with visible spaces."""
-        text = visible(self.tokenizer.decode([token_id]).replace(" ", "·").replace("\n", "⏎"))
+        text = visible(self.of(token_id).replace(" ", "·").replace("\n", "⏎"))
         return text if len(text) <= CELL_CHARACTERS else text[: CELL_CHARACTERS - 1] + "…"
 
     def answer(self, frame: Frame) -> str:
         """The text of the answer if the block's argmax were emitted now."""
         ids = [*frame.emitted, *frame.argmax]
-        return self.tokenizer.decode(ids[: self.length(ids)], skip_special_tokens=True)
+        return "".join(self.of(one) for one in ids[: self.length(ids)] if one not in self.ends)
 
     def length(self, ids: Sequence[int]) -> int:
-        """Number of tokens up to and including the first end-of-sequence token; all if none."""
-        ends = (i + 1 for i, token_id in enumerate(ids) if token_id in self.eos_ids)
+        """Number of tokens up to and including the first that ends an answer; all if none."""
+        ends = (i + 1 for i, token_id in enumerate(ids) if token_id in self.ends)
         return next(ends, len(ids))
 
 
@@ -121,31 +131,31 @@ def entropy_ranges() -> list[str]:
     return [*(f"≤ {limit:g}" for limit in limits), f"> {limits[-1]:g}"]
 
 
-def cells(frame: Frame, labels: Labels) -> list[Cell]:
+def cells(frame: Frame, texts: Texts) -> list[Cell]:
     """The canvas after a step, one cell for each position."""
     statuses: list[Status]
     if frame.is_final:
-        length = labels.length(frame.argmax)
-        held = [labels.token(token_id) for token_id in frame.argmax[:length]]
+        length = texts.length(frame.argmax)
+        held = [texts.cell(token_id) for token_id in frame.argmax[:length]]
         held += [""] * (len(frame.argmax) - length)
         statuses = ["final" if place < length else "unused" for place in range(len(held))]
     else:
-        held = [labels.token(token_id) for token_id in frame.next_canvas]
+        held = [texts.cell(token_id) for token_id in frame.next_canvas]
         statuses = ["accepted" if accepted else "renoised" for accepted in frame.accepted]
     levels = [entropy_level(nats) for nats in frame.entropy]
     return [Cell(*parts) for parts in zip(held, statuses, levels, strict=True)]
 
 
-def picture(frame: Frame, labels: Labels, width: int) -> RenderableType:
+def picture(frame: Frame, texts: Texts, width: int) -> RenderableType:
     """A step for a terminal of ``width`` characters: title, canvas and the answer so far."""
     columns = max(1, min(16, width // (CELL_CHARACTERS + 1)))
     grid = Table.grid(padding=(0, 1))
     for _ in range(columns):
         grid.add_column(width=CELL_CHARACTERS, no_wrap=True)
-    drawn = [_styled(cell) for cell in cells(frame, labels)]
+    drawn = [_styled(cell) for cell in cells(frame, texts)]
     for start in range(0, len(drawn), columns):
         grid.add_row(*drawn[start : start + columns])
-    shown = visible(labels.answer(frame), kept="\n\t")
+    shown = visible(texts.answer(frame), kept="\n\t")
     answer = Text(shown, style="bold" if frame.is_final else "")
     return Group(Text(frame.title, style="dim"), grid, answer, Text())
 

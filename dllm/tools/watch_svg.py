@@ -13,7 +13,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 from dllm.tools.visible import visible
-from dllm.tools.watch_drawing import CELL_CHARACTERS, Frame, Labels, legend, picture
+from dllm.tools.watch_drawing import CELL_CHARACTERS, Frame, Texts, legend, picture
 
 STEP_S, LAST_S = 0.8, 3.0  # how long a frame is shown, and the last one of a block
 COLUMNS = 8  # cells in a row
@@ -32,7 +32,7 @@ text{font:20px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",mon
 """
 
 
-def animation(frames: Sequence[Frame], labels: Labels, question: str) -> str:
+def animation(frames: Sequence[Frame], texts: Texts, question: str) -> str:
     """The text of the SVG file. The animation starts again after the last frame.
 
     Raises:
@@ -44,7 +44,7 @@ def animation(frames: Sequence[Frame], labels: Labels, question: str) -> str:
     groups, num_lines = [], 0
     for index, frame in enumerate(frames):
         console = Console(file=io.StringIO(), width=WIDTH, record=True, color_system="truecolor")
-        console.print(Group(head, legend(), picture(frame, labels, WIDTH)))
+        console.print(Group(head, legend(), picture(frame, texts, WIDTH)))
         num_lines = max(num_lines, console.file.getvalue().count("\n"))  # type: ignore[attr-defined]
         drawn = console.export_svg(theme=SVG_EXPORT_THEME, code_format=FRAME, unique_id=f"f{index}")
         size, _, group = drawn.partition("\n")

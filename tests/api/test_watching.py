@@ -11,17 +11,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from dllm.api.watching import MAX_UNREAD, CanvasFeed, Pace, Watch, Watchers, has_frames, interleaved
 from dllm.engine.frames import Frame, FrameMail, StepFrames
+from tests.support.clock import Clock
 
 WIDTH = 4
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def frame(step: int = 1, is_final: bool = False, offset: int = 0) -> Frame:

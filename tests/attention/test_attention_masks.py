@@ -17,10 +17,10 @@ from transformers.masking_utils import (
 
 from dllm.attention.masks import QuerySpan, anchor, may_attend, picture, visible_range
 
-# (query_len, seq_len, is_causal, first key), window, what it looks like
+# (query_len, seq_len, is_causal, first key), window, block size, what it looks like
 PICTURES = {
     "causal, no context": (
-        (4, 4, True), None,
+        (4, 4, True), None, 1,
         """
         x...
         xx..
@@ -29,7 +29,7 @@ PICTURES = {
         """,
     ),
     "causal after two keys": (
-        (3, 5, True), None,
+        (3, 5, True), None, 1,
         """
         xxx..
         xxxx.
@@ -37,7 +37,7 @@ PICTURES = {
         """,
     ),
     "denoise": (
-        (3, 5, False), None,
+        (3, 5, False), None, 1,
         """
         xxxxx
         xxxxx
@@ -45,7 +45,7 @@ PICTURES = {
         """,
     ),
     "causal, W = 3: two keys back and itself": (
-        (3, 6, True), 3,
+        (3, 6, True), 3, 1,
         """
         .xxx..
         ..xxx.
@@ -53,7 +53,7 @@ PICTURES = {
         """,
     ),
     "symmetric, W = 3: two keys to either side": (
-        (4, 8, False), 3,
+        (4, 8, False), 3, 1,
         """
         ..xxxxx.
         ...xxxxx
@@ -62,7 +62,7 @@ PICTURES = {
         """,
     ),
     "anchored, W = 3: two keys before the canvas, all of the canvas": (
-        (4, 8, False, 2), 3,
+        (4, 8, False, 2), 3, 1,
         """
         ..xxxxxx
         ..xxxxxx
@@ -71,21 +71,21 @@ PICTURES = {
         """,
     ),
     "W = 1, anchored: the canvas alone": (
-        (2, 5, False, 3), 1,
+        (2, 5, False, 3), 1, 1,
         """
         ...xx
         ...xx
         """,
     ),
     "W = 1, symmetric: itself alone": (
-        (2, 5, False), 1,
+        (2, 5, False), 1, 1,
         """
         ...x.
         ....x
         """,
     ),
     "a drafter that shortens seq_len by two": (
-        (4, 2, True), None,
+        (4, 2, True), None, 1,
         """
         ..
         ..
@@ -93,13 +93,8 @@ PICTURES = {
         xx
         """,
     ),
-}  # fmt: skip
-
-
-# (query_len, seq_len, is_causal), block size, what it looks like
-BLOCK_PICTURES = {
     "a prompt of two blocks": (
-        (4, 4, True), 2,
+        (4, 4, True), None, 2,
         """
         xx..
         xx..
@@ -108,7 +103,7 @@ BLOCK_PICTURES = {
         """,
     ),
     "a tail and its canvas": (
-        (4, 8, False), 4,
+        (4, 8, False), None, 4,
         """
         xxxxxxxx
         xxxxxxxx
@@ -117,7 +112,7 @@ BLOCK_PICTURES = {
         """,
     ),
     "a chunk that starts and ends within a block": (
-        (4, 7, True), 4,
+        (4, 7, True), None, 4,
         """
         xxxx...
         xxxxxxx
@@ -128,50 +123,32 @@ BLOCK_PICTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BLOCK_PICTURES)
-def test_pictures_of_blocks(name: str) -> None:
-    span, block_size, drawing = BLOCK_PICTURES[name]
-    expected = "\n".join(line.strip() for line in drawing.strip().splitlines())
-    assert picture(QuerySpan(*span), None, block_size) == expected
-
-
-@settings(max_examples=300)
-@given(
-    span=st.builds(QuerySpan, st.integers(0, 12), st.integers(0, 30), st.booleans()),
-    block_size=st.integers(1, 9),
-)
-def test_the_range_of_a_row_in_a_block_is_the_predicate(span: QuerySpan, block_size: int) -> None:
-    for row in range(span.query_len):
-        start, stop = visible_range(row, span, None, block_size)
-        keys = range(-3, span.seq_len + 3)
-        seen = [key for key in keys if may_attend(row, key, span, None, block_size)]
-        assert seen == list(range(start, stop))
-        if span.is_causal:
-            end_of_block = (span.position(row) // block_size + 1) * block_size
-            assert stop == min(max(end_of_block, 0), span.seq_len)
-
-
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures(name: str) -> None:
-    span, window, drawing = PICTURES[name]
+    span, window, block_size, drawing = PICTURES[name]
     expected = "\n".join(line.strip() for line in drawing.strip().splitlines())
-    assert picture(QuerySpan(*span), window) == expected
+    assert picture(QuerySpan(*span), window, block_size) == expected
 
 
 SPANS = st.builds(QuerySpan, st.integers(0, 12), st.integers(0, 30), st.booleans()) | st.builds(
     QuerySpan, st.integers(0, 12), st.integers(0, 30), st.just(False), st.integers(0, 35)
 )
-WINDOWS = st.none() | st.integers(1, 35)
+# (window, block size): no model has both.
+SEEN = st.tuples(st.none() | st.integers(1, 35), st.just(1)) | st.tuples(
+    st.none(), st.integers(1, 9)
+)
 
 
-@settings(max_examples=300)
-@given(span=SPANS, window=WINDOWS)
-def test_the_range_is_the_predicate_in_closed_form(span: QuerySpan, window: int | None) -> None:
+@settings(max_examples=600)
+@given(span=SPANS, seen=SEEN)
+def test_the_range_is_the_predicate_in_closed_form(
+    span: QuerySpan, seen: tuple[int | None, int]
+) -> None:
     for row in range(span.query_len):
-        start, stop = visible_range(row, span, window)
+        start, stop = visible_range(row, span, *seen)
         assert 0 <= start <= stop <= span.seq_len
-        seen = [key for key in range(-3, span.seq_len + 3) if may_attend(row, key, span, window)]
-        assert seen == list(range(start, stop))
+        keys = [key for key in range(-3, span.seq_len + 3) if may_attend(row, key, span, *seen)]
+        assert keys == list(range(start, stop))
 
 
 @settings(max_examples=100)

@@ -15,9 +15,10 @@ import torch
 
 pytest.importorskip("triton", reason="the originals run in Triton's interpreter")
 
+from dllm.cpu.kernels import KERNELS
 from tests.support.cpu_drafting_cases import drafting_cases
 from tests.support.cpu_host_cases import host_cases
-from tests.support.cpu_kernel_cases import ALL_KERNELS, Case, state_cases
+from tests.support.cpu_kernel_cases import Case, state_cases
 from tests.support.cpu_sampling_cases import sampling_cases
 from tests.support.process import run_python
 from tests.support.triton_interpreter_worker import launch
@@ -32,7 +33,7 @@ def triton_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the Triton kernels made of every case."""
     folder = tmp_path_factory.mktemp("triton")
     job = {
-        "kernels": list(ALL_KERNELS),
+        "kernels": list(KERNELS),
         "cases": [asdict(case) for case in CASES],
         "host_cases": [(case.function, case.args) for case in HOST_CASES],
     }
@@ -64,7 +65,7 @@ def assert_same(ours: Any, theirs: Any, rtol: float, what: str) -> None:
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.id for case in CASES])
 def test_equals_triton(index: int, triton_results: dict[str, Any]) -> None:
     case: Case = copy.deepcopy(CASES[index])
-    launch(ALL_KERNELS[case.kernel], case.args)
+    launch(KERNELS[case.kernel], case.args)
     theirs = triton_results["args"][index]
     for name, value in case.args.items():
         assert_same(value, theirs[name], case.rtol, name)
@@ -83,21 +84,21 @@ def test_vllm_functions_are_the_same_with_our_kernels(
 
 
 def test_every_kernel_is_tested() -> None:
-    assert {case.kernel for case in CASES} == set(ALL_KERNELS)
+    assert {case.kernel for case in CASES} == set(KERNELS)
 
 
 def test_vllm_launches_our_kernels_after_install(triton_results: dict[str, Any]) -> None:
-    assert triton_results["replaced"] == list(ALL_KERNELS)
+    assert triton_results["replaced"] == list(KERNELS)
 
 
-@pytest.mark.parametrize("name", ALL_KERNELS)
+@pytest.mark.parametrize("name", KERNELS)
 def test_parameters_are_still_vllms(name: str, triton_results: dict[str, Any]) -> None:
     """vLLM may only have the parameters that the replacement was written against.
 
     Ours may have more, with defaults: launch options.
     """
     theirs = triton_results["arg_names"][name]
-    parameters = inspect.signature(ALL_KERNELS[name]).parameters.values()
+    parameters = inspect.signature(KERNELS[name]).parameters.values()
     assert [p.name for p in parameters if p.name in theirs or p.default is p.empty] == theirs
 
 
@@ -105,7 +106,7 @@ def test_gather_zeroes_every_padding_row() -> None:
     """The launch grid, which would say how many there are, does not reach a replacement."""
     name = "vllm.v1.worker.gpu.block_table._gather_block_tables_kernel"
     case = copy.deepcopy(next(case for case in CASES if case.kernel == name))
-    launch(ALL_KERNELS[name], case.args)
+    launch(KERNELS[name], case.args)
     for table in case.args["dst_block_table_ptrs"]:
         assert not table[case.args["num_reqs"] :].any()
 
@@ -115,7 +116,7 @@ def test_rank_of_an_impossible_token_is_the_vocabulary() -> None:
     name = "vllm.v1.worker.gpu.sample.logprob._ranks_kernel"
     rank = torch.empty(1, dtype=torch.int64)
     logits = torch.tensor([[1.0, -torch.inf, 3.0]])
-    ALL_KERNELS[name](rank, logits, 3, torch.tensor([1]), 3, BLOCK_SIZE=8192)
+    KERNELS[name](rank, logits, 3, torch.tensor([1]), 3, BLOCK_SIZE=8192)
     assert rank.tolist() == [3]
 
 

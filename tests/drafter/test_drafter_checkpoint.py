@@ -186,8 +186,6 @@ def test_another_tokenizer_is_refused_with_both_ids():
         ({"width": -1}, ["width = -1", "at least 0"]),
         ({"width": True}, ["width = True"]),
         ({"window": 0}, ["window = 0", "at least 1"]),
-        ({"denoise_steps": 0}, ["denoise_steps = 0"]),
-        ({"noise_schedule": "square"}, ["'square'", "cosine, linear, sqrt"]),
         ({"mask_token": 5}, ["mask_token = 5", "a string"]),
         ({"record": 3}, ["record = 3", "a string"]),
         ({"record": "x", "record_mb": 0}, ["record_mb = 0", "at least 1"]),
@@ -210,23 +208,14 @@ def test_options_reach_the_drafter():
     assert PluginOptions.from_additional_config({}).drafter == DrafterOptions()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"width": 8}, ["width = 8", "num_speculative_tokens is 7"]),
-        ({"denoise_steps": 8}, ["denoise_steps = 8", "is 7"]),
-        ({"denoise_steps": 2}, ["several passes", "draft_sample_method"]),
-    ],
-)
-def test_options_that_do_not_fit_the_server_are_refused(options, words):
-    with pytest.raises(ValueError) as refusal:
-        DrafterOptions(**options).check_against(7, samples_drafts=True, is_trimmed_by_vllm=False)
-    assert all(word in str(refusal.value) for word in words), refusal.value
+def test_a_width_of_more_than_is_drafted_is_refused():
+    with pytest.raises(ValueError, match="width = 8, but num_speculative_tokens is 7"):
+        DrafterOptions(width=8).check_against(7, is_trimmed_by_vllm=False)
 
 
-@pytest.mark.parametrize("options", [{"policy": "adaptive"}, {"width": 3}, {"denoise_steps": 2}])
+@pytest.mark.parametrize("options", [{"policy": "adaptive"}, {"width": 3}])
 def test_only_one_decides_what_is_verified(options):
-    DrafterOptions().check_against(7, samples_drafts=False, is_trimmed_by_vllm=True)
+    DrafterOptions().check_against(7, is_trimmed_by_vllm=True)
     (value,) = options.values()
     with pytest.raises(ValueError, match=f"{value}.*enable_adaptive_verification"):
-        DrafterOptions(**options).check_against(7, samples_drafts=False, is_trimmed_by_vllm=True)
+        DrafterOptions(**options).check_against(7, is_trimmed_by_vllm=True)

@@ -1,17 +1,10 @@
-"""Sampling with drafts has the target's distribution: the first three tokens, for every policy.
+"""Sampling with drafts draws the tokens that plain decoding draws, for every policy and drafter.
 
-The target is a table of conditional probabilities, so the joint distribution of three tokens behind
-each of three prompts is known exactly. Requests come and go in a batch as in the engine; the
-policies are the real ones, told what the speculator tells them, and drafts are verified by our
-rule. More than the distribution holds: the tokens are those that plain decoding draws.
-
-A chi-square test at level 1e-3. It has 3 * 26 degrees of freedom, so 99.9% of exact samplers stay
-below 122. An error of 1% in total variation adds at least n (2 TV)^2 to the mean of 78 (least if it
-is a fixed share of every probability), which is 72 for 180,000 samples: mean 150, deviation
-sqrt(2 (78 + 2 * 72)) = 21, and 0.9 of such samplers are found.
+The target is a table of conditional probabilities. Requests come and go in a batch as in the
+engine; the policies are the real ones, told what the speculator tells them, and drafts are verified
+by our rule. So the distribution of plain decoding, which is tested once, is everybody's.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,13 +22,10 @@ from tests.support.drafter_harness import FixedCosts
 from tests.support.engine_harness import Engine  # noqa: F401  sets vLLM's environment first
 
 VOCAB, LENGTH, NUM_PROMPTS, NUM_DRAFTS = 3, 3, 3, 3
-NUM_SAMPLES = 180_000
-LEVEL = 1e-3
+NUM_SAMPLES = 36_000
 NUM_SLOTS = 600
 PROMPT_LENGTH = 10
 END = 0  # the token that ends an answer, for policies; answers go on for three tokens all the same
-
-Verify = Callable[["Step"], tuple[np.ndarray, np.ndarray]]
 
 
 # --- the target -----------------------------------------------------------------------------------
@@ -51,14 +41,6 @@ LOGITS = np.random.default_rng(1).normal(0, 1, (SIZES.sum(), VOCAB)).astype(np.f
 def softmax(logits: np.ndarray) -> np.ndarray:
     weights = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
-
-
-def joint(probabilities: np.ndarray) -> np.ndarray:
-    """Of three tokens behind each prompt, ``[prompts, 27]``, from those behind every prefix."""
-    product = np.ones(NUM_PROMPTS)
-    for size, offset in zip(SIZES[:LENGTH], OFFSETS, strict=False):
-        product = (product[:, None] * probabilities[offset : offset + size]).reshape(-1)
-    return product.reshape(NUM_PROMPTS, -1)
 
 
 # --- a step of the target -------------------------------------------------------------------------
@@ -91,7 +73,7 @@ class Step:
 def cpu_kernels() -> None:
     """vLLM's sampling functions run without Triton."""
     install(serve_with_dllm=True)
-    register_cpu_kernels(include_sampling=True)
+    register_cpu_kernels()
 
 
 def gumbel(logits: np.ndarray, requests: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -110,19 +92,15 @@ def gumbel(logits: np.ndarray, requests: np.ndarray, positions: np.ndarray) -> n
     ).numpy()
 
 
-def verify(step: Step, position: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Our rule: tokens ``[rows, N + 1]``, and how many of them there are.
-
-    Args:
-        position: at 0 every place gets the same random numbers, which is wrong.
-    """
+def verify(step: Step) -> tuple[np.ndarray, np.ndarray]:
+    """Our rule: tokens ``[rows, N + 1]``, and how many of them there are."""
     from dllm.drafter.verification import keep_own_tokens
 
     starts = np.concatenate(([0], (step.widths + 1).cumsum()))
     rows, places = spread(starts)
     lengths = step.lengths[rows] + places
     logits = LOGITS[OFFSETS[lengths] + step.numbers[rows, places]]
-    own = gumbel(logits, step.requests[rows], (PROMPT_LENGTH + lengths) * position)
+    own = gumbel(logits, step.requests[rows], PROMPT_LENGTH + lengths)
     given = np.where(places > 0, step.drafts[rows, places - 1], 0)
     tokens, num_emitted = keep_own_tokens(
         torch.from_numpy(own), torch.from_numpy(given), torch.from_numpy(starts), NUM_DRAFTS
@@ -203,24 +181,14 @@ def teach(policy: AdaptiveWidth, rate: float) -> None:
 # --- serving --------------------------------------------------------------------------------------
 
 
-def serve(
-    policy: WidthPolicy,
-    drafter: str,
-    num_samples: int,
-    verify: Verify = verify,
-    peeks: bool = False,
-):
+def serve(policy: WidthPolicy, drafter: str, peeks: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Requests 0, 1, 2, ..., each with the next prompt; every slot always has one.
 
-    Runs until all of the first ``num_samples`` have three tokens, so that none counts for being
-    fast.
-
     Args:
-        verify: the rule.
         peeks: widths are cut in front of a draft that ends the answer. A policy is not told.
 
     Returns:
-        ``[num_samples]`` the number of each request's three tokens behind its prompt, and
+        ``[NUM_SAMPLES]`` the number of each request's three tokens behind its prompt, and
         ``[N + 1]`` how often each width was chosen for a request that went on.
     """
     rng = np.random.default_rng(0)
@@ -228,8 +196,8 @@ def serve(
     drafts = np.zeros((NUM_SLOTS, NUM_DRAFTS), dtype=np.int64)
     prompts = np.tile(slots % NUM_PROMPTS, (NUM_DRAFTS + 1, 1)).T
     step = Step(slots, slots, 0 * slots, prompts, drafts, 0 * slots)
-    found, chosen = np.full(num_samples, -1), np.zeros(NUM_DRAFTS + 1, dtype=np.int64)
-    while step.requests.min() < num_samples:
+    found, chosen = np.full(NUM_SAMPLES, -1), np.zeros(NUM_DRAFTS + 1, dtype=np.int64)
+    while step.requests.min() < NUM_SAMPLES:
         step = step.in_order(rng.permutation(NUM_SLOTS))  # a row is not a slot
         sampled, num_sampled = verify(step)
         if policy.reads_outcomes:
@@ -239,7 +207,7 @@ def serve(
             is_new = place < num_sampled
             numbers = np.where(is_new, numbers * VOCAB + sampled[:, place], numbers)
             lengths = lengths + is_new
-            counts = is_new & (lengths == LENGTH) & (step.requests < num_samples)
+            counts = is_new & (lengths == LENGTH) & (step.requests < NUM_SAMPLES)
             found[step.requests[counts]] = numbers[counts]
         # The speculator does not know yet which requests are over, and drafts for all.
         is_over = lengths >= LENGTH
@@ -260,11 +228,6 @@ def serve(
     return found, chosen
 
 
-def counts(found: np.ndarray) -> np.ndarray:
-    """``[prompts, 27]``: how often each three tokens came behind each prompt."""
-    return np.bincount(found, minlength=SIZES[LENGTH]).reshape(NUM_PROMPTS, -1)
-
-
 def before_end(drafts: np.ndarray) -> np.ndarray:
     """``[rows]``: drafts before the first that ends the answer."""
     ends = drafts == END
@@ -282,7 +245,7 @@ def outcome(step: Step, num_sampled: np.ndarray) -> VerifiedStep:
 
 
 def decode(num_samples: int) -> np.ndarray:
-    """Plain decoding of the same requests: ``[num_samples]`` numbers as in ``serve``."""
+    """Plain decoding of the same requests: ``[NUM_SAMPLES]`` numbers as in ``serve``."""
     requests = np.arange(num_samples)
     numbers = requests % NUM_PROMPTS
     for length in range(LENGTH):
@@ -292,30 +255,7 @@ def decode(num_samples: int) -> np.ndarray:
     return numbers
 
 
-# --- the test -------------------------------------------------------------------------------------
-
-
-def p_value(observed: np.ndarray, probabilities: np.ndarray) -> float:
-    """Of a chi-square test of counts ``[rows, cells]``; each row's probabilities sum to 1.
-
-    Cells of a row with fewer than five expected samples count as one.
-    """
-    statistic, freedom = 0.0, 0
-    for found, expected in zip(
-        observed, probabilities * observed.sum(-1, keepdims=True), strict=True
-    ):
-        is_rare = expected < 5
-        if is_rare.any():
-            found = np.append(found[~is_rare], found[is_rare].sum())
-            expected = np.append(expected[~is_rare], expected[is_rare].sum())
-        assert len(expected) > 9, "too few samples"
-        statistic += ((found - expected) ** 2 / expected).sum()
-        freedom += len(expected) - 1
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
-RIGHT = joint(softmax(LOGITS))
+# --- the tests ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -323,19 +263,33 @@ def plain() -> np.ndarray:
     return decode(NUM_SAMPLES)
 
 
+def test_plain_decoding_has_the_targets_distribution():
+    """Of three tokens behind each of three prompts: chi-square with 3 * 26 degrees of freedom.
+
+    99.9% of exact samplers stay below 122. An error of 1% in total variation adds at least
+    n (2 TV)^2 to the mean of 78 (least if it is a fixed share of every probability), which is 72
+    for 180,000 samples: mean 150, deviation sqrt(2 (78 + 2 * 72)) = 21; 0.9 of them are found.
+    """
+    expected = np.full(NUM_PROMPTS, 60_000.0)
+    for size, offset in zip(SIZES[:LENGTH], OFFSETS, strict=False):
+        expected = (expected[:, None] * softmax(LOGITS[offset : offset + size])).reshape(-1)
+    observed = np.bincount(decode(180_000), minlength=SIZES[LENGTH])
+    assert expected.min() > 5
+    assert ((observed - expected) ** 2 / expected).sum() < 122
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("kind", POLICIES)
-def test_the_first_three_tokens_have_the_targets_distribution(plain, kind, drafter):
-    found, chosen = serve(make(kind, drafter), drafter, NUM_SAMPLES)
-    assert p_value(counts(found), RIGHT) > LEVEL
+def test_tokens_are_those_of_plain_decoding(plain, kind, drafter):
+    found, chosen = serve(make(kind, drafter), drafter)
     np.testing.assert_array_equal(found, plain)
     if kind != "fixed":
-        assert (chosen[:3] > 1000).all(), chosen  # width 0 among them
+        assert (chosen[:3] > 200).all(), chosen  # width 0 among them
 
 
 def test_not_even_a_width_that_reads_sampled_drafts_changes_a_token(plain):
-    found, chosen = serve(make("fixed", "sampled"), "sampled", NUM_SAMPLES, peeks=True)
-    assert (chosen[:3] > 1000).all(), chosen
+    found, chosen = serve(make("fixed", "sampled"), "sampled", peeks=True)
+    assert (chosen[:3] > 200).all(), chosen
     np.testing.assert_array_equal(found, plain)
 
 
@@ -349,34 +303,6 @@ def test_sampled_drafts_share_the_targets_random_numbers():
     distance = np.abs(softmax(target[0]) - softmax(guess[0])).sum() / 2
     assert (own == shared).mean() > (1 - distance) / (1 + distance) - 0.01  # 3 deviations
     assert (own == gumbel(guess, rows, positions + 1)).mean() < 0.7 * (own == shared).mean()
-
-
-# --- it would find an error -----------------------------------------------------------------------
-
-
-def test_noise_that_repeats_is_found():
-    """Every token alone has the right distribution, but not beside those before it."""
-    found, _ = serve(
-        make("fixed", "bad"), "bad", NUM_SAMPLES // 10, verify=lambda step: verify(step, 0)
-    )
-    observed = counts(found)
-    first = observed.reshape(NUM_PROMPTS, VOCAB, -1).sum(-1)
-    assert np.abs(first / first.sum(1, keepdims=True) - softmax(LOGITS[:NUM_PROMPTS])).max() < 0.02
-    assert p_value(observed, RIGHT) < LEVEL
-
-
-def test_an_error_of_one_percent_is_found():
-    """Samples of a distribution 1% away, as far from it in chi-square as the least visible one."""
-    sign = np.tile(np.where(np.arange(RIGHT.shape[1]) % 2 == 0, 1.0, -1.0), (NUM_PROMPTS, 1))
-    sign[:, 1::2] *= RIGHT[:, ::2].sum(1, keepdims=True) / RIGHT[:, 1::2].sum(1, keepdims=True)
-    wrong = RIGHT * (1 + sign * 0.02 / np.abs(RIGHT * sign).sum(1, keepdims=True))
-    assert np.abs(wrong - RIGHT).sum(1) / 2 == pytest.approx(0.01)
-    rng = np.random.default_rng(0)
-    found = 0
-    for _ in range(50):
-        observed = rng.multinomial(NUM_SAMPLES // NUM_PROMPTS, wrong)
-        found += p_value(observed, RIGHT) <= LEVEL
-    assert found >= 45, found
 
 
 # --- the rule alone -------------------------------------------------------------------------------

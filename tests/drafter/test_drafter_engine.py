@@ -14,11 +14,11 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.pair import drafter_config as read_config
-from dllm.drafter.schedule import reveal_counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
 from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.train.pilot import trials
+from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import (
     Draft,
     FixedCosts,
@@ -78,7 +78,7 @@ def repeating(tmp_path_factory):
     return target, engine
 
 
-WINDOW, STEPS = 40, 3
+WINDOW = 40
 
 
 def reduced_drafter() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -99,14 +99,13 @@ def reduced_drafter() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def windowed(target, tmp_path_factory):
-    """Reduced vocabulary, a mask row of its own, a draft window, three passes over the block."""
+    """Reduced vocabulary, a mask row of its own, a draft window."""
     weights, config = reduced_drafter()
     path = write_drafter(tmp_path_factory.mktemp("windowed"), config, weights)
     mask = torch.randn(64, generator=torch.Generator().manual_seed(8))
     torch.save({"mask_token_id": 500, "embedding": mask}, path / "mask_embedding.pt")
-    options = {"window": WINDOW, "denoise_steps": STEPS, "noise_schedule": "linear"}
     limits = dict(max_model_len=400, num_gpu_blocks_override=72)  # pages change hands all the time
-    return drafting_engine(target, path, NUM_DRAFTS, options, **limits), weights, mask
+    return drafting_engine(target, path, NUM_DRAFTS, {"window": WINDOW}, **limits), weights, mask
 
 
 # --- the drafts are those of the definition -------------------------------------------------------
@@ -144,7 +143,7 @@ def test_drafts_are_those_of_the_definition(target, drafting):
 
 
 def test_every_option_at_once_drafts_as_the_definition(target, windowed):
-    """Speculators' format, reduced vocabulary, mask row, causal layer, window, three passes."""
+    """Speculators' format, reduced vocabulary, mask row, causal layer, window."""
     engine, weights, mask = windowed
     with watch_drafts(engine) as seen:
         engine.generate([prompt(30), prompt(100, 5)], greedy(10))
@@ -152,20 +151,12 @@ def test_every_option_at_once_drafts_as_the_definition(target, windowed):
     config = expected.config
     assert [(layer.window, layer.is_causal) for layer in config.layers] == [(33, True), (41, False)]
     ids = torch.arange(256) + weights["d2t"]
-    counts = reveal_counts("linear", NUM_DRAFTS, STEPS)
-    assert len(counts) == STEPS
     with torch.inference_mode():
         expected.target.model.embed_tokens.weight[config.mask_token_id] = mask
         for draft in seen[::3]:
-            context = draft.tokens[:-1]
             block = [draft.tokens[-1]] + [config.mask_token_id] * NUM_DRAFTS
-            for count in counts:
-                logits = expected.logits(context, block)[1:]
-                sure, best = logits.softmax(-1).max(-1)
-                sure[[token != config.mask_token_id for token in block[1:]]] = -1
-                for place in sure.topk(count).indices.tolist():
-                    block[1 + place] = int(ids[best[place]])
-            assert draft.drafts == block[1:]
+            logits = expected.logits(draft.tokens[:-1], block)[1:]
+            assert draft.drafts == ids[logits.argmax(-1)].tolist()
             torch.testing.assert_close(draft.logits[:, ids], logits, rtol=RTOL, atol=RTOL * 10)
             assert bool(draft.logits.isneginf().sum(-1).eq(512 - 256).all())
 
@@ -284,74 +275,39 @@ def make(kind: str, engine: Any) -> WidthPolicy:
 
 
 @pytest.mark.parametrize("kind", ["5", "any", "0", "adaptive", "pilot"])
-def test_greedy_output_is_the_targets(target, drafting, kind):
+def test_greedy_output_is_the_targets(target, drafting, monkeypatch, kind):
     """Four long requests in mixed batches, in chunks, through preemptions; drafts mostly wrong."""
     drafting.reset_prefix_cache()
     policy = make(kind, drafting)
     prompts = [prompt(length, length) for length in (5, 60, 90, 130)]
-    preempted = []
-    preempt = drafting.scheduler._preempt_request
-    drafting.scheduler._preempt_request = lambda *a, **k: (preempted.append(a), preempt(*a, **k))
+    preempted = scheduler_watch(monkeypatch, drafting, "_preempt_request")
     with policy_of(drafting, policy):
         outputs = drafting.generate(prompts, greedy(160))
-    del drafting.scheduler._preempt_request
     assert preempted, "the cache was large enough for everybody"
     for given, output in zip(prompts, outputs, strict=True):
         assert len(output) == 160
         assert_greedy(target, given, output)
 
 
-def test_without_drafts_the_context_is_stored_and_the_drafter_does_not_run(windowed):
+def test_without_drafts_the_context_is_stored_and_the_drafter_does_not_run(windowed, monkeypatch):
     """With a window the context cannot wait. vLLM's own step would run a draft pass, too."""
     engine, *_ = windowed
     engine.reset_prefix_cache()
     speculator = engine.runner.speculator
     passes, stored = [], []
     generate, store = speculator._generate_draft, speculator.model.precompute_and_store_context_kv
-    speculator._generate_draft = lambda *a, **k: (passes.append(a), generate(*a, **k))
-    speculator.model.precompute_and_store_context_kv = lambda *a: (stored.append(a), store(*a))
-    try:
-        with policy_of(engine, FixedWidth(NUM_DRAFTS, 0)):
-            engine.generate([prompt(30)], greedy(10))
-    finally:
-        del speculator._generate_draft, speculator.model.precompute_and_store_context_kv
+    monkeypatch.setattr(
+        speculator, "_generate_draft", lambda *a, **k: (passes.append(a), generate(*a, **k))
+    )
+    monkeypatch.setattr(
+        speculator.model,
+        "precompute_and_store_context_kv",
+        lambda *a: (stored.append(a), store(*a)),
+    )
+    with policy_of(engine, FixedWidth(NUM_DRAFTS, 0)):
+        engine.generate([prompt(30)], greedy(10))
     assert not passes
     assert sum(len(positions) for _, positions, _ in stored) == 30 + 9
-
-
-def test_rows_of_padding_do_not_overwrite_the_first_requests_last_token(target, windowed):
-    """Several passes in a batch that a CUDA graph has padded: sample places of padding are 0."""
-    engine, *_ = windowed
-    engine.reset_prefix_cache()
-    speculator = engine.runner.speculator
-    generate = speculator._generate_draft
-
-    def padded(num_reqs: int, num_tokens: int, *others: Any, **options: Any) -> None:
-        limit = speculator.max_num_reqs
-        assert num_reqs < limit
-        assert (speculator.sample_indices[num_reqs * NUM_DRAFTS :] == 0).all()
-        anchor = int(speculator.input_buffers.input_ids[0])
-        run = speculator._run_model
-        speculator._run_model = lambda _, *a, **k: pad(run(num_tokens, *a, **k))
-        try:
-            generate(limit, num_tokens, *others, **options)
-        finally:
-            del speculator._run_model
-        assert int(speculator.input_buffers.input_ids[0]) == anchor
-
-    def pad(hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(hidden, (0, 0, 0, 64))
-
-    with watch_drafts(engine) as unpadded:
-        expected = engine.generate([prompt(30), prompt(41, 5)], greedy(10))
-    engine.reset_prefix_cache()
-    speculator._generate_draft = padded
-    try:
-        with watch_drafts(engine) as seen:
-            assert engine.generate([prompt(30), prompt(41, 5)], greedy(10)) == expected
-    finally:
-        del speculator._generate_draft
-    assert [draft.drafts for draft in seen] == [draft.drafts for draft in unpadded]
 
 
 @pytest.mark.parametrize("kind", ["0", "any"])
@@ -462,13 +418,12 @@ def test_a_draft_that_ends_the_answer_is_of_no_use(repeating, monkeypatch):
     assert any((after.accepted < before.accepted).any() for before, after in pairs)
 
 
-def test_drafts_are_dropped_where_they_would_cost_a_preemption(target, drafting):
+def test_drafts_are_dropped_where_they_would_cost_a_preemption(target, drafting, monkeypatch):
     """Three requests of 224 tokens need 7 pages each; drafts and lookahead want an eighth."""
     drafting.reset_prefix_cache()
     pool = drafting.scheduler.kv_cache_manager.block_pool
     held = pool.get_new_blocks(pool.get_num_free_blocks() - 3 * 7)
-    dropped, preempted = [], []
-    drop, preempt = drafting.scheduler._drop_drafts, drafting.scheduler._preempt_request
+    dropped, drop = [], drafting.scheduler._drop_drafts
 
     def watch(num_free: int) -> None:
         before = [len(request.spec_token_ids) for request in drafting.scheduler.running]
@@ -476,13 +431,12 @@ def test_drafts_are_dropped_where_they_would_cost_a_preemption(target, drafting)
         after = [len(request.spec_token_ids) for request in drafting.scheduler.running]
         dropped.append(before != after)
 
-    drafting.scheduler._drop_drafts = watch
-    drafting.scheduler._preempt_request = lambda *a, **k: (preempted.append(a), preempt(*a, **k))
+    monkeypatch.setattr(drafting.scheduler, "_drop_drafts", watch)
+    preempted = scheduler_watch(monkeypatch, drafting, "_preempt_request")
+    prompts = [prompt(190, index) for index in range(3)]
     try:
-        prompts = [prompt(190, index) for index in range(3)]
         outputs = drafting.generate(prompts, greedy(26))
     finally:
-        del drafting.scheduler._drop_drafts, drafting.scheduler._preempt_request
         pool.free_blocks(held)
     assert any(dropped), "there was room for everything"
     for given, output in zip(prompts, outputs, strict=True):
@@ -581,20 +535,14 @@ def test_a_parameter_that_verification_ignores_is_refused(drafting):
 @pytest.mark.parametrize(
     ("config", "options", "words"),
     [
-        (drafter_config(target_hidden_size=96), {}, ["size 96", "64"]),
-        (
-            drafter_config(dflash_config={"mask_token_id": 500, "target_layer_ids": [1, 9]}),
-            {},
-            ["layer 9", "4 layers"],
-        ),
-        (drafter_config(), {"width": 9}, ["width = 9", "is 5"]),
-        (drafter_config(), {"mask_token_id": 3}, ["ambiguous", "= 3", "= 500"]),
+        (drafter_config(target_hidden_size=96), {}, "size 96"),
+        (drafter_config(), {"width": 9}, "width = 9"),
+        (drafter_config(), {"mask_token_id": 3}, "ambiguous"),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused_at_start(target, tmp_path, config, options, words):
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=words):
         drafting_engine(target, write_drafter(tmp_path, config), NUM_DRAFTS, options)
-    assert all(word in str(refusal.value) for word in words), refusal.value
 
 
 def test_a_drafter_with_another_tokenizer_is_refused_at_start(target, tmp_path):

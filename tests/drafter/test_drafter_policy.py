@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from dllm.drafter.speculator import make_policy
 from dllm.drafter.widths.adaptive import LAST_TRIAL, AdaptiveWidth, best_widths
-from dllm.drafter.widths.choice import make_policy
 from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.pilot import PREPROCESSING, TOP_K, Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
 from dllm.drafter.widths.survival import BIN_EDGES, NUM_BINS, Survival, bins_of
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
+from tests.support.clock import Clock
 from tests.support.drafter_harness import FixedCosts
 
 N = 5
@@ -28,8 +29,17 @@ def test_a_policy_that_prices_nothing_waits_and_never_verifies_more_than_its_wid
     policy.note_wait(1.0)
     policy.leave_untimed()
     assert policy.worth_ms(np.arange(2)) == float("inf")
-    assert policy.most == policy.widths(np.arange(2), None).max() == 3
-    assert FixedWidth(N).most == N
+    assert policy.most == 3 and FixedWidth(N).most == N
+
+
+def test_the_fixed_policy():
+    slots = np.array([4, 0, 2])
+    for width, expected in ((None, 7), (3, 3), (0, 0)):
+        options = DrafterOptions(width=width)
+        policy = make_policy(options, 7, num_slots=5)
+        assert policy.wants_drafts(slots) is (expected > 0)
+        assert policy.widths(slots, None).tolist() == [expected] * 3
+        assert always_verifies_all(options, 7) == (expected == 7)
 
 
 # --- survival -------------------------------------------------------------------------------------
@@ -191,15 +201,6 @@ def test_one_more_draft_goes_to_the_likeliest():
 
 
 # --- adaptive -------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Seconds, moved by hand."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Traffic:

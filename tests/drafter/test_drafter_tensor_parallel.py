@@ -42,9 +42,9 @@ class Contrary(AdaptiveWidth):
 
 def generate_on_two_ranks(target: str, drafter: str) -> None:
     """The other side of the test: prints the tokens."""
-    from dllm.drafter.widths import choice
+    from dllm.drafter import speculator
 
-    choice.AdaptiveWidth = Contrary  # type: ignore[misc]
+    speculator.AdaptiveWidth = Contrary  # type: ignore[misc]
     engine = drafting_engine(
         target, drafter, NUM_DRAFTS, {"policy": "adaptive"}, tensor_parallel_size=2
     )

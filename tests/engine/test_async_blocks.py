@@ -13,12 +13,10 @@ import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.engine import grammars, pending
-from dllm.engine.grammars import DeviceGrammars
+from dllm.engine import pending
 from tests.engine.test_blocks import KINDS, Model, prompt
-from tests.engine.test_engine import scheduler_watch
 from tests.support import family_checkpoints
-from tests.support.async_engine import get_async_engine, rows_taken
+from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import (
     RUN_TOLERANCE,
     Engine,
@@ -26,7 +24,7 @@ from tests.support.engine_harness import (
     assert_same_runs,
     blocks_of,
 )
-from tests.support.grammar_paths import write_paths
+from tests.support.grammar_paths import as_on_a_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -45,11 +43,8 @@ EXTRA: dict[int, list[dict[str, Any]]] = {
 }
 
 
-class Pair(Model):
-    """A checkpoint and both of its engines."""
-
-    def ours(self, **options: Any) -> Engine:
-        return get_async_engine(self.path, **({"max_num_batched_tokens": 256} | options))
+class Mixed(Model):
+    """A checkpoint, and requests that decide in different ways."""
 
     def requests(self, lengths: Sequence[int], blocks: float = 2) -> list[Any]:
         """Prompts of these lengths; each third one is greedy, and each decides in its own way."""
@@ -69,20 +64,20 @@ class Pair(Model):
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mixed:
     config = KINDS[request.param]
     path: Path = tmp_path_factory.mktemp(request.param) / "model"
-    return Pair(family_checkpoints.write(path, config), config["block_size"])
+    return Mixed(family_checkpoints.write(path, config), config["block_size"])
 
 
 @pytest.fixture(scope="module")
-def twin(model: Pair) -> Engine:
+def twin(model: Mixed) -> Engine:
     return model.engine()
 
 
 @pytest.fixture(scope="module")
-def ours(model: Pair) -> Engine:
-    return model.ours()
+def ours(model: Mixed) -> Engine:
+    return model.engine(True)
 
 
 def runs_of(engine: Engine, requests: Sequence[Any]) -> list[Run]:
@@ -121,7 +116,8 @@ def test_a_block_takes_a_pass_more_than_its_denoise_steps(model, twin, ours):
 def test_random_arrivals_and_aborts_in_small_budgets(model, seed):
     """Few pages, a budget for two blocks, and a context that ends within a block."""
     draw, size = random.Random(seed), model.block_size
-    small = model.ours(
+    small = model.engine(
+        True,
         max_num_batched_tokens=2 * size + 3 + 64,
         max_model_len=CONTEXT,
         block_size=32,
@@ -154,7 +150,7 @@ def test_random_arrivals_and_aborts_in_small_budgets(model, seed):
 
 def test_canvases_that_do_not_fit_wait_with_their_tails(model, twin):
     size = model.block_size
-    small = model.ours(max_num_batched_tokens=2 * size + 3)
+    small = model.engine(True, max_num_batched_tokens=2 * size + 3)
     requests = model.requests([size + 1, 2 * size, size + 3, 3 * size - 1, 5], blocks=4)
     expected = runs_of(twin, requests)
     with rows_taken(size) as taken:
@@ -162,48 +158,13 @@ def test_canvases_that_do_not_fit_wait_with_their_tails(model, twin):
     assert taken["commit with its tail"] and taken["mixed batch"], taken
 
 
-def test_preempted_requests_resume_with_the_same_tokens(model, twin, monkeypatch):
-    tight = model.ours(
-        max_num_batched_tokens=72, max_model_len=256, block_size=32, num_gpu_blocks_override=10
-    )
-    requests = model.requests([65 + at for at in range(4)], blocks=128 / model.block_size - 1)
-    expected = [twin.quiet_run(*one).tokens for one in requests]
-    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    tight.reset_prefix_cache()
-    assert tight.generate(*zip(*requests, strict=True)) == expected
-    assert preempted, "the cache was large enough for everybody"
-
-
-def test_a_conversation_continued_from_cache_equals_a_cold_start(model, twin, ours):
-    """Generated blocks are in it, that of the tail included."""
-    page = ours.runner.block_tables.block_sizes[0]
-    turn = prompt(page - model.block_size - 1)
-    ours.reset_prefix_cache()
-    (answer,) = ours.generate([turn], model.params(blocks=1 + 1 / model.block_size))
-    assert len(turn) + len(answer) == page
-    follow_up = turn + answer + prompt(9, salt=4)
-    (output,) = ours.outputs([follow_up], model.params())
-    assert output.num_cached_tokens == page
-    cold = twin.quiet_run(follow_up, model.params())
-    assert list(output.outputs[0].token_ids) == cold.tokens
-
-
 # --- where generation ends ------------------------------------------------------------------------
 
 
-def test_generation_ends_where_the_twins_does(model, twin, ours):
-    """At `max_tokens`, at a stop token, and where the model's context ends within a block."""
+def test_generation_ends_where_the_twins_does(model):
+    """Where the model's context ends within a block."""
     size = model.block_size
-    context = prompt(size + 1)
-    long = twin.quiet_run(context, model.params(blocks=3)).tokens
-    for blocks in (1 / size, 0.5, 1, 1.25, 2.75):
-        params = model.params(blocks)
-        assert ours.quiet_run(context, params).tokens == long[: params.max_tokens]
-    stop = long[size + 1]
-    (output,) = ours.outputs([context], model.params(blocks=4, stop_token_ids=[stop]))
-    assert list(output.outputs[0].token_ids) == long[: long.index(stop) + 1]
-
-    short = model.ours(max_model_len=5 * size - 2)
+    short = model.engine(True, max_model_len=5 * size - 2)
     cut = model.engine(max_model_len=5 * size - 2)
     for length in (2 * size + 1, 4 * size, 5 * size - 3):
         one = prompt(length), model.params(blocks=9)
@@ -253,11 +214,7 @@ def test_structured_outputs(model, twin, ours, monkeypatch, is_on_device):
         params.max_tokens, params.ignore_eos = 128, False
     expected = twin.generate(*zip(*requests, strict=True))
     if is_on_device:
-        monkeypatch.setattr(grammars, "write_paths", write_paths)
-        config, num_slots = ours.runner.vllm_config, ours.runner.max_num_reqs
-        on_device = DeviceGrammars(config, num_slots, torch.device("cpu"))
-        for owner in (ours.runner.model_state, ours.runner.sampler):
-            monkeypatch.setattr(owner, "grammars", on_device)
+        as_on_a_gpu(ours, monkeypatch)
     with rows_taken(model.block_size) as taken:
         assert ours.generate(*zip(*requests, strict=True)) == expected
     assert taken["commit with its tail"] and taken["mixed batch"]
@@ -276,7 +233,7 @@ num_rejected = pending.num_rejected
 
 def test_without_rounding_to_blocks_runs_differ(model, twin, monkeypatch):
     expected = twin.quiet_run(prompt(model.block_size + 1), model.params())
-    ruined = model.ours(max_num_batched_tokens=260)
+    ruined = model.engine(True, max_num_batched_tokens=260)
     monkeypatch.setattr(pending, "num_rejected", no_tails)
     with ruined.watch(keep_logits=True) as watched:
         name = ruined.add(prompt(model.block_size + 1), model.params())

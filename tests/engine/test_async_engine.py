@@ -14,18 +14,17 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 
-from dllm.engine import grammars, metrics, pending
+from dllm.engine import metrics, pending
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.frames import FrameMail, frame_of
-from dllm.engine.grammars import DeviceGrammars
 from dllm.engine.model_state import DiffusionModelState
 from dllm.engine.sampler import DiffusionSampler
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_loop import REQUESTS, params, switched
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine, rows_taken
-from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, Engine, Run, assert_same_runs
-from tests.support.grammar_paths import write_paths
+from tests.support.engine_harness import RUN_TOLERANCE, Engine, Run, assert_same_runs
+from tests.support.grammar_paths import as_on_a_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -111,56 +110,7 @@ def test_a_block_that_does_not_fit_into_the_next_visit(engine, checkpoint):
     assert taken["plain commit"] and taken["block at the head"] and taken["block alone"], taken
 
 
-def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch):
-    tight = get_async_engine(checkpoint(), **TIGHT)
-    contexts = [prompt(60, salt=salt) for salt in range(4)]
-    expected = [engine.quiet_run(context, params(blocks=5)).tokens for context in contexts]
-    preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    assert tight.generate(contexts, params(blocks=5)) == expected
-    assert preemptions, "the cache was large enough for everybody"
-
-
-@pytest.mark.parametrize("moment", ["mid-canvas", "between emission and commit"])
-def test_an_aborted_request_leaves_nothing_behind(engine, ours, moment):
-    expected = engine.quiet_run(prompt(33), params(seed=4))
-    ours.reset_prefix_cache()
-    doomed = ours.add(prompt(50), params(blocks=8))
-    with ours.watch() as watched:
-        for _ in range(200):
-            ours.step()
-            steps = next(iter(watched.values()), [])
-            emitted = bool(steps and steps[-1].num_emitted)
-            if len(steps) > 1 and emitted == (moment != "mid-canvas"):
-                break
-        else:
-            raise AssertionError(f"never {moment}")
-    ours.llm.llm_engine.abort_request([doomed])
-    assert_same_runs(ours.runs([prompt(33)], params(seed=4)), [expected])
-    ours.reset_prefix_cache()  # asserts that no KV block leaked
-
-
-def test_a_conversation_continued_from_cache_equals_a_cold_start(engine, ours, monkeypatch):
-    """Generated blocks are found in the cache, the last one included."""
-    page = ours.runner.block_tables.block_sizes[0]
-    turn = prompt(page - CANVAS)
-    ours.reset_prefix_cache()
-    (answer,) = ours.generate([turn], params(blocks=5))
-    assert len(turn) + len(answer) == 2 * page
-    follow_up = turn + answer + prompt(9, salt=4)
-    hits = scheduler_watch(monkeypatch, ours, "_get_local_prefix_cache_hit")
-    continued = ours.runs([follow_up], params(seed=8))
-    assert [result[1] for _, result in hits] == [2 * page]
-    assert_same_runs(continued, [engine.quiet_run(follow_up, params(seed=8))])
-
-
 # --- where generation ends ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, CANVAS, CANVAS + 1, CANVAS + 2, 3 * CANVAS - 7])
-def test_max_tokens_is_exact(engine, ours, max_tokens):
-    long = engine.quiet_run(prompt(12), params(blocks=3)).tokens
-    sampling = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
-    assert ours.quiet_run(prompt(12), sampling).tokens == long[:max_tokens]
 
 
 @pytest.mark.parametrize("room", [5, CANVAS + 5, 2 * CANVAS + 5, 3 * CANVAS])
@@ -172,15 +122,6 @@ def test_the_last_canvas_is_cut_by_the_model_length(engine, ours, room):
         assert_same_runs([ours.quiet_run(context, params(blocks=9))], [expected])
     assert len(expected.tokens) == room
     assert (taken["block at the head"] > 0) == (room % CANVAS == 5 and room > CANVAS)
-
-
-def test_a_stop_token_inside_a_canvas_ends_the_request_there(engine, ours):
-    tokens = engine.quiet_run(prompt(12), params(blocks=2)).tokens
-    stop = tokens[CANVAS + 10]
-    sampling = params(blocks=4, stop_token_ids=[stop])
-    output = ours.outputs([prompt(12)], sampling)[0].outputs[0]
-    assert list(output.token_ids) == tokens[: tokens.index(stop) + 1]
-    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
 
 
 # --- request options ------------------------------------------------------------------------------
@@ -211,34 +152,21 @@ def test_logprobs_and_n_samples(engine, ours):
         assert mine == pytest.approx(theirs, abs=2e-3)  # rounding of another batch size
 
 
+@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("regex", ["([a-f]{3}-){2,30}[0-9]{2}", "[0-9]{70}"])
-def test_structured_outputs(engine, ours, monkeypatch, regex):
+def test_structured_outputs(engine, ours, monkeypatch, regex, is_on_device):
     """No visit waits for the tokens in front of it: the worker makes the masks."""
     sampling = SamplingParams(
         max_tokens=4 * CANVAS, seed=2, structured_outputs=StructuredOutputsParams(regex=regex)
     )
     plain = params(blocks=2, seed=5)
     expected = engine.generate([prompt(11), prompt(30)], [sampling, plain])
+    if is_on_device:
+        as_on_a_gpu(ours, monkeypatch)
     schedules = scheduler_watch(monkeypatch, ours, "schedule")
     with rows_taken() as taken:
         assert ours.generate([prompt(11), prompt(30)], [sampling, plain]) == expected
     assert not any(output.pending_structured_output_tokens for _, output in schedules)
-    assert taken["plain commit"] and taken["mixed batch"]
-
-
-def test_grammars_on_a_gpu(engine, ours, monkeypatch):
-    """With the search of a CPU in the place of their kernels."""
-    monkeypatch.setattr(grammars, "write_paths", write_paths)
-    sampling = SamplingParams(
-        max_tokens=4 * CANVAS, seed=2, structured_outputs=StructuredOutputsParams(regex="[0-9]{70}")
-    )
-    expected = engine.generate([prompt(11), prompt(30)], [sampling, params(blocks=2)])
-    config, num_slots = ours.runner.vllm_config, ours.runner.max_num_reqs
-    on_device = DeviceGrammars(config, num_slots, torch.device("cpu"))
-    for owner in (ours.runner.model_state, ours.runner.sampler):
-        monkeypatch.setattr(owner, "grammars", on_device)
-    with rows_taken() as taken:
-        assert ours.generate([prompt(11), prompt(30)], [sampling, params(blocks=2)]) == expected
     assert taken["plain commit"] and taken["mixed batch"]
 
 

@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.engine import grammars
-from dllm.engine.grammars import DeviceGrammars
 from dllm.models.unmasking.rule import STRATEGIES
 from tests.engine.test_blocks import KINDS as BLOCKS
 from tests.engine.test_blocks import Model, prompt
 from tests.engine.test_engine import scheduler_watch
-from tests.engine.test_grammars import KINDS, params, shortest_text, text_of
+from tests.engine.test_grammars import (  # noqa: F401  two tests, with this file's engine
+    BESIDE,
+    KINDS,
+    params,
+    shortest_text,
+    test_logprobs_are_of_the_masked_distribution,
+    test_states_on_the_device_give_the_same_tokens,
+    text_of,
+)
 from tests.support import family_checkpoints
 from tests.support.engine_harness import TIGHT, assert_same_runs
-from tests.support.grammar_paths import write_paths
 
 # Of the last one canvases start where a prompt ends.
 MODELS = BLOCKS | {"nemotron": family_checkpoints.NEMOTRON | {"block_size": 16}}
@@ -156,42 +160,7 @@ def test_answers_behind_a_prompt_from_the_cache_are_the_same(engine):
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
-def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
-    """What a GPU does, with the search of a CPU in the place of its kernels."""
-    asked, contexts = mixed(6), [prompt(15 + at, salt=at) for at in range(6)]
-    expected = engine.generate(contexts, asked)
-    monkeypatch.setattr(grammars, "write_paths", write_paths)
-    sampler, state = engine.runner.sampler, engine.runner.model_state
-    on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
-    monkeypatch.setattr(sampler, "grammars", on_device)
-    monkeypatch.setattr(state, "grammars", on_device)
-    assert engine.generate(contexts, asked) == expected
-
-
-def test_logprobs_are_of_the_masked_distribution(engine):
-    (output,) = engine.outputs([prompt(10)], params("choice", MAX_TOKENS, logprobs=20))
-    (answer,) = output.outputs
-    first = {token: entry.logprob for token, entry in answer.logprobs[0].items()}
-    possible = [token for token, logprob in first.items() if logprob > -torch.inf]
-    assert answer.token_ids[0] in possible
-    text = engine.llm.get_tokenizer().decode
-    choices = KINDS["choice"][0]["choice"]
-    assert all(any(one.startswith(text([token])) for one in choices) for token in possible)
-    total = sum(torch.tensor([first[token] for token in possible]).exp())
-    assert total == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(logit_bias={token: 30.0 for token in range(40, 90)}),
-        dict(repetition_penalty=1.8, presence_penalty=2.0, frequency_penalty=2.0),
-        dict(extra_args={"diffusion_eos_stop": False}),
-        dict(top_k=1),
-        dict(top_p=0.01, min_p=0.9),
-    ],
-    ids=lambda options: ",".join(options),
-)
+@pytest.mark.parametrize("options", BESIDE, ids=lambda options: ",".join(options))
 def test_it_holds_beside_other_parameters(engine, options):
     (output,) = engine.outputs([prompt(10)], params("json", MAX_TOKENS, **options))
     assert KINDS["json"][1](text_of(engine, output.outputs[0]))

@@ -15,7 +15,9 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from dllm.patches import configure
+from tests.engine.test_engine import scheduler_watch
 from tests.support import family_checkpoints
+from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import (
     RUN_TOLERANCE,
     Engine,
@@ -35,8 +37,9 @@ class Model:
     path: Path
     block_size: int
 
-    def engine(self, **options: Any) -> Engine:
-        return get_engine(self.path, **({"max_num_batched_tokens": 256} | options))
+    def engine(self, is_async: bool = False, **options: Any) -> Engine:
+        get = get_async_engine if is_async else get_engine
+        return get(self.path, **({"max_num_batched_tokens": 256} | options))
 
     def params(self, blocks: float = 3, **options: Any) -> SamplingParams:
         """`blocks` blocks of output, greedy, not ended by end-of-sequence."""
@@ -60,6 +63,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def engine(model: Model) -> Engine:
     return model.engine()
+
+
+in_both_ways = pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "async"])
 
 
 # --- the core rule -------------------------------------------------------------------------------
@@ -145,14 +151,18 @@ def test_causal_heads_give_other_runs(engine, model, monkeypatch):
 # --- key-value cache -----------------------------------------------------------------------------
 
 
-def test_a_conversation_continued_from_cache_equals_a_cold_start(engine, model):
-    page = engine.runner.block_tables.block_sizes[0]
+@in_both_ways
+def test_a_conversation_continued_from_cache_equals_a_cold_start(engine, model, is_async):
+    ours = model.engine(is_async)
+    page = ours.runner.block_tables.block_sizes[0]
     assert page % model.block_size == 0
     turn = prompt(page - model.block_size - 1)
-    engine.reset_prefix_cache()
-    (answer,) = engine.generate([turn], model.params(blocks=3))
+    ours.reset_prefix_cache()
+    # Under asynchronous scheduling the last block has its KV, too.
+    blocks = 1 + 1 / model.block_size if is_async else 3
+    (answer,) = ours.generate([turn], model.params(blocks))
     follow_up = turn + answer + prompt(9, salt=4)
-    continued = engine.outputs([follow_up], model.params())[0]
+    continued = ours.outputs([follow_up], model.params())[0]
     assert continued.num_cached_tokens == page  # generated blocks are in it
     cold = engine.quiet_run(follow_up, model.params())
     assert list(continued.outputs[0].token_ids) == cold.tokens
@@ -242,24 +252,19 @@ def test_a_canvas_that_waits_for_room_goes_on_where_it_was(engine, model):
     assert waited
 
 
-def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypatch):
-    size = model.block_size
+@in_both_ways
+def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypatch, is_async):
     tight = model.engine(
-        max_num_batched_tokens=max(72, 2 * size),
+        is_async,
+        max_num_batched_tokens=72,
         max_model_len=256,
         block_size=32,
-        num_gpu_blocks_override=14,
+        num_gpu_blocks_override=10 if is_async else 14,
     )
     contexts = [prompt(65 + salt, salt=salt) for salt in range(4)]
-    blocks = 128 // size
+    blocks = 128 // model.block_size
     expected = [engine.quiet_run(context, model.params(blocks)).tokens for context in contexts]
-    preempted = []
-    preempt = tight.scheduler._preempt_request
-    monkeypatch.setattr(
-        tight.scheduler,
-        "_preempt_request",
-        lambda request, *args, **kw: (preempted.append(request), preempt(request, *args, **kw))[1],
-    )
+    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
     assert tight.generate(contexts, model.params(blocks)) == expected
     assert preempted, "the cache was large enough for everybody"
 
@@ -281,26 +286,29 @@ def test_an_aborted_request_leaves_nothing_behind(engine, model):
 # --- where generation ends -----------------------------------------------------------------------
 
 
-def test_max_tokens_is_exact_also_within_a_block(engine, model):
+@in_both_ways
+def test_max_tokens_is_exact_also_within_a_block(engine, model, is_async):
     context = prompt(model.block_size + 1)
     long = engine.quiet_run(context, model.params(blocks=3)).tokens
     for blocks in (1 / model.block_size, 0.5, 1, 1.25, 2.75):
-        params = model.params(blocks=blocks)
-        assert engine.quiet_run(context, params).tokens == long[: params.max_tokens]
+        params, ours = model.params(blocks=blocks), model.engine(is_async)
+        assert ours.quiet_run(context, params).tokens == long[: params.max_tokens]
 
 
-def test_a_stop_token_inside_a_block_ends_the_request_there(engine, model):
+@in_both_ways
+def test_a_stop_token_inside_a_block_ends_the_request_there(engine, model, is_async):
     context = prompt(model.block_size + 1)
     tokens = engine.quiet_run(context, model.params(blocks=3)).tokens
     stop = tokens[model.block_size + 1]
     params = model.params(blocks=4, stop_token_ids=[stop])
-    output = engine.outputs([context], params)[0].outputs[0]
+    ours = model.engine(is_async)
+    output = ours.outputs([context], params)[0].outputs[0]
     assert list(output.token_ids) == tokens[: tokens.index(stop) + 1]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
     whole = params.clone()
     whole.extra_args = params.extra_args | {"diffusion_eos_stop": False}
-    with engine.watch() as watched:
-        (early, late) = engine.outputs([context] * 2, [params, whole])
+    with ours.watch() as watched:
+        (early, late) = ours.outputs([context] * 2, [params, whole])
     assert early.outputs[0].token_ids == late.outputs[0].token_ids
     assert len(watched[early.request_id]) <= len(watched[late.request_id])
 

@@ -28,7 +28,7 @@ STOPS = (1, 6)
 @pytest.fixture(scope="module", autouse=True)
 def cpu_kernels() -> None:
     dllm.register()
-    register_cpu_kernels(include_sampling=False)
+    register_cpu_kernels()
 
 
 class Batch:

@@ -17,7 +17,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import StructuredOutputManager
 
-from dllm.engine import grammars
 from dllm.engine.emitted_blocks import EmittedText, GrammarRoom
 from dllm.engine.grammars import DeviceGrammars, HostGrammars
 from dllm.engine.warm_up import canvas_batch
@@ -30,7 +29,7 @@ from dllm.settings.request import with_grammar
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import TIGHT, assert_same_runs, blocks_of, get_engine
-from tests.support.grammar_paths import write_paths
+from tests.support.grammar_paths import as_on_a_gpu
 
 SCHEMA = {
     "type": "object",
@@ -240,14 +239,10 @@ def test_both_ways_through_a_canvas_are_taken(engine, monkeypatch):
 
 def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
     """What a GPU does, with the search of a CPU in the place of its kernels."""
-    monkeypatch.setattr(grammars, "write_paths", write_paths)
     asked = [params(kind, seed=seed) for seed, kind in enumerate(KINDS)] + [params(None, seed=9)]
     contexts = [prompt(15, salt=seed) for seed in range(len(asked))]
     expected = engine.generate(contexts, asked)
-    sampler, state = engine.runner.sampler, engine.runner.model_state
-    on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
-    monkeypatch.setattr(sampler, "grammars", on_device)
-    monkeypatch.setattr(state, "grammars", on_device)
+    state, on_device = engine.runner.model_state, as_on_a_gpu(engine, monkeypatch)
     written, write = [], TablePool._write
     monkeypatch.setattr(TablePool, "_write", lambda *given: written.append(1) or write(*given))
     memory = {name: part.data_ptr() for name, part in tensors_of(on_device)}
@@ -270,7 +265,7 @@ def tensors_of(on_device: DeviceGrammars) -> list[tuple[str, torch.Tensor]]:
 def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
     """vLLM profiles with a batch that has no requests."""
     sampler, state = engine.runner.sampler, engine.runner.model_state
-    on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
+    on_device = as_on_a_gpu(engine, monkeypatch)
     seen = []
 
     def write(logits, scores, rows, prepared):
@@ -278,8 +273,6 @@ def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
         return DeviceGrammars.write(on_device, logits, scores, rows, prepared)
 
     on_device.write = write
-    monkeypatch.setattr(grammars, "write_paths", write_paths)
-    monkeypatch.setattr(sampler, "grammars", on_device)
     runner = engine.runner
     batch = canvas_batch(runner.input_buffers, runner.max_num_reqs, runner.num_speculative_steps)
     hidden = torch.zeros(batch.num_draft_tokens, state.model_config.get_hidden_size())
@@ -365,11 +358,19 @@ def test_logprobs_are_of_the_masked_distribution(engine):
     assert total == pytest.approx(1.0, abs=1e-5)
 
 
+BESIDE: list[dict[str, Any]] = [
+    dict(logit_bias={token: 30.0 for token in range(40, 90)}),
+    dict(repetition_penalty=1.8, presence_penalty=2.0, frequency_penalty=2.0),
+    dict(extra_args={"diffusion_eos_stop": False}),
+    dict(top_k=1),
+    dict(top_p=0.01, min_p=0.9),
+]
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        dict(logit_bias={token: 30.0 for token in range(40, 90)}),
-        dict(repetition_penalty=1.8, presence_penalty=2.0, frequency_penalty=2.0),
+        *BESIDE,
         dict(stop_token_ids=[35, 60]),
         dict(
             extra_args={
@@ -377,9 +378,6 @@ def test_logprobs_are_of_the_masked_distribution(engine):
                 "diffusion_pinned": [0, 3],
             }
         ),
-        dict(extra_args={"diffusion_eos_stop": False}),
-        dict(top_k=1),
-        dict(top_p=0.01, min_p=0.9),
     ],
     ids=lambda options: ",".join(options),
 )

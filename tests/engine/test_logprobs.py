@@ -30,7 +30,7 @@ IDS = [7, 3]
 @pytest.fixture(scope="module", autouse=True)
 def cpu_kernels() -> None:
     dllm.register()
-    register_cpu_kernels(include_sampling=False)
+    register_cpu_kernels()
 
 
 class Blocks:

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from vllm import SamplingParams
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.engine.core import EngineCoreProc
@@ -22,18 +20,12 @@ from dllm.engine.loop import DenoiseLoop
 from dllm.engine.scheduler import CanvasScheduler
 from dllm.engine.visit import allows_more_passes, num_passes
 from dllm.settings.server import PluginOptions
-from tests.engine.test_engine import page_contents, scheduled_spans, scheduler_watch
+from tests.engine.test_engine import page_contents, params, scheduled_spans, scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, Engine, assert_same_runs, get_engine
 
 UNBOUNDED = 10**9
 BOUNDS = (1, 2, 8, UNBOUNDED)
-
-
-def params(blocks: float = 3, seed: int = 1, **options: Any) -> SamplingParams:
-    """`blocks` canvases of output, not ended by end-of-sequence."""
-    options = {"ignore_eos": True} | options
-    return SamplingParams(max_tokens=int(blocks * CANVAS), seed=seed, **options)
 
 
 @contextmanager
@@ -515,64 +507,6 @@ def test_vllms_counters_count_passes_and_not_visits(checkpoint, monkeypatch, pas
     assert sum(one.num_drafts for one in counts) == num_steps
     assert sum(one.num_draft_tokens for one in counts) == num_steps * CANVAS
     assert sum(one.num_accepted_tokens for one in counts) == 2 * 2 * CANVAS
-
-
-# --- nothing of the host in the loop -------------------------------------------------------------
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what waits for a device, and constants of the host that are brought to it."""
-
-    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal")
-    CONSTANTS = ("lift_fresh", "pin_memory")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = {"reads": 0, "constants": 0}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
-        name = function.overloadpacket.__name__
-        self.counts["reads"] += name in self.READS
-        self.counts["constants"] += name in self.CONSTANTS
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_pass_of_the_loop_reads_one_flag_and_brings_nothing_from_the_host(engine, monkeypatch):
-    """Whether a canvas has converged comes back; no numpy; what passes share stays in place.
-
-    Results between two operations are allocated, as everywhere outside of a CUDA graph.
-    """
-    loop_of, reads, numpy_calls = engine.loop, HostReads(), []
-    sampler = engine.runner.sampler
-    state = sampler.state
-    tensors = [state.argmax_canvas, state.steps_done, state.soft_embeds, *state.carried.values()]
-    tensors += [sampler.req_states.draft_tokens, engine.runner.model_state._inputs_embeds]
-    forward_of, measured = loop_of.forward_of, []
-
-    @contextmanager
-    def measuring(batch: Any) -> Iterator[Any]:
-        with forward_of(batch) as forward, pytest.MonkeyPatch.context() as patch:
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            for owner, name in ((torch, "from_numpy"), (torch.Tensor, "numpy"), (np, "array")):
-                original = getattr(owner, name)
-
-                def spy(*args: Any, original: Any = original, name: str = name, **kw: Any) -> Any:
-                    numpy_calls.append(name)
-                    return original(*args, **kw)
-
-                patch.setattr(owner, name, spy)
-            with reads:
-                yield forward
-            measured.append(addresses == [tensor.data_ptr() for tensor in tensors])
-
-    monkeypatch.setattr(loop_of, "forward_of", measuring)
-    slow = params(blocks=1, extra_args={"diffusion_max_steps": 16, "diffusion_confidence": 0})
-    with switched(engine, UNBOUNDED):
-        engine.generate([prompt(20), prompt(30)], slow)
-    assert measured == [True]
-    num_repeated = 15
-    assert reads.counts == {"reads": num_repeated, "constants": 0}
-    assert numpy_calls == []
 
 
 # --- tests that must be able to fail -------------------------------------------------------------

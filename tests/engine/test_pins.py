@@ -5,7 +5,6 @@ from vllm.exceptions import VLLMValidationError
 
 from tests.engine.test_parity import CANVAS, prompt
 from tests.engine.test_sampling_engine import CONTEXT, params, tokens_of, watched
-from tests.support.engine_harness import TIGHT, get_engine
 
 
 def held(pins: dict[int, int], **extra) -> dict:
@@ -93,15 +92,6 @@ def test_the_server_draws_the_noise_that_a_canvas_leaves_open(engine):
     assert steps[0].canvas == [
         drawn if given == -1 else given for drawn, given in zip(plain[0].canvas, mixed, strict=True)
     ]
-
-
-def test_held_pins_survive_preemption(engine, checkpoint):
-    tight = get_engine(checkpoint(), **TIGHT)
-    sampling = params(5, extra_args=held(PINS | {4 * CANVAS + 2: 44}))
-    contexts = [prompt(60, salt=salt) for salt in range(4)]
-    expected = [tokens_of(engine, context, sampling) for context in contexts]
-    assert tight.generate(contexts, sampling) == expected
-    assert all(tokens[4 * CANVAS + 2] == 44 for tokens in expected)
 
 
 def test_a_held_pin_behind_the_end_is_refused(engine):

@@ -181,23 +181,6 @@ def test_the_canvas_behind_a_cut_one_starts_with_its_pins(engine):
         assert {place: step.canvas[place] for place in here} == here
 
 
-def test_a_cut_canvas_survives_preemption(engine, checkpoint, monkeypatch):
-    """Noise is a function of where a canvas starts, also of one that starts at an odd place."""
-    tight = get_engine(checkpoint(), **TIGHT)
-    sampling = params(
-        blocks=5,
-        bad_word_ids=[[30, 30], [31, 31, 30]],
-        logit_bias={30: 20.0, 31: 20.0},
-        frequency_penalty=0.3,
-        extra_args={"diffusion_max_steps": 2},
-    )
-    contexts = [prompt(60, salt=salt) for salt in range(4)]
-    expected = [tokens_of(engine, context, sampling) for context in contexts]
-    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    assert tight.generate(contexts, sampling) == expected
-    assert preempted, "the cache was large enough for everybody"
-
-
 # --- filters -------------------------------------------------------------------------------------
 
 
@@ -348,6 +331,7 @@ def test_logprobs_are_those_of_the_edited_logits(engine, sampling):
     ):
         top = sampling.logprob_token_ids or row.topk(sampling.logprobs).indices.tolist()
         assert set(reported) == {token, *top}
+        assert sampling.logprobs is None or reported[token].rank == 1
         for candidate, logprob in reported.items():
             assert logprob.logprob == pytest.approx(float(row[candidate]), abs=1e-3)
 
@@ -503,14 +487,6 @@ def test_what_the_model_would_say_at_a_pinned_position_does_not_reach_it(engine)
     engine.run()
 
 
-def test_a_seed_canvas_survives_preemption(engine, checkpoint, monkeypatch):
-    tight = get_engine(checkpoint(), **TIGHT)
-    sampling = params(5, extra_args=seeded(diffusion_pinned=[1, 2]))
-    contexts = [prompt(60, salt=salt) for salt in range(4)]
-    expected = [tokens_of(engine, context, sampling) for context in contexts]
-    assert tight.generate(contexts, sampling) == expected
-
-
 def test_a_read_only_request_is_one_canvas(engine):
     extra = seeded(diffusion_read_only=True, diffusion_max_steps=1)
     sampling = params(9, max_tokens=400, ignore_eos=False, logit_bias={1: 50.0}, extra_args=extra)
@@ -533,6 +509,36 @@ def test_a_constrained_request_emits_its_ids_and_starts_from_any(engine):
 
 
 # --- other requests in the batch -----------------------------------------------------------------
+
+PREEMPTED = {
+    # Noise is a function of where a canvas starts, also of one that starts at an odd place.
+    "a cut canvas": params(
+        5,
+        bad_word_ids=[[30, 30], [31, 31, 30]],
+        logit_bias={30: 20.0, 31: 20.0},
+        frequency_penalty=0.3,
+        extra_args={"diffusion_max_steps": 2},
+    ),
+    "a seed canvas": params(5, extra_args=seeded(diffusion_pinned=[1, 2])),
+    "held pins": params(
+        5,
+        extra_args={
+            "diffusion_pin_at": [0, 7, CANVAS, 4 * CANVAS + 2],
+            "diffusion_pin_ids": [40, 41, 42, 44],
+            "diffusion_pin_mode": "hold",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PREEMPTED)
+def test_it_survives_preemption(engine, checkpoint, monkeypatch, name):
+    tight, sampling = get_engine(checkpoint(), **TIGHT), PREEMPTED[name]
+    contexts = [prompt(60, salt=salt) for salt in range(4)]
+    expected = [tokens_of(engine, context, sampling) for context in contexts]
+    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    assert tight.generate(contexts, sampling) == expected
+    assert preempted, "the cache was large enough for everybody"
 
 
 def test_requests_of_every_kind_in_one_batch_are_as_they_are_alone(engine):

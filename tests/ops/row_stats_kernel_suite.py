@@ -20,18 +20,13 @@ from dllm.ops.dispatch import row_stats
 from dllm.ops.filters import RowFilters
 from dllm.ops.row_stats import RowStats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
+from tests.ops.test_row_stats import hostile_rows, keys_for
 from tests.support.interpreter import DEVICE, speed_up
 
 speed_up()
 INF = math.inf
 CUTS = [KernelTiles(64, 4), KernelTiles(256, 4), KernelTiles(1024, 4)]
 TOLERANCE = dict(rtol=3e-5, atol=1e-30)  # of a probability; that of test_row_stats.py
-
-
-def keys_for(num_rows: int, seed: int = 0) -> Tensor:
-    zero = torch.tensor([0])
-    keys = noise.row_keys(torch.tensor([seed]), zero, zero, num_rows, noise.STREAM_GUMBEL)[0]
-    return keys.contiguous()
 
 
 def kernel_stats(
@@ -62,36 +57,14 @@ def assert_same(ours: RowStats, expected: RowStats) -> None:
     torch.testing.assert_close(ours.probs, expected.probs, **TOLERANCE)
 
 
-def hostile_rows(vocab_size: int) -> Tensor:
-    """Rows that break naive formulas; the last three have no distribution."""
-    random = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0))
-    one_finite = torch.full((vocab_size,), -INF)
-    one_finite[vocab_size // 2] = -7.0
-    half_excluded = random.clone()
-    half_excluded[::2] = -INF
-    half_excluded[: vocab_size // 3] = -INF  # whole blocks
-    one_nan = random.clone()
-    one_nan[vocab_size // 2] = math.nan
-    return torch.stack([
-        random,
-        30 * torch.tanh(random * 3),
-        torch.full((vocab_size,), 3.7),
-        random * 1e30,
-        random - 1e30,
-        torch.where(random > 0, 3.4e38, -1e38),
-        one_finite,
-        half_excluded,
-        random * 1e-40,
-        torch.full((vocab_size,), -INF),
-        torch.full((vocab_size,), math.nan),
-        one_nan,
-    ])  # fmt: skip
-
-
 @pytest.mark.parametrize("temperature", [1e-30, 0.4, 1.0, 50.0])
 @pytest.mark.parametrize("vocab_size", [11, 256, 300])
 def test_statistics_of_hostile_rows(vocab_size: int, temperature: float) -> None:
-    logits = hostile_rows(vocab_size)
+    rows = hostile_rows(vocab_size)
+    no_distribution = rows["random"].repeat(3, 1)
+    no_distribution[0], no_distribution[1] = -INF, math.nan
+    no_distribution[2, vocab_size // 2] = math.nan
+    logits = torch.stack([*rows.values(), *no_distribution])
     t, keys = torch.full((len(logits),), temperature), keys_for(len(logits))
     ours = kernel_stats(logits, t, keys)
     assert_same(ours, row_stats(logits, t, keys, torch.float32))

@@ -47,6 +47,7 @@ def hostile_rows(vocab_size: int) -> dict[str, Tensor]:
     near_tie[5], near_tie[9] = 8.0, 8.0 - 1e-6
     half_excluded = random.clone()
     half_excluded[::2] = -INF
+    half_excluded[: vocab_size // 3] = -INF  # whole blocks
     return {
         "random": random,
         "capped": 30 * torch.tanh(random * 3),

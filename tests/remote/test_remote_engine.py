@@ -24,6 +24,7 @@ from dllm.remote.drafter import RemoteDrafter
 from dllm.remote.engine import EngineDrafts
 from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
+from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import LIMITS, FixedCosts, greedy, plain_engine
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
@@ -257,23 +258,6 @@ def half_right(texts: Sequence[list[int]]):
     return guess
 
 
-@contextmanager
-def preemptions(engine: Engine) -> Iterator[list[Any]]:
-    """The requests that are preempted meanwhile."""
-    preempted: list[Any] = []
-    preempt = engine.scheduler._preempt_request
-
-    def spy(request: Any, *others: Any, **options: Any) -> None:
-        preempted.append(request)
-        preempt(request, *others, **options)
-
-    engine.scheduler._preempt_request = spy
-    try:
-        yield preempted
-    finally:
-        del engine.scheduler._preempt_request
-
-
 def test_hostile_replies_change_no_token(alone, small):
     small.reset_prefix_cache()
     prompts = [prompt(length, length) for length in (3, 40, 90, 11)]
@@ -282,7 +266,7 @@ def test_hostile_replies_change_no_token(alone, small):
     assert seen.num("drafts") > 100 and seen.num("refused") > 0
 
 
-def test_preempted_requests_lose_nothing(alone, small):
+def test_preempted_requests_lose_nothing(alone, small, monkeypatch):
     """Nor their seeds and grammars: a request reads its own answer again, and goes on."""
     small.reset_prefix_cache()
     prompts = [prompt(150, 10 + index) for index in range(4)]
@@ -290,7 +274,8 @@ def test_preempted_requests_lose_nothing(alone, small):
     params = [greedy(60, **CASES[name]) for name in names]
     expected = alone.generate(prompts, params)
     texts = [given + answer for given, answer in zip(prompts, expected, strict=True)]
-    with preemptions(small) as preempted, drafted_by(small, Liar(half_right(texts))) as seen:
+    preempted = scheduler_watch(monkeypatch, small, "_preempt_request")
+    with drafted_by(small, Liar(half_right(texts))) as seen:
         assert small.generate(prompts, params) == expected
     assert preempted and seen.num("drafts") > 100
 
@@ -381,16 +366,14 @@ def test_adaptive_widths_change_no_token(small, alone):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"workers": ["tcp://10.0.0.3:5800"]}, ["10.0.0.3", "draft-keys"]),
-        ({"worker": []}, ["'worker'", "did you mean 'workers'"]),
-        ({"width": 9}, ["width = 9", "0 to 5"]),
-        ({"keys": "/nowhere"}, ["/nowhere/key.pem"]),
+        ({"workers": ["tcp://10.0.0.3:5800"]}, "10.0.0.3.*draft-keys"),
+        ({"width": 9}, "width = 9.*0 to 5"),
+        ({"keys": "/nowhere"}, "/nowhere/key.pem"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, words):
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=words):
         remote_engine(remote=options)
-    assert all(word in str(refusal.value) for word in words), refusal.value
 
 
 def test_remote_drafts_and_their_options_come_together():

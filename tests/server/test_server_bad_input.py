@@ -51,23 +51,12 @@ OURS = [
           diffusion_canvas_lenght=8),
     xargs("'x'", "Known: diffusion_canvas_length, diffusion_max_steps", x=[1, "a"]),
     xargs("kv_transfer_params = 'x'", "allowed: a dict", kv_transfer_params="x"),
-    *(
-        xargs(f"diffusion_canvas_length = {width!r}", WIDTHS, diffusion_canvas_length=width)
-        for width in (0, 2**40, 3.5, "16")
-    ),
     xargs("diffusion_t_max = nan", TEMPERATURES, diffusion_t_max=float("nan")),
-    xargs("diffusion_t_max = inf", TEMPERATURES, diffusion_t_max=float("inf")),
-    xargs("diffusion_entropy_bound = 0", "above 0", diffusion_entropy_bound=0),
     xargs(f"diffusion_seed_canvas = {VOCAB_SIZE}", f"from -1 to {VOCAB_SIZE - 1}",
           diffusion_seed_canvas=[VOCAB_SIZE], diffusion_canvas_length=1),
-    xargs("diffusion_pinned = 'all'", "a list of integers", diffusion_pinned="all"),
-    xargs("diffusion_eos_stop = 'no'", "true or false", diffusion_eos_stop="no"),
-    xargs("without logprob_token_ids", "they are the tokens", diffusion_constrained=True),
     # Edits that the worker cannot hold, or that leave nothing to emit.
-    case("allowed_token_ids comes to 1025 tokens", "at most 1024", allowed_token_ids=[5] * 1025),
     case("bad_words comes to", "at most 1024", bad_words=["a b c d e f" * 9] * 2
          + ["z y x w v" * 300]),
-    case("stop_token_ids comes to", "at most 128", min_tokens=1, stop_token_ids=list(range(130))),
     case("allowed_token_ids leaves no token", "at least one", allowed_token_ids=[1, 6],
          min_tokens=1),
     case("repetition_penalty = 1e+38", "at most 10000", repetition_penalty=1e38),
@@ -78,7 +67,6 @@ OURS = [
     case("use_beam_search = True", "allowed: False", use_beam_search=True),
     # Ids and lengths.
     case(str(VOCAB_SIZE), IDS, prompt=[5, VOCAB_SIZE]),
-    case("600", IDS, prompt=[[1, 2], [600]]),
     case(str(2**40), IDS, prompt=[2**40]),
     case(str(2**70), IDS, prompt=[5, 2**70]),
     case("600 input tokens", f"{MAX_MODEL_LEN} tokens", prompt=[5] * 600),
@@ -101,11 +89,7 @@ def test_refusals_say_what_was_given_what_is_allowed_and_what_to_do(
 @pytest.mark.parametrize(
     ("options", "given", "allowed"),
     [
-        xargs("'x'", "Known: diffusion_canvas_length", x=1),
         xargs("diffusion_canvas_length = 0", WIDTHS, diffusion_canvas_length=0),
-        case("thinking_token_budget = 2", "not served", thinking_token_budget=2),
-        case("repetition_penalty = 1e-05", "of at least 0.0001", repetition_penalty=1e-5),
-        case("leaves no token", "at least one", allowed_token_ids=[6], min_tokens=2),
         case(
             "bad_words beside structured outputs",
             "Leave one of them out",
@@ -147,36 +131,22 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("options", "given", "allowed"),
     [
-        case("-1", "greater than or equal to 0", prompt=[-1]),
         case("1.5", "valid integer", prompt=[1.5]),
         case("prompt", "non-empty", prompt=""),
-        case("prompt", "at least one", prompt=[]),
         case("got nan", "finite number", temperature=NAN),
-        case("got inf", "finite number", temperature=INF),
-        case("got -1.0", "non-negative", temperature=-1),
-        case("got nan", "(0, 1]", top_p=NAN),
         case("got 0.0", "(0, 1]", top_p=0),
-        case("got -0.5", "(0, 1]", top_p=-0.5),
         case("got -5", "at least 1", top_k=-5),
-        case("got nan", "finite number", repetition_penalty=NAN),
         case("got inf", "[-2, 2]", presence_penalty=INF),
         case("got 0", "at least 1", max_tokens=0),
-        case("got -1", "at least 1", max_tokens=-1),
-        case("many", "valid integer", max_tokens="many"),
-        case("body.seed", "valid integer", seed=1.5),
         case(str(2**63), "less than or equal to", seed=2**63),
         case("got 0", "at least 1", n=0),
-        case("100000", "at most", n=100_000),
         case("21", "20", logprobs=21),
-        case("[-1]", str(VOCAB_SIZE), stop_token_ids=[-1]),
         case("[512]", str(VOCAB_SIZE), stop_token_ids=[512]),
         case("stop", "empty", stop=[""]),
-        case("5", "valid string", stop=5),
         case("vllm_xargs", "valid dictionary", vllm_xargs=[1]),
-        case("vllm_xargs", "valid number", vllm_xargs={"diffusion_t_min": None}),
     ],
 )
-def test_vllm_itself_refuses_wrong_types_and_ranges(server, options, given, allowed):
+def test_what_vllm_refuses_for_every_model_is_still_refused(server, options, given, allowed):
     reply = ask(server, **options)
     assert reply.status == 400, reply.text
     assert given in reply.message and allowed in reply.message
@@ -195,8 +165,3 @@ def test_what_is_no_request_is_refused(server, path, body):
 def test_what_is_not_called_json_is_refused(server, content_type):
     reply = server.post(COMPLETIONS, BASE[COMPLETIONS], content_type)
     assert reply.status == 400 and "application/json" in reply.message
-
-
-def test_a_long_value_is_not_sent_back_whole(server):
-    reply = ask(server, vllm_xargs={"diffusion_t_min": "x" * 100_000})
-    assert reply.status == 400 and len(reply.text) < 1000

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.server_harness import CANVAS, MAX_MODEL_LEN, MODEL, Server
+from tests.support.server_harness import CANVAS, MAX_MODEL_LEN, MODEL
 
 pytest_plugins = ["tests.support.server_harness"]
 
@@ -26,11 +26,6 @@ SCORE = {
     "levels": [{"label": "few"}, {"label": "some"}, {"label": "many"}],
 }
 QUESTIONS = [PREDICATE, CHOICE, SCORE]
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return server.client()
 
 
 def decide(client: openai.OpenAI, questions: Any = QUESTIONS, **options: Any) -> Any:

@@ -78,21 +78,14 @@ def test_texts_are_pinned_and_holes_filled(server: Server) -> None:
 
 
 def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
+    """The other reasons: ``tests/engine/test_blocks.py``."""
     client = server.client()
     for options, message in (
         ({"echo": True, "logprobs": 1}, "prompt_logprobs = 1 is not served for this model"),
-        ({"xargs": {"diffusion_threshold": 2}}, "diffusion_threshold = 2; allowed: a number of"),
-        ({"xargs": {"diffusion_seed_canvas": [4]}}, "diffusion_seed_canvas = .* is not served"),
-        ({"xargs": {"diffusion_t_max": 1}}, "unknown extra argument 'diffusion_t_max'"),
-        (
-            {"suffix": "a", "xargs": {"diffusion_fill_widths": [40, 40]}},
-            "the rest of the block in which the prompt ends",
-        ),
         (
             {"extra": {"allowed_token_ids": [family_checkpoints.MASK]}},
             "allowed_token_ids leaves no token .* is no mask",
         ),
-        ({"xargs": {"diffusion_max_steps": 0}}, "diffusion_max_steps = 0; allowed: an integer of"),
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             complete(client, **options)

@@ -15,11 +15,6 @@ pytest_plugins = ["tests.support.server_harness"]
 HOLD = {"vllm_xargs": {"diffusion_pin_mode": "hold"}}
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return server.client()
-
-
 def tokenize(server: Server, text: str) -> list[int]:
     body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
     return json.loads(server.post("/tokenize", body).text)["tokens"]

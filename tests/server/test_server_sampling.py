@@ -3,22 +3,16 @@
 from itertools import pairwise
 from typing import Any
 
-import openai
 import pytest
 from vllm import SamplingParams
 
 from tests.server.test_server import chat, complete, prompt, tokens
-from tests.support.server_harness import CANVAS, Server
+from tests.support.server_harness import CANVAS
 
 pytest_plugins = ["tests.support.server_harness"]
 
 CONTEXT = prompt(20)
 SEED_CANVAS = prompt(CANVAS, salt=9)
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return server.client()
 
 
 def both(**options: Any) -> Any:

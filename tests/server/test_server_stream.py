@@ -23,11 +23,6 @@ DOUBTS = {"diffusion_entropy_bound": 0.01, "diffusion_stream": "canvas"}
 SLOW = {"diffusion_canvas_length": 1, "diffusion_stream": "canvas"}
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return server.client()
-
-
 class Seen(NamedTuple):
     """A stream as a client reads it: the texts by choice, token ids, and canvases by choice."""
 

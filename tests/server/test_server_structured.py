@@ -5,12 +5,11 @@ import re
 import threading
 from typing import Any, Literal
 
-import openai
 import pydantic
 import pytest
 
 from tests.server.test_server import complete, prompt, tokens
-from tests.support.server_harness import MODEL, Server
+from tests.support.server_harness import MODEL
 
 pytest_plugins = ["tests.support.server_harness"]
 
@@ -24,11 +23,6 @@ class Person(pydantic.BaseModel):
     name: str = pydantic.Field(max_length=10)
     age: int = pydantic.Field(ge=0, le=120)
     mood: Literal["good", "bad"]
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return server.client()
 
 
 def test_a_pydantic_model_is_parsed(client):

@@ -278,10 +278,6 @@ def test_a_long_value_is_not_sent_back_whole():
     assert "diffusion_t_min = '999" in message and len(message) < 500
 
 
-def test_zero_confidence_never_stops_early():
-    assert parse({"diffusion_confidence": 0}).numbers["confidence"] == 0
-
-
 # SamplingParams itself refuses integers beyond 64 bits.
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -350,9 +346,6 @@ def test_an_unserved_parameter_is_refused_unless_off(name, value):
     assert f"{name} = {value} is not served" in str(error.value)
     setattr(params, name, None)
     assert admit(params, CONFIG, VOCAB_SIZE) == parse()
-
-
-CANVAS = list(range(32))
 
 
 # --- edits that cannot be honoured ----------------------------------------------------------------

@@ -43,51 +43,49 @@ def draft_token_cases(rng: np.random.Generator) -> Iterator[Case]:
 
 def dflash_cases(rng: np.random.Generator) -> Iterator[Case]:
     """Rejected context, evicted blocks, positions at the model's end, rows in mid-prompt."""
-    for label, from_anchor in [("masks", False), ("anchor", True)]:
-        queries = 3 if from_anchor else 4
-        block_table = rng.integers(0, 50, (5, 6))
-        block_table[:, 0] = 0
-        positions = np.concatenate([np.arange(7) + 9, np.arange(4), np.arange(5) + 18])
-        yield case(
-            "spec_decode.dflash.speculator._prepare_dflash_inputs_kernel",
-            label,
-            (3, 2),
-            out_input_ids_ptr=poisoned(30),
-            out_query_positions_ptr=poisoned(30, dtype=torch.int64),
-            out_query_start_loc_ptr=poisoned(6),
-            out_seq_lens_ptr=poisoned(5),
-            out_query_slot_mapping_ptr=poisoned(30, dtype=torch.int64),
-            out_context_positions_ptr=poisoned(30, dtype=torch.int64),
-            out_context_slot_mapping_ptr=poisoned(30, dtype=torch.int64),
-            out_sample_indices_ptr=poisoned(15, dtype=torch.int64),
-            out_sample_pos_ptr=poisoned(15, dtype=torch.int64),
-            out_sample_idx_mapping_ptr=poisoned(15, dtype=torch.int64),
-            out_temperature_ptr=poisoned(5, dtype=torch.float32),
-            out_seeds_ptr=poisoned(5, dtype=torch.int64),
-            target_positions_ptr=i64(positions),
-            target_query_start_loc_ptr=spans([7, 4, 5], padding=1),
-            idx_mapping_ptr=i64([3, 0, 4]),
-            last_sampled_ptr=i64(rng.integers(0, 99, (5, 1))),
-            next_prefill_tokens_ptr=i32(rng.integers(100, 199, (1, 5))),
-            num_sampled_ptr=i32([3, 0, 1]),
-            num_rejected_ptr=i32([4, 0, 0]),
-            temperature_ptr=f32(rng.random(5)),
-            seeds_ptr=i64(SEEDS[:5]),
-            block_table_ptr=i32(block_table),
-            parallel_drafting_token_id=777,
-            block_size=4,
-            num_query_per_req=queries,
-            num_speculative_steps=3,
-            max_num_reqs=5,
-            max_num_tokens=28,
-            max_model_len=24,
-            cp_rank=0,
-            SAMPLE_FROM_ANCHOR=from_anchor,
-            PAD_SLOT_ID=-1,
-            CP_SIZE=1,
-            CP_INTERLEAVE=1,
-            BLOCK_SIZE=8,
-        )
+    block_table = rng.integers(0, 50, (5, 6))
+    block_table[:, 0] = 0
+    positions = np.concatenate([np.arange(7) + 9, np.arange(4), np.arange(5) + 18])
+    yield case(
+        "spec_decode.dflash.speculator._prepare_dflash_inputs_kernel",
+        "masks",
+        (3, 2),
+        out_input_ids_ptr=poisoned(30),
+        out_query_positions_ptr=poisoned(30, dtype=torch.int64),
+        out_query_start_loc_ptr=poisoned(6),
+        out_seq_lens_ptr=poisoned(5),
+        out_query_slot_mapping_ptr=poisoned(30, dtype=torch.int64),
+        out_context_positions_ptr=poisoned(30, dtype=torch.int64),
+        out_context_slot_mapping_ptr=poisoned(30, dtype=torch.int64),
+        out_sample_indices_ptr=poisoned(15, dtype=torch.int64),
+        out_sample_pos_ptr=poisoned(15, dtype=torch.int64),
+        out_sample_idx_mapping_ptr=poisoned(15, dtype=torch.int64),
+        out_temperature_ptr=poisoned(5, dtype=torch.float32),
+        out_seeds_ptr=poisoned(5, dtype=torch.int64),
+        target_positions_ptr=i64(positions),
+        target_query_start_loc_ptr=spans([7, 4, 5], padding=1),
+        idx_mapping_ptr=i64([3, 0, 4]),
+        last_sampled_ptr=i64(rng.integers(0, 99, (5, 1))),
+        next_prefill_tokens_ptr=i32(rng.integers(100, 199, (1, 5))),
+        num_sampled_ptr=i32([3, 0, 1]),
+        num_rejected_ptr=i32([4, 0, 0]),
+        temperature_ptr=f32(rng.random(5)),
+        seeds_ptr=i64(SEEDS[:5]),
+        block_table_ptr=i32(block_table),
+        parallel_drafting_token_id=777,
+        block_size=4,
+        num_query_per_req=4,
+        num_speculative_steps=3,
+        max_num_reqs=5,
+        max_num_tokens=28,
+        max_model_len=24,
+        cp_rank=0,
+        SAMPLE_FROM_ANCHOR=False,
+        PAD_SLOT_ID=-1,
+        CP_SIZE=1,
+        CP_INTERLEAVE=1,
+        BLOCK_SIZE=8,
+    )
 
 
 def drafting_cases() -> list[Case]:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm.cpu.install import MODEL_KERNELS, TOKEN_KERNELS
+from dllm.cpu.kernels import KERNELS
 
-ALL_KERNELS = MODEL_KERNELS | TOKEN_KERNELS
 POISON = -777
 GPU = "vllm.v1.worker.gpu."
 
@@ -37,7 +36,7 @@ class Case:
 
 def case(kernel: str, label: str, grid: tuple[int, ...], rtol: float = 0.0, **args: Any) -> Case:
     """A launch of one of the runner's kernels; strides that are not given are those of tensors."""
-    names = inspect.signature(ALL_KERNELS[GPU + kernel]).parameters
+    names = inspect.signature(KERNELS[GPU + kernel]).parameters
     for name in names:
         if name.endswith("_stride") and name not in args:
             tensor = args[name.removesuffix("stride") + "ptr"]

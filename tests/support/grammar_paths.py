@@ -1,9 +1,14 @@
 """What the kernels of canvases under grammars do, by the search on a CPU that defines it."""
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from dllm.engine import grammars
+from dllm.engine.grammars import DeviceGrammars
 from dllm.grammar.device import NO_TABLE, PackedTables, Paths, Searches
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import STOPPED, Canvas
@@ -51,3 +56,13 @@ def unpacked(tables: PackedTables, number: int) -> Table:
         accepts=tables.accepts[states].bool().numpy(),
         left=tables.left[states].numpy(),
     )
+
+
+def as_on_a_gpu(engine: Any, monkeypatch: pytest.MonkeyPatch) -> DeviceGrammars:
+    """Let an engine on a CPU keep its grammars as on a GPU, with this search for the kernels."""
+    monkeypatch.setattr(grammars, "write_paths", write_paths)
+    state = engine.runner.model_state
+    on_device = DeviceGrammars(state.vllm_config, state.max_num_reqs, torch.device("cpu"))
+    for owner in (state, engine.runner.sampler):
+        monkeypatch.setattr(owner, "grammars", on_device)
+    return on_device

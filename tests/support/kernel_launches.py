@@ -94,18 +94,29 @@ def write_cache(layer: Layer, num_tokens: int, cache_dtype: torch.dtype = BF16, 
     write_kv(key, value, paged(layer, 64, BF16, cache_dtype), slots)
 
 
-def write_context(num_tokens: int, first: int = 0) -> None:
+def write_context(
+    num_tokens: int,
+    first: int = 0,
+    *,
+    layer: Layer = DRAFTER,
+    hidden: int = 4096,
+    rotary_size: int = DRAFTER.head_size,
+    has_bias: bool = False,
+    is_neox: bool = True,
+    dtype: torch.dtype = BF16,
+) -> None:
     """The context of Qwen3-8B's drafter: five layers, of which the last has a window."""
-    layers, heads, size, hidden = 5, DRAFTER.num_kv_heads, DRAFTER.head_size, 4096
+    layers, size = 5, layer.head_size
+    columns = layers * 2 * layer.num_kv_heads * size
     weights = ContextWeights(
-        meta(layers * 2 * heads * size, hidden, dtype=BF16), None, meta(layers, size, dtype=BF16),
-        1e-6, meta(40960, size, dtype=BF16), is_neox=True,
+        meta(columns, hidden, dtype=dtype), meta(columns, dtype=dtype) if has_bias else None,
+        meta(layers, size, dtype=dtype), 1e-6, meta(40960, rotary_size, dtype=dtype), is_neox,
     )  # fmt: skip
     slots = [meta(2 * MAX_TOKENS, dtype=torch.int64)[first : first + num_tokens] for _ in range(2)]
     positions = meta(2 * MAX_TOKENS, dtype=torch.int64)[first : first + num_tokens]
     write_context_kv(
-        meta(num_tokens, hidden, dtype=BF16), positions, weights,
-        [paged(DRAFTER, 16, BF16, BF16)] * layers, [slots[0]] * 4 + [slots[1]],
+        meta(num_tokens, hidden, dtype=dtype), positions, weights,
+        [paged(layer, 16, dtype, dtype)] * layers, [slots[0]] * 4 + [slots[1]],
     )  # fmt: skip
 
 
@@ -186,6 +197,16 @@ def cases(arch: int) -> dict[str, dict[str, Callable[[], None]]]:
             "heads that see blocks": lambda: attend(
                 ODD._replace(window=None, is_anchored=False), arch, page_size=32, tiles=ODD_TILES,
                 options=AttentionOptions(0.1, block_size=32),
+            ),
+            "context, fp16, interleaved, bias": lambda: write_context(
+                1024, layer=DRAFTER._replace(head_size=64), rotary_size=64, has_bias=True,
+                is_neox=False, dtype=torch.float16,
+            ),
+            "context, head size 256, half turned": lambda: write_context(
+                1024, layer=DRAFTER._replace(head_size=256, num_kv_heads=4)
+            ),
+            "context, fp32, odd sizes": lambda: write_context(
+                1024, layer=ODD, hidden=1000, rotary_size=80, dtype=torch.float32
             ),
         }  # fmt: skip
     return groups

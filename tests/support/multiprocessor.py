@@ -3,9 +3,6 @@
 From the CUDA C++ Programming Guide, technical specifications per compute capability.
 """
 
-NAMES = {80: "A100", 90: "H200", 100: "B200", 120: "RTX 5090"}
-SMS = {80: 108, 90: 132, 100: 148, 120: 170}
-GPUS = tuple(NAMES)
 SHARED_KIB = {80: 163, 90: 227, 100: 227, 120: 99}  # of a program, at most
 SHARED_KIB_OF_SM = {80: 164, 90: 228, 100: 228, 120: 100}
 RESERVED_SHARED = 1024  # bytes that each program takes beside its own

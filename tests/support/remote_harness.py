@@ -16,19 +16,10 @@ from dllm.remote.client import Client, Link, Wish
 from dllm.remote.drafter import RemoteDrafter
 from dllm.remote.wire import Ask, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
+from tests.support.clock import Clock
 from tests.support.oracle import VOCAB, Oracle, truth
 
 TICK_S = 1e-4
-
-
-@dataclass
-class Clock:
-    """Seconds, as far as they were waited."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Net:

@@ -208,6 +208,12 @@ def server(
         yield running
 
 
+@pytest.fixture(scope="session")
+def client(server: Server) -> openai.OpenAI:
+    """OpenAI's, of that server."""
+    return server.client()
+
+
 # Variables that engine_harness and tests set for this process, and a server must not inherit.
 _OF_THIS_PROCESS = ("VLLM_ENABLE_V1_MULTIPROCESSING", "DLLM_DISABLE", "VLLM_PLUGINS")
 

@@ -13,8 +13,8 @@ from dllm.tasks.suite import questions
 from dllm.tools.chat import Conversation
 from dllm.tools.client import connect
 from dllm.tools.eval_server import ServedModel
-from dllm.tools.watch import StreamedTexts, served_frames
-from dllm.tools.watch_drawing import Labels
+from dllm.tools.watch import served_frames
+from dllm.tools.watch_drawing import Texts
 from tests.support.server_harness import Server
 from tests.support.watched import Watched
 
@@ -31,7 +31,7 @@ def test_answers_steps_and_blocks_are_those_that_watch_draws(
 ) -> None:
     """In fp32, with the same seeds; the server's steps are read from its counters."""
     watched = Watched(checkpoint())
-    labels = Labels(watched.tokenizer, watched.eos_ids)
+    length = Texts(ends=set(watched.eos_ids)).length
     asked = questions(["sort", "extract"], "heldout", 3)
     connection = connect(server.url, None)
     max_tokens = MAX_BLOCKS * watched.settings.canvas_length
@@ -40,7 +40,9 @@ def test_answers_steps_and_blocks_are_those_that_watch_draws(
     texts, num_steps, num_blocks = [], 0, 0
     for index, question in enumerate(asked):
         drawn = list(watched.frames(question.prompt, MAX_BLOCKS, seed=7 + index))
-        texts.append(labels.answer(drawn[-1]).rstrip(CUT_OFF))
+        ids = [*drawn[-1].emitted, *drawn[-1].argmax]
+        text = watched.tokenizer.decode(ids[: length(ids)], skip_special_tokens=True)
+        texts.append(text.rstrip(CUT_OFF))
         num_steps += len(drawn)
         num_blocks += sum(frame.is_final for frame in drawn)
     assert [answer.text.rstrip(CUT_OFF) for answer in run.answers] == texts
@@ -50,7 +52,7 @@ def test_answers_steps_and_blocks_are_those_that_watch_draws(
 def test_the_server_shows_the_steps_that_are_computed_here(server: Server, checkpoint) -> None:
     watched, question, seed = Watched(checkpoint()), "Sort 3, 1, 2.", 5
     expected = list(watched.frames(question, MAX_BLOCKS, seed))
-    texts = StreamedTexts()
+    texts = Texts()
     connection = connect(server.url, None)
     found = list(served_frames(connection, texts, question, MAX_BLOCKS, seed))
     assert [(f.block, f.step, f.is_final) for f in found] == [
@@ -63,7 +65,7 @@ def test_the_server_shows_the_steps_that_are_computed_here(server: Server, check
         # Rounded to thousandths of a nat.
         assert ours.entropy == pytest.approx(theirs.entropy, abs=1e-3)
     first = found[-1].argmax[0]
-    assert Labels(texts, texts.ends).token(first) == Labels(watched.tokenizer, set()).token(first)
+    assert texts.of(first) == watched.tokenizer.decode([first])
 
 
 def test_the_command_draws_and_writes(

@@ -3,9 +3,9 @@
 
 import io
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
@@ -17,7 +17,7 @@ from dllm.cli import main
 from dllm.tools.watch_drawing import (
     ENTROPY_COLORS,
     Frame,
-    Labels,
+    Texts,
     cells,
     entropy_level,
     entropy_ranges,
@@ -31,9 +31,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
-def labels(checkpoint) -> Labels:
-    path: Path = checkpoint()
-    return Labels(AutoTokenizer.from_pretrained(path), frozenset({1, 6}))
+def texts(checkpoint: Callable[..., Path]) -> Texts:
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint())
+    return Texts({one: tokenizer.decode([one]) for one in range(512)}, {1, 6})
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +65,17 @@ def two_blocks() -> list[Frame]:
 # Cells
 
 
-def test_a_cell_says_what_became_of_its_position(two_blocks: list[Frame], labels: Labels) -> None:
+def test_a_cell_says_what_became_of_its_position(two_blocks: list[Frame], texts: Texts) -> None:
     mixed = next(frame for frame in two_blocks if not frame.is_final and not all(frame.accepted))
-    for position, cell in enumerate(cells(mixed, labels)):
+    for position, cell in enumerate(cells(mixed, texts)):
         assert cell.status == ("accepted" if mixed.accepted[position] else "renoised")
-        assert cell.text == labels.token(mixed.next_canvas[position])
+        assert cell.text == texts.cell(mixed.next_canvas[position])
         assert cell.level == entropy_level(mixed.entropy[position])
     final = replace(two_blocks[-1], argmax=(50,) * 9 + (1,) + (60,) * 22)
-    drawn = cells(final, labels)
+    drawn = cells(final, texts)
     assert [cell.status for cell in drawn] == ["final"] * 10 + ["unused"] * 22
     assert drawn[9].text == "<eos>"
-    assert labels.answer(replace(final, emitted=())) == labels.tokenizer.decode([50] * 9)
+    assert texts.answer(replace(final, emitted=())) == texts.of(50) * 9
 
 
 def test_entropy_has_a_color_at_every_value() -> None:
@@ -84,29 +84,27 @@ def test_entropy_has_a_color_at_every_value() -> None:
     assert entropy_ranges() == ["≤ 0.01", "≤ 0.1", "≤ 0.5", "≤ 1.5", "> 1.5"]
 
 
-def test_tokens_are_short_and_visible(labels: Labels) -> None:
-    texts = [labels.token(token_id) for token_id in range(512)]
-    assert all(0 < len(text) <= 9 and text.isprintable() and " " not in text for text in texts)
-    assert labels.token(labels.tokenizer("\n", add_special_tokens=False).input_ids[0]) == "⏎"
+def test_tokens_are_short_and_visible(texts: Texts) -> None:
+    shown = [texts.cell(token_id) for token_id in range(512)]
+    assert all(0 < len(text) <= 9 and text.isprintable() and " " not in text for text in shown)
+    assert Texts({5: "\n"}).cell(5) == "⏎"
 
 
-def test_a_terminal_shows_the_canvas_and_the_answer(
-    two_blocks: list[Frame], labels: Labels
-) -> None:
+def test_a_terminal_shows_the_canvas_and_the_answer(two_blocks: list[Frame], texts: Texts) -> None:
     console = Console(width=100, file=io.StringIO())
     console.print(legend())
-    console.print(picture(two_blocks[-1], labels, console.width))
+    console.print(picture(two_blocks[-1], texts, console.width))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "accepted renoised final" in text
     assert f"block 2, step {two_blocks[-1].step}:" in text
-    shown = [cell.text for cell in cells(two_blocks[-1], labels) if cell.text != "�"]
+    shown = [cell.text for cell in cells(two_blocks[-1], texts) if cell.text != "�"]
     assert all(token in text for token in shown)
 
 
 def test_control_characters_do_not_reach_the_terminal(two_blocks: list[Frame]) -> None:
-    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "a\x1b[2J\n")
+    texts = Texts(dict.fromkeys(range(512), "a\x1b[2J\n"))
     console = Console(width=100, file=io.StringIO())
-    console.print(picture(two_blocks[-1], Labels(tokenizer, {1}), console.width))
+    console.print(picture(two_blocks[-1], texts, console.width))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "a�[2J⏎" in text and "a�[2J\n" in text and "\x1b" not in text
 
@@ -115,22 +113,22 @@ def test_control_characters_do_not_reach_the_terminal(two_blocks: list[Frame]) -
 # SVG
 
 
-def test_the_svg_has_one_group_a_frame(two_blocks: list[Frame], labels: Labels) -> None:
-    root = ElementTree.fromstring(animation(two_blocks, labels, "Is 1 < 2 & 3\x00?"))
+def test_the_svg_has_one_group_a_frame(two_blocks: list[Frame], texts: Texts) -> None:
+    root = ElementTree.fromstring(animation(two_blocks, texts, "Is 1 < 2 & 3\x00?"))
     groups = root.findall(f".//{SVG}g[@class='f']")
     assert [group.get("id") for group in groups] == [f"f{i}" for i in range(len(two_blocks))]
     for group, frame in zip(groups, two_blocks, strict=True):
         shown = "".join(group.itertext()).replace("\xa0", " ")
         assert frame.title in shown and "> Is 1 < 2 & 3�?" in shown
-        assert all(cell.text in shown for cell in cells(frame, labels))
+        assert all(cell.text in shown for cell in cells(frame, texts))
     title = root.find(f"{SVG}title")
     assert title is not None and title.text == "Is 1 < 2 & 3�?"
 
 
 def test_every_frame_has_its_time_and_they_fill_the_cycle(
-    two_blocks: list[Frame], labels: Labels
+    two_blocks: list[Frame], texts: Texts
 ) -> None:
-    text = animation(two_blocks, labels, "A question")
+    text = animation(two_blocks, texts, "A question")
     cycle = STEP_S * (len(two_blocks) - 2) + LAST_S * 2
     assert set(re.findall(r"animation:k\d+ ([\d.]+)s", text)) == {f"{cycle:.2f}"}
     begins = [float(x) for x in re.findall(r"([\d.]+)%\{visibility:visible\}", text)]
@@ -142,9 +140,9 @@ def test_every_frame_has_its_time_and_they_fill_the_cycle(
 
 
 def test_the_svg_is_small_and_needs_nothing_outside_it(
-    two_blocks: list[Frame], labels: Labels
+    two_blocks: list[Frame], texts: Texts
 ) -> None:
-    text = animation(two_blocks * 3, labels, "A question")
+    text = animation(two_blocks * 3, texts, "A question")
     assert len(text.encode()) < 300_000
     assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]
     assert not re.search(r"<script|<image|href|url\((?!#)|@import", text)
@@ -155,7 +153,7 @@ def test_the_svg_is_small_and_needs_nothing_outside_it(
         assert float(drawn.get("x", 0)) + long <= width
         assert float(drawn.get("y", 0)) < height
     with pytest.raises(ValueError, match="at least one frame"):
-        animation([], labels, "A question")
+        animation([], texts, "A question")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -54,7 +54,6 @@ class AdaptiveWidth(WidthPolicy):
         reads_confidence: use the drafter's probability of each draft in the decision.
         hysteresis: drafting starts (stops) when its expected tokens per second exceed (fall below)
             those of plain decoding by this share.
-        clock: seconds.
 
     Attributes:
         is_drafting: what steps do that are not trials.

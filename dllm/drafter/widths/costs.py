@@ -26,9 +26,6 @@ LEAST = 0.02  # no number falls below this share of its first guess, as the mach
 class StepCosts:
     """Estimates of the five numbers.
 
-    Args:
-        num_drafts: N, drafts of a block.
-
     Attributes:
         is_first: nothing was timed yet.
     """

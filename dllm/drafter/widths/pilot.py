@@ -148,11 +148,7 @@ class Pilot(nn.Module):
 
 
 class PilotWidth(WidthPolicy):
-    """Every request keeps the width that the pilot chose when its prompt ended.
-
-    Args:
-        num_slots: requests that the server runs at once.
-    """
+    """Every request keeps the width that the pilot chose when its prompt ended."""
 
     reads_outcomes = True
     reads_prompt = True

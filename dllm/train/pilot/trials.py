@@ -65,9 +65,7 @@ def run_trials(
 
     Widths take turns, so that a machine that gets slower or faster affects all of them alike.
 
-    Args:
-        prompts: token ids.
-        advance: called after each batch of prompts.
+    ``advance`` is called after each batch of prompts.
     """
     llm = start(settings, max(map(len, prompts)))
     policy = TrialWidth(settings.num_drafts)
