@@ -285,6 +285,7 @@ ALSO_USED = {
     "CanvasAttentionBackend.get_name",
     "CanvasAttentionImpl.forward",
     "CanvasBackbone.forward",
+    "CanvasCPUWorker.reload_weights",
     "CanvasReads._image_parts",
     "CanvasReads.limits",
     "CanvasReads.num_requests",
