@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dllm.models.nemotron.reference import load_reference
+from dllm.models.sdar.reference import load_reference as load_dense
 from dllm.models.unmasking.reference import additive
 from dllm.tasks.suite import FAMILIES, Question, questions
 from dllm.train.lm.autoregressive import Autoregressive
@@ -14,6 +15,7 @@ from dllm.train.lm.mask_diffusion import MASK, TAIL_WEIGHT, MaskDiffusion
 from dllm.train.lm.nemotron import MOVED, SEEDED, Nemotron
 from dllm.train.lm.objective import EOS, PURE_NOISE, Encoded
 from dllm.train.lm.settings import ModelShape, TrainSettings
+from dllm.train.optimizer import UNNORMED_SHARE, make_optimizers
 
 SHAPE = ModelShape(hidden_size=64, num_layers=2, intermediate_size=32, canvas_length=8)
 SETTINGS = TrainSettings("nemotron", model=SHAPE, block_lengths=(8,), prefix_loss=0.5)
@@ -140,13 +142,11 @@ def test_start_as_an_autoregressive_model(tmp_path: Path) -> None:
             elif "embed" in name:
                 param.mul_(40)
     dense.write(start, tmp_path)
-    weights = load_reference_weights(tmp_path)
     same = Nemotron(TrainSettings("nemotron", model=wide)).begin(tmp_path).model.eval()
     narrow = Nemotron(SETTINGS).begin(tmp_path).model
     ids = torch.randint(10, 800, (8, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        start.load_state_dict(weights, strict=False)
-        expected, found = start.eval()(ids).logits, same(ids).logits
+        expected, found = load_dense(tmp_path)(ids).logits, same(ids).logits
     off = (found - expected).norm() / expected.norm()
     assert off < 0.1, off
     mlp, kept = same.model.layers[0].mlp, narrow.model.layers[0].mlp
@@ -156,10 +156,25 @@ def test_start_as_an_autoregressive_model(tmp_path: Path) -> None:
     assert torch.equal(kept.down_proj.weight, mlp.down_proj.weight[:, chosen])
 
 
-def load_reference_weights(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: t.float() for name, t in load_file(path / "model.safetensors").items()}
+def test_queries_and_keys_without_norms_learn_more_slowly() -> None:
+    """And the head as embeddings do."""
+    model = Nemotron(SETTINGS).build_model()
+    muon, adamw = make_optimizers(model, SETTINGS)
+    names = {param: name for name, param in model.named_parameters()}
+    slow = {names[param] for group in muon.param_groups if group["share"] < 1
+            for param in group["params"]}  # fmt: skip
+    assert slow == {name for name in names.values() if "q_proj" in name or "k_proj" in name}
+    others = {names[param] for group in adamw.param_groups for param in group["params"]}
+    assert {"lm_head.weight", "model.embed_tokens.weight"} < others
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    muon.step()
+    change = {name: float((param.detach() - before[name]).norm()) for param, name in names.items()}
+    layer = "model.layers.0.self_attn."
+    # Matrices of the same shape, orthogonalised in bf16.
+    ratio = change[f"{layer}q_proj.weight"] / change[f"{layer}o_proj.weight"]
+    assert ratio == pytest.approx(UNNORMED_SHARE, rel=0.05)
 
 
 def test_written_weights_have_the_released_names(tmp_path: Path) -> None:

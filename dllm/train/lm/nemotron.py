@@ -51,7 +51,7 @@ class Nemotron(MaskDiffusion):
         "a diffusion language model in Nemotron-Labs-Diffusion's format (canvases of masks on a "
         "causal Ministral 3), which also answers token by token"
     )
-    starts_from = (ARCHITECTURE, "Qwen3ForCausalLM")
+    starts_from = (ARCHITECTURE, "SDARForCausalLM", "Qwen3ForCausalLM")
     threshold = 0.9  # of the released model card
 
     def __init__(self, settings: TrainSettings) -> None:
@@ -97,7 +97,7 @@ class Nemotron(MaskDiffusion):
         return self.new(Ministral3ForCausalLM, config)
 
     def load_start(self, path: Path) -> Mapping[str, Tensor]:
-        """Weights of a Nemotron, or of an autoregressive Qwen3 with MLPs at least as wide."""
+        """Weights of a Nemotron, or of a dense SDAR or Qwen3 with MLPs at least as wide."""
         if architecture_of(path) == ARCHITECTURE:
             return load_reference(path).state_dict()
         fresh = self.build_model()
