@@ -11,6 +11,7 @@ from dllm.models.sdar.reference import load_reference as load_dense
 from dllm.models.unmasking.reference import additive
 from dllm.tasks.suite import FAMILIES, Question, questions
 from dllm.train.lm.autoregressive import Autoregressive
+from dllm.train.lm.learner import LanguageLearner
 from dllm.train.lm.mask_diffusion import MASK, TAIL_WEIGHT, MaskDiffusion
 from dllm.train.lm.nemotron import MOVED, SEEDED, Nemotron
 from dllm.train.lm.objective import EOS, PURE_NOISE, Encoded
@@ -27,12 +28,17 @@ def asked(count: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Questio
     return sorted(found, key=lambda each: len(each.prompt) + len(each.answer))
 
 
-def model_of(objective: Nemotron):
-    """A model whose logits are a few nats."""
+def model_of(objective: LanguageLearner):
+    """A model whose logits depend on all that a token sees."""
     model = objective.build_model().eval()
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(40)
-        model.lm_head.weight.mul_(10)
+        for param in model.parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            if param.ndim == 2:
+                param.copy_(2 * noise * param.shape[1] ** -0.5)
+            else:
+                param.add_(0.3 * noise)
     return model
 
 
@@ -128,27 +134,18 @@ def test_of_some_canvases_the_first_token_alone_is_given() -> None:
 
 
 def test_start_as_an_autoregressive_model(tmp_path: Path) -> None:
-    """Sizes of queries and keys are those of the norms, and the strongest neurons are kept.
-
-    Where MLPs are as wide and the norms' inputs all have the same size, nothing changes.
-    """
+    """Queries and keys keep their size on average, and MLPs their strongest neurons."""
     wide = ModelShape(hidden_size=64, num_layers=2, intermediate_size=64, canvas_length=8)
     dense = Autoregressive(TrainSettings("ar", model=wide))
-    start = dense.build_model()
-    with torch.no_grad():
-        for name, param in start.named_parameters():
-            if "norm" in name:
-                param.add_(0.3 * torch.randn_like(param))
-            elif "embed" in name:
-                param.mul_(40)
-    dense.write(start, tmp_path)
+    dense.write(model_of(dense), tmp_path)
     same = Nemotron(TrainSettings("nemotron", model=wide)).begin(tmp_path).model.eval()
     narrow = Nemotron(SETTINGS).begin(tmp_path).model
     ids = torch.randint(10, 800, (8, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected, found = load_dense(tmp_path)(ids).logits, same(ids).logits
     off = (found - expected).norm() / expected.norm()
-    assert off < 0.1, off
+    # Queries of tokens differ in size. With half or twice the right size it is 0.5 and 0.6.
+    assert off < 0.35, off
     mlp, kept = same.model.layers[0].mlp, narrow.model.layers[0].mlp
     strength = mlp.up_proj.weight.norm(dim=1) * mlp.down_proj.weight.norm(dim=0)
     chosen = strength.topk(32).indices
