@@ -94,7 +94,10 @@ def make_optimizers(model: nn.Module, settings: RunSettings) -> list[torch.optim
                 unnormed.append(param)
             else:
                 matrices.append(param)
-    groups = [{"params": matrices}, {"params": unnormed, "share": UNNORMED_SHARE}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": unnormed, "share": UNNORMED_SHARE},
+    ]
     return [
         Muon([group for group in groups if group["params"]], settings.matrix_lr),
         torch.optim.AdamW(others, settings.vector_lr, betas=(0.9, 0.98), weight_decay=0.0),
