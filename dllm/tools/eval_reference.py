@@ -1,8 +1,8 @@
 """Answers questions with a checkpoint in Hugging Face transformers, in this process.
 
 This is the reference for a server's answers. It asks one question at a time. DiffusionGemma and
-autoregressive models are generated from by transformers, a SDAR or a LLaDA2 by the plain loop of
-``models.unmasking.reference``.
+autoregressive models are generated from by transformers, models of masks by the plain loop of
+``models.unmasking.reference``. A Nemotron is either, as asked for.
 """
 
 import json
@@ -28,6 +28,7 @@ from dllm.tasks.suite import Question
 from dllm.tools.eval_report import Answer, Run
 
 DIFFUSION = DiffusionGemmaForBlockDiffusion.__name__
+NEMOTRON = "NemotronLabsDiffusionModel"
 
 
 class Generated(NamedTuple):
@@ -96,7 +97,11 @@ class Reference(ABC):
 
 
 def open_reference(
-    path: Path, max_tokens: int, temperature: float | None = None, seed: int = 0
+    path: Path,
+    max_tokens: int,
+    temperature: float | None = None,
+    seed: int = 0,
+    token_by_token: bool = False,
 ) -> Reference:
     """The reference of a checkpoint.
 
@@ -105,14 +110,21 @@ def open_reference(
         temperature: multiplies DiffusionGemma's schedule of temperatures; 0 makes an autoregressive
             model greedy; None uses generation_config.json.
         seed: question i is answered with ``seed + i``.
+        token_by_token: a Nemotron answers as the autoregressive model that it is, too.
 
     Raises:
-        CommandError: there is no checkpoint, its reference does not allow this temperature, or a
-            server decodes it by another rule.
+        CommandError: there is no checkpoint, its reference does not allow this temperature or
+            answers in one way alone, or a server decodes it by another rule.
     """
     if not (path / "config.json").exists():
         raise CommandError(f"--reference {path}: no config.json; give a checkpoint's folder.")
     architecture = json.loads((path / "config.json").read_text())["architectures"][0]
+    if token_by_token:
+        if architecture != NEMOTRON:
+            raise CommandError(
+                f"--token-by-token: {path} is a {architecture}; allowed: {NEMOTRON}."
+            )
+        return GenerateReference(path, max_tokens, temperature, seed, False)
     if architecture in LOADERS:
         return MaskedReference(path, max_tokens, temperature)
     return GenerateReference(path, max_tokens, temperature, seed, architecture == DIFFUSION)
@@ -150,13 +162,21 @@ class GenerateReference(Reference):
     ) -> None:
         super().__init__(path)
         self.is_diffusion, self.seed = is_diffusion, seed
-        kind = DiffusionGemmaForBlockDiffusion if is_diffusion else AutoModelForCausalLM
-        self.model = kind.from_pretrained(path, dtype="auto").eval()
+        self.model = self._load(path)
         self.options: dict[str, object] = {"max_new_tokens": max_tokens}
         if temperature is not None:
             self.options |= self._temperature(temperature)
         eos = self.model.generation_config.eos_token_id
         self.stops = eos if isinstance(eos, list) else [eos]
+
+    def _load(self, path: Path) -> Any:
+        """The model in its own precision; a Nemotron in fp32, as for the plain loop."""
+        if json.loads((path / "config.json").read_text())["architectures"][0] == NEMOTRON:
+            model = load_model(path)
+            model.generation_config = GenerationConfig.from_pretrained(path)
+            return model
+        kind = DiffusionGemmaForBlockDiffusion if self.is_diffusion else AutoModelForCausalLM
+        return kind.from_pretrained(path, dtype="auto").eval()
 
     def _temperature(self, temperature: float) -> dict[str, object]:
         """The arguments of ``generate`` for a request's temperature."""

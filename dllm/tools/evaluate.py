@@ -87,6 +87,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="instead of a server: a checkpoint, through Hugging Face transformers in this process",
     )
     parser.add_argument(
+        "--token-by-token",
+        action="store_true",
+        help="with --reference: a Nemotron as the autoregressive model that it is, too",
+    )
+    parser.add_argument(
         "--tasks",
         default=ALL,
         help="; ".join(f"{name}: {', '.join(group)}" for name, group in GROUPS.items())
@@ -116,6 +121,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if given.temperature is not None and not 0 <= given.temperature < float("inf"):
         parser.error(f"--temperature {given.temperature}; allowed: a number of at least 0.")
+    if given.token_by_token and given.reference is None:
+        parser.error("--token-by-token: a server answers as it was started; add --reference DIR.")
     if given.output and not given.output.absolute().parent.is_dir():
         parser.error(f"--output {given.output}: there is no folder {given.output.parent}.")
     return given
@@ -154,7 +161,13 @@ def open_model(given: argparse.Namespace) -> Model:
         )
     from dllm.tools.eval_reference import open_reference  # imports torch: seconds
 
-    return open_reference(given.reference, given.max_tokens, given.temperature, given.seed or 0)
+    return open_reference(
+        given.reference,
+        given.max_tokens,
+        given.temperature,
+        given.seed or 0,
+        given.token_by_token,
+    )
 
 
 def evaluate(

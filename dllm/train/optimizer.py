@@ -8,6 +8,7 @@ orthogonalised in one batch.
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from dllm.train.settings import RunSettings
 # Coefficients of the iteration, chosen for the largest slope at 0 (same source).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 MOMENTUM = 0.95
+# Of the learning rate, for matrices of queries and keys that no norm follows: these stay small, and
+# an update of constant size would change what they attend to many times as much.
+UNNORMED_SHARE = 0.2
 
 
 class Muon(torch.optim.Optimizer):
@@ -26,10 +30,11 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: the matrices.
         lr: spectral norm of an update, before it is multiplied by sqrt(max(1, rows / columns)).
+            A group of parameters can have a ``share`` of it.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Iterable[Any], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "share": 1.0})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -47,7 +52,7 @@ class Muon(torch.optim.Optimizer):
                 by_shape.setdefault(param.shape[-2:], []).append((param, update))
             for shape, pairs in by_shape.items():
                 stacked = torch.cat([update.reshape(-1, *shape) for _, update in pairs])
-                scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
+                scale = group["lr"] * group["share"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 orthogonal = orthogonalize(stacked).mul_(-scale)
                 counts = [update.numel() // shape.numel() for _, update in pairs]
                 for (param, _), change in zip(pairs, orthogonal.split(counts), strict=True):
@@ -71,19 +76,30 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def make_optimizers(model: nn.Module, settings: RunSettings) -> list[torch.optim.Optimizer]:
-    """Muon over the layers' matrices, AdamW over embeddings, norms, scalars and routers.
+    """Muon over the layers' matrices, AdamW over embeddings, heads, norms, scalars and routers.
 
     Parameters that need no gradient are in neither.
     """
     matrices: list[Tensor] = []
+    unnormed: list[Tensor] = []
     others: list[Tensor] = []
+    has_norms = any("q_norm" in name for name, _ in model.named_parameters())
     for name, param in model.named_parameters():
         if param.requires_grad:
             is_router = "router" in name or name.endswith("mlp.gate.weight")
-            is_matrix = param.ndim >= 2 and "embed" not in name and not is_router
-            (matrices if is_matrix else others).append(param)
+            is_token = "embed" in name or "lm_head" in name
+            if param.ndim < 2 or is_token or is_router:
+                others.append(param)
+            elif not has_norms and ("q_proj" in name or "k_proj" in name):
+                unnormed.append(param)
+            else:
+                matrices.append(param)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": unnormed, "share": UNNORMED_SHARE},
+    ]
     return [
-        Muon(matrices, settings.matrix_lr),
+        Muon([group for group in groups if group["params"]], settings.matrix_lr),
         torch.optim.AdamW(others, settings.vector_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 

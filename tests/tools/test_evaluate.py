@@ -12,6 +12,7 @@ from rich.console import Console
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from dllm.cli import CommandError, main
+from dllm.models.nemotron.reference import load_reference
 from dllm.models.unmasking.reference import Generated, generate_blocks
 from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES, Question, questions
 from dllm.tasks.tokenizer import (
@@ -28,7 +29,7 @@ from dllm.tools.eval_report import Answer, Run, Score, score, table, total, wils
 from dllm.tools.eval_server import PASSES, counter, denoise_counts
 from dllm.tools.evaluate import chosen_families
 from tests.support.chat_stub import Stub, serve
-from tests.support.family_checkpoints import LLADA2, SDAR, write
+from tests.support.family_checkpoints import LLADA2, NEMOTRON, SDAR, write
 
 
 def right_but_every(nth: int, families: list[str], num: int):
@@ -254,7 +255,7 @@ def test_an_autoregressive_reference_has_no_denoise_steps(tmp_path: Path) -> Non
     assert (runs[0].denoise_steps, runs[0].blocks) == (None, None)
 
 
-@pytest.mark.parametrize("config", [SDAR, LLADA2])
+@pytest.mark.parametrize("config", [SDAR, LLADA2, NEMOTRON])
 def test_the_reference_of_masked_blocks(config: dict, tmp_path: Path) -> None:
     """Its answers are those of the plain loop, cut behind the first stop token; steps count."""
     path = write(tmp_path / "model", config)
@@ -272,6 +273,25 @@ def test_the_reference_of_masked_blocks(config: dict, tmp_path: Path) -> None:
     assert run.answers[0].text == model.tokenizer.decode(
         generated[: stops[0] + 1], skip_special_tokens=True
     )
+
+
+def test_a_model_that_answers_token_by_token_too(tmp_path: Path) -> None:
+    """Its next tokens are the greedy ones of its causal logits, one after the other."""
+    path = write(tmp_path / "model", NEMOTRON)
+    (path / "generation_config.json").write_text('{"eos_token_id": [1, 6], "do_sample": false}')
+    model = open_reference(path, 12, token_by_token=True)
+    asked = questions(["add"], "heldout", 1)
+    run = model.answer(asked, lambda: None)
+    assert (run.denoise_steps, run.blocks) == (None, None)
+    ids = encode_prompt(train_tokenizer(), asked[0].prompt)
+    for _ in range(run.answers[0].num_tokens):
+        with torch.no_grad():
+            ids.append(int(load_reference(path)(torch.tensor([ids])).logits[0, -1].argmax()))
+    tokens = ids[-run.answers[0].num_tokens :]
+    text = [token for token in tokens if token not in (1, 6)]
+    assert run.answers[0].text == model.tokenizer.decode(text, skip_special_tokens=True)
+    with pytest.raises(CommandError, match="is a SDARForCausalLM"):
+        open_reference(write(tmp_path / "sdar", SDAR), 12, token_by_token=True)
 
 
 @pytest.mark.parametrize(

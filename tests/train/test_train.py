@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
 from dllm import cli
-from dllm.models.llada2 import reference as llada2
-from dllm.models.sdar import reference as sdar
+from dllm.models.unmasking.reference import load_model
 from dllm.tasks.suite import question
 from dllm.tasks.tool_tokenizer import TOOL_CHAT_TEMPLATE, VOCAB_SIZE, train_tool_tokenizer
 from dllm.tools.eval_report import Answer, score, total
@@ -42,7 +41,7 @@ SHORT = {
     "validation_questions": 1,
     "families": ["compare", "report"],
 }
-OBJECTIVES = ("diffusion", "ar", "sdar", "llada2")
+OBJECTIVES = ("diffusion", "ar", "sdar", "llada2", "nemotron")
 # Whole runs of each; those of the first are in `make test`.
 RUNS = [pytest.param(name, marks=[] if name == OBJECTIVES[0] else pytest.mark.nightly)
         for name in OBJECTIVES]  # fmt: skip
@@ -116,9 +115,8 @@ def test_resumed_run_is_the_uninterrupted_one(finished, tmp_path):
 def test_checkpoint_loads_in_transformers(finished):
     """No missing, unexpected or mismatched key, and the averaged weights in bf16."""
     objective, out = finished
-    if objective in ("sdar", "llada2"):  # which transformers has under other names
-        reference = sdar if objective == "sdar" else llada2
-        model = reference.load_reference(out / "model")
+    if objective in ("sdar", "llada2", "nemotron"):  # which transformers has under other names
+        model = load_model(out / "model")
     else:
         kind = DiffusionGemmaForBlockDiffusion if objective == "diffusion" else AutoModelForCausalLM
         model, info = kind.from_pretrained(out / "model", output_loading_info=True)
@@ -239,7 +237,7 @@ def test_finished_run_is_not_started_over(finished, capsys):
         ({"matrix_lr": "fast"}, "matrix_lr = 'fast'"),
         ({"families": ["ad"]}, "families = 'ad'; allowed: add, sort"),
         ({"families": ["alarm", "add"]}, "families = 'add'; allowed: weather, total, alarm"),
-        ({"objective": "gan"}, "objective = 'gan'; allowed: 'diffusion', 'ar', 'sdar' or 'llada2'"),
+        ({"objective": "gan"}, "objective = 'gan'; allowed: 'diffusion', 'ar', 'sdar',"),
         ({"objective": "ar"}, "run `dllm train ar`"),
         ({"block_lengths": []}, "block_lengths = []; allowed: "),
         ({"block_lengths": [4, 0]}, "block_lengths.1 = 0; allowed: "),

@@ -1,1 +1,1 @@
-"""``dllm train diffusion``, ``ar``, ``sdar``, ``llada2``: small models on the task suite."""
+"""``dllm train`` for language models: small ones, on the task suite."""

@@ -15,6 +15,7 @@ from dllm.train.lm.diffusion import Diffusion
 from dllm.train.lm.learner import LanguageLearner
 from dllm.train.lm.llada2 import LLaDA2
 from dllm.train.lm.model_card import write_model_card
+from dllm.train.lm.nemotron import Nemotron
 from dllm.train.lm.objective import WEIGHTS
 from dllm.train.lm.sdar import SDAR
 from dllm.train.lm.settings import CONFIGS, TrainSettings
@@ -28,6 +29,7 @@ KINDS: dict[str, tuple[type[LanguageLearner], str]] = {
     "ar": (Autoregressive, "tiny-ar.toml"),
     "sdar": (SDAR, "tiny-sdar.toml"),
     "llada2": (LLaDA2, "tiny-llada2.toml"),
+    "nemotron": (Nemotron, "tiny-nemotron.toml"),
 }
 ACCURACY = Panel("validation answers correct, %", lambda name: name != "steps_per_block", True)
 

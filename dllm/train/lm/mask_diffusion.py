@@ -1,4 +1,4 @@
-"""The objective of models of masked blocks (SDAR, LLaDA2): the answer appears in place of MASK.
+"""The objective of models of masked blocks: the answer appears in place of MASK.
 
 A question and its answer are cut into blocks. Every block with answer tokens is noised: each of
 them becomes MASK with probability t, which is drawn for the block. The model sees it behind the
@@ -72,7 +72,7 @@ class MaskDiffusion(LanguageLearner):
     ) -> Tensor:
         """The same of questions that go through the model together."""
         encoded = Encoded.of(self.tokenizer, questions)
-        copies = TwoCopies.of(encoded, self._draw_block_lengths(len(questions), random))
+        copies = self._lay_out(encoded, random)
         noised = self._noise(copies, random)
         hidden = model.model(
             input_ids=torch.cat((copies.ids, noised), dim=1),
@@ -86,7 +86,21 @@ class MaskDiffusion(LanguageLearner):
         weights = position_weights(copies, counts)
         logits = model.lm_head(hidden[:, copies.is_noised][counts]).float()
         losses = F.cross_entropy(logits, copies.clean[counts], reduction="none")
-        return (losses * weights[counts]).sum()
+        return (losses * weights[counts]).sum() + self._clean_loss(model, hidden, encoded, copies)
+
+    def _lay_out(self, encoded: Encoded, random: torch.Generator) -> TwoCopies:
+        """The two copies of a batch, with block lengths that are drawn."""
+        return TwoCopies.of(encoded, self._draw_block_lengths(len(encoded.prompts), random))
+
+    def _clean_loss(
+        self, model: PreTrainedModel, hidden: Tensor, encoded: Encoded, copies: TwoCopies
+    ) -> Tensor | float:
+        """The loss of the clean copy, which only a model that reads causally has.
+
+        Args:
+            hidden: ``[N, S, H]``, of both copies.
+        """
+        return 0.0
 
     def _draw_block_lengths(self, count: int, random: torch.Generator) -> Tensor:
         allowed = torch.tensor(self.settings.block_lengths)

@@ -11,7 +11,7 @@ from dllm.settings.checks import did_you_mean, refuse_value
 from dllm.tasks.suite import GROUPS, group_of
 from dllm.train.settings import CHECKED, Count, RunSettings, Share
 
-Objective = Literal["diffusion", "ar", "sdar", "llada2"]
+Objective = Literal["diffusion", "ar", "sdar", "llada2", "nemotron"]
 CONFIGS = Path(__file__).parent / "configs"  # of the shipped models
 
 
@@ -22,7 +22,7 @@ class ModelShape:
     Attributes:
         num_layers: diffusion: every third layer and the last one attend to everything, the others
             to a sliding window. Otherwise all attend to everything.
-        canvas_length: tokens, of SDAR and LLaDA2 the block length of config.json (not ``ar``).
+        canvas_length: tokens, of models with masks the block length of config.json (not ``ar``).
         sliding_window: tokens (diffusion only).
         num_experts, moe_intermediate_size: of these experts a token uses two (diffusion) or half
             of them, beside one that every token uses (llada2).
@@ -47,10 +47,11 @@ class TrainSettings(RunSettings):
     """One training run of a language model; the other fields are those of ``RunSettings``.
 
     Attributes:
-        objective: ``diffusion`` (DiffusionGemma), ``ar`` (autoregressive), ``sdar`` or ``llada2``.
+        objective: ``diffusion`` (DiffusionGemma), ``ar`` (autoregressive), ``sdar``, ``llada2`` or
+            ``nemotron``.
         batch_size: questions in each step.
         canvases: noised canvases a question (diffusion only).
-        prefix_loss: weight of the next-token loss on the answer (diffusion only).
+        prefix_loss: weight of the next-token loss on the answer (diffusion and nemotron only).
         block_lengths: tokens; every question gets one of them (sdar and llada2 only).
         wrong_tokens: share of the tokens that are not masked that is replaced by a wrong one, for
             a model that edits (sdar and llada2 only).

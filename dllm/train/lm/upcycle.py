@@ -1,4 +1,4 @@
-"""The first weights of a LLaDA2 from a dense Qwen3 of the same width and depth.
+"""The first weights of a LLaDA2 or a Nemotron from a dense Qwen3 of the same width and depth.
 
 LLaDA2 itself began as an autoregressive mixture of experts. Here a small dense model is at hand:
 
@@ -9,13 +9,15 @@ LLaDA2 itself began as an autoregressive mixture of experts. Here a small dense 
   shared expert, the others fill the routed ones, from the first again if there are too few. The
   router begins at random (A. Komatsuzaki et al., Sparse Upcycling, 2023,
   https://arxiv.org/abs/2212.05055, copies a whole MLP into every expert instead).
+
+Nemotron has no norms of queries and keys, an output head of its own, and here narrower MLPs.
 """
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from transformers import Glm4MoeConfig
+from transformers import Glm4MoeConfig, Ministral3Config
 
 
 def upcycle(
@@ -46,6 +48,46 @@ def upcycle(
     return weights
 
 
+def without_head_norms(
+    dense: Mapping[str, Tensor], fresh: Mapping[str, Tensor], config: Ministral3Config
+) -> dict[str, Tensor]:
+    """Weights of a Ministral 3, by name: those of ``fresh`` in number and shape.
+
+    A norm of queries or keys becomes a constant factor of its head, which is right on average if
+    the layer's inputs point in all directions alike. MLPs keep their strongest neurons.
+
+    Args:
+        dense: of a Qwen3 with the same sizes, whose MLPs are at least as wide.
+
+    Raises:
+        ValueError: the dense model has too few layers.
+    """
+    weights = {}
+    for name in fresh:
+        if name not in dense:
+            raise ValueError(f"the dense model has no {name}; give one that is as deep.")
+        weights[name] = dense[name]
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        gain = dense[f"{prefix}input_layernorm.weight"]
+        for kind in ("q", "k"):
+            name = f"{prefix}self_attn.{kind}_proj.weight"
+            heads = dense[name].view(-1, config.head_dim, len(gain))
+            size = (heads * gain).square().sum(dim=2).mean(dim=1).sqrt()
+            norm = dense[f"{prefix}self_attn.{kind}_norm.weight"]
+            weights[name] = (heads * norm[:, None] / size[:, None, None]).view_as(dense[name])
+        names = [f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+        gate, up, down = (dense[name] for name in names)
+        kept = _by_strength(up, down)[: config.intermediate_size]
+        weights |= zip(names, (gate[kept], up[kept], down[:, kept]), strict=True)
+    return weights
+
+
+def _by_strength(up: Tensor, down: Tensor) -> Tensor:
+    """Indices of the neurons of an MLP, those with the largest weights first."""
+    return (up.norm(dim=1) * down.norm(dim=0)).argsort(descending=True)
+
+
 def _fastest_pairs_first(tensor: Tensor, head_dim: int) -> Tensor:
     """Reorder the dimensions of every head, which are rows of ``tensor``.
 
@@ -67,7 +109,7 @@ def _deal_neurons(
     width, num_experts = config.moe_intermediate_size, config.n_routed_experts
     if width >= len(gate):
         raise ValueError(f"experts of {width} neurons from an MLP of {len(gate)}; allowed: fewer.")
-    order = (up.norm(dim=1) * down.norm(dim=0)).argsort(descending=True)
+    order = _by_strength(up, down)
     shared, rest = order[:width], order[width:]
     dealt = rest[torch.arange(num_experts * width) % len(rest)].view(num_experts, width)
     return {
