@@ -90,7 +90,14 @@ def _read_option() -> None:
                 f"{WHERE}: decoding = {decoding!r}, and {config.architecture} has one way to "
                 f"decode; allowed for {both}. Leave it out."
             )
-        if decoding == "self_speculation" and self.speculative_config is None:
+        if decoding != "self_speculation":
+            return config
+        if (given := self.speculative_config) and given.get("model") != SPECULATOR:
+            raise ValueError(
+                f"{WHERE}: decoding = 'self_speculation' beside --speculative-config; allowed: one "
+                "of them, because both say what drafts. Leave that flag out, or choose 'ar'."
+            )
+        if given is None:
             self.speculative_config = {
                 "method": "custom_class",
                 "model": SPECULATOR,
