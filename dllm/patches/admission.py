@@ -5,7 +5,7 @@ import importlib.util
 import weakref
 from typing import Any
 
-from dllm.models import FAMILIES, settings_of, takes_images
+from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
 from dllm.settings.denoising import DenoiseSettings
 
 
@@ -39,7 +39,7 @@ def _parse_requests() -> None:
 
     from dllm.api.encoder import Encoder
     from dllm.patches.streaming import refuse_offline_streams
-    from dllm.settings.admission import admit, admit_ids
+    from dllm.settings.admission import admit, admit_ids, admit_next_tokens, check_sizes
     from dllm.settings.pins import without_noise
     from dllm.settings.request import constrained
 
@@ -49,7 +49,13 @@ def _parse_requests() -> None:
     process = InputProcessor.process_inputs
 
     def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
-        if not isinstance(params, SamplingParams) or self.model_config.architecture not in FAMILIES:
+        architecture = self.model_config.architecture
+        if isinstance(params, SamplingParams) and architecture in AUTOREGRESSIVE:
+            admit_next_tokens(params)
+            is_watermarked = validate_params(self, params, supported_tasks)
+            check_sizes(with_resolved_ids(self, params))
+            return is_watermarked
+        if not isinstance(params, SamplingParams) or architecture not in FAMILIES:
             return validate_params(self, params, supported_tasks)
         if self not in configs:
             configs[self] = settings_of(self.vllm_config)
@@ -156,6 +162,8 @@ def _refuse_before_the_stream_starts() -> None:
                 count(1, sampling_params.n)
             if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
                 self.renderer.validate_token_ids(prompt["prompt_token_ids"])
+        elif self.model_config.architecture in AUTOREGRESSIVE:
+            self.input_processor._validate_params(sampling_params, ("generate",))
         return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
 
     AsyncLLM.generate = checked_generate  # type: ignore[method-assign]

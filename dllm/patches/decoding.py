@@ -46,6 +46,12 @@ def configure_self_drafting(vllm_config: Any) -> None:
             f"--speculative-config names {SPECULATOR}, and {vllm_config.model_config.architecture} "
             f"does not draft for itself; allowed: {', '.join(AUTOREGRESSIVE)}."
         )
+    most = vllm_config.model_config.hf_config.widest_canvas - 1
+    if speculative.num_speculative_tokens > most:
+        raise ValueError(
+            f"num_speculative_tokens = {speculative.num_speculative_tokens}; allowed: at most "
+            f"{most}, because the model was trained with canvases of {most + 1} tokens."
+        )
     refuse_other_rules(speculative, vllm_config.watermark_config is not None)
     options.check_against(
         speculative.num_speculative_tokens, speculative.enable_adaptive_verification
@@ -90,7 +96,14 @@ def _read_option() -> None:
                 f"{WHERE}: decoding = {decoding!r}, and {config.architecture} has one way to "
                 f"decode; allowed for {both}. Leave it out."
             )
-        if decoding == "self_speculation" and self.speculative_config is None:
+        if decoding != "self_speculation":
+            return config
+        if (given := self.speculative_config) and given.get("model") != SPECULATOR:
+            raise ValueError(
+                f"{WHERE}: decoding = 'self_speculation' beside --speculative-config; allowed: one "
+                "of them, because both say what drafts. Leave that flag out, or choose 'ar'."
+            )
+        if given is None:
             self.speculative_config = {
                 "method": "custom_class",
                 "model": SPECULATOR,

@@ -18,8 +18,9 @@ from dllm.api.early_refusal import bound_bodies, bounded_type
 from dllm.api.encoder import Encoder
 from dllm.api.page import CanvasPage
 from dllm.api.tally import Tally, current_tally
-from dllm.models import FAMILIES, settings_of
+from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
+from dllm.settings.admission import refuse_without_canvases
 from dllm.settings.denoising import block_size_of
 from dllm.settings.request import STREAM, refuse
 
@@ -186,6 +187,11 @@ def _refusing(create: Create) -> Callable[..., Any]:
                 refuse_route()
             if sent.get(pins.FIELD) is not None:
                 _refuse_pins()
+        elif self.model_config.architecture in AUTOREGRESSIVE and raw_request is not None:
+            sent = await raw_request.json()
+            for field in ("diffusing", pins.FIELD):
+                if sent.get(field):
+                    refuse_without_canvases(field)
         return await create(self, request, raw_request)
 
     return create_plain

@@ -6,7 +6,7 @@ vLLM does not check that a request leaves at least one token to emit.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dllm.settings.checks import FloatRange
 from dllm.settings.denoising import NO_TOKEN, DenoiseSettings
@@ -53,17 +53,7 @@ def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) 
                 name,
                 f"{name} = {shown(value)} is not served for this model: {why}. Leave it out.",
             )
-    # Of n samples, vLLM later gives sample i the seed seed + i, which has to fit 64 bits, too.
-    check_integers("seed", [params.seed], -(2**63), 2**63 - params.n)
-    check_integers("top_k", [params.top_k], -1, MAX_INT32)
-    check_integers("min_tokens", [params.min_tokens], 0, MAX_INT32 // 2)
-    if params.repetition_penalty not in REPETITION_PENALTIES:
-        refuse_value("repetition_penalty", params.repetition_penalty, REPETITION_PENALTIES)
-    for name, at_most in LONGEST_LISTS.items():
-        _check_size(name, len(getattr(params, name) or ()), at_most)
-    for bias in (params.logit_bias or {}).values():
-        if bias not in LOGIT_BIASES:
-            refuse_value("logit_bias", bias, LOGIT_BIASES)
+    _check_numbers(params)
     options = RequestOptions.read(params, settings)
     check_integers(SEED_CANVAS, options.seed_canvas, NO_TOKEN, vocab_size - 1)
     check_integers(PIN_IDS, extra.get(PIN_IDS), 0, vocab_size - 1)
@@ -78,6 +68,27 @@ def admit(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) 
     return options
 
 
+def admit_next_tokens(params: "SamplingParams") -> None:
+    """Check a request of a model that is served token by token, and not by canvases.
+
+    Raises:
+        VLLMValidationError: it cannot be served; the client gets HTTP 400.
+    """
+    for name in params.extra_args or ():
+        if name.startswith("diffusion_"):
+            refuse_without_canvases(name)
+    _check_numbers(params)
+
+
+def refuse_without_canvases(name: str) -> NoReturn:
+    """Refuse what says how to denoise, on a server that writes token by token."""
+    refuse(
+        name,
+        f"{name} is not served here: this server writes token by token, and has no canvas. Leave "
+        "it out, or ask a server with decoding = 'diffusion'.",
+    )
+
+
 def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: int) -> None:
     """Refuse edits of logits that cannot be applied exactly, and pins behind the answer's end.
 
@@ -88,20 +99,10 @@ def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: i
     Raises:
         VLLMValidationError: the client gets HTTP 400.
     """
-    from vllm import envs
-    from vllm.v1.worker.gpu.sample.logit_bias import (
-        MAX_NUM_ALLOWED_TOKEN_IDS,
-        MAX_NUM_LOGIT_BIAS_TOKENS,
-        MAX_NUM_STOP_TOKEN_IDS,
-    )
-
+    check_sizes(params)
     allowed = params.allowed_token_ids or []
     stops = params.all_stop_token_ids if params.min_tokens > 0 else set()
     words = params.bad_words_token_ids or []
-    _check_size("allowed_token_ids", len(allowed), MAX_NUM_ALLOWED_TOKEN_IDS)
-    _check_size("logit_bias", len(params.logit_bias or {}), MAX_NUM_LOGIT_BIAS_TOKENS)
-    _check_size("stop_token_ids", len(stops), MAX_NUM_STOP_TOKEN_IDS, " beside min_tokens")
-    _check_size("bad_words", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS)
     # Some token must be possible at every position. A token that ends no bad word always is, unless
     # it is a stop token that `min_tokens` forbids. One such token is enough.
     forbidden = {word[-1] for word in words} | stops | set(settings.never_emitted)
@@ -115,6 +116,42 @@ def admit_ids(params: "SamplingParams", settings: DenoiseSettings, vocab_size: i
             "restriction.",
         )
     _refuse_pins_behind_the_end(params)
+
+
+def check_sizes(params: "SamplingParams") -> None:
+    """Refuse lists of tokens that are longer than the worker's tables.
+
+    Args:
+        params: with stop tokens and bad words as ids.
+    """
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample.logit_bias import (
+        MAX_NUM_ALLOWED_TOKEN_IDS,
+        MAX_NUM_LOGIT_BIAS_TOKENS,
+        MAX_NUM_STOP_TOKEN_IDS,
+    )
+
+    stops = params.all_stop_token_ids if params.min_tokens > 0 else set()
+    words = params.bad_words_token_ids or []
+    _check_size("allowed_token_ids", len(params.allowed_token_ids or ()), MAX_NUM_ALLOWED_TOKEN_IDS)
+    _check_size("logit_bias", len(params.logit_bias or {}), MAX_NUM_LOGIT_BIAS_TOKENS)
+    _check_size("stop_token_ids", len(stops), MAX_NUM_STOP_TOKEN_IDS, " beside min_tokens")
+    _check_size("bad_words", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS)
+
+
+def _check_numbers(params: "SamplingParams") -> None:
+    """Refuse numbers and lists that do not fit the worker's tables: they would end the server."""
+    # Of n samples, vLLM later gives sample i the seed seed + i, which has to fit 64 bits, too.
+    check_integers("seed", [params.seed], -(2**63), 2**63 - params.n)
+    check_integers("top_k", [params.top_k], -1, MAX_INT32)
+    check_integers("min_tokens", [params.min_tokens], 0, MAX_INT32 // 2)
+    if params.repetition_penalty not in REPETITION_PENALTIES:
+        refuse_value("repetition_penalty", params.repetition_penalty, REPETITION_PENALTIES)
+    for name, at_most in LONGEST_LISTS.items():
+        _check_size(name, len(getattr(params, name) or ()), at_most)
+    for bias in (params.logit_bias or {}).values():
+        if bias not in LOGIT_BIASES:
+            refuse_value("logit_bias", bias, LOGIT_BIASES)
 
 
 def _not_served(

@@ -162,3 +162,9 @@ def test_what_does_not_go_together_is_refused(path, config, options, message) ->
     folder = path if config == "nemotron" else Path(__file__).parents[2] / "checkpoints/tiny-sdar"
     with pytest.raises(ValueError, match=message):
         get_engine(folder, additional_config={"dllm": options}, **LIMITS)
+
+
+def test_it_takes_no_other_drafts(path: Path) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    with pytest.raises(ValueError, match="--speculative-config"):
+        serving(path, "self_speculation", speculative_config=ngram)

@@ -88,3 +88,22 @@ def test_drafts_are_kept(server: Server, decoding: str) -> None:
         for what in ("drafts", "accepted_tokens")
     )
     assert kept > drafts > 0 if decoding == "self_speculation" else drafts == 0
+
+
+@pytest.mark.parametrize(
+    ("parameter", "sent"),
+    [
+        ("diffusion_threshold", {"vllm_xargs": {"diffusion_threshold": 0.5}}),
+        ("diffusion_pins", {"diffusion_pins": [{"at": 0, "ids": [20]}]}),
+        ("diffusing", {"diffusing": True}),
+        ("seed", {"seed": 2**63 - 1, "n": 2, "temperature": 1.0}),
+        ("allowed_token_ids", {"allowed_token_ids": [20] * 1025}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_worker_cannot_hold_and_what_canvases_have_is_refused(
+    server: Server, parameter: str, sent: dict[str, Any], stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(server.client(), "Sort these numbers: 4, 3.", extra_body=sent, stream=stream)
+    assert refused.value.param == parameter
