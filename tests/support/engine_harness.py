@@ -59,7 +59,7 @@ class Run:
 
 
 # Small, because engines live as long as the test session, and a cache is in memory from the start.
-KV_CACHE_BYTES = 64 << 20
+KV_CACHE_BYTES = 32 << 20
 # Four requests of some blocks preempt each other, and a step has no room for all of their canvases.
 TIGHT = dict(
     max_num_batched_tokens=72, max_model_len=288, block_size=32, num_gpu_blocks_override=24
