@@ -1,5 +1,6 @@
 """Frames as server-sent events of a chat completion or a completion.
 
+trace   events of our own, too: an empty delta, and the trace of a block beside it
 canvas  events of our own between vLLM's: an empty delta, and ``canvas`` beside it
 text    the form of Inception's Mercury: every delta holds the whole text so far, drafts
         included, and replaces the one before; ``diffusion_meta`` tells drafts apart
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from dllm.api import traces
 from dllm.engine.frames import Frame
 
 _encode = msgspec.json.Encoder().encode
@@ -40,9 +42,11 @@ class Stream:
     stops: frozenset[int]
     tokenizer: Any
 
-    def event(self, choice: dict[str, Any], index: int, text: str, **top: Any) -> str:
-        """An event with one choice, whose new text is ``text``."""
+    def event(self, frame: Frame, choice: dict[str, Any], index: int, text: str, **top: Any) -> str:
+        """An event with one choice, whose new text is ``text``, and the trace of a frame."""
         said = {"delta": {"content": text}} if self.is_chat else {"text": text}
+        if (block := traces.block_trace(frame)) is not None:
+            choice = {**choice, traces.FIELD: block}
         return _event(
             {
                 "id": self.request_id,
@@ -65,11 +69,26 @@ class Stream:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-class CanvasWriter:
-    """The form "canvas"."""
+class TraceWriter:
+    """Traces alone."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+
+    def frame(self, choice: int, frame: Frame) -> str:
+        """An event that a client without interest reads as empty."""
+        return self._stream.event(frame, {}, choice, "")
+
+    def own(self, line: str) -> str:
+        """vLLM's line as it is."""
+        return line
+
+
+class CanvasWriter(TraceWriter):
+    """The form "canvas"."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(stream)
         self._text_of = token_texts(stream.tokenizer)
 
     def frame(self, choice: int, frame: Frame) -> str:
@@ -87,11 +106,7 @@ class CanvasWriter:
             "entropy": entropy.tolist(),
             "accepted": frame.accepted.astype(np.int8).tolist(),
         }
-        return self._stream.event({"canvas": canvas}, choice, "")
-
-    def own(self, line: str) -> str:
-        """vLLM's line as it is."""
-        return line
+        return self._stream.event(frame, {"canvas": canvas}, choice, "")
 
 
 class TextWriter:
@@ -107,7 +122,7 @@ class TextWriter:
         text = self._said.get(choice, "") + self._stream.draft(frame)
         progress = min(round(float(frame.accepted.mean()), 3), ALMOST)
         self._shown[choice] = text, progress
-        return self._stream.event({}, choice, text, diffusion_meta=_meta(progress))
+        return self._stream.event(frame, {}, choice, text, diffusion_meta=_meta(progress))
 
     def own(self, line: str) -> str:
         """vLLM's line, with all of the emitted text in the place of what is new.

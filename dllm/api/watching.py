@@ -11,16 +11,17 @@ A client that reads slowly misses frames; nothing else waits for it.
 import asyncio
 import time
 import weakref
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
+from dllm.api import traces
 from dllm.engine.frames import Frame, frame_of, is_frame
 
-# Of more unread frames the oldest are dropped. A frame has 3 KB for 256 positions.
+# Of more unread frames of unfinished canvases the oldest are dropped. A frame has 3 KB for 256
+# positions.
 MAX_UNREAD = 64
 
 
@@ -61,18 +62,20 @@ class CanvasFeed:
         self.bell = asyncio.Event()
         self.is_open = True
         self._pace = pace
-        self._unread: deque[tuple[int, Frame]] = deque(maxlen=MAX_UNREAD)
+        self._unread: list[tuple[int, Frame]] = []
 
     def put(self, choice: int, frame: Frame) -> None:
         """Add a frame of the answer number ``choice``; never waits."""
         if self._pace.allows(frame.is_final):
+            drafts = [n for n, (_, unread) in enumerate(self._unread) if not unread.is_final]
+            if len(drafts) >= MAX_UNREAD:
+                del self._unread[drafts[0]]
             self._unread.append((choice, frame))
             self.bell.set()
 
     def take(self) -> list[tuple[int, Frame]]:
         """All unread frames, oldest first."""
-        unread = list(self._unread)
-        self._unread.clear()
+        unread, self._unread = self._unread, []
         self.bell.clear()
         return unread
 
@@ -115,8 +118,10 @@ class Watchers:
         self._feeds: weakref.WeakValueDictionary[str, CanvasFeed] = weakref.WeakValueDictionary()
         self._first_choice: dict[str, int] = {}
 
-    def open(self, rate: int) -> CanvasFeed | None:
-        """A new feed, for one stream; None if there are too many."""
+    def open(self, rate: int, shows_canvases: bool) -> CanvasFeed | None:
+        """A new feed, for one answer; None if there are too many that show canvases."""
+        if not shows_canvases:
+            return CanvasFeed(Pace(rate))
         if sum(feed.is_open for feed in self._streams) >= self._limit:
             return None
         feed = CanvasFeed(Pace(rate))
@@ -133,22 +138,36 @@ class Watchers:
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
         """Take the frames out of a message of the engine core, and give them to their feeds."""
-        arrived = outputs.outputs
-        first = len(arrived)
-        while first and is_frame(arrived[first - 1]):  # they are the last ones
-            first -= 1
-        for output in arrived[first:]:
-            state = self._processor.request_states.get(output.request_id)
-            feed = self._feeds.get(state.external_req_id) if state is not None else None
+        for state, frame in frames_taken(self._processor, outputs.outputs):
+            feed = self._feeds.get(state.external_req_id)
             if feed is not None:
                 choice = self._first_choice[state.external_req_id] + state.request_index
-                feed.put(choice, frame_of(output))
-        del arrived[first:]
+                feed.put(choice, frame)
 
 
-def has_frames(outputs: EngineCoreOutputs) -> bool:
-    """Whether a message of the engine core holds frames."""
-    return bool(outputs.outputs) and is_frame(outputs.outputs[-1])
+def frames_taken(processor: Any, arrived: list[EngineCoreOutput]) -> Iterator[tuple[Any, Frame]]:
+    """Take the frames out of what arrived: (vLLM's state of the request, the frame).
+
+    Traces are kept in the state, for the request's output.
+    """
+    first = len(arrived)
+    while first and is_frame(arrived[first - 1]):  # they are the last ones
+        first -= 1
+    frames = arrived[first:]
+    del arrived[first:]
+    for output in frames:
+        state = processor.request_states.get(output.request_id)
+        if state is None:
+            continue
+        frame = frame_of(output)
+        if (block := traces.block_trace(frame)) is not None:
+            traces.append(vars(state).setdefault(traces.FIELD, {}), block)
+        yield state, frame
+
+
+def has_frames(arrived: list[EngineCoreOutput]) -> bool:
+    """Whether there are frames among the outputs of the engine core."""
+    return bool(arrived) and is_frame(arrived[-1])
 
 
 class Writer(Protocol):

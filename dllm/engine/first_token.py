@@ -16,6 +16,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.state import CanvasState
+from dllm.engine.traces import BlockTraces
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.staging import to_device
@@ -29,13 +30,19 @@ class FirstTokens:
         state: of all canvases.
         draft_tokens: ``[slots, C]``, the canvases.
         mask_token_id: of the model; a place that holds another token keeps it.
+        traces: get what is known of these tokens.
     """
 
     def __init__(
-        self, model: Any, state: CanvasState, draft_tokens: torch.Tensor, mask_token_id: int
+        self,
+        model: Any,
+        state: CanvasState,
+        draft_tokens: torch.Tensor,
+        mask_token_id: int,
+        traces: BlockTraces,
     ) -> None:
         self._model, self._state, self._canvases = model, state, draft_tokens
-        self._mask = mask_token_id
+        self._mask, self._traces = mask_token_id, traces
         self._is_free = np.zeros(len(draft_tokens), dtype=bool)  # by slot
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
@@ -80,6 +87,10 @@ class FirstTokens:
             state.seeds[slots], starts, torch.zeros_like(starts), 1, noise.STREAM_GUMBEL
         )[:, 0]
         keys = torch.where(state.is_greedy[slots, None], noise.NO_KEY, keys)
-        tokens = row_stats(logits, state.temperatures[slots], keys, None).sample
+        temperature = state.temperatures[slots]
+        tokens = row_stats(logits, temperature, keys, None).sample
         begun = self._canvases[slots, 0]
-        self._canvases[slots, 0] = torch.where(begun == self._mask, tokens.to(begun.dtype), begun)
+        is_free = begun == self._mask
+        if self._traces.are_wanted(slots_np):
+            self._traces.record_first(logits, tokens, temperature, slots, is_free)
+        self._canvases[slots, 0] = torch.where(is_free, tokens.to(begun.dtype), begun)

@@ -1,5 +1,7 @@
 """Frames: what a watched canvas looks like after a denoise step, on the way to the client.
 
+The frame of a canvas that has converged also holds its trace (``engine.traces``), if that is asked.
+
     worker        ``engine.frame_taker`` packs the canvases of watched requests
     engine core   FrameMail addresses them to the API server that has the request
     API server    ``api.watching`` keeps those that the client has not read yet
@@ -8,6 +10,7 @@ They travel in messages that are sent anyway: in the worker's answer to a visit,
 core's outputs. There are none if nobody watches.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,13 +19,18 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 
+from dllm.settings.request import traced
+
 if TYPE_CHECKING:
     import torch
 
 # `kv_transfer_params` is the field of an output that may hold anything, and KV transfer is refused
 # for diffusion models. An output with this key holds a frame and nothing else.
 KEY = "dllm_frame"
-WIDTH = 2  # the row of `StepFrames.packed` whose last column is the canvas width
+# Rows of `StepFrames.packed`. The last column of these two is the canvas width, and whether the
+# canvas has converged.
+WIDTH, ACCEPTED = 2, 3
+TRACE_LINES = slice(4, 8)
 
 
 @dataclass
@@ -31,9 +39,11 @@ class StepFrames:
 
     Attributes:
         req_ids: of the watched requests of the batch, n of them.
-        every: for each, "pass" or "visit": whether it wants this frame if another pass follows.
-        packed: ``[n, 4, C + 1]`` fp32, which holds ids and positions exactly up to 2^24. Rows: the
-            next canvas, the argmax canvas, entropies in nats, whether the sampled token is kept.
+        every: for each, "pass" or "visit": whether it wants this frame if another pass follows;
+            "block": only if its canvas has converged.
+        packed: ``[n, 4 or 8, C + 1]`` fp32, which holds ids and positions exactly up to 2^24. Rows:
+            the next canvas, the argmax canvas, entropies in nats, whether the sampled token is
+            kept; if somebody is traced, the four columns of ``BlockTraces.records``.
             Last column: where the canvas starts, denoise steps done, its width, whether it has
             converged. A width of 0 is no frame: an emitted block got its KV (``engine.pending``).
     """
@@ -49,6 +59,7 @@ class FrameMail:
     def __init__(self, answer: ModelRunnerOutput, requests: Mapping[str, Any]) -> None:
         """Read the worker's answer. ``requests`` holds those that end in this visit as well."""
         self._by_server: dict[int, list[EngineCoreOutput]] = {}
+        self._traced: list[tuple[frozenset[str], np.ndarray, EngineCoreOutput]] = []
         steps: list[StepFrames] = getattr(answer, "canvas_frames", [])
         for number, step in enumerate(steps):
             seen_later = {req_id for later in steps[number + 1 :] for req_id in later.req_ids}
@@ -57,18 +68,33 @@ class FrameMail:
                 if not frame[WIDTH, -1]:
                     continue
                 request = requests.get(req_id)
-                if request is not None and not (every == "visit" and req_id in seen_later):
-                    output = _frame_output(req_id, request.num_prompt_tokens, frame)
-                    self._by_server.setdefault(request.client_index, []).append(output)
+                is_final = bool(frame[ACCEPTED, -1])
+                is_skipped = every == "visit" and req_id in seen_later
+                is_skipped |= every == "block" and not is_final
+                if request is None or is_skipped:
+                    continue
+                output = _frame_output(req_id, request.num_prompt_tokens, frame)
+                self._by_server.setdefault(request.client_index, []).append(output)
+                if is_final and (asked := traced(request.sampling_params)) is not None:
+                    self._traced.append((asked, frame, output))
 
     def add_to(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Append the frames to the engine core's outputs, behind everything else."""
+        """Append the frames to the engine core's outputs, behind everything else.
+
+        A trace needs them: they say how many tokens of a block belong to the answer.
+        """
+        if self._traced:
+            emitted = {one.request_id: one for sent in outputs.values() for one in sent.outputs}
+            for asked, packed, output in self._traced:
+                assert output.kv_transfer_params is not None
+                trace = _trace(packed, emitted.get(output.request_id), asked)
+                output.kv_transfer_params[KEY]["trace"] = trace
         for server, frames in self._by_server.items():
             outputs.setdefault(server, EngineCoreOutputs(outputs=[])).outputs.extend(frames)
 
 
 def _frame_output(req_id: str, num_prompt_tokens: int, packed: np.ndarray) -> EngineCoreOutput:
-    start, step, width, is_final = (int(number) for number in packed[:, -1])
+    start, step, width, is_final = (int(number) for number in packed[: TRACE_LINES.start, -1])
     frame = {
         "offset": start - num_prompt_tokens,
         "step": step,
@@ -79,6 +105,34 @@ def _frame_output(req_id: str, num_prompt_tokens: int, packed: np.ndarray) -> En
         "accepted": packed[3, :width].astype(bool).tobytes(),
     }
     return EngineCoreOutput(request_id=req_id, new_token_ids=[], kv_transfer_params={KEY: frame})
+
+
+def _trace(
+    packed: np.ndarray, emitted: EngineCoreOutput | None, asked: frozenset[str]
+) -> dict[str, Any]:
+    """A block's trace, as ``Frame.trace`` has it.
+
+    Args:
+        emitted: what the engine core says of the request in this visit.
+        asked: what the request wants beside the rest.
+    """
+    length = 0 if emitted is None else len(emitted.new_token_ids)
+    has_ended = emitted is not None and emitted.finished
+    width = int(packed[WIDTH, -1])
+    shown = slice(width if "behind_stop" in asked and has_ended else length)
+    tokens, (steps, *numbers) = packed[1, shown], packed[TRACE_LINES, shown]
+    names = ("logprobs", "sampling_logprobs", *(("entropies",) if "entropy" in asked else ()))
+    return {
+        "length": length,
+        "token_ids": tokens.astype(int).tolist(),
+        "reveal_steps": steps.astype(int).tolist(),
+        **{name: _finite(line) for name, line in zip(names, numbers, strict=False)},
+    }
+
+
+def _finite(numbers: np.ndarray) -> list[float | None]:
+    """JSON has no NaN and no infinity."""
+    return [number if math.isfinite(number) else None for number in numbers.tolist()]
 
 
 @dataclass(frozen=True)
@@ -93,6 +147,8 @@ class Frame:
         argmax: ids of the most likely tokens.
         entropy: of the model's distributions, nats.
         accepted: whether the sampled token is kept.
+        trace: if it is asked for, and ``is_final``: how many of the tokens belong to the answer
+            (``length``), and lists over these and, if asked for, those behind the stop.
     """
 
     offset: int
@@ -102,6 +158,7 @@ class Frame:
     argmax: np.ndarray
     entropy: np.ndarray
     accepted: np.ndarray
+    trace: dict[str, Any] | None = None
 
 
 def is_frame(output: EngineCoreOutput) -> bool:
@@ -121,4 +178,5 @@ def frame_of(output: EngineCoreOutput) -> Frame:
         argmax=np.frombuffer(frame["argmax"], np.int32),
         entropy=np.frombuffer(frame["entropy"], np.float32),
         accepted=np.frombuffer(frame["accepted"], bool),
+        trace=frame.get("trace"),
     )

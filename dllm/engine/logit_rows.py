@@ -5,15 +5,17 @@ of the next are computed. A canvas's step does not depend on other canvases, so 
 except how much memory a step needs. The logits of a batch that fits are a plain tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.prompt_logprob import CHUNK_SIZE
 
+from dllm.engine.logprobs import joined
 from dllm.ops.staging import to_device
 from dllm.settings.server import PluginOptions
 
@@ -124,3 +126,16 @@ def leave_out_rows(input_batch: InputBatch, num_rows: np.ndarray) -> None:
     input_batch.expanded_local_pos = input_batch.expanded_local_pos[at]
     input_batch.logits_indices = input_batch.logits_indices[at]
     input_batch.seq_lens = input_batch.seq_lens[:num_reqs] - left_out.to(input_batch.seq_lens.dtype)
+
+
+def joined_outputs(parts: Sequence[SamplerOutput]) -> SamplerOutput:
+    """The output of a batch, joined from the outputs of its tiles."""
+    if len(parts) == 1:
+        return parts[0]
+    return SamplerOutput(
+        sampled_token_ids=torch.cat([part.sampled_token_ids for part in parts]),
+        logprobs_tensors=joined(parts),
+        num_nans=None,
+        num_sampled=torch.cat([part.num_sampled for part in parts]),
+        num_rejected=torch.cat([part.num_rejected for part in parts]),
+    )

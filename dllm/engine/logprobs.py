@@ -53,10 +53,19 @@ class BlockLogprobs:
         """
         self._sampler.logprob_token_ids_state.add_request(slot, params)
         self._asks[slot] = params.num_logprobs is not None
+        if self._kept is not None:
+            most = params.logprobs or 0
+            most = self._sampler.sampling_states.vocab_size if most < 0 else most
+            self._kept.make_room(max(most, len(params.logprob_token_ids or ())))
 
     def apply_staged_writes(self) -> None:
         """Send what ``add_request`` stored to the device."""
         self._sampler.logprob_token_ids_state.apply_staged_writes()
+
+    def shrink(self) -> None:
+        """Keep no room for more than requests to come ask for."""
+        if self._kept is not None:
+            self._kept.shrink()
 
     def are_wanted(self, input_batch: InputBatch) -> bool:
         """Whether a request of the batch asks for logprobs. Does not wait for the device."""
@@ -196,19 +205,28 @@ class BlockLogprobs:
 class KeptScores:
     """The scores of decided tokens until their canvas is emitted, for every slot.
 
-    Allocated at start, so that vLLM's memory profile counts it. What a slot's last request left
-    there is overwritten before it is read: an emitted token was decided on this canvas.
+    It is as wide as a request has asked for, and as vLLM's memory profile has counted
+    (``DiffusionSampler.profile``). What a slot's last request left there is overwritten before it
+    is read: an emitted token was decided on this canvas.
 
     Args:
         canvases: ``[slots, C]``, for the shape and the device.
-        num_scores: of a token at most, beside its own.
     """
 
-    def __init__(self, canvases: torch.Tensor, num_scores: int) -> None:
-        shape, device = (*canvases.shape, 1 + num_scores), canvases.device
-        self._ids = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._scores = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._ranks = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+    def __init__(self, canvases: torch.Tensor) -> None:
+        self._ids = torch.zeros((*canvases.shape, 1), dtype=torch.int32, device=canvases.device)
+        self._scores = torch.zeros_like(self._ids, dtype=torch.float32)
+        self._ranks = torch.zeros_like(canvases, dtype=torch.int64)
+
+    def make_room(self, num_scores: int) -> None:
+        """Keep so many scores of a token beside its own, at least."""
+        more = max(1 + num_scores - self._ids.shape[-1], 0)
+        if more:
+            self._ids, self._scores = F.pad(self._ids, (0, more)), F.pad(self._scores, (0, more))
+
+    def shrink(self) -> None:
+        """Keep a token's own score only, until a request asks for others."""
+        self._ids, self._scores = self._ids[..., :1].clone(), self._scores[..., :1].clone()
 
     def write(
         self, slots: torch.Tensor, places: torch.Tensor, is_new: torch.Tensor, new: LogprobsTensors

@@ -101,16 +101,17 @@ class DiffusionModelState(ModelState):
         )
         forward = CanvasForward(self, requests.draft_tokens)
         self.loop = DenoiseLoop(self.vllm_config, self.device.type == "cpu", forward.of_batch)
+        ours = DiffusionSampler(
+            self.vllm_config, self.family, self.canvases, sampler, self.grammars, self.loop
+        )
         if self.family.begins_causally:
             self.first_tokens = FirstTokens(
                 self.model,
                 self.canvases,
                 requests.draft_tokens,
                 self.model_config.hf_config.mask_token_id,
+                ours.traces,
             )
-        ours = DiffusionSampler(
-            self.vllm_config, self.family, self.canvases, sampler, self.grammars, self.loop
-        )
         return ours, None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -31,10 +31,11 @@ from dllm.engine.edits import LogitEdits, clean_lengths
 from dllm.engine.family import Denoised, Family
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.grammars import CanvasGrammars, Written
-from dllm.engine.logit_rows import LogitRows, rows_at_once, tiles_of_batch
-from dllm.engine.logprobs import BlockLogprobs, KeptScores, joined
+from dllm.engine.logit_rows import LogitRows, joined_outputs, rows_at_once, tiles_of_batch
+from dllm.engine.logprobs import BlockLogprobs, KeptScores
 from dllm.engine.loop import DenoiseLoop
 from dllm.engine.state import CanvasState, denoise_rows
+from dllm.engine.traces import BlockTraces
 from dllm.ops.filters import RowFilters
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
@@ -50,6 +51,7 @@ class Tile(NamedTuple):
         at_least_two: the same rows for compiled code.
         written_slots: ``[R]`` int64, where the state of each row is written: the spare slot for a
             row without a canvas.
+        traced: rows of logits whose tokens are traced, ``[n]``; None if nobody asks.
         is_pinned: ``[N, 1]`` bool, rows whose input token the request fixed (``settings.pins``);
             None if nobody pins.
         filters: top-k, top-p and min-p; None if no request uses them.
@@ -64,6 +66,7 @@ class Tile(NamedTuple):
     rows: CanvasRows
     at_least_two: CanvasRows
     written_slots: torch.Tensor
+    traced: torch.Tensor | None
     is_pinned: torch.Tensor | None
     filters: RowFilters | None
     free: torch.Tensor
@@ -108,12 +111,10 @@ class DiffusionSampler:
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         most = vllm_config.model_config.max_logprobs
         self._most_logprobs = self.vocab_size if most < 0 else most
-        kept = None
-        if family.decides_for_good:
-            num_scores = max(self._most_logprobs, MAX_LOGPROB_TOKEN_IDS)
-            kept = KeptScores(state.argmax_canvas, num_scores)
+        kept = KeptScores(state.argmax_canvas) if family.decides_for_good else None
         self.logprobs = BlockLogprobs(sampler, self._is_async, kept)
         self.frames = FrameTaker(num_slots=self.req_states.max_num_reqs)
+        self.traces = BlockTraces(state.argmax_canvas, family.decides_for_good)
         self._rows_at_once = rows_at_once(vllm_config)
         # Longer than any batch: torch.compile takes two equal sizes for the same one, and would
         # compile the step again for the first batch that is not the longest.
@@ -134,6 +135,7 @@ class DiffusionSampler:
         self.edits.add_request(req_idx, sampling_params)
         self.logprobs.add_request(req_idx, sampling_params)
         self.frames.add_request(req_idx, sampling_params)
+        self.traces.add_request(req_idx, sampling_params)
         self._new_slots.append(req_idx)
 
     def apply_staged_writes(self) -> None:
@@ -192,6 +194,7 @@ class DiffusionSampler:
                 self.loop.begin_visit(allows_more_passes=False)
                 with self.grammars.largest():
                     self(logits, input_batch)
+        self.logprobs.shrink()
 
     def _tiles(self, input_batch: InputBatch, fits: bool) -> list[Tile]:
         """The canvases of a visit, in one tile if all logits fit the workspace."""
@@ -218,6 +221,7 @@ class DiffusionSampler:
             rows=rows,
             at_least_two=rows.at_least_two(state.spare_slot),
             written_slots=torch.where(rows.widths > 0, rows.slots, state.spare_slot),
+            traced=self.traces.rows_of(batch),
             is_pinned=is_pinned,
             filters=self._filters(batch),
             free=self._free[: int(batch.cu_num_logits_np[batch.num_reqs])],
@@ -228,12 +232,14 @@ class DiffusionSampler:
 
     def _denoise(self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]) -> SamplerOutput:
         """A denoise step of all canvases."""
-        return _joined([self._denoise_tile(logits[tile.logit_rows], tile) for tile in tiles])
+        return joined_outputs([self._denoise_tile(logits[tile.logit_rows], tile) for tile in tiles])
 
     def _denoise_tile(self, logits: torch.Tensor, tile: Tile) -> SamplerOutput:
         """A denoise step of the canvases of a tile, whose logits are given."""
         rows = tile.rows
         context = None
+        is_changed = tile.is_edited or tile.grammars is not None  # the logits, in place
+        own = logits[tile.traced] if tile.traced is not None and is_changed else None
         if tile.is_edited:
             context = self.edits.context(rows, self.state, tile.batch)
             logits = self.edits.apply(logits, context)
@@ -254,6 +260,9 @@ class DiffusionSampler:
             is_read_only = self.state.is_read_only[rows.slots[rows.row_of]]
             scored_at = torch.where(is_read_only, 1.0, step.temperature)  # [N]
             self.logprobs.keep_decided(logits, scored_at, step, rows, tile.batch)
+        if tile.traced is not None:
+            own = logits[tile.traced] if own is None else own
+            self.traces.record(own, tile.traced, ids, tile.is_pinned, step, self.state, rows)
         num_emitted = torch.where(step.converged, rows.widths, 0)
         if context is not None and tile.forbids_words is not None:
             tokens = step.argmax_canvas[rows.row_of, rows.place]  # [N]
@@ -263,7 +272,10 @@ class DiffusionSampler:
         if written is not None:
             self.grammars.emitted(written, num_emitted, tile.grammars)
         if self.frames.are_wanted(tile.batch):
-            self.frames.take(rows, step, step.canvas, self.state.steps_done, tile.batch)
+            records = None if tile.traced is None else self.traces.records
+            self.frames.take(rows, step, self.state.steps_done, records, tile.batch)
+        if tile.traced is not None:
+            self.traces.end(tile.written_slots, step.converged)
         self._store_state(tile, step)
         logprobs = None
         if scored_at is not None:
@@ -382,16 +394,3 @@ class DiffusionSampler:
     def _num_rejected(self, batch: InputBatch) -> torch.Tensor:
         num_tokens, size = self.req_states.total_len.gpu, self.family.settings.block_size
         return pending.num_rejected(self.state, batch, num_tokens, size).to(torch.int32)
-
-
-def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
-    """The output of a batch, joined from the outputs of its tiles."""
-    if len(parts) == 1:
-        return parts[0]
-    return SamplerOutput(
-        sampled_token_ids=torch.cat([part.sampled_token_ids for part in parts]),
-        logprobs_tensors=joined(parts),
-        num_nans=None,
-        num_sampled=torch.cat([part.num_sampled for part in parts]),
-        num_rejected=torch.cat([part.num_rejected for part in parts]),
-    )

@@ -81,6 +81,12 @@ PATCHES = {
     "vllm.v1.engine.core_client.AsyncMPClient.get_output_async": (
         "frames of unfinished canvases go to their streams; vLLM would count them as first tokens"
     ),
+    "vllm.v1.engine.output_processor.OutputProcessor.process_outputs": (
+        "the same for the offline engine, where traces are the only frames"
+    ),
+    "vllm.v1.engine.output_processor.RequestState._new_completion_output": (
+        "the trace of a request goes with its output"
+    ),
     "vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat.create_chat_completion": (
         "unfinished canvases in the stream of a chat, pins by text; a stream waits for its grammar"
     ),

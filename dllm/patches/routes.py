@@ -3,6 +3,7 @@
 diffusion_pins    given tokens, by text                      (api.pins)
 suffix            fill in the middle, of completions         (api.fill)
 diffusion_stream  unfinished canvases in the stream          (patches.streaming)
+diffusion_trace   when each token was decided                (patches.streaming)
 """
 
 import functools
@@ -22,7 +23,7 @@ from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.settings.admission import refuse_without_canvases
 from dllm.settings.denoising import block_size_of
-from dllm.settings.request import STREAM, refuse
+from dllm.settings.request import STREAM, TRACE, refuse
 
 logger = init_logger(LOGGER)
 
@@ -183,8 +184,11 @@ def _refusing(create: Create) -> Callable[..., Any]:
     async def create_plain(self: Any, request: Any, raw_request: Any = None) -> Any:
         if self.model_config.architecture in FAMILIES and raw_request is not None:
             sent = await raw_request.json()
-            if sent.get("diffusing") is True or STREAM in (sent.get("vllm_xargs") or ()):
-                refuse_route()
+            extra = sent.get("vllm_xargs") or ()
+            if sent.get("diffusing") is True or STREAM in extra:
+                refuse_route(STREAM)
+            if TRACE in extra:
+                refuse_route(TRACE)
             if sent.get(pins.FIELD) is not None:
                 _refuse_pins()
         elif self.model_config.architecture in AUTOREGRESSIVE and raw_request is not None:
@@ -245,6 +249,8 @@ async def _take_fill(self: Any, request: Any) -> fill.Fill:
             fill.refuse_beside_suffix(field)
     if form_asked(request) is not None:
         fill.refuse_beside_suffix(STREAM)
+    if TRACE in (request.vllm_xargs or ()):
+        fill.refuse_beside_suffix(TRACE)
     llm, extra = self.engine_client, request.vllm_xargs or {}
     canvas = llm.vllm_config.diffusion_config.canvas_length
     end = llm.renderer.get_eos_token_id()

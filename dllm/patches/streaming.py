@@ -1,7 +1,8 @@
-"""Patches of the API server: unfinished canvases in the streams of chats and completions.
+"""Patches of the API server: unfinished canvases and traces in chats and completions.
 
-A route that can show canvases calls ``create_watched``, which says so in ``current_watch`` while
-the request starts. Everywhere else ``diffusion_stream`` is refused.
+A route that can show them calls ``create_watched``, which says so in ``current_watch`` while
+the request starts. Everywhere else ``diffusion_stream`` is refused. Traces are in the outputs of
+vLLM's Python classes as well.
 """
 
 import weakref
@@ -10,10 +11,20 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-from dllm.api.events import CanvasWriter, Stream, TextWriter
-from dllm.api.watching import Watch, Watchers, Writer, current_watch, has_frames, interleaved
+from dllm.api import traces
+from dllm.api.events import CanvasWriter, Stream, TextWriter, TraceWriter
+from dllm.api.watching import (
+    CanvasFeed,
+    Watch,
+    Watchers,
+    Writer,
+    current_watch,
+    frames_taken,
+    has_frames,
+    interleaved,
+)
 from dllm.patches.contract import CPU_WORKER, GPU_WORKER
-from dllm.settings.request import STREAM, refuse
+from dllm.settings.request import STREAM, TRACE, refuse, traced
 from dllm.settings.server import PluginOptions
 
 Create = Callable[[Any, Any, Any], Awaitable[Any]]  # a route's method: self, request, raw request
@@ -41,14 +52,18 @@ def start_watching(llm: Any, params: Any, request_id: str) -> None:
     Raises:
         VLLMValidationError: no stream shows them.
     """
-    if (params.extra_args or {}).get(STREAM) is None:
+    is_shown = (params.extra_args or {}).get(STREAM) is not None
+    if not is_shown and traced(params) is None:
         return
     watch = current_watch.get()
     if watch is None or watch.feed is None:
-        refuse_route()
+        if not is_shown:
+            return
+        refuse_route(STREAM)
     worker = llm.vllm_config.parallel_config.worker_cls
     if worker not in (CPU_WORKER, GPU_WORKER):  # nobody would take the frames
-        refuse(STREAM, f"{STREAM} is not served with the worker {worker}. Leave it out.")
+        asked = STREAM if is_shown else TRACE
+        refuse(asked, f"{asked} is not served with the worker {worker}. Leave it out.")
     watch.feed.request_id = watch.feed.request_id or request_id
     serving_of(llm).watchers.start(request_id, watch)
 
@@ -74,37 +89,58 @@ def refuse_offline_streams(input_processor: Any, params: Any) -> None:
 
 
 def take_frames_out() -> None:
-    """Take frames out of what arrives, before it changes metrics: a frame is no first token."""
-    from vllm.v1.engine.core_client import AsyncMPClient
+    """Take frames out of what arrives, before it changes metrics: a frame is no first token.
 
+    An offline engine has traces alone. Those of a request go with its outputs.
+    """
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    process, complete = OutputProcessor.process_outputs, RequestState._new_completion_output
+
+    def process_outputs(self: Any, arrived: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_frames(arrived):
+            list(frames_taken(self, arrived))
+        return process(self, arrived, *args, **kwargs)
+
+    def _new_completion_output(self: Any, *args: Any) -> Any:
+        output = complete(self, *args)
+        if (trace := vars(self).get(traces.FIELD)) is not None:
+            setattr(output, traces.FIELD, trace)
+        return output
+
+    OutputProcessor.process_outputs = process_outputs  # type: ignore[method-assign]
+    RequestState._new_completion_output = _new_completion_output  # type: ignore[method-assign]
     get_output = AsyncMPClient.get_output_async
 
     async def get_output_async(self: Any) -> Any:
         outputs = await get_output(self)
-        if has_frames(outputs):
+        if has_frames(outputs.outputs):
             _by_client[self].watchers.deliver(outputs)
         return outputs
 
     AsyncMPClient.get_output_async = get_output_async  # type: ignore[method-assign]
 
 
-def refuse_route() -> NoReturn:
-    """Refuse a request whose route does not show canvases."""
+def refuse_route(asked: str) -> NoReturn:
+    """Refuse a request whose route does not show canvases, or traces."""
+    how = ', with "stream": true' if asked == STREAM else ""
     refuse(
-        STREAM,
-        f"{STREAM} is not served here; allowed: /v1/chat/completions and /v1/completions, with "
-        '"stream": true. Leave it out.',
+        asked,
+        f"{asked} is not served here; allowed: /v1/chat/completions and /v1/completions{how}. "
+        "Leave it out.",
     )
 
 
 async def create_watched(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
-    """What a route's method ``create`` returns, with canvases in the stream if it asks for them."""
+    """What a route's method ``create`` returns, with canvases and traces if it asks for them."""
     form = form_asked(request)
-    if form is None:
+    if form is None and not (request.vllm_xargs or {}).get(TRACE):
         return await create(self, request, raw_request)
-    _refuse_what_is_not_shown(self, request, form)
+    if form is not None:
+        _refuse_what_is_not_shown(self, request, form)
     serving = serving_of(self.engine_client)
-    feed = serving.watchers.open(serving.options.canvas_frames_per_s)
+    feed = serving.watchers.open(serving.options.canvas_frames_per_s, form is not None)
     if feed is None:
         return self.create_error_response(
             f"{serving.options.canvas_watchers} canvas streams are open; more are not served. "
@@ -121,9 +157,21 @@ async def create_watched(create: Create, self: Any, request: Any, raw_request: A
         current_watch.reset(token)
         watch.feed = None  # tasks that were started meanwhile keep a copy of the context
         feed.is_open = is_stream = hasattr(lines, "__anext__")
-    if not is_stream:  # an ErrorResponse
+    if not is_stream:  # an answer, or an ErrorResponse
+        _write_traces(lines, feed)
         return lines
     return interleaved(lines, feed, _writer(self, form, feed.request_id, request))
+
+
+def _write_traces(answer: Any, feed: CanvasFeed) -> None:
+    """Put the traces that have come into the choices of an answer."""
+    found: dict[int, dict[str, Any]] = {}
+    for choice, frame in feed.take():
+        if (block := traces.block_trace(frame)) is not None:
+            traces.append(found.setdefault(choice, {}), block)
+    for choice in getattr(answer, "choices", ()):
+        if choice.index in found:
+            setattr(choice, traces.FIELD, found[choice.index])
 
 
 def form_asked(request: Any) -> str | None:
@@ -155,7 +203,7 @@ def _refuse_what_is_not_shown(self: Any, request: Any, form: str) -> None:
         )
 
 
-def _writer(self: Any, form: str, request_id: str, request: Any) -> Writer:
+def _writer(self: Any, form: str | None, request_id: str, request: Any) -> Writer:
     """Writes the events of a stream of this route."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 
@@ -168,6 +216,8 @@ def _writer(self: Any, form: str, request_id: str, request: Any) -> Writer:
         stops=_stops(self.engine_client, request),
         tokenizer=self.renderer.get_tokenizer(),
     )
+    if form is None:
+        return TraceWriter(stream)
     return TextWriter(stream) if form == "text" else CanvasWriter(stream)
 
 

@@ -45,6 +45,9 @@ STREAM, STREAM_FORMS = "diffusion_stream", ("canvas", "text")
 STREAM_EVERY, STREAM_PERIODS = "diffusion_stream_every", ("pass", "visit")
 READ_ONLY, CONSTRAINED = "diffusion_read_only", "diffusion_constrained"
 EOS_STOP = "diffusion_eos_stop"
+# When each token was decided, and how likely it was then (``engine.traces``): true, or what else is
+# wanted, as a list. "entropy" of its distribution; the tokens "behind_stop" in the last block.
+TRACE, TRACE_EXTRAS = "diffusion_trace", ("entropy", "behind_stop")
 MODE = "diffusion_mode"  # of families that have ``DenoiseSettings.modes``
 
 # The logits of so many tokens at least are computed together. On a CPU, matrix products of fewer
@@ -52,7 +55,7 @@ MODE = "diffusion_mode"  # of families that have ``DenoiseSettings.modes``
 LEAST_ROWS = 4
 
 # Extra arguments of every family, beside the family's own parameters.
-CANVAS_ARGS = (*PIN_ARGS, READ_ONLY, CONSTRAINED, EOS_STOP, STREAM, STREAM_EVERY)
+CANVAS_ARGS = (*PIN_ARGS, READ_ONLY, CONSTRAINED, EOS_STOP, STREAM, STREAM_EVERY, TRACE)
 
 # Those of them that a model with blocks does not take: its first canvas is as wide as the prompt
 # leaves room in its block, which the client does not know.
@@ -79,6 +82,18 @@ class _Integers:
 
     def __str__(self) -> str:
         return "a list of integers"
+
+
+class _Trace(_Flag):
+    """A flag, or a list of ``TRACE_EXTRAS``."""
+
+    def __contains__(self, value: object) -> bool:
+        if isinstance(value, list | tuple):
+            return all(one in TRACE_EXTRAS for one in value)
+        return super().__contains__(value)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, or a list of {', '.join(map(repr, TRACE_EXTRAS))}"
 
 
 @dataclass(frozen=True)
@@ -141,6 +156,7 @@ class RequestOptions:
         is_read_only = _take(extra, READ_ONLY, _Flag(), default=False)
         _take(extra, CONSTRAINED, _Flag(), default=False)  # ``constrained`` writes it out
         eos_stop = _take(extra, EOS_STOP, _Flag(), default=True)
+        _take(extra, TRACE, _Trace())  # ``traced`` reads it
         form = _take(extra, STREAM, Choices(STREAM_FORMS))  # ``engine.frame_taker`` reads it
         if _take(extra, STREAM_EVERY, Choices(STREAM_PERIODS)) is not None and form is None:
             refuse(STREAM_EVERY, f"{STREAM_EVERY} without {STREAM}. Send both, or omit both.")
@@ -166,10 +182,10 @@ def _num_rows(params: "SamplingParams", settings: DenoiseSettings, width: int) -
 
     In a request of one denoise step a token does not depend on the logits of another. If its output
     is shorter than its first canvas, what is behind the output is never used: then the output alone
-    needs logits. A grammar, bad words and frames look at the whole canvas.
+    needs logits. A grammar, bad words, frames and traces look at the whole canvas.
     """
     extra = params.extra_args or {}
-    is_whole = params.structured_outputs or params.bad_words or STREAM in extra
+    is_whole = params.structured_outputs or params.bad_words or STREAM in extra or TRACE in extra
     if is_whole or any(extra.get(key) != value for key, value in settings.one_step.items()):
         return width
     return min(width, max(LEAST_ROWS, params.max_tokens or width))
@@ -198,6 +214,14 @@ def requested_canvas_width(params: "SamplingParams | None", canvas_length: int) 
     """The canvas width that an admitted request asks for, else ``canvas_length``."""
     extra = params.extra_args if params is not None else None
     return (extra or {}).get("diffusion_canvas_length") or canvas_length
+
+
+def traced(params: "SamplingParams") -> frozenset[str] | None:
+    """What an admitted request wants in its trace beside the rest; None if it wants none."""
+    asked = (params.extra_args or {}).get(TRACE)
+    if isinstance(asked, list | tuple):
+        return frozenset(asked)
+    return frozenset() if asked else None
 
 
 def constrained(params: "SamplingParams") -> "SamplingParams":
