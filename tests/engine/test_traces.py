@@ -3,6 +3,7 @@
 With masks from tokens and steps alone. With uniform noise the seed is needed, too.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm.models.gemma.rule import accept_mask
 from dllm.models.unmasking.reference import DecodingRule, additive, block_causal, load_model
 from tests.support import hf_reference
-from tests.support.engine_harness import Engine, get_engine
+from tests.support.async_engine import get_async_engine
+from tests.support.engine_harness import TIGHT, Engine, get_engine
 from tests.support.family_checkpoints import (
     A2D_QWEN2,
     A2D_QWEN3,
@@ -33,6 +36,7 @@ MASKS = {
     "a2d-qwen2": A2D_QWEN2,
     "stable-diffcoder": STABLE_DIFFCODER,
     "nemotron": NEMOTRON,
+    "nemotron-causal": NEMOTRON,
     "llada2": LLADA2,
 }
 HEAT = 0.7
@@ -49,15 +53,17 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
         path = root / name
         if not path.exists():
             write(path, MASKS[name], seed=1)
+            first = "causal" if name.endswith("causal") else "mask"
+            (path / "generation_config.json").write_text(json.dumps({"first_token": first}))
         return get_engine(path, max_num_batched_tokens=256), path
 
     return start
 
 
-def prompts(count: int = 3) -> list[list[int]]:
+def prompts(count: int = 3, vocab_size: int = 800) -> list[list[int]]:
     draw = torch.Generator().manual_seed(2)
     lengths = (5, 32, 42)[:count]
-    return [torch.randint(20, 800, (length,), generator=draw).tolist() for length in lengths]
+    return [torch.randint(20, vocab_size, (length,), generator=draw).tolist() for length in lengths]
 
 
 def params(extra: dict[str, Any] | None = None, **given: Any) -> SamplingParams:
@@ -120,8 +126,7 @@ def test_a_replay_of_masks_gives_the_same_numbers(engine_of, name):
     """Three requests in a batch, two samples each; logprobs beside them are the sampled ones."""
     engine, path = engine_of(name)
     model, rule = load_model(path), DecodingRule.of_checkpoint(path)
-    extra = {"diffusion_begins_causally": True} if False else {}
-    outputs = engine.outputs(prompts(), params(extra, n=2, logprobs=0))
+    outputs = engine.outputs(prompts(), params(n=2, logprobs=0))
     for prompt, output in zip(prompts(), outputs, strict=True):
         first, second = (one.diffusion_trace for one in output.outputs)
         assert first != second
@@ -129,7 +134,143 @@ def test_a_replay_of_masks_gives_the_same_numbers(engine_of, name):
             trace = one.diffusion_trace
             assert trace["token_ids"] == list(one.token_ids)
             assert max(trace["reveal_steps"]) > 1
-            kept = [scores[token].logprob for token, scores in zip(one.token_ids, one.logprobs)]
-            if name != "nemotron":  # there a first token is scored on the canvas, too
+            kept = [
+                scores[token].logprob
+                for token, scores in zip(one.token_ids, one.logprobs, strict=True)
+            ]
+            if name != "nemotron-causal":  # there a first token is scored on the canvas, too
                 assert kept == pytest.approx(trace["sampling_logprobs"], abs=1e-5)
             assert_is(whole(trace), replayed_masks(model, rule, prompt, whole(trace)))
+
+
+CHANGED = {
+    "grammar": {"structured_outputs": StructuredOutputsParams(regex="[a-f]{9,30}")},
+    "edits": {"logit_bias": {50: 4.0}, "repetition_penalty": 1.3, "bad_words": ["a", "b"]},
+    "filters": {"top_k": 3, "top_p": 0.8},
+    "leftmost": {"extra": {"diffusion_strategy": "leftmost"}},
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_numbers_are_those_of_the_model_itself(engine_of, name):
+    """Whatever a request does to its logits, and in whichever order tokens are decided."""
+    engine, _ = engine_of("sdar")
+    asked = params(**CHANGED[name] | ({"ignore_eos": False} if name == "grammar" else {}))
+    with engine.watch(keep_logits=True) as watched:
+        outputs = engine.outputs(prompts(), asked)
+    for output in outputs:
+        trace, found, start = whole(output.outputs[0].diffusion_trace), [], 0
+        passes = iter(watched[output.request_id])
+        for length, count in zip(trace["block_lengths"], trace["block_passes"], strict=True):
+            logits = [next(passes).logits for _ in range(count)]
+            steps = trace["reveal_steps"][start : start + length]
+            for place, step in enumerate(steps):
+                token = trace["token_ids"][start + place]
+                found.append(of_row(logits[step - 1][place], token, HEAT))
+            start += length
+            if name == "leftmost":  # one token a step
+                assert steps == list(range(1, length + 1))
+        assert_is(trace, found)
+
+
+def uniform(checkpoint: Any) -> Path:
+    return checkpoint(generation={"confidence_threshold": 0.3})
+
+
+def test_a_replay_of_uniform_noise_gives_the_same_numbers(checkpoint):
+    """Hugging Face's own loop with the noise of the seed."""
+    engine = get_engine(uniform(checkpoint), max_num_batched_tokens=256)
+    model = hf_reference.load_hf(uniform(checkpoint))
+    asked = prompts(vocab_size=500)
+    outputs = engine.outputs(asked, params(max_tokens=64, temperature=1.0))
+    num_early = 0
+    for prompt, output in zip(asked, outputs, strict=True):
+        trace = output.outputs[0].diffusion_trace
+        reference = hf_reference.generate_with_noise(model, prompt, 2, seed=3)
+        assert trace["token_ids"] == reference.tokens
+        assert trace["block_passes"] == reference.steps_per_block
+        found = []
+        for n, token in enumerate(reference.tokens):
+            canvases, place = reference.canvases[n // 32], n % 32
+            step = len(canvases)
+            kept = [accepted(engine, probs)[place] for probs in reference.probs[n // 32]]
+            while step > 1 and canvases[step - 1][place] == token and kept[step - 2]:
+                step -= 1
+            num_early += step < len(canvases)
+            assert trace["reveal_steps"][n] == step
+            hot = reference.probs[n // 32][step - 1][place].double().log()
+            heat = heat_of(engine, step)
+            found.append([*of_row(hot * heat, token, heat)])
+        assert_is(trace, found)
+    assert num_early > 10
+
+
+def accepted(engine: Engine, probs: torch.Tensor) -> list[bool]:
+    """Which tokens a step keeps; else noise may be the same token by chance."""
+    config = engine.runner.model_state.family.settings
+    entropy = torch.special.entr(probs).sum(-1)
+    return accept_mask(entropy[None], torch.tensor([32]), config.entropy_bound)[0].tolist()
+
+
+def heat_of(engine: Engine, step: int) -> float:
+    config = engine.runner.model_state.family.settings
+    left = (config.max_denoising_steps - step + 1) / config.max_denoising_steps
+    return float(config.t_min + (config.t_max - config.t_min) * left)
+
+
+def assert_same(traces: list[Any], expected: list[Any]) -> None:
+    """Exactly the same steps; numbers but for rounding."""
+    for one, other in zip(traces, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, values in one.items():
+            assert values == pytest.approx(other[name], abs=TOLERANCE), name
+
+
+@pytest.mark.parametrize("kind", ["sdar", "uniform"])
+def test_preemption_cache_and_schedule_change_no_trace(engine_of, checkpoint, kind):
+    path = engine_of("sdar")[1] if kind == "sdar" else uniform(checkpoint)
+    engine = get_engine(path, max_num_batched_tokens=256)
+    asked = params({"diffusion_trace": True}, max_tokens=64)
+    texts = [[20 + (7 * i + salt) % 450 for i in range(34)] for salt in range(4)]
+
+    def traces_of(other: Engine) -> list[Any]:
+        return [one.outputs[0].diffusion_trace for one in other.outputs(texts, asked)]
+
+    expected = traces_of(engine)
+    assert_same(traces_of(engine), expected)  # prompts from the prefix cache
+    with engine.one_pass_a_visit():
+        assert_same(traces_of(engine), expected)
+    assert_same(traces_of(get_async_engine(path)), expected)
+    pages = {} if kind == "uniform" else {"num_gpu_blocks_override": 14}
+    tight = get_engine(path, **TIGHT | pages)
+    assert_same(traces_of(tight), expected)
+
+
+def test_given_tokens_have_step_0_and_no_numbers(engine_of, checkpoint):
+    pins = {"diffusion_pin_at": [0, 5], "diffusion_pin_ids": [77, 78], "diffusion_pin_mode": "hold"}
+    for path in (engine_of("sdar")[1], uniform(checkpoint)):
+        engine = get_engine(path, max_num_batched_tokens=256)
+        (output,) = engine.outputs(prompts(1, 500), params(pins, max_tokens=32))
+        trace = output.outputs[0].diffusion_trace
+        assert [trace["token_ids"][at] for at in (0, 5)] == [77, 78]
+        is_given = [at in (0, 5) for at in range(32)]
+        assert [step == 0 for step in trace["reveal_steps"]] == is_given
+        for name in LISTS[2:]:
+            assert [number is None for number in trace[name]] == is_given
+
+
+def test_what_stands_behind_the_stop_is_told_where_it_is_asked(engine_of):
+    engine, _ = engine_of("llada2")
+    (free,) = engine.outputs(prompts(1), params(max_tokens=27))
+    whole_block = free.outputs[0].diffusion_trace
+    stop = whole_block["token_ids"][3]
+    end = whole_block["token_ids"].index(stop) + 1
+    for asked, behind in ((["behind_stop"], 27 - end), (["entropy"], None), (True, None)):
+        extra = {"diffusion_trace": asked, "diffusion_eos_stop": False}
+        (output,) = engine.outputs(prompts(1), params(extra, stop_token_ids=[stop]))
+        trace = output.outputs[0].diffusion_trace
+        assert trace["token_ids"] == list(output.outputs[0].token_ids)
+        assert trace["block_lengths"] == [end] and len(trace["reveal_steps"]) == end
+        assert ("entropies" in trace) == (asked == ["entropy"])
+        found = trace.get("behind_stop")
+        assert behind == (None if found is None else len(found["logprobs"]))

@@ -37,6 +37,8 @@ class HFGeneration:
     tokens: list[int]  # all generated blocks, before end-of-sequence is looked at
     steps_per_block: list[int]
     canvases: list[list[list[int]]] = field(default_factory=list)  # [block][step]: input canvas
+    # [block][step]: [C, V], at the temperature of the step
+    probs: list[list[Tensor]] = field(default_factory=list)
 
 
 def load_hf(path: str | Path, attention: str = "eager") -> DiffusionGemmaForBlockDiffusion:
@@ -130,7 +132,7 @@ def generate_with_noise(
         )
     tokens = output.sequences[0, len(prompt_ids) :].tolist()
     steps = [len(canvases) for canvases in source.canvases]
-    return HFGeneration(tokens, steps, source.canvases)
+    return HFGeneration(tokens, steps, source.canvases, source.probs)
 
 
 class _NoiseSource:
@@ -145,10 +147,12 @@ class _NoiseSource:
         self.canvas_start = 0
         self.in_step = False
         self.canvases: list[list[list[int]]] = []
+        self.probs: list[list[Tensor]] = []
 
     def begin_block(self, canvas_start: int) -> None:
         self.canvas_start = canvas_start
         self.canvases.append([])
+        self.probs.append([])
 
     def _place(self) -> tuple[Tensor, Tensor, Tensor]:
         """(seed, canvas start, steps done), each [1] int64."""
@@ -164,6 +168,7 @@ class _NoiseSource:
 
     def sample(self, probs: Tensor) -> Tensor:
         """One token a row by Gumbel-max: probs [C, V] to [C, 1]."""
+        self.probs[-1].append(probs)
         width, vocab_size = probs.shape
         keys = self.noise.row_keys(*self._place(), width, self.noise.STREAM_GUMBEL)[0]
         noisy = torch.log(probs) + self.noise.gumbel(keys, vocab_size)
