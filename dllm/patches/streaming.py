@@ -98,13 +98,13 @@ def take_frames_out() -> None:
 
     process, complete = OutputProcessor.process_outputs, RequestState._new_completion_output
 
-    def process_outputs(self: Any, arrived: Any, *args: Any, **kwargs: Any) -> Any:
-        if has_frames(arrived):
-            list(frames_taken(self, arrived))
-        return process(self, arrived, *args, **kwargs)
+    def process_outputs(self: Any, engine_core_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if has_frames(engine_core_outputs):
+            list(frames_taken(self, engine_core_outputs))
+        return process(self, engine_core_outputs, *args, **kwargs)
 
-    def _new_completion_output(self: Any, *args: Any) -> Any:
-        output = complete(self, *args)
+    def _new_completion_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = complete(self, *args, **kwargs)
         if (trace := vars(self).get(traces.FIELD)) is not None:
             setattr(output, traces.FIELD, trace)
         return output

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from dllm.api.watching import MAX_UNREAD, CanvasFeed, Pace, Watch, Watchers, has_frames, interleaved
@@ -33,7 +34,8 @@ def answer(*steps: StepFrames) -> Any:
 
 
 def requests(*names: str, server: int = 0) -> dict[str, Any]:
-    return {name: SimpleNamespace(num_prompt_tokens=7, client_index=server) for name in names}
+    about = dict(num_prompt_tokens=7, client_index=server, sampling_params=SamplingParams())
+    return {name: SimpleNamespace(**about) for name in names}
 
 
 def watchers(*names: str, limit: int = 2) -> Watchers:
@@ -102,21 +104,25 @@ def test_a_feed_keeps_the_newest():
         feed.put(0, frame(step))
     assert [unread.step for _, unread in feed.take()] == list(range(5, MAX_UNREAD + 5))
     assert feed.take() == [] and not feed.bell.is_set()
+    for step in range(2 * MAX_UNREAD):  # which hold traces
+        feed.put(0, frame(step, is_final=step < MAX_UNREAD))
+    assert len(feed.take()) == 2 * MAX_UNREAD
 
 
 def test_a_place_is_free_again_when_its_stream_is_gone_or_has_ended():
     several = watchers(limit=2)
-    first, second = several.open(30), several.open(30)
-    assert first and second and several.open(30) is None
+    first, second = several.open(30, True), several.open(30, True)
+    assert first and second and several.open(30, True) is None
     del first
     gc.collect()
-    assert several.open(30) is not None
+    assert several.open(30, True) is not None
+    assert all(several.open(30, False) for _ in range(9))  # which show no canvases
 
     async def lines() -> Any:
         yield "only"
 
     assert read(lines(), second) == ["only"]
-    assert not second.is_open and several.open(30) is not None  # whoever still holds it
+    assert not second.is_open and several.open(30, True) is not None  # whoever still holds it
 
 
 # --- from the worker's answer to the feed ---------------------------------------------------------
@@ -124,7 +130,7 @@ def test_a_place_is_free_again_when_its_stream_is_gone_or_has_ended():
 
 def test_frames_reach_the_choice_that_they_belong_to():
     several = watchers("a", "b")
-    feed = several.open(30)
+    feed = several.open(30, True)
     watch = Watch(feed, num_choices=2)
     for name in ("a", "b"):  # the prompts of one completion
         several.start(name, watch)
@@ -132,7 +138,7 @@ def test_frames_reach_the_choice_that_they_belong_to():
     outputs = mailed(step, of=requests("a/1", "b/0"))
     token = EngineCoreOutput(request_id="a/1", new_token_ids=[5])
     outputs[0].outputs.insert(0, token)
-    assert has_frames(outputs[0])
+    assert has_frames(outputs[0].outputs)
     several.deliver(outputs[0])
     assert outputs[0].outputs == [token]  # all that vLLM gets to see
     (one, first), (other, second) = feed.take()
@@ -174,15 +180,13 @@ def test_the_causal_pass_of_a_block_is_no_frame():
 
 def test_where_nobody_watches_there_is_nothing():
     assert mailed(of={}) == {}
-    assert not has_frames(EngineCoreOutputs(outputs=[]))
-    assert not has_frames(
-        EngineCoreOutputs(outputs=[EngineCoreOutput(request_id="a", new_token_ids=[1])])
-    )
+    assert not has_frames([])
+    assert not has_frames([EngineCoreOutput(request_id="a", new_token_ids=[1])])
 
 
 def test_frames_of_an_ended_stream_are_dropped():
     several = watchers("a")
-    feed = several.open(30)
+    feed = several.open(30, True)
     several.start("a", Watch(feed, 1))
     del feed
     gc.collect()

@@ -46,6 +46,7 @@ def batch() -> Any:
 def step() -> Any:
     generator = torch.Generator().manual_seed(1)
     return SimpleNamespace(
+        canvas=torch.arange(4 * C).view(4, C) + 262_000,
         argmax_canvas=torch.randint(0, 262_144, (4, C), generator=generator),
         accepted=torch.rand(4, C, generator=generator) < 0.5,
         converged=torch.tensor([False, False, True, False]),
@@ -53,10 +54,10 @@ def step() -> Any:
     )
 
 
-def take(taker: FrameTaker) -> Any:
-    canvas = torch.arange(4 * C).view(4, C) + 262_000
+def take(taker: FrameTaker, records: torch.Tensor | None = None) -> Any:
     rows = CanvasRows.of_batch(batch(), C)
-    taker.take(rows, step(), canvas, torch.tensor([5, 6, 7, 8, 0], dtype=torch.int32), batch())
+    steps_before = torch.tensor([5, 6, 7, 8, 0], dtype=torch.int32)
+    taker.take(rows, step(), steps_before, records, batch())
     answer: Any = SimpleNamespace()
     taker.attach(answer)
     return answer
@@ -79,17 +80,27 @@ def test_watched_canvases_are_packed_and_others_are_not(taker):
     assert second[3, :2].tolist() == step().accepted[2, :2].tolist()
 
 
-def test_a_gpu_packs_what_the_host_packs(taker, monkeypatch):
+@pytest.mark.parametrize("records", [None, torch.rand(5, C, 4)], ids=["frames", "traces"])
+def test_a_gpu_packs_what_the_host_packs(taker, monkeypatch, records):
     for slot in range(4):
         taker.add_request(slot, watched())
-    (expected,) = take(taker).canvas_frames
+    (expected,) = take(taker, records).canvas_frames
     monkeypatch.setattr(frame_taker, "_pack_on_host", frame_taker._pack_on_device)
-    (found,) = take(taker).canvas_frames
+    (found,) = take(taker, records).canvas_frames
     assert isinstance(found.packed, torch.Tensor) and isinstance(expected.packed, np.ndarray)
     width = torch.tensor(WIDTHS)[[0, 2, 3], None, None]
     is_used = (torch.arange(C + 1) < width) | (torch.arange(C + 1) == C)
     packed = torch.from_numpy(expected.packed)
     assert torch.equal(found.packed * is_used, packed * is_used)
+
+
+def test_traces_alone_are_packed_when_a_canvas_has_converged(taker):
+    for slot in (3, 0):
+        taker.add_request(slot, SamplingParams(extra_args={"diffusion_trace": True}))
+    records = torch.rand(5, C, 4)
+    (frames,) = take(taker, records).canvas_frames
+    assert frames.req_ids == ["c"] and frames.every == ["block"]
+    assert frames.packed[0, 4:, :C].tolist() == records[0].T.tolist()
 
 
 def test_nothing_is_attached_where_nobody_watches(taker):

@@ -45,7 +45,7 @@ class Blocks:
             logprob_token_ids_state=LogprobTokenIdsState(SLOTS, torch.device("cpu")),
         )
         sampler.get_logprobs_dims = partial(Sampler.get_logprobs_dims, sampler)
-        kept = KeptScores(torch.zeros(SLOTS, CANVAS), VOCAB) if keeps else None
+        kept = KeptScores(torch.zeros(SLOTS, CANVAS)) if keeps else None
         self.logprobs = BlockLogprobs(sampler, is_async, kept)
         asked = (SamplingParams(logprob_token_ids=IDS), None, None, SamplingParams(logprobs=2))
         for slot, params in enumerate(asked):
@@ -159,6 +159,7 @@ def test_scores_of_decided_tokens_are_kept_and_nothing_of_the_size_of_the_vocabu
         arguments = blocks.temperature, blocks.step(decided), blocks.rows, blocks.batch
         blocks.logprobs.keep_decided(right, *arguments)
     blocks.logits.zero_()
+    assert blocks.logprobs._kept._scores.shape == (SLOTS, CANVAS, 1 + 2)  # as was asked
     result = blocks.of(5, 0, 0, 5)
     assert result.cu_num_generated_tokens == [0, 5, 5, 5]
     for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):

@@ -239,6 +239,51 @@ def test_there_is_no_page_where_nobody_asks_for_it(server):
         assert http_client.get(f"{server.url}/canvas").status_code == 404
 
 
+# --- traces ---------------------------------------------------------------------------------------
+
+TRACED = {"diffusion_trace": ["entropy", "behind_stop"]}
+
+
+def joined(traces: list[Any]) -> dict[str, Any]:
+    """The trace of an answer from those of its blocks."""
+    whole: dict[str, Any] = {}
+    for trace in traces:
+        for name, values in trace.items():
+            whole[name] = whole[name] + values if name in whole else values
+    return whole
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+@pytest.mark.parametrize("form", [None, "canvas", "text"])
+def test_traces_of_a_stream_are_those_of_the_answer(client, ask, form):
+    options = dict(n=2, max_tokens=CANVAS + 5)
+    whole = ask(client, extra_body={"vllm_xargs": TRACED}, **options)
+    shown = TRACED | ({} if form is None else {"diffusion_stream": form})
+    seen: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in ask(client, stream=True, extra_body={"vllm_xargs": shown}, **options):
+        for choice in chunk.choices:
+            if trace := getattr(choice, "diffusion_trace", None):
+                seen[choice.index].append(trace)
+    for choice in whole.choices:
+        trace = choice.diffusion_trace
+        assert trace == joined(seen[choice.index])
+        assert trace["token_ids"] == choice.token_ids and trace["block_lengths"] == [CANVAS, 5]
+        assert len(trace["behind_stop"]["reveal_steps"]) == CANVAS - 5
+        assert all(number <= 0 for number in trace["logprobs"] + trace["sampling_logprobs"])
+        assert min(trace["entropies"]) >= 0 and max(trace["reveal_steps"]) <= max(
+            trace["block_passes"]
+        )
+
+
+def test_each_sample_of_each_prompt_has_its_own_trace(client):
+    texts = ["Sort these", "Add these"]
+    extra = {"vllm_xargs": {"diffusion_trace": True}}
+    answer = complete(client, texts, n=2, extra_body=extra)
+    traces = [choice.diffusion_trace for choice in answer.choices]
+    assert [trace["token_ids"] for trace in traces] == [one.token_ids for one in answer.choices]
+    assert all("entropies" not in trace and "behind_stop" not in trace for trace in traces)
+
+
 # --- where it is refused --------------------------------------------------------------------------
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -272,6 +317,22 @@ REFUSED = [
         "diffusion_stream_every = 'step'; allowed: one of pass, visit",
     ),
 ]
+
+
+WITH_TRACE = {"vllm_xargs": {"diffusion_trace": True}}
+NO_TRACE = [
+    ("/v1/responses", {"model": MODEL, "input": "hi"} | WITH_TRACE),
+    ("/v1/messages", CHAT | {"max_tokens": 9} | WITH_TRACE),
+    ("/v1/completions", {"model": MODEL, "prompt": "a", "suffix": "b"} | WITH_TRACE),
+    ("/v1/chat/completions", CHAT | {"vllm_xargs": {"diffusion_trace": ["entropies"]}}),
+    ("/v1/chat/completions", CHAT | {"vllm_xargs": {"diffusion_trace": 2}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), NO_TRACE)
+def test_traces_are_refused_where_they_are_not_served(server, path, body):
+    reply = server.post(path, body)
+    assert reply.status == 400 and "diffusion_trace" in reply.message, reply
 
 
 @pytest.mark.parametrize(("path", "body", "message"), REFUSED)
