@@ -32,6 +32,7 @@ COMMANDS = {
         "dllm.tools.evaluate",
         "score a server, or a checkpoint in process, on held-out questions",
     ),
+    "score": ("dllm.tools.score", "how likely a server's model finds given texts"),
     "doctor": ("dllm.doctor.command", "look at what a server needs of this machine"),
     "chat": ("dllm.tools.chat", "talk to a running server"),
     "watch": ("dllm.tools.watch", "watch a canvas settle, step by step"),

@@ -286,7 +286,7 @@ def _refuse_pins() -> NoReturn:
 
 
 class OurRoutes:
-    """An endpoint plugin of vLLM: for our models, typed decisions, and bounds of all bodies."""
+    """An endpoint plugin of vLLM: for our models, typed decisions, scores, bounds of all bodies."""
 
     name = "dllm_routes"
     required_tasks = ("generate",)
@@ -302,12 +302,15 @@ class OurRoutes:
             READ_STRATEGIES[architecture] = CanvasReads
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Add ``/v1/decisions``, let vLLM's route take as many options, and bound all bodies.
+        """Add ``/v1/decisions`` and ``/v1/scores``, and bound all bodies.
+
+        vLLM's route of decisions takes as many options as ours.
 
         Says why, if the model cannot be asked.
         """
         from vllm.entrypoints.generate.structured_decisions.question_types import QUESTION_TYPES
 
+        from dllm.api import score_route
         from dllm.api.decisions import reads, route
 
         if not engine_client or engine_client.model_config.architecture not in FAMILIES:
@@ -315,6 +318,7 @@ class OurRoutes:
         QUESTION_TYPES["choice"] = reads.WideChoice()
         QUESTION_TYPES["score"] = reads.WideScore()
         route.attach(self._app)
+        score_route.attach(self._app, settings_of(engine_client.vllm_config))
         if getattr(state, "serving_structured_decisions", None) is None:
             logger.warning("/v1/decisions answers HTTP 501: %s", route.why_not(state))
         bound_bodies(self._app.routes)

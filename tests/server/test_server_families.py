@@ -1,5 +1,6 @@
 """`vllm serve` of models with blocks, through the real OpenAI client."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from dllm import cli
 from tests.support import family_checkpoints
 from tests.support.server_harness import FLAGS, MODEL, Server
 
@@ -89,3 +91,22 @@ def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             complete(client, **options)
+
+
+def test_texts_are_scored(server: Server, capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+    """The command prints what the route answers, and the same again."""
+    body = {"prompt": "Sort these numbers", "text": "1 2 3 and some more of them"}
+    bodies = [body, body | {"samples": 1}, body | {"places": [4, 0]}, body | {"seed": 1}]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(json.dumps(one) for one in bodies))
+    for _ in range(2):
+        assert cli.main(["score", "--base-url", server.url, "--file", str(file)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    estimate, single, places, other = lines[:4]
+    assert lines[4:] == lines[:4]
+    assert estimate["samples"] == 8 and estimate["standard_error"] > 0 > estimate["elbo"]
+    assert single["standard_error"] is None and other["elbo"] != estimate["elbo"]
+    assert [at for at, one in enumerate(places["token_logprobs"]) if one is not None] == [0, 4]
+    reply = server.post("/v1/scores", body | {"places": [400]})
+    assert reply.status == 400 and "places" in reply.message
+    assert server.post("/v1/scores", body | {"model": "other"}).status == 404

@@ -329,6 +329,11 @@ NO_TRACE = [
 ]
 
 
+def test_scores_need_masks(server):
+    reply = server.post("/v1/scores", {"prompt": "a", "text": "b"})
+    assert reply.status == 400 and "masks" in reply.message, reply
+
+
 @pytest.mark.parametrize(("path", "body"), NO_TRACE)
 def test_traces_are_refused_where_they_are_not_served(server, path, body):
     reply = server.post(path, body)

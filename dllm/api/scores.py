@@ -1,0 +1,201 @@
+"""``POST /v1/scores``: how likely a model with masks finds a given text behind a prompt.
+
+places  log-probabilities of the tokens at some places: these are masks, all others are given, and
+        each block takes one pass
+else    an estimate of the evidence lower bound (ELBO) of log p(text | prompt), and its standard
+        error. Of each block it draws how many tokens are masks, evenly, and then which; the sum of
+        their log-probabilities times (tokens / masks) is an unbiased estimate of the bound of
+        arXiv 2502.09992 (equation 14), for a block behind all blocks in front of it
+
+A block is read as a typed decision is: by a request of one denoise step, whose given tokens are
+pins, and whose logprobs of the text's tokens are at temperature 1. Tokens in front of the block are
+its prompt, so that the prefix cache serves all reads of a text. What is behind the text in its last
+block is masks.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS, RequestOutputKind, SamplingParams
+
+from dllm.settings.denoising import DenoiseSettings
+from dllm.settings.pins import PIN_AT, PIN_IDS
+from dllm.settings.request import refuse, refuse_value
+
+MAX_READS = 1600  # of one HTTP request, as of typed decisions
+Ids = list[Annotated[int, Field(ge=0)]]
+
+
+class ScoreRequest(BaseModel):
+    """The body of a request.
+
+    Attributes:
+        prompt, text: texts, or token ids. A text is not a chat: no template is applied.
+        places: of the text, from 0, whose tokens are scored in one pass for each block.
+        samples: of the estimate; its standard error needs two.
+        seed: of the masks that are drawn. The same request has the same answer.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | Ids
+    text: str | Ids
+    places: Ids | None = None
+    samples: int = Field(8, ge=1, le=MAX_READS)
+    seed: int = 0
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class BlockRead(NamedTuple):
+    """One pass over a block.
+
+    Attributes:
+        start: where the block starts in the text.
+        tokens: those of the text in it.
+        masked: which of them are masks.
+    """
+
+    start: int
+    tokens: Sequence[int]
+    masked: Sequence[int]
+
+    def params(self, settings: DenoiseSettings) -> SamplingParams:
+        """Parameters of the request that reads it."""
+        given = [at for at in range(len(self.tokens)) if at not in set(self.masked)]
+        extra: dict[str, Any] = dict(settings.one_step)
+        if given:
+            extra |= {PIN_AT: given, PIN_IDS: [self.tokens[at] for at in given]}
+        return SamplingParams(
+            max_tokens=len(self.tokens),
+            temperature=0.0,
+            ignore_eos=True,
+            logprob_token_ids=sorted({self.tokens[at] for at in self.masked}),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            detokenize=False,  # nobody reads what the model would say
+            extra_args=extra,
+        )
+
+    def logprobs(self, output: RequestOutput) -> list[float]:
+        """Of the masked tokens, in order."""
+        found = output.outputs[0].logprobs
+        assert found is not None, "they are asked for"
+        return [found[at][self.tokens[at]].logprob for at in self.masked]
+
+
+def check(
+    prompt: Sequence[int], text: Sequence[int], settings: DenoiseSettings, max_model_len: int
+) -> None:
+    """Refuse what cannot be scored.
+
+    Raises:
+        VLLMValidationError: the client gets HTTP 400.
+    """
+    if not settings.never_emitted:
+        refuse(
+            "model",
+            "/v1/scores is served for models with masks; this one begins with noise, which hides "
+            "nothing for certain. Ask for prompt_logprobs of its causal pass.",
+        )
+    if getattr(settings, "begins_causally", False):
+        refuse(
+            "model",
+            "/v1/scores reads canvases of masks, and this server begins each with the token of a "
+            "causal pass. Serve it with first_token = 'mask'.",
+        )
+    if settings.canvas_length > MAX_LOGPROB_TOKEN_IDS:
+        refuse("model", f"/v1/scores reads canvases of at most {MAX_LOGPROB_TOKEN_IDS} tokens.")
+    for name, ids in (("prompt", prompt), ("text", text)):
+        if not ids:
+            refuse(name, f"{name} has no token; allowed: at least one. Send one.")
+    if len(prompt) + len(text) > max_model_len:
+        refuse(
+            "text",
+            f"prompt and text have {len(prompt)} + {len(text)} tokens; allowed: {max_model_len} "
+            "together. Send less.",
+        )
+    if never := sorted({*text} & {*settings.never_emitted}):
+        refuse_value("text", never[0], "tokens that can be said, which a mask cannot")
+
+
+def blocks(prompt_len: int, text_len: int, settings: DenoiseSettings) -> Iterator[range]:
+    """The places of a text, in the canvases that its answer would have."""
+    start = 0
+    while start < text_len:
+        width = settings.canvas_length
+        if settings.block_size > 1:
+            width = settings.block_size - (prompt_len + start) % settings.block_size
+        yield range(start, min(start + width, text_len))
+        start += width
+
+
+def chosen(text: Sequence[int], of_blocks: Iterable[range], places: Sequence[int]) -> list[Any]:
+    """The reads that score the tokens at some places, of the blocks that have any.
+
+    Raises:
+        VLLMValidationError: a place is not in the text, or comes twice.
+    """
+    if len({*places}) < len(places) or not places or max(places) >= len(text):
+        refuse_value("places", places, f"different integers from 0 to {len(text) - 1}")
+    reads = []
+    for block in of_blocks:
+        masked = sorted(place - block.start for place in places if place in block)
+        if masked:
+            reads.append(BlockRead(block.start, text[block.start : block.stop], masked))
+    return reads
+
+
+def drawn(
+    text: Sequence[int], of_blocks: Sequence[range], samples: int, seed: int
+) -> list[BlockRead]:
+    """The reads of an estimate: of each sample, each block once.
+
+    Raises:
+        VLLMValidationError: there are too many.
+    """
+    if len(of_blocks) * samples > MAX_READS:
+        refuse(
+            "samples",
+            f"samples = {samples} of {len(of_blocks)} blocks; allowed: {MAX_READS} reads in an "
+            "HTTP request. Send fewer samples, and several requests with other seeds.",
+        )
+    draw = random.Random(seed)
+    reads = []
+    for _ in range(samples):
+        for block in of_blocks:
+            masked = sorted(draw.sample(range(len(block)), draw.randint(1, len(block))))
+            reads.append(BlockRead(block.start, text[block.start : block.stop], masked))
+    return reads
+
+
+def estimate(reads: Sequence[BlockRead], scores: Sequence[list[float]], samples: int) -> Any:
+    """(mean, standard error) of the samples' sums; the error of a single sample is unknown.
+
+    Args:
+        scores: of each read, the log-probabilities of its masks.
+    """
+    terms = [
+        len(read.tokens) / len(read.masked) * math.fsum(found)
+        for read, found in zip(reads, scores, strict=True)
+    ]
+    of_sample = len(reads) // samples
+    sums = [math.fsum(terms[at : at + of_sample]) for at in range(0, len(terms), of_sample)]
+    error = None if samples == 1 else statistics.stdev(sums) / math.sqrt(samples)
+    return statistics.fmean(sums), error
+
+
+def token_logprobs(
+    text: Sequence[int], reads: Sequence[BlockRead], scores: Sequence[list[float]]
+) -> list[float | None]:
+    """Of each token of a text its log-probability, and None where it was given."""
+    found: list[float | None] = [None] * len(text)
+    for read, of_masks in zip(reads, scores, strict=True):
+        for place, score in zip(read.masked, of_masks, strict=True):
+            found[read.start + place] = score
+    return found
