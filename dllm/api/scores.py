@@ -5,7 +5,7 @@ places  log-probabilities of the tokens at some places: these are masks, all oth
 else    an estimate of the evidence lower bound (ELBO) of log p(text | prompt), and its standard
         error. Of each block it draws how many tokens are masks, evenly, and then which; the sum of
         their log-probabilities times (tokens / masks) is an unbiased estimate of the bound of
-        arXiv 2502.09992 (equation 14), for a block behind all blocks in front of it
+        arXiv 2502.09992, for a block behind all blocks in front of it
 
 A block is read as a typed decision is: by a request of one denoise step, whose given tokens are
 pins, and whose logprobs of the text's tokens are at temperature 1. Tokens in front of the block are
