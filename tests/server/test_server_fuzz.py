@@ -105,6 +105,9 @@ xargs = some(
     diffusion_eos_stop=st.booleans(),
     diffusion_stream=st.sampled_from(["canvas", "text"]),
     diffusion_stream_every=st.sampled_from(["pass", "visit"]),
+    diffusion_trace=st.one_of(
+        st.booleans(), st.lists(st.sampled_from(["entropy", "behind_stop"]), max_size=2)
+    ),
     diffusion_fill_widths=st.tuples(st.integers(0, 5), st.integers(3, 9)),
     diffusion_fill_end=tokens,
 )

@@ -200,6 +200,8 @@ VALUES = [
     *(wrong("diffusion_pinned", x, INTEGERS, SEEDED) for x in BAD_IDS),
     *(wrong(key, x, "true or false (or 1 or 0). Omit it for") for key in FLAGS
       for x in [2, -1, "true", 1.0, [1], {}]),
+    *(wrong("diffusion_trace", x, "true or false (or 1 or 0), or a list of 'entropy',")
+      for x in [2, "entropy", ["steps"], ["entropy", 1], 1.0, {}, [[1]]]),
     wrong("diffusion_pin_mode", "force", "one of hint, hold. Omit it for none"),
     wrong("diffusion_pin_ids", ["a"], INTEGERS, {"diffusion_pin_at": [0]}),
     *(({"diffusion_seed_canvas": [1] * length}, "diffusion_seed_canvas",
