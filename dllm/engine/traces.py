@@ -52,7 +52,8 @@ class BlockTraces:
         """Store whether the new request of this slot is traced."""
         self._is_traced[slot] = traced(params) is not None
         if self._is_traced[slot]:
-            self.records[slot], self._was_kept[slot] = self._nothing, False
+            self.records[slot] = self._nothing
+            self._was_kept[slot].zero_()
 
     def are_wanted(self, slots: np.ndarray) -> bool:
         """Whether the request of one of these slots is traced."""

@@ -136,6 +136,7 @@ PINS = {
     "diffusion_pin_ids": [20, 21],
     "diffusion_canvas_length": 13,
 }
+TRACE = {"diffusion_trace": ["entropy"]}
 GRAMMAR = StructuredOutputsParams(regex="([a-f]{3}-){2,30}[0-9]{2}")
 # Longer than what a step may hold (256 tokens), on its own and together with the others.
 LONG = (prompt(300), params(blocks=1, seed=8))
@@ -149,6 +150,7 @@ CASES: dict[str, list[tuple[list[int], SamplingParams]]] = {
     "bad words": [(prompt(40), params(blocks=2, bad_words=["a", "b c"]))],
     "pins": [(prompt(20), params(blocks=2, extra_args=PINS))],
     "held pins": [(prompt(20), params(extra_args=PINS | {"diffusion_pin_mode": "hold"}))],
+    "traces": [(prompt(20), params(blocks=2, extra_args=PINS | TRACE, logit_bias={33: 8.0}))],
     "a grammar": [(prompt(20), params(blocks=2, ignore_eos=False, structured_outputs=GRAMMAR))],
 }
 CASES["all in one batch, more than there are slots"] = [
@@ -219,9 +221,10 @@ def test_logprobs_wait_for_nothing_under_asynchronous_scheduling(checkpoint):
 @pytest.mark.parametrize("scored", [None, 2])
 @pytest.mark.parametrize("passes", [1, UNBOUNDED])
 def test_models_with_blocks_do_not_wait_either(model, passes, scored):  # noqa: F811
+    options = {"blocks": 2.5, "logprobs": scored}
     requests = [
-        (test_blocks.prompt(37 + salt, salt), model.params(blocks=2.5, seed=salt, logprobs=scored))
-        for salt in range(2)
+        (test_blocks.prompt(37 + salt, salt), model.params(**options, seed=salt, extra_args=extra))
+        for salt, extra in enumerate(({}, TRACE))
     ]
     watch = watched_run(model.engine(), requests, passes)
     assert set(files_of(watch)) <= {("read", LOOP)}, watch.findings
@@ -298,6 +301,7 @@ def test_a_watched_canvas_is_packed_without_a_wait():
     stats = SimpleNamespace(entropy=on_device(torch.rand(12)))
     canvases = on_device(torch.arange(12).view(3, 4))
     step = SimpleNamespace(
+        canvas=canvases,
         argmax_canvas=canvases,
         accepted=canvases > 3,
         converged=canvases[:, 0] > 3,
@@ -305,7 +309,7 @@ def test_a_watched_canvas_is_packed_without_a_wait():
     )
     with DeviceWatch() as watch:
         packed = frame_taker._pack_on_device(
-            np.array([0, 2]), on_device(rows), step, canvases, canvases[:, 1]
+            np.array([0, 2]), on_device(rows), step, canvases[:, 1], on_device(torch.rand(3, 4, 4))
         )
         assert packed.is_pinned()
     assert not watch.findings
