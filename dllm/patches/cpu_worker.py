@@ -52,6 +52,11 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
         super().reload_weights(*args, **kwargs)
         pack_new_weights(self.model_runner.model)
 
+    def finish_weight_update(self) -> None:
+        """vLLM's, likewise."""
+        super().finish_weight_update()
+        pack_new_weights(self.model_runner.model)
+
     @torch.inference_mode()
     def save_context_only(self) -> None:
         """Called instead of ``take_draft_token_ids`` after a step that finished every request.

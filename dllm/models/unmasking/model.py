@@ -30,6 +30,7 @@ class UnmaskingModel:
     """
 
     settings_class: ClassVar[type[UnmaskingSettings]]
+    _is_loaded = False
 
     @staticmethod
     def get_model_state_cls() -> "type[DiffusionModelState]":
@@ -101,5 +102,7 @@ class UnmaskingModel:
         weights, plan = quantized.checked_weights(weights, quant_config)
         model: Any = super()
         loaded: set[str] = model.load_weights(weights)
-        quantized.log_kernels(self, plan)
+        if not self._is_loaded:  # later a trainer may send any part of the weights
+            self._is_loaded = True
+            quantized.log_kernels(self, plan)
         return loaded
