@@ -16,6 +16,7 @@ from tests.engine.test_blocks import prompt
 from tests.support import file_transfer  # noqa: F401  registers it
 from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import A2D_QWEN3, LLADA2, NEMOTRON, SDAR, SDAR_MOE, write
+from tests.support.quant_checkpoints import write_quantized
 
 CONFIGS = {
     "sdar": SDAR,
@@ -76,6 +77,35 @@ def test_tokens_are_those_of_a_fresh_engine_and_the_way_back_is_exact(
     engine.reset_prefix_cache()
     assert answers(engine) == after
     send_one_by_one(engine, first)
+    engine.reset_prefix_cache()
+    assert answers(engine) == before
+
+
+@pytest.mark.parametrize("scheme", ["fp8-dynamic", "nvfp4"])
+def test_quantized_weights_change(
+    scheme: str, two: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    first, second = (
+        write_quantized(each, tmp_path / str(at), scheme) for at, each in enumerate(two("gemma"))
+    )
+    engine = get_engine(first, **OPTIONS)
+    before, after = answers(engine), answers(get_engine(second, **OPTIONS))
+    assert before != after
+    for change, folder, expected in ((send_one_by_one, second, after), (reload, first, before)):
+        change(engine, folder)
+        engine.reset_prefix_cache()
+        assert answers(engine) == expected
+
+
+def test_int8_layers_of_a_cpu_take_no_new_weights(
+    two: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """They keep packed copies alone, and would answer as before, without any error."""
+    engine = get_engine(write_quantized(two("gemma")[0], tmp_path / "int8", "int8-dynamic"))
+    before = answers(engine)
+    for send in (reload, send_one_by_one):
+        with pytest.raises(ValueError, match="INT8"):
+            send(engine, tmp_path)
     engine.reset_prefix_cache()
     assert answers(engine) == before
 

@@ -1,4 +1,4 @@
-"""New weights over vLLM's own routes, while requests run: they finish or are told, and none mixes."""
+"""New weights over vLLM's own routes while requests run, which finish or are told."""
 
 import json
 import shutil

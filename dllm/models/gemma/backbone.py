@@ -214,7 +214,9 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
                 loaded first, or a scale of a quantized layer would make it compute NaN. The message
                 names the tensors.
         """
-        weights, plan = quantized.checked_weights(weights, self.quant_config)
+        weights, plan = quantized.checked_weights(
+            weights, self.quant_config, is_whole=not self._is_loaded
+        )
         filled: set[str] = set()
 
         def noting_names(

@@ -99,7 +99,7 @@ class UnmaskingModel:
             ValueError: a tensor is not finite, or a quantized layer would compute NaN.
         """
         quant_config = self.quant_config  # type: ignore[attr-defined]
-        weights, plan = quantized.checked_weights(weights, quant_config)
+        weights, plan = quantized.checked_weights(weights, quant_config, not self._is_loaded)
         model: Any = super()
         loaded: set[str] = model.load_weights(weights)
         if not self._is_loaded:  # later a trainer may send any part of the weights
