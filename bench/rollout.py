@@ -34,7 +34,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 from bench.context import (
     ROOT,
     GateError,
-    Rows,
     command_line,
     progress,
     publish,

@@ -7,7 +7,9 @@ from bench.rollout import Rollouts, difference, loss_of
 
 def rollouts(rewards: list[float], lengths: list[int], logprobs: list[list[float]]) -> Rollouts:
     nothing: list[list[int]] = [[]] * len(rewards)
-    return Rollouts(nothing, nothing, nothing, logprobs, lengths, torch.tensor(rewards))
+    return Rollouts(
+        nothing, nothing, nothing, logprobs, lengths, torch.tensor(rewards, dtype=torch.float32)
+    )
 
 
 def test_groups_that_agree_teach_nothing():
