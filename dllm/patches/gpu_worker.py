@@ -18,6 +18,7 @@ from dllm.patches.contract import SCHEDULERS
 from dllm.patches.cuda_graphs import keep_heads_out_of_full_graphs
 from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
 from dllm.patches.remote import RidingDrafts
+from dllm.patches.self_test import replace_wrong_kernels
 from dllm.patches.sleep import LoadedTensors
 from dllm.patches.worker import Records, Visits, notice_arrivals
 
@@ -36,7 +37,12 @@ class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def load_model(self, **options: Any) -> None:
-        """vLLM's; with --enable-sleep-mode it is noted what lies beside the weights."""
+        """vLLM's, with kernels that have passed a test.
+
+        With --enable-sleep-mode it is noted what lies beside the weights.
+        """
+        if self.serves_canvases:
+            replace_wrong_kernels(self.vllm_config, self.device)
         load = partial(super().load_model, **options)
         if self.model_config.enable_sleep_mode:
             self.loaded = LoadedTensors(load, self.device)
