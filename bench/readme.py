@@ -23,10 +23,11 @@ from bench.kernels import sampling_step
 from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.remote import remote
+from bench.rollout import rollout
 from bench.roofline import floors
 from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
 from bench.soak import soak
-from bench.tables import families, markdown, of, ratios, serving
+from bench.tables import families, markdown, of, ratios, serving, ways
 from bench.workloads import ADAPTIVE, MIXED
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -99,6 +100,8 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "step-time": lambda results: step_time(results / "profile_cpu.csv"),
     "recovery": recovery,
     "families": families,
+    "ways": ways,
+    "rollout": rollout,
     "sampling-step": sampling_step,
     "soak": soak,
     "drafting": drafting,

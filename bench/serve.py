@@ -25,6 +25,7 @@ answers than the others. Written to --results: serve_MODE.csv, one row a run.
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import tempfile
@@ -76,8 +77,10 @@ class Spec:
         """How its passes are counted."""
         if self.kind != OURS:
             return NO_CANVAS if self.kind == AUTOREGRESSIVE else BUILTIN_PASSES
-        given = " ".join(self.flags).replace('"', "").replace(":", " ")  # KEY VALUE, or JSON
-        return COMMIT_APART if "commit separate" in " ".join(given.split()) else OVERLAPPED
+        given = re.sub(r'[\s":.]+', " ", " ".join(self.flags))  # --a.b.KEY VALUE, or JSON
+        if "decoding ar" in given or "decoding self_speculation" in given:
+            return NO_CANVAS
+        return COMMIT_APART if "commit separate" in given else OVERLAPPED
 
 
 @reporting_failures

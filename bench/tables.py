@@ -149,3 +149,22 @@ def _by_block(rows: Rows) -> str:
         compared = [ratios(own, of(here, name), "tokens_per_s") for name in others]
         lines.append([f"B = {size}, {load} at once", spread(own, "tokens_per_s", 0), *compared])
     return markdown(["", f"{first}, tokens/s", *(f"{first} / {name}" for name in others)], lines)
+
+
+def ways(results: Path) -> str:
+    """Section of docs/families.md: one model, decoded in three ways, a line a way."""
+    return section(results / "serve_nemotron.csv", "python -m bench.serve", _by_contestant)
+
+
+def _by_contestant(rows: Rows) -> str:
+    loads = list(grouped(rows, "concurrency"))
+    lines = []
+    for name in names_of(rows):
+        found = [[row for row in of(rows, name) if (row["concurrency"],) == load] for load in loads]
+        right, asked = (
+            sum(int(row[column]) for here in found for row in here)
+            for column in ("num_correct", "num_requests")
+        )
+        speeds = [spread(here, "tokens_per_s", 0) for here in found]
+        lines.append([f"`{name}`", *speeds, f"{right} / {asked}"])
+    return markdown(["", *(f"{load} at once" for (load,) in loads), "right answers"], lines)

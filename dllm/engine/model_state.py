@@ -35,7 +35,7 @@ from dllm.engine import pending
 from dllm.engine.compilation import maybe_compile
 from dllm.engine.family import Family
 from dllm.engine.first_token import FirstTokens
-from dllm.engine.grammars import CanvasGrammars, DeviceGrammars, HostGrammars
+from dllm.engine.grammars import CanvasGrammars, grammars_for
 from dllm.engine.logit_rows import leave_out_rows
 from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
@@ -64,11 +64,7 @@ class DiffusionModelState(ModelState):
         self.family: Family = model.make_family(vllm_config)  # type: ignore[operator]
         vocab_size = self.model_config.get_vocab_size()
         self.canvases = CanvasState(self.family, self.max_num_reqs, vocab_size, self.dtype, device)
-        self.grammars: CanvasGrammars = (
-            HostGrammars(vllm_config, self.max_num_reqs)
-            if device.type == "cpu"
-            else DeviceGrammars(vllm_config, self.max_num_reqs, device)
-        )
+        self.grammars: CanvasGrammars = grammars_for(vllm_config, self.max_num_reqs, device)
         hidden_size = self.model_config.hf_text_config.hidden_size
         # The model's inputs stay in the same memory: a captured CUDA graph reads these addresses.
         self._inputs_embeds = torch.zeros(

@@ -40,9 +40,12 @@ def emulate_on_cpu(vllm_config: Any) -> None:
 
 
 def checked_weights(
-    weights: Iterable[tuple[str, torch.Tensor]], quant_config: Any
+    weights: Iterable[tuple[str, torch.Tensor]], quant_config: Any, is_whole: bool
 ) -> tuple[Iterable[tuple[str, torch.Tensor]], Any]:
     """(the same names and tensors, which are checked as they are read; ``plan_of`` the checkpoint).
+
+    Args:
+        is_whole: False: they may be any part of a checkpoint, and only values are checked.
 
     Raises:
         ValueError: while they are read: a tensor is not finite, or a quantized layer would compute
@@ -50,7 +53,9 @@ def checked_weights(
     """
     weights = finite(weights)
     plan = plan_of(quant_config)
-    return (weights if quant_config is None else checked(weights, plan)), plan
+    if quant_config is None:
+        return weights, plan
+    return checked(weights, plan if is_whole else None), plan
 
 
 def finite(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

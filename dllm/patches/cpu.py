@@ -230,6 +230,24 @@ def register_cpu_kernels() -> None:
     register_kernels(KERNELS)
 
 
+def refuse_new_int8_weights(model: Any) -> None:
+    """vLLM's INT8 layers on a CPU keep packed weights alone, and would go on computing with them.
+
+    Raises:
+        ValueError: the model has such layers.
+    """
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+        CompressedTensorsW8A8Int8,
+    )
+
+    for name, layer in model.named_modules():
+        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8):
+            raise ValueError(
+                f"New weights cannot go into INT8 layers on a CPU ({name}). Start the server "
+                "again with them, or serve an unquantized, FP8 or NVFP4 checkpoint."
+            )
+
+
 def pack_new_weights(model: Any) -> None:
     """Bring what ``reload_weights`` leaves out into the layouts of vLLM's CPU kernels.
 

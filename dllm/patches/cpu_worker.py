@@ -17,7 +17,12 @@ from vllm.v1.worker.worker_base import CompilationTimes
 from dllm.engine.warm_up import warm_up
 from dllm.patches.compile_cache import reload_compiled_backbone, write_checksums
 from dllm.patches.contract import SCHEDULERS
-from dllm.patches.cpu import allow_product_of_no_rows, pack_new_weights, register_cpu_kernels
+from dllm.patches.cpu import (
+    allow_product_of_no_rows,
+    pack_new_weights,
+    refuse_new_int8_weights,
+    register_cpu_kernels,
+)
 from dllm.patches.drafting import draft_in_this_worker, verify_by_our_rule
 from dllm.patches.remote import RidingDrafts
 from dllm.patches.worker import Records, Visits, notice_arrivals
@@ -48,8 +53,23 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
         return times
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's, which leaves some weights in another layout than its CPU kernels read."""
+        """vLLM's, which leaves some weights in another layout than its CPU kernels read.
+
+        Raises:
+            ValueError: the model's layers cannot take new weights (``refuse_new_int8_weights``).
+        """
+        refuse_new_int8_weights(self.model_runner.model)
         super().reload_weights(*args, **kwargs)
+        pack_new_weights(self.model_runner.model)
+
+    def start_weight_update(self) -> None:
+        """vLLM's; what it sends in pieces is treated, and refused, as by ``reload_weights``."""
+        refuse_new_int8_weights(self.model_runner.model)
+        super().start_weight_update()
+
+    def finish_weight_update(self) -> None:
+        """vLLM's; see ``start_weight_update``."""
+        super().finish_weight_update()
         pack_new_weights(self.model_runner.model)
 
     @torch.inference_mode()

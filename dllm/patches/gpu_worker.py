@@ -3,6 +3,10 @@
 ``cpu_worker`` is a module of its own because importing its base class patches torch for a CPU.
 """
 
+from functools import partial
+from itertools import chain
+from typing import Any
+
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu_worker import Worker
@@ -14,11 +18,15 @@ from dllm.patches.contract import SCHEDULERS
 from dllm.patches.cuda_graphs import keep_heads_out_of_full_graphs
 from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
 from dllm.patches.remote import RidingDrafts
+from dllm.patches.self_test import replace_wrong_kernels
+from dllm.patches.sleep import LoadedTensors
 from dllm.patches.worker import Records, Visits, notice_arrivals
 
 
 class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
     """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
+
+    loaded: LoadedTensors | None = None  # where sleep mode is enabled
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
@@ -27,6 +35,33 @@ class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
             keep_heads_out_of_full_graphs()
         draft_in_this_worker(vllm_config)
         super().__init__(vllm_config, *args, **kwargs)
+
+    def load_model(self, **options: Any) -> None:
+        """vLLM's, with kernels that have passed a test.
+
+        With --enable-sleep-mode it is noted what lies beside the weights.
+        """
+        if self.serves_canvases:
+            replace_wrong_kernels(self.vllm_config, self.device)
+        load = partial(super().load_model, **options)
+        if self.model_config.enable_sleep_mode:
+            self.loaded = LoadedTensors(load, self.device)
+        else:
+            load()
+
+    def sleep(self, level: int = 1) -> None:
+        """vLLM's, which at level 2 saves the buffers of the models alone."""
+        if level == 2 and self.loaded is not None:
+            draft = self.get_draft_model()
+            models = [self.model_runner.model] + ([] if draft is None else [draft])
+            self.loaded.save(chain(*((*m.parameters(), *m.buffers()) for m in models)))
+        super().sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """vLLM's; with the weights' memory comes what lay beside them."""
+        super().wake_up(tags)
+        if self.loaded is not None and (tags is None or "weights" in tags):
+            self.loaded.restore()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """vLLM's; before it, canvases are emitted and scored, so that no request waits for it.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dllm.models.gemma.weights import merge_shared_copies
+from dllm.models.gemma.weights import LayerScalars, merge_shared_copies
 from dllm.quant.checks import implausible_scale, is_scale, layer_problems, scale_problem
 from dllm.quant.formats import Numbers, dequantize_weight
 from dllm.quant.schemes import Plan, Scheme, parse_plan
@@ -254,4 +254,4 @@ def _layer_scalars(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     if text is None:  # another family, which has none
         return {}
     scalars = ((n, checkpoint.read(n)) for n in checkpoint.shapes if n.endswith(LAYER_SCALAR))
-    return dict(merge_shared_copies(scalars, text["num_hidden_layers"]))  # type: ignore[index]
+    return dict(merge_shared_copies(scalars, LayerScalars(text["num_hidden_layers"])))  # type: ignore[index]

@@ -51,6 +51,8 @@ class PluginOptions:
             a CPU and exact on a GPU, where ``sparse`` is refused.
         logits_workspace_mib: MiB of fp32 logits that may exist at once. If a step has more, it is
             computed in tiles of whole canvases (``engine.logit_rows``).
+        self_test: on a GPU, compare every kernel with its definition before the model is loaded
+            (``patches.self_test``).
         canvas_watchers: how many requests of an API server may stream their unfinished canvases at
             once; more get HTTP 429. 0: none.
         canvas_frames_per_s: how many frames a second each of them gets on average. As many may come
@@ -68,6 +70,7 @@ class PluginOptions:
     denoise_loop_ms: float | Literal["auto"] = "auto"
     soft_embedding: SoftEmbedding = "auto"
     logits_workspace_mib: int = 1024
+    self_test: bool = True
     canvas_watchers: int = 16
     canvas_frames_per_s: int = 30
     decisions: DecisionOptions = field(default_factory=DecisionOptions)
@@ -79,8 +82,9 @@ class PluginOptions:
         check_int(f"{WHERE}: logits_workspace_mib", self.logits_workspace_mib, 1)
         check_int(f"{WHERE}: canvas_watchers", self.canvas_watchers, 0)
         check_int(f"{WHERE}: canvas_frames_per_s", self.canvas_frames_per_s, 1)
-        if not isinstance(self.draft_worker, bool):
-            refuse_value(f"{WHERE}: draft_worker", self.draft_worker, "true or false")
+        for key in ("self_test", "draft_worker"):
+            if not isinstance(getattr(self, key), bool):
+                refuse_value(f"{WHERE}: {key}", getattr(self, key), "true or false")
         if self.denoise_loop_ms != "auto" and self.denoise_loop_ms not in LOOP_MS:
             refuse_value(f"{WHERE}: denoise_loop_ms", self.denoise_loop_ms, f"auto, or {LOOP_MS}")
         for key, value, allowed in (

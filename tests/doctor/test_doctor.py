@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from dllm.cli import main
-from tests.support.interpreter import run_suite
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="says more on a GPU")
 
@@ -48,7 +47,3 @@ def test_what_is_wrong(capsys, tmp_path, monkeypatch):
     assert status == 1
     wrong = {name for name, (status, _) in found.items() if status == "fail"}
     assert wrong == {"plugins", "port", "model"}
-
-
-def test_kernels_in_the_interpreter():
-    assert run_suite("tests/doctor/kernel_suite.py", is_interpreted=True) == 13

@@ -15,6 +15,7 @@ from dllm.models.gemma.weights import (
     DECODER,
     ENCODER,
     HEAD_SCALARS,
+    LayerScalars,
     checkpoint_names,
     merge_shared_copies,
 )
@@ -26,7 +27,7 @@ LAYERS = 3
 
 def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The merged stream as a dictionary; a name that comes twice fails."""
-    pairs = list(merge_shared_copies(weights.items(), LAYERS))
+    pairs = list(merge_shared_copies(weights.items(), LayerScalars(LAYERS)))
     assert len({name for name, _ in pairs}) == len(pairs), "a name came twice"
     return dict(pairs)
 
@@ -130,7 +131,7 @@ ONCE = {f"{DECODER}up.weight": torch.ones(5), f"{ENCODER}down.weight": torch.one
 
 def test_only_weights_that_come_twice_are_read_for_comparison(digested):
     weights = TWICE | ONCE | {"lm_head.weight": torch.ones(2)}
-    pairs = list(merge_shared_copies(weights.items(), LAYERS, weights))
+    pairs = list(merge_shared_copies(weights.items(), LayerScalars(LAYERS), weights))
     assert [name for name, _ in pairs][:4] == [
         f"{DECODER}norm.weight",
         f"{DECODER}up.weight",
@@ -141,20 +142,20 @@ def test_only_weights_that_come_twice_are_read_for_comparison(digested):
 
 
 def test_all_weights_are_compared_if_the_names_are_not_known(digested):
-    list(merge_shared_copies((TWICE | ONCE).items(), LAYERS))
+    list(merge_shared_copies((TWICE | ONCE).items(), LayerScalars(LAYERS)))
     assert digested == [7, 7, 5, 3]
 
 
 def test_differing_copies_are_refused_with_known_names():
     weights = TWICE | {f"{ENCODER}norm.weight": torch.zeros(7)}
     with pytest.raises(ValueError, match=r"they differ: norm\.weight\."):
-        list(merge_shared_copies(weights.items(), LAYERS, weights))
+        list(merge_shared_copies(weights.items(), LayerScalars(LAYERS), weights))
 
 
 def test_a_second_copy_that_was_not_announced_is_refused():
     """Its first copy was not compared, so nobody knows whether they are equal."""
     with pytest.raises(ValueError, match=r"norm\.weight"):
-        list(merge_shared_copies(TWICE.items(), LAYERS, [f"{DECODER}norm.weight"]))
+        list(merge_shared_copies(TWICE.items(), LayerScalars(LAYERS), [f"{DECODER}norm.weight"]))
 
 
 def test_the_names_of_a_checkpoint_are_those_in_its_files(tmp_path):

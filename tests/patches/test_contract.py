@@ -286,6 +286,7 @@ ALSO_USED = {
     "CanvasAttentionImpl.forward",
     "CanvasBackbone.forward",
     "CanvasCPUWorker.reload_weights",
+    "CanvasGPUWorker.sleep",
     "CanvasReads._image_parts",
     "CanvasReads.limits",
     "CanvasReads.num_requests",

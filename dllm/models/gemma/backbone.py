@@ -27,7 +27,12 @@ from dllm.models import quantized
 from dllm.models.gemma.family import Gemma
 from dllm.models.gemma.self_conditioning import SelfConditioning
 from dllm.models.gemma.settings import GemmaSettings
-from dllm.models.gemma.weights import checkpoint_names, merge_shared_copies, refuse_missing
+from dllm.models.gemma.weights import (
+    LayerScalars,
+    checkpoint_names,
+    merge_shared_copies,
+    refuse_missing,
+)
 from dllm.ops.dispatch import uses_sparse_product
 from dllm.settings.server import PluginOptions
 
@@ -92,6 +97,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             "model.encoder.embed_vision.": None,
         },
     )
+    _is_loaded = False
     packed_modules_mapping = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -126,6 +132,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         self.self_conditioning = SelfConditioning(
             config.hidden_size, config.intermediate_size, config.rms_norm_eps
         )
+        self._layer_scalars = LayerScalars(self.model.config.num_hidden_layers)
         self._checkpoint = vllm_config.model_config.model, vllm_config.model_config.revision
         if GemmaSettings.from_vllm(vllm_config).canvas_window == "anchored":
             self._anchor_sliding_layers()
@@ -203,10 +210,13 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
             The names of the parameters that were filled.
 
         Raises:
-            ValueError: the two copies differ, a tensor is missing or not finite, or a scale of a
-                quantized layer would make it compute NaN. The message names the tensors.
+            ValueError: the two copies differ, a tensor is not finite, or missing when the model is
+                loaded first, or a scale of a quantized layer would make it compute NaN. The message
+                names the tensors.
         """
-        weights, plan = quantized.checked_weights(weights, self.quant_config)
+        weights, plan = quantized.checked_weights(
+            weights, self.quant_config, is_whole=not self._is_loaded
+        )
         filled: set[str] = set()
 
         def noting_names(
@@ -216,27 +226,25 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
                 filled.add(self.hf_to_vllm_mapper.map_name(name) or name)
                 yield name, tensor
 
-        merged = merge_shared_copies(
-            weights, self.model.config.num_hidden_layers, checkpoint_names(*self._checkpoint)
-        )
+        names = None if self._is_loaded else checkpoint_names(*self._checkpoint)
+        merged = merge_shared_copies(weights, self._layer_scalars, names)
         loaded = AutoWeightsLoader(self).load_weights(
             noting_names(merged),
             mapper=self.hf_to_vllm_mapper,
         )
-        # While vLLM reloads weights, a tied head counts as a parameter of its own.
-        is_tied = self.model.config.tie_word_embeddings
-        refuse_missing(
-            (
-                name
-                for name, _ in self.named_parameters()
-                if not quantized.is_unused_scale(name, plan)
-                and not (is_tied and name.startswith("lm_head."))
-            ),
-            filled | loaded,
-            self.model.hf_to_vllm_mapper.orig_to_new_stacked,
-            self.model.config.num_experts,
-        )
-        quantized.log_kernels(self, plan)
+        if not self._is_loaded:  # later a trainer may send any part of the weights
+            self._is_loaded = True
+            refuse_missing(
+                (
+                    name
+                    for name, _ in self.named_parameters()
+                    if not quantized.is_unused_scale(name, plan)
+                ),
+                filled | loaded,
+                self.model.hf_to_vllm_mapper.orig_to_new_stacked,
+                self.model.config.num_experts,
+            )
+            quantized.log_kernels(self, plan)
         return loaded
 
 

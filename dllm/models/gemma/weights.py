@@ -59,20 +59,55 @@ def checkpoint_names(model: str, revision: str | None) -> set[str] | None:
     return names or None
 
 
+class LayerScalars:
+    """Layer scalars of a checkpoint, kept until all of them have come.
+
+    A trainer may send new weights one by one, in any number of calls of ``load_weights``.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._num_expected = 0  # when a model is loaded first, whatever comes is all
+        self._came: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a scalar, by its name in the checkpoint."""
+        self._came[name] = tensor.reshape(())
+
+    def take(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Two tensors ``[num_layers]``, if as many scalars have come as the first time.
+
+        If a layer has a scalar only for the encoder, or only for the decoder, it counts for both;
+        without one it is 1.
+        """
+        if len(self._came) < self._num_expected:
+            return
+        yield HEAD_SCALARS, self._stacked(ENCODER, DECODER, "model.")
+        yield CANVAS_SCALARS, self._stacked(DECODER, "model.", ENCODER)
+        self._num_expected = len(self._came) or self._num_layers
+        self._came = {}
+
+    def _stacked(self, *prefixes: str) -> torch.Tensor:
+        """Of the first prefix that has it."""
+        one = torch.ones(())
+        rows = []
+        for layer in range(self._num_layers):
+            names = [f"{prefix}layers.{layer}.layer_scalar" for prefix in prefixes]
+            rows.append(next((self._came[n].float() for n in names if n in self._came), one))
+        return torch.stack(rows)
+
+
 def merge_shared_copies(
     weights: Iterable[tuple[str, torch.Tensor]],
-    num_layers: int,
+    scalars: LayerScalars,
     names: Iterable[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each shared weight once, under its decoder name, and last the layer scalars.
 
-    The layer scalars come as two tensors ``[num_layers]``. If a layer has a scalar only for the
-    encoder, or only for the decoder, it counts for both.
-
     Args:
         weights: (checkpoint name, tensor) pairs. Pairs that belong to neither encoder nor decoder
             are passed on unchanged.
-        num_layers: of the model.
+        scalars: of the model.
         names: of all tensors that will come, if known. Then only weights that come twice are read
             for comparison. Without them all are, which takes 14 s for 52 GB.
 
@@ -80,14 +115,13 @@ def merge_shared_copies(
         ValueError: after the last weight, if two copies of a weight differ, or if a weight comes
             twice that ``names`` has once.
     """
-    scalars: dict[str, torch.Tensor] = {}
     digests: dict[str, tuple[object, ...] | None] = {}
     comes_twice = None if names is None else _shared_twice(names)
     differing: list[str] = []
     for name, tensor in weights:
         shared_name = _shared_name(name)
         if name.endswith(".layer_scalar"):
-            scalars[name] = tensor.reshape(())
+            scalars.add(name, tensor)
             continue
         if shared_name is None:
             yield name, tensor
@@ -103,8 +137,7 @@ def merge_shared_copies(
             f"differ: {', '.join(sorted(differing))}. Save the model with tied weights, or drop "
             f"the {ENCODER}* copy if the {DECODER}* one is meant."
         )
-    yield HEAD_SCALARS, _stack_scalars(scalars, (ENCODER, DECODER, "model."), num_layers)
-    yield CANVAS_SCALARS, _stack_scalars(scalars, (DECODER, "model.", ENCODER), num_layers)
+    yield from scalars.take()
 
 
 def refuse_missing(
@@ -166,18 +199,6 @@ def _checkpoint_name(name: str) -> str:
     if name.startswith(("vision_tower.", "embed_vision.")):
         return f"model.encoder.{name}"
     return DECODER + name.removeprefix("model.")
-
-
-def _stack_scalars(
-    scalars: dict[str, torch.Tensor], prefixes: tuple[str, ...], num_layers: int
-) -> torch.Tensor:
-    """``layer_scalar`` of every layer: [layers]. Of the first prefix that has it, else 1."""
-    one = torch.ones(())
-    rows = []
-    for layer in range(num_layers):
-        names = [f"{prefix}layers.{layer}.layer_scalar" for prefix in prefixes]
-        rows.append(next((scalars[name].float() for name in names if name in scalars), one))
-    return torch.stack(rows)
 
 
 def _shared_name(name: str) -> str | None:

@@ -30,6 +30,7 @@ class UnmaskingModel:
     """
 
     settings_class: ClassVar[type[UnmaskingSettings]]
+    _is_loaded = False
 
     @staticmethod
     def get_model_state_cls() -> "type[DiffusionModelState]":
@@ -98,8 +99,10 @@ class UnmaskingModel:
             ValueError: a tensor is not finite, or a quantized layer would compute NaN.
         """
         quant_config = self.quant_config  # type: ignore[attr-defined]
-        weights, plan = quantized.checked_weights(weights, quant_config)
+        weights, plan = quantized.checked_weights(weights, quant_config, not self._is_loaded)
         model: Any = super()
         loaded: set[str] = model.load_weights(weights)
-        quantized.log_kernels(self, plan)
+        if not self._is_loaded:  # later a trainer may send any part of the weights
+            self._is_loaded = True
+            quantized.log_kernels(self, plan)
         return loaded

@@ -1,13 +1,13 @@
-"""The self-test of kernels, with right and wrong ones; test_doctor.py runs this in a process.
+"""Kernels beside their definitions, right and wrong ones; test_kernel_checks.py runs this.
 
-By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/doctor/kernel_suite.py` without a GPU.
+By hand: `TRITON_INTERPRET=1 pytest --noconftest tests/engine/kernel_check_suite.py` without a GPU.
 """
 
 import pytest
 import torch
 
-from dllm.doctor import kernels
-from dllm.doctor.kernels import Layer, Wrong
+from dllm.engine import kernel_checks as kernels
+from dllm.engine.kernel_checks import Layer, Wrong
 from tests.support.interpreter import DEVICE, speed_up
 
 speed_up()

@@ -7,11 +7,12 @@ random, the same each time, and of the shapes that a model is served with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig
 
 from dllm.attention.cache_write import write_kv
 from dllm.attention.canvas_attention import canvas_attention
@@ -22,11 +23,14 @@ from dllm.grammar.device import Searches, pack
 from dllm.grammar.kernels import write_paths
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import Canvas
+from dllm.ops.dispatch import GRAMMAR_PATHS, ROW_STATISTICS
 from dllm.ops.filters import RowFilters
 from dllm.ops.noise import STREAM_GUMBEL, row_keys
 from dllm.ops.row_stats import RowStats, reference_row_stats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
+from dllm.settings.denoising import DenoiseSettings
 
+ATTENTION = "attention"  # what the names of its checks begin with
 PAGE_SIZE, NUM_ROWS, VOCAB = 64, 24, 600
 # The interpreter truncates to bf16 where a GPU rounds: two units in the last place.
 ROUNDINGS = 2.0
@@ -50,6 +54,30 @@ class Wrong(Exception):
     """A kernel computes something else than its definition; the message says how much."""
 
 
+def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, Layer]:
+    """The attention layers of a model of ours that differ, by name."""
+    text = vllm_config.model_config.hf_text_config
+    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    full = Layer(
+        heads,
+        getattr(text, "num_global_key_value_heads", None) or kv_heads,
+        getattr(text, "global_head_dim", None) or head_size,
+        block_size=settings.block_size,
+        dtype=vllm_config.model_config.dtype,
+    )
+    layers = {"full layers": full}
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
+        layers["sliding layers"] = replace(
+            full,
+            num_kv_heads=kv_heads,
+            head_size=head_size,
+            window=text.sliding_window,
+            is_anchored=settings.canvas_window == "anchored",
+        )
+    return layers
+
+
 def checks(layers: dict[str, Layer], device: torch.device) -> Iterator[tuple[str, str]]:
     """Run every kernel; (its name, what is wrong with it, "" for nothing).
 
@@ -57,12 +85,12 @@ def checks(layers: dict[str, Layer], device: torch.device) -> Iterator[tuple[str
         layers: the model's attention layers that differ, by name.
     """
     trials: dict[str, Callable[[], None]] = {
-        f"attention, {name}": lambda layer=layer: attention(layer, device)  # type: ignore[misc]
+        f"{ATTENTION}, {name}": lambda layer=layer: attention(layer, device)  # type: ignore[misc]
         for name, layer in layers.items()
     }
     trials |= {
-        "row statistics": lambda: row_statistics(device),
-        "grammar paths": lambda: grammar_paths(device),
+        ROW_STATISTICS: lambda: row_statistics(device),
+        GRAMMAR_PATHS: lambda: grammar_paths(device),
     }
     for name, trial in trials.items():
         try:
