@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from dllm import LOGGER
 from dllm.models import settings_of
 from dllm.ops.dispatch import WRONG_KERNELS
 from dllm.settings.server import PluginOptions
 
-logger = init_logger("vllm.dllm.self_test")
+logger = init_logger(LOGGER)
 
 OPTION = """--additional-config '{"dllm": {"self_test": false}}'"""
 OFF = f"{OPTION} serves without this test."
