@@ -246,16 +246,17 @@ def train(options: argparse.Namespace, server: Server, folder: Path) -> list[dic
         rollouts = actor.sample(asked, options.group, seed=dice.getrandbits(31))
         rewards.append(float(rollouts.rewards.mean()))
         rollouts = rollouts.undecided(options.group)
-        logprobs = replay(model, rollouts, block_length, mask)
-        apart = max(apart, difference(logprobs, rollouts))
-        if apart > LARGEST_DIFFERENCE:
-            raise GateError(f"log-probabilities differ by {apart:.3g} nats in step {step}.")
-        optimizer.zero_grad()
-        loss_of(logprobs, rollouts, options.group).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        save_file(dict(model.named_parameters()), folder / "model.safetensors")
-        actor.load(folder)
+        if rollouts.tokens:
+            logprobs = replay(model, rollouts, block_length, mask)
+            apart = max(apart, difference(logprobs, rollouts))
+            if apart > LARGEST_DIFFERENCE:
+                raise GateError(f"log-probabilities differ by {apart:.3g} nats in step {step}.")
+            optimizer.zero_grad()
+            loss_of(logprobs, rollouts, options.group).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            save_file(dict(model.named_parameters()), folder / "model.safetensors")
+            actor.load(folder)
         seconds += time.perf_counter() - begin
         in_server += actor.seconds - waited
         if step % options.every == 0:
@@ -269,7 +270,10 @@ def train(options: argparse.Namespace, server: Server, folder: Path) -> list[dic
                     "nats_apart": apart,
                 }
             )
-            progress(f"  step {step}: reward {rows[-1]['reward']:.3f}")
+            progress(
+                "  "
+                + ", ".join(cells(dict(zip(rows[-1], map(str, rows[-1].values()), strict=True))))
+            )
             rewards, seconds, in_server = [], 0.0, 0.0
     return [dict.fromkeys(rows[-1]) | row for row in rows]
 
