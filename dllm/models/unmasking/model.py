@@ -30,6 +30,7 @@ class UnmaskingModel:
     """
 
     settings_class: ClassVar[type[UnmaskingSettings]]
+    embedding_modules: ClassVar[dict[str, str]] = {}  # no adapter changes embedding or head
 
     @staticmethod
     def get_model_state_cls() -> "type[DiffusionModelState]":
