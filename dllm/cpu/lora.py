@@ -39,7 +39,9 @@ class PunicaByRuns(PunicaWrapperCPU):
             return
         starts, lens, adapters, *_ = self.prefill_metadata
         stacked = list(zip(lora_a_stacked, lora_b_stacked, strict=True))
-        for start, length, adapter in zip(*(t.tolist() for t in (starts, lens, adapters)), strict=True):
+        for start, length, adapter in zip(
+            *(t.tolist() for t in (starts, lens, adapters)), strict=True
+        ):
             if adapter < 0:
                 continue
             rows = slice(start, start + length)

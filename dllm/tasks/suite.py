@@ -70,7 +70,9 @@ class Question:
         if style is None:
             return self
         write = STYLES[style]
-        return replace(self, answer=write(self.answer), accepted=frozenset(map(write, self.accepted)))
+        return replace(
+            self, answer=write(self.answer), accepted=frozenset(map(write, self.accepted))
+        )
 
 
 def split_of(family: str, content: Hashable) -> str:

@@ -38,7 +38,10 @@ def main(argv: Sequence[str]) -> int:
         return evaluate_decisions(given)
     families = chosen_families(given.tasks)
     asked = {
-        family: _questions(family, given.split, given.num, given.question_seed)
+        family: [
+            one.in_style(given.style)
+            for one in _questions(family, given.split, given.num, given.question_seed)
+        ]
         for family in families
     }
     model = open_model(given)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.adapters import asked, merged, projections, write_adapter
 from tests.support.engine_harness import Engine, assert_same_runs, get_engine
@@ -21,6 +22,7 @@ from tests.support.family_checkpoints import (
     STABLE_DIFFCODER,
     write,
 )
+from tests.support.quant_checkpoints import write_quantized
 
 CONFIGS = {
     "sdar": SDAR,
@@ -96,3 +98,74 @@ def test_an_adapter_is_its_merged_weights_beside_others_in_a_batch(
               for run, other in zip(runs, expected, strict=True)]  # fmt: skip
     assert firsts[0] == 0 and max(firsts) < TOLERANCE, firsts
     assert_same_runs(runs, expected)
+
+
+def test_more_adapters_than_slots_wait_and_pages_are_of_one_adapter(
+    case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    """The same prompt with each adapter: whatever is in the prefix cache, it is not another's."""
+    its = case("sdar")
+    third = asked(write_adapter(tmp_path / "c", projections(its.base), seed=2), 3)
+    adapters = [None, *its.requests(), third]
+    prompt = [one * 7 % 500 for one in range(1, 300)]
+    alone = []
+    for adapter in adapters:
+        its.engine().reset_prefix_cache()
+        alone += its.engine().generate([prompt], GREEDY, [adapter])
+    assert len({*map(tuple, alone)}) == 4
+    for _ in range(2):
+        assert its.engine().generate([prompt] * 4, GREEDY, adapters) == alone
+    (again,) = its.engine().outputs([prompt], GREEDY, [third])
+    assert again.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["gemma", "sdar"])
+def test_a_grammar_and_an_adapter(family: str, case: Callable[[str], Case]) -> None:
+    its = case(family)
+    rule = StructuredOutputsParams(regex="[a-f ]{20,60}")
+    params = SamplingParams(temperature=0, seed=1, max_tokens=64, structured_outputs=rule)
+    found = its.engine().generate(CONTEXTS, params, [its.requests()[0]] * 4)
+    assert found == get_engine(its.merged[0]).generate(CONTEXTS, params)
+    assert found != get_engine(its.base).generate(CONTEXTS, params)
+
+
+HEAD = {"lm_head": (832, 64)}
+EMBEDDING = {"model.embed_tokens": (832, 64)}
+EXPERT = {"model.layers.0.mlp.experts.0.gate_proj": (32, 64)}
+CONDITIONING = {"model.decoder.self_conditioning.gate_proj": (128, 128)}
+QUERY = ("layers.0.self_attn.q_proj", (128, 128))
+HALVES = {
+    f"model.{half}.{QUERY[0]}": QUERY[1] for half in ("decoder", "encoder.language_model")
+}  # each is drawn anew, so they differ
+
+
+@pytest.mark.parametrize(
+    ("family", "shapes", "named"),
+    [
+        ("sdar", HEAD, "lm_head"),
+        ("sdar", EMBEDDING, "embed_tokens"),
+        ("sdar-moe", EXPERT, "experts.0.gate_proj"),
+        ("gemma", CONDITIONING, "self_conditioning.gate_proj"),
+        ("gemma", HALVES, "encoder.language_model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_what_takes_no_adapter_is_refused_by_name(
+    family: str, shapes: dict, named: str, case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    adapter = asked(write_adapter(tmp_path / "wrong", shapes), 9)
+    with pytest.raises(ValueError, match=named):
+        case(family).engine().runner.add_lora(adapter)
+
+
+def test_a_quantized_model_takes_adapters(
+    checkpoint: Callable[..., Path], case: Callable[[str], Case], tmp_path: Path
+) -> None:
+    """An adapter that changes nothing, and one that does, on FP8 weights."""
+    base = write_quantized(checkpoint(), tmp_path / "fp8", "fp8_dynamic")
+    shapes = projections(checkpoint())
+    nothing = asked(write_adapter(tmp_path / "nothing", shapes, scale=0.0), 1)
+    something = asked(write_adapter(tmp_path / "something", shapes), 2)
+    plain = get_engine(base).generate(CONTEXTS, GREEDY)
+    engine = get_engine(base, **WITH_ADAPTERS)
+    found = engine.generate(CONTEXTS, GREEDY, [nothing, None, something, nothing])
+    assert [ours == theirs for ours, theirs in zip(found, plain, strict=True)] == [1, 1, 0, 1]

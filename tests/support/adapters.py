@@ -23,7 +23,9 @@ def projections(base: Path) -> dict[str, torch.Size]:
     }
 
 
-def write_adapter(path: Path, shapes: Mapping[str, Iterable[int]], seed: int = 0) -> Path:
+def write_adapter(
+    path: Path, shapes: Mapping[str, Iterable[int]], seed: int = 0, scale: float = 0.1
+) -> Path:
     """Write an adapter that changes these matrices ``[rows, columns]``."""
     path.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(seed)
@@ -31,7 +33,7 @@ def write_adapter(path: Path, shapes: Mapping[str, Iterable[int]], seed: int = 0
     for name, (rows, columns) in shapes.items():
         a = torch.randn(RANK, columns, generator=random) * columns**-0.5
         tensors[f"base_model.model.{name}.lora_A.weight"] = a
-        tensors[f"base_model.model.{name}.lora_B.weight"] = 0.1 * torch.randn(
+        tensors[f"base_model.model.{name}.lora_B.weight"] = scale * torch.randn(
             rows, RANK, generator=random
         )
     save_file(tensors, path / ADAPTER)

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from dllm.train.run_files import write_json
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER = "adapter_model.safetensors"
 PART = ".parametrizations.weight.0"
 
 
@@ -33,10 +34,13 @@ class LowRank(nn.Module):
 def add_adapter(model: nn.Module, rank: int) -> None:
     """Give every projection of the layers an adapter; nothing else is trained any more."""
     model.requires_grad_(False)
+    changes: dict[int, LowRank] = {}
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, nn.Linear) and name.endswith(PROJECTIONS):
-            change = LowRank(*layer.weight.shape, rank)
-            parametrize.register_parametrization(layer, "weight", change)
+        is_layer = ".layers." in name and "vision" not in name
+        if isinstance(layer, nn.Linear) and is_layer and name.endswith(PROJECTIONS):
+            if id(layer.weight) not in changes:  # DiffusionGemma's halves share their weights
+                changes[id(layer.weight)] = LowRank(*layer.weight.shape, rank)
+            parametrize.register_parametrization(layer, "weight", changes[id(layer.weight)])
 
 
 def write_adapter(model: nn.Module, rank: int, path: Path) -> None:
@@ -47,7 +51,8 @@ def write_adapter(model: nn.Module, rank: int, path: Path) -> None:
             layer_name = f"base_model.model.{name.removesuffix(PART)}"
             tensors[f"{layer_name}.lora_A.weight"] = layer.a.detach().bfloat16()
             tensors[f"{layer_name}.lora_B.weight"] = layer.b.detach().bfloat16()
-    save_file(tensors, path / "adapter_model.safetensors")
+    save_file(tensors, path / ADAPTER)
+    (path / ADAPTER).chmod(0o644)  # safetensors writes it readable by its owner only
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
     sizes = {"r": rank, "lora_alpha": rank, "target_modules": PROJECTIONS}
     write_json(path / "adapter_config.json", config | sizes)
