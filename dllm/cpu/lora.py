@@ -37,11 +37,9 @@ class PunicaByRuns(PunicaWrapperCPU):
         """
         if self.no_lora:
             return
-        starts, lens, adapters, *_ = self.prefill_metadata
+        runs = (one.tolist() for one in self.prefill_metadata[:3])
         stacked = list(zip(lora_a_stacked, lora_b_stacked, strict=True))
-        for start, length, adapter in zip(
-            *(t.tolist() for t in (starts, lens, adapters)), strict=True
-        ):
+        for start, length, adapter in zip(*runs, strict=True):
             if adapter < 0:
                 continue
             rows = slice(start, start + length)

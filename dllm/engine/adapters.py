@@ -39,8 +39,8 @@ class Adapter(LoRAModel):
             other = seen.setdefault(served, name)
             if not torch.equal(tensor, tensors[other]):
                 raise ValueError(
-                    f"the adapter holds {other} and {name}, which change the same weights, and they "
-                    "differ. Train one adapter for both halves of the model."
+                    f"the adapter holds {other} and {name}, which change the same weights, "
+                    "and they differ. Train one adapter for both halves of the model."
                 )
         return super().from_lora_tensors(lora_model_id, tensors, *args, **options)
 
@@ -79,7 +79,8 @@ def load_lora_model(
     Raises:
         ValueError: ``--lora-target-modules`` names something else.
     """
-    config, packed = vllm_config.lora_config, model.packed_modules_mapping
+    config: Any = vllm_config.lora_config
+    packed: Any = model.packed_modules_mapping
     # A layer may have two names; vLLM replaces it under each of them.
     modules = model.named_modules(remove_duplicate=False)
     linear = {name for name, layer in modules if isinstance(layer, LinearBase)}
@@ -100,7 +101,7 @@ def load_lora_model(
 
 
 def take_adapters(runner: Any) -> None:
-    """Let a model runner of vLLM load adapters by ``load_lora_model``; call it before the model is."""
+    """Before the model is loaded: the runner gives it adapters by ``load_lora_model``."""
     runner.load_lora_model = functools.partial(load_lora_model, runner)
 
 

@@ -35,8 +35,8 @@ def adapt_passes(runner: Any) -> None:
 
 def refuse_wrong_adapters() -> None:
     """Answer HTTP 400, not 500, if an adapter cannot be loaded into a diffusion model."""
-    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
     load = OpenAIServingModels.load_lora_adapter
 

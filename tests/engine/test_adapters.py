@@ -161,7 +161,7 @@ def test_a_quantized_model_takes_adapters(
     checkpoint: Callable[..., Path], case: Callable[[str], Case], tmp_path: Path
 ) -> None:
     """An adapter that changes nothing, and one that does, on FP8 weights."""
-    base = write_quantized(checkpoint(), tmp_path / "fp8", "fp8_dynamic")
+    base = write_quantized(checkpoint(), tmp_path / "fp8", "fp8-dynamic")
     shapes = projections(checkpoint())
     nothing = asked(write_adapter(tmp_path / "nothing", shapes, scale=0.0), 1)
     something = asked(write_adapter(tmp_path / "something", shapes), 2)
