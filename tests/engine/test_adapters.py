@@ -39,7 +39,9 @@ WITH_ADAPTERS = dict(enable_lora=True, max_loras=2, max_cpu_loras=4)
 CONTEXTS = [[one * salt % 500 for one in range(1, 1 + salt)] for salt in (71, 22, 131, 43)]
 GREEDY = SamplingParams(temperature=0, seed=1, max_tokens=70, ignore_eos=True)
 WIDTH = 1  # of the narrowest first canvas: rows of logits of a run that are of its first pass
-TOLERANCE = 1e-5  # of the largest logit
+# Of the largest logit: sums in another order, behind the sharp attention of random weights. At most
+# 1.2e-5 was measured, with Nemotron; 1e-6 to 4e-6 elsewhere.
+TOLERANCE = 2e-5
 
 
 class Case(NamedTuple):

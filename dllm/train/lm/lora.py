@@ -39,7 +39,7 @@ def add_adapter(model: nn.Module, rank: int) -> None:
         is_layer = ".layers." in name and "vision" not in name
         if isinstance(layer, nn.Linear) and is_layer and name.endswith(PROJECTIONS):
             if id(layer.weight) not in changes:  # DiffusionGemma's halves share their weights
-                changes[id(layer.weight)] = LowRank(*layer.weight.shape, rank)
+                changes[id(layer.weight)] = LowRank(layer.out_features, layer.in_features, rank)
             parametrize.register_parametrization(layer, "weight", changes[id(layer.weight)])
 
 
