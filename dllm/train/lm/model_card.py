@@ -50,8 +50,9 @@ def write_model_card(run: Run[LanguageLearner], path: Path, start_from: Path | N
         "- Data: questions drawn on the fly from the train split of "
         f"{len(run.learner.errors)} task families (seed {settings.seed}); held-out problems are "
         "never drawn.",
-        f"- {settings.steps} steps of {settings.batch_size} questions, Muon and AdamW, fp32 "
-        "weights, average of the weights.",
+        f"- {settings.steps} steps of {settings.batch_size} questions, "
+        f"{'AdamW' if settings.lora_rank else 'Muon and AdamW'}, fp32 weights, average of the "
+        "weights.",
         f"- Reproduce with `{command}` and the settings below.",
         f"- {duration(run)}\n",
         *settings_block(settings),
