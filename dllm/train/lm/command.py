@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--lora",
         type=int,
-        default=0,
+        choices=range(1, 65),
         metavar="RANK",
         help="train an adapter of the model of --start-from, in PEFT's format, which vLLM serves",
     )
@@ -93,7 +93,9 @@ def load_settings(given: argparse.Namespace) -> TrainSettings:
             f"{path} has objective = {settings.objective!r}, asked for was {given.objective!r}; "
             f"run `dllm train {settings.objective}`, or give another --config."
         )
-    return replace(settings, lora_rank=given.lora or settings.lora_rank)
+    if given.lora and given.objective == "llada2":
+        raise CommandError("--lora: a LLaDA2 is trained under other names than it is served with.")
+    return replace(settings, lora_rank=given.lora)
 
 
 def open_run(

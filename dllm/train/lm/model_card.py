@@ -99,7 +99,7 @@ def _adapter(settings: TrainSettings) -> list[str]:
 
 def _config(settings: TrainSettings) -> str:
     """Path of the shipped config with these settings; ``config.toml`` if there is none."""
-    settings = replace(settings, lora_rank=0)  # an argument of the command
+    settings = replace(settings, lora_rank=None)  # an argument of the command
     paths = sorted(CONFIGS.glob("*.toml"))
     names = (path.name for path in paths if TrainSettings.load(path) == settings)
     return next((f"dllm/train/lm/configs/{name}" for name in names), "config.toml")

@@ -58,7 +58,7 @@ class TrainSettings(RunSettings):
         families: task families of one of the ``GROUPS``, or empty for the eleven. Each group has
             its own tokenizer.
         style: how answers are written, one of ``STYLES``; None: as the families do.
-        lora_rank: of the adapter that is trained in place of the weights; 0: none.
+        lora_rank: of the adapter that is trained in place of the weights; None: there is none.
         read_shaped: share of the canvases that are as a typed decision reads them: noise where the
             answer is, and ends behind it (diffusion only).
         focus: share of the questions that goes to families by their validation error.
@@ -76,7 +76,7 @@ class TrainSettings(RunSettings):
     wrong_tokens: Share = 0.0
     families: tuple[str, ...] = ()
     style: str | None = None
-    lora_rank: Annotated[int, Field(ge=0)] = 0
+    lora_rank: Count | None = None
     read_shaped: Share = 0.0
     focus: Share = 0.5
     validation_questions: Count = 24
