@@ -4,7 +4,6 @@ import functools
 from http import HTTPStatus
 from typing import Any
 
-from dllm.engine.adapters import map_rows, take_adapters
 from dllm.models import FAMILIES
 
 
@@ -13,6 +12,8 @@ def adapt_layers(runner: Any) -> None:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
     from vllm.platforms import current_platform
     from vllm.platforms.cpu import CpuPlatform
+
+    from dllm.engine.adapters import take_adapters
 
     # Experts take no adapter. vLLM would give them Triton's kernels, which a CPU does not have.
     init = FusedMoEConfig.__post_init__
@@ -23,13 +24,18 @@ def adapt_layers(runner: Any) -> None:
 
     FusedMoEConfig.__post_init__ = __post_init__  # type: ignore[method-assign]
     if current_platform.is_cpu():
-        by_runs = staticmethod(lambda: "dllm.cpu.lora.PunicaByRuns")
-        CpuPlatform.get_punica_wrapper = by_runs  # type: ignore[method-assign, assignment]
+
+        def get_punica_wrapper(cls: Any) -> str:
+            return "dllm.engine.punica_cpu.PunicaByRuns"
+
+        CpuPlatform.get_punica_wrapper = classmethod(get_punica_wrapper)  # type: ignore[assignment]
     take_adapters(runner)
 
 
 def adapt_passes(runner: Any) -> None:
     """Called when the model is loaded: passes over canvases alone have the right adapters."""
+    from dllm.engine.adapters import map_rows
+
     runner.model_state.map_adapters = functools.partial(map_rows, runner)
 
 
