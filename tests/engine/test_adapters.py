@@ -86,11 +86,13 @@ def case(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_is_its_merged_weights_beside_others_in_a_batch(
-    family: str, case: Callable[[str], Case]
+    family: str, case: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two adapters, and rows with none, whose heads and canvases are in the same passes."""
+    """Two adapters, and rows with none: heads and canvases in a pass, then canvases alone."""
     its = case(family)
     first, second = its.requests()
+    for engine in (its.engine(), *map(get_engine, (its.base, *its.merged))):
+        monkeypatch.setattr(engine.loop, "bound", 1e9)  # as many passes a visit as there can be
     runs = its.engine().runs(CONTEXTS, GREEDY, [None, first, second, first])
     # In the same batch, because a batch of another size rounds differently.
     of_each = [get_engine(path).runs(CONTEXTS, GREEDY) for path in (its.base, *its.merged)]

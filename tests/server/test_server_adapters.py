@@ -50,7 +50,8 @@ def test_a_request_names_its_adapter(server: Server) -> None:
 
 
 def test_a_decision_reads_the_canvas_of_its_adapter(server: Server) -> None:
-    asked = {"type": "choice", "choices": [{"value": "cat"}, {"value": "dog"}]}
+    choices = [{"value": "Ann"}, {"value": "Bob"}]
+    asked = {"type": "choice", "instructions": "Who has more?", "choices": choices}
     body = {"input": ASKED.prompt, "questions": [asked]}
     replies = [server.post("/v1/decisions", body | {"model": name}) for name in (MODEL, "signed")]
     assert [reply.status for reply in replies] == [200, 200]
