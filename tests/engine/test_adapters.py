@@ -1,8 +1,9 @@
 """LoRA adapters: an adapter is its merged weights, in every family and in any batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -58,6 +59,22 @@ class Case(NamedTuple):
         return get_engine(self.base, **WITH_ADAPTERS, **options)
 
 
+@contextmanager
+def rows_of_passes(engine: Engine) -> Iterator[list[tuple[int, int]]]:
+    """Of each forward pass: how many rows vLLM's layers expect, and how many there are."""
+    (layers,) = engine.runner.lora_manager._adapter_manager.punica_wrapper_mapping.values()
+    rows: list[tuple[int, int]] = []
+
+    def note(model: Any, args: Any, inputs: dict[str, Any]) -> None:
+        rows.append((int(layers.prefill_metadata[1].sum()), len(inputs["positions"])))
+
+    hook = engine.runner.model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield rows
+    finally:
+        hook.remove()
+
+
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     is_out = theirs == -torch.inf
     ours, theirs = ours.masked_fill(is_out, 0), theirs.masked_fill(is_out, 0)
@@ -93,7 +110,9 @@ def test_an_adapter_is_its_merged_weights_beside_others_in_a_batch(
     first, second = its.requests()
     for engine in (its.engine(), *map(get_engine, (its.base, *its.merged))):
         monkeypatch.setattr(engine.loop, "bound", 1e9)  # as many passes a visit as there can be
-    runs = its.engine().runs(CONTEXTS, GREEDY, [None, first, second, first])
+    with rows_of_passes(its.engine()) as rows:
+        runs = its.engine().runs(CONTEXTS, GREEDY, [None, first, second, first])
+    assert all(mapped == num_rows for mapped, num_rows in rows)
     # In the same batch, because a batch of another size rounds differently.
     of_each = [get_engine(path).runs(CONTEXTS, GREEDY) for path in (its.base, *its.merged)]
     expected = [of_each[which][row] for row, which in enumerate((0, 1, 2, 1))]
