@@ -163,6 +163,8 @@ class CanvasForward:
             yield self._forward(alone, lambda inputs: replay()[:num_tokens])
             return
         batch, tokens = self._canvases_alone(input_batch)
+        if state.map_adapters is not None:
+            state.map_adapters(batch)
         metadata, slot_mapping = state.canvas_attention(batch, tokens)
         context = set_forward_context(
             metadata,

@@ -15,6 +15,7 @@ Our own loop asks for the canvases alone (``engine.loop``):
 ``get_model_state_cls``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class DiffusionModelState(ModelState):
     """Per-request state and input preparation of a diffusion model in Model Runner V2."""
 
     first_tokens: FirstTokens | None = None  # where the family asks for them
+    map_adapters: Callable[[InputBatch], None] | None = None  # with --enable-lora (``adapters``)
     # vLLM adds this to the number of draft tokens. A canvas has no extra token behind it.
     num_new_sampled_tokens_per_step = 0
 

@@ -200,7 +200,6 @@ def _refuse_unsupported(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     for given, flag, why in (
         (vllm_config.speculative_config, "--speculative-config", "a canvas is its own draft"),
-        (vllm_config.lora_config, "--enable-lora", "no adapter has been tried on a canvas"),
         (
             parallel.pipeline_parallel_size > 1,
             "--pipeline-parallel-size",

@@ -157,6 +157,15 @@ PATCHES = {
     "vllm.triton_utils.dispatcher.register_kernels": (
         "in the CPU worker: vLLM's own extension point for replacing Triton kernels"
     ),
+    "vllm.model_executor.layers.fused_moe.config.FusedMoEConfig.__post_init__": (
+        "in a worker with --enable-lora: experts, which take no adapter, keep their kernels"
+    ),
+    "vllm.platforms.cpu.CpuPlatform.get_punica_wrapper": (
+        "in a CPU worker with --enable-lora: vLLM's adapts rows that have no adapter"
+    ),
+    "vllm.entrypoints.openai.models.serving.OpenAIServingModels.load_lora_adapter": (
+        "in the API server: an adapter that does not fit gets HTTP 400, not 500"
+    ),
     "vllm._custom_ops.weight_packed_linear_cpu": (
         "in the CPU worker: a product of zero rows divides by zero and kills the process"
     ),

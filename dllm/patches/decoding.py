@@ -66,10 +66,18 @@ def use_v2_for_autoregressive(vllm_config: Any) -> None:
     """On a CPU, serve a model token by token on the runner that draws its numbers as drafts do.
 
     A seed then gives the same text with and without self-speculation.
+
+    Raises:
+        ValueError: a flag does not work with it.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and vllm_config.model_config.architecture in AUTOREGRESSIVE:
+        if vllm_config.lora_config is not None:
+            raise ValueError(
+                "--enable-lora does not work token by token on a CPU: vLLM adapts answers that ask "
+                "for no adapter. Leave it out, or serve the model's canvases."
+            )
         use_our_worker(vllm_config, "serving token by token needs")
 
 

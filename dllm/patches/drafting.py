@@ -107,6 +107,11 @@ def _choose_classes(vllm_config: Any) -> None:
     from dllm.patches.lifetime import end_together
     from dllm.settings.drafting import always_verifies_all
 
+    if vllm_config.lora_config is not None:
+        raise ValueError(
+            "--enable-lora does not work with --speculative-config: a drafter, also a model that "
+            "drafts for itself, drafts for the weights without an adapter. Leave one of them out."
+        )
     use_our_worker(
         vllm_config,
         "drafting needs",

@@ -20,6 +20,7 @@ from dllm.api.encoder import Encoder
 from dllm.api.page import CanvasPage
 from dllm.api.tally import Tally, current_tally
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of
+from dllm.patches.adapters import refuse_wrong_adapters
 from dllm.patches.streaming import Create, create_watched, form_asked, refuse_route
 from dllm.settings.admission import refuse_without_canvases
 from dllm.settings.denoising import block_size_of
@@ -59,6 +60,7 @@ def extend_routes() -> None:
         (ServingTokens, "serve_tokens"),
     ):
         setattr(route, method, _counting(_refusing(getattr(route, method))))
+    refuse_wrong_adapters()
     _refuse_scores()
     _bound_invocations()
 

@@ -18,12 +18,14 @@ from dllm.drafter.recording import (
 )
 from dllm.engine.visit import allows_more_passes, report_passes
 from dllm.engine.warm_up import canvas_batch
+from dllm.patches.adapters import adapt_layers, adapt_passes
 
 
 class Visits:
     """A base class in front of a worker of vLLM: tells the denoise loop when a visit begins."""
 
     serves_canvases: bool
+    vllm_config: VllmConfig
     model_runner: Any
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -31,9 +33,14 @@ class Visits:
 
         vLLM profiles its sampler with a batch that holds no canvas.
         """
+        has_adapters = self.serves_canvases and self.vllm_config.lora_config is not None
+        if has_adapters:
+            adapt_layers(self.model_runner)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.serves_canvases:
             self.model_runner._dummy_sampler_run = self._profile_sampler
+        if has_adapters:
+            adapt_passes(self.model_runner)
 
     @torch.inference_mode()
     def _profile_sampler(self, hidden_states: torch.Tensor) -> None:

@@ -7,8 +7,8 @@ tenth of all problems is in ``heldout``, a tenth in ``validation``, and the rest
 
 import difflib
 import hashlib
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 from dllm.tasks.chat import Asked, Chat, Decision
@@ -21,6 +21,7 @@ __all__ = [
     "FAMILIES",
     "GROUPS",
     "SPLITS",
+    "STYLES",
     "TOOL_FAMILIES",
     "Family",
     "Question",
@@ -36,6 +37,11 @@ GROUPS: dict[str, dict[str, Family]] = {
     "all": FAMILIES,
     "tools": TOOL_FAMILIES,
     "decisions": DECISION_FAMILIES,
+}
+
+# How an answer may be written instead, by the name of the style.
+STYLES: dict[str, Callable[[str], str]] = {
+    "signed": "{}. Yours, Bob".format,
 }
 
 
@@ -58,6 +64,15 @@ class Question:
     def is_correct(self, text: str) -> bool:
         """Whether this text is a right answer; whitespace around it does not matter."""
         return text.strip() in self.accepted
+
+    def in_style(self, style: str | None) -> "Question":
+        """The same question, whose right answers are those of a style (``STYLES``; None: as is)."""
+        if style is None:
+            return self
+        write = STYLES[style]
+        return replace(
+            self, answer=write(self.answer), accepted=frozenset(map(write, self.accepted))
+        )
 
 
 def split_of(family: str, content: Hashable) -> str:

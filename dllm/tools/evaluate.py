@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dllm.settings.checks import did_you_mean
 from dllm.settings.command import OK, CommandError
-from dllm.tasks.suite import DECISION_FAMILIES, GROUPS, SPLITS, Question, questions
+from dllm.tasks.suite import DECISION_FAMILIES, GROUPS, SPLITS, STYLES, Question, questions
 from dllm.tools import calibration, client, decisions
 from dllm.tools.eval_report import Run, Score, score, table, total, wrong_answers
 from dllm.tools.eval_server import ServedModel
@@ -38,7 +38,10 @@ def main(argv: Sequence[str]) -> int:
         return evaluate_decisions(given)
     families = chosen_families(given.tasks)
     asked = {
-        family: _questions(family, given.split, given.num, given.question_seed)
+        family: [
+            one.in_style(given.style)
+            for one in _questions(family, given.split, given.num, given.question_seed)
+        ]
         for family in families
     }
     model = open_model(given)
@@ -108,6 +111,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--samples", type=_positive, help="canvases of a typed question")
     parser.add_argument("--num", type=_positive, default=200, help="questions a family (200)")
     parser.add_argument("--split", choices=SPLITS, default="heldout", help="(heldout)")
+    parser.add_argument("--style", choices=STYLES, help="of a right answer, as an adapter gives it")
     parser.add_argument("--question-seed", type=int, default=0, help="of the questions (0)")
     parser.add_argument("--seed", type=int, help="of request i is SEED + i; default: none is sent")
     parser.add_argument(

@@ -78,7 +78,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 def make_optimizers(model: nn.Module, settings: RunSettings) -> list[torch.optim.Optimizer]:
     """Muon over the layers' matrices, AdamW over embeddings, heads, norms, scalars and routers.
 
-    Parameters that need no gradient are in neither.
+    An adapter's low-rank factors are AdamW's, too. Parameters that need no gradient are in neither.
     """
     matrices: list[Tensor] = []
     unnormed: list[Tensor] = []
@@ -88,7 +88,8 @@ def make_optimizers(model: nn.Module, settings: RunSettings) -> list[torch.optim
         if param.requires_grad:
             is_router = "router" in name or name.endswith("mlp.gate.weight")
             is_token = "embed" in name or "lm_head" in name
-            if param.ndim < 2 or is_token or is_router:
+            is_factor = "parametrizations" in name
+            if param.ndim < 2 or is_token or is_router or is_factor:
                 others.append(param)
             elif not has_norms and ("q_proj" in name or "k_proj" in name):
                 unnormed.append(param)
@@ -98,10 +99,9 @@ def make_optimizers(model: nn.Module, settings: RunSettings) -> list[torch.optim
         {"params": matrices},
         {"params": unnormed, "share": UNNORMED_SHARE},
     ]
-    return [
-        Muon([group for group in groups if group["params"]], settings.matrix_lr),
-        torch.optim.AdamW(others, settings.vector_lr, betas=(0.9, 0.98), weight_decay=0.0),
-    ]
+    adamw = torch.optim.AdamW(others, settings.vector_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    filled = [group for group in groups if group["params"]]
+    return [Muon(filled, settings.matrix_lr), adamw] if filled else [adamw]
 
 
 def lr_factor(step: int, settings: RunSettings) -> float:

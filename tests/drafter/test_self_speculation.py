@@ -168,3 +168,9 @@ def test_it_takes_no_other_drafts(path: Path) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
     with pytest.raises(ValueError, match="--speculative-config"):
         serving(path, "self_speculation", speculative_config=ngram)
+
+
+@pytest.mark.parametrize("decoding", ["ar", "self_speculation"])
+def test_adapters_are_refused(path: Path, decoding: str) -> None:
+    with pytest.raises(ValueError, match="--enable-lora"):
+        serving(path, decoding, enable_lora=True)

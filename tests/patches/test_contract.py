@@ -276,6 +276,7 @@ def names_we_use() -> set[str]:
 
 # Methods that vLLM calls although no base of ours has them: of vLLM's module that does.
 CALLED_BY_VLLM = {
+    "get_mm_mapping": "vllm.lora.model_manager",
     "get_model_state_cls": "vllm.v1.worker.gpu.model_states",
     "input_quant_key": "vllm.model_executor.layers.fusion.quant_activation",
 }

@@ -185,7 +185,6 @@ def test_plugin_options_are_checked_and_arrive(checkpoint):
             {"structured_outputs_config": {"backend": "guidance"}},
             "--structured-outputs-config.backend does not work .* xgrammar",
         ),
-        ({"enable_lora": True}, "--enable-lora does not work .* Leave it out"),
         (
             {"data_parallel_size": 2, "enable_expert_parallel": True},
             "--enable-expert-parallel with --data-parallel-size: .* Leave the flag out",

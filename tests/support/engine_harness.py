@@ -19,7 +19,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from vllm import LLM, SamplingParams
 from vllm.distributed import parallel_state
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
+
+Adapters = Sequence[LoRARequest | None]  # of each prompt
 
 
 @dataclass
@@ -135,27 +138,37 @@ class Engine:
             self.loop.bound = bound
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        adapters: Adapters | None = None,
     ) -> list[list[int]]:
         """Token ids of the first completion of each prompt."""
-        outputs = self.outputs(prompts, params)
+        outputs = self.outputs(prompts, params, adapters)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def outputs(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        adapters: Adapters | None = None,
     ) -> list[Any]:
         """vLLM's own request outputs, in the order of the prompts."""
         many = params if isinstance(params, Sequence) else [params] * len(prompts)
-        ids = [self.add(*pair) for pair in zip(prompts, many, strict=True)]
+        adapters = adapters or [None] * len(prompts)
+        ids = [self.add(*one) for one in zip(prompts, many, adapters, strict=True)]
         finished = self.run()
         return [finished[req_id] for req_id in ids]
 
     def runs(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        adapters: Adapters | None = None,
     ) -> list[Run]:
         """Generate, watching every denoise step."""
         with self.watch(keep_logits=True) as watched:
-            outputs = self.outputs(prompts, params)
+            outputs = self.outputs(prompts, params, adapters)
         return [
             Run(
                 list(output.outputs[0].token_ids),
@@ -169,13 +182,15 @@ class Engine:
         self.reset_prefix_cache()
         return self.runs([prompt], params)[0]
 
-    def add(self, prompt: Sequence[int], params: SamplingParams) -> str:
+    def add(
+        self, prompt: Sequence[int], params: SamplingParams, adapter: LoRARequest | None = None
+    ) -> str:
         """Queue one request and return its id."""
         req_id = f"r{next(self._ids)}"
         inputs = {"prompt_token_ids": list(prompt)}
         params = params.clone()
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        self.llm.llm_engine.add_request(req_id, inputs, params)
+        self.llm.llm_engine.add_request(req_id, inputs, params, lora_request=adapter)
         return req_id
 
     def step(self) -> list[Any]:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.diffusion_gemma import DiffusionGemmaForBlockDiffusion
 
 from dllm import cli
+from dllm.models.gemma.weights import DECODER, ENCODER
 from dllm.models.unmasking.reference import load_model
 from dllm.tasks.suite import question
 from dllm.tasks.tool_tokenizer import TOOL_CHAT_TEMPLATE, VOCAB_SIZE, train_tool_tokenizer
@@ -23,7 +24,7 @@ from dllm.tools.eval_report import Run as Answered
 from dllm.train.lm import command, model_card
 from dllm.train.lm.autoregressive import Autoregressive
 from dllm.train.lm.learner import LanguageLearner
-from dllm.train.lm.objective import answer_loss
+from dllm.train.lm.objective import WEIGHTS, answer_loss
 from dllm.train.lm.settings import ModelShape, TrainSettings
 from dllm.train.optimizer import lr_factor, orthogonalize
 from dllm.train.run import Run
@@ -323,3 +324,23 @@ def test_learning_rate_schedule():
     assert lr_factor(10, settings) == lr_factor(500, settings) == 1.0
     assert lr_factor(750, settings) == pytest.approx(0.51)
     assert lr_factor(1000, settings) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("objective", ["diffusion", "sdar"])
+def test_an_adapter_changes_matrices_of_the_checkpoint_that_it_starts_from(objective, tmp_path):
+    """Under the names of the checkpoint; DiffusionGemma's halves, which share them, have one."""
+    base = run(tmp_path, objective, "base") / "model"
+    given = ("--lora", "2", "--start-from", str(base))
+    adapter = run(tmp_path, objective, "adapter", *given) / "model"
+    parts, weights = load_file(adapter / "adapter_model.safetensors"), load_file(base / WEIGHTS)
+    for name, part in parts.items():
+        layer, _, kind = name.removeprefix("base_model.model.").partition(".lora_")
+        rows, columns = weights[f"{layer}.weight".replace(ENCODER, DECODER)].shape
+        assert part.shape == ((2, columns) if kind == "A.weight" else (rows, 2))
+        assert part.abs().max() > 0
+    assert len(parts) == 2 * sum(
+        ".layers." in name and "vision" not in name and name.endswith("_proj.weight")
+        for name in weights
+    )
+    assert not (adapter / WEIGHTS).exists()
+    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 2

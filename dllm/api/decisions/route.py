@@ -87,7 +87,7 @@ async def answered(
         text,
         request_id=f"decision-{handler._base_request_id(raw_request)}",
         chat_template_kwargs=None,
-        lora_request=None,
+        lora_request=handler._maybe_get_adapters(request),  # type: ignore[arg-type]
         priority=request.priority,
         cache_salt=request.prompt_cache_key,
         trace_headers=await handler._get_trace_headers(raw_request.headers),

@@ -6,6 +6,7 @@ token a boolean says whether it is a canvas token (decoder) or not (encoder). Th
 state of requests.
 """
 
+import copy
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,11 @@ import torch
 from torch import nn
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
+from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.gemma4 import Gemma4Model
-from vllm.model_executor.models.interfaces import SupportsQuant
+from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsQuant
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from dllm.attention.cpu_fp8_cache import write_rounded
@@ -82,7 +84,7 @@ class CanvasBackbone(Gemma4Model):
         return self.norm(hidden)
 
 
-class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
+class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsLoRA, SupportsQuant):
     """DiffusionGemma without its vision tower: the class that vLLM loads for text."""
 
     hf_to_vllm_mapper = WeightsMapper(
@@ -112,7 +114,7 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        config = vllm_config.model_config.hf_text_config
+        self.config = config = vllm_config.model_config.hf_text_config
         # Full-attention layers have no v_proj: their values are the keys before norm and RoPE.
         config.attention_k_eq_v = True
         quantized.copy_k_proj_entries_to_v_proj(vllm_config.quant_config, config.layer_types)
@@ -160,6 +162,15 @@ class DiffusionGemmaForBlockDiffusion(nn.Module, SupportsQuant):
         for layer in self.model.layers:
             if layer.self_attn.is_sliding:
                 use_anchored_window(layer.self_attn.attn)
+
+    def complete_adapter(self, loras: dict[str, LoRALayerWeights]) -> None:
+        """Let an adapter of keys change the values, too, where they are the keys, in place."""
+        for index, kind in enumerate(self.model.config.layer_types):
+            keys = f"model.layers.{index}.self_attn.k_proj"
+            if kind == "full_attention" and keys in loras:
+                values = copy.deepcopy(loras[keys])
+                values.module_name = keys.replace("k_proj", "v_proj")
+                loras[values.module_name] = values
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Scaled token embeddings, ``[tokens, hidden]``."""

@@ -23,6 +23,7 @@ from vllm.model_executor.models.gemma4_mm import (
     Gemma4ProcessingInfo,
 )
 from vllm.model_executor.models.interfaces import SupportsMultiModal
+from vllm.model_executor.models.module_mapping import MultiModelKeys
 from vllm.model_executor.models.utils import WeightsMapper, maybe_prefix
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -96,6 +97,10 @@ class DiffusionGemmaWithImages(DiffusionGemmaForBlockDiffusion, SupportsMultiMod
                 config.text_config,
                 prefix=maybe_prefix(prefix, "embed_vision"),
             )
+
+    def get_mm_mapping(self) -> MultiModelKeys:
+        """vLLM's hook that says which modules an adapter may change: those of the text model."""
+        return MultiModelKeys.from_string_field(language_model="model")
 
     def embed_multimodal(
         self, *, pixel_values: Iterable[torch.Tensor], pixel_position_ids: Iterable[torch.Tensor]

@@ -30,6 +30,7 @@ class UnmaskingModel:
     """
 
     settings_class: ClassVar[type[UnmaskingSettings]]
+    embedding_modules: ClassVar[dict[str, str]] = {}  # no adapter changes embedding or head
     _is_loaded = False
 
     @staticmethod

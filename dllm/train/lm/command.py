@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -67,6 +68,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--start-from", type=Path, help="checkpoint directory with the initial weights"
     )
+    parser.add_argument(
+        "--lora",
+        type=int,
+        choices=range(1, 65),
+        metavar="RANK",
+        help="train an adapter of the model of --start-from, in PEFT's format, which vLLM serves",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the run's checkpoint")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args(argv)
@@ -85,7 +93,9 @@ def load_settings(given: argparse.Namespace) -> TrainSettings:
             f"{path} has objective = {settings.objective!r}, asked for was {given.objective!r}; "
             f"run `dllm train {settings.objective}`, or give another --config."
         )
-    return settings
+    if given.lora and given.objective == "llada2":
+        raise CommandError("--lora: a LLaDA2 is trained under other names than it is served with.")
+    return replace(settings, lora_rank=given.lora)
 
 
 def open_run(

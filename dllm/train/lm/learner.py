@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from dllm.tasks.suite import FAMILIES, GROUPS, Question, question, questions
 from dllm.tasks.tokenizer import CHAT_TEMPLATE, TOKEN_ID, save_tokenizer, train_tokenizer
 from dllm.tasks.tool_tokenizer import TOOL_CHAT_TEMPLATE, train_tool_tokenizer
+from dllm.train.lm.lora import add_adapter, write_adapter
 from dllm.train.lm.objective import EOS, MAX_POSITIONS, STOPS, WEIGHTS, architecture_of
 from dllm.train.lm.settings import TrainSettings
 from dllm.train.precision import autocast
@@ -84,6 +85,8 @@ class LanguageLearner(Learner):
         """
         self.model = self.build_model()
         if start_from is None:
+            if self.settings.lora_rank:
+                raise ValueError("an adapter needs a model; give its checkpoint directory.")
             return self
         kind = architecture_of(start_from)
         if kind not in self.starts_from:
@@ -98,6 +101,8 @@ class LanguageLearner(Learner):
                     f"{wants}; give the config that has its sizes, or another checkpoint."
                 )
         self.model.load_state_dict(start)
+        if self.settings.lora_rank:
+            add_adapter(self.model, self.settings.lora_rank)
         return self
 
     def new(self, kind: type[AnyModel], config: PretrainedConfig) -> AnyModel:
@@ -126,7 +131,7 @@ class LanguageLearner(Learner):
             (1 - settings.focus) / len(names) + settings.focus * error / total for error in by_error
         ]
         return [
-            question(family, "train", rng.getrandbits(48), settings.seed)
+            question(family, "train", rng.getrandbits(48), settings.seed).in_style(settings.style)
             for family in rng.choices(names, weights, k=settings.batch_size)
         ]
 
@@ -136,7 +141,8 @@ class LanguageLearner(Learner):
         for family in self.errors:
             asked = questions([family], "validation", self.settings.validation_questions)
             answers = self.answer(average, asked, self.settings.seed)
-            pairs = zip(asked, answers.texts, strict=True)
+            styled = [question.in_style(self.settings.style) for question in asked]
+            pairs = zip(styled, answers.texts, strict=True)
             self.errors[family] = 1 - sum(q.is_correct(text) for q, text in pairs) / len(asked)
             steps_per_block.append(answers.steps_per_block)
         return {
@@ -169,8 +175,14 @@ class LanguageLearner(Learner):
         self.errors = state["errors"]
 
     def write(self, average: PreTrainedModel, path: Path) -> None:
-        """Write bf16 safetensors, config, generation config, tokenizer and chat template."""
+        """Write bf16 safetensors, config, generation config, tokenizer and chat template.
+
+        Of a run with ``lora_rank``: the adapter alone.
+        """
         path.mkdir(parents=True, exist_ok=True)
+        if self.settings.lora_rank:
+            write_adapter(average, self.settings.lora_rank, path)
+            return
         self.save_weights(average, path)
         (path / WEIGHTS).chmod(0o644)  # safetensors writes it readable by its owner only
         write_json(path / "config.json", self.config())

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from dllm.tasks.suite import GROUPS
@@ -30,26 +31,32 @@ def write_model_card(run: Run[LanguageLearner], path: Path, start_from: Path | N
     assert out is not None, "a run with a model card has a directory"
     num_params = sum(p.numel() for p in run.average.parameters())
     start = " --start-from START" if start_from else ""
+    if settings.lora_rank:
+        start += f" --lora {settings.lora_rank}"
     command = f"dllm train {settings.objective} --config {_config(settings)}{start} --out RUN"
     suite = "families" if settings.group == "all" else settings.group
     last = run.rows[-1]
     asked = [name for group in GROUPS.values() for name in group if name in last]
-    sections = [
+    what = [
         f"# A language model of {num_params / 1e6:.2f}M parameters\n",
         f"This is {run.learner.description}, in bf16. It "
         f"answers the questions of `dllm/tasks/{suite}.py` and nothing else: it knows no "
         "English beyond them, and exists so that a server can be tested on real answers.\n",
         *_blocks(settings),
+    ]
+    sections = [
+        *(_adapter(settings) if settings.lora_rank else what),
         "## Training\n",
         "- Data: questions drawn on the fly from the train split of "
         f"{len(run.learner.errors)} task families (seed {settings.seed}); held-out problems are "
         "never drawn.",
-        f"- {settings.steps} steps of {settings.batch_size} questions, Muon and AdamW, fp32 "
-        "weights, average of the weights.",
+        f"- {settings.steps} steps of {settings.batch_size} questions, "
+        f"{'AdamW' if settings.lora_rank else 'Muon and AdamW'}, fp32 weights, average of the "
+        "weights.",
         f"- Reproduce with `{command}` and the settings below.",
         f"- {duration(run)}\n",
         *settings_block(settings),
-        *(_before(start_from) if start_from else []),
+        *(_before(start_from) if start_from and not settings.lora_rank else []),
         "\n## Validation answers correct at the last step\n",
         "| family | correct |",
         "|---|---|",
@@ -79,8 +86,20 @@ def _blocks(settings: TrainSettings) -> list[str]:
     ]
 
 
+def _adapter(settings: TrainSettings) -> list[str]:
+    """What an adapter is, and how to serve it."""
+    style = f", with which its answers have the style `{settings.style}`" if settings.style else ""
+    return [
+        "# An adapter\n",
+        f"This is a LoRA adapter of rank {settings.lora_rank} for the checkpoint START{style}: "
+        "`vllm serve START --enable-lora --lora-modules NAME=PATH`, and `model: NAME` in a "
+        "request.\n",
+    ]
+
+
 def _config(settings: TrainSettings) -> str:
     """Path of the shipped config with these settings; ``config.toml`` if there is none."""
+    settings = replace(settings, lora_rank=None)  # an argument of the command
     paths = sorted(CONFIGS.glob("*.toml"))
     names = (path.name for path in paths if TrainSettings.load(path) == settings)
     return next((f"dllm/train/lm/configs/{name}" for name in names), "config.toml")

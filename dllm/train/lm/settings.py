@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from dllm.settings.checks import did_you_mean, refuse_value
-from dllm.tasks.suite import GROUPS, group_of
+from dllm.tasks.suite import GROUPS, STYLES, group_of
 from dllm.train.settings import CHECKED, Count, RunSettings, Share
 
 Objective = Literal["diffusion", "ar", "sdar", "llada2", "nemotron"]
@@ -57,6 +57,8 @@ class TrainSettings(RunSettings):
             a model that edits (sdar and llada2 only).
         families: task families of one of the ``GROUPS``, or empty for the eleven. Each group has
             its own tokenizer.
+        style: how answers are written, one of ``STYLES``; None: as the families do.
+        lora_rank: of the adapter that is trained in place of the weights; None: there is none.
         read_shaped: share of the canvases that are as a typed decision reads them: noise where the
             answer is, and ends behind it (diffusion only).
         focus: share of the questions that goes to families by their validation error.
@@ -73,6 +75,8 @@ class TrainSettings(RunSettings):
     block_lengths: Annotated[tuple[Count, ...], Field(min_length=1)] = (32,)
     wrong_tokens: Share = 0.0
     families: tuple[str, ...] = ()
+    style: str | None = None
+    lora_rank: Count | None = None
     read_shaped: Share = 0.0
     focus: Share = 0.5
     validation_questions: Count = 24
@@ -81,6 +85,8 @@ class TrainSettings(RunSettings):
     def __post_init__(self) -> None:
         if self.objective == "llada2" and self.model.num_experts % 2:
             refuse_value("model.num_experts", self.model.num_experts, "even, for groups of 2")
+        if self.style is not None and self.style not in STYLES:
+            refuse_value("style", self.style, ", ".join(STYLES))
         allowed = GROUPS[self.group]
         for name in self.families:
             if name not in allowed:

@@ -1,0 +1,113 @@
+"""LoRA adapters, by vLLM's own manager: which weights they may change, and which rows have which.
+
+vLLM adds an adapter's change to a linear layer's output, row by row. Heads and canvases of a
+request have the same adapter. The layers are the projections of attention and of MLPs. Everything
+else is refused by name when an adapter is loaded: heads, embeddings, experts, routers of some
+families, and the MLP of self-conditioning, which is computed for canvases only.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import is_in_target_modules, parse_fine_tuned_lora_name
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+
+class Adapter(LoRAModel):
+    """vLLM's, which takes the last tensor if two have the same name in the model served."""
+
+    @classmethod
+    def from_lora_tensors(  # type: ignore[override]
+        cls, lora_model_id: int, tensors: dict[str, torch.Tensor], *args: Any, **options: Any
+    ) -> LoRAModel:
+        """vLLM's.
+
+        Raises:
+            ValueError: DiffusionGemma's encoder and decoder share their weights, and the adapter
+                changes them differently.
+        """
+        seen: dict[tuple[str, bool], str] = {}
+        for name, tensor in tensors.items():
+            served = parse_fine_tuned_lora_name(name, options.get("weights_mapper"))
+            other = seen.setdefault(served, name)
+            if not torch.equal(tensor, tensors[other]):
+                raise ValueError(
+                    f"the adapter holds {other} and {name}, which change the same weights, "
+                    "and they differ. Train one adapter for both halves of the model."
+                )
+        return super().from_lora_tensors(lora_model_id, tensors, *args, **options)
+
+
+class Adapters(LRUCacheWorkerLoRAManager):
+    """vLLM's, which leaves out silently what the model served has no layer for."""
+
+    def _load_adapter(self, lora_request: LoRARequest) -> LoRAModel:
+        """vLLM's.
+
+        Raises:
+            ValueError: the adapter would change something that takes none; it is named.
+        """
+        adapter = super()._load_adapter(lora_request)
+        manager = self._adapter_manager
+        complete = getattr(manager.model, "complete_adapter", None)
+        if complete is not None:
+            complete(adapter.loras)
+        parts = (part for parts in manager.packed_modules.values() for part in parts)
+        unknown = sorted(adapter.loras.keys() - manager.modules.keys() - set(parts))
+        if unknown:
+            layers = sorted({name.rsplit(".", 1)[-1] for name in manager.modules})
+            raise ValueError(
+                f"adapter {lora_request.lora_name!r} changes {', '.join(unknown[:3])} (of "
+                f"{len(unknown)} such), which takes no adapter. Allowed: the layers' "
+                f"{', '.join(layers)}. Train it without the others."
+            )
+        return adapter
+
+
+def load_lora_model(
+    runner: Any, model: nn.Module, vllm_config: VllmConfig, device: torch.device
+) -> nn.Module:
+    """Takes the place of the method of vLLM's model runner: gives linear layers adapters.
+
+    Raises:
+        ValueError: ``--lora-target-modules`` names something else.
+    """
+    config: Any = vllm_config.lora_config
+    packed: Any = model.packed_modules_mapping
+    # A layer may have two names; vLLM replaces it under each of them.
+    modules = model.named_modules(remove_duplicate=False)
+    linear = {name for name, layer in modules if isinstance(layer, LinearBase)}
+    kinds = {name.rsplit(".", 1)[-1] for name in linear}
+    kinds |= {part for kind in kinds for part in packed.get(kind, ())}
+    wrong = set(config.target_modules or ()) - kinds
+    if wrong:
+        raise ValueError(
+            f"--lora-target-modules {' '.join(sorted(wrong))}: allowed are "
+            f"{', '.join(sorted(kinds))}."
+        )
+    config.target_modules = sorted(
+        name for name in linear if is_in_target_modules(name, config.target_modules, packed)
+    )
+    runner.lora_manager = Adapters(vllm_config, device, {}, lora_model_cls=Adapter)
+    served: nn.Module = runner.lora_manager.create_lora_manager(model, vllm_config)
+    return served
+
+
+def take_adapters(runner: Any) -> None:
+    """Before the model is loaded: the runner gives it adapters by ``load_lora_model``."""
+    runner.load_lora_model = functools.partial(load_lora_model, runner)
+
+
+def map_rows(runner: Any, batch: InputBatch) -> None:
+    """Tell the layers which row of ``batch`` has which adapter, as vLLM does for a whole visit."""
+    inputs = runner.lora_state.make_lora_inputs(
+        batch.req_ids, batch.idx_mapping_np, batch.num_scheduled_tokens
+    )
+    runner._set_active_loras(*inputs)

@@ -1,0 +1,61 @@
+"""Patches for LoRA adapters, with ``--enable-lora`` and a diffusion model."""
+
+import functools
+from http import HTTPStatus
+from typing import Any
+
+from dllm.models import FAMILIES
+
+
+def adapt_layers(runner: Any) -> None:
+    """Called before a model is loaded: experts keep their kernels, linear layers get adapters."""
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.platforms import current_platform
+    from vllm.platforms.cpu import CpuPlatform
+
+    from dllm.engine.adapters import take_adapters
+
+    # Experts take no adapter. vLLM would give them Triton's kernels, which a CPU does not have.
+    init = FusedMoEConfig.__post_init__
+
+    def __post_init__(self: Any) -> None:
+        self.is_lora_enabled = False
+        init(self)
+
+    FusedMoEConfig.__post_init__ = __post_init__  # type: ignore[method-assign]
+    if current_platform.is_cpu():
+
+        def get_punica_wrapper(cls: Any) -> str:
+            return "dllm.engine.punica_cpu.PunicaByRuns"
+
+        CpuPlatform.get_punica_wrapper = classmethod(get_punica_wrapper)  # type: ignore[assignment]
+    take_adapters(runner)
+
+
+def adapt_passes(runner: Any) -> None:
+    """Called when the model is loaded: passes over canvases alone have the right adapters."""
+    from dllm.engine.adapters import map_rows
+
+    runner.model_state.map_adapters = functools.partial(map_rows, runner)
+
+
+def refuse_wrong_adapters() -> None:
+    """Answer HTTP 400, not 500, if an adapter cannot be loaded into a diffusion model."""
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+    load = OpenAIServingModels.load_lora_adapter
+
+    async def load_lora_adapter(self: Any, *args: Any, **options: Any) -> Any:
+        answer = await load(self, *args, **options)
+        if (
+            isinstance(answer, ErrorResponse)
+            and answer.error.code == HTTPStatus.INTERNAL_SERVER_ERROR
+            and self.model_config.architecture in FAMILIES
+            and not self.engine_client.errored
+        ):
+            answer.error.code = HTTPStatus.BAD_REQUEST.value
+            answer.error.type = "BadRequestError"
+        return answer
+
+    OpenAIServingModels.load_lora_adapter = load_lora_adapter  # type: ignore[method-assign]

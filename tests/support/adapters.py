@@ -1,0 +1,61 @@
+"""Random LoRA adapters in PEFT's format, and the same checkpoints with them merged."""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
+
+RANK, ALPHA = 4, 8
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+
+
+def projections(base: Path) -> dict[str, torch.Size]:
+    """The matrices of a checkpoint's layers that take an adapter, by name without ``.weight``."""
+    return {
+        name.removesuffix(".weight"): tensor.shape
+        for name, tensor in load_file(base / WEIGHTS).items()
+        if tensor.ndim == 2 and "layers." in name and ".experts." not in name
+        if "vision" not in name
+    }
+
+
+def write_adapter(
+    path: Path, shapes: Mapping[str, Iterable[int]], seed: int = 0, scale: float = 0.1
+) -> Path:
+    """Write an adapter that changes these matrices ``[rows, columns]``."""
+    path.mkdir(parents=True, exist_ok=True)
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (rows, columns) in shapes.items():
+        a = torch.randn(RANK, columns, generator=random) * columns**-0.5
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a
+        tensors[f"base_model.model.{name}.lora_B.weight"] = scale * torch.randn(
+            rows, RANK, generator=random
+        )
+    save_file(tensors, path / ADAPTER)
+    targets = sorted({name.rsplit(".", 1)[-1] for name in shapes})
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def merged(base: Path, adapter: Path, out: Path) -> Path:
+    """Write the checkpoint whose weights are W + alpha / r * B @ A."""
+    shutil.copytree(base, out)
+    weights, parts = load_file(base / WEIGHTS), load_file(adapter / ADAPTER)
+    for name in list(weights):
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.weight" in parts:
+            a, b = (parts[f"{layer}.lora_{part}.weight"] for part in "AB")
+            weights[name] = weights[name] + ALPHA / RANK * b @ a
+    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
+    return out
+
+
+def asked(adapter: Path, number: int) -> LoRARequest:
+    """What names an adapter in a request; each has a number of its own."""
+    return LoRARequest(adapter.name, number, str(adapter))
