@@ -72,6 +72,7 @@ CHOSEN = {
     "largest": {"max_cudagraph_capture_size": 1024},
     "eager": {"enforce_eager": True},
     "triton": {"attention_backend": "TRITON_ATTN"},
+    "lora": {"enable_lora": True, "max_loras": 2},
 }
 
 
@@ -174,6 +175,7 @@ def test_a_user_may_choose_other_graphs(on_h200):
     assert on_h200["sizes"]["graph_sizes"] == [256, 512]
     assert on_h200["largest"]["graph_sizes"][-1] == 1024
     assert (on_h200["eager"]["graph_mode"], on_h200["eager"]["graph_sizes"]) == ("NONE", [])
+    assert on_h200["lora"]["scheduler"] == ASYNC_SCHEDULER
     assert on_h200["triton"]["attention"] == "TRITON_ATTN"
     assert on_h200["triton"]["graph_mode"] == "FULL_AND_PIECEWISE"
 
