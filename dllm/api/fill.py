@@ -11,7 +11,15 @@ suffix and end have the logprobs of a canvas of masks behind it, in one step.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -272,6 +280,20 @@ async def at_once(started: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+async def finished(results: AsyncIterable[Any]) -> Any:
+    """The finished request, which is all that is sent.
+
+    Raises:
+        HTTPException: it was aborted, as ``/pause`` does by default; the client gets HTTP 503.
+    """
+    from fastapi import HTTPException  # not in the worker
+
+    output = [result async for result in results][-1]
+    if output.outputs[0].finish_reason == "abort":
+        raise HTTPException(503, "The server aborted this request. Send it again.")
+    return output
 
 
 def _canvas_score(output: "RequestOutput") -> float:

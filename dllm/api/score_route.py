@@ -1,6 +1,5 @@
 """The route of ``api.scores``, on the engine client and the tokenizer of vLLM's completions."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -15,7 +14,7 @@ from vllm.inputs import tokens_input
 from vllm.utils.async_utils import make_async
 
 from dllm.api import scores
-from dllm.api.fill import at_once
+from dllm.api.fill import at_once, finished
 from dllm.api.scores import ScoreRequest
 from dllm.settings.denoising import DenoiseSettings
 from dllm.settings.request import refuse
@@ -72,7 +71,7 @@ async def scored(
         "priority": request.priority,
     }
     outputs = await at_once(
-        _last(
+        finished(
             engine.generate(
                 tokens_input([*prompt, *text[: read.start]], cache_salt=request.cache_salt),
                 read.params(settings),
@@ -100,8 +99,3 @@ async def _ids(serving: Any, request: ScoreRequest) -> tuple[list[int], list[int
         prompt if isinstance(prompt, list) else list(await encode(prompt)),
         text if isinstance(text, list) else list(await encode(text, add_special_tokens=False)),
     )
-
-
-async def _last(results: AsyncIterator[Any]) -> Any:
-    """The finished request, which is all that is sent."""
-    return [result async for result in results][-1]

@@ -49,7 +49,7 @@ class ScoreRequest(BaseModel):
     places: Ids | None = None
     samples: int = Field(8, ge=1, le=MAX_READS)
     seed: int = 0
-    priority: int = 0
+    priority: int = Field(0, ge=-(2**63), le=2**63 - 1)
     cache_salt: str | None = None
 
 

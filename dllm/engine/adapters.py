@@ -37,6 +37,8 @@ class Adapter(LoRAModel):
         for name, tensor in tensors.items():
             served = parse_fine_tuned_lora_name(name, options.get("weights_mapper"))
             other = seen.setdefault(served, name)
+            if not tensor.isfinite().all():
+                raise ValueError(f"the adapter holds values that are NaN or infinite, in {name}.")
             if not torch.equal(tensor, tensors[other]):
                 raise ValueError(
                     f"the adapter holds {other} and {name}, which change the same weights, "
@@ -54,7 +56,15 @@ class Adapters(LRUCacheWorkerLoRAManager):
         Raises:
             ValueError: the adapter would change something that takes none; it is named.
         """
-        adapter = super()._load_adapter(lora_request)
+        try:
+            adapter = super()._load_adapter(lora_request)
+        except AssertionError:  # without words
+            adapter = None
+        if adapter is None or not adapter.loras or not all(map(_is_whole, adapter.loras.values())):
+            raise ValueError(
+                f"adapter {lora_request.lora_name!r} has no lora_A, or one without its lora_B. "
+                "Save it again."
+            )
         manager = self._adapter_manager
         complete = getattr(manager.model, "complete_adapter", None)
         if complete is not None:
@@ -68,7 +78,37 @@ class Adapters(LRUCacheWorkerLoRAManager):
                 f"{len(unknown)} such), which takes no adapter. Allowed: the layers' "
                 f"{', '.join(layers)}. Train it without the others."
             )
+        for name, lora in adapter.loras.items():
+            _refuse_other_shape(name, lora, manager)
         return adapter
+
+
+def _is_whole(lora: Any) -> bool:
+    return lora.lora_a is not None and lora.lora_b is not None
+
+
+def _refuse_other_shape(name: str, lora: Any, manager: Any) -> None:
+    """Check one layer's matrices; smaller ones would be served as if the rest were 0.
+
+    Raises:
+        ValueError: they belong to another model, or to another rank than the config says.
+    """
+    stem, _, part = name.rpartition(".")
+    whole, place = part, None
+    for packed, parts in manager.packed_modules.items():
+        if packed.startswith(f"{stem}.") and name in parts:
+            whole, place = packed.rpartition(".")[2], parts.index(name)
+    layer = manager.modules[f"{stem}.{whole}"].base_layer
+    columns, rows = layer.input_size, layer.output_size
+    if place is not None:
+        rows = layer.output_sizes[place]
+    found = tuple(lora.lora_a.shape), tuple(lora.lora_b.shape)
+    wanted = (lora.rank, columns), (rows, lora.rank)
+    if found != wanted:
+        raise ValueError(
+            f"the adapter's matrices of {name} are {found}; of this model, at the rank of the "
+            f"adapter's config, they are {wanted}."
+        )
 
 
 def load_lora_model(

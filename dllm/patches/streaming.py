@@ -135,7 +135,7 @@ def refuse_route(asked: str) -> NoReturn:
 async def create_watched(create: Create, self: Any, request: Any, raw_request: Any) -> Any:
     """What a route's method ``create`` returns, with canvases and traces if it asks for them."""
     form = form_asked(request)
-    if form is None and not (request.vllm_xargs or {}).get(TRACE):
+    if form is None and (request.vllm_xargs or {}).get(TRACE) in (None, False):
         return await create(self, request, raw_request)
     if form is not None:
         _refuse_what_is_not_shown(self, request, form)

@@ -1,6 +1,7 @@
 """What our workers do beside vLLM's: visits of a diffusion model, records of a target's steps."""
 
 import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dllm.drafter.recording import (
 from dllm.engine.visit import allows_more_passes, report_passes
 from dllm.engine.warm_up import canvas_batch
 from dllm.patches.adapters import adapt_layers, adapt_passes
+from dllm.patches.new_weights import loading, refuse_other_checkpoint
 
 
 class Visits:
@@ -41,6 +43,24 @@ class Visits:
             self.model_runner._dummy_sampler_run = self._profile_sampler
         if has_adapters:
             adapt_passes(self.model_runner)
+
+    def reload_weights(self, *args: Any, **options: Any) -> None:
+        """vLLM's; after an error the server goes on, and says so.
+
+        Raises:
+            ValueError: the folder ``weights_path`` has other tensors than the model
+                (``new_weights``).
+        """
+        path = options.get("weights_path")
+        if path is not None:
+            refuse_other_checkpoint(path, self.vllm_config.model_config.model)
+        load = partial(super().reload_weights, *args, **options)  # type: ignore[misc]
+        loading(self.model_runner.model, load)
+
+    def update_weights(self, update_info: Any) -> None:
+        """vLLM's; after an error the server goes on with the weights that it has."""
+        load = partial(super().update_weights, update_info)  # type: ignore[misc]
+        loading(self.model_runner.model, load)
 
     @torch.inference_mode()
     def _profile_sampler(self, hidden_states: torch.Tensor) -> None:

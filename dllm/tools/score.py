@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
     def scored(body: dict[str, Any]) -> dict[str, Any]:
         if args.causal:
-            return causal_score(connection, body["prompt"], body["text"])
+            return causal_score(connection, given | body)
         return post(connection, "/v1/scores", given | body)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -47,18 +47,25 @@ def post(connection: client.Connection, path: str, body: dict[str, Any]) -> dict
     return answer
 
 
-def causal_score(
-    connection: client.Connection, prompt: str | list[int], text: str | list[int]
-) -> dict[str, Any]:
-    """Log-probabilities of a text's tokens, of a causal pass, and their sum."""
+def causal_score(connection: client.Connection, body: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities of a text's tokens, of a causal pass, and their sum.
+
+    Raises:
+        CommandError: the body asks for something else, or a part of it has no token.
+    """
+    if others := sorted(body.keys() - {"prompt", "text"}):
+        raise CommandError(f"--causal does not know {', '.join(others)}. Leave it out.")
     ids = []
-    for part, is_first in ((prompt, True), (text, False)):
+    for name in ("prompt", "text"):
+        part = body[name]
         if isinstance(part, str):
-            asked = {"prompt": part, "add_special_tokens": is_first}
+            asked = {"prompt": part, "add_special_tokens": name == "prompt"}
             part = post(connection, "/tokenize", asked)["tokens"]
+        if not isinstance(part, list) or not part:
+            raise CommandError(f"{name} {part!r}: allowed are a text, or a list of token ids.")
         ids.append(part)
-    body = {"prompt": [*ids[0], *ids[1]], "max_tokens": 1, "prompt_logprobs": 0}
-    (choice,) = post(connection, "/v1/completions", body)["choices"]
+    asked = {"prompt": [*ids[0], *ids[1]], "max_tokens": 1, "prompt_logprobs": 0}
+    (choice,) = post(connection, "/v1/completions", asked)["choices"]
     of_text = choice["prompt_logprobs"][len(ids[0]) :]
     found = [row[str(token)]["logprob"] for row, token in zip(of_text, ids[1], strict=True)]
     return {"model": connection.model, "token_logprobs": found, "logprob": sum(found)}

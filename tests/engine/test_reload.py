@@ -1,11 +1,13 @@
 """New weights in a running engine, as a trainer sends them, and what sleep leaves of a model."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
@@ -77,6 +79,47 @@ def test_tokens_are_those_of_a_fresh_engine_and_the_way_back_is_exact(
     engine.reset_prefix_cache()
     assert answers(engine) == after
     send_one_by_one(engine, first)
+    engine.reset_prefix_cache()
+    assert answers(engine) == before
+
+
+def without(folder: Path, target: Path, name: str) -> Path:
+    """The same checkpoint without one tensor."""
+    shutil.copytree(folder, target)
+    weights = load_file(target / "model.safetensors")
+    del weights[name]
+    save_file(weights, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("kind", ["gemma", "sdar"])
+def test_what_does_not_fit_is_refused_and_the_engine_goes_on(
+    kind: str, two: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    first, second = two(kind)
+    engine = get_engine(first, **OPTIONS)
+    before = answers(engine)
+    (part,) = (
+        name
+        for name in load_file(second / "model.safetensors")
+        if name.endswith("1.mlp.up_proj.weight")
+    )
+    with pytest.raises(ValueError, match=part):
+        reload(engine, without(second, tmp_path / "part", part))
+    with pytest.raises(RuntimeError, match="Cannot find any model weights"):
+        reload(engine, tmp_path / "empty")
+    broken = tmp_path / "broken"
+    shutil.copytree(second, broken)
+    weights = load_file(broken / "model.safetensors")
+    for name in list(weights)[-1:]:  # of the last layers: others have been replaced before it
+        weights[name] = torch.full_like(weights[name], torch.nan)
+    save_file(weights, broken / "model.safetensors")
+    for send in (reload, send_one_by_one):
+        with pytest.raises(ValueError, match="NaN"):
+            send(engine, broken)
+        engine.reset_prefix_cache()
+        answers(engine)  # of some old and some new weights
+    reload(engine, first)
     engine.reset_prefix_cache()
     assert answers(engine) == before
 

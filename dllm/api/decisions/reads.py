@@ -10,7 +10,7 @@ token that ends a reply; with blocks it is masks to the end of the block.
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -22,7 +22,7 @@ from vllm.utils.async_utils import make_async
 
 from dllm.api.decisions.labels import Labels, OptionLabels
 from dllm.api.decisions.protocol import MAX_OPTIONS, MAX_QUESTIONS
-from dllm.api.fill import at_once
+from dllm.api.fill import at_once, finished
 from dllm.settings.decisions import DecisionOptions
 from dllm.settings.denoising import begins_with_noise, block_size_of
 from dllm.settings.request import refuse
@@ -208,7 +208,7 @@ class CanvasReads(strategies.NextTokenStrategy):
         generate = self.context.engine_client.generate
         params = self._params(plan, engine_input["prompt_token_ids"], samples)
         results = await at_once(
-            _last(generate(engine_input, one, f"{name}-{part}", **options))
+            finished(generate(engine_input, one, f"{name}-{part}", **options))
             for part, one in enumerate(params)
         )
         return self._result(plan, results)
@@ -367,11 +367,6 @@ def _check_length(question: question_types.Question, labels: OptionLabels, width
             f"question {question.id!r}: an option has {labels.num_rows} tokens with the end; "
             f"allowed here: {width}. Send shorter options.",
         )
-
-
-async def _last(results: AsyncIterator[Any]) -> Any:
-    """The finished request, which is all that is sent."""
-    return [result async for result in results][-1]
 
 
 def _standard_error(values: Sequence[float]) -> float:
