@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 packages, out = map(Path, sys.argv[1:])
-sys.path.append(str(packages))
+sys.path.insert(0, str(packages))
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: E402
 
