@@ -23,7 +23,7 @@ from bench.kernels import sampling_step
 from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.remote import remote
-from bench.roofline import floors
+from bench.roofline import floors, small_table
 from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
 from bench.soak import soak
 from bench.tables import families, markdown, of, ratios, serving
@@ -105,6 +105,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "remote": remote,
     "decisions": decisions,
     "floors": floors,
+    "small-models": small_table,
 }
 
 
