@@ -214,7 +214,11 @@ def small_models() -> dict[str, dict[str, Any]]:
     gemma = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
     gemma |= {"layer_types": ([SLIDING] * 5 + [FULL]) * 5, "num_attention_heads": 12}
     gemma |= {"global_head_dim": 128, "moe_intermediate_size": 160, "intermediate_size": 896}
-    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+    llama: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+    }
     llama |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
     return {
         STEPWISE: llama | SMALL,
