@@ -85,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for pair in pairs(options, MADE):
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
-            racing = contestants(options, pair, folder)
+            everybody = contestants(options, pair, folder)
+            racing = [one for one in everybody if one.name not in options.without]
             start_all(racing, SHAPE, max(options.concurrency), stack)
             runs = Runs(Client(folder), loads(options, pair.target))
             turns = rounds(options.rounds, 60 * options.minutes / len(options.target))
@@ -242,6 +243,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draft-model", type=Path, help="folder of an autoregressive checkpoint")
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
     parser.add_argument("--prompts", type=Path, help="JSONL, with domains; default: see above")
+    parser.add_argument("--without", nargs="*", default=[], help="names of servers to leave out")
     parser.add_argument("--families", nargs="*", help="measured alone, too; of a file: domains")
     parser.add_argument("--file", default=FILE, help="name of the CSV file")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])

@@ -211,7 +211,9 @@ def small_models() -> dict[str, dict[str, Any]]:
     )
     # Five experts of which three compute for a token, in place of an MLP of 1536.
     llada2 |= {"moe_intermediate_size": 320, "rotary_dim": 32}
-    gemma = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"}
+    gemma: dict[str, Any] = {
+        name: value for name, value in SMALL.items() if name != "num_hidden_layers"
+    }
     gemma |= {"layer_types": ([SLIDING] * 5 + [FULL]) * 5, "num_attention_heads": 12}
     gemma |= {"global_head_dim": 128, "moe_intermediate_size": 160, "intermediate_size": 896}
     llama: dict[str, Any] = {
