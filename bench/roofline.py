@@ -211,23 +211,13 @@ def small_models() -> dict[str, dict[str, Any]]:
     )
     # Five experts of which three compute for a token, in place of an MLP of 1536.
     llada2 |= {"moe_intermediate_size": 320, "rotary_dim": 32}
-    gemma: dict[str, Any] = {
-        name: value for name, value in SMALL.items() if name != "num_hidden_layers"
-    }
-    gemma |= {"layer_types": ([SLIDING] * 5 + [FULL]) * 5, "num_attention_heads": 12}
-    gemma |= {"global_head_dim": 128, "moe_intermediate_size": 160, "intermediate_size": 896}
     llama: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
     }
     llama |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-    return {
-        STEPWISE: llama | SMALL,
-        "SDAR": sdar,
-        "LLaDA2": llada2,
-        "DiffusionGemma": tiny_config(canvas_length=BLOCK, **gemma),
-    }
+    return {STEPWISE: llama | SMALL, "SDAR": sdar, "LLaDA2": llada2}
 
 
 def measure_small(config: dict[str, Any], is_stepwise: bool, rounds: int, out: Path) -> None:
