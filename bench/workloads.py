@@ -4,7 +4,7 @@ Two schedules, each with the prompts that it makes sense for:
 
     adaptive  held-out questions of the task suite (``dllm/tasks/suite.py``), as many of each
               family, as chat messages. Answers end where the model ends them, and blocks stop when
-              they converge.
+              they converge. Or the prompts of a file, for a model that does not know the suite.
     fixed     random tokens, answered with exactly as many tokens as asked for. Every block takes
               the same number of denoise steps, so this measures what a pass costs.
 
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dllm.tasks.prompts import read_conversations
 from dllm.tasks.suite import FAMILIES, Question, questions
 
 ADAPTIVE, FIXED = "adaptive", "fixed"
@@ -29,6 +30,7 @@ NUM_WARMUPS = 2
 # another way than the reference, gets a third of them wrong, and would have no speed at all.
 ONE_BLOCK = tuple(family for family in FAMILIES if family != "report")
 MIXED = "mixed"
+ANY_ANSWER = "-"  # to a prompt whose answer is not known; `vllm bench serve` wants some text
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Workload:
         concurrency: requests in flight; each answer is followed by the next request.
         rate: instead, requests per second, arriving at random (Poisson) whatever is in flight.
         steps_per_block: what every block must take; None leaves it to the model.
-        families: of the questions.
+        families: of the questions; with a file the domains of its prompts.
+        prompts: a file of them, instead of questions.
     """
 
     schedule: str
@@ -75,6 +78,7 @@ class Workload:
     rate: float | None = None
     steps_per_block: int | None = None
     families: tuple[str, ...] = ONE_BLOCK
+    prompts: Path | None = None
 
     @property
     def family(self) -> str:
@@ -88,10 +92,19 @@ class Workload:
         return f"{self.schedule}{f', {self.family}' * (self.schedule == ADAPTIVE)}, {load}"
 
     def asked(self, seed: int) -> tuple[Question, ...]:
-        """The questions of a round; none for random tokens."""
-        if self.schedule == FIXED:
+        """The questions of a round; none for random tokens, and for prompts of a file."""
+        if self.schedule == FIXED or self.prompts is not None:
             return ()
         return draw_questions(self.num_requests, seed, self.families)
+
+    def _texts(self, seed: int) -> list[str]:
+        """The prompts of a round, domain after domain in turn; other ones in the next round."""
+        assert self.prompts is not None
+        texts = prompt_texts(self.prompts)
+        each, num = math.ceil(self.num_requests / len(self.families)), len(self.families)
+        places = [(index % num, seed * each + index // num) for index in range(self.num_requests)]
+        chosen = [(texts[self.families[domain]], at) for domain, at in places]
+        return [of_domain[at % len(of_domain)] for of_domain, at in chosen]
 
     def client_flags(self, seed: int, dataset: Path) -> list[str]:
         """Of ``vllm bench serve``; no sampling parameter, because the built-in refuses them.
@@ -108,7 +121,8 @@ class Workload:
         else:
             flags |= {"--max-concurrency": self.concurrency}
         if self.schedule == ADAPTIVE:
-            write_questions(self.asked(seed), dataset)
+            asked = [(one.prompt, one.answer) for one in self.asked(seed)]
+            write_turns(asked or [(one, ANY_ANSWER) for one in self._texts(seed)], dataset)
             flags |= {"--backend": "openai-chat", "--endpoint": "/v1/chat/completions"}
             flags |= {"--dataset-name": "sharegpt", "--dataset-path": dataset}
             flags |= {"--sharegpt-output-len": ANSWER_TOKENS}
@@ -131,7 +145,19 @@ def draw_questions(
     return tuple(drawn[index % num * each + index // num] for index in range(count))
 
 
-def write_questions(asked: Sequence[Question], path: Path) -> None:
-    """The file of ``vllm bench serve --dataset-name sharegpt``; its ``custom`` needs pandas."""
-    turns = [({"value": one.prompt}, {"value": one.answer}) for one in asked]
-    path.write_text(json.dumps([{"conversations": pair} for pair in turns]))
+def prompt_texts(file: Path) -> dict[str, list[str]]:
+    """The prompts of a JSONL file that are one message, by domain."""
+    found: dict[str, list[str]] = {}
+    for messages, domain in read_conversations(file, is_json=True):
+        if len(messages) == 1:
+            found.setdefault(domain or MIXED, []).append(str(messages[0]["content"]))
+    return found
+
+
+def write_turns(turns: Sequence[tuple[str, str]], path: Path) -> None:
+    """Prompts and answers as the file of ``vllm bench serve --dataset-name sharegpt``.
+
+    (Its ``custom`` needs pandas.)
+    """
+    pairs = [({"value": prompt}, {"value": answer}) for prompt, answer in turns]
+    path.write_text(json.dumps([{"conversations": pair} for pair in pairs]))

@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_eagle3
 
+from dllm import LOGGER
 from dllm.drafter.pair import drafter_config, drafter_options
 from dllm.drafter.recorder import Recorder
 from dllm.drafter.step import TargetStep
 from dllm.settings.drafting import WHERE
+
+logger = init_logger(LOGGER)
 
 
 def layers_without_drafter(vllm_config: VllmConfig) -> Sequence[int]:
@@ -91,6 +95,11 @@ def make_recorder(vllm_config: VllmConfig) -> Recorder | None:
         layers: Sequence[int] = drafter_config(vllm_config).target_layer_ids
     else:
         layers = layers_without_drafter(vllm_config)
+    logger.warning(
+        "Recording what users write and what they are answered, in %s (at most %d MB).",
+        options.record,
+        options.record_mb,
+    )
     return Recorder(Path(options.record), options.record_mb * 1_000_000, layers)
 
 

@@ -11,7 +11,8 @@ depend on drafts, so it does not depend on when this happens either. The drafter
 running requests are still those of the weights before. Their next drafts may be worse.
 
 A renewed drafter is on probation. If the target keeps fewer of its drafts than of those before it,
-the weights before come back, and its number is written to ``rejected``.
+the weights before come back, and its number is written to ``rejected``. One that is published
+meanwhile takes its place, and is compared with the same weights before.
 """
 
 from collections.abc import Callable
@@ -144,7 +145,7 @@ class Renewal:
             if self._tally.rows >= PROBATION or not self._probation_left:
                 self._probation_left = 0
                 self._judge()
-        elif self._num_steps % STEPS_BETWEEN_LOOKS == 0:
+        if self._num_steps % STEPS_BETWEEN_LOOKS == 0:
             self._look()
 
     def _look(self) -> None:
@@ -157,7 +158,8 @@ class Renewal:
             reading, self._reading = self._reading, None
             before, tally = self.current, self._tally
             if self._use(self._next, reading.result()):
-                self._before, self._tally_before = before, tally
+                if not self._probation_left:
+                    self._before, self._tally_before = before, tally
                 self._probation_left = LONGEST_PROBATION
 
     def _newest(self) -> int:

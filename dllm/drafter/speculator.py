@@ -313,6 +313,7 @@ class Drafter(DFlashSpeculator):
         """Use the weights of another checkpoint. What waits is projected by the ones before."""
         self._store_context()
         self.model.reload_weights(weights)
+        self.policy.forget_drafter()
 
     def sample_draft(
         self,

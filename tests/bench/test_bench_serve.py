@@ -1,6 +1,7 @@
 """What the serving benchmark makes of a run: numbers, refusals, turns, tables. No servers."""
 
 import io
+import json
 import multiprocessing
 import os
 import urllib.request
@@ -450,3 +451,17 @@ def test_a_failure_is_shown_with_its_cause(tmp_path: Path) -> None:
         "at exit",
         "RuntimeError: initialization",
     ]
+
+
+def test_prompts_of_a_file_take_their_domains_in_turn_and_are_others_in_each_round(tmp_path):
+    lines = [{"domain": d, "prompt": f"{d}{i}"} for d in "ab" for i in range(3)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    of_file = {"families": ("a", "b"), "prompts": tmp_path / "prompts.jsonl"}
+    workload = Workload(ADAPTIVE, 4, SHAPE, concurrency=1, **of_file)
+    asked = []
+    for seed in range(2):
+        workload.client_flags(seed, tmp_path / "asked.json")
+        turns = json.loads((tmp_path / "asked.json").read_text())
+        asked.append([turn["conversations"][0]["value"] for turn in turns])
+    assert asked == [["a0", "b0", "a1", "b1"], ["a2", "b2", "a0", "b0"]]
+    assert workload.asked(0) == () and workload.family == "mixed"

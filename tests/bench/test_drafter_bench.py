@@ -32,6 +32,8 @@ from bench.drafter import (
 )
 from bench.servers import SERVE_FLAGS
 from bench.workloads import MIXED
+from dllm.settings.command import CommandError
+from dllm.tasks.prompts import SHIPPED, SHIPPED_DOMAINS
 from dllm.tasks.suite import FAMILIES
 from tests.support.drafter_harness import drafting_engine, greedy, watch_drafts
 
@@ -71,11 +73,21 @@ def test_the_page_shows_mixed_questions_and_the_csv_all(tmp_path: Path) -> None:
 
 
 def test_loads() -> None:
-    asked = loads(parse(["--families", "edit"]))
+    asked = loads(parse(["--families", "edit"]), TARGET)
     found = [(load.family, load.concurrency, load.num_requests) for load in asked]
     assert found == [(MIXED, 1, 32), (MIXED, 8, 32), (MIXED, 32, 64), ("edit", 1, 32)]
     assert asked[0].families == tuple(FAMILIES)
-    assert parse([]).families == MEASURED
+    alone = [load.family for load in loads(parse(["--concurrency", "1"]), TARGET)]
+    assert alone == [MIXED, *MEASURED]
+
+
+def test_another_model_is_asked_the_prompts_of_a_file(tmp_path: Path) -> None:
+    """``tmp_path`` has no tokenizer of ours."""
+    (mixed, one) = loads(parse(["--families", "chat", "--concurrency", "1"]), tmp_path)
+    assert mixed.prompts == SHIPPED and len(mixed.families) == SHIPPED_DOMAINS
+    assert (one.family, one.asked(0)) == ("chat", ())
+    with pytest.raises(CommandError, match="edit"):
+        loads(parse(["--families", "edit"]), tmp_path)
 
 
 def test_pairs(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dllm.drafter.speculator import make_policy
-from dllm.drafter.widths.adaptive import LAST_TRIAL, AdaptiveWidth, best_widths
+from dllm.drafter.widths.adaptive import FIRST_TRIAL, LAST_TRIAL, AdaptiveWidth, best_widths
 from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.pilot import PREPROCESSING, TOP_K, Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
@@ -292,6 +292,18 @@ def test_drafting_stops_where_it_does_not_pay_and_is_taken_up_again():
     traffic.arrive()
     widths = [int(traffic.step(GOOD)[0]) for _ in range(1000)]
     assert policy.is_drafting and widths[-1] == N
+
+
+def test_a_drafter_with_other_weights_is_tried_at_once():
+    policy = adaptive(1)
+    traffic = Traffic(policy, 1)
+    traffic.arrive()
+    for _ in range(1000):
+        traffic.step(BAD)
+    assert not policy.is_drafting
+    policy.forget_drafter()
+    widths = [int(traffic.step(GOOD)[0]) for _ in range(20)]
+    assert all(traffic.drafted[-20 : -20 + FIRST_TRIAL - 1]) and np.median(widths) == N
 
 
 @pytest.mark.parametrize("conditional", [np.zeros(N), np.ones(N)])

@@ -111,6 +111,19 @@ def test_a_newer_drafter_is_taken_and_a_worse_one_taken_back(tmp_path):
     assert server.renewal.current == 3
 
 
+def test_what_is_published_during_a_probation_is_compared_with_the_same_drafter(tmp_path):
+    folder = tmp_path / "newer"
+    server = Server(folder, publish(tmp_path / "initial", 1, seed=1))
+    server.serve(400, rate=3.0)
+    publish(folder, 1, seed=2)
+    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=3.0)
+    publish(folder, 2, seed=3)
+    server.serve(2 * STEPS_BETWEEN_LOOKS, rate=1.0)
+    assert server.renewal.current == 2 and not (folder / REJECTED).exists()
+    server.serve(server.probation, rate=2.0)  # better than the first, worse than the one before
+    assert server.renewal.current == 1 and (folder / REJECTED).read_text().split() == ["000002"]
+
+
 def test_back_to_the_drafter_of_the_start(tmp_path):
     initial = publish(tmp_path / "initial", 1, seed=1)
     folder = tmp_path / "newer"

@@ -99,11 +99,9 @@ def test_what_does_not_fit_is_refused_and_the_engine_goes_on(
     first, second = two(kind)
     engine = get_engine(first, **OPTIONS)
     before = answers(engine)
-    (part,) = (
-        name
-        for name in load_file(second / "model.safetensors")
-        if name.endswith("1.mlp.up_proj.weight")
-    )
+    names = load_file(second / "model.safetensors")
+    (part,) = (name for name in names if name.endswith("1.mlp.up_proj.weight"))
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=part):
         reload(engine, without(second, tmp_path / "part", part))
     with pytest.raises(RuntimeError, match="Cannot find any model weights"):

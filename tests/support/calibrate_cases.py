@@ -80,11 +80,15 @@ def new_drafter(**overrides: Any) -> Drafter:
 
 
 def calibration(
-    target: Target, samples: list[Sample], out: Path, settings: CalibrateSettings
+    target: Target,
+    samples: list[Sample],
+    out: Path,
+    settings: CalibrateSettings,
+    **overrides: Any,
 ) -> Run[DraftLearner]:
     """A run on these samples, which are the held-out ones, too."""
     out.mkdir(exist_ok=True)
-    return Run(DraftLearner(settings, new_drafter(), target, samples, samples), out)
+    return Run(DraftLearner(settings, new_drafter(**overrides), target, samples, samples), out)
 
 
 def weights_of(run: Run[DraftLearner]) -> dict[str, Tensor]:

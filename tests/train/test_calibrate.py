@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,12 @@ from dllm import cli
 from dllm.cli import CommandError
 from dllm.drafter.samples import Sample, read_shard, read_shards, write_shard
 from dllm.train.drafter import command
-from dllm.train.drafter.export import block_of, read_checkpoint
-from dllm.train.drafter.network import count_params
+from dllm.train.drafter.export import Drafter, block_of, read_checkpoint
+from dllm.train.drafter.network import NEVER, count_params
 from dllm.train.drafter.responses import check_disk
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.drafter.target import read_config as read_target_config
+from dllm.train.drafter.target import target_facts
 from dllm.train.run_files import LOG
 from tests.support.calibrate_cases import (
     PROMPTS,
@@ -39,17 +41,37 @@ __all__ = ["target", "target_path"]  # fixtures
 # --- the loop -------------------------------------------------------------------------------------
 
 
-def test_it_learns_ten_responses_by_heart(target, tmp_path):
+@pytest.mark.parametrize("draft_vocab_size", [None, 256])
+def test_it_learns_ten_responses_by_heart(target, tmp_path, draft_vocab_size):
     samples = random_samples(target, 10)
     settings = small_settings(
         steps=150, batch_size=10, anchors=8, evaluate_every=75, checkpoint_every=150
     )
-    run = calibration(target, samples, tmp_path / "run", settings)
+    chosen = {"draft_vocab_size": draft_vocab_size}
+    run = calibration(target, samples, tmp_path / "run", settings, **chosen)
     losses = [run.loss for _ in run.run()]
     assert losses[-1] < losses[0] / 4
-    untrained = calibration(target, samples, tmp_path / "other", settings)
+    untrained = calibration(target, samples, tmp_path / "other", settings, **chosen)
     assert untrained.learner.evaluate(untrained.average)["length"] < 1.2
     assert run.rows[-1]["length"] > 2.5  # of 4 possible
+
+
+def test_a_reduced_vocabulary_has_the_most_frequent_tokens_and_is_read_again(target, tmp_path):
+    samples = random_samples(target, 5)
+    said = Counter(token for one in samples for token in one.tokens[one.response_start :])
+    fewest = len(said) // 2
+    run = calibration(target, samples, tmp_path, small_settings(), draft_vocab_size=fewest)
+    list(run.run())
+    _, weights = read_checkpoint(tmp_path / "model")
+    tokens = weights["d2t"].long() + torch.arange(fewest)
+    assert min(said[int(token)] for token in tokens) >= sorted(said.values())[-fewest]
+    assert torch.equal(weights["lm_head.weight"], target.head[tokens].bfloat16().float())
+    facts = target_facts(read_target_config(Path(target.model.name_or_path)))
+    again = Drafter.load(tmp_path / "model", facts).network()
+    labels = torch.tensor(list(said))
+    drafted = again.as_drafted(labels)
+    assert set(labels[drafted != NEVER].tolist()) == set(tokens.tolist())
+    assert torch.equal(tokens[drafted[drafted != NEVER]], labels[drafted != NEVER])
 
 
 def test_a_resumed_run_is_an_uninterrupted_one(target, tmp_path):

@@ -10,7 +10,7 @@ from transformers import Qwen3ForCausalLM
 
 from dllm.drafter.samples import Sample
 from dllm.train.drafter.acceptance import Acceptance, measure, possible, total
-from dllm.train.drafter.network import DraftNetwork, compare, count_params, draft_inputs
+from dllm.train.drafter.network import DraftNetwork, compare, count_params, draft_inputs, losses
 from tests.support.calibrate_cases import random_samples, read_config, target, target_path
 from tests.support.drafter_pairs import MASK, random_drafter
 from tests.support.drafter_reference import ReferenceDrafter
@@ -73,10 +73,12 @@ def test_comparison_in_parts_is_cross_entropy():
     head, labels = torch.randn(20, 8, generator=draw), torch.arange(11)
     whole = torch.nn.functional.cross_entropy(hidden @ head.T, labels, reduction="none")
     (expected,) = torch.autograd.grad(whole.sum(), hidden)
-    parts, is_likeliest = compare(hidden, head, labels, rows_at_once=4)
+    parts = losses(hidden, head, labels, rows_at_once=4)
     (gradient,) = torch.autograd.grad(parts.sum(), hidden)
     torch.testing.assert_close(parts, whole)
     torch.testing.assert_close(gradient, expected)
+    compared, is_likeliest = compare(hidden, head, labels)
+    torch.testing.assert_close(compared, whole)
     assert torch.equal(is_likeliest, (hidden @ head.T).argmax(-1) == labels)
 
 

@@ -74,8 +74,7 @@ class AdaptiveWidth(WidthPolicy):
         self.hysteresis = hysteresis
         self.clock = clock
         self.costs = StepCosts(num_drafts)
-        self.survival = Survival(num_slots, num_drafts)
-        self.is_drafting = True
+        self.num_slots = num_slots
         # Confidence bins of each slot's last drafts (`survival`).
         self._bins = np.zeros((num_slots, num_drafts), dtype=np.int64)
         self._samples = np.zeros(0, dtype=bool)  # [rows] of the last step: VerifiedStep.samples
@@ -83,9 +82,15 @@ class AdaptiveWidth(WidthPolicy):
         self._has_news = False  # the last step changed something that a decision depends on
         self._is_trial = False
         self._num_plain = 0  # steps in a row that neither drafted nor verified
-        self._until_trial = self._trial_after = FIRST_TRIAL  # steps left; steps before the next one
+        self.forget_drafter()
         self._waited_ms: float | None = None  # `note_wait` of the step that ends now
         self._decided_at: float | None = None  # when the last step was decided, by the clock
+
+    def forget_drafter(self) -> None:
+        """Draft as a server does that was started with this drafter; costs stay known."""
+        self.survival = Survival(self.num_slots, self.num_drafts)
+        self.is_drafting = True
+        self._until_trial = self._trial_after = FIRST_TRIAL  # steps left; steps before the next one
 
     def observe(self, step: VerifiedStep) -> None:
         """Learn which of the last drafts survived, and which requests are new."""

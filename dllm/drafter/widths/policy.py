@@ -65,6 +65,9 @@ class WidthPolicy(ABC):
     def observe(self, step: VerifiedStep) -> None:  # noqa: B027  most policies learn nothing
         """Learn from a step of the target."""
 
+    def forget_drafter(self) -> None:  # noqa: B027
+        """The drafter has other weights: what was learned of its drafts is of no use."""
+
     def wants_drafts(self, slots: np.ndarray) -> bool:
         """Whether to draft for this batch; if not, all its widths are 0."""
         return True

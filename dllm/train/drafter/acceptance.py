@@ -139,7 +139,7 @@ def draft_all(
     every = batch.starts[:, None] + torch.arange(most, device=batch.tokens.device)
     last = (batch.lengths - 2)[:, None]
     dtype = network.fc.weight.dtype
-    features, head = batch.features.to(dtype), target.head.to(dtype)
+    features, head = batch.features.to(dtype), network.head_of(target.head).to(dtype)
     agreeing: list[Tensor] = []
     losses = counts = torch.zeros(len(batch.samples), device=batch.tokens.device)
     for behind in every.split(ANCHORS_AT_ONCE, 1):
@@ -148,7 +148,8 @@ def draft_all(
         exists = blocks.exists & (behind <= last)[..., None]
         embeds = target.embedding[blocks.ids].to(dtype)
         hidden = network(features, embeds, blocks.anchors)[:, :, 1:]
-        loss, is_likeliest = compare(hidden[exists], head, blocks.labels[exists])
+        labels = network.as_drafted(blocks.labels)
+        loss, is_likeliest = compare(hidden[exists], head, labels[exists])
         agrees = torch.zeros_like(exists).masked_scatter(exists, is_likeliest)
         agreeing.append(agrees.int().cumprod(-1).sum(-1))
         losses = losses + torch.zeros_like(exists, dtype=loss.dtype).masked_scatter(

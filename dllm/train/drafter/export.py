@@ -100,7 +100,10 @@ def block_of(config: Mapping[str, object]) -> int:
 def write_checkpoint(path: Path, config: Mapping[str, object], weights: dict[str, Tensor]) -> None:
     """Write config.json and bf16 safetensors, which vLLM's own drafter and ours load."""
     path.mkdir(parents=True, exist_ok=True)
-    half = {name: tensor.to(torch.bfloat16).cpu().contiguous() for name, tensor in weights.items()}
+    half = {
+        name: (tensor if name == "d2t" else tensor.to(torch.bfloat16)).cpu().contiguous()
+        for name, tensor in weights.items()
+    }
     unfinished = path / f"{WEIGHTS}.part"
     save_file(half, unfinished, metadata={"format": "pt"})
     unfinished.chmod(0o644)  # safetensors writes it readable by its owner only
@@ -121,11 +124,11 @@ def read_checkpoint(path: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
         raise CommandError(
             f"{path}: no drafter with config.json and {WEIGHTS} ({error})."
         ) from None
-    unknown = [name for name in ("d2t", "lm_head.weight", "embed_tokens.weight") if name in weights]
-    if "speculators_model_type" in config or unknown or "quantization_config" in config:
+    is_own = "embed_tokens.weight" in weights
+    if "speculators_model_type" in config or is_own or "quantization_config" in config:
         raise CommandError(
-            f"{path} is in the speculators format, quantized, or has a vocabulary of its own "
-            f"({', '.join(unknown) or 'config.json'}); allowed: z-lab's format with the target's "
-            "embedding and head, in bf16 or wider."
+            f"{path} is in the speculators format, quantized, or has "
+            f"{'an embedding of its own' if is_own else 'such a config.json'}; allowed: z-lab's "
+            "format with the target's embedding, in bf16 or wider."
         )
     return config, {name.removeprefix("model."): t.float() for name, t in weights.items()}

@@ -12,7 +12,7 @@ from dllm.train.drafter.acceptance import Acceptance, measure, total
 from dllm.train.drafter.batch import Batch, load_batch
 from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.export import Drafter, write_checkpoint
-from dllm.train.drafter.network import DraftNetwork, compare
+from dllm.train.drafter.network import NEVER, DraftNetwork, losses
 from dllm.train.drafter.settings import CalibrateSettings
 from dllm.train.precision import autocast
 from dllm.train.run import Learner, choices_of_step, noise_of_step
@@ -47,9 +47,12 @@ class DraftLearner(Learner):
         network = drafter.network()
         if drafter.weights is None:
             network.initialize(settings.seed)
-            some = target.head[:: max(1, len(target.head) // HEAD_ROWS)]
+            network.to(target.device)
+            if network.lm_head is not None:
+                network.choose_tokens(self._frequent(len(network.lm_head.weight)), target.head)
+            head = network.head_of(target.head)
             mask = target.embedding[drafter.read.mask_token_id]
-            network.to(target.device).fit_to_head(some, target.head_norm, mask)
+            network.fit_to_head(head[:: max(1, len(head) // HEAD_ROWS)], target.head_norm, mask)
         self.model: DraftNetwork = network.to(target.device)
         self.head, self.embedding = target.head.float(), target.embedding.float()
         self.weights = torch.exp(-torch.arange(drafter.block - 1) / self.gamma).to(target.device)
@@ -67,12 +70,23 @@ class DraftLearner(Learner):
         batch = load_batch(chosen, self.target, self.drafter.read.target_layer_ids)
         anchors = self._draw_anchors(batch, noise_of_step(self.settings, step))
         blocks = batch.blocks(anchors, self.drafter.block, self.drafter.read.mask_token_id)
+        labels = self.model.as_drafted(blocks.labels)
+        there = blocks.exists & (labels != NEVER)
         with autocast(self.target.device):
             hidden = self.model(batch.features.float(), self.embedding[blocks.ids], anchors)
-            there = blocks.exists
-            losses, _ = compare(hidden[:, :, 1:][there], self.head, blocks.labels[there])
+            each = losses(hidden[:, :, 1:][there], self.model.head_of(self.head), labels[there])
         weights = self.weights.expand(there.shape)[there]
-        return (losses * weights).sum() / weights.sum()
+        return (each * weights).sum() / weights.sum()
+
+    def _frequent(self, count: int) -> Tensor:
+        """So many tokens, ascending: the most frequent ones of the responses, then the first ones.
+
+        The first tokens of a tokenizer with merges are the most frequent ones of its own text.
+        """
+        said = [torch.tensor(each.tokens[each.response_start :]) for each in self.samples]
+        counts = torch.cat(said).bincount(minlength=len(self.target.head))
+        chosen = counts.argsort(descending=True, stable=True)[:count].sort().values
+        return chosen.to(self.target.device)
 
     def _draw_anchors(self, batch: Batch, noise: torch.Generator) -> Tensor:
         """``[B, A]`` positions in the responses, each followed by at least one token."""

@@ -8,8 +8,6 @@ anchor, and itself; blocks do not see each other. ``dllm.drafter.network`` is th
 serving. Tensors have the names of z-lab's checkpoints. Source: z-lab's DFlash (arXiv 2602.06036).
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,6 +20,7 @@ from dllm.drafter.checkpoint import DrafterConfig, LayerAttention
 
 INITIAL_STD = 0.02
 GATE = 4.0  # a neuron's gate that is open: every activation in use gives about 4
+NEVER = -100  # the label of a token that cannot be drafted, which cross_entropy leaves out
 ROWS_AT_ONCE = 2048  # whose logits are in memory together
 
 # RoPE: cosines and sines of keys ``[B, S + A * K, D]``, those of the context first.
@@ -111,7 +110,11 @@ class DraftLayer(nn.Module):
 
 
 class DraftNetwork(nn.Module):
-    """Everything but embedding and head, which are the target's."""
+    """Everything but embedding and head, which are the target's.
+
+    If it drafts only some tokens, it has a copy of their rows of the head, as in the speculators
+    format: ``lm_head.weight``, and ``d2t``, what is to be added to a row's index for its token.
+    """
 
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -122,6 +125,31 @@ class DraftNetwork(nn.Module):
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config) for _ in config.layers)
         self.rotary = _rotary(config)
+        self.lm_head: nn.Linear | None = None
+        self.d2t: Tensor | None
+        self.register_buffer("d2t", None)
+        if (size := config.draft_vocab_size) < config.vocab_size:
+            self.lm_head = nn.Linear(config.hidden_size, size, False).requires_grad_(False)
+            self.d2t = torch.zeros(size, dtype=torch.long)
+
+    def choose_tokens(self, tokens: Tensor, head: Tensor) -> None:
+        """Draft these target tokens ``[N]`` alone, with their rows of the target's head."""
+        assert self.lm_head is not None and self.d2t is not None, "it drafts every token"
+        self.lm_head.weight.data.copy_(head[tokens])
+        self.d2t.copy_(tokens - torch.arange(len(tokens), device=tokens.device))
+
+    def head_of(self, target_head: Tensor) -> Tensor:
+        """``[N, H]``: what makes logits of its output; the target's head, unless it has its own."""
+        return target_head if self.lm_head is None else self.lm_head.weight
+
+    def as_drafted(self, tokens: Tensor) -> Tensor:
+        """The rows of that head which stand for target tokens; ``NEVER`` where none does."""
+        if self.d2t is None:
+            return tokens
+        ids = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        found = torch.full((self.config.vocab_size,), NEVER, device=tokens.device)
+        found[ids] = torch.arange(len(ids), device=ids.device)
+        return found[tokens]
 
     def initialize(self, seed: int) -> None:
         """Draw the weights: normal matrices, norms of one, output projections scaled by depth."""
@@ -129,6 +157,8 @@ class DraftNetwork(nn.Module):
         depth = (2 * len(self.layers)) ** -0.5
         with torch.no_grad():
             for name, param in self.named_parameters():
+                if not param.requires_grad:
+                    continue
                 if param.ndim < 2:
                     param.fill_(0.0 if name.endswith("bias") else 1.0)
                     continue
@@ -243,29 +273,37 @@ def draft_inputs(tokens: Tensor, anchors: Tensor, block: int, mask_token_id: int
     return ids
 
 
-def compare(
+def losses(
     hidden: Tensor, head: Tensor, labels: Tensor, rows_at_once: int = ROWS_AT_ONCE
-) -> tuple[Tensor, Tensor]:
-    """What the head says of labels: ``[N]`` losses in nats, ``[N]`` whether they are likeliest.
+) -> Tensor:
+    """``[N]`` losses of labels in nats, of arguments as those of ``compare``.
 
     Logits of few rows are in memory at a time; for a gradient they are computed again.
-
-    Args:
-        hidden: ``[N, H]``; head: ``[V, H]``; labels: ``[N]``.
     """
 
-    def part(rows: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def part(rows: Tensor, of_rows: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(rows, head).float(), of_rows, reduction="none")
+
+    if len(labels) <= rows_at_once:
+        return part(hidden, labels)
+    pairs = zip(hidden.split(rows_at_once), labels.split(rows_at_once), strict=True)
+    return torch.cat([checkpoint(part, *pair, use_reentrant=False) for pair in pairs])
+
+
+@torch.no_grad()
+def compare(hidden: Tensor, head: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """What the head says of labels: ``[N]`` losses in nats, ``[N]`` whether they are likeliest.
+
+    Args:
+        hidden: ``[N, H]``; head: ``[V, H]``; labels: ``[N]``, rows of the head, or ``NEVER``.
+    """
+    found = []
+    for rows, of_rows in zip(hidden.split(ROWS_AT_ONCE), labels.split(ROWS_AT_ONCE), strict=True):
         logits = F.linear(rows, head).float()
-        losses = F.cross_entropy(logits, of_rows, reduction="none")
-        return losses, logits.argmax(-1) == of_rows
-
-    def parts() -> Iterator[tuple[Tensor, Tensor]]:
-        is_whole = len(labels) <= rows_at_once or not torch.is_grad_enabled()
-        for pair in zip(hidden.split(rows_at_once), labels.split(rows_at_once), strict=True):
-            yield part(*pair) if is_whole else checkpoint(part, *pair, use_reentrant=False)
-
-    losses, are_likeliest = zip(*parts(), strict=True)
-    return torch.cat(losses), torch.cat(are_likeliest)
+        loss = F.cross_entropy(logits, of_rows, reduction="none")
+        found.append((loss, logits.argmax(-1) == of_rows))
+    all_losses, are_likeliest = zip(*found, strict=True)
+    return torch.cat(all_losses), torch.cat(are_likeliest)
 
 
 def _rotary(config: DrafterConfig) -> Qwen3RotaryEmbedding:

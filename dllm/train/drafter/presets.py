@@ -96,6 +96,7 @@ def drafter_config(
         "attention_bias": False,
         "max_position_embeddings": given("max_position_embeddings"),
         "tie_word_embeddings": False,
+        "draft_vocab_size": min(shape.draft_vocab_size or facts.vocab_size, facts.vocab_size),
         "block_size": shape.block_size,
         "num_target_layers": facts.num_layers,
         "dflash_config": {

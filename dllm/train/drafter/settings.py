@@ -21,12 +21,15 @@ class DrafterShape:
         block_size: positions of a draft block: the last token, and one less drafts.
         target_layer_ids: 0-based layers of the target whose outputs the drafter reads, ascending;
             empty: as many as the drafter has layers, spread evenly (``presets.spread_layers``).
+        draft_vocab_size: tokens that it can draft, the most frequent ones of the responses; None:
+            every token, by the target's own head. The head costs most of a small drafter's pass.
         mask_token_id: token at the positions to draft; None: the tokenizer's mask token.
     """
 
     num_layers: Count = 5
     block_size: Annotated[int, Field(ge=2)] = 16
     target_layer_ids: tuple[Id, ...] = ()
+    draft_vocab_size: Count | None = None
     mask_token_id: Id | None = None
     num_heads: Count | None = None
     num_kv_heads: Count | None = None

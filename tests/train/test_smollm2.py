@@ -1,0 +1,57 @@
+"""dllm calibrate on a Llama: a random one, and SmolLM2-135M, which `make smollm2` installs."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dllm import cli
+from dllm.train.drafter.export import read_checkpoint
+from tests.support.calibrate_cases import TOML
+from tests.support.drafter_pairs import MASK, give_byte_tokenizer, write_target
+
+ROOT = Path(__file__).parents[2]
+SMOLLM2 = Path(os.environ.get("SMOLLM2", ROOT / ".venv/smollm2"))
+MASKS = {"random": MASK, "smollm2": 16}
+
+
+@pytest.fixture
+def llama(request, tmp_path):
+    if request.param == "smollm2":
+        if not (SMOLLM2 / "config.json").exists():
+            pytest.skip(f"{SMOLLM2} is not there: `make smollm2`")
+        return SMOLLM2
+    path = give_byte_tokenizer(write_target(tmp_path / "random"))
+    shapes = json.loads((path / "config.json").read_text())
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+    sizes = {name: shapes[name] for name in (*names, "num_key_value_heads", "vocab_size")}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, tie_word_embeddings=True, eos_token_id=1)
+    shutil.rmtree(path / "model.safetensors", ignore_errors=True)
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("llama", list(MASKS), indirect=True)
+def test_the_command_makes_a_drafter_that_drafts_frequent_tokens(llama, tmp_path, capsys, request):
+    mask = MASKS[request.node.callspec.params["llama"]]
+    (tmp_path / "prompts.txt").write_text("\n".join(f"What is {n} plus {n}?" for n in range(8)))
+    small = TOML.replace(f"mask_token_id = {MASK}", "draft_vocab_size = 64")
+    (tmp_path / "config.toml").write_text(small.replace("heldout = 4", "heldout = 2"))
+    files = {"prompts": "prompts.txt", "config": "config.toml", "out": "run"}
+    flags = [part for name, file in files.items() for part in (f"--{name}", tmp_path / file)]
+    command = ["calibrate", "--target", llama, *flags, "--device", "cpu"]
+    assert cli.main([str(part) for part in command]) == 1
+    assert "--mask-token-id" in capsys.readouterr().err
+    assert cli.main([str(part) for part in (*command, "--mask-token-id", mask)]) == 0
+    config, weights = read_checkpoint(tmp_path / "run/model")
+    assert config["draft_vocab_size"] == 64 and len(weights["lm_head.weight"]) == 64
+    checked = ["check-drafter", llama, tmp_path / "run/model", "--num-prompts", "2"]
+    checked += ["--prompts", tmp_path / "prompts.txt", "--max-tokens", "6", "--json", "-"]
+    capsys.readouterr()
+    cli.main([str(part) for part in (*checked, "--device", "cpu")])
+    assert '"refused": null' in capsys.readouterr().out
