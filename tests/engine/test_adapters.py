@@ -156,6 +156,7 @@ HEAD = {"lm_head": (832, 64)}
 EMBEDDING = {"model.embed_tokens": (832, 64)}
 EXPERT = {"model.layers.0.mlp.experts.0.gate_proj": (32, 64)}
 CONDITIONING = {"model.decoder.self_conditioning.gate_proj": (128, 128)}
+SMALLER = {"model.layers.0.self_attn.q_proj": (32, 32)}  # of another model
 QUERY = ("layers.0.self_attn.q_proj", (128, 128))
 HALVES = {
     f"model.{half}.{QUERY[0]}": QUERY[1] for half in ("decoder", "encoder.language_model")
@@ -167,6 +168,7 @@ HALVES = {
     [
         ("sdar", HEAD, "lm_head"),
         ("sdar", EMBEDDING, "embed_tokens"),
+        ("sdar", SMALLER, "q_proj"),
         ("sdar-moe", EXPERT, "experts.0.gate_proj"),
         ("gemma", CONDITIONING, "self_conditioning.gate_proj"),
         ("gemma", HALVES, "encoder.language_model.layers.0.self_attn.q_proj"),
