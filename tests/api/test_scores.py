@@ -1,5 +1,6 @@
 """Scores of a given text are those of a plain loop in transformers, for each family of masks."""
 
+import asyncio
 import math
 import statistics
 from types import SimpleNamespace
@@ -7,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
 
 from dllm.api import scores
+from dllm.api.fill import finished
 from dllm.models.unmasking.reference import DecodingRule, additive, block_causal, load_model
 from tests.engine.test_traces import MASKS, TOLERANCE, engine_of, prompts  # noqa: F401
 
@@ -112,3 +115,12 @@ def test_places_are_those_of_the_text(places):
 def test_reads_of_a_request_are_bounded():
     with pytest.raises(VLLMValidationError, match="samples"):
         scores.drawn([5] * 10, [range(n, n + 1) for n in range(10)], scores.MAX_READS // 10 + 1, 0)
+
+
+def test_a_read_that_was_aborted_is_no_answer():
+    async def results():
+        yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason="abort")])
+
+    with pytest.raises(HTTPException) as refused:
+        asyncio.run(finished(results()))
+    assert refused.value.status_code == 503
