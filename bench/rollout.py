@@ -22,7 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +51,15 @@ ANSWER_TOKENS = 64
 FLAGS = ("--dtype", "float32", "--max-num-seqs", "64", *SERVE_FLAGS)
 LARGEST_DIFFERENCE = 1e-2  # nats: kernels differ in rounding; another canvas differs by whole nats
 FILE = "rollout.csv"
-HEADER = ["step", "reward", "held-out questions right", "rollouts/s", "in the server", "nats apart"]
+# Columns of the file, and of the table.
+COLUMNS = {
+    "step": ("step", "{:.0f}"),
+    "reward": ("reward", "{:.3f}"),
+    "heldout": ("held-out questions right", "{:.1%}"),
+    "rollouts_per_s": ("rollouts/s", "{:.0f}"),
+    "server_share": ("in the server", "{:.0%}"),
+    "nats_apart": ("nats apart", "{:.0e}"),
+}
 
 
 class Rollouts(NamedTuple):
@@ -89,24 +97,32 @@ class Rollouts(NamedTuple):
 class Actor:
     """The server: answers with the weights that it was given last."""
 
-    def __init__(self, server: Server, tokenizer: Any) -> None:
+    def __init__(self, server: Server, tokenizer: Any, max_steps: int | None) -> None:
         self.server, self._encode = server, tokenizer
+        self._limits = {} if max_steps is None else {"diffusion_max_steps": max_steps}
         self.seconds = 0.0  # in which somebody waited for it
 
-    def ask(self, asked: Sequence[Question], count: int, **options: Any) -> tuple[Any, list[Any]]:
+    def ask(
+        self, asked: Sequence[Question], count: int, trace: Mapping[str, Any] = {}, **options: Any
+    ) -> tuple[Any, list[Any]]:
         """The prompts' ids, and ``count`` choices for each of them, in order."""
         prompts = Encoded.of(self._encode, asked).prompts
         begin = time.perf_counter()
         answer = self.server.post(
-            "/v1/completions", prompt=prompts, n=count, max_tokens=ANSWER_TOKENS, **options
+            "/v1/completions",
+            prompt=prompts,
+            n=count,
+            max_tokens=ANSWER_TOKENS,
+            vllm_xargs={**self._limits, **trace},
+            **options,
         )
         self.seconds += time.perf_counter() - begin
         return prompts, sorted(answer["choices"], key=lambda choice: choice["index"])
 
     def sample(self, asked: Sequence[Question], count: int, seed: int) -> Rollouts:
         """Answers at temperature 1, with their traces."""
-        trace_of = {"diffusion_trace": ["behind_stop"]}
-        prompts, choices = self.ask(asked, count, temperature=1, seed=seed, vllm_xargs=trace_of)
+        trace = {"diffusion_trace": ["behind_stop"]}
+        prompts, choices = self.ask(asked, count, trace, temperature=1, seed=seed)
         traces = [choice["diffusion_trace"] for choice in choices]
 
         def whole(name: str) -> list[Any]:
@@ -218,7 +234,7 @@ def rollout(results: Path) -> str:
     return section(
         results / FILE,
         "python -m bench.rollout",
-        lambda rows: markdown(HEADER, [*map(cells, rows)]),
+        lambda rows: markdown([title for title, _ in COLUMNS.values()], [*map(cells, rows)]),
     )
 
 
@@ -229,7 +245,7 @@ def train(options: argparse.Namespace, server: Server, folder: Path) -> list[dic
         GateError: the server's log-probabilities are not those of the trainer.
     """
     tokenizer = AutoTokenizer.from_pretrained(options.model).backend_tokenizer
-    model, actor = load_reference(options.model), Actor(server, tokenizer)
+    model, actor = load_reference(options.model), Actor(server, tokenizer, options.max_steps)
     block_length, mask = int(model.config.block_size), int(model.config.mask_token_id)
     optimizer = torch.optim.AdamW(model.parameters(), options.lr, (0.9, 0.99), weight_decay=0.0)
     heldout = questions([options.family], "heldout", options.heldout)
@@ -270,28 +286,15 @@ def train(options: argparse.Namespace, server: Server, folder: Path) -> list[dic
                     "nats_apart": apart,
                 }
             )
-            progress(
-                "  "
-                + ", ".join(cells(dict(zip(rows[-1], map(str, rows[-1].values()), strict=True))))
-            )
+            progress("  " + ", ".join(cells(rows[-1])))
             rewards, seconds, in_server = [], 0.0, 0.0
-    return [dict.fromkeys(rows[-1]) | row for row in rows]
+    return [dict.fromkeys(COLUMNS) | row for row in rows]
 
 
-def cells(row: dict[str, str]) -> list[str]:
-    """A line of the table."""
-    formats = {
-        "step": "{}",
-        "reward": "{:.3f}",
-        "heldout": "{:.1%}",
-        "rollouts_per_s": "{:.0f}",
-        "server_share": "{:.0%}",
-        "nats_apart": "{:.0e}",
-    }
-    return [
-        form.format(float(row[name]) if form != "{}" else row[name]) if row[name] else "-"
-        for name, form in formats.items()
-    ]
+def cells(row: Mapping[str, object]) -> list[str]:
+    """A line of the table; numbers, or texts of a file."""
+    found = [(form, row[name]) for name, (_, form) in COLUMNS.items()]
+    return ["-" if value in (None, "") else form.format(float(str(value))) for form, value in found]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -299,6 +302,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-sdar")
     parser.add_argument("--family", default="sort", help="of training and held-out questions")
+    parser.add_argument("--max-steps", type=int, help="denoise steps of a block at most")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=20, help="steps between two evaluations")
     parser.add_argument("--questions", type=int, default=64, help="in each step")
