@@ -1,7 +1,7 @@
 """Reinforcement learning with a server as the rollout engine: the loop closed, and what it costs.
 
     python -m bench.rollout                  # checkpoints/tiny-sdar on `sort`, where it is weakest
-    python -m bench.rollout --steps 20 --lr 1e-4
+    python -m bench.rollout --max-steps 1    # in one denoise step a block
 
 Each step asks the server for --group answers to each of --questions training questions, and rewards
 an answer that is right with 1. The gradient is that of GRPO with one update for each sample (Z.
@@ -308,7 +308,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--questions", type=int, default=64, help="in each step")
     parser.add_argument("--group", type=int, default=8, help="answers to each question")
     parser.add_argument("--heldout", type=int, default=500, help="questions of an evaluation")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
