@@ -59,7 +59,7 @@ def test_what_is_no_python_is_installed_too() -> None:
     patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["dllm"]
     globbed = {path for pattern in patterns for path in (ROOT / "dllm").glob(pattern)}
     assert set(shipped) == globbed
-    assert {path.suffix for path in shipped} == {".toml", ".jsonl", ".html"}
+    assert {path.suffix for path in shipped} == {".toml", ".json", ".jsonl", ".html"}
 
 
 def test_nothing_that_is_always_installed_brings_vllm_or_a_version_of_what_vllm_pins() -> None:

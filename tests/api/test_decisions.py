@@ -162,8 +162,11 @@ def test_a_checkpoint_that_cannot_be_asked_says_why(monkeypatch, changes, mode, 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", next(iter(FAMILIES))])
 def test_the_route_is_there_for_our_families_alone(architecture, monkeypatch):
     plugin, app = OurRoutes(), FastAPI()
-    engine = SimpleNamespace(model_config=SimpleNamespace(architecture=architecture))
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(architecture=architecture), vllm_config=None
+    )
     plugin.attach_router(app)
+    monkeypatch.setattr(routes, "settings_of", lambda config: None)  # of scores
     app.state.engine_client = engine
     monkeypatch.setattr(route, "why_not", lambda state: "no template")
     monkeypatch.setattr(routes, "_read_no_structural_tags", lambda: None)  # it is for ever
