@@ -29,12 +29,12 @@ class DrafterShape:
     num_layers: Count = 5
     block_size: Annotated[int, Field(ge=2)] = 16
     target_layer_ids: tuple[Id, ...] = ()
-    draft_vocab_size: Count | None = None
     mask_token_id: Id | None = None
     num_heads: Count | None = None
     num_kv_heads: Count | None = None
     head_dim: Count | None = None
     intermediate_size: Count | None = None
+    draft_vocab_size: Count | None = None
 
     def __post_init__(self) -> None:
         layers = list(self.target_layer_ids)
