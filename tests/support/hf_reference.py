@@ -38,7 +38,7 @@ class HFGeneration:
     steps_per_block: list[int]
     canvases: list[list[list[int]]] = field(default_factory=list)  # [block][step]: input canvas
     # [block][step]: [C, V], at the temperature of the step
-    probs: list[list[Tensor]] = field(default_factory=list)
+    probs: list[list[Tensor]] = field(default_factory=list, compare=False)
 
 
 def load_hf(path: str | Path, attention: str = "eager") -> DiffusionGemmaForBlockDiffusion:
