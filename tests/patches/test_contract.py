@@ -321,6 +321,7 @@ ALSO_USED = {
     "UnmaskingModel.forward",
     "UnmaskingModel.load_weights",
     "Visits.execute_model",
+    "Visits.reload_weights",
     "Visits.sample_tokens",
 }
 
