@@ -51,11 +51,16 @@ class Visits:
             ValueError: the folder ``weights_path`` has other tensors than the model
                 (``new_weights``).
         """
-        path = options.get("weights_path")
+        config, path = self.vllm_config.model_config, options.get("weights_path")
+        served = config.model
         if path is not None:
-            refuse_other_checkpoint(path, self.vllm_config.model_config.model)
+            refuse_other_checkpoint(path, served)
         load = partial(super().reload_weights, *args, **options)  # type: ignore[misc]
-        loading(self.model_runner.model, load)
+        try:
+            loading(self.model_runner.model, load)
+        except BaseException:
+            config.model = served  # vLLM names the new folder before it reads it
+            raise
 
     def update_weights(self, update_info: Any) -> None:
         """vLLM's; after an error the server goes on with the weights that it has."""
