@@ -9,6 +9,7 @@ those around a tool call; where a tag does, the token may stand for its name.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import threading
@@ -99,7 +100,7 @@ class Grammars:
 
     Args:
         read_tokens: called once, in the thread that makes the first table.
-        children: that compile; new ones by default.
+        children: that compile; by default those that all tables of these tokens share.
         most_states: of a table.
         check: refuses a grammar before it is compiled, by raising Unsupported.
     """
@@ -176,13 +177,19 @@ class Grammars:
     def _compile(self, spec: Spec, stops: Collection[int]) -> bytes:
         with self._reading:
             tokens = self._tokens = self._tokens or self._read_tokens()
-            children = self._children = self._children or Children(Vocabulary(tokens.words))
+            children = self._children = self._children or _children_of(tuple(tokens.words))
         spoken = ""
         if spec.kind == "structural_tag":
             spoken = "\n".join(_spoken(json.loads(spec.text)))
         unnamed = (token for token, name in tokens.names.items() if name not in spoken)
         limits = {"most_states": self.most_states, "absent": sorted({*stops, *unnamed})}
         return children.table(asdict(spec) | limits)
+
+
+@functools.cache
+def _children_of(words: tuple[bytes, ...]) -> Children:
+    """Of a vocabulary there is one process that forks, of 200 MB, however many engines there are."""
+    return Children(Vocabulary(words))
 
 
 def _spoken(tag: Any, key: str = "") -> Iterator[str]:

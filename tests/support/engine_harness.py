@@ -1,5 +1,6 @@
 """An in-process vLLM engine whose denoise steps can be watched."""
 
+import gc
 import itertools
 import os
 from collections import defaultdict
@@ -61,7 +62,7 @@ class Run:
         return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-# Small, because engines live as long as the test session, and a cache is in memory from the start.
+# Small, because many engines are alive at once, and a cache is in memory from the start.
 KV_CACHE_BYTES = 32 << 20
 # Four requests of some blocks preempt each other, and a step has no room for all of their canvases.
 TIGHT = dict(
@@ -107,6 +108,8 @@ class Engine:
         self._ids = itertools.count()
         _make_group_of_experts()
         self.llm = LLM(str(model), **(defaults | options))
+        # It would end the process groups of all engines when this one is dropped.
+        self.llm.llm_engine.engine_core._finalizer.detach()
 
     @property
     def core(self) -> Any:
@@ -255,19 +258,27 @@ class Engine:
             kind.__call__, kind._denoise = call, denoise
 
 
+MOST_ENGINES = 16  # in memory; each takes 40 MB and more
+
 _engines: dict[str, Engine] = {}
 
 
 def get_engine(model: str | Path, **options: Any) -> Engine:
-    """The engine with these options, started once per test session.
+    """The engine with these options, started once, unless many others were asked for since.
 
-    No engine is shut down before the session ends: engines in one process share vLLM's process
-    groups.
+    None is shut down: engines in one process share vLLM's process groups. The one that was asked
+    for least recently is dropped, and stays alive where a fixture has it.
     """
     key = repr((str(model), sorted(options.items())))
-    if key not in _engines:
-        _engines[key] = Engine(model, **options)
-    return _engines[key]
+    engine = _engines.pop(key, None)
+    if engine is None:
+        if len(_engines) >= MOST_ENGINES:
+            del _engines[next(iter(_engines))]
+            gc.unfreeze()  # vLLM freezes what an engine is made of
+            gc.collect()
+        engine = Engine(model, **options)
+    _engines[key] = engine
+    return engine
 
 
 def blocks_of(steps: Sequence[DenoiseStep]) -> list[int]:
