@@ -188,7 +188,7 @@ class Grammars:
 
 @functools.cache
 def _children_of(words: tuple[bytes, ...]) -> Children:
-    """Of a vocabulary there is one process that forks, of 200 MB, however many engines there are."""
+    """One process that forks, of 200 MB, for all engines of a vocabulary."""
     return Children(Vocabulary(words))
 
 
