@@ -37,14 +37,17 @@ def test_a_new_drafter_is_as_unsure_as_it_should_be(samples, is_tied, norm):
     """With a tied head the mask's own logit would be about 30 and 90."""
     draw = torch.Generator().manual_seed(1)
     embedding, other = torch.randn(2, VOCAB, HIDDEN, generator=draw) * 0.5
+    # Frequent tokens are alike, as in real models, and the mask is not one of them.
+    embedding[: VOCAB // 2] += 1
     weight = None if norm is None else torch.full((HIDDEN,), norm)
     head = embedding if is_tied else other
     ends = TargetEnds(embedding, head, weight, torch.device("cpu"))
     learner = DraftLearner(small_settings(), new_drafter(), ends, samples, samples)
     with torch.no_grad():
         loss = learner.loss(0).item()
-    # Logits that spread by 1 cost half a nat, if they have nothing to do with the labels.
-    assert loss == pytest.approx(math.log(VOCAB) + 0.5, abs=0.5)
+    # Logits with a root mean square of 1 or less cost half a nat at most, if they have nothing to
+    # do with the labels.
+    assert loss == pytest.approx(math.log(VOCAB) + 0.25, abs=0.25)
 
 
 def test_denormal_numbers_are_zero_in_a_step_and_nowhere_else(samples):

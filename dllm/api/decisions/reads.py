@@ -10,6 +10,7 @@ token that ends a reply; with blocks it is masks to the end of the block.
 import hashlib
 import json
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -370,8 +371,4 @@ def _check_length(question: question_types.Question, labels: OptionLabels, width
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    mean = sum(values) / len(values)
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return math.sqrt(variance / len(values))
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0

@@ -51,8 +51,7 @@ class DraftLearner(Learner):
             if network.lm_head is not None:
                 network.choose_tokens(self._frequent(len(network.lm_head.weight)), target.head)
             head = network.head_of(target.head)
-            mask = target.embedding[drafter.read.mask_token_id]
-            network.fit_to_head(head[:: max(1, len(head) // HEAD_ROWS)], target.head_norm, mask)
+            network.fit_to_head(head[:: max(1, len(head) // HEAD_ROWS)], target.head_norm)
         self.model: DraftNetwork = network.to(target.device)
         self.head, self.embedding = target.head.float(), target.embedding.float()
         self.weights = torch.exp(-torch.arange(drafter.block - 1) / self.gamma).to(target.device)

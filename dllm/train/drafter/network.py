@@ -19,7 +19,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from dllm.drafter.checkpoint import DrafterConfig, LayerAttention
 
 INITIAL_STD = 0.02
-GATE = 4.0  # a neuron's gate that is open: every activation in use gives about 4
 NEVER = -100  # the label of a token that cannot be drafted, which cross_entropy leaves out
 ROWS_AT_ONCE = 2048  # whose logits are in memory together
 
@@ -167,28 +166,21 @@ class DraftNetwork(nn.Module):
                 param.copy_(torch.randn(param.shape, generator=generator) * std)
 
     @torch.no_grad()
-    def fit_to_head(self, head: Tensor, head_norm: Tensor | None, mask: Tensor) -> None:
+    def fit_to_head(self, head: Tensor, head_norm: Tensor | None) -> None:
         """Make the first logits small, so that a new drafter is as unsure as it should be.
 
-        Every drafted position begins as the same vector, the mask's embedding. Through a norm and
-        a head that is tied to the embedding it gives the mask itself a logit of 100 and more.
-        So one neuron of the first layer takes that vector out of the residual stream again, and the
-        last norm begins as the target's, times what makes the logits of other vectors spread by 1.
+        The last norm begins as the target's, divided by the largest root mean square that the
+        logits of any normalized vector can have. A smaller divisor would not do: every drafted
+        position begins as the embedding of the mask, and most embeddings have much in common.
 
         Args:
             head: ``[V, H]``, the target's; some of its rows are enough.
             head_norm: ``[H]``, what the target's norm in front of it multiplies by.
-            mask: ``[H]``, the embedding of the mask token.
         """
-        first = self.layers[0]
-        assert isinstance(first, DraftLayer)
-        mask = mask.float()
-        seen = F.normalize(mask, dim=0) * len(mask) ** -0.5  # gives 1 where the mask is normalized
-        first.mlp.gate_proj.weight[0] = GATE * seen
-        first.mlp.up_proj.weight[0] = seen
-        first.mlp.down_proj.weight[:, 0] = -mask / first.mlp.act(mask.new_tensor(GATE))
-        weight = torch.ones_like(mask) if head_norm is None else head_norm.float()
-        spread = (head.float() * weight).norm(dim=1).mean()
+        rows = head.float()
+        weight = rows.new_ones(rows.shape[1]) if head_norm is None else head_norm.float()
+        # A normalized vector has length sqrt(H).
+        spread = torch.linalg.matrix_norm(rows * weight, 2) * (rows.shape[1] / len(rows)) ** 0.5
         self.norm.weight.copy_(weight / spread.clamp(min=1))
 
     def reread(self, config: DrafterConfig) -> None:
