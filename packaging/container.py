@@ -3,6 +3,7 @@
 ``sudo python3 packaging/container.py [--root DIR] [--show DIR ...]`` needs debootstrap. The Debian
 is removed at the end, unless ``--root`` says where it is kept. An instruction means what it does in
 a build; one that is not known here is an error. The server has a network of its own, the loopback.
+Where packages come through a proxy, ``--show /usr/local/share/ca-certificates`` lets it be trusted.
 """
 
 import argparse
@@ -34,7 +35,7 @@ class Root:
     """A Debian in a folder, in which the steps of a build are run.
 
     Args:
-        shown: folders of this machine that are there, too.
+        shown: folders of this machine that are there, too, read-only.
     """
 
     def __init__(self, path: Path, shown: list[str]) -> None:
@@ -77,6 +78,8 @@ class Root:
             target = f"{self.path}{folder}"
             Path(target).mkdir(parents=True, exist_ok=True)
             call("mount", "--rbind", "--make-rslave", folder, target)
+        for folder in self.shown:  # no package that is installed inside changes this machine
+            call("mount", "--options", "remount,bind,ro", f"{self.path}{folder}")
         shutil.copy("/etc/resolv.conf", self.path / "etc/resolv.conf")
 
     def command(self, *words: str) -> list[str]:
@@ -118,7 +121,7 @@ def call(*words: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, help="of the new Debian, which is then kept")
-    parser.add_argument("--show", nargs="*", default=[], help="folders that packages come from")
+    parser.add_argument("--show", nargs="*", default=[], help="folders to read from it")
     given = parser.parse_args()
     path = given.root or Path(tempfile.mkdtemp(prefix="debian-"))
     root = Root(path.absolute(), given.show)
