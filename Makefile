@@ -1,5 +1,5 @@
 # make serve | test | test-all | check | bench | bench-compare | kernels | setup | setup-dev |
-#      setup-quant | setup-dynamo | smollm2 | chromium | lock | clean
+#      setup-quant | setup-dynamo | smollm2 | chromium | lock | release | container | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
@@ -20,6 +20,7 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 QUANT   := .venv-quant
 DYNAMO  := .venv-dynamo
+RELEASE := .venv-release
 # Nothing is compiled to bytecode ahead: that takes longer than all the rest, for files rarely run.
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile \
            $(PIP_ARGS)
@@ -35,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev setup-quant setup-dynamo smollm2 chromium serve test test-all check lint types \
-        bench bench-compare kernels lock clean
+        bench bench-compare kernels lock release container clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -161,7 +162,26 @@ kernels: setup-dev
 lock:
 	$(PYTHON) requirements/lock.py $(ARGS) $(PIP_ARGS)
 
+$(RELEASE)/.locked: requirements/release.txt
+	$(PYTHON) -m venv $(RELEASE)
+	$(subst $(BIN),$(RELEASE)/bin,$(PIP)) -r requirements/release.txt
+	@touch $@
+
+# What is published: an archive of sources, and a wheel built from that; then the wheel as installed.
+release: $(RELEASE)/.locked
+	rm -rf dist *.egg-info
+	$(RELEASE)/bin/python -m build --no-isolation
+	$(RELEASE)/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(RELEASE)/installed
+	$(RELEASE)/installed/bin/python -m pip install --quiet --no-index --no-deps dist/*.whl
+	cd $(RELEASE) && installed/bin/dllm --version
+
+# As root, with debootstrap: runs the steps of Dockerfile.cpu in a new Debian, and asks a question.
+container: $(RELEASE)/.locked
+	$(RELEASE)/bin/hadolint packaging/Dockerfile.*
+	$(PYTHON) packaging/container.py $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(QUANT) $(DYNAMO) build *.egg-info packaging/*/build packaging/*/*.egg-info
+	rm -rf $(VENV) $(QUANT) $(DYNAMO) $(RELEASE) build dist *.egg-info packaging/*/build packaging/*/*.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -49,7 +49,20 @@ def test_the_plugin_is_an_entry_point_of_vllm() -> None:
     assert callable(dllm.register) and callable(dllm.refuse_namesakes)
 
 
-KINDS = (".toml", ".json", ".jsonl", ".html")
+def test_the_changes_begin_with_the_version_that_is_built() -> None:
+    import dllm
+
+    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "dllm.__version__"}
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0] == dllm.__version__
+
+
+def test_the_text_for_a_package_index_has_no_links_into_the_repository() -> None:
+    text = (ROOT / PYPROJECT["project"]["readme"]).read_text()
+    assert len(text) > 500 and not re.findall(r"\]\((?!https?://)", text)
+
+
+KINDS = (".toml", ".json", ".jsonl", ".html", ".typed")
 
 
 def test_what_is_no_python_is_installed_too() -> None:
@@ -59,7 +72,7 @@ def test_what_is_no_python_is_installed_too() -> None:
     patterns = PYPROJECT["tool"]["setuptools"]["package-data"]["dllm"]
     globbed = {path for pattern in patterns for path in (ROOT / "dllm").glob(pattern)}
     assert set(shipped) == globbed
-    assert {path.suffix for path in shipped} == {".toml", ".json", ".jsonl", ".html"}
+    assert {path.suffix for path in shipped} == set(KINDS)
 
 
 def test_nothing_that_is_always_installed_brings_vllm_or_a_version_of_what_vllm_pins() -> None:

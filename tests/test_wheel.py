@@ -17,16 +17,18 @@ from typing import NamedTuple
 
 import pytest
 
+import dllm
 from tests.support.server_harness import Server
 
 pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[1]
 # What pip needs of a checkout. The folders are reached through links of `dllm`.
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "dllm", "attention", "quant")
+SOURCES = ("pyproject.toml", "packaging", "LICENSE", "dllm", "attention", "quant")
 OURS = ("dllm-", "__editable__", "vllm-0")  # beginnings of names
 INSTALLED = ("pip", "install", "--no-deps", "--no-build-isolation", "--no-compile")
-KINDS = {".py", ".toml", ".jsonl", ".html"}
+KINDS = {".py", ".toml", ".jsonl", ".html", ".typed"}
+DISTRIBUTION = f"dllm-{dllm.__version__}.dist-info"
 QUESTION = "Write name, age and city as JSON: Lou is 28 and lives in Baku."
 PLAIN = {"PYTHONPATH": "", "VLLM_PLUGINS": "dllm,dllm_namesakes"}
 
@@ -105,7 +107,7 @@ def environment(installed: Callable[..., Environment], clone: Path) -> Environme
 
 
 def test_only_dllm_appears_with_all_of_its_files(environment: Environment, clone: Path) -> None:
-    assert environment.new == {"dllm", "dllm-0.1.0.dist-info"}
+    assert environment.new == {"dllm", DISTRIBUTION}
     there = environment.packages / "dllm"
     files = {path.relative_to(there) for path in there.rglob("*") if path.is_file()}
     folders = {"dllm": Path(), "attention": Path("attention"), "quant": Path("quant")}
@@ -126,7 +128,7 @@ def test_an_archive_of_sources_installs_the_same(
     digests = [
         {line for line in record.read_text().splitlines() if line.startswith("dllm/")}
         for here in (environment, other)
-        for record in [here.packages / "dllm-0.1.0.dist-info/RECORD"]
+        for record in [here.packages / DISTRIBUTION / "RECORD"]
     ]
     assert digests[0] == digests[1] and len(digests[0]) > 200
 

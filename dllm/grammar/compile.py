@@ -13,11 +13,13 @@ import functools
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
+import prometheus_client
 from cachetools import LRUCache
 
 from dllm.grammar.automaton import TooSlow, Unsupported
@@ -31,6 +33,11 @@ MOST_AT_ONCE = 2  # are compiled; others wait
 MOST_WAITING = 16  # different ones; further ones are refused
 MOST_BYTES = 64 << 20  # of tables and messages of refusals that are kept in memory
 KEY_BYTES = 256  # what a key is counted as
+
+SECONDS = prometheus_client.Summary(
+    "dllm:grammar_compile_seconds",
+    "Time to compile, or refuse, a grammar that is not in memory.",
+)
 
 Kind = Literal["json", "regex", "grammar", "lark", "structural_tag"]
 # Where a structural tag has texts, in either of xgrammar's forms.
@@ -156,6 +163,7 @@ class Grammars:
 
     def _make(self, key: str, spec: Spec, stops: Collection[int]) -> bytes:
         found: bytes | str | None = None
+        start = time.monotonic()
         try:
             check_length(spec.text)
             self._check(spec)
@@ -167,6 +175,7 @@ class Grammars:
             found = str(refusal)
             raise
         finally:
+            SECONDS.observe(time.monotonic() - start)
             with self._lock:
                 if found is not None:
                     with contextlib.suppress(ValueError):  # larger than all that is kept

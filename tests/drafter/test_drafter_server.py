@@ -5,6 +5,7 @@ import urllib.request
 
 import pytest
 
+from tests.support.dashboard import named_by_row, served
 from tests.support.drafter_pairs import write_drafter, write_target
 from tests.support.server_harness import ENVIRONMENT, Server
 
@@ -47,6 +48,7 @@ def test_metrics_of_drafting(tmp_path):
         body["model"] = str(target)
         assert server.post("/v1/completions", body).status == 200
         found = metrics(server)
+        assert named_by_row()["Drafts"] <= served(server.get("/metrics").text)
     passes = found["draft_passes_total"]
     verifying = found['verified_tokens_per_pos_totalposition="0"']
     # At most 19 steps behind the prompt's; those that verify were all drafted for.
