@@ -113,17 +113,6 @@ def test_a_block_that_does_not_fit_into_the_next_visit(engine, checkpoint):
 # --- where generation ends ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("room", [5, CANVAS + 5, 2 * CANVAS + 5, 3 * CANVAS])
-def test_the_last_canvas_is_cut_by_the_model_length(engine, ours, room):
-    """Near the end of the context a canvas waits until none of its request is in flight."""
-    context = prompt(ours.runner.max_model_len - room)
-    expected = engine.quiet_run(context, params(blocks=9))
-    with rows_taken() as taken:
-        assert_same_runs([ours.quiet_run(context, params(blocks=9))], [expected])
-    assert len(expected.tokens) == room
-    assert (taken["block at the head"] > 0) == (room % CANVAS == 5 and room > CANVAS)
-
-
 # --- request options ------------------------------------------------------------------------------
 
 
@@ -137,19 +126,6 @@ def test_a_block_that_is_cut_at_a_bad_word(engine, ours):
     with rows_taken() as taken:
         assert_same_runs([ours.quiet_run(prompt(20), sampling)], [expected])
     assert taken["trimmed commit"], taken
-
-
-def test_logprobs_and_n_samples(engine, ours):
-    sampling = params(blocks=2, logprobs=3, n=3, seed=12, prompt_logprobs=1)
-    seen = []
-    for one in (engine, ours):
-        one.reset_prefix_cache()
-        (output,) = one.outputs([prompt(21)], sampling)
-        assert len(output.prompt_logprobs) == 21
-        rows = [list(o.logprobs) for o in output.outputs] + [output.prompt_logprobs[1:]]
-        seen.append([{t: x.logprob for t, x in row.items()} for part in rows for row in part])
-    for theirs, mine in zip(*seen, strict=True):
-        assert mine == pytest.approx(theirs, abs=2e-3)  # rounding of another batch size
 
 
 @pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])

@@ -8,10 +8,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.unmasking.rule import STRATEGIES
-from tests.engine.test_blocks import MASK, Model, engine, model, prompt  # noqa: F401  fixtures
+from tests.engine.test_blocks import MASK, engine, model, prompt  # noqa: F401  fixtures
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_pins import held
 from tests.support.engine_harness import TIGHT
+from tests.support.engine_models import Model
 
 # What changes tokens, or their order: of each family.
 OF_FAMILY: dict[int, list[dict[str, Any]]] = {
@@ -25,7 +26,7 @@ OF_FAMILY: dict[int, list[dict[str, Any]]] = {
 
 def pins_of(model: Model) -> dict[int, int]:  # noqa: F811
     """In four blocks, at their first and last places and between them."""
-    size = model.block_size
+    size = model.size
     places = (0, 2, size - 1, size, size + 2, 3 * size - 1)
     return {place: 40 + at for at, place in enumerate(places)}
 
@@ -33,7 +34,7 @@ def pins_of(model: Model) -> dict[int, int]:  # noqa: F811
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_held_pins_are_emitted_and_seen_in_every_step(engine, model, temperature):  # noqa: F811
     """Also where the model would never write them, and where editing changes all that it can."""
-    pins, size = pins_of(model), model.block_size
+    pins, size = pins_of(model), model.size
     unlikely = {token: -50.0 for token in pins.values()}
     for extra in [{}, *OF_FAMILY[size]]:
         for tail in (0, 1, size - 1):
@@ -54,12 +55,12 @@ def test_held_pins_are_emitted_and_seen_in_every_step(engine, model, temperature
 
 def test_a_hint_stays_unless_it_is_edited(engine, model):  # noqa: F811
     """And what it is edited to stays as well: no step begins with the hint again."""
-    pins, context = {1: 40, model.block_size + 1: 41}, prompt(model.block_size)
+    pins, context = {1: 40, model.size + 1: 41}, prompt(model.size)
     hint = held(pins) | {"diffusion_pin_mode": "hint"}
     unlikely = {40: -50.0, 41: -50.0}
     (tokens,) = engine.generate([context], model.params(2, logit_bias=unlikely, extra_args=hint))
     assert {place: tokens[place] for place in pins} == pins
-    if model.block_size == 4:  # an SDAR, which does not edit
+    if model.size == 4:  # an SDAR, which does not edit
         return
     extra = hint | {"diffusion_editing": 1, "diffusion_editing_threshold": 0.0}
     edited = model.params(2, logit_bias=unlikely, extra_args=extra)
@@ -72,18 +73,18 @@ def test_a_hint_stays_unless_it_is_edited(engine, model):  # noqa: F811
 
 
 def test_a_canvas_that_is_given_whole_takes_one_step(engine, model):  # noqa: F811
-    context, width = prompt(model.block_size + 1), model.block_size - 1
+    context, width = prompt(model.size + 1), model.size - 1
     given = dict(enumerate(prompt(width, salt=5)))
     with engine.watch() as watched:
         (tokens,) = engine.generate(
-            [context], model.params(width / model.block_size, extra_args=held(given))
+            [context], model.params(width / model.size, extra_args=held(given))
         )
     (steps,) = watched.values()
     assert tokens == list(given.values()) and len(steps) == 1
 
 
 def test_no_end_comes_before_the_last_held_pin(engine, model):  # noqa: F811
-    context, size = prompt(model.block_size + 1), model.block_size
+    context, size = prompt(model.size + 1), model.size
     ends = model.params(3, ignore_eos=False, logit_bias={1: 50.0})
     assert engine.generate([context], ends)[0][0] == 1
     ends.extra_args = ends.extra_args | held({size + 1: 40})
@@ -98,7 +99,7 @@ def test_bad_words_of_another_request_change_nothing(engine, model, mode):  # no
     pinned = model.params(3, allowed_token_ids=[33, 34, 35], temperature=1.0, seed=4)
     pinned.extra_args = pinned.extra_args | extra
     beside = model.params(3, bad_words=["a"])
-    contexts = [prompt(model.block_size + 1), prompt(20)]
+    contexts = [prompt(model.size + 1), prompt(20)]
     (alone,) = engine.generate(contexts[:1], pinned)
     with engine.watch() as watched:
         tokens, _ = engine.generate(contexts, [pinned, beside])
@@ -110,7 +111,7 @@ def test_bad_words_of_another_request_change_nothing(engine, model, mode):  # no
 @pytest.mark.parametrize("mode", ["hold", "hint"])
 def test_the_logprob_of_a_pin_is_the_models_own(engine, model, mode):  # noqa: F811
     """Of a held one in the last step, of a hint in the first; also where a slot is used again."""
-    context, place = prompt(model.block_size), 1
+    context, place = prompt(model.size), 1
     for token in (40, 41):
         extra = held({place: token}, diffusion_threshold=1.0) | {"diffusion_pin_mode": mode}
         sampling = model.params(1, logprobs=2, extra_args=extra)
@@ -128,7 +129,7 @@ def test_held_pins_survive_preemption_in_the_middle_of_a_block(engine, model, mo
     tight = model.engine(**TIGHT | {"num_gpu_blocks_override": 14})
     pins = {place: 40 + place % 7 for place in (3, 17, 60, 63)}
     extra = held(pins, diffusion_threshold=1.0)
-    sampling = model.params(128 / model.block_size, extra_args=extra)
+    sampling = model.params(128 / model.size, extra_args=extra)
     contexts = [prompt(157 + salt, salt=salt) for salt in range(4)]
     expected = [engine.quiet_run(context, sampling).tokens for context in contexts]
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
@@ -137,7 +138,7 @@ def test_held_pins_survive_preemption_in_the_middle_of_a_block(engine, model, mo
     assert preempted, "the cache was large enough for everybody"
     # A canvas that starts again takes more steps than it has tokens.
     counts = [max(Counter(s.canvas_start for s in steps).values()) for steps in watched.values()]
-    assert max(counts) > model.block_size
+    assert max(counts) > model.size
     assert all({place: tokens[place] for place in pins} == pins for tokens in expected)
 
 

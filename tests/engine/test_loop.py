@@ -22,7 +22,7 @@ from dllm.engine.visit import allows_more_passes, num_passes
 from dllm.settings.server import PluginOptions
 from tests.engine.test_engine import page_contents, params, scheduled_spans, scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.engine_harness import RUN_TOLERANCE, TIGHT, Engine, assert_same_runs, get_engine
+from tests.support.engine_harness import RUN_TOLERANCE, Engine, assert_same_runs, get_engine
 
 UNBOUNDED = 10**9
 BOUNDS = (1, 2, 8, UNBOUNDED)
@@ -184,18 +184,6 @@ def test_logprobs_and_n_samples_do_not_depend_on_the_switches(engine):
         )
     assert [token for token, _ in seen[0]] == [token for token, _ in seen[1]]
     assert [value for _, value in seen[0]] == pytest.approx([v for _, v in seen[1]], abs=2e-3)
-
-
-@pytest.mark.parametrize("passes", BOUNDS)
-def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch, passes):
-    tight = get_engine(checkpoint(), **TIGHT)
-    contexts = [prompt(60, salt=salt) for salt in range(4)]
-    expected = [engine.quiet_run(context, params(blocks=5)).tokens for context in contexts]
-    preemptions = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    tight.reset_prefix_cache()
-    with switched(tight, passes):
-        assert tight.generate(contexts, params(blocks=5)) == expected
-    assert preemptions, "the cache was large enough for everybody"
 
 
 def test_a_request_aborted_in_mid_loop_leaves_nothing_behind(engine, monkeypatch):

@@ -1,8 +1,8 @@
 """Nemotron-Labs-Diffusion in vLLM's engine: canvases of masks that start where the prompt ends.
 
-What it shares with DiffusionGemma (causal heads, commits, pins, scheduling) and with the models
-with blocks (how masks are replaced). Numbers are in ``test_nemotron_parity``, grammars in
-``test_block_grammars``.
+What it shares with DiffusionGemma (causal heads, commits, pins) and with the models with blocks
+(how masks are replaced). Schedules are in ``test_scenarios``, numbers in ``test_nemotron_parity``,
+grammars in ``test_family_grammars``.
 """
 
 from pathlib import Path
@@ -13,10 +13,8 @@ from vllm import SamplingParams
 
 from dllm.models.nemotron.reference import load_reference
 from tests.engine.test_blocks import prompt
-from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_grammars import KINDS, params, text_of
-from tests.support.async_engine import get_async_engine
-from tests.support.engine_harness import TIGHT, Engine, assert_same_runs, get_engine
+from tests.support.engine_harness import Engine, get_engine
 from tests.support.family_checkpoints import MASK, NEMOTRON, write
 from tests.support.nemotron_reference import logits_of
 
@@ -42,27 +40,6 @@ def of(blocks: int, **options) -> SamplingParams:
 def several() -> tuple[list[list[int]], list[SamplingParams]]:
     contexts = [prompt(length, salt=length) for length in (3, 32, 61, 150, 160)]
     return contexts, [of(3, seed=at, temperature=float(at % 2)) for at in range(len(contexts))]
-
-
-@pytest.mark.parametrize("mode", ["asynchronous", "separate", "tight"])
-def test_other_schedules_give_the_same_tokens(engine, path, mode, monkeypatch) -> None:
-    expected = engine.generate(*several())
-    if mode == "separate":
-        twin = get_engine(path, additional_config={"dllm": {"commit": "separate"}})
-    elif mode == "asynchronous":
-        twin = get_async_engine(path, max_num_batched_tokens=256)
-    else:
-        twin = get_engine(path, **TIGHT | {"num_gpu_blocks_override": 14})
-        preempted = scheduler_watch(monkeypatch, twin, "_preempt_request")
-    assert twin.generate(*several()) == expected
-    assert mode != "tight" or preempted, "the cache was large enough for everybody"
-
-
-def test_a_conversation_continued_from_cache_equals_a_cold_start(engine: Engine) -> None:
-    (first,) = engine.generate([prompt(70)], of(4))
-    longer = prompt(70) + first + prompt(9, salt=3)
-    (warm,) = engine.runs([longer], of(2))
-    assert_same_runs([warm], [engine.quiet_run(longer, of(2))])
 
 
 def test_every_pin_is_emitted_wherever_the_prompt_ends(engine: Engine) -> None:

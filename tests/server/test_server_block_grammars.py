@@ -1,6 +1,6 @@
 """Structured outputs and tool calls of trained models with blocks, through OpenAI's client.
 
-That every answer is valid, and what is refused: ``tests/engine/test_block_grammars.py``.
+That every answer is valid, and what is refused: ``tests/engine/test_family_grammars.py``.
 """
 
 import json
