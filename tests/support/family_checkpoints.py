@@ -137,6 +137,16 @@ LLADA2 = {
     "pad_token_id": EOS,
     "torch_dtype": "float32",
 }
+# Every architecture with masks.
+FAMILIES = {
+    "sdar": SDAR,
+    "sdar-moe": SDAR_MOE,
+    "a2d-qwen3": A2D_QWEN3,
+    "a2d-qwen2": A2D_QWEN2,
+    "stable-diffcoder": STABLE_DIFFCODER,
+    "llada2": LLADA2,
+    "nemotron": NEMOTRON,
+}
 
 
 def write(path: Path, config: dict[str, Any], seed: int = 0) -> Path:
