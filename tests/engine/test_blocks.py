@@ -79,18 +79,6 @@ def test_worker_and_scheduler_count_the_same_whole_blocks(engine, model, monkeyp
     assert counts and all(count % model.size == 0 for count in counts)
 
 
-def test_the_loop_of_several_passes_changes_nothing(engine, model):
-    params = model.params(blocks=3)
-    for length in (model.size, 2 * model.size + 1):
-        with engine.one_pass_a_visit():
-            expected = engine.quiet_run(prompt(length), params)
-        engine.loop.bound, bound = 60.0, engine.loop.bound
-        try:
-            assert_same_runs([engine.quiet_run(prompt(length), params)], [expected])
-        finally:
-            engine.loop.bound = bound
-
-
 def test_causal_heads_give_other_runs(engine, model, monkeypatch):
     """What happens without the block rule: the tests above and below would notice."""
     expected = engine.quiet_run(prompt(2 * model.size), model.params())

@@ -210,18 +210,6 @@ def test_without_a_seed_every_request_draws_its_own_noise(engine):
 # --- request options -----------------------------------------------------------------------------
 
 
-def test_a_narrower_canvas_beside_full_ones(engine):
-    narrow = params(blocks=2, seed=5, extra_args={"diffusion_canvas_length": 13})
-    requests = [(prompt(30), narrow), (prompt(11), params()), (prompt(90), params(seed=2))]
-    expected = [engine.quiet_run(*request) for request in requests]
-    engine.reset_prefix_cache()
-    with engine.watch() as watched:
-        runs = engine.runs(*zip(*requests, strict=True))
-    assert_same_runs(runs, expected)
-    widths = [{len(step.canvas) for step in steps} for steps in watched.values()]
-    assert sorted(widths, key=min) == [{13}, {CANVAS}, {CANVAS}]
-
-
 def test_greedy_draws_no_gumbel_noise(engine, monkeypatch):
     greedy = params(temperature=0)
     tokens = quiet(engine, prompt(30), greedy)
@@ -231,9 +219,3 @@ def test_greedy_draws_no_gumbel_noise(engine, monkeypatch):
     )
     assert quiet(engine, prompt(30), greedy) == tokens
     assert quiet(engine, prompt(30), params()) != quiet(engine, prompt(30), params())
-
-
-def test_top_k_of_one_samples_what_greedy_samples(engine):
-    assert quiet(engine, prompt(30), params(top_k=1)) == quiet(
-        engine, prompt(30), params(temperature=0)
-    )

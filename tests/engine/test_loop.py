@@ -168,24 +168,6 @@ def test_passes_of_canvases_alone_replay_the_full_graph_of_the_first(engine, mon
     assert graphs.replays == sum(passes) > len(passes)
 
 
-def test_logprobs_and_n_samples_do_not_depend_on_the_switches(engine):
-    sampling = params(blocks=2, logprobs=3, n=3, seed=12)
-    seen = []
-    for passes, first_step in ((1, "separate"), (UNBOUNDED, "overlapped")):
-        engine.reset_prefix_cache()
-        with switched(engine, passes, first_step):
-            (output,) = engine.outputs([prompt(21)], sampling)
-        seen.append(
-            [
-                (token, round(by_token[token].logprob, 3))
-                for completion in output.outputs
-                for token, by_token in zip(completion.token_ids, completion.logprobs, strict=True)
-            ]
-        )
-    assert [token for token, _ in seen[0]] == [token for token, _ in seen[1]]
-    assert [value for _, value in seen[0]] == pytest.approx([v for _, v in seen[1]], abs=2e-3)
-
-
 def test_a_request_aborted_in_mid_loop_leaves_nothing_behind(engine, monkeypatch):
     """vLLM takes aborts after the worker has answered: the visit's output is of a dead request."""
     contexts = [prompt(33), prompt(12)]

@@ -1,10 +1,12 @@
 """Each way to denoise and to schedule: whatever happens, tokens are those of a quiet run.
 
-A quiet run has an engine with an empty cache to itself, which schedules synchronously. It is held
-to Hugging Face in ``test_parity``, and to diffusers and plain loops in ``tests/models``.
+A quiet run has an engine with an empty cache to itself, which schedules synchronously, and in some
+tests takes one pass a visit. It is held to Hugging Face in ``test_parity``, and to diffusers and
+plain loops in ``tests/models``.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +56,11 @@ def test_requests_at_different_points_of_one_batch_do_not_disturb_each_other(qui
     sampling = [
         model.params(1 + at % 3, seed=at, temperature=float(at % 2)) for at in range(len(contexts))
     ]
-    expected = [quiet.quiet_run(*pair) for pair in zip(contexts, sampling, strict=True)]
+    with quiet.one_pass_a_visit():
+        expected = [quiet.quiet_run(*pair) for pair in zip(contexts, sampling, strict=True)]
     ours.reset_prefix_cache()
     assert_same_runs(ours.runs(contexts, sampling), expected)
+    assert_same_runs([quiet.quiet_run(contexts[2], sampling[2])], [expected[2]])
 
 
 def test_the_separate_twins_are_identical_and_take_more_passes(quiet, model, monkeypatch):
@@ -173,9 +177,14 @@ def test_samples_differ_and_follow_from_the_seed_with_their_logprobs(quiet, ours
     scored = {} if model.has_blocks else {"prompt_logprobs": 1}
     params = model.params(2, n=3, seed=12, temperature=1.0, logprobs=3, **scored)
     seen: list[tuple[list[tuple[int, ...]], list[Any]]] = []
-    for engine in (quiet, quiet, ours):
+    for engine, passes in (
+        (quiet, quiet.one_pass_a_visit()),
+        (quiet, nullcontext()),
+        (ours, nullcontext()),
+    ):
         engine.reset_prefix_cache()
-        (output,) = engine.outputs([prompt(model.size + 3)], params)
+        with passes:
+            (output,) = engine.outputs([prompt(model.size + 3)], params)
         rows = [row for one in output.outputs for row in one.logprobs]
         rows += (output.prompt_logprobs or [])[1:]
         scores = [{token: x.logprob for token, x in row.items()} for row in rows]
