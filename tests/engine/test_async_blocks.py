@@ -5,7 +5,8 @@ worker that models pages are in ``test_async_scheduler``.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,8 +64,8 @@ class Mixed(Model):
 
 
 @pytest.fixture(scope="module", params=BLOCKS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mixed:
-    return Mixed(**vars(model_of(request.param, tmp_path_factory.mktemp(request.param))))
+def model(request: pytest.FixtureRequest, family: Callable[[str], Path]) -> Mixed:
+    return Mixed(**vars(model_of(request.param, family(request.param))))
 
 
 @pytest.fixture(scope="module")

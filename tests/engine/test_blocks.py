@@ -6,6 +6,8 @@ a request, ``test_scenarios`` has; the quiet run itself is held to diffusers in
 """
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +31,8 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=BLOCKS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return model_of(request.param, tmp_path_factory.mktemp(request.param))
+def model(request: pytest.FixtureRequest, family: Callable[[str], Path]) -> Model:
+    return model_of(request.param, family(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -63,11 +63,10 @@ BESIDE: list[dict[str, Any]] = [
 def model(
     request: pytest.FixtureRequest,
     checkpoint: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    family: Callable[[str], Path],
 ) -> Model:
-    if request.param == "gemma":
-        return Model(checkpoint(), CANVAS, "gemma")
-    return model_of(request.param, tmp_path_factory.mktemp(request.param))
+    name = request.param
+    return model_of(name, checkpoint() if name == "gemma" else family(name))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ What it shares with DiffusionGemma (causal heads, commits, pins) and with the mo
 grammars in ``test_family_grammars``.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,15 @@ from dllm.models.nemotron.reference import load_reference
 from tests.engine.test_blocks import prompt
 from tests.engine.test_grammars import KINDS, params, text_of
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.family_checkpoints import MASK, NEMOTRON, write
+from tests.support.family_checkpoints import MASK, NEMOTRON
 from tests.support.nemotron_reference import logits_of
 
 LENGTH = NEMOTRON["block_size"]
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("nemotron") / "model", NEMOTRON)
+def path(family: Callable[[str], Path]) -> Path:
+    return family("nemotron")
 
 
 @pytest.fixture(scope="module")

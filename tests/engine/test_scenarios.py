@@ -13,23 +13,22 @@ from typing import Any
 import pytest
 
 from tests.engine.test_engine import scheduler_watch
-from tests.engine.test_parity import CANVAS, prompt
+from tests.engine.test_parity import prompt
 from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import TIGHT, Engine, assert_same_runs, blocks_of
-from tests.support.engine_models import CONFIGS, Model, model_of
+from tests.support.engine_models import SIZES, Model, model_of
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["gemma", *CONFIGS])
+@pytest.fixture(scope="module", params=[*SIZES])
 def model(
     request: pytest.FixtureRequest,
     checkpoint: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    family: Callable[[str], Path],
 ) -> Model:
-    if request.param == "gemma":
-        return Model(checkpoint(), CANVAS, "gemma")
-    return model_of(request.param, tmp_path_factory.mktemp(request.param))
+    name = request.param
+    return model_of(name, checkpoint() if name == "gemma" else family(name))
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ The loop computes the whole sequence in every step, under a 4-D mask. Positions 
 at which the scaling of queries and YaRN begin.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,15 @@ from dllm.models.nemotron.reference import load_reference
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks
 from tests.engine.test_engine import scheduler_watch
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.family_checkpoints import MASK, NEMOTRON, write
+from tests.support.family_checkpoints import MASK
 from tests.support.nemotron_reference import logits_of
 
 LENGTH, THRESHOLD = 32, 0.9
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("nemotron") / "model", NEMOTRON)
+def path(family: Callable[[str], Path]) -> Path:
+    return family("nemotron")
 
 
 @pytest.fixture(scope="module")

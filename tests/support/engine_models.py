@@ -8,11 +8,9 @@ from vllm import SamplingParams
 
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.family_checkpoints import LLADA2, NEMOTRON, SDAR, write
 
-# SDAR has blocks of 4 tokens, LLaDA2 of 32. Canvases of Nemotron start where the prompt ends, as
-# those of DiffusionGemma do.
-CONFIGS = {"sdar": SDAR, "llada2": LLADA2, "nemotron": NEMOTRON}
+# Tokens of a canvas. Those of Nemotron start where the prompt ends, as DiffusionGemma's do.
+SIZES = {"gemma": 32, "sdar": 4, "llada2": 32, "nemotron": 32}
 BLOCKS = ("sdar", "llada2")
 
 
@@ -43,6 +41,6 @@ class Model:
         return SamplingParams(max_tokens=int(blocks * self.size), **(given | options))
 
 
-def model_of(name: str, folder: Path) -> Model:
-    """A random checkpoint of a family with masks."""
-    return Model(write(folder / "model", CONFIGS[name]), CONFIGS[name]["block_size"], name)
+def model_of(name: str, path: Path) -> Model:
+    """The model at ``path``, which ``checkpoint()`` or ``family(name)`` has written."""
+    return Model(path, SIZES[name], name)
