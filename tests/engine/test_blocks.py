@@ -81,15 +81,6 @@ def test_worker_and_scheduler_count_the_same_whole_blocks(engine, model, monkeyp
     assert counts and all(count % model.size == 0 for count in counts)
 
 
-def test_causal_heads_give_other_runs(engine, model, monkeypatch):
-    """What happens without the block rule: the tests above and below would notice."""
-    expected = engine.quiet_run(prompt(2 * model.size), model.params())
-    for group in (group for groups in engine.runner.attn_groups for group in groups):
-        monkeypatch.setattr(group.get_metadata_builder(0), "blocks", 1)
-    broken = engine.quiet_run(prompt(2 * model.size), model.params())
-    assert broken.difference(expected) > 100 * RUN_TOLERANCE
-
-
 # --- key-value cache -----------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from dllm.engine.scheduler import CanvasScheduler
-from dllm.engine.spans import Spans
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import (
@@ -93,20 +92,6 @@ def test_without_the_kv_rollback_runs_differ(engine, checkpoint, monkeypatch):
     # The worker denoises at positions that the scheduler does not mean.
     (run,) = broken.runs([prompt(70)], params())
     assert run.difference(expected) > 100 * RUN_TOLERANCE
-
-
-def test_without_the_causal_head_runs_differ(engine, checkpoint, monkeypatch):
-    expected = engine.quiet_run(prompt(70), params())
-    of_schedule = Spans.of_schedule.__func__
-
-    def all_canvas(cls, query_lens, num_draft_tokens):
-        spans = of_schedule(cls, query_lens, num_draft_tokens)
-        fused = spans.canvas_widths > 0
-        return cls(spans.head_lens * ~fused, spans.canvas_widths + spans.head_lens * fused)
-
-    monkeypatch.setattr(Spans, "of_schedule", classmethod(all_canvas))
-    broken = get_engine(checkpoint(), max_num_batched_tokens=254)
-    assert broken.quiet_run(prompt(70), params()).difference(expected) > 100 * RUN_TOLERANCE
 
 
 # --- key-value cache -----------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from dllm.engine.loop import DenoiseLoop
-from dllm.engine.scheduler import CanvasScheduler
 from dllm.engine.visit import allows_more_passes, num_passes
 from dllm.settings.server import PluginOptions
 from tests.engine.test_engine import page_contents, params, scheduled_spans, scheduler_watch
@@ -492,30 +491,6 @@ def test_a_loop_that_ignores_convergence_is_noticed(engine, monkeypatch):
     )
     with switched(engine, 3):
         assert engine.quiet_run(prompt(20), slow).difference(expected) > 100 * RUN_TOLERANCE
-
-
-def test_a_first_canvas_that_is_drawn_elsewhere_is_noticed(engine, expected, monkeypatch):
-    sampler = engine.runner.sampler
-    drawn = sampler._fresh_canvas
-    monkeypatch.setattr(sampler, "_fresh_canvas", lambda seeds, starts: drawn(seeds, starts + 1))
-    assert engine.quiet_run(*REQUESTS[0]).difference(expected[0]) > 100 * RUN_TOLERANCE
-
-
-def test_a_scheduler_that_does_not_count_the_canvas_is_noticed(engine, checkpoint, monkeypatch):
-    """The worker's KV position then differs from the scheduler's."""
-    expected = engine.quiet_run(prompt(70), params())
-    broken = get_engine(checkpoint(), max_num_batched_tokens=253)  # an engine to ruin
-    give = CanvasScheduler._give_canvases_to_new_requests
-
-    def uncounted(self: Any, output: Any) -> None:
-        before = {r.request_id: r.num_computed_tokens for r in self.running}
-        give(self, output)
-        for request in self.running:
-            request.num_computed_tokens = before[request.request_id]
-
-    monkeypatch.setattr(CanvasScheduler, "_give_canvases_to_new_requests", uncounted)
-    (run,) = broken.runs([prompt(70)], params())
-    assert run.difference(expected) > 100 * RUN_TOLERANCE
 
 
 # --- options -------------------------------------------------------------------------------------
