@@ -91,9 +91,15 @@ def expected(engine: Engine) -> list[Any]:
         return [engine.quiet_run(*request) for request in REQUESTS]
 
 
-@pytest.mark.parametrize("commit", ["overlapped", "separate"])
-@pytest.mark.parametrize("first_step", ["overlapped", "separate"])
-@pytest.mark.parametrize("passes", BOUNDS)
+@pytest.mark.parametrize(
+    ("passes", "first_step", "commit"),
+    [
+        *((passes, "overlapped", "overlapped") for passes in BOUNDS),
+        (UNBOUNDED, "separate", "overlapped"),
+        (UNBOUNDED, "overlapped", "separate"),
+        (2, "separate", "separate"),
+    ],
+)
 def test_tokens_and_logits_do_not_depend_on_the_switches(
     engine, expected, passes, first_step, commit
 ):
