@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.engine import pending
 from tests.engine.test_blocks import prompt
@@ -21,10 +20,8 @@ from tests.support.engine_harness import (
     Engine,
     Run,
     assert_same_runs,
-    blocks_of,
 )
 from tests.support.engine_models import BLOCKS, Model, model_of
-from tests.support.grammar_paths import as_on_a_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -96,20 +93,6 @@ def test_tokens_and_logits_are_those_of_the_twin_behind_every_tail(model, twin, 
     assert taken["plain commit"] > taken["commit with its tail"]
 
 
-def test_a_block_takes_a_pass_more_than_its_denoise_steps(model, twin, ours):
-    # The answer ends with a block: vLLM schedules nothing for a single token that is left.
-    context, params = prompt(model.size + 1), model.params(3 - 1 / model.size)
-    steps = []
-    for engine in (twin, ours):
-        engine.reset_prefix_cache()
-        with engine.watch() as watched, rows_taken(model.size) as taken:
-            engine.generate([context], params)
-        steps += [blocks_of(of_request) for of_request in watched.values()]
-    assert steps[0] == steps[1]
-    assert taken["canvas"] == sum(steps[1]) and taken["plain commit"] == len(steps[1])
-    assert not taken["block at the head"] and not taken["block alone"]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_random_arrivals_and_aborts_in_small_budgets(model, seed):
     """Few pages, a budget for two blocks, and a context that ends within a block."""
@@ -173,22 +156,6 @@ def test_a_block_that_is_cut_at_a_bad_word(model, twin, ours):
 
 
 # --- request options ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
-def test_structured_outputs(model, twin, ours, monkeypatch, is_on_device):
-    """Beside a request without; with the search of a CPU in the place of a GPU's kernels."""
-    requests = model.requests([11, 30, model.size, 17, 3])
-    regexes = ["([a-f]{3}-){2,30}[0-9]{2}", "[0-9]{70}"] * 2
-    for regex, (_, params) in zip(regexes, requests, strict=False):
-        params.structured_outputs = StructuredOutputsParams(regex=regex)
-        params.max_tokens, params.ignore_eos = 128, False
-    expected = twin.generate(*zip(*requests, strict=True))
-    if is_on_device:
-        as_on_a_gpu(ours, monkeypatch)
-    with rows_taken(model.size) as taken:
-        assert ours.generate(*zip(*requests, strict=True)) == expected
-    assert taken["commit with its tail"] and taken["mixed batch"]
 
 
 # --- these tests can fail -------------------------------------------------------------------------

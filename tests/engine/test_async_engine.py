@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 
@@ -23,7 +22,6 @@ from tests.engine.test_loop import REQUESTS, params, switched
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine, rows_taken
 from tests.support.engine_harness import RUN_TOLERANCE, Engine, Run, assert_same_runs
-from tests.support.grammar_paths import as_on_a_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -49,16 +47,6 @@ def test_tokens_and_logits_are_those_of_the_synchronous_twin(engine, ours):
     with rows_taken() as together:
         assert_same_runs(ours.runs(*zip(*REQUESTS, strict=True)), expected)
     assert alone["plain commit"] and together["plain commit"] and together["mixed batch"]
-
-
-def test_a_block_takes_a_pass_more_than_its_denoise_steps(ours):
-    with ours.watch() as watched, rows_taken() as taken:
-        ours.generate([prompt(20)], params(blocks=3))
-    (steps,) = watched.values()
-    emitting = [step for step in steps if step.num_emitted]
-    # Also behind the last block: its visit was on its way before anybody knew that it was the last.
-    assert len(emitting) == 3 and taken["plain commit"] == 3
-    assert taken["canvas"] == len(steps)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
@@ -125,24 +113,6 @@ def test_a_block_that_is_cut_at_a_bad_word(engine, ours):
     with rows_taken() as taken:
         assert_same_runs([ours.quiet_run(prompt(20), sampling)], [expected])
     assert taken["trimmed commit"], taken
-
-
-@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("regex", ["([a-f]{3}-){2,30}[0-9]{2}", "[0-9]{70}"])
-def test_structured_outputs(engine, ours, monkeypatch, regex, is_on_device):
-    """No visit waits for the tokens in front of it: the worker makes the masks."""
-    sampling = SamplingParams(
-        max_tokens=4 * CANVAS, seed=2, structured_outputs=StructuredOutputsParams(regex=regex)
-    )
-    plain = params(blocks=2, seed=5)
-    expected = engine.generate([prompt(11), prompt(30)], [sampling, plain])
-    if is_on_device:
-        as_on_a_gpu(ours, monkeypatch)
-    schedules = scheduler_watch(monkeypatch, ours, "schedule")
-    with rows_taken() as taken:
-        assert ours.generate([prompt(11), prompt(30)], [sampling, plain]) == expected
-    assert not any(output.pending_structured_output_tokens for _, output in schedules)
-    assert taken["plain commit"] and taken["mixed batch"]
 
 
 def test_frames_of_watched_canvases(engine, ours, monkeypatch):

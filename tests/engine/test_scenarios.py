@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.sampling_params import StructuredOutputsParams
 
 from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import prompt
 from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import TIGHT, Engine, assert_same_runs, blocks_of
 from tests.support.engine_models import SIZES, Model, model_of
+from tests.support.grammar_paths import as_on_a_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +125,43 @@ def test_a_conversation_continued_from_cache_equals_a_cold_start(quiet, ours, mo
     assert_same_runs(continued, [quiet.quiet_run(follow_up, model.params())])
 
 
+def test_asynchronously_a_block_takes_a_pass_more_than_its_denoise_steps(quiet, model):
+    """Also behind the last one: its visit was on its way before anybody knew of the end."""
+    # With blocks the answer ends with one: vLLM schedules nothing for a single token that is left.
+    blocks = 3 - model.has_blocks / model.size
+    steps = []
+    for engine in (quiet, model.engine(True)):
+        engine.reset_prefix_cache()
+        with engine.watch() as watched, rows_taken(model.size if model.has_blocks else 1) as taken:
+            engine.generate([prompt(model.size + 1)], model.params(blocks))
+        steps += [blocks_of(of_request) for of_request in watched.values()]
+    assert steps[0] == steps[1]
+    assert taken["canvas"] == sum(steps[1]) and taken["plain commit"] == len(steps[1])
+    assert not taken["block at the head"] and not taken["block alone"]
+
+
+@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
+def test_asynchronously_no_visit_waits_for_the_tokens_of_a_grammar(
+    quiet, model, monkeypatch, is_on_device
+):
+    """The worker makes the masks; on a device with the search of a CPU in place of its kernels."""
+    ours = model.engine(True)
+    contexts = [prompt(length) for length in (11, 30, model.size, 17, 3)]
+    asked = [model.params(2, seed=at, temperature=float(at % 3 > 0)) for at in range(5)]
+    for regex, params in zip(["([a-f]{3}-){2,30}[0-9]{2}", "[0-9]{70}"] * 2, asked, strict=False):
+        params.structured_outputs = StructuredOutputsParams(regex=regex)
+        params.max_tokens, params.ignore_eos = 128, False
+    expected = quiet.generate(contexts, asked)
+    if is_on_device:
+        as_on_a_gpu(ours, monkeypatch)
+    schedules = scheduler_watch(monkeypatch, ours, "schedule")
+    with rows_taken(model.size if model.has_blocks else 1) as taken:
+        assert ours.generate(contexts, asked) == expected
+    assert not any(output.pending_structured_output_tokens for _, output in schedules)
+    assert taken["commit with its tail" if model.has_blocks else "plain commit"]
+    assert taken["mixed batch"]
+
+
 # --- where generation ends -----------------------------------------------------------------------
 
 
@@ -194,6 +233,16 @@ def test_samples_differ_and_follow_from_the_seed_with_their_logprobs(quiet, ours
         assert again == texts
         for mine, theirs in zip(scores, expected, strict=True):
             assert mine == pytest.approx(theirs, abs=2e-3)  # rounding of another batch size
+
+
+def test_a_canvas_is_as_wide_as_a_request_asks(ours, model):
+    if model.has_blocks:  # where no request may ask: test_blocks
+        return
+    asked = model.params(1, extra_args={"diffusion_canvas_length": 5})
+    with ours.watch() as watched:
+        ours.generate([prompt(40), prompt(41)], [asked, model.params(1)])
+    widths = [{len(step.canvas) for step in steps} for steps in watched.values()]
+    assert widths == [{5}, {model.size}]
 
 
 def test_a_request_can_cap_its_denoise_steps(ours, model):

@@ -157,3 +157,17 @@ def test_the_reference_of_quantization_and_evaluation_is_this_loop(
         expected = generate(model, prompt, THRESHOLD)
         stop = next((i for i, token in enumerate(expected) if token in rule.stop_ids), 2 * LENGTH)
         assert answer[: stop + 1] == expected[: stop + 1]
+
+
+def test_logprobs_of_a_prompt_are_those_token_by_token(engine, model) -> None:
+    ids = prompts()[-1]
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    (output,) = engine.outputs([ids], sampling)
+    logits = logits_of(model, ids, len(ids))
+    logits[:, MASK] = -torch.inf  # a mask is never an answer
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    found = [
+        given[token].logprob
+        for given, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+    ]
+    assert found == pytest.approx(expected.tolist(), abs=1e-4)
