@@ -74,9 +74,6 @@ def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
     assert "**adaptive denoise steps, questions (rounds: 1)**" in section
 
 
-# --- sections of one step ------------------------------------------------------------------------
-
-
 # --- README's table: ours divided by the other's, round by round ---------------------------------
 
 

@@ -155,9 +155,6 @@ def test_a_block_that_is_cut_at_a_bad_word(model, twin, ours):
     assert taken["trimmed commit"], taken
 
 
-# --- request options ------------------------------------------------------------------------------
-
-
 # --- these tests can fail -------------------------------------------------------------------------
 
 

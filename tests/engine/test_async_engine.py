@@ -97,9 +97,6 @@ def test_a_block_that_does_not_fit_into_the_next_visit(engine, checkpoint):
     assert taken["plain commit"] and taken["block at the head"] and taken["block alone"], taken
 
 
-# --- where generation ends ------------------------------------------------------------------------
-
-
 # --- request options ------------------------------------------------------------------------------
 
 

@@ -159,9 +159,6 @@ def test_a_canvas_that_waits_for_room_goes_on_where_it_was(engine, model):
     assert waited
 
 
-# --- where generation ends -----------------------------------------------------------------------
-
-
 # --- request options -----------------------------------------------------------------------------
 
 

@@ -193,6 +193,3 @@ def test_a_temperature_near_zero_loses_no_digits():
     scores[4] = gap / blocks.temperature[0].double()
     expected = scores.log_softmax(-1)[4]
     assert blocks.of(1, 0, 0, 0).logprobs[0, 0].item() == pytest.approx(float(expected), abs=1e-5)
-
-
-# --- prompts -------------------------------------------------------------------------------------

@@ -373,6 +373,3 @@ def test_compiled_step_equals_eager() -> None:
             ours = compiled(state, inputs, widths, limits)
             eager = take_step(state, inputs, widths, limits)
             assert all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))
-
-
-# --- a whole generation --------------------------------------------------------------------------

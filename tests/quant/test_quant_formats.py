@@ -145,6 +145,3 @@ def test_other_schemes_are_refused_with_what_is_supported(config, message):
         parse_plan(config)
     if config.get("config_groups"):
         assert all(name in str(refusal.value) for name in BY_NAME)
-
-
-# --- what computes, in words ---------------------------------------------------------------------
