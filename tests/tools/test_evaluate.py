@@ -24,7 +24,7 @@ from dllm.tasks.tool_tokenizer import encode_chat, train_tool_tokenizer
 from dllm.tools import evaluate
 from dllm.tools.eval_reference import open_reference
 from dllm.tools.eval_report import Answer, wilson_interval
-from dllm.tools.eval_server import denoise_counts
+from dllm.tools.eval_server import PASSES, counter, denoise_counts
 from dllm.tools.evaluate import chosen_families
 from tests.support.chat_stub import Stub, serve
 from tests.support.family_checkpoints import LLADA2, NEMOTRON, SDAR, write
@@ -61,6 +61,13 @@ def right_but_every(nth: int, families: list[str], num: int):
 )
 def test_the_wilson_interval(right: int, asked: int, low: float, high: float) -> None:
     assert wilson_interval(right, asked) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_counters_are_summed_over_labels_and_found_by_their_whole_name() -> None:
+    text = f'{PASSES}{{engine="0"}} 3.0\n{PASSES}{{engine="1"}} 4.0\n{PASSES}_x{{}} 9.0\n'
+    assert counter(text, PASSES) == 7
+    assert counter("", PASSES) == 0
+    assert counter(f'{PASSES}{{model_name="my models/a b"}} 5.0\n', PASSES) == 5
 
 
 def test_blocks_are_output_tokens_in_canvas_widths_rounded_up() -> None:
