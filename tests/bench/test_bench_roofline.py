@@ -9,7 +9,6 @@ from bench.context import read_csv
 from bench.kernels import CANVAS, FULL, SLIDING
 from bench.roofline import CANVAS_LENGTH, H200, Pass, Work, released_config
 
-ROOT = Path(__file__).parents[2]
 TEXT = released_config()["text_config"]
 ONE = Pass("fp8", batch=1, context=1024, canvas=256)
 
