@@ -1,5 +1,6 @@
 """Shared fixtures: checkpoints written once, engines started once."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from hypothesis import HealthCheck, settings
 from safetensors.torch import load_file, save_file
 
 from dllm.models.gemma.tiny import tiny_config, write_checkpoint
+from tests.support.family_checkpoints import FAMILIES
+from tests.support.family_checkpoints import write as write_family
 from tests.support.workers import (  # noqa: F401  hooks of pytest
     pytest_collection_modifyitems,
     pytest_xdist_make_scheduler,
@@ -63,6 +66,20 @@ def _steady(path: Path) -> Path:
     weights["model.decoder.self_conditioning.down_proj.weight"] *= 0.1
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     return path
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes a random checkpoint of a family with masks, once: ``family("sdar")``.
+
+    Tests of one process share it, and so the engines that ``get_engine`` starts of it.
+    """
+
+    @functools.cache
+    def write(name: str) -> Path:
+        return write_family(tmp_path_factory.mktemp(name) / "model", FAMILIES[name])
+
+    return write
 
 
 @pytest.fixture(scope="session")

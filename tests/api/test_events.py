@@ -68,20 +68,10 @@ def test_a_canvas_event_reads_as_empty_to_others(is_chat):
     }
 
 
-def test_a_final_canvas_holds_what_is_emitted():
-    (choice,) = body(CanvasWriter(stream()).frame(0, frame([0, 9], is_final=True)))["choices"]
-    assert choice["canvas"]["ids"] == [0, 9] and choice["canvas"]["tokens"] == ["a", "<end>"]
-
-
 def test_entropies_are_rounded_and_never_infinite():
     entropy = [0.0004, 0.0006, np.inf, np.nan]
     (choice,) = body(CanvasWriter(stream()).frame(0, frame([0] * 4, entropy=entropy)))["choices"]
     assert choice["canvas"]["entropy"] == [0, 1, MAX_ENTROPY, MAX_ENTROPY]
-
-
-def test_vllms_lines_stay_as_they_are_beside_canvases():
-    line = own("x")
-    assert CanvasWriter(stream()).own(line) is line
 
 
 def test_a_client_that_replaces_content_always_shows_the_whole_text():
@@ -116,10 +106,3 @@ def test_the_choices_of_a_replacing_stream_are_kept_apart():
         line = writer.own(f"data: {json.dumps({'choices': [{'index': index, 'text': text}]})}\n\n")
     assert body(line)["choices"][0]["text"] == "ac"
     assert body(writer.frame(1, frame([2, 9])))["choices"][0]["text"] == "bc"
-
-
-def test_lines_without_choices_stay_as_they_are():
-    writer = TextWriter(stream())
-    assert writer.own("data: [DONE]\n\n") == "data: [DONE]\n\n"
-    usage = body(writer.own('data: {"choices":[],"usage":{"total_tokens":5}}\n\n'))
-    assert usage == {"choices": [], "usage": {"total_tokens": 5}}

@@ -172,18 +172,6 @@ def test_each_api_server_gets_the_frames_of_its_requests_and_aborted_ones_have_n
     }
 
 
-def test_the_causal_pass_of_a_block_is_no_frame():
-    step = StepFrames(["a", "b"], ["pass"] * 2, np.stack([packed(width=0), packed()]))
-    outputs = mailed(step, of=requests("a", "b"))
-    assert [output.request_id for output in outputs[0].outputs] == ["b"]
-
-
-def test_where_nobody_watches_there_is_nothing():
-    assert mailed(of={}) == {}
-    assert not has_frames([])
-    assert not has_frames([EngineCoreOutput(request_id="a", new_token_ids=[1])])
-
-
 def test_frames_of_an_ended_stream_are_dropped():
     several = watchers("a")
     feed = several.open(30, True)

@@ -148,8 +148,3 @@ def test_the_plugin_of_a_worktree_is_the_one_imported(repository: Path, tmp_path
     imported = pytest.raises(RuntimeError, match="the plugin comes from")
     with imported, compare.worktree(repository, nothing, tmp_path / "none"):
         pass
-
-
-def test_an_unknown_commit_is_said(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compare.main(["no-such", "--repository", str(repository), *SMALL]) == 2
-    assert "no-such" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """bench/gpu.py without a GPU: what is run, what is not and why, and how a part is ended."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,14 +36,6 @@ def test_without_a_gpu_it_says_what_was_not_run(
     outcome = {row["part"]: row["outcome"] for row in read_csv(tmp_path / "gpu_parts.csv")}
     assert outcome.pop("roofline") == "ran bench.roofline"
     assert set(outcome.values()) == {"NOT RUN: no GPU"} and len(outcome) == len(PARTS) - 1
-
-
-def test_a_call_is_a_selection_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_has_gpu", lambda: True)
-    monkeypatch.setattr(gpu, "run", say_that_it_ran)
-    monkeypatch.setattr(gpu, "write_without_weights", lambda *_, **__: None)
-    gpu.main(["--call", "1", "--parts", "start", "parity", "kernels", "--out", str(tmp_path)])
-    assert [row["part"] for row in read_csv(tmp_path / "gpu_parts.csv")] == ["start", "parity"]
 
 
 STARTS_A_SERVER = """
@@ -99,17 +90,6 @@ def test_a_failure_is_the_exit_code_and_ends_nothing(
     assert first["outcome"].startswith("FAILED, exit code 2")
     assert second["outcome"].startswith("ran,")
     assert (tmp_path / "roofline" / "roofline.csv").exists()
-
-
-def test_the_released_shape_is_written_without_weights(tmp_path: Path) -> None:
-    for is_fp8 in (False, True):
-        path = tmp_path / str(is_fp8)
-        write_without_weights(path, released_config(), is_fp8=is_fp8)
-        written = json.loads((path / "config.json").read_text())
-        assert written["text_config"] == released_config()["text_config"]
-        assert ("quantization_config" in written) is is_fp8
-        assert not list(path.glob("*.safetensors"))
-        assert (path / "generation_config.json").exists() and (path / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("is_toy", [False, True], ids=["real", "toy"])

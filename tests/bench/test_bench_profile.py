@@ -72,24 +72,6 @@ def test_the_parts_of_a_step_add_up_to_its_wall_time(monkeypatch: pytest.MonkeyP
     assert last.wall_ms == 8  # nobody says when the client comes back
 
 
-def test_a_function_that_fails_ends_its_part() -> None:
-    def fail() -> None:
-        raise RuntimeError("no memory")
-
-    model = SimpleNamespace(forward=fail, schedule=lambda: None)
-    recorder = Recorder()
-    with recorder.watching([(model, "forward", FORWARD)]):
-        with pytest.raises(RuntimeError, match="no memory"):
-            model.forward()
-        assert recorder._open == [IDLE]
-    assert model.forward is fail
-
-
-@pytest.mark.parametrize("rows", [(0, 64), (32, 64), (0, 0)])
-def test_heads_and_prompts_are_no_denoise_steps(rows: tuple[int, int]) -> None:
-    assert not Step({}, 1, *rows).is_denoise_only
-
-
 @pytest.mark.parametrize(
     ("wall_ms", "canvas_rows", "message"),
     [
@@ -126,14 +108,6 @@ ROOT = Path(__file__).parents[2]
 SMALL = ("--model", str(ROOT / "checkpoints/tiny-random"), "--concurrency", "2")
 SMALL += ("--rounds", "1", "--blocks", "2", "--coverage", "0")
 SMALL += ("--llm", '{"enforce_eager": true}')
-
-
-def test_a_block_takes_a_pass_more_where_its_kv_is_written_apart() -> None:
-    """The numbers that were seen are in ``test_engines_with_asynchronous_scheduling``."""
-    assert profile_step.passes_of(OURS, 16, is_async=False) == (16, 0)
-    assert profile_step.passes_of(OURS, 16, is_async=True) == (17, 0)
-    assert profile_step.passes_of(BUILTIN, 16, is_async=False) == (17, 0)
-    assert profile_step.passes_of(BUILTIN, 16, is_async=True) == (17, 1)
 
 
 @pytest.mark.nightly

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from bench import readme, roofline, tables
-from bench.context import ROOT, provenance, publish, read_csv, write_csv
-from bench.profile_step import ENGINE, FORWARD, step_time
+from bench import readme, tables
+from bench.context import ROOT, write_csv
 from bench.runs import FIGURES
 from bench.serve import BUILTIN, OURS, PIPELINE
 
@@ -47,12 +46,6 @@ def test_every_section_stands_somewhere() -> None:
     assert {name for _, name, _ in readme.MARKED.findall(text)} == set(readme.SECTIONS)
 
 
-def test_links_lead_from_the_page_to_the_results(results: Path) -> None:
-    marks = "<!-- bench:serving -->\n<!-- /bench -->"
-    assert "](bench/results/serve_compiled.csv)" in readme.document(marks, results)
-    assert "](../bench/results/serve_compiled.csv)" in readme.document(marks, results, "../")
-
-
 def test_a_typed_figure_is_found_and_rewritten(results: Path, tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("above\n<!-- bench:serving -->\n300 tokens/s\n<!-- /bench -->\nbelow\n")
@@ -79,64 +72,6 @@ def test_serving_shows_medians_ratios_and_right_answers(results: Path) -> None:
     )
     assert "commit abc1234, a machine" in section
     assert "**adaptive denoise steps, questions (rounds: 1)**" in section
-
-
-def test_a_run_without_speed_is_named(results: Path) -> None:
-    wrong = THEIRS | {"tokens_per_s": None, "problem": "5 of 40 answers are right"}
-    write_csv(results / "serve_compiled.csv", [RUN, wrong])
-    section = tables.serving(results)
-    assert "* built-in: 5 of 40 answers are right" in section
-    assert re.search(r"\| built-in \| - \| .*\| - \|$", section, re.MULTILINE)
-
-
-def test_an_unknown_mark_is_refused(results: Path) -> None:
-    with pytest.raises(ValueError, match="bench:speed: no such section"):
-        readme.document("<!-- bench:speed -->\n<!-- /bench -->", results)
-
-
-def test_csv_files_say_where_they_come_from(tmp_path: Path) -> None:
-    publish(tmp_path / "a" / "x.csv", [{"value": 1 / 3, "nothing": None}])
-    (row,) = read_csv(tmp_path / "a" / "x.csv")
-    assert (row["value"], row["nothing"]) == ("0.333333", "")
-    assert row == {"value": "0.333333", "nothing": ""} | provenance()
-    assert read_csv(tmp_path / "none.csv") == []
-
-
-# --- sections of one step ------------------------------------------------------------------------
-
-
-def test_step_time_has_the_shares_of_a_step(tmp_path: Path) -> None:
-    rows = [
-        {"server": server, "concurrency": 2, "step_ms": 10.0, "group": part, "share": share} | ABOUT
-        for server in (OURS, BUILTIN)
-        for part, share in ((ENGINE, 0.4), (FORWARD, 0.5), (FORWARD, 0.1))
-    ]
-    write_csv(tmp_path / "profile_cpu.csv", rows)
-    text = step_time(tmp_path / "profile_cpu.csv")
-    for server in (OURS, BUILTIN):
-        assert f"| {server} | 2 | 10.00 | 40% | 60% | 0% | 0% | 0% |" in text
-
-
-def test_blocks_have_a_line_for_each_size_and_load(tmp_path: Path) -> None:
-    speeds = {"ours": (300.0, 600.0), "ours --x": (200.0, 300.0), "diffusers": (100.0, 100.0)}
-    rows = [
-        {"contestant": name, "canvas_length": 32, "concurrency": 1, "pair": pair}
-        | {"tokens_per_s": speed}
-        | ABOUT
-        for name, both in speeds.items()
-        for pair, speed in enumerate(both)
-    ]
-    rows.append(rows[0] | {"canvas_length": 4, "concurrency": 8, "tokens_per_s": 900.0})
-    write_csv(tmp_path / "families.csv", rows)
-    text = tables.families(tmp_path)
-    assert "| B = 32, 1 at once | 450 [300 .. 600] | 1.75 [1.50 .. 2.00] | 4.50 [3.00 .." in text
-    assert "| B = 4, 8 at once | 900 [900 .. 900] | - | - |" in text
-
-
-def test_floors_are_those_of_the_roofline(tmp_path: Path) -> None:
-    roofline.main(["--weights", "fp8", "--batch", "1", "--results", str(tmp_path)])
-    *_, whole = read_csv(tmp_path / "roofline.csv")
-    assert f"| fp8 | 1 | {float(whole['floor_ms']):.1f} | " in roofline.floors(tmp_path)
 
 
 # --- README's table: ours divided by the other's, round by round ---------------------------------

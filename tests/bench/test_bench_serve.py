@@ -1,11 +1,5 @@
 """What the serving benchmark makes of a run: numbers, refusals, turns, tables. No servers."""
 
-import io
-import json
-import multiprocessing
-import os
-import urllib.request
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +8,19 @@ import pytest
 
 from bench import race, serve
 from bench.context import GateError, Rows, read_csv, write_csv
-from bench.race import Contestant, Runs, admit, rounds, start_all, undisturbed, withhold
+from bench.race import Contestant, Runs, admit, rounds, undisturbed, withhold
 from bench.runs import (
     BUILTIN_PASSES,
     COMMIT_APART,
     NO_CANVAS,
     OVERLAPPED,
     SPEEDS,
-    Client,
     Row,
     command,
     figures,
 )
 from bench.serve import BUILTIN, OURS, Spec
-from bench.servers import SERVE_FLAGS, Server, tail
+from bench.servers import Server
 from bench.tables import load_tables, ratios, spread
 from bench.workloads import ADAPTIVE, FIXED, Shape, Workload, draw_questions
 from dllm.tasks.suite import FAMILIES, Question
@@ -105,12 +98,6 @@ def test_an_autoregressive_model_has_a_token_a_step_and_the_drafts_that_it_accep
     assert (one["tokens_per_step"], one["acceptance_length"]) == (2.0, 3.0)
 
 
-def test_what_runs_without_a_server_counts_its_own_steps() -> None:
-    result = saved(denoise_steps=30, blocks=4)
-    one = figures(BUILTIN_PASSES, result, replace(WORKLOAD, steps_per_block=None))
-    assert (one["steps_per_block"], one["passes_per_block"]) == (7.5, 7.5)
-
-
 # --- what is refused -----------------------------------------------------------------------------
 
 
@@ -151,11 +138,6 @@ def test_far_fewer_right_answers_than_the_best_ones_have_no_speed() -> None:
 
 def test_no_right_answer_is_a_mistake_even_where_nobody_has_one() -> None:
     assert all(row["problem"] for row in withhold([answered("a", 0), answered("b", 0)]))
-
-
-def test_a_cut_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of the canvas length 32"):
-        Shape(canvas_length=32, input_len=1, output_len=40)
 
 
 # --- the gate ------------------------------------------------------------------------------------
@@ -226,18 +208,6 @@ def test_no_table_and_no_file_when_the_gate_fails(
 # --- turns ---------------------------------------------------------------------------------------
 
 
-def test_a_run_that_saves_nothing_has_not_the_result_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files are named by the letters of a contestant's name: "fixed 7" and "fixed 15" share one."""
-    monkeypatch.setattr("bench.runs.child_environment", dict)
-    client = Client(tmp_path)
-    client._context = multiprocessing.get_context("spawn")  # type: ignore[assignment]
-    (tmp_path / "fixed_-0.json").write_text("{}")
-    with pytest.raises(RuntimeError, match="fixed_-0 failed with code 0"):
-        client.call("fixed_-0", print, "nothing is saved")
-
-
 def test_the_others_stand_still() -> None:
     servers = [FakeServer(name) for name in "abc"]
     racing = [*(contestant(one.name, one) for one in servers), Contestant("hf", local="hf")]
@@ -246,25 +216,6 @@ def test_the_others_stand_still() -> None:
     with pytest.raises(RuntimeError, match="failed"), undisturbed(None, racing):
         assert all(server.is_paused for server in servers)
         raise RuntimeError("failed")
-    assert not any(server.is_paused for server in servers)
-
-
-def test_servers_start_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, list[bool]]] = []
-
-    class Starting(FakeServer):
-        def start(self) -> None:
-            seen.append((self.name, [server.is_paused for server in servers]))
-
-        def stop(self, patience_s: float = 0) -> None:
-            """Was never started."""
-
-    servers = [Starting(name) for name in "abc"]
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    with ExitStack() as stack:
-        start_all([contestant(one.name, one) for one in servers], SHAPE, 1, stack)
-    running = [False] * 3
-    assert seen == [("a", running), ("b", running), ("c", [True, True, False])]
     assert not any(server.is_paused for server in servers)
 
 
@@ -313,35 +264,6 @@ def test_rounds_end_with_the_budget_but_one_is_always_run() -> None:
     assert list(rounds(9, budget_s=0)) == [0] and list(rounds(2)) == [0, 1]
 
 
-def test_a_run_has_what_it_added_to_the_counters(tmp_path: Path) -> None:
-    class Counting(FakeServer):
-        passes = 0.0
-
-        def counters(self) -> dict[str, float]:
-            self.passes += 10
-            emitted = 64 * (self.passes - 10)  # of 20 blocks, by this run
-            return {"commit_passes": self.passes, "diffusion_num_committed_tokens": emitted}
-
-    runs = Runs(FakeClient(tmp_path), [WORKLOAD])  # type: ignore[arg-type]
-    assert runs.run(contestant("a", Counting("a")), WORKLOAD, 0)["passes_per_block"] == 8.5
-
-
-def test_our_counters_are_read_from_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = """# TYPE dllm:draft_passes_total counter
-dllm:draft_passes_total{engine="0"} 3.0
-dllm:draft_passes_total{engine="1"} 4.0
-# TYPE dllm:draft_passes_created gauge
-dllm:draft_passes_created{engine="0"} 1e9
-# TYPE vllm:prompt_tokens_total counter
-vllm:prompt_tokens_total{engine="0"} 5.0
-# TYPE vllm:diffusion_num_committed_tokens_total counter
-vllm:diffusion_num_committed_tokens_total{engine="0"} 64.0
-"""
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(text.encode()))
-    expected = {"draft_passes": 7.0, "diffusion_num_committed_tokens": 64.0}
-    assert Server("a", "model", Path("log")).counters() == expected
-
-
 # --- who is measured -----------------------------------------------------------------------------
 
 
@@ -356,13 +278,6 @@ def test_who_takes_which_workload(tmp_path: Path) -> None:
     assert [each.name for each in fixed] == [OURS, BUILTIN]
 
 
-def test_the_servers_differ_in_one_environment_variable(tmp_path: Path) -> None:
-    options = serve.parse(["--model", str(MODEL), "--eager", "--contestants", OURS, BUILTIN])
-    ours, builtin = (one.server for one in serve.contestants(options, FIXED, tmp_path))
-    assert ours and builtin and ours.flags == builtin.flags and "--enforce-eager" in ours.flags
-    assert (ours.environment, builtin.environment) == ({}, {"DLLM_DISABLE": "1"})
-
-
 def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:
     wide, separate = "built-in --max-num-seqs 32", "ours --additional-config.dllm.commit separate"
     options = serve.parse(["--model", str(MODEL), "--contestants", OURS, wide, separate])
@@ -372,26 +287,6 @@ def test_a_contestant_is_a_kind_and_flags(tmp_path: Path) -> None:
     assert (ours.commits, other.commits) == (OVERLAPPED, COMMIT_APART)
     as_json = """ours --additional-config '{"dllm": {"commit": "separate"}}'"""
     assert Spec.parse(as_json).commits == COMMIT_APART
-
-
-@pytest.mark.parametrize("text", ["theirs", "ours flag"])
-def test_an_unknown_contestant_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        serve.parse(["--model", str(MODEL), "--contestants", text])
-    assert "--contestants" in capsys.readouterr().err
-
-
-def test_a_missing_twin_is_said_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    options = serve.parse(["--model", str(MODEL), "--autoregressive", "/nowhere/tiny-ar"])
-    assert "tiny-ar" not in [one.kind for one in options.contestants]
-    assert "/nowhere/tiny-ar" in capsys.readouterr().err
-
-
-def test_the_twin_is_served_like_the_others(tmp_path: Path) -> None:
-    given = ["--model", str(MODEL), "--autoregressive", str(MODEL), "--contestants", "tiny-ar"]
-    (twin,) = serve.contestants(serve.parse(given), ADAPTIVE, tmp_path)
-    assert twin.commits == NO_CANVAS and twin.client_flags == ("--temperature", "0")
-    assert twin.server and twin.server.environment == {} and twin.server.flags == SERVE_FLAGS
 
 
 def test_the_client_sends_no_sampling_parameter(tmp_path: Path) -> None:
@@ -438,30 +333,3 @@ def test_the_table_shows_both_sides_the_ratio_and_what_was_wrong(tmp_path: Path)
     wrong = load_tables(as_text(found, tmp_path))
     (line,) = (line for line in wrong.splitlines() if "| built-in | -" in line)
     assert line.endswith("| - |") and "* built-in: [1, 1] tokens instead of 64" in wrong
-
-
-def test_a_failure_is_shown_with_its_cause(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    cause = "(Worker pid=1) ERROR [x.py:1] RuntimeError: sizes differ"
-    log.write_text("\n".join([cause, cause, *["at exit"] * 40, "RuntimeError: initialization"]))
-    assert tail(log, num_lines=2).splitlines() == [
-        "RuntimeError: sizes differ",
-        "RuntimeError: initialization",
-        "...",
-        "at exit",
-        "RuntimeError: initialization",
-    ]
-
-
-def test_prompts_of_a_file_take_their_domains_in_turn_and_are_others_in_each_round(tmp_path):
-    lines = [{"domain": d, "prompt": f"{d}{i}"} for d in "ab" for i in range(3)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    of_file = {"families": ("a", "b"), "prompts": tmp_path / "prompts.jsonl"}
-    workload = Workload(ADAPTIVE, 4, SHAPE, concurrency=1, **of_file)
-    asked = []
-    for seed in range(2):
-        workload.client_flags(seed, tmp_path / "asked.json")
-        turns = json.loads((tmp_path / "asked.json").read_text())
-        asked.append([turn["conversations"][0]["value"] for turn in turns])
-    assert asked == [["a0", "b0", "a1", "b1"], ["a2", "b2", "a0", "b0"]]
-    assert workload.asked(0) == () and workload.family == "mixed"

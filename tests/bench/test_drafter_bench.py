@@ -15,35 +15,22 @@ from bench.drafter import (
     DRAFTER,
     FILE,
     IN_PROCESS,
-    LAYERS,
-    MEASURED,
     PLAIN,
     STOCK_DRAFTS,
     TARGET,
     Pair,
     contestants,
-    drafting,
-    loads,
-    pairs,
     parse,
     tables,
     write_drafter,
     write_target,
 )
 from bench.servers import SERVE_FLAGS
-from bench.workloads import MIXED
-from dllm.settings.command import CommandError
-from dllm.tasks.prompts import SHIPPED, SHIPPED_DOMAINS
-from dllm.tasks.suite import FAMILIES
 from tests.support.drafter_harness import drafting_engine, greedy, watch_drafts
 
 TINY = Pair("tiny-ar", TARGET, DRAFTER, None)
 PROMPT = [(21 + 7 * index) % 450 for index in range(40)]
 DEPTH = 12
-
-
-def num_layers_of(model: Path) -> int:
-    return json.loads((model / "config.json").read_text())["num_hidden_layers"]
 
 
 def run(name: str, pair: int, speed: float, length: float | None = None, **load: object) -> dict:
@@ -61,48 +48,6 @@ def test_ratios_are_taken_round_by_round(tmp_path: Path) -> None:
         "| tiny-ar | edit | 8 | 75 | 2.75 [2.50 .. 3.00] (1.75) · 3.0 | 1.62 [1.25 .. 2.00] |"
         in tables(read_csv(tmp_path / FILE))
     )
-
-
-def test_the_page_shows_mixed_questions_and_the_csv_all(tmp_path: Path) -> None:
-    runs = [run(PLAIN, 0, 100), run("adaptive", 0, 250)]
-    mixed = [row | {"family": MIXED, "concurrency": 1} for row in runs]
-    publish(tmp_path / FILE, [*runs, *mixed])
-    shown = drafting(tmp_path)
-    assert f"| tiny-ar | {MIXED} | 1 |" in shown and "edit" not in shown
-    assert "| edit |" in tables(read_csv(tmp_path / FILE))
-
-
-def test_loads() -> None:
-    asked = loads(parse(["--families", "edit"]), TARGET)
-    found = [(load.family, load.concurrency, load.num_requests) for load in asked]
-    assert found == [(MIXED, 1, 32), (MIXED, 8, 32), (MIXED, 32, 64), ("edit", 1, 32)]
-    assert asked[0].families == tuple(FAMILIES)
-    alone = [load.family for load in loads(parse(["--concurrency", "1"]), TARGET)]
-    assert alone == [MIXED, *MEASURED]
-
-
-def test_another_model_is_asked_the_prompts_of_a_file(tmp_path: Path) -> None:
-    """``tmp_path`` has no tokenizer of ours."""
-    (mixed, one) = loads(parse(["--families", "chat", "--concurrency", "1"]), tmp_path)
-    assert mixed.prompts == SHIPPED and len(mixed.families) == SHIPPED_DOMAINS
-    assert (one.family, one.asked(0)) == ("chat", ())
-    with pytest.raises(CommandError, match="edit"):
-        loads(parse(["--families", "edit"]), tmp_path)
-
-
-def test_pairs(tmp_path: Path) -> None:
-    tiny, deeper = pairs(parse([]), tmp_path)
-    assert (tiny.target, tiny.drafter, tiny.name) == (TARGET, DRAFTER, "tiny-ar")
-    assert num_layers_of(deeper.target) == LAYERS
-    assert tiny.draft_model == deeper.draft_model is not None
-    assert num_layers_of(tiny.draft_model) < num_layers_of(TARGET)
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "config.json").write_text("{}")
-    (pair,) = pairs(parse(["--target", str(own)]), tmp_path)
-    assert (pair.target, pair.draft_model) == (own, None)
-    with pytest.raises(SystemExit):
-        parse(["--target", str(tmp_path / "none")])
 
 
 def test_who_is_measured(tmp_path: Path) -> None:
@@ -165,11 +110,3 @@ def test_in_the_engine_tokens_and_drafts_are_the_same(deeper: Path, dtype: str) 
     for one, other in zip(drafts, drafts_deeper, strict=True):
         assert (one.tokens, one.drafts) == (other.tokens, other.drafts)
         assert torch.equal(one.logits, other.logits)
-
-
-def test_fewer_layers_are_the_first_ones(tmp_path: Path) -> None:
-    write_target(tmp_path / "target", 2)
-    kept = Qwen3ForCausalLM.from_pretrained(tmp_path / "target").state_dict()
-    whole = Qwen3ForCausalLM.from_pretrained(TARGET).state_dict()
-    assert {name for name in whole if "layers." in name and name.split(".")[2] in "01"} < set(kept)
-    assert all(torch.equal(one, whole[name]) for name, one in kept.items())

@@ -12,27 +12,10 @@ import pytest
 from aiohttp import web
 
 from bench import soak, soak_load
-from bench.context import publish
-from bench.soak import CALM, EVERYTHING, PHASES, RUDELY, Campaign, Sample
-from bench.soak_load import COMPLETIONS, GOOD, Answer, Request
+from bench.soak import CALM, EVERYTHING, RUDELY, Campaign
+from bench.soak_load import COMPLETIONS, Answer, Request
 
 # --- requests -------------------------------------------------------------------------------------
-
-
-def test_the_same_dice_make_the_same_requests_of_every_kind():
-    first, second = Random(1), Random(1)
-    requests = [soak_load.good(first) for _ in range(200)]
-    assert requests == [soak_load.good(second) for _ in range(200)]
-    assert {request.kind for request in requests} == set(GOOD)
-    assert all("seed" in request.body and json.dumps(request.body) for request in requests)
-
-
-def test_a_turn_begins_as_the_one_before():
-    dice = Random(1)
-    first = soak_load.turn(dice, [])
-    said = [*first.body["messages"], {"role": "assistant", "content": "yes"}]
-    second = soak_load.turn(dice, said)
-    assert second.body["messages"][:2] == said and len(second.body["messages"]) == 3
 
 
 def choice(text, ids, end):
@@ -188,21 +171,3 @@ def test_the_slope_of_a_line_and_of_noise():
         inside += low <= 0 <= high
     assert 180 <= inside <= 199  # of 95%
     assert soak.slope(seconds[:30], seconds[:30]) is None
-
-
-def test_the_table_says_what_was_sent_and_what_failed(tmp_path):
-    assert "Not measured yet" in soak.soak(tmp_path)
-    found = Campaign("m", 0)
-    for found.phase in PHASES:
-        for _ in range(20):
-            found.answered(Request("stream", "", {}), Answer(200, (("", (), "stop"),)), 0.1)
-    found.got("malformed", [503])
-    held = (100.0, 5.0, 3.0, 2.0)
-    found.samples = [Sample(200.0 + number, "engine core", held) for number in range(60)]
-    publish(tmp_path / "soak.csv", found.rows())
-    table = soak.soak(tmp_path)
-    assert "| stream | 20 | 20 | 20 |" in table
-    assert "| malformed | - | - | 1 (1 failed) |" in table
-    assert "| good requests: p99 | 100 ms | 100 ms | 100 ms |" in table
-    assert "100.0 MiB; 0.0 MiB an hour [0.0 .. 0.0]" in table
-    assert "6 good requests; 0 of them got other tokens" in table

@@ -7,7 +7,6 @@ The Triton kernels run in Triton's interpreter, all cases in one subprocess
 import copy
 import inspect
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from tests.support.triton_interpreter_worker import launch
 
 CASES = state_cases() + sampling_cases() + drafting_cases()
 HOST_CASES = host_cases()
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")

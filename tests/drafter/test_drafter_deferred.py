@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dllm.drafter.context import NO_SLOT
-from dllm.drafter.deferred import MAX_DEFERRED, DeferredContext, last_of_each_slot
+from dllm.drafter.deferred import DeferredContext, last_of_each_slot
 from dllm.drafter.step import TargetStep
 from tests.support.watched_device import DeviceWatch, on_device
 
@@ -26,43 +26,6 @@ def step(lengths: list[int], hidden: list[torch.Tensor], rejected: list[int]) ->
     )
     nothing = torch.zeros(0)
     return TargetStep(batch, nothing, hidden, nothing, torch.tensor(rejected), nothing)
-
-
-def test_everything_that_waits_comes_out_in_order_and_once():
-    deferred, slots = DeferredContext(), torch.tensor([[3, 4, -9], [0, 0, 0], [5, 6, -9]])
-    hidden = [torch.tensor([[1.0], [2.0], [9.0]]), torch.tensor([[10.0], [20.0], [90.0]])]
-    first, second = step([1, 1], hidden, [0, 0]), step([1], hidden, [0])
-    deferred.append(first, slots, [0, 2])
-    first.batch.positions += 100  # buffers of the engine, used again
-    for kept in (slots, *hidden):
-        kept += 7
-    deferred.append(second, slots, [0, 2])
-    assert len(deferred) == 3
-    features, positions, slots = deferred.take()
-    assert features.tolist() == [[1, 10], [2, 20], [8, 17]]
-    assert positions.tolist() == [0, 1, 0]
-    assert slots.tolist() == [[3, 4, 10], [5, 6, 12]]
-    assert len(deferred) == 0
-
-
-def test_not_too_many_wait():
-    deferred = DeferredContext()
-    assert deferred.admits(MAX_DEFERRED)
-    assert not deferred.admits(MAX_DEFERRED + 1)
-    two = step([2], [torch.zeros(2, 1)], [0])
-    deferred.append(two, torch.zeros(1, 2, dtype=torch.int64), [0])
-    assert deferred.admits(MAX_DEFERRED - 2)
-    assert not deferred.admits(MAX_DEFERRED - 1)
-
-
-def test_rejected_drafts_wait_for_no_place():
-    deferred, hidden = DeferredContext(), [torch.zeros(9, 1)]
-    slots = torch.arange(18).view(2, 9)
-    verified = step([4, 1, 3], hidden, [2, 0, 3])
-    assert verified.is_rejected().tolist() == [False, False, True, True, False] + 3 * [True]
-    deferred.append(verified, slots, [1])
-    assert deferred.take().slots.tolist() == [[9, 10, NO_SLOT, NO_SLOT, 13] + 3 * [NO_SLOT]]
-    assert slots.tolist() == torch.arange(18).view(2, 9).tolist()
 
 
 @pytest.mark.parametrize("rejected", [[0, 0], [1, 2]])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.pair import drafter_config as read_config
@@ -20,6 +19,7 @@ from dllm.drafter.widths.policy import FixedWidth, VerifiedStep, WidthPolicy
 from dllm.train.pilot import trials
 from tests.engine.test_engine import scheduler_watch
 from tests.support.drafter_harness import (
+    CASES,
     Draft,
     FixedCosts,
     assert_greedy,
@@ -468,21 +468,6 @@ def test_a_cached_prefix_is_used(target, drafting):
 
 # --- every sampling parameter ---------------------------------------------------------------------
 
-SAMPLED = {"temperature": 1.0, "seed": 5}
-CASES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 1.0},
-    "repetition": {"repetition_penalty": 1.8},
-    "logit bias": {"logit_bias": {100: 100.0}},
-    "allowed ids": {"allowed_token_ids": [30, 40, 50]},
-    "bad words": {"bad_words": ["rin", "ver", "ru"]},
-    "min tokens": {"ignore_eos": False, "min_tokens": 20, "stop_token_ids": list(range(300, 420))},
-    "stop": {"stop_token_ids": list(range(2, 512, 7))},
-    "one candidate": SAMPLED | {"top_k": 1},
-    "tiny nucleus": SAMPLED | {"top_p": 1e-6},
-    "certain": SAMPLED | {"min_p": 1.0},
-    "regex": {"structured_outputs": StructuredOutputsParams(regex="[a-c]{12}")},
-}
 PLAIN = ("greedy", "one candidate", "tiny nucleus", "certain")
 
 

@@ -11,7 +11,7 @@ from dllm.drafter.widths.adaptive import FIRST_TRIAL, LAST_TRIAL, AdaptiveWidth,
 from dllm.drafter.widths.costs import StepCosts
 from dllm.drafter.widths.pilot import PREPROCESSING, TOP_K, Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, VerifiedStep
-from dllm.drafter.widths.survival import BIN_EDGES, NUM_BINS, Survival, bins_of
+from dllm.drafter.widths.survival import Survival, bins_of
 from dllm.settings.drafting import DrafterOptions, always_verifies_all
 from tests.support.clock import Clock
 from tests.support.drafter_harness import FixedCosts
@@ -106,10 +106,6 @@ def test_what_is_not_verified_is_expected_to_be_like_what_is():
     np.testing.assert_array_equal(survival.of(slots), before)
 
 
-def test_every_probability_has_a_bin():
-    assert bins_of(np.array([0.0, *BIN_EDGES, 1.0])).tolist() == [0, *range(1, NUM_BINS), 8]
-
-
 # --- costs ----------------------------------------------------------------------------------------
 
 TRUTH = np.array([6.0, 0.4, 0.1, 2.0, 0.2])  # ms: a step, a request, a draft, a pass, a row of it
@@ -192,12 +188,6 @@ def test_the_best_widths_are_those_of_trying_all(seed):
     assert rate == pytest.approx(best)
     gained = sum(survival[row, :width].sum() for row, width in enumerate(widths))
     assert (base + gained) / cost[widths.sum()] == pytest.approx(best)
-
-
-def test_one_more_draft_goes_to_the_likeliest():
-    survival = np.array([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
-    widths, _ = best_widths(survival, 2.0, np.array([10, 10, 10, 10, 13, 16, 19.0]))
-    assert widths.tolist() == [3, 0]
 
 
 # --- adaptive -------------------------------------------------------------------------------------

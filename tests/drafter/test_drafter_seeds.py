@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from dllm.drafter.verification import keep_own_tokens
 from dllm.drafter.widths.adaptive import AdaptiveWidth
+from dllm.drafter.widths.pilot import Pilot, PilotConfig, PilotWidth
 from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from tests.support.drafter_harness import drafting_engine, greedy, plain_engine, policy_of
 from tests.support.drafter_pairs import (
@@ -71,18 +73,33 @@ def engine(request, target, folder) -> Engine:
     return drafting(target, folder, request.param)
 
 
-@pytest.mark.parametrize("widths", ["full", "none", "random", "other random", "adaptive"])
+@pytest.mark.parametrize("widths", ["full", "none", "random", "other random", "adaptive", "pilot"])
 def test_a_seed_gives_the_text_of_plain_decoding(engine, plain, widths):
     slots = engine.runner.max_num_reqs
+    vocab = engine.runner.vllm_config.model_config.get_vocab_size()
+    torch.manual_seed(0)
+    config = PilotConfig(tuple(range(NUM_DRAFTS + 1)), vocab, "normalized")
     policy = {
         "full": FixedWidth(NUM_DRAFTS),
         "none": FixedWidth(NUM_DRAFTS, 0),
         "random": RandomWidth(NUM_DRAFTS, 1),
         "other random": RandomWidth(NUM_DRAFTS, 2),
         "adaptive": AdaptiveWidth(NUM_DRAFTS, slots),
+        "pilot": PilotWidth(NUM_DRAFTS, slots, Pilot(config)),
     }[widths]
     with policy_of(engine, policy):
         assert engine.generate(PROMPTS, SAMPLED) == plain
+
+
+def test_own_tokens_are_kept_up_to_the_first_that_differs():
+    own = torch.tensor([7, 8, 9, 1, 5, 6, 4])
+    inputs = torch.tensor([0, 7, 8, 3, 2, -1, 6])  # -1: must not be kept
+    starts = torch.tensor([0, 3, 4, 7])
+    tokens, num_emitted = keep_own_tokens(own, inputs, starts, 3)
+    assert num_emitted.tolist() == [3, 1, 1] and num_emitted.dtype == torch.int32
+    emitted = [row[:count] for row, count in zip(tokens.tolist(), num_emitted, strict=True)]
+    assert emitted == [[7, 8, 9], [1], [5]]
+    assert tokens.shape == (3, 4)
 
 
 class Watching(FixedWidth):

@@ -22,7 +22,6 @@ from tests.support.process import QUIET_ENGINE, printed_json, run_python
 NUM_DRAFTS = 5
 PROMPT = [(21 + 7 * index) % 450 for index in range(40)]
 NUM_TOKENS = 12
-TIMEOUT_S = 300
 
 
 def stock_drafts(target: Path, drafter: Path) -> dict:

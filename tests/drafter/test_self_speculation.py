@@ -4,6 +4,7 @@ The reference of both is transformers' Ministral 3: its ``generate``, and one pa
 token and the masks behind it see each other.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dllm.drafter.widths.policy import FixedWidth, WidthPolicy
 from dllm.models.nemotron.reference import load_reference
 from tests.support.drafter_harness import greedy, policy_of, watch_drafts
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.family_checkpoints import MASK, NEMOTRON, write
+from tests.support.family_checkpoints import MASK, NEMOTRON
 from tests.support.nemotron_reference import logits_of
 
 CANVAS = NEMOTRON["block_size"]
@@ -28,8 +29,8 @@ LIMITS = dict(max_num_batched_tokens=192, max_num_seqs=4, max_model_len=288, blo
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("nemotron") / "model", NEMOTRON)
+def path(family: Callable[[str], Path]) -> Path:
+    return family("nemotron")
 
 
 @pytest.fixture(scope="module")

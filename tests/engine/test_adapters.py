@@ -13,27 +13,10 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.support.adapters import asked, merged, projections, write_adapter
 from tests.support.engine_harness import Engine, assert_same_runs, get_engine
-from tests.support.family_checkpoints import (
-    A2D_QWEN2,
-    A2D_QWEN3,
-    LLADA2,
-    NEMOTRON,
-    SDAR,
-    SDAR_MOE,
-    STABLE_DIFFCODER,
-    write,
-)
+from tests.support.family_checkpoints import FAMILIES as CONFIGS
+from tests.support.family_checkpoints import write
 from tests.support.quant_checkpoints import write_quantized
 
-CONFIGS = {
-    "sdar": SDAR,
-    "sdar-moe": SDAR_MOE,
-    "a2d-qwen3": A2D_QWEN3,
-    "a2d-qwen2": A2D_QWEN2,
-    "stable-diffcoder": STABLE_DIFFCODER,
-    "llada2": LLADA2,
-    "nemotron": NEMOTRON,
-}
 FAMILIES = ["gemma", *CONFIGS]
 WITH_ADAPTERS = dict(enable_lora=True, max_loras=2, max_cpu_loras=4)
 # Ids that every vocabulary has.

@@ -5,26 +5,23 @@ worker that models pages are in ``test_async_scheduler``.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.engine import pending
-from tests.engine.test_blocks import KINDS, Model, prompt
-from tests.support import family_checkpoints
+from tests.engine.test_blocks import prompt
 from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import (
     RUN_TOLERANCE,
     Engine,
     Run,
     assert_same_runs,
-    blocks_of,
 )
-from tests.support.grammar_paths import as_on_a_gpu
+from tests.support.engine_models import BLOCKS, Model, model_of
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +45,7 @@ class Mixed(Model):
 
     def requests(self, lengths: Sequence[int], blocks: float = 2) -> list[Any]:
         """Prompts of these lengths; each third one is greedy, and each decides in its own way."""
-        extra = EXTRA[self.block_size]
+        extra = EXTRA[self.size]
         return [
             (
                 prompt(length, salt=at),
@@ -63,11 +60,9 @@ class Mixed(Model):
         ]
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mixed:
-    config = KINDS[request.param]
-    path: Path = tmp_path_factory.mktemp(request.param) / "model"
-    return Mixed(family_checkpoints.write(path, config), config["block_size"])
+@pytest.fixture(scope="module", params=BLOCKS)
+def model(request: pytest.FixtureRequest, family: Callable[[str], Path]) -> Mixed:
+    return Mixed(**vars(model_of(request.param, family(request.param))))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +84,7 @@ def runs_of(engine: Engine, requests: Sequence[Any]) -> list[Run]:
 
 
 def test_tokens_and_logits_are_those_of_the_twin_behind_every_tail(model, twin, ours):
-    size = model.block_size
+    size = model.size
     requests = model.requests([size + tail for tail in range(size)] + [1, size - 1, 3 * size])
     with rows_taken(size) as taken:
         mine = runs_of(ours, requests)
@@ -98,24 +93,10 @@ def test_tokens_and_logits_are_those_of_the_twin_behind_every_tail(model, twin, 
     assert taken["plain commit"] > taken["commit with its tail"]
 
 
-def test_a_block_takes_a_pass_more_than_its_denoise_steps(model, twin, ours):
-    # The answer ends with a block: vLLM schedules nothing for a single token that is left.
-    context, params = prompt(model.block_size + 1), model.params(3 - 1 / model.block_size)
-    steps = []
-    for engine in (twin, ours):
-        engine.reset_prefix_cache()
-        with engine.watch() as watched, rows_taken(model.block_size) as taken:
-            engine.generate([context], params)
-        steps += [blocks_of(of_request) for of_request in watched.values()]
-    assert steps[0] == steps[1]
-    assert taken["canvas"] == sum(steps[1]) and taken["plain commit"] == len(steps[1])
-    assert not taken["block at the head"] and not taken["block alone"]
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_random_arrivals_and_aborts_in_small_budgets(model, seed):
     """Few pages, a budget for two blocks, and a context that ends within a block."""
-    draw, size = random.Random(seed), model.block_size
+    draw, size = random.Random(seed), model.size
     small = model.engine(
         True,
         max_num_batched_tokens=2 * size + 3 + 64,
@@ -149,7 +130,7 @@ def test_random_arrivals_and_aborts_in_small_budgets(model, seed):
 
 
 def test_canvases_that_do_not_fit_wait_with_their_tails(model, twin):
-    size = model.block_size
+    size = model.size
     small = model.engine(True, max_num_batched_tokens=2 * size + 3)
     requests = model.requests([size + 1, 2 * size, size + 3, 3 * size - 1, 5], blocks=4)
     expected = runs_of(twin, requests)
@@ -161,63 +142,17 @@ def test_canvases_that_do_not_fit_wait_with_their_tails(model, twin):
 # --- where generation ends ------------------------------------------------------------------------
 
 
-def test_generation_ends_where_the_twins_does(model):
-    """Where the model's context ends within a block."""
-    size = model.block_size
-    short = model.engine(True, max_model_len=5 * size - 2)
-    cut = model.engine(max_model_len=5 * size - 2)
-    for length in (2 * size + 1, 4 * size, 5 * size - 3):
-        one = prompt(length), model.params(blocks=9)
-        with rows_taken(size) as taken:
-            run = short.quiet_run(*one)
-        assert length + len(run.tokens) == 5 * size - 2
-        assert_same_runs([run], [cut.quiet_run(*one)])
-        # Near the end of the context a canvas waits until none of its request is in flight.
-        assert bool(taken["block at the head"]) == (length < 4 * size)
-
-
 def test_a_block_that_is_cut_at_a_bad_word(model, twin, ours):
     """It has no KV, and its tokens are the tail of the next canvas."""
-    context = prompt(model.block_size + 1)
+    context = prompt(model.size + 1)
     # In a single step no token is masked for the one in front of it.
     params = model.params(blocks=4, extra_args={"diffusion_max_steps": 1})
     plain = twin.quiet_run(context, params).tokens
     params._bad_words_token_ids = [plain[1:3]]
     expected = twin.quiet_run(context, params)
-    with rows_taken(model.block_size) as taken:
+    with rows_taken(model.size) as taken:
         assert_same_runs([ours.quiet_run(context, params)], [expected])
     assert taken["trimmed commit"], taken
-
-
-# --- request options ------------------------------------------------------------------------------
-
-
-def test_logprobs_and_n_samples(model, twin, ours):
-    params = model.params(blocks=2, logprobs=3, n=3, seed=12, temperature=1.0)
-    seen = []
-    for engine in (twin, ours):
-        engine.reset_prefix_cache()
-        (output,) = engine.outputs([prompt(model.block_size + 3)], params)
-        rows = [row for one in output.outputs for row in one.logprobs]
-        seen.append([{token: x.logprob for token, x in row.items()} for row in rows])
-    for theirs, mine in zip(*seen, strict=True):
-        assert mine == pytest.approx(theirs, abs=2e-3)  # rounding of another batch size
-
-
-@pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
-def test_structured_outputs(model, twin, ours, monkeypatch, is_on_device):
-    """Beside a request without; with the search of a CPU in the place of a GPU's kernels."""
-    requests = model.requests([11, 30, model.block_size, 17, 3])
-    regexes = ["([a-f]{3}-){2,30}[0-9]{2}", "[0-9]{70}"] * 2
-    for regex, (_, params) in zip(regexes, requests, strict=False):
-        params.structured_outputs = StructuredOutputsParams(regex=regex)
-        params.max_tokens, params.ignore_eos = 128, False
-    expected = twin.generate(*zip(*requests, strict=True))
-    if is_on_device:
-        as_on_a_gpu(ours, monkeypatch)
-    with rows_taken(model.block_size) as taken:
-        assert ours.generate(*zip(*requests, strict=True)) == expected
-    assert taken["commit with its tail"] and taken["mixed batch"]
 
 
 # --- these tests can fail -------------------------------------------------------------------------
@@ -232,11 +167,11 @@ num_rejected = pending.num_rejected
 
 
 def test_without_rounding_to_blocks_runs_differ(model, twin, monkeypatch):
-    expected = twin.quiet_run(prompt(model.block_size + 1), model.params())
+    expected = twin.quiet_run(prompt(model.size + 1), model.params())
     ruined = model.engine(True, max_num_batched_tokens=260)
     monkeypatch.setattr(pending, "num_rejected", no_tails)
     with ruined.watch(keep_logits=True) as watched:
-        name = ruined.add(prompt(model.block_size + 1), model.params())
+        name = ruined.add(prompt(model.size + 1), model.params())
         for _ in range(100):
             finished = {one.request_id: one for one in ruined.step()}
             if finished:

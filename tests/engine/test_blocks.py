@@ -1,51 +1,28 @@
-"""Models with blocks through vLLM's real engine: whatever happens, tokens are those of a quiet run.
+"""Models with blocks through vLLM's real engine: tails, whole blocks, what a request may ask for.
 
-SDAR with blocks of 4 and LLaDA2 with blocks of 32, random weights in fp32. The quiet run itself is
-held to diffusers in ``tests/models/test_llada2_parity.py``.
+SDAR with blocks of 4 and LLaDA2 with blocks of 32, random weights in fp32. Whatever else happens to
+a request, ``test_scenarios`` has; the quiet run itself is held to diffusers in
+``tests/models/test_llada2_parity.py``.
 """
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from dllm.patches import configure
-from tests.engine.test_engine import scheduler_watch
 from tests.support import family_checkpoints
-from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import (
     RUN_TOLERANCE,
     Engine,
     assert_same_runs,
-    blocks_of,
-    get_engine,
 )
+from tests.support.engine_models import BLOCKS, Model, model_of
 
-KINDS = {"sdar": family_checkpoints.SDAR, "llada2": family_checkpoints.LLADA2}
 MASK = family_checkpoints.MASK
-
-
-@dataclass
-class Model:
-    """A checkpoint, the size of its blocks, and engines that serve it."""
-
-    path: Path
-    block_size: int
-
-    def engine(self, is_async: bool = False, **options: Any) -> Engine:
-        get = get_async_engine if is_async else get_engine
-        return get(self.path, **({"max_num_batched_tokens": 256} | options))
-
-    def params(self, blocks: float = 3, **options: Any) -> SamplingParams:
-        """`blocks` blocks of output, greedy, not ended by end-of-sequence."""
-        extra = {"diffusion_threshold": 0.3} | options.pop("extra_args", {})
-        options = {"ignore_eos": True, "temperature": 0, "extra_args": extra} | options
-        return SamplingParams(max_tokens=int(blocks * self.block_size), **options)
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -53,11 +30,9 @@ def prompt(length: int, salt: int = 0) -> list[int]:
     return [20 + (7 * i + salt * 31 + i * i // 5) % 700 for i in range(length)]
 
 
-@pytest.fixture(scope="module", params=list(KINDS))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    config = KINDS[request.param]
-    path = family_checkpoints.write(tmp_path_factory.mktemp(request.param) / "model", config)
-    return Model(path, config["block_size"])
+@pytest.fixture(scope="module", params=BLOCKS)
+def model(request: pytest.FixtureRequest, family: Callable[[str], Path]) -> Model:
+    return model_of(request.param, family(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +40,11 @@ def engine(model: Model) -> Engine:
     return model.engine()
 
 
-in_both_ways = pytest.mark.parametrize("is_async", [False, True], ids=["synchronous", "async"])
-
-
 # --- the core rule -------------------------------------------------------------------------------
 
 
 def test_a_canvas_is_the_rest_of_its_block_and_tails_are_computed_with_it(engine, model):
-    size = model.block_size
+    size = model.size
     length = 2 * size + 3
     with engine.watch() as watched, engine.one_pass_a_visit():
         engine.generate([prompt(length)], model.params(blocks=2))
@@ -93,9 +65,9 @@ def test_worker_and_scheduler_count_the_same_whole_blocks(engine, model, monkeyp
 
     Prompt chunks included: their rows have no canvas, and end within a block.
     """
-    small = model.engine(max_num_batched_tokens=2 * model.block_size + 3)
+    small = model.engine(max_num_batched_tokens=2 * model.size + 3)
     counts = []
-    for length in (2 * model.block_size, 5 * model.block_size + 1, model.block_size - 1):
+    for length in (2 * model.size, 5 * model.size + 1, model.size - 1):
         small.add(prompt(length, salt=length), model.params(blocks=2))
     with small.one_pass_a_visit():
         while small.llm.llm_engine.has_unfinished_requests():
@@ -106,66 +78,10 @@ def test_worker_and_scheduler_count_the_same_whole_blocks(engine, model, monkeyp
                 on_device = int(states.num_computed_tokens.gpu[slot])
                 assert on_device == request.num_computed_tokens, request.request_id
                 counts.append(on_device)
-    assert counts and all(count % model.block_size == 0 for count in counts)
-
-
-def test_the_separate_twins_are_identical_and_take_more_passes(engine, model, monkeypatch):
-    context, params = prompt(2 * model.block_size + 3), model.params(blocks=4)
-    passes, runs = [], []
-    for options in ({}, {"commit": "separate"}, {"first_step": "separate"}):
-        one = model.engine(additional_config={"dllm": options}) if options else engine
-        with one.one_pass_a_visit(), monkeypatch.context() as patch:
-            count = itertools.count()
-            schedule = one.scheduler.schedule
-            patch.setattr(
-                one.scheduler, "schedule", lambda *args, s=schedule, c=count: (next(c), s(*args))[1]
-            )
-            runs.append(one.quiet_run(context, params))
-        passes.append(next(count))
-    assert_same_runs(runs[1:], [runs[0]] * 2)
-    # Five canvases, as the prompt ends within a block: four blocks are committed. One first step.
-    assert passes == [passes[0], passes[0] + 4, passes[0] + 1]
-
-
-def test_the_loop_of_several_passes_changes_nothing(engine, model):
-    params = model.params(blocks=3)
-    for length in (model.block_size, 2 * model.block_size + 1):
-        with engine.one_pass_a_visit():
-            expected = engine.quiet_run(prompt(length), params)
-        engine.loop.bound, bound = 60.0, engine.loop.bound
-        try:
-            assert_same_runs([engine.quiet_run(prompt(length), params)], [expected])
-        finally:
-            engine.loop.bound = bound
-
-
-def test_causal_heads_give_other_runs(engine, model, monkeypatch):
-    """What happens without the block rule: the tests above and below would notice."""
-    expected = engine.quiet_run(prompt(2 * model.block_size), model.params())
-    for group in (group for groups in engine.runner.attn_groups for group in groups):
-        monkeypatch.setattr(group.get_metadata_builder(0), "blocks", 1)
-    broken = engine.quiet_run(prompt(2 * model.block_size), model.params())
-    assert broken.difference(expected) > 100 * RUN_TOLERANCE
+    assert counts and all(count % model.size == 0 for count in counts)
 
 
 # --- key-value cache -----------------------------------------------------------------------------
-
-
-@in_both_ways
-def test_a_conversation_continued_from_cache_equals_a_cold_start(engine, model, is_async):
-    ours = model.engine(is_async)
-    page = ours.runner.block_tables.block_sizes[0]
-    assert page % model.block_size == 0
-    turn = prompt(page - model.block_size - 1)
-    ours.reset_prefix_cache()
-    # Under asynchronous scheduling the last block has its KV, too.
-    blocks = 1 + 1 / model.block_size if is_async else 3
-    (answer,) = ours.generate([turn], model.params(blocks))
-    follow_up = turn + answer + prompt(9, salt=4)
-    continued = ours.outputs([follow_up], model.params())[0]
-    assert continued.num_cached_tokens == page  # generated blocks are in it
-    cold = engine.quiet_run(follow_up, model.params())
-    assert list(continued.outputs[0].token_ids) == cold.tokens
 
 
 def test_a_page_that_ends_within_a_block_is_refused(model):
@@ -191,17 +107,8 @@ def test_without_that_refusal_the_prefix_cache_gives_wrong_answers(tmp_path, mon
 # --- batches, budgets, interruptions -------------------------------------------------------------
 
 
-def test_requests_at_different_points_of_one_batch_do_not_disturb_each_other(engine, model):
-    size = model.block_size
-    contexts = [prompt(n, salt=n) for n in (1, size, 2 * size + 1, 3 * size - 1, 5)]
-    sampling = [model.params(blocks=1 + i % 3, seed=i, temperature=float(i % 2)) for i in range(5)]
-    expected = [engine.quiet_run(*pair) for pair in zip(contexts, sampling, strict=True)]
-    engine.reset_prefix_cache()
-    assert_same_runs(engine.runs(contexts, sampling), expected)
-
-
 def test_prompts_in_chunks_and_budgets_smaller_than_the_batch(engine, model):
-    size = model.block_size
+    size = model.size
     small = model.engine(max_num_batched_tokens=2 * size + 3)
     contexts = [prompt(n, salt=n) for n in (7 * size + 2, 4 * size, size - 1)]
     expected = [engine.quiet_run(context, model.params()) for context in contexts]
@@ -227,7 +134,7 @@ def test_prompts_in_chunks_and_budgets_smaller_than_the_batch(engine, model):
 
 def test_a_canvas_that_waits_for_room_goes_on_where_it_was(engine, model):
     """Between two of its denoise steps; its tail, which would fit, waits with it."""
-    size = model.block_size
+    size = model.size
     small = model.engine(max_num_batched_tokens=2 * size + 3)
     extra = {"diffusion_threshold": 1.0}
     contexts = [prompt(size, salt=1), *(prompt(size + 1, salt=3 + i) for i in range(4))]
@@ -252,96 +159,13 @@ def test_a_canvas_that_waits_for_room_goes_on_where_it_was(engine, model):
     assert waited
 
 
-@in_both_ways
-def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypatch, is_async):
-    tight = model.engine(
-        is_async,
-        max_num_batched_tokens=72,
-        max_model_len=256,
-        block_size=32,
-        num_gpu_blocks_override=10 if is_async else 14,
-    )
-    contexts = [prompt(65 + salt, salt=salt) for salt in range(4)]
-    blocks = 128 // model.block_size
-    expected = [engine.quiet_run(context, model.params(blocks)).tokens for context in contexts]
-    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    assert tight.generate(contexts, model.params(blocks)) == expected
-    assert preempted, "the cache was large enough for everybody"
-
-
-def test_an_aborted_request_leaves_nothing_behind(engine, model):
-    length = model.block_size + 2
-    expected = engine.quiet_run(prompt(length), model.params(temperature=1.0, seed=4))
-    engine.reset_prefix_cache()
-    doomed = engine.add(prompt(3 * model.block_size + 1), model.params(blocks=8))
-    with engine.one_pass_a_visit():
-        for _ in range(3):
-            engine.step()
-    engine.llm.llm_engine.abort_request([doomed])
-    run = engine.runs([prompt(length)], model.params(temperature=1.0, seed=4))
-    assert_same_runs(run, [expected])
-    engine.reset_prefix_cache()  # asserts that no KV block leaked
-
-
-# --- where generation ends -----------------------------------------------------------------------
-
-
-@in_both_ways
-def test_max_tokens_is_exact_also_within_a_block(engine, model, is_async):
-    context = prompt(model.block_size + 1)
-    long = engine.quiet_run(context, model.params(blocks=3)).tokens
-    for blocks in (1 / model.block_size, 0.5, 1, 1.25, 2.75):
-        params, ours = model.params(blocks=blocks), model.engine(is_async)
-        assert ours.quiet_run(context, params).tokens == long[: params.max_tokens]
-
-
-@in_both_ways
-def test_a_stop_token_inside_a_block_ends_the_request_there(engine, model, is_async):
-    context = prompt(model.block_size + 1)
-    tokens = engine.quiet_run(context, model.params(blocks=3)).tokens
-    stop = tokens[model.block_size + 1]
-    params = model.params(blocks=4, stop_token_ids=[stop])
-    ours = model.engine(is_async)
-    output = ours.outputs([context], params)[0].outputs[0]
-    assert list(output.token_ids) == tokens[: tokens.index(stop) + 1]
-    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
-    whole = params.clone()
-    whole.extra_args = params.extra_args | {"diffusion_eos_stop": False}
-    with ours.watch() as watched:
-        (early, late) = ours.outputs([context] * 2, [params, whole])
-    assert early.outputs[0].token_ids == late.outputs[0].token_ids
-    assert len(watched[early.request_id]) <= len(watched[late.request_id])
-
-
-def test_the_last_canvas_is_cut_by_the_model_length(model):
-    limit = 5 * model.block_size - 2
-    short = model.engine(max_model_len=limit)
-    context = prompt(2 * model.block_size + 1)
-    with short.watch() as watched:
-        output = short.outputs([context], model.params(blocks=9))[0].outputs[0]
-    (steps,) = watched.values()
-    assert len(context) + len(output.token_ids) == limit
-    assert output.finish_reason == "length"
-    assert len(steps[-1].canvas) == model.block_size - 2
-
-
 # --- request options -----------------------------------------------------------------------------
-
-
-def test_seeds_reproduce_and_samples_differ(engine, model):
-    params = model.params(blocks=2, temperature=1.0, seed=11, n=3)
-    context = prompt(model.block_size + 1)
-    runs = []
-    for _ in range(2):
-        (output,) = engine.outputs([context], params)
-        runs.append([list(one.token_ids) for one in output.outputs])
-    assert runs[0] == runs[1] and len({tuple(tokens) for tokens in runs[0]}) == 3
 
 
 def test_top_k_of_one_samples_what_greedy_samples(engine, model):
     """At temperature 1 the probabilities differ: the filter makes each of them 1."""
-    extra = {"diffusion_max_steps": model.block_size, "diffusion_threshold": 1.0}
-    context = prompt(model.block_size + 1)
+    extra = {"diffusion_max_steps": model.size, "diffusion_threshold": 1.0}
+    context = prompt(model.size + 1)
     greedy = engine.quiet_run(context, model.params(blocks=1, extra_args=extra))
     first = model.params(blocks=1, temperature=1.0, top_k=1, extra_args=extra)
     run = engine.quiet_run(context, first)
@@ -358,19 +182,19 @@ def test_top_k_of_one_samples_what_greedy_samples(engine, model):
 
 
 def test_allowed_tokens_biases_and_min_tokens_hold(engine, model):
-    context = prompt(model.block_size + 1)
+    context = prompt(model.size + 1)
     allowed = [30, 31, 32]
     tokens = engine.quiet_run(context, model.params(allowed_token_ids=allowed)).tokens
     assert set(tokens) <= set(allowed)
     biased = engine.quiet_run(context, model.params(logit_bias={77: 100.0})).tokens
     assert set(biased) == {77}
     plain = engine.quiet_run(context, model.params()).tokens
-    params = model.params(stop_token_ids=[plain[0]], min_tokens=model.block_size + 2)
-    assert len(engine.quiet_run(context, params).tokens) >= model.block_size + 2
+    params = model.params(stop_token_ids=[plain[0]], min_tokens=model.size + 2)
+    assert len(engine.quiet_run(context, params).tokens) >= model.size + 2
 
 
 def test_a_bad_word_is_never_emitted_and_cuts_its_block(engine, model):
-    context = prompt(model.block_size + 1)
+    context = prompt(model.size + 1)
     plain = engine.quiet_run(context, model.params(blocks=3)).tokens
     word = plain[1:3]
     params = model.params(blocks=3)
@@ -381,11 +205,11 @@ def test_a_bad_word_is_never_emitted_and_cuts_its_block(engine, model):
     assert len(tokens) == len(plain)
     assert all(list(pair) != word for pair in itertools.pairwise(tokens))
     ends = {step.canvas_start + len(step.canvas) for step in watched[output.request_id]}
-    assert all(end % model.block_size == 0 for end in ends)
+    assert all(end % model.size == 0 for end in ends)
 
 
 def test_logprobs_are_of_the_step_that_decided_the_token(engine, model):
-    context = prompt(model.block_size + 1)
+    context = prompt(model.size + 1)
     with engine.watch(keep_logits=True) as watched:
         (output,) = engine.outputs([context], model.params(blocks=2, logprobs=2))
     completion = output.outputs[0]
@@ -412,12 +236,12 @@ def test_what_blocks_cannot_honour_is_refused(engine, model):
     for params, message in (
         (model.params(prompt_logprobs=1), "prompt_logprobs = 1 is not served for this model"),
         (
-            model.params(extra_args={"diffusion_seed_canvas": [5] * model.block_size}),
+            model.params(extra_args={"diffusion_seed_canvas": [5] * model.size}),
             "diffusion_seed_canvas = .* is not served for this model",
         ),
         (
-            model.params(extra_args={"diffusion_canvas_length": model.block_size - 1}),
-            f"diffusion_canvas_length = {model.block_size - 1}; allowed: an integer of at least",
+            model.params(extra_args={"diffusion_canvas_length": model.size - 1}),
+            f"diffusion_canvas_length = {model.size - 1}; allowed: an integer of at least",
         ),
         (
             model.params(extra_args={"diffusion_t_min": 0.5}),
@@ -426,14 +250,6 @@ def test_what_blocks_cannot_honour_is_refused(engine, model):
     ):
         with pytest.raises(VLLMValidationError, match=message):
             engine.add(prompt(5), params)
-
-
-def test_a_request_can_cap_its_denoise_steps(engine, model):
-    extra = {"diffusion_max_steps": 2, "diffusion_threshold": 1.0}
-    with engine.watch() as watched:
-        engine.generate([prompt(model.block_size)], model.params(3, extra_args=extra))
-    (steps,) = watched.values()
-    assert blocks_of(steps) == [2, 2, 2]
 
 
 def test_a_request_chooses_sdars_strategy(tmp_path_factory):

@@ -151,9 +151,9 @@ def test_noise(engine, checkpoint, samples):
         assert whole(steps[0].canvas)[num_rows:] == [END] * (WIDTH - num_rows)
 
 
-def test_masks_on_a_canvas(tmp_path):
+def test_masks_on_a_canvas(family):
     """Of a model whose canvases start where the prompt ends: masks, and the end behind them."""
-    path = family_checkpoints.write(tmp_path / "nemotron", family_checkpoints.NEMOTRON)
+    path = family("nemotron")
     model, mask = load_reference(path), family_checkpoints.MASK
     reads = Reads(get_engine(path, max_num_batched_tokens=512))
     found = reads.ask(QUESTIONS)

@@ -9,14 +9,12 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from dllm.engine.scheduler import CanvasScheduler
-from dllm.engine.spans import Spans
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import (
     RUN_TOLERANCE,
     TIGHT,
     assert_same_runs,
-    blocks_of,
     get_engine,
 )
 
@@ -83,25 +81,6 @@ def test_an_emitted_block_is_committed_at_the_head_of_the_next_pass(engine):
     assert emitting[-1] == len(steps) - 1
 
 
-def test_the_separate_commit_twin_is_identical_and_takes_a_pass_more_per_block(
-    engine, checkpoint, monkeypatch
-):
-    twin = get_engine(
-        checkpoint(),
-        max_num_batched_tokens=256,
-        additional_config={"dllm": {"commit": "separate"}},
-    )
-    runs, forward_passes = [], []
-    for one in (engine, twin):
-        with monkeypatch.context() as patch, one.one_pass_a_visit():
-            schedules = scheduler_watch(patch, one, "schedule")
-            runs.append(one.quiet_run(prompt(70), params(blocks=4, seed=3)))
-        forward_passes.append(len(schedules))
-    assert_same_runs(runs[1:], runs[:1])
-    # Four blocks: three of them are committed, the last one never.
-    assert forward_passes[1] == forward_passes[0] + 3
-
-
 def test_without_the_kv_rollback_runs_differ(engine, checkpoint, monkeypatch):
     expected = engine.quiet_run(prompt(70), params())
     monkeypatch.setattr(
@@ -113,20 +92,6 @@ def test_without_the_kv_rollback_runs_differ(engine, checkpoint, monkeypatch):
     # The worker denoises at positions that the scheduler does not mean.
     (run,) = broken.runs([prompt(70)], params())
     assert run.difference(expected) > 100 * RUN_TOLERANCE
-
-
-def test_without_the_causal_head_runs_differ(engine, checkpoint, monkeypatch):
-    expected = engine.quiet_run(prompt(70), params())
-    of_schedule = Spans.of_schedule.__func__
-
-    def all_canvas(cls, query_lens, num_draft_tokens):
-        spans = of_schedule(cls, query_lens, num_draft_tokens)
-        fused = spans.canvas_widths > 0
-        return cls(spans.head_lens * ~fused, spans.canvas_widths + spans.head_lens * fused)
-
-    monkeypatch.setattr(Spans, "of_schedule", classmethod(all_canvas))
-    broken = get_engine(checkpoint(), max_num_batched_tokens=254)
-    assert broken.quiet_run(prompt(70), params()).difference(expected) > 100 * RUN_TOLERANCE
 
 
 # --- key-value cache -----------------------------------------------------------------------------
@@ -169,23 +134,6 @@ def test_the_kv_of_generated_blocks_equals_that_of_the_same_tokens_prefilled(eng
         torch.testing.assert_close(generated, prefilled, rtol=1e-4, atol=1e-4)
 
 
-def test_a_conversation_continued_from_cache_equals_a_cold_start(engine, start, monkeypatch):
-    """The second turn's prefix comes from the prefix cache, the last generated block included."""
-    ours = start()
-    page = ours.runner.block_tables.block_sizes[0]
-    turn = prompt(page - CANVAS)
-    ours.reset_prefix_cache()
-    # Under asynchronous scheduling the last block has its KV, too.
-    blocks = 5 if ours.scheduler.scheduler_config.async_scheduling else 6
-    (answer,) = ours.generate([turn], params(blocks))
-    assert len(turn) + len(answer) >= 2 * page
-    follow_up = turn + answer + prompt(9, salt=4)
-    hits = scheduler_watch(monkeypatch, ours, "_get_local_prefix_cache_hit")
-    continued = ours.runs([follow_up], params(seed=8))
-    assert [result[1] for _, result in hits] == [2 * page]  # the second is generated blocks
-    assert_same_runs(continued, [engine.quiet_run(follow_up, params(seed=8))])
-
-
 def test_a_prefix_shared_by_two_requests_changes_nothing(engine, monkeypatch):
     page = engine.runner.block_tables.block_sizes[0]
     shared = prompt(page)
@@ -199,15 +147,6 @@ def test_a_prefix_shared_by_two_requests_changes_nothing(engine, monkeypatch):
 
 
 # --- batches, budgets, interruptions -------------------------------------------------------------
-
-
-def test_requests_at_different_points_of_one_batch_do_not_disturb_each_other(engine):
-    contexts = [prompt(length, salt=length) for length in (1, 40, 130, 7, 90, 65)]
-    sampling = [params(blocks=1 + i % 3, seed=i) for i in range(len(contexts))]
-    requests = zip(contexts, sampling, strict=True)
-    expected = [engine.quiet_run(*request) for request in requests]
-    engine.reset_prefix_cache()
-    assert_same_runs(engine.runs(contexts, sampling), expected)
 
 
 def test_prompts_longer_than_the_token_budget_and_budgets_smaller_than_the_batch(
@@ -244,64 +183,7 @@ def test_a_cache_that_is_too_small_for_long_delays_requests_and_ends_none(
     tight.reset_prefix_cache()  # asserts that no KV block leaked
 
 
-@pytest.mark.parametrize("moment", ["mid-canvas", "between emission and commit"])
-def test_an_aborted_request_leaves_nothing_behind(engine, start, moment):
-    """Its slot is reused by a request whose tokens do not notice."""
-    expected, ours = engine.quiet_run(prompt(33), params(seed=4)), start()
-    ours.reset_prefix_cache()
-    doomed = ours.add(prompt(50), params(blocks=8))
-    with ours.watch() as watched, ours.one_pass_a_visit():
-        for _ in range(200):
-            ours.step()
-            steps = next(iter(watched.values()), [])
-            emitted = bool(steps and steps[-1].num_emitted)
-            if len(steps) > 1 and emitted == (moment != "mid-canvas"):
-                break
-        else:
-            raise AssertionError(f"never {moment}")
-    ours.llm.llm_engine.abort_request([doomed])
-    assert_same_runs(ours.runs([prompt(33)], params(seed=4)), [expected])
-    ours.reset_prefix_cache()  # asserts that no KV block leaked
-
-
 # --- where generation ends -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("max_tokens", [1, 2, CANVAS - 1, CANVAS, CANVAS + 1, CANVAS + 2])
-def test_max_tokens_is_exact(engine, start, max_tokens):
-    long = quiet(engine, prompt(12), params(blocks=3))
-    sampling = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
-    assert quiet(start(), prompt(12), sampling) == long[:max_tokens]
-
-
-def test_the_last_canvas_is_cut_by_the_model_length(engine):
-    limit = engine.runner.max_model_len
-    context = prompt(limit - CANVAS - 5)
-    with engine.watch() as watched:
-        output = engine.outputs([context], params(blocks=9))[0]
-    (steps,) = watched.values()
-    assert len(context) + len(output.outputs[0].token_ids) == limit
-    assert output.outputs[0].finish_reason == "length"
-    assert len(steps[0].canvas) == CANVAS and len(steps[-1].canvas) == 5
-
-
-def test_a_stop_token_inside_a_canvas_ends_the_request_there(engine, start):
-    tokens = quiet(engine, prompt(12), params(blocks=2))
-    stop = tokens[CANVAS + 10]
-    first = tokens.index(stop)
-    sampling = params(blocks=4, stop_token_ids=[stop])
-    output = start().outputs([prompt(12)], sampling)[0].outputs[0]
-    assert list(output.token_ids) == tokens[: first + 1]
-    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
-
-
-def test_n_samples_differ_and_are_reproducible(engine):
-    completions = [
-        [list(c.token_ids) for c in engine.outputs([prompt(20)], params(1, n=3))[0].outputs]
-        for _ in range(2)
-    ]
-    assert completions[0] == completions[1]
-    assert len({tuple(tokens) for tokens in completions[0]}) == 3
 
 
 def test_without_a_seed_every_request_draws_its_own_noise(engine):
@@ -313,25 +195,6 @@ def test_without_a_seed_every_request_draws_its_own_noise(engine):
 # --- request options -----------------------------------------------------------------------------
 
 
-def test_a_narrower_canvas_beside_full_ones(engine):
-    narrow = params(blocks=2, seed=5, extra_args={"diffusion_canvas_length": 13})
-    requests = [(prompt(30), narrow), (prompt(11), params()), (prompt(90), params(seed=2))]
-    expected = [engine.quiet_run(*request) for request in requests]
-    engine.reset_prefix_cache()
-    with engine.watch() as watched:
-        runs = engine.runs(*zip(*requests, strict=True))
-    assert_same_runs(runs, expected)
-    widths = [{len(step.canvas) for step in steps} for steps in watched.values()]
-    assert sorted(widths, key=min) == [{13}, {CANVAS}, {CANVAS}]
-
-
-def test_a_request_can_cap_its_denoise_steps(engine):
-    with engine.watch() as watched:
-        engine.generate([prompt(30)], params(extra_args={"diffusion_max_steps": 2}))
-    (steps,) = watched.values()
-    assert blocks_of(steps) == [2, 2, 2]
-
-
 def test_greedy_draws_no_gumbel_noise(engine, monkeypatch):
     greedy = params(temperature=0)
     tokens = quiet(engine, prompt(30), greedy)
@@ -341,9 +204,3 @@ def test_greedy_draws_no_gumbel_noise(engine, monkeypatch):
     )
     assert quiet(engine, prompt(30), greedy) == tokens
     assert quiet(engine, prompt(30), params()) != quiet(engine, prompt(30), params())
-
-
-def test_top_k_of_one_samples_what_greedy_samples(engine):
-    assert quiet(engine, prompt(30), params(top_k=1)) == quiet(
-        engine, prompt(30), params(temperature=0)
-    )

@@ -94,24 +94,6 @@ def test_a_gpu_packs_what_the_host_packs(taker, monkeypatch, records):
     assert torch.equal(found.packed * is_used, packed * is_used)
 
 
-def test_traces_alone_are_packed_when_a_canvas_has_converged(taker):
-    for slot in (3, 0):
-        taker.add_request(slot, SamplingParams(extra_args={"diffusion_trace": True}))
-    records = torch.rand(5, C, 4)
-    (frames,) = take(taker, records).canvas_frames
-    assert frames.req_ids == ["c"] and frames.every == ["block"]
-    assert frames.packed[0, 4:, :C].tolist() == records[0].T.tolist()
-
-
-def test_nothing_is_attached_where_nobody_watches(taker):
-    assert not taker.are_wanted(batch())
-    assert not hasattr(take(taker), "canvas_frames")
-    taker.add_request(2, watched())
-    assert taker.are_wanted(batch())
-    taker.add_request(2, SamplingParams())  # the slot's next request
-    assert not taker.are_wanted(batch())
-
-
 def test_only_the_first_rank_sends_frames(taker):
     taker.group.is_first_rank = False
     taker.add_request(3, watched())

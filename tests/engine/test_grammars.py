@@ -21,14 +21,13 @@ from dllm.engine.emitted_blocks import EmittedText, GrammarRoom
 from dllm.engine.grammars import DeviceGrammars, HostGrammars
 from dllm.engine.warm_up import canvas_batch
 from dllm.grammar.constraint import Constraint
-from dllm.grammar.device import Sizes, TablePool
+from dllm.grammar.device import Sizes
 from dllm.grammar.table import MOST_CLASSES, MOST_STATES, Table
 from dllm.grammar.viterbi import Canvas
 from dllm.patches.grammars import _begin
 from dllm.settings.request import with_grammar
-from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
-from tests.support.engine_harness import TIGHT, assert_same_runs, blocks_of, get_engine
+from tests.support.engine_harness import blocks_of
 from tests.support.grammar_paths import as_on_a_gpu
 
 SCHEMA = {
@@ -94,94 +93,12 @@ def shortest_text(engine, sampling: SamplingParams) -> int:
     return int(Table.from_bytes(_begin(llm_engine, sampling).result()).left[0])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_answer_is_a_text_of_the_grammar(engine, kind):
-    is_right = KINDS[kind][1]
-    options = [{}, {"temperature": 0.0}, {"temperature": 2.0, "top_k": 5}, {"min_p": 0.2}]
-    asked = [params(kind, seed=seed, **option) for seed, option in enumerate(options)]
-    for output in engine.outputs([prompt(20 + i) for i in range(len(asked))], asked):
-        (answer,) = output.outputs
-        assert is_right(text_of(engine, answer)), answer
-
-
-@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
-def test_a_text_is_complete_if_it_can_be_and_else_a_beginning(engine, kind):
-    """Budgets from one token to more than is needed, and canvases of many widths."""
-    shortest = shortest_text(engine, params(kind))
-    assert 1 <= shortest < CANVAS
-    budgets = [*range(1, 2 * shortest + 3), 3 * CANVAS]
-    asked = [
-        params(kind, budget, seed=budget, extra_args={"diffusion_canvas_length": 1 + budget % 9})
-        for budget in budgets
-    ]
-    outputs = engine.outputs([prompt(9)] * len(asked), asked)
-    for budget, output in zip(budgets, outputs, strict=True):
-        (answer,) = output.outputs
-        assert len(answer.token_ids) <= budget
-        if budget >= shortest:
-            assert KINDS[kind][1](text_of(engine, answer)), (budget, answer)
-        else:
-            assert answer.finish_reason == "length"
-
-
-@pytest.mark.parametrize("num_steps", [1, 2, 7])
-def test_any_number_of_steps_gives_a_text(engine, num_steps):
-    asked = [
-        params(kind, extra_args={"diffusion_max_steps": num_steps}, seed=num_steps)
-        for kind in KINDS
-    ]
-    outputs = engine.outputs([prompt(30)] * len(asked), asked)
-    for kind, output in zip(KINDS, outputs, strict=True):
-        assert KINDS[kind][1](text_of(engine, output.outputs[0])), output
-
-
-def test_neighbours_without_a_grammar_do_not_notice(engine):
-    """Not by one bit: the same tokens, and the same logits in every denoise step."""
-    free = [params(None, seed=seed, ignore_eos=True, max_tokens=2 * CANVAS) for seed in range(2)]
-    contexts = [prompt(20), prompt(33)]
-    engine.reset_prefix_cache()
-    padding = [params(None, seed=9, ignore_eos=True, max_tokens=2 * CANVAS)] * 2
-    alone = engine.runs([*contexts, prompt(12), prompt(13)], [*free, *padding])[:2]
-    engine.reset_prefix_cache()
-    bound = [params("json"), params("regex")]
-    beside = engine.runs([*contexts, prompt(12), prompt(13)], [*free, *bound])[:2]
-    assert_same_runs(beside, alone)
-
-
-def test_answers_do_not_depend_on_the_batch_and_follow_from_the_seed(engine):
-    asked = [params(kind, seed=seed) for seed, kind in enumerate(KINDS)]
-    contexts = [prompt(15, salt=seed) for seed in range(len(asked))]
-    together = engine.generate(contexts, asked)
-    alone = [engine.generate([one], [of]) for one, of in zip(contexts, asked, strict=True)]
-    assert [[tokens] for tokens in together] == alone
-    other = engine.generate(contexts, [params(kind, seed=77) for kind in KINDS])
-    assert other != together
-
-
-def test_several_samples_of_one_request(engine):
-    (output,) = engine.outputs([prompt(10)], params("json", n=3))
-    texts = [text_of(engine, answer) for answer in output.outputs]
-    assert len(set(texts)) == 3 and all(map(is_of_schema, texts))
-
-
 def test_what_stands_on_several_canvases_is_one_text(engine):
     asked = params("regex", extra_args={"diffusion_canvas_length": 5}, logit_bias={1: -50, 6: -50})
     with engine.watch() as watched:
         (output,) = engine.outputs([prompt(10)], asked)
     assert KINDS["regex"][1](text_of(engine, output.outputs[0]))
     assert len(blocks_of(watched[output.request_id])) > 2
-
-
-def test_preempted_requests_resume_with_the_same_tokens(engine, checkpoint, monkeypatch):
-    """The state of the text follows from the tokens that were emitted."""
-    tight = get_engine(checkpoint(), **TIGHT)
-    # No end: every answer needs all of its five blocks.
-    asked = [params("regex", 5 * CANVAS, seed, logit_bias={1: -90, 6: -90}) for seed in range(4)]
-    contexts = [prompt(60, salt=salt) for salt in range(4)]
-    expected = [engine.generate([one], [of])[0] for one, of in zip(contexts, asked, strict=True)]
-    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    assert tight.generate(contexts, asked) == expected
-    assert preempted, "the cache was large enough for everybody"
 
 
 def test_xgrammar_is_asked_by_the_process_that_compiles_alone(engine, monkeypatch):
@@ -235,31 +152,6 @@ def test_both_ways_through_a_canvas_are_taken(engine, monkeypatch):
         (output,) = engine.outputs([prompt(10)], biased)
     num_last = blocks_of(watched[output.request_id])[-1]
     assert len(searched) == num_last < len(solved)
-
-
-def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
-    """What a GPU does, with the search of a CPU in the place of its kernels."""
-    asked = [params(kind, seed=seed) for seed, kind in enumerate(KINDS)] + [params(None, seed=9)]
-    contexts = [prompt(15, salt=seed) for seed in range(len(asked))]
-    expected = engine.generate(contexts, asked)
-    state, on_device = engine.runner.model_state, as_on_a_gpu(engine, monkeypatch)
-    written, write = [], TablePool._write
-    monkeypatch.setattr(TablePool, "_write", lambda *given: written.append(1) or write(*given))
-    memory = {name: part.data_ptr() for name, part in tensors_of(on_device)}
-    few = slice(state.max_num_reqs)
-    for _ in range(2):
-        assert engine.generate(contexts[few], asked[few]) == expected[few]
-    assert len(written) == len([*KINDS][few]), "each goes there once"
-    assert engine.generate(contexts, asked) == expected
-    assert memory == {name: part.data_ptr() for name, part in tensors_of(on_device)}
-    assert engine.generate([prompt(9)], [params(None, max_tokens=4)])
-    assert not any(on_device.slots), "a request that has ended has no grammar"
-
-
-def tensors_of(on_device: DeviceGrammars) -> list[tuple[str, torch.Tensor]]:
-    """The memory of all tables."""
-    fields = on_device._pool.place([])[0]._asdict().items()
-    return [(name, part) for name, part in fields if isinstance(part, torch.Tensor)]
 
 
 def test_the_largest_step_is_inside_the_memory_profile(engine, monkeypatch):
@@ -343,34 +235,9 @@ def test_canvases_are_not_copied_to_the_host_for_masks(engine, monkeypatch):
     assert seen and not any(seen)
 
 
-def test_logprobs_are_of_the_masked_distribution(engine):
-    (output,) = engine.outputs([prompt(10)], params("choice", logprobs=20))
-    (answer,) = output.outputs
-    first = {token: entry.logprob for token, entry in answer.logprobs[0].items()}
-    text = engine.llm.get_tokenizer().decode
-    possible = [token for token, logprob in first.items() if logprob > -torch.inf]
-    assert answer.token_ids[0] in possible
-    assert all(
-        any(choice.startswith(text([token])) for choice in KINDS["choice"][0]["choice"])
-        for token in possible
-    )
-    total = sum(torch.tensor([first[token] for token in possible]).exp())
-    assert total == pytest.approx(1.0, abs=1e-5)
-
-
-BESIDE: list[dict[str, Any]] = [
-    dict(logit_bias={token: 30.0 for token in range(40, 90)}),
-    dict(repetition_penalty=1.8, presence_penalty=2.0, frequency_penalty=2.0),
-    dict(extra_args={"diffusion_eos_stop": False}),
-    dict(top_k=1),
-    dict(top_p=0.01, min_p=0.9),
-]
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        *BESIDE,
         dict(stop_token_ids=[35, 60]),
         dict(
             extra_args={

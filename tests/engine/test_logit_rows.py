@@ -4,14 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
-from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.logit_rows import LogitRows, tile_bounds
-from dllm.engine.logprobs import joined
 from dllm.settings.server import PluginOptions
 from tests.engine.test_parity import CANVAS, prompt
 
@@ -91,26 +87,6 @@ def test_every_request_gets_the_frames_of_its_own_canvas(engine, monkeypatch):
         width = (one.extra_args or {}).get("diffusion_canvas_length", CANVAS)
         last = len(context) + 2 * CANVAS
         assert seen[req_id] == set(range(len(context), last, width))
-
-
-def logprobs_of(num_rows: int, width: int, starts: list[int]) -> LogprobsTensors:
-    ids = torch.arange(num_rows * width).view(num_rows, width)
-    return LogprobsTensors(ids, ids / 10, ids[:, 0], starts)
-
-
-def output_of(logprobs: LogprobsTensors | None, num_requests: int) -> SamplerOutput:
-    counts = torch.zeros(num_requests)
-    return SamplerOutput(torch.zeros(0), logprobs, None, counts, counts)
-
-
-def test_joined_logprobs_find_every_request():
-    parts = [logprobs_of(3, 2, [0, 0, 2]), None, logprobs_of(2, 4, [0, 2])]
-    found = joined([output_of(*pair) for pair in zip(parts, (3, 2, 2), strict=True)])
-    assert found.cu_num_generated_tokens == [0, 0, 2, 3, 3, 3, 5]
-    assert found.logprob_token_ids.shape == found.logprobs.shape == (5, 4)
-    assert torch.equal(found.logprobs[:3, :2], parts[0].logprobs)
-    assert torch.equal(found.logprobs[3:], parts[2].logprobs)
-    assert joined([output_of(None, 1), output_of(None, 1)]) is None
 
 
 def test_the_workspace_is_an_option():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.sample.logprob import LogprobTokenIdsState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -19,7 +18,6 @@ from dllm.engine import logprobs
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.family import Denoised
 from dllm.engine.logprobs import BlockLogprobs, KeptScores, joined
-from dllm.engine.prompt_logprobs import PendingPromptLogprobs
 from dllm.patches.cpu import register_cpu_kernels
 
 VOCAB, SLOTS, CANVAS = 20, 4, 5
@@ -195,45 +193,3 @@ def test_a_temperature_near_zero_loses_no_digits():
     scores[4] = gap / blocks.temperature[0].double()
     expected = scores.log_softmax(-1)[4]
     assert blocks.of(1, 0, 0, 0).logprobs[0, 0].item() == pytest.approx(float(expected), abs=1e-5)
-
-
-# --- prompts -------------------------------------------------------------------------------------
-
-
-def output(
-    emitting: dict[str, bool], top: list[str] = (), ids: list[str] = ()
-) -> ModelRunnerOutput:
-    """A step's output: who emits, and whose prompt has just been finished."""
-    names = list(emitting)
-    return ModelRunnerOutput(
-        req_ids=names,
-        req_id_to_index={name: index for index, name in enumerate(names)},
-        sampled_token_ids=[[1] if emits else [] for emits in emitting.values()],
-        prompt_logprobs_dict=dict.fromkeys(top, "top"),
-        prompt_token_id_logprobs_dict=dict.fromkeys(ids, "ids"),
-    )
-
-
-def test_prompt_logprobs_wait_for_the_first_tokens():
-    pending = PendingPromptLogprobs()
-    live = {"a", "b", "c"}
-    steps = [
-        (output({"a": False, "b": True}, top=["a", "b"], ids=["a"]), {"b": "top"}, {}),
-        (output({"b": False, "c": False}, top=["c"]), {}, {}),
-        (output({"a": True, "b": True}), {"a": "top"}, {"a": "ids"}),
-        (output({"a": True, "c": True}), {"c": "top"}, {}),
-        (output({"a": True, "b": True, "c": True}), {}, {}),
-    ]
-    for step, top, ids in steps:
-        pending.postpone(step, live)
-        assert step.prompt_logprobs_dict == top
-        assert step.prompt_token_id_logprobs_dict == ids
-
-
-def test_what_nobody_waits_for_is_forgotten():
-    pending = PendingPromptLogprobs()
-    pending.postpone(output({"a": False}, top=["a"], ids=["a"]), {"a"})
-    pending.postpone(output({"b": False}), {"b"})
-    again = output({"a": True})
-    pending.postpone(again, {"a"})
-    assert not again.prompt_logprobs_dict and not again.prompt_token_id_logprobs_dict

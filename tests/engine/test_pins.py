@@ -1,59 +1,170 @@
-"""Pins through vLLM's real engine: what is given is seen, and what is held is emitted."""
+"""Pins through vLLM's real engine: what is given is seen, and what is held is emitted.
+
+In models with blocks behind prompts that end within a block, too.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
+from dllm.models.unmasking.rule import STRATEGIES
+from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.engine.test_sampling_engine import CONTEXT, params, tokens_of, watched
+from tests.support.engine_harness import TIGHT
+from tests.support.engine_models import BLOCKS, SIZES, Model, model_of
+from tests.support.family_checkpoints import MASK
+
+# What changes tokens, or their order: of each family.
+WAYS: dict[str, list[dict[str, Any]]] = {
+    "sdar": [{"diffusion_strategy": one, "diffusion_max_steps": 3} for one in STRATEGIES],
+    "llada2": [
+        {"diffusion_editing": 1, "diffusion_editing_threshold": at, "diffusion_max_post_steps": 3}
+        for at in (0.0, 0.01)
+    ],
+}
 
 
-def held(pins: dict[int, int], **extra) -> dict:
+def held(pins: dict[int, int], **extra: Any) -> dict[str, Any]:
     at, ids = list(pins), list(pins.values())
-    return {
-        "diffusion_pin_at": at,
-        "diffusion_pin_ids": ids,
-        "diffusion_pin_mode": "hold",
-    } | extra
+    how = {"diffusion_pin_at": at, "diffusion_pin_ids": ids, "diffusion_pin_mode": "hold"}
+    return how | extra
 
 
-PINS = {0: 40, 7: 300, CANVAS - 1: 41, CANVAS: 42, CANVAS + 9: 301, 3 * CANVAS - 1: 43}
+def pins_of(model: Model) -> dict[int, int]:
+    """In four canvases, at their first and last places and between them."""
+    size = model.size
+    places = (0, 2, size - 1, size, size + 2, 3 * size - 1)
+    return {place: 40 + at for at, place in enumerate(places)}
 
 
-def test_held_pins_are_emitted_in_every_block_and_hints_are_not(engine):
-    unlikely = {token: -50.0 for token in PINS.values()}
-    sampling = params(3, logit_bias=unlikely, extra_args=held(PINS))
+@pytest.fixture(scope="module", params=[*SIZES])
+def model(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[..., Path],
+    family: Callable[[str], Path],
+) -> Model:
+    name = request.param
+    return model_of(name, checkpoint() if name == "gemma" else family(name))
+
+
+@pytest.fixture(scope="module", params=BLOCKS)
+def of_blocks(request: pytest.FixtureRequest, family: Callable[[str], Path]) -> Model:
+    return model_of(request.param, family(request.param))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_held_pins_are_emitted_and_seen_in_every_step(model, temperature):
+    """Also where the model would never write them, and where editing changes all that it can."""
+    pins, size, engine = pins_of(model), model.size, model.engine()
+    unlikely = {token: -50.0 for token in pins.values()}
+    for extra in [{}, *WAYS.get(model.name, [])]:
+        for tail in (0, 1, size - 1):
+            context = prompt(size + tail)
+            how = {"temperature": temperature, "seed": 3, "logit_bias": unlikely}
+            sampling = model.params(4, extra_args=held(pins, **extra), **how)
+            with engine.watch() as seen:
+                (tokens,) = engine.generate([context], sampling)
+            assert {place: tokens[place] for place in pins} == pins, (extra, tail)
+            (steps,) = seen.values()
+            for step in steps:
+                offset = step.canvas_start - len(context)
+                here = {
+                    p - offset: t for p, t in pins.items() if 0 <= p - offset < len(step.canvas)
+                }
+                assert {place: step.canvas[place] for place in here} == here
+
+
+def test_hints_among_noise_are_seen_in_every_step_and_may_be_overruled(engine):
+    pins = {0: 40, 7: 300, CANVAS - 1: 41, CANVAS: 42, CANVAS + 9: 301, 3 * CANVAS - 1: 43}
+    hint = held(pins, diffusion_pin_mode="hint")
+    sampling = params(3, logit_bias=dict.fromkeys(pins.values(), -50.0), extra_args=hint)
     tokens, steps = watched(engine, CONTEXT, sampling)
-    assert {place: tokens[place] for place in PINS} == PINS
-    hinted = held(PINS) | {"diffusion_pin_mode": "hint"}
-    sampling.extra_args = hinted
-    hinted_tokens, hinted_steps = watched(engine, CONTEXT, sampling)
-    assert not set(PINS.values()) & set(hinted_tokens)
-    for run in (steps, hinted_steps):  # the model sees both
-        for step in run:
-            offset = step.canvas_start - len(CONTEXT)
-            here = {p - offset: token for p, token in PINS.items() if 0 <= p - offset < CANVAS}
-            assert {place: step.canvas[place] for place in here} == here
+    assert not set(pins.values()) & set(tokens)
+    for step in steps:
+        offset = step.canvas_start - len(CONTEXT)
+        here = {p - offset: token for p, token in pins.items() if 0 <= p - offset < CANVAS}
+        assert {place: step.canvas[place] for place in here} == here
 
 
-def test_no_end_comes_before_the_last_held_pin(engine):
-    ends = params(3, ignore_eos=False, logit_bias={1: 50.0})
-    assert tokens_of(engine, CONTEXT, ends)[0] == 1
-    ends.extra_args = held({CANVAS + 3: 40})
-    tokens = tokens_of(engine, CONTEXT, ends)
-    assert tokens.index(1) == CANVAS + 4 and tokens[CANVAS + 3] == 40
+def test_a_hint_among_masks_stays_unless_it_is_edited(of_blocks):
+    """And what it is edited to stays as well: no step begins with the hint again."""
+    size, engine = of_blocks.size, of_blocks.engine()
+    pins, context = {1: 40, size + 1: 41}, prompt(size)
+    hint = held(pins, diffusion_pin_mode="hint")
+    unlikely = {40: -50.0, 41: -50.0}
+    (tokens,) = engine.generate(
+        [context], of_blocks.params(2, logit_bias=unlikely, extra_args=hint)
+    )
+    assert {place: tokens[place] for place in pins} == pins
+    if of_blocks.name == "sdar":  # which does not edit
+        return
+    extra = hint | {"diffusion_editing": 1, "diffusion_editing_threshold": 0.0}
+    edited = of_blocks.params(2, logit_bias=unlikely, extra_args=extra)
+    with engine.watch() as seen:
+        (tokens,) = engine.generate([context], edited)
+    assert not set(pins.values()) & set(tokens)
+    (steps,) = seen.values()
+    has_hint = [step.canvas[1] == 40 for step in steps if step.canvas_start == len(context)]
+    assert has_hint == [True] + [False] * (len(has_hint) - 1) and len(has_hint) > 1
+
+
+def test_a_canvas_that_is_given_whole_takes_one_step(model):
+    width, engine = model.size - model.has_blocks, model.engine()
+    given = dict(enumerate(prompt(width, salt=5)))
+    for is_whole in (True, False):
+        if not is_whole:
+            del given[1]
+        sampling = model.params(width / model.size, extra_args=held(given))
+        with engine.watch() as seen:
+            (tokens,) = engine.generate([prompt(model.size + 1)], sampling)
+        (steps,) = seen.values()
+        assert {place: tokens[place] for place in given} == given and len(tokens) == width
+        if is_whole or model.name != "gemma":  # a single mask takes one step, too
+            assert len(steps) == 1
+        else:
+            assert len(steps) > 1
+
+
+def test_no_end_comes_before_the_last_held_pin(model):
+    context, size, engine = prompt(model.size + 1), model.size, model.engine()
+    ends = model.params(3, ignore_eos=False, logit_bias={1: 50.0})
+    assert engine.generate([context], ends)[0][0] == 1
+    ends.extra_args = (ends.extra_args or {}) | held({size + 1: 40})
+    (tokens,) = engine.generate([context], ends)
+    assert tokens.index(1) == size + 2 and tokens[size + 1] == 40
     # A pin that ends the answer is the last one that counts.
-    ends.extra_args = held({5: 40, 9: 1, CANVAS + 3: 40})
-    tokens = tokens_of(engine, CONTEXT, ends)
-    assert tokens.index(1) == 9 == len(tokens) - 1
+    ends.extra_args = ends.extra_args | held({0: 40, 2: 1, size + 1: 40})
+    (tokens,) = engine.generate([context], ends)
+    assert tokens.index(1) == 2 == len(tokens) - 1
 
 
-def test_no_step_is_spent_on_what_is_given(engine):
-    given = dict(enumerate(prompt(CANVAS, salt=5)))
-    tokens, steps = watched(engine, CONTEXT, params(1, extra_args=held(given)))
-    assert tokens == list(given.values()) and len(steps) == 1
-    del given[4]
-    tokens, steps = watched(engine, CONTEXT, params(1, extra_args=held(given)))
-    assert {place: tokens[place] for place in given} == given and len(steps) > 1
+@pytest.mark.parametrize("mode", ["hold", "hint"])
+def test_bad_words_of_another_request_change_nothing(model, mode):
+    """Also where a pin is a token that its request excludes."""
+    engine = model.engine()
+    pinned = model.params(3, allowed_token_ids=[33, 34, 35], temperature=1.0, seed=4)
+    pinned.extra_args = (pinned.extra_args or {}) | held(pins_of(model), diffusion_pin_mode=mode)
+    beside = model.params(3, bad_words=["a"])
+    contexts = [prompt(model.size + 1), prompt(20)]
+    (alone,) = engine.generate(contexts[:1], pinned)
+    with engine.watch() as seen:
+        tokens, _ = engine.generate(contexts, [pinned, beside])
+    assert tokens == alone
+    starts = {step.canvas_start for step in next(iter(seen.values()))}
+    # A canvas for each block, and one for the rest of the prompt's.
+    assert len(starts) == 3 + model.has_blocks
+
+
+def test_a_bad_word_that_is_held_ends_no_canvas(engine):
+    own = params(2, bad_word_ids=[[40]], extra_args=held({9: 40}))
+    _, steps = watched(engine, CONTEXT, own)
+    assert {step.canvas_start for step in steps} == {len(CONTEXT), len(CONTEXT) + CANVAS}
 
 
 def test_the_logprob_of_a_held_pin_is_the_models_own(engine):
@@ -69,20 +180,39 @@ def test_the_logprob_of_a_held_pin_is_the_models_own(engine):
     assert max(one.logprob for one in entry.values()) > entry[40].logprob
 
 
-def test_bad_words_end_no_canvas_in_front_of_a_held_pin(engine):
-    """Neither the request's own, nor those of another one beside it."""
-    sampling = params(2, allowed_token_ids=[33, 34, 35], extra_args=held({9: 40}))
-    _, alone = watched(engine, CONTEXT, sampling)
-    own = params(2, bad_word_ids=[[40]], extra_args=held({9: 40}))
-    for request, beside in ((sampling, params(2, bad_word_ids=[[50]])), (own, params(2))):
-        with engine.watch() as steps:
-            engine.generate([CONTEXT, prompt(20)], [request, beside])
-        starts = {step.canvas_start for step in next(iter(steps.values()))}
-        assert starts == {len(CONTEXT), len(CONTEXT) + CANVAS}, request
-    with engine.watch() as steps:
-        engine.generate([CONTEXT, prompt(20)], [sampling, params(2, bad_word_ids=[[50]])])
-    canvases = [step.canvas for step in next(iter(steps.values()))]
-    assert canvases == [step.canvas for step in alone]
+@pytest.mark.parametrize("mode", ["hold", "hint"])
+def test_the_logprob_of_a_pin_among_masks_is_the_models_own(of_blocks, mode):
+    """Of a held one in the last step, of a hint in the first; also where a slot is used again."""
+    context, place, engine = prompt(of_blocks.size), 1, of_blocks.engine()
+    for token in (40, 41):
+        extra = held({place: token}, diffusion_threshold=1.0, diffusion_pin_mode=mode)
+        sampling = of_blocks.params(1, logprobs=2, extra_args=extra)
+        with engine.watch(keep_logits=True) as seen:
+            (output,) = engine.outputs([context], sampling)
+        (steps,) = seen.values()
+        scores = steps[-1 if mode == "hold" else 0].logits[place].log_softmax(-1)
+        entry = output.outputs[0].logprobs[place]
+        assert output.outputs[0].token_ids[place] == token and len(steps) > 1
+        assert entry[token].logprob == pytest.approx(float(scores[token]), abs=1e-4)
+        assert entry[token].rank == int((scores >= scores[token]).sum())
+
+
+def test_held_pins_survive_preemption_in_the_middle_of_a_block(of_blocks, monkeypatch):
+    engine = of_blocks.engine()
+    tight = of_blocks.engine(**TIGHT | {"num_gpu_blocks_override": 14})
+    pins = {place: 40 + place % 7 for place in (3, 17, 60, 63)}
+    extra = held(pins, diffusion_threshold=1.0)
+    sampling = of_blocks.params(128 / of_blocks.size, extra_args=extra)
+    contexts = [prompt(157 + salt, salt=salt) for salt in range(4)]
+    expected = [engine.quiet_run(context, sampling).tokens for context in contexts]
+    preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
+    with tight.one_pass_a_visit(), tight.watch() as seen:
+        assert tight.generate(contexts, sampling) == expected
+    assert preempted, "the cache was large enough for everybody"
+    # A canvas that starts again takes more steps than it has tokens.
+    counts = [max(Counter(s.canvas_start for s in steps).values()) for steps in seen.values()]
+    assert max(counts) > of_blocks.size
+    assert all({place: tokens[place] for place in pins} == pins for tokens in expected)
 
 
 def test_the_server_draws_the_noise_that_a_canvas_leaves_open(engine):
@@ -92,6 +222,31 @@ def test_the_server_draws_the_noise_that_a_canvas_leaves_open(engine):
     assert steps[0].canvas == [
         drawn if given == -1 else given for drawn, given in zip(plain[0].canvas, mixed, strict=True)
     ]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (held({1: MASK}), f"diffusion_pin_ids = {MASK}"),
+        ({"diffusion_seed_canvas": [5], "diffusion_pinned": [0]}, "diffusion_seed_canvas"),
+        (held({40 * 16: 5}), "diffusion_pin_at = 640"),
+    ],
+)
+def test_pins_that_cannot_be_served_are_refused(of_blocks, extra, message):
+    with pytest.raises(VLLMValidationError, match=message):
+        of_blocks.engine().add(prompt(5), of_blocks.params(extra_args=extra))
+
+
+@pytest.mark.parametrize("mode", ["hold", "hint"])
+def test_pins_beside_a_grammar_are_refused(of_blocks, mode):
+    sampling = of_blocks.params(extra_args=held({1: 40}, diffusion_pin_mode=mode))
+    sampling.structured_outputs = StructuredOutputsParams(choice=["yes"])
+    sampling.ignore_eos = False
+    with pytest.raises(VLLMValidationError, match="beside structured outputs"):
+        of_blocks.engine().add(prompt(5), sampling)
 
 
 def test_a_held_pin_behind_the_end_is_refused(engine):

@@ -17,17 +17,10 @@ from dllm.patches.sleep import LoadedTensors
 from tests.engine.test_blocks import prompt
 from tests.support import file_transfer  # noqa: F401  registers it
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.family_checkpoints import A2D_QWEN3, LLADA2, NEMOTRON, SDAR, SDAR_MOE, write
+from tests.support.family_checkpoints import FAMILIES, write
 from tests.support.quant_checkpoints import write_quantized
 
-CONFIGS = {
-    "sdar": SDAR,
-    "sdar_moe": SDAR_MOE,
-    "llada2": LLADA2,
-    "nemotron": NEMOTRON,
-    "a2d": A2D_QWEN3,
-}
-KINDS = ["gemma", *CONFIGS]
+KINDS = ["gemma", "sdar", "sdar-moe", "llada2", "nemotron", "a2d-qwen3"]
 # No other test gets these engines.
 OPTIONS: dict[str, Any] = dict(
     max_num_batched_tokens=250, weight_transfer_config=WeightTransferConfig(backend="file")
@@ -59,7 +52,7 @@ def two(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[[str], tupl
     def make(kind: str) -> tuple[Path, Path]:
         if kind == "gemma":
             return checkpoint(seed=3), checkpoint(seed=4)
-        first, second = (write(tmp_path / str(seed), CONFIGS[kind], seed) for seed in range(2))
+        first, second = (write(tmp_path / str(seed), FAMILIES[kind], seed) for seed in range(2))
         return first, second
 
     return make

@@ -17,45 +17,9 @@ def spans_of(*rows: tuple[int, int]) -> Spans:
     return Spans.of_schedule(int32(*(q for q, _ in rows)), int32(*(c for _, c in rows)))
 
 
-def test_a_schedule_splits_into_heads_and_canvases():
-    # a prompt chunk, a denoise step, an emitted block with the next canvas behind it, one token
-    spans = spans_of((50, 0), (32, 32), (64, 32), (1, 0))
-    assert spans.head_lens.tolist() == [50, 0, 32, 1]
-    assert spans.canvas_widths.tolist() == [0, 32, 32, 0]
-    assert spans.head_lens.dtype == spans.canvas_widths.dtype == np.int32
-
-
-def test_without_draft_tokens_everything_is_head():
-    spans = Spans.of_schedule(int32(7, 3), None)
-    assert spans.head_lens.tolist() == [7, 3]
-    assert spans.canvas_widths.tolist() == [0, 0]
-
-
 def test_a_canvas_longer_than_its_row_is_refused_with_its_values():
     with pytest.raises(AssertionError, match="canvas longer than its row"):
         spans_of((32, 32), (16, 32))
-
-
-def test_the_sequences_of_a_mixed_batch():
-    spans = spans_of((50, 0), (32, 32), (64, 32), (1, 0))
-    sequences = spans.sequences(int32(150, 100, 264, 9))
-    assert sequences.row_of.tolist() == [0, 1, 2, 2, 3]
-    assert sequences.is_causal.tolist() == [1, 0, 1, 0, 1]
-    assert sequences.query_start_loc.tolist() == [0, 50, 82, 114, 146, 147]
-    # The head of row 2 ends where its canvas starts.
-    assert sequences.seq_lens.tolist() == [150, 100, 232, 264, 9]
-
-
-def test_a_single_denoise_step_is_one_bidirectional_sequence():
-    sequences = spans_of((13, 13)).sequences(int32(13))
-    assert [array.tolist() for array in sequences[:4]] == [[0], [0, 13], [13], [0]]
-
-
-def test_types_are_those_the_backend_takes():
-    sequences = spans_of((64, 32)).sequences(np.array([100], dtype=np.int64))
-    assert sequences.row_of.dtype == np.int64
-    dtypes = {array.dtype for array in sequences[1:4]}
-    assert dtypes == {np.dtype(np.int32)}
 
 
 ROWS = st.lists(

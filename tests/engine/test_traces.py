@@ -18,27 +18,9 @@ from dllm.models.unmasking.reference import DecodingRule, additive, block_causal
 from tests.support import hf_reference
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import TIGHT, Engine, get_engine
-from tests.support.family_checkpoints import (
-    A2D_QWEN2,
-    A2D_QWEN3,
-    LLADA2,
-    NEMOTRON,
-    SDAR,
-    SDAR_MOE,
-    STABLE_DIFFCODER,
-    write,
-)
+from tests.support.family_checkpoints import FAMILIES, NEMOTRON, write
 
-MASKS = {
-    "sdar": SDAR,
-    "sdar-moe": SDAR_MOE,
-    "a2d-qwen3": A2D_QWEN3,
-    "a2d-qwen2": A2D_QWEN2,
-    "stable-diffcoder": STABLE_DIFFCODER,
-    "nemotron": NEMOTRON,
-    "nemotron-causal": NEMOTRON,
-    "llada2": LLADA2,
-}
+MASKS = FAMILIES | {"nemotron-causal": NEMOTRON}
 HEAT = 0.7
 EXTRAS = ["entropy", "behind_stop"]
 TOLERANCE = 1e-4  # of log-probabilities; fp32 products of two libraries

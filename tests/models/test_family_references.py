@@ -1,7 +1,6 @@
 """SDAR and LLaDA2 in transformers: weight names, the config, and generation block after block."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,22 +11,8 @@ from dllm.models.llada2 import reference as llada2
 from dllm.models.sdar import reference as sdar
 from dllm.models.unmasking.reference import (
     DecodingRule,
-    _is_settled,
-    additive,
-    block_causal,
-    decide,
-    generate_blocks,
 )
 from tests.support.family_checkpoints import EOS, LLADA2, MASK, SDAR, SDAR_MOE, write
-
-RULE = DecodingRule(block_size=4, mask_token_id=MASK, stop_ids=(EOS,), threshold=0.9)
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """A random SDAR of blocks of 4, in transformers."""
-    return sdar.load_reference(write(tmp_path_factory.mktemp("sdar") / "model", SDAR, seed=1))
-
 
 # --------------------------------------------------------------------------------------------------
 # Names and shapes
@@ -124,75 +109,3 @@ def test_a_released_config_may_leave_out_what_all_of_them_share(tmp_path: Path) 
     (path / "generation_config.json").write_text('{"eos_token_id": 1}')
     rule = DecodingRule.of_checkpoint(path)
     assert (rule.block_size, rule.mask_token_id) == (32, 156895)
-
-
-@pytest.mark.parametrize("size", [4, 8])
-def test_blocks_are_cut_at_absolute_positions(small, size: int) -> None:
-    """A canvas ends at a multiple of B, so answers differ in length by the prompt's tail."""
-    prompts = [list(range(10, 10 + n)) for n in range(1, 2 * size + 1)]
-    rule = replace(RULE, block_size=size, stop_ids=())
-    answers = generate_blocks(small, prompts, rule, max_tokens=size + 1).answers
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert (len(prompt) + len(answer)) % size == 0
-        assert size + 1 <= len(answer) <= 2 * size
-        assert MASK not in answer
-
-
-def test_answers_do_not_depend_on_the_batch(small) -> None:
-    prompts = [list(range(20, 20 + n)) for n in (1, 4, 6, 11)]
-    together = generate_blocks(small, prompts, RULE, max_tokens=12)
-    alone = [generate_blocks(small, [prompt], RULE, max_tokens=12) for prompt in prompts]
-    assert together.answers == [each.answers[0] for each in alone]
-    assert together.num_steps == sum(each.num_steps for each in alone)
-    assert together.num_blocks == sum(each.num_blocks for each in alone)
-
-
-def test_a_step_decides_all_above_the_threshold_and_at_least_one(small) -> None:
-    prompt = [[30, 31, 32, 33]]
-    rule = replace(RULE, stop_ids=())
-    at_once = generate_blocks(small, prompt, replace(rule, threshold=-1.0), max_tokens=8)
-    one_by_one = generate_blocks(small, prompt, replace(rule, threshold=1.0), max_tokens=8)
-    assert (at_once.num_steps, one_by_one.num_steps) == (2, 8)
-    assert at_once.num_blocks == one_by_one.num_blocks == 2
-
-
-def test_one_by_one_is_the_surest_mask_each_time(small) -> None:
-    """Against a loop over single positions."""
-    ids, size = [40, 41, 42, 43, 44, 45], 4
-    rule = replace(RULE, threshold=1.0, stop_ids=())
-    (answer,) = generate_blocks(small, [ids], rule, max_tokens=2).answers
-    canvas = [MASK, MASK]
-    mask = additive(block_causal(torch.arange(8), size)[None])
-    for _ in canvas:
-        with torch.no_grad():
-            logits = small(input_ids=torch.tensor([ids + canvas]), attention_mask=mask).logits[0]
-        logits[:, MASK] = -torch.inf
-        top = logits.softmax(dim=-1)[6:]
-        place = max((p for p in (0, 1) if canvas[p] == MASK), key=lambda p: float(top[p].max()))
-        canvas[place] = int(top[place].argmax())
-    assert answer == canvas
-
-
-def test_nothing_is_decided_behind_a_stop_token() -> None:
-    """Of five positions the last stands behind it; the one in front of it keeps the canvas open."""
-    rule = replace(RULE, stop_ids=(7,))
-    canvas = torch.ones(3, 3, dtype=torch.bool)
-    after = torch.tensor([[5, 7, MASK], [MASK, 7, 5], [5, 6, 6]])
-    before = torch.full_like(after, MASK)
-    no = torch.zeros(3, dtype=torch.bool)
-    assert _is_settled(before, after, canvas, no, rule).tolist() == [True, False, True]
-    editing = replace(rule, editing_threshold=0.5)
-    assert _is_settled(before, after, canvas, no, editing).tolist() == [True, False, False]
-    assert _is_settled(after, after, canvas, ~no, editing).tolist() == [False, False, True]
-
-
-def test_editing_replaces_a_decided_token_above_its_own_threshold() -> None:
-    likely = [[0.1, 0.8, 0.1, 0.0], [0.1, 0.3, 0.6, 0.0], [0.9, 0.05, 0.05, 0.0]]
-    logits = torch.tensor([likely]).log()
-    ids = torch.tensor([[0, 0, 1]])
-    canvas = torch.tensor([[True, True, False]])  # the last is no canvas
-    rule = DecodingRule(4, 3, (), threshold=0.9, editing_threshold=0.7)
-    after, edited = decide(logits.clone(), ids, canvas, rule)
-    assert after.tolist() == [[1, 0, 1]] and edited.tolist() == [True]
-    after, edited = decide(logits.clone(), ids, canvas, replace(rule, editing_threshold=None))
-    assert after.tolist() == [[0, 0, 1]] and edited.tolist() == [False]

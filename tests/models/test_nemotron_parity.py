@@ -5,6 +5,7 @@ The loop computes the whole sequence in every step, under a 4-D mask. Positions 
 at which the scaling of queries and YaRN begin.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,15 @@ from dllm.models.nemotron.reference import load_reference
 from dllm.models.unmasking.reference import DecodingRule, generate_blocks
 from tests.engine.test_engine import scheduler_watch
 from tests.support.engine_harness import Engine, get_engine
-from tests.support.family_checkpoints import MASK, NEMOTRON, write
+from tests.support.family_checkpoints import MASK
 from tests.support.nemotron_reference import logits_of
 
 LENGTH, THRESHOLD = 32, 0.9
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("nemotron") / "model", NEMOTRON)
+def path(family: Callable[[str], Path]) -> Path:
+    return family("nemotron")
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +157,17 @@ def test_the_reference_of_quantization_and_evaluation_is_this_loop(
         expected = generate(model, prompt, THRESHOLD)
         stop = next((i for i, token in enumerate(expected) if token in rule.stop_ids), 2 * LENGTH)
         assert answer[: stop + 1] == expected[: stop + 1]
+
+
+def test_logprobs_of_a_prompt_are_those_token_by_token(engine, model) -> None:
+    ids = prompts()[-1]
+    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    (output,) = engine.outputs([ids], sampling)
+    logits = logits_of(model, ids, len(ids))
+    logits[:, MASK] = -torch.inf  # a mask is never an answer
+    expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    found = [
+        given[token].logprob
+        for given, token in zip(output.prompt_logprobs[1:], ids[1:], strict=True)
+    ]
+    assert found == pytest.approx(expected.tolist(), abs=1e-4)

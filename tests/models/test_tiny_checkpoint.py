@@ -4,16 +4,14 @@ import filecmp
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
-from transformers.cache_utils import DynamicCache
 
 from dllm.models.gemma.shapes import tensor_shapes
-from dllm.models.gemma.tiny import VOCAB_SIZE, make_tensors, tiny_config, write_checkpoint
+from dllm.models.gemma.tiny import VOCAB_SIZE, tiny_config, write_checkpoint
 from dllm.tasks.tokenizer import SPECIAL_TOKENS, TOKEN_ID
 
 BUNDLED = Path(__file__).parents[2] / "checkpoints/tiny-random"
@@ -50,10 +48,6 @@ def test_the_bundled_files_are_what_the_script_writes(tmp_path: Path) -> None:
     assert not differ + unreadable, "run python -m dllm.models.gemma.tiny"
 
 
-def test_it_stays_small() -> None:
-    assert sum(path.stat().st_size for path in BUNDLED.iterdir()) < 2 * 10**6
-
-
 def test_the_reference_loads_it() -> None:
     model = load(BUNDLED)
     config = json.loads((BUNDLED / "generation_config.json").read_text())
@@ -79,37 +73,6 @@ def test_its_logits_are_worth_testing_with() -> None:
 # Variants
 
 
-def test_equal_names_and_seeds_give_equal_tensors() -> None:
-    wide = make_tensors(tiny_config(canvas_length=16, sliding_window=40, num_experts=8), seed=1)
-    narrow = make_tensors(tiny_config(vision_config=None), seed=1)
-    other = make_tensors(tiny_config(vision_config=None), seed=2)
-    name = "model.decoder.layers.0.self_attn.q_proj.weight"
-    assert torch.equal(wide[name], narrow[name])
-    assert not torch.equal(other[name], narrow[name])
-
-
-def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(KeyError, match="canvas_lenght"):
-        tiny_config(canvas_lenght=16)
-
-
-def test_layer_scalars_are_set_as_given(tmp_path: Path) -> None:
-    """Of another pattern of layers, too."""
-    layers = ["sliding_attention"] * 3 + ["full_attention"]
-    model = load(
-        write_checkpoint(
-            tmp_path,
-            tiny_config(layer_types=layers, sliding_window=40),
-            encoder_scalars=[0.5] * 4,
-            decoder_scalars=[1.0, 2.0, 1.5, 0.25],
-        )
-    )
-    encoder = [float(x.layer_scalar) for x in model.model.encoder.language_model.layers]
-    decoder = [float(x.layer_scalar) for x in model.model.decoder.layers]
-    assert encoder == [0.5] * 4
-    assert decoder == [1.0, 2.0, 1.5, 0.25]
-
-
 def test_copies_of_the_encoder_are_those_of_the_decoder(tmp_path: Path) -> None:
     plain, copied = tmp_path / "plain", tmp_path / "copied"
     write_checkpoint(plain)
@@ -130,14 +93,6 @@ def test_muted_experts_compute_nothing(tmp_path: Path) -> None:
     dense = tensor_shapes(tiny_config(num_experts=None))
     assert not [name for name in dense if "experts" in name or "router" in name]
     assert dense.keys() < tensor_shapes(tiny_config()).keys()
-
-
-def test_the_reference_generates(tmp_path: Path) -> None:
-    model = load(write_checkpoint(tmp_path, tiny_config(canvas_length=16)))
-    torch.manual_seed(0)
-    prompt = torch.tensor([TOKENIZER("What is 12 + 30?").input_ids])
-    out = model.generate(prompt, max_new_tokens=32, past_key_values=DynamicCache())
-    assert out.sequences.shape[1] > prompt.shape[1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -169,11 +124,6 @@ def test_special_tokens_keep_their_ids() -> None:
     assert TOKENIZER.decode([TOKEN_ID["<bos>"], TOKEN_ID["<eos>"]], skip_special_tokens=True) == ""
 
 
-def test_digits_stand_alone() -> None:
-    ids = TOKENIZER("1234 56", add_special_tokens=False).input_ids
-    assert [TOKENIZER.decode([index]) for index in ids] == list("1234 56")
-
-
 def test_the_chat_template_renders_every_role() -> None:
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -186,8 +136,3 @@ def test_the_chat_template_renders_every_role() -> None:
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi,<|image|><turn|>\n"
         "<|turn>model\nHello<turn|>\n<|turn>user\nBye<turn|>\n<|turn>model\n"
     )
-
-
-def test_the_chat_template_refuses_other_roles() -> None:
-    with pytest.raises(Exception, match="Unknown role tool"):
-        TOKENIZER.apply_chat_template([{"role": "tool", "content": "?"}], tokenize=False)

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from dllm.quant.formats import decode_fp4, dequantize_weight, encode_fp4, round_trip, to_fp8
-from dllm.quant.report import Choice, in_words
 from dllm.quant.schemes import SCHEMES, parse_plan, shared_name
 from tests.support import naive_formats as naive
 from tests.support.quant_checkpoints import (
@@ -88,13 +87,6 @@ def test_nvfp4_round_trip_with_a_static_global_scale(divisor):
     assert torch.isfinite(trip).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_round_trip_keeps_the_dtype(dtype):
-    values = rows().clamp(-100, 100).to(dtype)
-    assert round_trip(values, "fp8").dtype == dtype
-    assert round_trip(values, None) is values
-
-
 @pytest.mark.parametrize(
     ("scheme", "low", "high"),
     [("fp8-dynamic", 0.024, 0.028), ("int8-dynamic", 0.004, 0.012), ("nvfp4", 0.09, 0.1)],
@@ -153,34 +145,3 @@ def test_other_schemes_are_refused_with_what_is_supported(config, message):
         parse_plan(config)
     if config.get("config_groups"):
         assert all(name in str(refusal.value) for name in BY_NAME)
-
-
-# --- what computes, in words ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("scheme", "kernel", "capability", "says"),
-    [
-        ("fp8-dynamic", "CutlassFP8ScaledMMLinearKernel", 90, "weights and inputs, by Cutlass"),
-        ("fp8-dynamic", "MarlinFP8ScaledMMLinearKernel", 86, "8-bit float weights only, by Marlin"),
-        ("fp8-dynamic", "CompressedTensorsW8A16Fp8", 80, "inputs stay 16-bit on this GPU"),
-        ("nvfp4", "FlashInferCutlassNvFp4LinearKernel", 100, "4-bit float weights and inputs, by"),
-        ("nvfp4", "MarlinNvFp4LinearKernel", 90, "weights only, by Marlin"),
-        ("nvfp4", "HummingNvFp4LinearKernel", 90, "inputs stay 16-bit on this GPU, although"),
-        ("nvfp4a16", "MarlinNvFp4LinearKernel", 100, "weights, 16-bit inputs, by Marlin"),
-        ("nvfp4", None, None, "emulated: dequantized when they were loaded, inputs rounded as the"),
-        ("nvfp4a16", None, None, "inputs as they are; right, but neither fast nor small"),
-        ("int8-dynamic", "CPUInt8ScaledMMLinearKernel", None, "8-bit integer weights and inputs"),
-    ],
-)
-def test_users_are_told_what_computes(scheme, kernel, capability, says):
-    choice = Choice("experts", BY_NAME[scheme], kernel, capability)
-    assert says in choice.how()
-    assert in_words([choice]) == f"{scheme} checkpoint; experts: {choice.how()}"
-
-
-def test_layers_that_compute_alike_share_a_clause():
-    kinds = ("linear layers", "experts")
-    emulated = [Choice(kind, BY_NAME["nvfp4"], None, None) for kind in kinds]
-    how = emulated[0].how()
-    assert in_words(emulated) == f"nvfp4 checkpoint; linear layers and experts: {how}"

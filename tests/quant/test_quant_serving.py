@@ -18,10 +18,10 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dllm.models.gemma.weights import refuse_missing
-from dllm.models.quantized import _kernel_of, copy_k_proj_entries_to_v_proj
+from dllm.models.quantized import copy_k_proj_entries_to_v_proj
 from dllm.patches.install import install
 from dllm.quant.checks import checked
-from dllm.quant.cpu_config import EmulatedNvfp4Linear, EmulatingConfig, Int8Linear
+from dllm.quant.cpu_config import EmulatingConfig, Int8Linear
 from dllm.quant.formats import round_trip
 from dllm.quant.schemes import parse_plan
 from tests.support.engine_harness import Engine
@@ -53,13 +53,6 @@ def stream(scheme: str, **changes: torch.Tensor | None) -> list[str]:
     tensors += [(f"{Q_PROJ}.{part}", t) for part, t in parts.items() if t is not None]
     plan = parse_plan(quantization_config(scheme, OURS, {}))
     return [name for name, _ in checked(tensors, plan)]
-
-
-@pytest.mark.parametrize("scheme", ["fp8-dynamic", "int8-dynamic", "nvfp4", "nvfp4a16"])
-def test_whole_layers_pass(scheme):
-    assert {"lm_head.weight", "model.decoder.norm.weight", f"{Q_PROJ}.weight_scale"} <= set(
-        stream(scheme)
-    )
 
 
 @pytest.mark.parametrize(
@@ -204,29 +197,3 @@ def test_full_layers_name_no_values_and_vllm_asks_for_them():
     assert config.ignore[3:] == ["model.layers.1.self_attn.v_proj"]
     assert config.target_scheme_map["model.layers.3.self_attn.v_proj"] == 2
     assert len(config.target_scheme_map) == 3
-
-
-class SomeKernel:
-    """Of vLLM's."""
-
-
-class Scheme:
-    """Of vLLM's, with its kernel under one of two names, or none of its own."""
-
-    def __init__(self, **kernels: object) -> None:
-        vars(self).update(kernels)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "computes"),
-    [
-        (Scheme(fp8_linear=SomeKernel()), "SomeKernel"),
-        (Scheme(kernel=SomeKernel()), "SomeKernel"),
-        (Scheme(), "Scheme"),
-        (EmulatedNvfp4Linear(use_a16=True), None),
-    ],
-    ids=["fp8", "nvfp4", "no kernel", "ours"],
-)
-def test_what_computes_is_read_off_a_layer(scheme, computes):
-    assert _kernel_of(SimpleNamespace(scheme=scheme)) == ("linear layers", computes)
-    assert _kernel_of(SimpleNamespace()) is None

@@ -1,6 +1,5 @@
 """``dllm quantize``: what it refuses, what an interrupted run leaves, what LLM Compressor wrote."""
 
-import errno
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from dllm.cli import CommandError
 from dllm.quant.checks import is_scale
 from dllm.quant.schemes import parse_plan
 from dllm.quantize import command, staging
-from dllm.quantize.checkpoint import INDEX, Checkpoint
+from dllm.quantize.checkpoint import Checkpoint
 from dllm.quantize.job import Job, calibration_prompts, prepare
 from dllm.quantize.linears import by_one_name, linears
 from dllm.quantize.make import make
@@ -33,7 +32,6 @@ from dllm.quantize.verify import verify
 from dllm.tasks.prompts import SHIPPED
 from tests.support.process import start_python
 from tests.support.quant_checkpoints import quantize as quantize_by_hand
-from tests.support.quant_checkpoints import write_quantized
 
 pytestmark = pytest.mark.slow
 
@@ -187,26 +185,6 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(source: Path, tmp_path: Pat
     assert (job.out / "config.json").is_file()
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX])
-def test_no_room_for_a_small_file_either(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    flush = staging._flush_to_disk
-
-    def full(path: Path) -> None:
-        if path.name == f"{name}.unfinished":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        flush(path)
-
-    monkeypatch.setattr(staging, "_flush_to_disk", full)
-    job = small_job(source, tmp_path / "out", "fp8-dynamic")
-    with pytest.raises(CommandError, match=f"{name} could not be written: there is no room"):
-        write(job)
-    assert not job.out.exists()
-    assert not list((tmp_path / "out.partial").glob("*.unfinished"))
-    assert not (tmp_path / "out.partial/config.json").exists()
-
-
 def test_what_cannot_fit_is_refused_at_once(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,29 +329,6 @@ def test_a_source_that_cannot_be_quantized_is_refused(
 ) -> None:
     with pytest.raises(CommandError, match=message):
         small_job(copied(source, tmp_path / "other", edit), tmp_path / "out")
-
-
-def test_what_is_quantized_already_and_a_missing_place_are_refused(
-    source: Path, tmp_path: Path
-) -> None:
-    quantized = write_quantized(source, tmp_path / "quantized", "fp8-dynamic")
-    with pytest.raises(CommandError, match="is quantized already"):
-        small_job(quantized, tmp_path / "out")
-    with pytest.raises(CommandError, match="there is no directory"):
-        small_job(source, tmp_path / "no/such/out")
-
-
-def test_a_half_written_source_is_refused(source: Path, tmp_path: Path) -> None:
-    write(small_job(source, tmp_path / "whole", "fp8-dynamic"))
-    half = tmp_path / "whole"
-    (half / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CommandError, match=r"names model-00002-of-00003.safetensors, which is not"):
-        Checkpoint(half)
-    shutil.copy(
-        half / "model-00001-of-00003.safetensors", half / "model-00002-of-00003.safetensors"
-    )
-    with pytest.raises(CommandError, match="and again in"):
-        Checkpoint(half)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """``dllm quantize`` on the families with masks: which layers, their inputs, and serving."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,35 +12,17 @@ from dllm.quantize.linears import linears
 from dllm.quantize.verify import verify
 from tests.quantize.test_quantize import COMMAND, small_job, write
 from tests.support.engine_harness import get_engine
-from tests.support.family_checkpoints import (
-    A2D_QWEN2,
-    A2D_QWEN3,
-    LLADA2,
-    NEMOTRON,
-    SDAR,
-    SDAR_MOE,
-    STABLE_DIFFCODER,
-)
+from tests.support.family_checkpoints import FAMILIES as KINDS
 from tests.support.family_checkpoints import write as write_source
 from tests.support.process import start_python
 
 pytestmark = pytest.mark.slow
 
-KINDS: dict[str, dict[str, Any]] = {
-    "llada2": LLADA2,
-    "sdar-moe": SDAR_MOE,
-    "sdar": SDAR,
-    "a2d-0.6b": A2D_QWEN3,
-    "a2d-0.5b": A2D_QWEN2,
-    "diffcoder": STABLE_DIFFCODER,
-    "nemotron": NEMOTRON,
-}
 # Attention, dense MLPs, experts: three layers; LLaDA2's first is dense, the others have a shared
 # expert beside eight.
-COUNTS = {
+COUNTS = dict.fromkeys(KINDS, 3 * 4 + 3 * 3) | {
     "llada2": 3 * 2 + 3 + 2 * 3 * 9,
     "sdar-moe": 3 * 4 + 3 * 3 * 4,
-    **dict.fromkeys(("sdar", "a2d-0.6b", "a2d-0.5b", "diffcoder", "nemotron"), 3 * 4 + 3 * 3),
 }
 OUTSIDE = ("embed", "lm_head", "diffusion_head", "norm", "mlp.gate.")
 

@@ -200,14 +200,6 @@ def test_delay_jitter_and_asks_that_cannot_be_sent(full):
     assert target.count("misses") == 0
 
 
-def test_wrong_drafts_change_nothing():
-    clock = Clock()
-    target = Target([Net(worker(clock, alpha=0.0), clock)], clock)
-    begin(target)
-    finish(target)
-    assert len(target.steps) >= NUM_TOKENS
-
-
 def test_aborted_requests_leave_nothing_behind():
     clock = Clock()
     drafter = worker(clock)
@@ -318,22 +310,6 @@ def adaptive(clock: Clock, num_drafts: int = 4) -> AdaptiveWidth:
     return AdaptiveWidth(num_drafts, 8, reads_confidence=False, clock=clock)
 
 
-def run_adaptive(alpha: float, draft_s: float, per_draft_s: float = 0.0005):
-    clock = Clock()
-    net = Net(worker(clock, alpha), clock, draft_s=draft_s)
-    target = Target([net], clock, policy=adaptive(clock), per_draft_s=per_draft_s)
-    begin(target, 2, 1500)
-    finish(target, 1500)
-    return target, 1500 * STEP_S
-
-
-def test_useless_drafts_are_given_up():
-    target, plain_s = run_adaptive(alpha=0.02, draft_s=0.002)
-    assert not target.drafter.policy.is_drafting
-    assert sum(width > 0 for width in target.widths) < 0.1 * len(target.widths)
-    assert sum(target.steps) < 1.05 * plain_s
-
-
 def test_no_more_is_asked_for_than_a_fixed_width():
     clock = Clock()
     net = Net(worker(clock), clock)
@@ -343,18 +319,6 @@ def test_no_more_is_asked_for_than_a_fixed_width():
     asked = [row.want for ask in net.sent for row in ask.rows]
     assert asked[0] == 3 and max(asked[1:]) == 2  # the first token is the target's own
     assert max(target.widths) == 2
-
-
-def test_good_drafts_are_verified_in_full():
-    target, plain_s = run_adaptive(alpha=1.0, draft_s=0.0005)
-    assert sum(target.steps) < plain_s / 2.5
-    assert np.mean(target.widths[100:]) > 7
-
-
-def test_right_drafts_that_take_too_long_are_given_up():
-    """What a draft gains is a step; four of them, 12 ms each, cost more than they gain."""
-    target, plain_s = run_adaptive(alpha=1.0, draft_s=0.012)
-    assert sum(target.steps) < 1.1 * plain_s
 
 
 def test_waiting_that_costs_more_than_it_gains_is_given_up_before_a_trial():

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.drafter.metrics import Counts
 from dllm.drafter.widths.adaptive import AdaptiveWidth
@@ -25,7 +24,7 @@ from dllm.remote.engine import EngineDrafts
 from dllm.remote.wire import Ask, Guess, Reply, Told, frame, read_ask
 from dllm.remote.worker import DraftWorker, Limits
 from tests.engine.test_engine import scheduler_watch
-from tests.support.drafter_harness import LIMITS, FixedCosts, greedy, plain_engine
+from tests.support.drafter_harness import CASES, LIMITS, FixedCosts, greedy, plain_engine
 from tests.support.drafter_pairs import write_target
 from tests.support.engine_harness import Engine, get_engine
 
@@ -296,29 +295,6 @@ def test_aborted_requests_leave_nothing_behind(alone, small):
         assert list(finished[name].outputs[0].token_ids) == answer
     assert not seen.drafter.client.names
     small.reset_prefix_cache()  # asserts that no KV block leaked
-
-
-SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 4}
-CASES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 1.0},
-    "logit bias": {"logit_bias": {100: 100.0}},
-    "min p": {"temperature": 1.0, "seed": 5, "min_p": 0.05},
-    "sampled": {"temperature": 1.0, "seed": 5},
-    "min tokens": {"ignore_eos": False, "min_tokens": 20, "stop_token_ids": list(range(300, 420))},
-    "stop": {"stop_token_ids": list(range(2, 512, 7))},
-    "top k and top p": {"temperature": 1.0, "seed": 6, "top_k": 20, "top_p": 0.8},
-    "repetition": {"temperature": 0.5, "seed": 7, "repetition_penalty": 1.8},
-    "allowed": {"allowed_token_ids": list(range(30, 60))},
-    "regex": {"structured_outputs": StructuredOutputsParams(regex="[a-c]{12}")},
-    "choice": {"structured_outputs": StructuredOutputsParams(choice=["ab", "abcabc", "cab"])},
-    "schema": {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
-    "sampled schema": {
-        "temperature": 1.0,
-        "seed": 8,
-        "structured_outputs": StructuredOutputsParams(json=SCHEMA),
-    },
-}
 
 
 def test_sampling_parameters_do_the_same_with_drafts(alone, small):

@@ -137,24 +137,6 @@ def test_a_correction_is_typed_and_everything_works_by_keyboard(page):
 
 
 @needs_chromium
-def test_pins_may_be_in_every_block(page):
-    endless = "{...old(), ignore_eos: true, max_tokens: 96}"
-    page.run(f"request = (old => () => ({endless}))(request); null")
-    finish(page, "#go")
-    assert len(tokens(page, "#canvas .block")) == 3
-    assert page.run("$('status').textContent").startswith("3 blocks, steps ")
-    page.click("#canvas .cell", 70)
-    page.type("Tom")
-    page.press("Enter")
-    page.click("#canvas .cell", 40)
-    pinned = page.run("tokenAt(40).id")
-    finish(page, "#again")
-    assert page.run("tokenAt(40).id") == pinned
-    assert tokens(page, "#canvas .cell")[70] == "Tom"
-    assert page.run("answer()[70].token") == "Tom"
-
-
-@needs_chromium
 def test_only_what_is_uncertain_is_written_again(page):
     page.fill("#prompt", "Thank Ann for the map, from Bob.")
     finish(page, "#go")
@@ -168,17 +150,6 @@ def test_only_what_is_uncertain_is_written_again(page):
         f"JSON.stringify({json.dumps([at for at, _ in given])}.map(at => tokenAt(at).id))"
     )
     assert after == before
-
-
-@needs_chromium
-def test_a_correction_of_several_tokens_lies_over_what_stays(page):
-    page.fill("#prompt", "Thank Ann for the map, from Bob.")
-    finish(page, "#go")
-    page.click("#canvas .cell", 1)
-    page.type("Zoe and Leo")
-    page.press("Enter")
-    assert "Zoe and Leo" in finish(page, "#doubt")
-    assert page.run("$('error').textContent") == ""
 
 
 @needs_chromium

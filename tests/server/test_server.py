@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 pytest_plugins = ["tests.support.server_harness"]
 
 BLOCKS = 3 * CANVAS
-SPECIAL_END_TOKENS = (1, 6)  # <eos> and <turn|>, the eos_token_id of generation_config.json
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -137,19 +136,6 @@ def test_a_stop_string_ends_the_text_before_it(client, stream):
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == text.partition(stop)[0]
     assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", stop)
-
-
-def test_end_of_sequence_inside_a_canvas_ends_the_request(client):
-    for seed in range(40):
-        whole = tokens(complete(client, seed=seed, max_tokens=CANVAS))
-        ends = [place for place in range(CANVAS - 1) if whole[place] in SPECIAL_END_TOKENS]
-        if ends:
-            break
-    else:
-        raise AssertionError("none of the seeds gives an end-of-sequence token")
-    completion = complete(client, seed=seed, extra_body={"ignore_eos": False})
-    assert tokens(completion) == whole[: ends[0] + 1]
-    assert completion.choices[0].finish_reason == "stop"
 
 
 # --- logprobs ------------------------------------------------------------------------------------

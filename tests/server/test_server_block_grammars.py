@@ -1,6 +1,6 @@
-"""Structured outputs and tool calls of trained models with blocks, through OpenAI's client.
+"""Structured outputs and tool calls of a trained model with blocks, through OpenAI's client.
 
-That every answer is valid, and what is refused: ``tests/engine/test_block_grammars.py``.
+That every answer is valid, and what is refused: ``tests/engine/test_family_grammars.py``.
 """
 
 import json
@@ -57,14 +57,10 @@ class Person(pydantic.BaseModel):
     city: str
 
 
-@pytest.fixture(
-    scope="module", params=["tiny-sdar", pytest.param("tiny-llada2", marks=pytest.mark.nightly)]
-)
-def client(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[openai.OpenAI]:
-    log = tmp_path_factory.mktemp(request.param) / "log"
-    with Server(CHECKPOINTS / request.param, log, FLAGS) as running:
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    log = tmp_path_factory.mktemp("tiny-sdar") / "log"
+    with Server(CHECKPOINTS / "tiny-sdar", log, FLAGS) as running:
         running.wait_until_ready()
         yield running.client()
 

@@ -1,29 +1,26 @@
-"""`vllm serve` of models with blocks, through the real OpenAI client."""
+"""`vllm serve` of a model with blocks, through the real OpenAI client."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from dllm import cli
-from tests.support import family_checkpoints
+from tests.support.family_checkpoints import MASK
 from tests.support.server_harness import FLAGS, MODEL, Server
 
 pytestmark = pytest.mark.slow
 
-CONFIGS = {"sdar": family_checkpoints.SDAR, "llada2": family_checkpoints.LLADA2}
 
-
-@pytest.fixture(scope="module", params=["sdar", pytest.param("llada2", marks=pytest.mark.nightly)])
+@pytest.fixture(scope="module")
 def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    family: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp(request.param)
-    path = family_checkpoints.write(folder / "model", CONFIGS[request.param])
-    with Server(path, folder / "log", FLAGS) as running:
+    with Server(family("sdar"), tmp_path_factory.mktemp("sdar") / "log", FLAGS) as running:
         running.wait_until_ready()
         yield running
 
@@ -85,7 +82,7 @@ def test_bad_requests_get_400_with_the_reason(server: Server) -> None:
     for options, message in (
         ({"echo": True, "logprobs": 1}, "prompt_logprobs = 1 is not served for this model"),
         (
-            {"extra": {"allowed_token_ids": [family_checkpoints.MASK]}},
+            {"extra": {"allowed_token_ids": [MASK]}},
             "allowed_token_ids leaves no token .* is no mask",
         ),
     ):

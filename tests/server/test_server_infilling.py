@@ -99,10 +99,6 @@ def test_a_stop_string_does_not_end_an_answer_before_its_last_held_pin(server, c
     assert choice.token_ids[20 : 20 + len(held)] == held
 
 
-def test_a_suffix_of_a_chat_is_ignored_as_vllm_does(server):
-    assert server.post("/v1/chat/completions", CHAT | {"suffix": "x"}).status == 200
-
-
 # --- fill in the middle ---------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """Sampling parameters over HTTP, through the real client: the engine gets what was sent."""
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -64,21 +63,6 @@ def test_a_parameter_sent_over_http_does_what_it_does_in_the_engine(client, engi
     assert expected != engine.generate([CONTEXT], plain)[0], "it does nothing"
 
 
-def test_bad_words_of_several_tokens_are_not_said(client, engine):
-    """As for any model, a word is the token sequences that it is encoded as."""
-    tokenizer = engine.llm.get_tokenizer()
-    said = tokens(complete(client, CONTEXT))
-    pairs = {tokenizer.decode(list(pair)): list(pair) for pair in pairwise(said)}
-    words = {
-        word: ids
-        for word, ids in pairs.items()
-        if tokenizer.encode(word.lstrip(), add_special_tokens=False) == ids
-    }
-    assert len(words) > 5
-    again = tokens(complete(client, CONTEXT, extra_body={"bad_words": list(words)}))
-    assert not [ids for ids in pairwise(again) if list(ids) in words.values()]
-
-
 def test_a_chat_takes_the_same_parameters(client):
     """Over the other endpoint, which has its own parser."""
     body = {"min_tokens": 9, "bad_words": ["a"], "min_p": 0.05, "repetition_penalty": 1.3}
@@ -113,21 +97,6 @@ def test_echo_returns_the_prompt_and_its_logprobs(client, engine):
 def test_echo_of_the_prompt_alone(client):
     answer = complete(client, CONTEXT, echo=True, logprobs=1, max_tokens=0)
     assert len(answer.choices[0].logprobs.token_logprobs) == len(CONTEXT)
-
-
-def test_prompt_logprobs_in_chunks_and_again_from_a_full_cache(client):
-    """The prompt is longer than the token budget of a step; the cache is not read for it."""
-    context = prompt(300)
-    plain = tokens(complete(client, context, max_tokens=8))
-    body = {"prompt_logprobs": 1}
-    answers = [complete(client, context, max_tokens=8, extra_body=dict(body)) for _ in range(2)]
-    for answer in answers:
-        assert tokens(answer) == plain
-        first, *rest = answer.choices[0].prompt_logprobs
-        assert first is None and len(rest) == 299
-        for token, reported in zip(context[1:], rest, strict=True):
-            assert str(token) in reported and 1 <= len(reported) <= 2
-    assert answers[0].choices[0].prompt_logprobs == answers[1].choices[0].prompt_logprobs
 
 
 def test_logprobs_of_chosen_ids(client):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import Qwen3ForCausalLM
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.drafter.checkpoint import DrafterConfig
 from dllm.drafter.widths.costs import StepCosts
@@ -183,3 +184,29 @@ def assert_greedy(target: Path, prompt: list[int], output: list[int]) -> None:
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
     """Greedy sampling of exactly so many tokens."""
     return SamplingParams(**(dict(temperature=0, max_tokens=max_tokens, ignore_eos=True) | more))
+
+
+SAMPLED = {"temperature": 1.0, "seed": 5}
+SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 4}
+# Sampling parameters that drafts must not change.
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 1.0},
+    "repetition": {"repetition_penalty": 1.8},
+    "logit bias": {"logit_bias": {100: 100.0}},
+    "allowed ids": {"allowed_token_ids": [30, 40, 50]},
+    "bad words": {"bad_words": ["rin", "ver", "ru"]},
+    "min tokens": {"ignore_eos": False, "min_tokens": 20, "stop_token_ids": list(range(300, 420))},
+    "stop": {"stop_token_ids": list(range(2, 512, 7))},
+    "one candidate": SAMPLED | {"top_k": 1},
+    "tiny nucleus": SAMPLED | {"top_p": 1e-6},
+    "certain": SAMPLED | {"min_p": 1.0},
+    "sampled": SAMPLED,
+    "min p": SAMPLED | {"min_p": 0.05},
+    "top k and top p": SAMPLED | {"top_k": 20, "top_p": 0.8},
+    "sampled repetition": {"temperature": 0.5, "seed": 7, "repetition_penalty": 1.8},
+    "regex": {"structured_outputs": StructuredOutputsParams(regex="[a-c]{12}")},
+    "choice": {"structured_outputs": StructuredOutputsParams(choice=["ab", "abcabc", "cab"])},
+    "schema": {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
+    "sampled schema": SAMPLED | {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
+}

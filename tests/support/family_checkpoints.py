@@ -16,10 +16,7 @@ TOKENIZER = Path(__file__).parents[2] / "checkpoints" / "tiny-ar"
 VOCAB, MASK, EOS = 832, 831, 1
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
-SDAR = {
-    "architectures": ["SDARForCausalLM"],
-    "model_type": "sdar",
-    "block_size": 4,
+COMMON = {
     "mask_token_id": MASK,
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -30,13 +27,18 @@ SDAR = {
     "head_dim": 32,
     "hidden_act": "silu",
     "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
     "tie_word_embeddings": False,
-    "attention_bias": False,
-    "use_sliding_window": False,
     "eos_token_id": EOS,
     "torch_dtype": "float32",
+}
+SDAR = COMMON | {
+    "architectures": ["SDARForCausalLM"],
+    "model_type": "sdar",
+    "block_size": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "attention_bias": False,
+    "use_sliding_window": False,
 }
 SDAR_MOE = SDAR | {
     "architectures": ["SDARMoeForCausalLM"],
@@ -67,22 +69,12 @@ STABLE_DIFFCODER = {name: value for name, value in A2D_QWEN2.items() if name != 
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
-NEMOTRON = {
+NEMOTRON = COMMON | {
     "architectures": ["NemotronLabsDiffusionModel"],
     "model_type": "nemotron_labs_diffusion",
     "attention_bias": False,
     "block_size": 32,
     "dlm_paradigm": "bidirectional",
-    "mask_token_id": MASK,
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
     "mlp_bias": False,
     "rms_norm_eps": 1e-5,
     "rope_parameters": {
@@ -97,25 +89,12 @@ NEMOTRON = {
         "rope_type": "yarn",
     },
     "sliding_window": None,
-    "tie_word_embeddings": False,
-    "eos_token_id": EOS,
-    "torch_dtype": "float32",
 }
-LLADA2 = {
+LLADA2 = COMMON | {
     "architectures": ["LLaDA2MoeModelLM"],
     "model_type": "llada2_moe",
     "block_size": 32,
-    "mask_token_id": MASK,
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
     "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "use_bias": False,
     "use_qkv_bias": False,
@@ -132,10 +111,17 @@ LLADA2 = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
     "score_function": "sigmoid",
-    "tie_word_embeddings": False,
-    "eos_token_id": EOS,
     "pad_token_id": EOS,
-    "torch_dtype": "float32",
+}
+# Every architecture with masks.
+FAMILIES = {
+    "sdar": SDAR,
+    "sdar-moe": SDAR_MOE,
+    "a2d-qwen3": A2D_QWEN3,
+    "a2d-qwen2": A2D_QWEN2,
+    "stable-diffcoder": STABLE_DIFFCODER,
+    "llada2": LLADA2,
+    "nemotron": NEMOTRON,
 }
 
 

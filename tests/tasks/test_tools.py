@@ -2,19 +2,16 @@
 
 import json
 import re
-from collections import Counter
 from typing import Any
 
 import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
-from dllm.tasks.chat import END_OF_THOUGHT, STYLES, THOUGHT, TOOLS, Chat, call_text
-from dllm.tasks.suite import TOOL_FAMILIES, Question, question
+from dllm.tasks.chat import END_OF_THOUGHT, THOUGHT, TOOLS, Chat, call_text
+from dllm.tasks.suite import Question, question
 from dllm.tasks.tokenizer import save_tokenizer
 from dllm.tasks.tool_tokenizer import (
-    GEMMA_TOKENS,
-    HERMES_TOKENS,
     TOOL_CHAT_TEMPLATE,
     train_tool_tokenizer,
 )
@@ -52,19 +49,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 # --------------------------------------------------------------------------------------------------
 # Questions and splits
-
-
-def test_every_kind_of_chat_occurs() -> None:
-    for family in TOOL_FAMILIES:
-        chats = [chat_of(item) for item in drawn(family)]
-        assert {(chat.style, chat.thinking) for chat in chats} == {
-            (style, thinking) for style in STYLES for thinking in (False, True)
-        }
-        if family != "record":
-            fits = Counter(TOOL_OF[family] in chat.tools for chat in chats)
-            # 300 draws at 0.75: the standard deviation is 7.5.
-            assert abs(fits[True] - 225) < 40
-            assert {len(chat.tools) for chat in chats} == {0, 1, 2, 3}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,13 +116,6 @@ def test_records_have_the_keys_that_are_asked_for() -> None:
 
 # --------------------------------------------------------------------------------------------------
 # Tokenizer and chat template
-
-
-def test_marks_are_single_tokens_and_gemmas_are_special() -> None:
-    for mark in (*GEMMA_TOKENS, *HERMES_TOKENS):
-        ids = TOKENIZER.encode(f"a{mark}b", add_special_tokens=False).ids
-        assert len(ids) == 3
-        assert TOKENIZER.decode(ids) == ("ab" if mark in GEMMA_TOKENS else f"a{mark}b")
 
 
 def function(name: str, **of_it: Any) -> dict[str, Any]:

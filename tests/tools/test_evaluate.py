@@ -1,6 +1,5 @@
 """`dllm eval`: known shares of right answers give known scores; the reference counts its steps."""
 
-import io
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -8,13 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from dllm.cli import CommandError, main
 from dllm.models.nemotron.reference import load_reference
 from dllm.models.unmasking.reference import Generated, generate_blocks
-from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES, Question, questions
+from dllm.tasks.suite import FAMILIES, TOOL_FAMILIES, questions
 from dllm.tasks.tokenizer import (
     TOKEN_ID,
     VOCAB_SIZE,
@@ -25,7 +23,7 @@ from dllm.tasks.tokenizer import (
 from dllm.tasks.tool_tokenizer import encode_chat, train_tool_tokenizer
 from dllm.tools import evaluate
 from dllm.tools.eval_reference import open_reference
-from dllm.tools.eval_report import Answer, Run, Score, score, table, total, wilson_interval
+from dllm.tools.eval_report import Answer, wilson_interval
 from dllm.tools.eval_server import PASSES, counter, denoise_counts
 from dllm.tools.evaluate import chosen_families
 from tests.support.chat_stub import Stub, serve
@@ -63,35 +61,6 @@ def right_but_every(nth: int, families: list[str], num: int):
 )
 def test_the_wilson_interval(right: int, asked: int, low: float, high: float) -> None:
     assert wilson_interval(right, asked) == pytest.approx((low, high), abs=5e-5)
-
-
-def test_a_score_is_made_of_its_questions() -> None:
-    asked = [Question("f", str(i), "yes", frozenset({"yes", "Yes"})) for i in range(4)]
-    run = Run([Answer(text, 5) for text in ("yes", "Yes ", "no", "yes!")], 2.0, 12, 4)
-    result = score("f", asked, run)
-    assert (result.num_correct, result.accuracy) == (2, 0.5)
-    assert (result.mean_tokens, result.steps_per_block, result.tokens_per_s) == (5, 3, 10)
-
-
-def test_a_total_weighs_questions_and_blocks_equally() -> None:
-    few, many = Score("a", 1, 1, 10, 1.0, 2, 1), Score("b", 3, 0, 50, 3.0, 22, 5)
-    both = total([few, many])
-    assert (both.accuracy, both.mean_tokens, both.steps_per_block) == (0.25, 15, 4)
-    assert both.tokens_per_s == 15
-    silent = Score("c", 1, 1, None, 1.0, None, None)
-    assert total([few, silent]).mean_tokens is None
-    assert total([few, silent]).steps_per_block is None
-
-
-def test_the_table_fits_into_a_pipe() -> None:
-    scores = [
-        Score(name, 100, 78, 2931, 123.4, 990, 412) for name in ("sort", "multiply", "schema")
-    ]
-    screen = Console(width=80, file=io.StringIO())
-    screen.print(table(scores, "tiny"))
-    printed = screen.file.getvalue()
-    assert "…" not in printed
-    assert {"78/100", "234/300", "78.0%", "68.9-85.0", "29.3", "2.40"} <= set(printed.split())
 
 
 def test_counters_are_summed_over_labels_and_found_by_their_whole_name() -> None:

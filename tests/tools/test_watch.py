@@ -4,7 +4,6 @@
 import io
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,16 +14,13 @@ from transformers import AutoTokenizer
 
 from dllm.cli import main
 from dllm.tools.watch_drawing import (
-    ENTROPY_COLORS,
     Frame,
     Texts,
     cells,
-    entropy_level,
-    entropy_ranges,
     legend,
     picture,
 )
-from dllm.tools.watch_svg import LAST_S, STEP_S, animation
+from dllm.tools.watch_svg import animation
 from tests.support.chat_stub import Stub, serve
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -65,31 +61,6 @@ def two_blocks() -> list[Frame]:
 # Cells
 
 
-def test_a_cell_says_what_became_of_its_position(two_blocks: list[Frame], texts: Texts) -> None:
-    mixed = next(frame for frame in two_blocks if not frame.is_final and not all(frame.accepted))
-    for position, cell in enumerate(cells(mixed, texts)):
-        assert cell.status == ("accepted" if mixed.accepted[position] else "renoised")
-        assert cell.text == texts.cell(mixed.next_canvas[position])
-        assert cell.level == entropy_level(mixed.entropy[position])
-    final = replace(two_blocks[-1], argmax=(50,) * 9 + (1,) + (60,) * 22)
-    drawn = cells(final, texts)
-    assert [cell.status for cell in drawn] == ["final"] * 10 + ["unused"] * 22
-    assert drawn[9].text == "<eos>"
-    assert texts.answer(replace(final, emitted=())) == texts.of(50) * 9
-
-
-def test_entropy_has_a_color_at_every_value() -> None:
-    assert [entropy_level(nats) for nats in (0.0, 0.01, 0.05, 0.5, 1.0, 99.0)] == [0, 0, 1, 2, 3, 4]
-    assert entropy_level(float("inf")) == len(ENTROPY_COLORS) - 1
-    assert entropy_ranges() == ["≤ 0.01", "≤ 0.1", "≤ 0.5", "≤ 1.5", "> 1.5"]
-
-
-def test_tokens_are_short_and_visible(texts: Texts) -> None:
-    shown = [texts.cell(token_id) for token_id in range(512)]
-    assert all(0 < len(text) <= 9 and text.isprintable() and " " not in text for text in shown)
-    assert Texts({5: "\n"}).cell(5) == "⏎"
-
-
 def test_a_terminal_shows_the_canvas_and_the_answer(two_blocks: list[Frame], texts: Texts) -> None:
     console = Console(width=100, file=io.StringIO())
     console.print(legend())
@@ -123,20 +94,6 @@ def test_the_svg_has_one_group_a_frame(two_blocks: list[Frame], texts: Texts) ->
         assert all(cell.text in shown for cell in cells(frame, texts))
     title = root.find(f"{SVG}title")
     assert title is not None and title.text == "Is 1 < 2 & 3�?"
-
-
-def test_every_frame_has_its_time_and_they_fill_the_cycle(
-    two_blocks: list[Frame], texts: Texts
-) -> None:
-    text = animation(two_blocks, texts, "A question")
-    cycle = STEP_S * (len(two_blocks) - 2) + LAST_S * 2
-    assert set(re.findall(r"animation:k\d+ ([\d.]+)s", text)) == {f"{cycle:.2f}"}
-    begins = [float(x) for x in re.findall(r"([\d.]+)%\{visibility:visible\}", text)]
-    ends = [float(x) for x in re.findall(r"([\d.]+)%\{visibility:hidden\}\}", text)]
-    assert begins[0] == 0
-    assert ends == begins[1:], "the next frame appears when one disappears; the last one stays"
-    last = max(i for i, frame in enumerate(two_blocks) if frame.is_final)
-    assert 100 - begins[last] == pytest.approx(100 * LAST_S / cycle, abs=0.001)
 
 
 def test_the_svg_is_small_and_needs_nothing_outside_it(

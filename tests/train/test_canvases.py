@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from dllm.tasks.suite import question
-from dllm.train.lm.diffusion import Diffusion, canvas_loss, canvas_masks
+from dllm.train.lm.diffusion import Diffusion, canvas_loss
 from dllm.train.lm.objective import EOS, Encoded, pad_right
 from dllm.train.lm.settings import ModelShape, TrainSettings
 
@@ -50,13 +50,6 @@ def test_canvas_sees_what_the_reference_shows_it():
             ).logits[0]
             # fp32, other shapes of the same sums
             torch.testing.assert_close(ours[row], theirs, rtol=1e-4, atol=1e-4)
-
-
-def test_masks_hide_what_is_behind_the_canvas():
-    masks = canvas_masks(torch.tensor([0, 5]), 8, 2, ModelShape(sliding_window=4))
-    seen = {name: (mask[:, 0, 0] == 0).int().tolist() for name, mask in masks.items()}
-    assert seen["full_attention"] == [[0] * 8 + [1, 1], [1] * 5 + [0] * 3 + [1, 1]]
-    assert seen["sliding_attention"] == [[0] * 8 + [1, 1], [0, 0, 1, 1, 1, 0, 0, 0, 1, 1]]
 
 
 def test_canvases_are_blocks_of_the_answer():

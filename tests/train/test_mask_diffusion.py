@@ -101,23 +101,6 @@ def test_noise_is_masks_and_wrong_tokens_of_answers_alone() -> None:
     assert 0.2 < sum(shares) / len(shares) < 0.31
 
 
-def test_noise_is_drawn_for_each_block() -> None:
-    """Blocks of one answer have other shares of masks; about three in ten are masks alone."""
-    settings = TrainSettings("sdar", model=TINY)
-    asked = [question("report", "train", index) for index in range(8)]
-    views = TwoCopies.of(Encoded.of(TOKENIZER, asked), torch.full((8,), 8))
-    all_masked = total = 0
-    for seed in range(20):
-        noised = SDAR(settings)._noise(views, torch.Generator().manual_seed(seed))
-        for row in range(8):
-            blocks = views.target_blocks[row]
-            for block in blocks[views.is_target[row]].unique():
-                targets = views.is_target[row] & (blocks == block)
-                all_masked += bool((noised[row, targets] == MASK).all())
-                total += 1
-    assert 0.3 < all_masked / total < 0.5  # 0.3, and some of the others by chance
-
-
 def test_answers_and_their_blocks_have_the_same_weight() -> None:
     """And a position behind the end a tenth of another's."""
     views = copies()
@@ -130,17 +113,6 @@ def test_answers_and_their_blocks_have_the_same_weight() -> None:
     share = 1 / (2 + 2 * TAIL_WEIGHT) / 9
     assert weights[0, 8:12].tolist() == pytest.approx([share, share] + [share * TAIL_WEIGHT] * 2)
     assert not weights[~views.is_target].any()
-
-
-def test_a_block_in_which_nothing_counts_leaves_its_weight_to_the_others() -> None:
-    views = copies()
-    counts = views.is_target.clone()
-    counts[0, 4:8] = False
-    weights = position_weights(views, counts)
-    assert weights[0, 3].item() == pytest.approx(1 / 6)
-    assert float(weights.sum()) == pytest.approx(1)
-    nothing = position_weights(views, torch.zeros_like(counts))
-    assert not nothing.any()
 
 
 @pytest.mark.parametrize("kind", ["sdar", "llada2"])

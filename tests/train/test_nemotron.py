@@ -12,11 +12,10 @@ from dllm.models.unmasking.reference import additive
 from dllm.tasks.suite import FAMILIES, Question, questions
 from dllm.train.lm.autoregressive import Autoregressive
 from dllm.train.lm.learner import LanguageLearner
-from dllm.train.lm.mask_diffusion import MASK, TAIL_WEIGHT, MaskDiffusion
-from dllm.train.lm.nemotron import MOVED, SEEDED, Nemotron
-from dllm.train.lm.objective import EOS, PURE_NOISE, Encoded
+from dllm.train.lm.mask_diffusion import MASK, TAIL_WEIGHT
+from dllm.train.lm.nemotron import Nemotron
+from dllm.train.lm.objective import EOS, Encoded
 from dllm.train.lm.settings import ModelShape, TrainSettings
-from dllm.train.optimizer import UNNORMED_SHARE, make_optimizers
 
 SHAPE = ModelShape(hidden_size=64, num_layers=2, intermediate_size=32, canvas_length=8)
 SETTINGS = TrainSettings("nemotron", model=SHAPE, block_lengths=(8,), prefix_loss=0.5)
@@ -91,48 +90,6 @@ def test_the_loss_is_that_of_canvases_and_of_next_tokens() -> None:
     assert loss.item() == pytest.approx(expected / len(batch), rel=1e-4)
 
 
-def test_canvases_begin_with_the_answer_or_inside_it() -> None:
-    objective = Nemotron(SETTINGS)
-    encoded = Encoded.of(objective.tokenizer, asked(20))
-    prompt_len = torch.tensor([len(prompt) for prompt in encoded.prompts])
-    answer_len = torch.tensor([len(answer) for answer in encoded.answers])
-    moved = total = 0
-    for seed in range(10):
-        skipped = objective._lay_out(encoded, torch.Generator().manual_seed(seed)).origins
-        skipped = skipped - prompt_len
-        assert bool(((skipped >= 0) & (skipped < answer_len)).all())
-        moved += int((skipped > 0).sum())
-        total += len(skipped)
-    # A short answer is often moved by 0; of 2200 answers.
-    assert 0.7 * MOVED < moved / total < MOVED
-
-
-def test_of_some_canvases_the_first_token_alone_is_given() -> None:
-    """And others are masks alone, as generation begins them; the rest is that of every model."""
-    objective = Nemotron(SETTINGS)
-    encoded = Encoded.of(objective.tokenizer, asked(20, ["report"]))
-    seeded = empty = total = 0
-    for seed in range(20):
-        random = torch.Generator().manual_seed(seed)
-        copies = objective._lay_out(encoded, random)
-        state = random.get_state()
-        noised = objective._noise(copies, random)
-        random.set_state(state)
-        plain = MaskDiffusion._noise(objective, copies, random)
-        for row, block in enumerate(copies.target_blocks):
-            for index in block[copies.is_target[row]].unique():
-                here = block == index
-                is_mask = (noised[row, here] == MASK).tolist()
-                is_seeded = is_mask == [False] + [True] * 7
-                assert is_seeded or torch.equal(noised[row, here], plain[row, here])
-                seeded += is_seeded
-                empty += all(is_mask)
-                total += 1
-    # Random masks give few more of either; of about 2,000 canvases.
-    assert SEEDED - 0.04 < seeded / total < SEEDED + 0.1
-    assert PURE_NOISE * (1 - SEEDED) - 0.04 < empty / total < PURE_NOISE * (1 - SEEDED) + 0.1
-
-
 def test_start_as_an_autoregressive_model(tmp_path: Path) -> None:
     """Queries and keys keep their size on average, and MLPs their strongest neurons."""
     wide = ModelShape(hidden_size=64, num_layers=2, intermediate_size=64, canvas_length=8)
@@ -151,27 +108,6 @@ def test_start_as_an_autoregressive_model(tmp_path: Path) -> None:
     chosen = strength.topk(32).indices
     assert torch.equal(kept.gate_proj.weight, mlp.gate_proj.weight[chosen])
     assert torch.equal(kept.down_proj.weight, mlp.down_proj.weight[:, chosen])
-
-
-def test_queries_and_keys_without_norms_learn_more_slowly() -> None:
-    """And the head as embeddings do."""
-    model = Nemotron(SETTINGS).build_model()
-    muon, adamw = make_optimizers(model, SETTINGS)
-    names = {param: name for name, param in model.named_parameters()}
-    slow = {names[param] for group in muon.param_groups if group["share"] < 1
-            for param in group["params"]}  # fmt: skip
-    assert slow == {name for name in names.values() if "q_proj" in name or "k_proj" in name}
-    others = {names[param] for group in adamw.param_groups for param in group["params"]}
-    assert {"lm_head.weight", "model.embed_tokens.weight"} < others
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    for param in model.parameters():
-        param.grad = torch.randn_like(param)
-    muon.step()
-    change = {name: float((param.detach() - before[name]).norm()) for param, name in names.items()}
-    layer = "model.layers.0.self_attn."
-    # Matrices of the same shape, orthogonalised in bf16.
-    ratio = change[f"{layer}q_proj.weight"] / change[f"{layer}o_proj.weight"]
-    assert ratio == pytest.approx(UNNORMED_SHARE, rel=0.05)
 
 
 def test_written_weights_have_the_released_names(tmp_path: Path) -> None:

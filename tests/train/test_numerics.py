@@ -11,7 +11,6 @@ from dllm.train import precision
 from dllm.train.drafter.ends import TargetEnds
 from dllm.train.drafter.learner import DraftLearner
 from dllm.train.optimizer import orthogonalize
-from dllm.train.progress import Shown
 from dllm.train.run import Run
 from tests.support.calibrate_cases import new_drafter, small_settings
 from tests.support.drafter_pairs import drafter_config
@@ -93,10 +92,3 @@ def test_products_are_in_bf16_where_the_processor_has_units_for_it(
         assert torch.equal(found.bfloat16().float(), found) == (dtype == torch.bfloat16)
     finally:
         instructions.flags.cache_clear()
-
-
-def test_without_a_terminal_a_line_says_how_long_it_takes():
-    shown = Shown("calibrate", 300, 100, None)
-    shown.done = 120
-    line = shown.line(40.0, "loss 3.1")
-    assert line == "calibrate: 120/300, 2 s each, 6.0 minutes left  loss 3.1"

@@ -1,68 +1,72 @@
-"""Structured outputs of models with masks through vLLM's engine, with random weights.
+"""Structured outputs of every way to denoise, through vLLM's engine, with random weights.
 
 Forms, and how an answer of each is judged, are those of ``test_grammars``.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.sampling_params import StructuredOutputsParams
 
+from dllm.engine.grammars import DeviceGrammars
+from dllm.grammar.device import TablePool
 from dllm.models.unmasking.rule import STRATEGIES
-from tests.engine.test_blocks import KINDS as BLOCKS
-from tests.engine.test_blocks import Model, prompt
 from tests.engine.test_engine import scheduler_watch
-from tests.engine.test_grammars import (  # noqa: F401  two tests, with this file's engine
-    BESIDE,
-    KINDS,
-    params,
-    shortest_text,
-    test_logprobs_are_of_the_masked_distribution,
-    test_states_on_the_device_give_the_same_tokens,
-    text_of,
-)
-from tests.support import family_checkpoints
+from tests.engine.test_grammars import KINDS, params, shortest_text, text_of
+from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import TIGHT, assert_same_runs
+from tests.support.engine_models import Model, model_of
+from tests.support.grammar_paths import as_on_a_gpu
 
-# Of the last one canvases start where a prompt ends.
-MODELS = BLOCKS | {"nemotron": family_checkpoints.NEMOTRON | {"block_size": 16}}
 MAX_TOKENS = 128
-STEPS = [
+OF_MASKS: list[dict[str, Any]] = [
     {},
     {"diffusion_max_steps": 1},
     {"diffusion_threshold": 0.0},
     {"diffusion_threshold": 1.0},
     {"diffusion_max_steps": 3, "diffusion_threshold": 0.3},
 ]
-OF_FAMILY: dict[str, list[dict[str, Any]]] = {
-    "sdar": [{"diffusion_strategy": at, "diffusion_entropy_bound": 2.0} for at in STRATEGIES],
-    "llada2": [
-        {"diffusion_editing": 1, "diffusion_editing_threshold": at, "diffusion_max_post_steps": 3}
-        for at in (0.0, 0.1, 0.9)
-    ],
+OF_STRATEGIES = [{"diffusion_strategy": at, "diffusion_entropy_bound": 2.0} for at in STRATEGIES]
+EDITING = [
+    {"diffusion_editing": 1, "diffusion_editing_threshold": at, "diffusion_max_post_steps": 3}
+    for at in (0.0, 0.1, 0.9)
+]
+# What decides which tokens stay, and in which order.
+STEPS: dict[str, list[dict[str, Any]]] = {
+    "gemma": [{}, *({"diffusion_max_steps": steps} for steps in (1, 2, 7))],
+    "sdar": OF_MASKS + OF_STRATEGIES,
+    "llada2": OF_MASKS + EDITING,
+    "nemotron": OF_MASKS + OF_STRATEGIES,
 }
-OF_FAMILY["nemotron"] = OF_FAMILY["sdar"]
 SAMPLING = [
     {"temperature": 0.0},
     {},
     {"temperature": 2.0, "top_k": 5},
     {"min_p": 0.2, "top_p": 0.5},
 ]
+BESIDE: list[dict[str, Any]] = [
+    dict(logit_bias={token: 30.0 for token in range(40, 90)}),
+    dict(repetition_penalty=1.8, presence_penalty=2.0, frequency_penalty=2.0),
+    dict(extra_args={"diffusion_eos_stop": False}),
+    dict(top_k=1),
+    dict(top_p=0.01, min_p=0.9),
+]
 
 
 @pytest.fixture(
-    scope="module", params=[*BLOCKS, pytest.param("nemotron", marks=pytest.mark.nightly)]
+    scope="module",
+    params=["gemma", "sdar", "llada2", pytest.param("nemotron", marks=pytest.mark.nightly)],
 )
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    config = MODELS[request.param]
-    path: Path = tmp_path_factory.mktemp(request.param) / "model"
-    return Model(family_checkpoints.write(path, config), config["block_size"])
-
-
-@pytest.fixture(scope="module")
-def kind_of_model(model: Model) -> str:
-    return next(name for name in MODELS if MODELS[name]["block_size"] == model.block_size)
+def model(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[..., Path],
+    family: Callable[[str], Path],
+) -> Model:
+    name = request.param
+    return model_of(name, checkpoint() if name == "gemma" else family(name))
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +83,9 @@ def mixed(count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_answer_is_a_text_of_the_grammar(engine, kind, kind_of_model):
-    """Whatever decides the order of the masks, behind tails of many lengths."""
-    cases = [(extra, how) for extra in STEPS + OF_FAMILY[kind_of_model] for how in SAMPLING]
+def test_every_answer_is_a_text_of_the_grammar(engine, model, kind):
+    """Whatever decides the order of the tokens, behind tails of many lengths."""
+    cases = [(extra, how) for extra in STEPS[model.name] for how in SAMPLING]
     asked = [
         params(kind, MAX_TOKENS, seed=seed, extra_args=extra, **how)
         for seed, (extra, how) in enumerate(cases)
@@ -93,10 +97,19 @@ def test_every_answer_is_a_text_of_the_grammar(engine, kind, kind_of_model):
 
 
 @pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
-def test_a_text_is_complete_if_it_can_be_and_else_a_beginning(engine, kind):
+def test_a_text_is_complete_if_it_can_be_and_else_a_beginning(engine, model, kind):
+    """Budgets from one token to more than is needed; canvases of many widths, or behind tails."""
     shortest = shortest_text(engine, params(kind))
-    budgets = [*range(1, shortest + 9), 3 * shortest]
-    asked = [params(kind, budget, seed=budget) for budget in budgets]
+    budgets = [*range(1, shortest + 9), 3 * shortest, MAX_TOKENS - CANVAS]
+    asked = [
+        params(
+            kind,
+            budget,
+            seed=budget,
+            extra_args={} if model.has_blocks else {"diffusion_canvas_length": 1 + budget % 9},
+        )
+        for budget in budgets
+    ]
     outputs = engine.outputs([prompt(9 + budget % 5) for budget in budgets], asked)
     for budget, output in zip(budgets, outputs, strict=True):
         (answer,) = output.outputs
@@ -108,6 +121,7 @@ def test_a_text_is_complete_if_it_can_be_and_else_a_beginning(engine, kind):
 
 
 def test_neighbours_without_a_grammar_do_not_notice(engine, model):
+    """Not by one bit: the same tokens, and the same logits in every denoise step."""
     free = [model.params(blocks=3, seed=at, temperature=float(at)) for at in range(2)]
     contexts = [prompt(20), prompt(33), prompt(12), prompt(13)]
     engine.reset_prefix_cache()
@@ -125,7 +139,8 @@ def test_answers_do_not_depend_on_the_batch_and_follow_from_the_seed(engine):
     alone = [engine.generate([one], [of]) for one, of in zip(contexts, asked, strict=True)]
     assert [[tokens] for tokens in together] == alone
     (output,) = engine.outputs([prompt(10)], params("json", MAX_TOKENS, n=3))
-    assert len({text_of(engine, answer) for answer in output.outputs}) == 3
+    texts = [text_of(engine, answer) for answer in output.outputs]
+    assert len(set(texts)) == 3 and all(map(KINDS["json"][1], texts))
 
 
 def test_one_pass_a_visit_and_small_budgets_give_the_same_tokens(engine, model):
@@ -134,19 +149,22 @@ def test_one_pass_a_visit_and_small_budgets_give_the_same_tokens(engine, model):
     expected = engine.generate(contexts, asked)
     with engine.one_pass_a_visit():
         assert engine.generate(contexts, asked) == expected
-    small = model.engine(max_num_batched_tokens=2 * model.block_size + 3)
+    small = model.engine(max_num_batched_tokens=2 * model.size + 3)
     assert small.generate(contexts, asked) == expected
 
 
 def test_preempted_requests_resume_with_the_same_tokens(engine, model, monkeypatch):
-    tight = model.engine(**TIGHT | {"num_gpu_blocks_override": 14})
+    """The state of the text follows from the tokens that were emitted."""
+    tight = model.engine(
+        **TIGHT | ({} if model.name == "gemma" else {"num_gpu_blocks_override": 14})
+    )
     asked = [params("regex", 126, seed) for seed in range(4)]
     for one in asked:  # every answer needs almost all of its tokens
         one.structured_outputs = StructuredOutputsParams(regex="([a-f]-){61}[0-9]")
     contexts = [prompt(160, salt=salt) for salt in range(4)]
     expected = [engine.generate([one], [of])[0] for one, of in zip(contexts, asked, strict=True)]
     preempted = scheduler_watch(monkeypatch, tight, "_preempt_request")
-    with tight.one_pass_a_visit():  # so that it happens in the middle of blocks
+    with tight.one_pass_a_visit():  # so that it happens in the middle of canvases
         assert tight.generate(contexts, asked) == expected
     assert preempted, "the cache was large enough for everybody"
 
@@ -175,3 +193,43 @@ def test_a_stop_token_of_the_request_comes_only_where_the_text_is_complete(engin
     *tokens, last = answer.token_ids
     text = engine.llm.get_tokenizer().decode(tokens, skip_special_tokens=True)
     assert last in stops and not set(tokens) & set(stops) and KINDS["json"][1](text)
+
+
+def test_states_on_the_device_give_the_same_tokens(engine, monkeypatch):
+    """What a GPU does, with the search of a CPU in the place of its kernels."""
+    asked = [params(kind, seed=seed) for seed, kind in enumerate(KINDS)] + [params(None, seed=9)]
+    contexts = [prompt(15, salt=seed) for seed in range(len(asked))]
+    expected = engine.generate(contexts, asked)
+    state, on_device = engine.runner.model_state, as_on_a_gpu(engine, monkeypatch)
+    written, write = [], TablePool._write
+    monkeypatch.setattr(TablePool, "_write", lambda *given: written.append(1) or write(*given))
+    memory = {name: part.data_ptr() for name, part in tensors_of(on_device)}
+    few = slice(state.max_num_reqs)
+    for _ in range(2):
+        assert engine.generate(contexts[few], asked[few]) == expected[few]
+    assert len(written) == len([*KINDS][few]), "each goes there once"
+    assert engine.generate(contexts, asked) == expected
+    assert memory == {name: part.data_ptr() for name, part in tensors_of(on_device)}
+    assert engine.generate([prompt(9)], [params(None, max_tokens=4)])
+    assert not any(on_device.slots), "a request that has ended has no grammar"
+
+
+def tensors_of(on_device: DeviceGrammars) -> list[tuple[str, torch.Tensor]]:
+    """The memory of all tables."""
+    fields = on_device._pool.place([])[0]._asdict().items()
+    return [(name, part) for name, part in fields if isinstance(part, torch.Tensor)]
+
+
+def test_logprobs_are_of_the_masked_distribution(engine):
+    (output,) = engine.outputs([prompt(10)], params("choice", logprobs=20))
+    (answer,) = output.outputs
+    first = {token: entry.logprob for token, entry in answer.logprobs[0].items()}
+    text = engine.llm.get_tokenizer().decode
+    possible = [token for token, logprob in first.items() if logprob > -torch.inf]
+    assert answer.token_ids[0] in possible
+    assert all(
+        any(choice.startswith(text([token])) for choice in KINDS["choice"][0]["choice"])
+        for token in possible
+    )
+    total = sum(torch.tensor([first[token] for token in possible]).exp())
+    assert total == pytest.approx(1.0, abs=1e-5)
