@@ -7,18 +7,19 @@ random, the same each time, and of the shapes that a model is served with.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
 
 from dllm.attention.cache_write import write_kv
 from dllm.attention.canvas_attention import canvas_attention
+from dllm.attention.flash import flash_attention
 from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 from dllm.attention.masks import QuerySpan, anchor
 from dllm.attention.reference import paged_attention
+from dllm.engine.attention_layers import Layer
 from dllm.grammar.device import Searches, pack
 from dllm.grammar.kernels import write_paths
 from dllm.grammar.table import Table
@@ -28,65 +29,34 @@ from dllm.ops.filters import RowFilters
 from dllm.ops.noise import STREAM_GUMBEL, row_keys
 from dllm.ops.row_stats import RowStats, reference_row_stats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
-from dllm.settings.denoising import DenoiseSettings
 
-ATTENTION = "attention"  # what the names of its checks begin with
+# What the names of the checks of our attention and of vLLM's begin with.
+ATTENTION, FLASH = "attention", "FlashAttention 4"
 PAGE_SIZE, NUM_ROWS, VOCAB = 64, 24, 600
 # The interpreter truncates to bf16 where a GPU rounds: two units in the last place.
 ROUNDINGS = 2.0
-
-
-@dataclass(frozen=True)
-class Layer:
-    """An attention layer of a model, and how long the contexts are that it is tried with."""
-
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 64
-    window: int | None = None
-    is_anchored: bool = False
-    block_size: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    context: int = 5000  # more than two parts of a split sequence
 
 
 class Wrong(Exception):
     """A kernel computes something else than its definition; the message says how much."""
 
 
-def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, Layer]:
-    """The attention layers of a model of ours that differ, by name."""
-    text = vllm_config.model_config.hf_text_config
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    full = Layer(
-        heads,
-        getattr(text, "num_global_key_value_heads", None) or kv_heads,
-        getattr(text, "global_head_dim", None) or head_size,
-        block_size=settings.block_size,
-        dtype=vllm_config.model_config.dtype,
-    )
-    layers = {"full layers": full}
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-        layers["sliding layers"] = replace(
-            full,
-            num_kv_heads=kv_heads,
-            head_size=head_size,
-            window=text.sliding_window,
-            is_anchored=settings.canvas_window == "anchored",
-        )
-    return layers
-
-
-def checks(layers: dict[str, Layer], device: torch.device) -> Iterator[tuple[str, str]]:
+def checks(
+    layers: dict[str, Layer], flash: dict[str, Layer], device: torch.device
+) -> Iterator[tuple[str, str]]:
     """Run every kernel; (its name, what is wrong with it, "" for nothing).
 
     Args:
         layers: the model's attention layers that differ, by name.
+        flash: those of them that FlashAttention serves in some batches.
     """
     trials: dict[str, Callable[[], None]] = {
-        f"{ATTENTION}, {name}": lambda layer=layer: attention(layer, device)  # type: ignore[misc]
+        f"{ATTENTION}, {name}": partial(attention, layer, device, canvas_attention)
         for name, layer in layers.items()
+    }
+    trials |= {
+        f"{FLASH}, {name}": partial(attention, layer, device, flash_attention)
+        for name, layer in flash.items()
     }
     trials |= {
         ROW_STATISTICS: lambda: row_statistics(device),
@@ -100,8 +70,11 @@ def checks(layers: dict[str, Layer], device: torch.device) -> Iterator[tuple[str
             yield name, (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def attention(layer: Layer, device: torch.device) -> None:
+def attention(layer: Layer, device: torch.device, attend: Callable[..., None]) -> None:
     """A prompt chunk, a canvas behind a long context, and one behind a short one.
+
+    Args:
+        attend: `canvas_attention`, or what takes its arguments.
 
     Raises:
         Wrong: an output is farther from the definition than rounding explains.
@@ -130,11 +103,12 @@ def attention(layer: Layer, device: torch.device) -> None:
         is_causal=torch.tensor([span.is_causal for span in spans]).int().to(device),
         max_query_len=int(lens.max()),
         first_keys=first_keys,
+        max_seq_len=max(span.seq_len for span in spans),
     )
     query = _random(int(lens.sum()), layer.num_heads, layer.head_size).to(device, layer.dtype)
     options = AttentionOptions(layer.head_size**-0.5, layer.window, 0.0, block)
     out = torch.full_like(query, torch.nan)
-    canvas_attention(query, cache, batch, options, out)
+    attend(query, cache, batch, options, out)
     expected, magnitude = (
         torch.cat(paged_attention(query, cache.key, values, tables, spans, options))
         for values in (cache.value, cache.value.abs())

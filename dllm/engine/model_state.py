@@ -267,6 +267,7 @@ class DiffusionModelState(ModelState):
             "max_seq_len": int(sequences.seq_lens.max()),
             "block_tables": [table[row_of] for table in block_tables],
             "causal": is_causal,
+            "is_prefilling": torch.from_numpy(sequences.is_causal != 0),
             "mm_req_doc_ranges": sequences.images,
         }
 
@@ -294,6 +295,8 @@ class DiffusionModelState(ModelState):
             "max_seq_len": self.model_config.max_model_len,  # a graph is captured for any length
             "block_tables": block_tables,
             "causal": is_causal,
+            # A graph serves causal rows and canvases, as the flags on the device say.
+            "is_prefilling": torch.zeros(num_rows, dtype=torch.bool),
         }
 
     def _find_commits(self, input_batch: InputBatch) -> torch.Tensor:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dllm.engine import kernel_checks as kernels
-from dllm.engine.kernel_checks import Layer, Wrong
+from dllm.engine.attention_layers import Layer
+from dllm.engine.kernel_checks import Wrong
 from tests.support.interpreter import DEVICE, speed_up
 
 speed_up()
@@ -23,7 +24,7 @@ LAYERS = [
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_right_attention(layer):
-    kernels.attention(layer, DEVICE)
+    kernels.attention(layer, DEVICE, kernels.canvas_attention)
 
 
 @pytest.mark.parametrize("trial", ["row_statistics", "grammar_paths"])
@@ -66,9 +67,13 @@ def an_unmasked_row(returned, logits, *given):
     logits[4] = 0
 
 
+def attention():
+    kernels.attention(LAYERS[0], DEVICE, kernels.canvas_attention)
+
+
 WRONG = [
-    (lambda: kernels.attention(LAYERS[0], DEVICE), "canvas_attention", nudge),
-    (lambda: kernels.attention(LAYERS[0], DEVICE), "write_kv", lose_a_key),
+    (attention, "canvas_attention", nudge),
+    (attention, "write_kv", lose_a_key),
     (lambda: kernels.row_statistics(DEVICE), "row_stats_kernels", another_sample),
     (lambda: kernels.row_statistics(DEVICE), "row_stats_kernels", another_entropy),
     (lambda: kernels.grammar_paths(DEVICE), "write_paths", another_path),
@@ -87,8 +92,10 @@ def test_one_that_does_not_compile_is_named(monkeypatch):
     def broken(*given):
         raise RuntimeError("out of resources: shared memory\nand more")
 
-    for name in ("canvas_attention", "row_stats_kernels", "write_paths"):
+    for name in ("canvas_attention", "flash_attention", "row_stats_kernels", "write_paths"):
         monkeypatch.setattr(kernels, name, broken)
-    found = dict(kernels.checks({"full": LAYERS[0]}, DEVICE))
-    assert set(found) == {"attention, full", "row statistics", "grammar paths"}
+    layers = {"full": LAYERS[0]}
+    found = dict(kernels.checks(layers, layers, DEVICE))
+    attentions = {"attention, full", "FlashAttention 4, full"}
+    assert set(found) == attentions | {"row statistics", "grammar paths"}
     assert set(found.values()) == {"out of resources: shared memory"}
