@@ -187,8 +187,9 @@ def _room(config: Any, model: str) -> Finding:
 
 
 def _kernels(config: Any) -> Iterator[Finding]:
-    from dllm.engine.kernel_checks import checks  # needs Triton
+    from dllm.engine.kernel_checks import canvas_trials, checks  # needs Triton
     from dllm.patches.self_test import layers_to_check
 
-    for name, wrong in checks(*layers_to_check(config), torch.device("cuda")):
+    trials = canvas_trials(*layers_to_check(config), torch.device("cuda"))
+    for name, wrong in checks(trials):
         yield Finding("kernel", "fail" if wrong else "ok", f"{name}: {wrong}" if wrong else name)

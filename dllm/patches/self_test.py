@@ -3,6 +3,7 @@
 A kernel that this compiler or GPU gets wrong makes wrong tokens, not an error.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,36 +34,91 @@ def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from dllm.engine.kernel_checks import ATTENTION, FLASH, checks  # needs Triton
+    from dllm.engine.kernel_checks import ATTENTION, FLASH, canvas_trials
 
-    if not PluginOptions.from_vllm(vllm_config).self_test:
-        return
     attention = vllm_config.attention_config
-    for name, wrong in checks(*layers_to_check(vllm_config), device):
-        if not wrong:
-            continue
-        instead = "its definition"
+
+    def replace(name: str, wrong: str) -> str:
         if name.startswith(ATTENTION):
             try:
                 flash_layers(vllm_config, settings_of(vllm_config), TRITON)
             except ValueError as error:
-                raise RuntimeError(
-                    f"The kernel of {name} is wrong on this GPU ({wrong}), and no other backend "
-                    f"can serve this model. Please report it. {OFF}"
-                ) from error
-            attention.backend, instead = AttentionBackendEnum.TRITON_ATTN, TRITON
-        elif name.startswith(FLASH):
-            attention.flash_attn_version, instead = None, "our own kernel"
-        else:
-            WRONG_KERNELS.add(name)
-        logger.error(
-            "dllm: the kernel of %s is wrong on this GPU (%s): %s serves. Please report it.",
-            name,
-            wrong,
-            instead,
-        )
+                raise _no_other(name, wrong) from error
+            attention.backend = AttentionBackendEnum.TRITON_ATTN
+            return TRITON
+        if name.startswith(FLASH):
+            attention.flash_attn_version = None
+            return "our own kernel"
+        WRONG_KERNELS.add(name)
+        return "its definition"
+
+    if PluginOptions.from_vllm(vllm_config).self_test:
+        _run(canvas_trials(*layers_to_check(vllm_config), device), replace, device)
+
+
+def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> None:
+    """The same for a drafter: vLLM chooses another attention, and torch computes the context.
+
+    Raises:
+        RuntimeError: our attention kernel is wrong, and no other has the drafter's window.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from dllm.drafter.pair import drafter_config
+    from dllm.engine.kernel_checks import ATTENTION, Context, drafter_trials
+
+    drafter, speculative = drafter_config(vllm_config), vllm_config.speculative_config
+    dtype = speculative.draft_model_config.dtype
+    sizes = drafter.num_heads, drafter.num_kv_heads, drafter.head_dim
+    layers = {
+        f"draft layers {index}": Layer(*sizes, each.window, each.is_anchored, dtype=dtype)
+        for index, each in enumerate(dict.fromkeys(drafter.layers))
+        if speculative.attention_backend == AttentionBackendEnum.CUSTOM
+    }
+    context = Context(
+        drafter.hidden_size,
+        min(len(drafter.layers), 2),
+        drafter.num_kv_heads,
+        drafter.head_dim,
+        drafter.head_dim,
+        drafter.is_neox_style is not False,
+        dtype,
+    )
+
+    def replace(name: str, wrong: str) -> str:
+        if name.startswith(ATTENTION):
+            if any(layer.is_anchored for layer in drafter.layers):
+                raise _no_other(name, wrong)
+            speculative.attention_backend = None
+            return "vLLM's"
+        WRONG_KERNELS.add(name)
+        return "its definition"
+
+    if PluginOptions.from_vllm(vllm_config).self_test:
+        _run(drafter_trials(layers, context, device), replace, device)
+
+
+def _run(trials: Any, replace: Callable[[str, str], str], device: torch.device) -> None:
+    """``replace`` puts something in the place of a wrong kernel, and says what."""
+    from dllm.engine.kernel_checks import checks  # needs Triton
+
+    for name, wrong in checks(trials):
+        if wrong:
+            logger.error(
+                "dllm: the kernel of %s is wrong on this GPU (%s): %s serves. Please report it.",
+                name,
+                wrong,
+                replace(name, wrong),
+            )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # vLLM measures what is left
+
+
+def _no_other(name: str, wrong: str) -> RuntimeError:
+    return RuntimeError(
+        f"The kernel of {name} is wrong on this GPU ({wrong}), and no other backend can serve this "
+        f"model. Please report it. {OFF}"
+    )
 
 
 def layers_to_check(vllm_config: Any) -> tuple[dict[str, Layer], dict[str, Layer]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.engine import pending
+from dllm.engine import state
 from tests.engine.test_blocks import KINDS, Model, prompt
 from tests.support import family_checkpoints
 from tests.support.async_engine import rows_taken
@@ -223,18 +223,18 @@ def test_structured_outputs(model, twin, ours, monkeypatch, is_on_device):
 # --- these tests can fail -------------------------------------------------------------------------
 
 
-def no_tails(state: Any, batch: Any, num_tokens: Any, block_size: int) -> torch.Tensor:
+def no_tails(canvases: Any, rows: Any, num_tokens: Any, block_size: int) -> torch.Tensor:
     """As if every token in front of a canvas kept its KV."""
-    return num_rejected(state, batch, num_tokens, 1)
+    return num_rejected(canvases, rows, num_tokens, 1)
 
 
-num_rejected = pending.num_rejected
+num_rejected = state.num_rejected
 
 
 def test_without_rounding_to_blocks_runs_differ(model, twin, monkeypatch):
     expected = twin.quiet_run(prompt(model.block_size + 1), model.params())
     ruined = model.engine(True, max_num_batched_tokens=260)
-    monkeypatch.setattr(pending, "num_rejected", no_tails)
+    monkeypatch.setattr(state, "num_rejected", no_tails)
     with ruined.watch(keep_logits=True) as watched:
         name = ruined.add(prompt(model.block_size + 1), model.params())
         for _ in range(100):

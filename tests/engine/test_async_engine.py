@@ -14,7 +14,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 
-from dllm.engine import metrics, pending
+from dllm.engine import metrics, model_state, pending, state
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.model_state import DiffusionModelState
@@ -244,10 +244,10 @@ def no_commits(state: Any, batch: Any, num_tokens: Any) -> torch.Tensor:
     return torch.zeros(batch.num_reqs, dtype=torch.bool)
 
 
-BROKEN: dict[str, Callable[..., Any]] = {
-    "find_commits": no_commits,
-    "without_commits": lambda rows, state: rows,
-    "num_rejected": lambda state, batch, *_: batch.cu_num_logits.diff(),
+BROKEN: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "find_commits": (pending, no_commits),
+    "without_commits": (pending, lambda rows, state: rows),
+    "num_rejected": (state, lambda state, rows, *_: rows.widths),
 }
 
 
@@ -263,7 +263,8 @@ def test_without_a_part_of_it_runs_differ(engine, checkpoint, monkeypatch, name)
     budget = 260 + list(BROKEN).index(name)  # an engine to ruin
     ruined = get_async_engine(checkpoint(), max_num_batched_tokens=budget)
     assert_same_runs([ruined.quiet_run(prompt(70), params())], [expected])
-    monkeypatch.setattr(pending, name, BROKEN[name])
+    owner, broken = BROKEN[name]
+    monkeypatch.setattr(owner, name, broken)
     ruined.reset_prefix_cache()
     with ruined.watch(keep_logits=True) as watched:
         req_id = ruined.add(prompt(70), params())
@@ -281,12 +282,16 @@ def test_plain_embeddings_of_a_block(engine, checkpoint, monkeypatch):
     """A block's tokens are not conditioned, and their layers are the encoder's."""
     expected = engine.quiet_run(prompt(70), params())
     ruined = get_async_engine(checkpoint(), max_num_batched_tokens=252)
-    write = pending.write_block_ids
+    condition = model_state.condition_rows
 
-    def nothing_is_a_block(state: Any, batch: Any) -> torch.Tensor:
-        return torch.zeros_like(write(state, batch))
+    def nothing_is_a_block(*given: Any) -> None:
+        canvases = given[-2]
+        commits = canvases.commits.clone()
+        canvases.commits.fill_(False)
+        condition(*given)
+        canvases.commits.copy_(commits)
 
-    monkeypatch.setattr(pending, "write_block_ids", nothing_is_a_block)
+    monkeypatch.setattr(ruined.runner.model_state, "_condition", nothing_is_a_block)
     assert ruined.quiet_run(prompt(70), params()).difference(expected) > 100 * RUN_TOLERANCE
 
 
