@@ -43,8 +43,8 @@ def test_a_call_is_a_selection_of_parts(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(gpu, "_has_gpu", lambda: True)
     monkeypatch.setattr(gpu, "run", say_that_it_ran)
     monkeypatch.setattr(gpu, "write_without_weights", lambda *_, **__: None)
-    gpu.main(["--call", "1", "--parts", "start", "parity", "kernels", "--out", str(tmp_path)])
-    assert [row["part"] for row in read_csv(tmp_path / "gpu_parts.csv")] == ["start", "parity"]
+    gpu.main(["--call", "1", "--parts", "start", "parity", "roofline", "--out", str(tmp_path)])
+    assert [row["part"] for row in read_csv(tmp_path / "gpu_parts.csv")] == ["parity", "start"]
 
 
 STARTS_A_SERVER = """
