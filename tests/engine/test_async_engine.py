@@ -247,7 +247,10 @@ def no_commits(state: Any, batch: Any, num_tokens: Any) -> torch.Tensor:
 BROKEN: dict[str, tuple[Any, Callable[..., Any]]] = {
     "find_commits": (pending, no_commits),
     "without_commits": (pending, lambda rows, state: rows),
-    "num_rejected": (state, lambda state, rows, *_: rows.widths),
+    "num_rejected": (
+        state,
+        lambda state, rows, *_: torch.where(state.commits[rows.slots], CANVAS, rows.widths),
+    ),
 }
 
 

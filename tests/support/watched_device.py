@@ -92,10 +92,12 @@ class _Launches(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in WITHOUT_KERNEL:
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        # A conversion counts as a view where it changes nothing.
+        is_view = func.is_view and _shares_memory(result, args[0])
+        if not is_view and name not in WITHOUT_KERNEL:
             self._counts[name] += 1
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 class DeviceWatch(TorchFunctionMode):
@@ -238,6 +240,11 @@ class DeviceWatch(TorchFunctionMode):
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
+
+
+def _shares_memory(result: Any, given: torch.Tensor) -> bool:
+    memory = given.untyped_storage().data_ptr()
+    return all(one.untyped_storage().data_ptr() == memory for one in _tensors(result))
 
 
 def _index_cost(indexed: torch.Tensor, index: Any) -> str | None:
