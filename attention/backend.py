@@ -1,5 +1,7 @@
 """vLLM's attention backend for CUDA that runs our kernel; registered under the name CUSTOM.
 
+Batches for which vLLM's FlashAttention is faster go to that (`choice`): the cache is the same.
+
 It takes the batch as vLLM's own backends do: sequences, each with query rows, a length and pages;
 and in ``CommonAttentionMetadata.causal`` an int32 tensor ``[num_reqs]``, which says of each
 whether it is causal. Passes of a drafter have True or False there, for all sequences.
@@ -8,11 +10,12 @@ The tensors are read on the device, so one captured CUDA graph serves every step
 sequences.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -27,8 +30,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from dllm.attention.cache_write import check_write, write_kv
 from dllm.attention.canvas_attention import canvas_attention, plan_of
+from dllm.attention.choice import CANVASES, CAUSAL, FLASH, MIXED, choose_kernel, mask_of
+from dllm.attention.flash import flash_attention
 from dllm.attention.inputs import (
-    FP8_DTYPES,
+    FP8_OF,
     MAX_HEAD_SIZE,
     MIN_HEAD_SIZE,
     AttentionOptions,
@@ -38,16 +43,18 @@ from dllm.attention.inputs import (
 )
 from dllm.attention.planning import BatchShape
 
-# vLLM's names of FP8 cache dtypes.
-FP8_OF = {"fp8": FP8_DTYPES[0], "fp8_e4m3": FP8_DTYPES[0], "fp8_e5m2": FP8_DTYPES[1]}
-
 
 @dataclass
 class CanvasAttentionMetadata:
-    """A batch as the layers of one KV cache group see it; its first num_actual_tokens are real."""
+    """A batch as the layers of one KV cache group see it; its first num_actual_tokens are real.
+
+    kind: one of ``choice.KINDS``. max_query_len: of this step alone.
+    """
 
     batch: RaggedBatch
     num_actual_tokens: int
+    kind: str
+    max_query_len: int
 
 
 class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMetadata]):
@@ -115,7 +122,9 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
             max_query_len=self._max_query_len,
             max_seq_len=max_seq_len,
         )
-        return CanvasAttentionMetadata(batch, common.num_actual_tokens)
+        return CanvasAttentionMetadata(
+            batch, common.num_actual_tokens, _kind_of(common), common.max_query_len
+        )
 
     def _anchors(self, common: CommonAttentionMetadata, is_causal: torch.Tensor) -> torch.Tensor:
         """`masks.anchor` of canvases; -1 for causal sequences and for images.
@@ -135,6 +144,16 @@ class CanvasAttentionMetadataBuilder(AttentionMetadataBuilder[CanvasAttentionMet
         if num_seqs > len(self._first_keys):
             return first_keys
         return self._first_keys[:num_seqs].copy_(first_keys)
+
+
+def _kind_of(common: CommonAttentionMetadata) -> str:
+    """What the host knows of a batch's flags: is_prefilling says which sequences are heads."""
+    if isinstance(common.causal, bool):
+        return CAUSAL if common.causal else CANVASES
+    heads = common.is_prefilling
+    if heads is None or 0 < int(heads.sum()) < len(heads):
+        return MIXED
+    return CAUSAL if heads[0] else CANVASES
 
 
 class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
@@ -180,7 +199,11 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self._viewed: torch.Tensor | None = None
         self._read_cache: PagedKV | None = None  # checked against the layer's queries
         self._written_cache: PagedKV | None = None  # and against its keys
-        self._vllm_config = get_current_vllm_config_or_none()  # None outside of a server
+        self._vllm_config = config = get_current_vllm_config_or_none()  # None outside of a server
+        # The server's configuration names version 4 where some batch is faster with it.
+        self._has_flash = config is not None and config.attention_config.flash_attn_version == 4
+        capability = current_platform.get_device_capability()
+        self._arch = 0 if capability is None else capability.to_int()
 
     def _largest_shape(self) -> BatchShape | None:
         """Bounds of all steps of a server.
@@ -229,8 +252,19 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         if self._read_cache is not cache:  # once: nothing but lengths differs between steps
             check_inputs(query[:tokens], cache, attn_metadata.batch, output[:tokens])
             self._read_cache = cache
-        canvas_attention(query[:tokens], cache, attn_metadata.batch, self.options, output[:tokens])
+        batch, attend = attn_metadata.batch, canvas_attention
+        if self._kernel_for(attn_metadata.kind, cache) == FLASH:
+            batch = replace(batch, max_query_len=attn_metadata.max_query_len)
+            attend = flash_attention
+        attend(query[:tokens], cache, batch, self.options, output[:tokens])
         return output
+
+    def _kernel_for(self, kind: str, cache: PagedKV) -> str:
+        options = self.options
+        mask = mask_of(options.window, self.is_anchored, options.block_size)
+        return choose_kernel(
+            self._arch, self.head_size, cache.key.dtype, mask, kind, self._has_flash, None
+        )
 
     def do_kv_cache_update(
         self,

@@ -21,6 +21,8 @@ from torch import Tensor
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# vLLM's names of FP8 cache dtypes.
+FP8_OF = {"fp8": FP8_DTYPES[0], "fp8_e4m3": FP8_DTYPES[0], "fp8_e5m2": FP8_DTYPES[1]}
 MIN_HEAD_SIZE, MAX_HEAD_SIZE = 16, 512
 
 

@@ -5,11 +5,11 @@
     python -m bench.gpu --toy                       # all of them at toy size, on any machine
 
     call  part         what
-    1     start        ours and the built-in start, and answer held-out questions
-          parity       every Triton kernel against its definition: the suites of tests/
-          serve-fp8    ours, the built-in, ours with the denoise loop
-    2     profile-fp8  the parts of a denoise step, ours and the built-in
+    1     parity       every Triton kernel against its definition: the suites of tests/
           kernels      attention, the sampling step
+          start        ours and the built-in start, and answer held-out questions
+    2     serve-fp8    ours, the built-in, ours with the denoise loop
+          profile-fp8  the parts of a denoise step, ours and the built-in
     3     serve-bf16   ours and the built-in
           roofline     the least time of a pass, by component
 
@@ -110,6 +110,8 @@ def _llm(**more: object) -> str:
 
 # In the order in which they are run: a call begins with what tells most.
 PARTS = (
+    Part("parity", 1, 125, "pytest --noconftest -q -p no:cacheprovider", "-k no_rows"),
+    Part("kernels", 1, 220, "bench.kernels attention sampler --results OUT", "--smoke"),
     Part(
         "start",
         1,
@@ -120,19 +122,17 @@ PARTS = (
         "--eager --contestants ours --num-requests 11 --concurrency 1 "
         "--serve-flags --max-model-len~1024~--kv-cache-memory-bytes~64M",
     ),
-    Part("parity", 1, 125, "pytest --noconftest -q -p no:cacheprovider", "-k no_rows"),
-    _serve("fp8", 1, 275, f"ours {BUILTIN} {LOOP}"),
+    _serve("fp8", 2, 275, f"ours {BUILTIN} {LOOP}"),
     Part(
         "profile-fp8",
         2,
-        300,
+        250,
         "bench.profile_step --model MODEL --results OUT --server ours built-in --rounds 1 --blocks "
         f"2 --concurrency 1 8 --input-len {CONTEXT} --coverage 0.5 "
         f"{_llm(kv_cache_memory_bytes=10 << 30)}",
         f"--concurrency 1 --input-len 64 --coverage 0 {_llm(enforce_eager=True)}",
         "fp8",
     ),
-    Part("kernels", 2, 220, "bench.kernels attention sampler --results OUT", "--smoke"),
     _serve("bf16", 3, 240, f"ours {BUILTIN}"),
     Part("roofline", 3, 10, "bench.roofline --results OUT", needs_gpu=False),
 )

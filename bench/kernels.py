@@ -4,8 +4,8 @@
     python -m bench.kernels attention               # on a GPU
     python -m bench.kernels --smoke                 # tiny, in Triton's interpreter: no conclusions
 
-    attention   vLLM's Triton kernel and ours, on canvases of the 26B model's layers. vLLM's has no
-                anchored window: compare it on the symmetric one
+    attention   vLLM's Triton kernel, FlashAttention 4 and ours, on canvases of the 26B model's
+                layers. The others have no anchored window: compare them on the symmetric one
     sampler     everything between the logits of the canvas rows and the next canvas: vLLM's
                 built-in functions, and our denoise step with each of its soft embeddings
 
@@ -132,8 +132,20 @@ def attention_case(
     def definition() -> Tensor:
         return torch.cat(paged_attention(query, key, value, tables, [span] * batch, options))
 
-    has_vllm = device == "cuda" and not layer.is_anchored
-    runs = {"vllm_unified": vllm_unified, "dllm": dllm} if has_vllm else {"dllm": dllm}
+    def flash() -> Tensor:
+        from dllm.attention.flash import flash_attention
+
+        flash_attention(query, cache, replace(ragged, max_seq_len=length), options, theirs)
+        return theirs
+
+    runs: dict[str, Callable[[], Tensor]] = {}
+    if device == "cuda" and not layer.is_anchored:
+        from dllm.attention.flash import has_flash_attention
+
+        runs["vllm_unified"] = vllm_unified
+        if has_flash_attention() and torch.cuda.get_device_capability()[0] == 9:
+            runs["flash_attention_4"] = flash
+    runs["dllm"] = dllm
     about = {"layer": layer.name, "batch": batch, "context": context, "rows": width}
     return Case(about, runs, definition, functools.partial(_far_apart, dtype))
 

@@ -22,7 +22,7 @@ import torch
 
 from dllm import __version__
 from dllm.cpu.instructions import computes_bf16
-from dllm.models import FAMILIES, settings_of
+from dllm.models import FAMILIES
 from dllm.patches.neighbours import NAME, PLUGIN_GROUP, a_namesake, another_version, vllm_version
 from dllm.settings.command import FAILED, OK
 
@@ -187,7 +187,9 @@ def _room(config: Any, model: str) -> Finding:
 
 
 def _kernels(config: Any) -> Iterator[Finding]:
-    from dllm.engine.kernel_checks import checks, layers_of  # needs Triton
+    from dllm.engine.kernel_checks import canvas_trials, checks  # needs Triton
+    from dllm.patches.self_test import layers_to_check
 
-    for name, wrong in checks(layers_of(config, settings_of(config)), torch.device("cuda")):
+    trials = canvas_trials(*layers_to_check(config), torch.device("cuda"))
+    for name, wrong in checks(trials):
         yield Finding("kernel", "fail" if wrong else "ok", f"{name}: {wrong}" if wrong else name)

@@ -17,6 +17,8 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Attention
 
+from dllm.ops.dispatch import CONTEXT_KV, WRONG_KERNELS
+
 if TYPE_CHECKING:
     from dllm.attention.context_kv import ContextWeights
     from dllm.attention.inputs import PagedKV
@@ -77,7 +79,7 @@ class ContextProjection:
 
     def _for_kernel(self) -> "ContextWeights | None":
         """The weights as the kernel takes them; None where it cannot take them."""
-        if self.weight is None:
+        if self.weight is None or CONTEXT_KV in WRONG_KERNELS:
             return None
         rope, dtype = self.rotary_emb, self.weight.dtype
         # Some kinds of RoPE choose the angles by more than the position.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from dllm.ops.staging import to_device
+from dllm.ops.staging import to_device_together
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -39,28 +39,35 @@ class CanvasRows(NamedTuple):
     padded: torch.Tensor
 
     @classmethod
-    def of_batch(cls, input_batch: InputBatch, canvas_length: int) -> CanvasRows:
-        """The rows of a batch of vLLM's. Computed on the host; does not wait for the device."""
+    def of_batch(cls, input_batch: InputBatch, canvas_length: int, spare_slot: int) -> CanvasRows:
+        """The rows of a batch of vLLM's, at least two. Does not wait for the device.
+
+        A batch of one row gets an empty row more, in a slot that no request has:
+        ``torch.compile`` treats a size of 1 as a special case, and would compile a second graph.
+        """
         num_reqs = input_batch.num_reqs
-        starts = input_batch.cu_num_logits_np[: num_reqs + 1]
+        num_more = max(2 - num_reqs, 0)
+        starts = np.pad(input_batch.cu_num_logits_np[: num_reqs + 1], (0, num_more), mode="edge")
         widths = np.diff(starts)
+        slots = input_batch.idx_mapping_np[:num_reqs]
+        row_of = np.repeat(np.arange(num_reqs + num_more), widths)
         # [R, C]: positions beyond the width become the last position of the canvas.
         places = np.minimum(np.arange(canvas_length), np.maximum(widths - 1, 0)[:, None])
         last_row = max(int(starts[-1]) - 1, 0)  # the limit for a last row without a canvas
-        padded = np.minimum(starts[:-1, None] + places, last_row)
-        device = input_batch.seq_lens.device
-
-        def sent(array: np.ndarray) -> torch.Tensor:
-            return to_device(array.astype(np.int64), device)
-
-        return cls(
-            slots=input_batch.idx_mapping[:num_reqs].long(),
-            widths=sent(widths),
-            seq_lens=input_batch.seq_lens[:num_reqs].long(),
-            row_of=sent(np.repeat(np.arange(num_reqs), widths)),
-            place=input_batch.expanded_local_pos.long(),
-            padded=sent(padded),
+        sent = to_device_together(
+            [
+                np.pad(slots, (0, num_more), constant_values=spare_slot),
+                widths,
+                row_of,
+                np.arange(len(row_of)) - starts[row_of],
+                np.minimum(starts[:-1, None] + places, last_row),
+            ],
+            input_batch.seq_lens.device,
         )
+        seq_lens = input_batch.seq_lens[:num_reqs].long()
+        if num_more:
+            seq_lens = F.pad(seq_lens, (0, num_more))
+        return cls(sent[0], sent[1], seq_lens, *sent[2:])
 
     @classmethod
     def whole(cls, starts: torch.Tensor, canvas_length: int) -> CanvasRows:
@@ -80,16 +87,11 @@ class CanvasRows(NamedTuple):
             padded=places.view(num_rows, canvas_length),
         )
 
-    def at_least_two(self, spare_slot: int) -> CanvasRows:
-        """Add an empty row to a batch of one row, in a slot that no request has.
-
-        ``torch.compile`` treats a size of 1 as a special case, and would compile a second graph.
-        """
-        if len(self.slots) > 1:
-            return self
+    def first_rows(self, num_rows: int) -> CanvasRows:
+        """The first batch rows alone; those behind them are empty."""
         return self._replace(
-            slots=F.pad(self.slots, (0, 1), value=spare_slot),
-            widths=F.pad(self.widths, (0, 1)),
-            seq_lens=F.pad(self.seq_lens, (0, 1)),
-            padded=F.pad(self.padded, (0, 0, 0, 1)),
+            slots=self.slots[:num_rows],
+            widths=self.widths[:num_rows],
+            seq_lens=self.seq_lens[:num_rows],
+            padded=self.padded[:num_rows],
         )

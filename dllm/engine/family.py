@@ -125,7 +125,7 @@ class Denoised(NamedTuple):
     decided: Tensor | None = None
 
     def first_rows(self, num_rows: int) -> "Denoised":
-        """The first canvases alone, without the row that ``CanvasRows.at_least_two`` added."""
+        """The first canvases alone, without the row that ``CanvasRows.of_batch`` added."""
         return self._replace(
             canvas=self.canvas[:num_rows],
             fresh=self.fresh[:num_rows],

@@ -6,92 +6,97 @@ random, the same each time, and of the shapes that a model is served with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig
 
 from dllm.attention.cache_write import write_kv
 from dllm.attention.canvas_attention import canvas_attention
+from dllm.attention.context_kv import ContextWeights, write_context_kv
+from dllm.attention.flash import flash_attention
 from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
 from dllm.attention.masks import QuerySpan, anchor
 from dllm.attention.reference import paged_attention
+from dllm.engine.attention_layers import Layer
 from dllm.grammar.device import Searches, pack
 from dllm.grammar.kernels import write_paths
 from dllm.grammar.table import Table
 from dllm.grammar.viterbi import Canvas
-from dllm.ops.dispatch import GRAMMAR_PATHS, ROW_STATISTICS
+from dllm.ops.dispatch import CONTEXT_KV, GRAMMAR_PATHS, ROW_STATISTICS
 from dllm.ops.filters import RowFilters
 from dllm.ops.noise import STREAM_GUMBEL, row_keys
 from dllm.ops.row_stats import RowStats, reference_row_stats
 from dllm.ops.row_stats_gpu import KernelTiles, row_stats_kernels
-from dllm.settings.denoising import DenoiseSettings
 
-ATTENTION = "attention"  # what the names of its checks begin with
+# What the names of the checks of our attention and of vLLM's begin with.
+ATTENTION, FLASH = "attention", "FlashAttention 4"
 PAGE_SIZE, NUM_ROWS, VOCAB = 64, 24, 600
 # The interpreter truncates to bf16 where a GPU rounds: two units in the last place.
 ROUNDINGS = 2.0
-
-
-@dataclass(frozen=True)
-class Layer:
-    """An attention layer of a model, and how long the contexts are that it is tried with."""
-
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 64
-    window: int | None = None
-    is_anchored: bool = False
-    block_size: int = 1
-    dtype: torch.dtype = torch.bfloat16
-    context: int = 5000  # more than two parts of a split sequence
 
 
 class Wrong(Exception):
     """A kernel computes something else than its definition; the message says how much."""
 
 
-def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, Layer]:
-    """The attention layers of a model of ours that differ, by name."""
-    text = vllm_config.model_config.hf_text_config
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    full = Layer(
-        heads,
-        getattr(text, "num_global_key_value_heads", None) or kv_heads,
-        getattr(text, "global_head_dim", None) or head_size,
-        block_size=settings.block_size,
-        dtype=vllm_config.model_config.dtype,
-    )
-    layers = {"full layers": full}
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-        layers["sliding layers"] = replace(
-            full,
-            num_kv_heads=kv_heads,
-            head_size=head_size,
-            window=text.sliding_window,
-            is_anchored=settings.canvas_window == "anchored",
-        )
-    return layers
+@dataclass(frozen=True)
+class Context:
+    """The sizes of what a drafter computes of its context: ``context_kv.ContextWeights``."""
+
+    hidden: int = 48
+    layers: int = 2
+    num_kv_heads: int = 2
+    head_size: int = 64
+    rotary_size: int = 64
+    is_neox: bool = True
+    dtype: torch.dtype = torch.bfloat16
 
 
-def checks(layers: dict[str, Layer], device: torch.device) -> Iterator[tuple[str, str]]:
-    """Run every kernel; (its name, what is wrong with it, "" for nothing).
+Trials = dict[str, Callable[[], None]]  # by the kernel's name; each may raise anything
+
+
+def canvas_trials(
+    layers: dict[str, Layer], flash: dict[str, Layer], device: torch.device
+) -> Trials:
+    """Of every kernel of a diffusion model.
 
     Args:
         layers: the model's attention layers that differ, by name.
+        flash: those of them that FlashAttention serves in some batches.
     """
-    trials: dict[str, Callable[[], None]] = {
-        f"{ATTENTION}, {name}": lambda layer=layer: attention(layer, device)  # type: ignore[misc]
-        for name, layer in layers.items()
-    }
-    trials |= {
+    return {
+        **_attention_trials(layers, device),
+        **{
+            f"{FLASH}, {name}": partial(attention, layer, device, flash_attention)
+            for name, layer in flash.items()
+        },
         ROW_STATISTICS: lambda: row_statistics(device),
         GRAMMAR_PATHS: lambda: grammar_paths(device),
     }
+
+
+def drafter_trials(layers: dict[str, Layer], context: Context, device: torch.device) -> Trials:
+    """Of every kernel of a drafter; ``layers`` as of ``canvas_trials``."""
+    return {
+        **_attention_trials(layers, device),
+        CONTEXT_KV: lambda: context_kv(context, device),
+    }
+
+
+def _attention_trials(layers: dict[str, Layer], device: torch.device) -> Trials:
+    return {
+        f"{ATTENTION}, {name}": partial(attention, layer, device, canvas_attention)
+        for name, layer in layers.items()
+    }
+
+
+def checks(trials: Trials) -> Iterator[tuple[str, str]]:
+    """Run every kernel; (its name, what is wrong with it, "" for nothing)."""
     for name, trial in trials.items():
         try:
             trial()
@@ -100,8 +105,11 @@ def checks(layers: dict[str, Layer], device: torch.device) -> Iterator[tuple[str
             yield name, (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def attention(layer: Layer, device: torch.device) -> None:
+def attention(layer: Layer, device: torch.device, attend: Callable[..., None]) -> None:
     """A prompt chunk, a canvas behind a long context, and one behind a short one.
+
+    Args:
+        attend: `canvas_attention`, or what takes its arguments.
 
     Raises:
         Wrong: an output is farther from the definition than rounding explains.
@@ -130,11 +138,12 @@ def attention(layer: Layer, device: torch.device) -> None:
         is_causal=torch.tensor([span.is_causal for span in spans]).int().to(device),
         max_query_len=int(lens.max()),
         first_keys=first_keys,
+        max_seq_len=max(span.seq_len for span in spans),
     )
     query = _random(int(lens.sum()), layer.num_heads, layer.head_size).to(device, layer.dtype)
     options = AttentionOptions(layer.head_size**-0.5, layer.window, 0.0, block)
     out = torch.full_like(query, torch.nan)
-    canvas_attention(query, cache, batch, options, out)
+    attend(query, cache, batch, options, out)
     expected, magnitude = (
         torch.cat(paged_attention(query, cache.key, values, tables, spans, options))
         for values in (cache.value, cache.value.abs())
@@ -166,6 +175,69 @@ def _filled_cache(
         tables[row, :count] = torch.arange(first, first + count)
         first += count
     return cache, tables.to(device)
+
+
+def context_kv(context: Context, device: torch.device) -> None:
+    """Few tokens and many, some without a slot, in two pages more than they need.
+
+    Raises:
+        Wrong: a number in the cache is farther from the definition than rounding explains.
+    """
+    shape = context.layers, 2, context.num_kv_heads, context.head_size
+
+    def draw(*sizes: int, seed: int) -> Tensor:
+        return _random(*sizes, seed=seed).to(device, context.dtype)
+
+    angles = _random(PAGE_SIZE, context.rotary_size // 2, seed=4)
+    weights = ContextWeights(
+        weight=draw(math.prod(shape), context.hidden, seed=1) * context.hidden**-0.5,
+        bias=None,
+        k_norm=draw(context.layers, context.head_size, seed=2),
+        eps=1e-6,
+        cos_sin=torch.cat([angles.cos(), angles.sin()], 1).to(device, context.dtype),
+        is_neox=context.is_neox,
+    )
+    for num_tokens in (5, 40):
+        hidden = draw(num_tokens, context.hidden, seed=3)
+        places = torch.arange(num_tokens, device=device)
+        slots = torch.where(places % 3 == 1, -1, 2 * places + 1)
+        caches = [PagedKV(*hidden.new_zeros(2, 3, PAGE_SIZE, *shape[2:])) for _ in range(shape[0])]
+        write_context_kv(hidden, places, weights, caches, [slots] * context.layers)
+        expected, error = _context(hidden, places, weights, shape)
+        stored = torch.stack([torch.stack([each.key, each.value]) for each in caches]).flatten(2, 3)
+        is_stored = slots >= 0
+        found = stored[:, :, slots[is_stored]].float()
+        unit = ROUNDINGS * torch.finfo(context.dtype).eps / 2
+        difference = found - expected[:, :, is_stored]
+        _within(difference, unit * expected[:, :, is_stored].abs() + error[:, :, is_stored])
+        stored[:, :, slots[is_stored]] = 0
+        if stored.any():
+            raise Wrong("something is written where no token has a slot")
+
+
+def _context(
+    hidden: Tensor, positions: Tensor, weights: ContextWeights, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """The definition, and a bound on errors of sums: ``[layers, 2, tokens, heads, size]`` fp32."""
+
+    def in_order(product: Tensor) -> Tensor:
+        return product.view(-1, *shape).movedim(0, 2)
+
+    x, w = hidden.float(), weights.weight.float()
+    both = in_order(x @ w.T)
+    error = 2e-5 * in_order(x.abs() @ w.abs().T)
+    keys, norm = both[:, 0], weights.k_norm.float()[:, None, None]
+    scale = torch.rsqrt(keys.square().mean(-1, keepdim=True) + weights.eps) * norm
+    keys, error[:, 0] = keys * scale, (error[:, 0] * scale.abs()).amax(-1, keepdim=True)
+    cos, sin = weights.cos_sin.float()[positions][:, None].chunk(2, -1)  # [tokens, 1, pairs]
+    half = cos.shape[-1]
+    first, second = slice(0, half), slice(half, 2 * half)
+    if not weights.is_neox:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    turned = keys.clone()
+    turned[..., first] = keys[..., first] * cos - keys[..., second] * sin
+    turned[..., second] = keys[..., second] * cos + keys[..., first] * sin
+    return torch.stack([turned, both[:, 1]], 1), error
 
 
 def row_statistics(device: torch.device) -> None:

@@ -41,7 +41,7 @@ from dllm.engine.logit_rows import leave_out_rows
 from dllm.engine.loop import CanvasForward, DenoiseLoop
 from dllm.engine.sampler import DiffusionSampler
 from dllm.engine.spans import Sequences, Spans
-from dllm.engine.state import CanvasState, request_seed
+from dllm.engine.state import CanvasState, condition_rows, request_seed
 from dllm.ops.staging import to_device
 from dllm.settings.request import RequestOptions
 
@@ -69,14 +69,15 @@ class DiffusionModelState(ModelState):
         self.grammars: CanvasGrammars = grammars_for(vllm_config, self.max_num_reqs, device)
         hidden_size = self.model_config.hf_text_config.hidden_size
         # The model's inputs stay in the same memory: a captured CUDA graph reads these addresses.
-        self._inputs_embeds = torch.zeros(
-            self.max_num_tokens, hidden_size, dtype=self.dtype, device=device
-        )
+        # Longer than any batch: torch.compile takes two equal sizes for the same one, and would
+        # compile again for the first batch that is not the longest.
+        longest = self.max_num_tokens + 1
+        self._inputs_embeds = torch.zeros(longest, hidden_size, dtype=self.dtype, device=device)
+        self._is_canvas_row = torch.zeros(longest, dtype=torch.bool, device=device)
         # By slot, on the host: how many tokens of a canvas need logits (``RequestOptions``).
         self._num_rows = np.full(self.max_num_reqs, self.family.settings.canvas_length)
         self._is_causal = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        self._condition = maybe_compile(self.family.condition, vllm_config)
-        self._is_canvas_row = torch.zeros(self.max_num_tokens, dtype=torch.bool, device=device)
+        self._condition = maybe_compile(condition_rows, vllm_config)
 
     def get_supported_generation_tasks(self) -> tuple[Any, ...]:
         """Text generation only."""
@@ -151,49 +152,31 @@ class DiffusionModelState(ModelState):
         """
         # The scheduler needs no tokens of canvases, so vLLM need not copy them to the host.
         input_batch.has_structured_output_reqs = False
-        num_tokens = input_batch.num_tokens
-        num_padded = input_batch.num_tokens_after_padding
         self._write_emitted_ids(input_batch, req_states)
-        is_block = None
         if self._is_async:
-            is_block = pending.write_block_ids(self.canvases, input_batch)
-        embeds = self._inputs_embeds[:num_padded]
-        embeds[:num_tokens] = self.model.embed_input_ids(input_batch.input_ids[:num_tokens])
-        is_canvas_row = self._is_canvas_row[:num_padded].zero_()
+            pending.write_block_ids(self.canvases, input_batch)
+        inputs = self.canvas_inputs(input_batch)
         if input_batch.num_draft_tokens > 0:
-            rows = input_batch.logits_indices
-            if is_block is None:
-                is_canvas_row.index_fill_(0, rows, True)
-                embeds[rows] = self._conditioned(embeds[rows], input_batch)
-            else:
-                is_canvas_row[rows] = ~is_block
-                conditioned = self._conditioned(embeds[rows], input_batch)
-                embeds[rows] = torch.where(is_block[:, None], embeds[rows], conditioned)
             leave_out_rows(input_batch, self._num_rows)
-        return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
+        return inputs
 
-    def canvas_inputs(self, canvases: InputBatch) -> dict[str, Any]:
-        """As ``prepare_inputs``, for canvases and the tails of heads in front of them."""
-        embeds = self._inputs_embeds[: canvases.num_tokens]
-        is_canvas_row = self._is_canvas_row[: canvases.num_tokens]
-        ids = self.model.embed_input_ids(canvases.input_ids)
-        if canvases.num_draft_tokens == canvases.num_tokens:
-            embeds.copy_(self._conditioned(ids, canvases))
-            is_canvas_row.fill_(True)
-        else:  # the tails of heads are in front of their canvases
-            rows = canvases.logits_indices
-            embeds.copy_(ids)
-            embeds[rows] = self._conditioned(ids[rows], canvases)
-            is_canvas_row.zero_().index_fill_(0, rows, True)
-        return {"inputs_embeds": embeds, "is_canvas_row": is_canvas_row}
-
-    def _conditioned(self, embeds: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
-        """Canvas rows ``[N, hidden]`` with what the family adds to them."""
-        if self.family.soft_size is None:
-            return embeds
-        slots, places = input_batch.expanded_idx_mapping, input_batch.expanded_local_pos
-        soft_embeds, steps_done = self.canvases.soft_embeds, self.canvases.steps_done
-        return self._condition(embeds, soft_embeds[slots, places], steps_done[slots])
+    def canvas_inputs(self, batch: InputBatch) -> dict[str, Any]:
+        """As ``prepare_inputs``, for a batch whose token ids are written."""
+        num_tokens, num_padded = batch.num_tokens, batch.num_tokens_after_padding
+        embeds, is_canvas_row = self._inputs_embeds, self._is_canvas_row
+        embeds[:num_tokens] = self.model.embed_input_ids(batch.input_ids[:num_tokens])
+        is_canvas_row[:num_padded].zero_()
+        if batch.num_draft_tokens > 0:
+            self._condition(
+                batch.logits_indices,
+                batch.expanded_idx_mapping,
+                batch.expanded_local_pos,
+                embeds,
+                is_canvas_row,
+                self.canvases,
+                self.family,
+            )
+        return self.prepare_dummy_inputs(batch.num_reqs, num_padded)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """The same tensors with whatever they hold, for memory profiling and graph capture."""
@@ -267,6 +250,7 @@ class DiffusionModelState(ModelState):
             "max_seq_len": int(sequences.seq_lens.max()),
             "block_tables": [table[row_of] for table in block_tables],
             "causal": is_causal,
+            "is_prefilling": torch.from_numpy(sequences.is_causal != 0),
             "mm_req_doc_ranges": sequences.images,
         }
 
@@ -280,8 +264,8 @@ class DiffusionModelState(ModelState):
         sequences, num_rows = self._sequences(input_batch), input_batch.num_reqs_after_padding
         num_reqs = input_batch.num_reqs
         assert len(sequences.row_of) == num_reqs, "a row of a full graph is one sequence"
-        is_causal = self._is_causal[:num_rows].zero_()
-        is_causal[:num_reqs] = to_device(sequences.is_causal, self.device)
+        flags = np.pad(sequences.is_causal, (0, num_rows - num_reqs))
+        is_causal = self._is_causal[:num_rows].copy_(to_device(flags, self.device))
         if self._is_async:
             is_causal[:num_reqs] |= self._find_commits(input_batch)
         return {
@@ -294,6 +278,8 @@ class DiffusionModelState(ModelState):
             "max_seq_len": self.model_config.max_model_len,  # a graph is captured for any length
             "block_tables": block_tables,
             "causal": is_causal,
+            # A graph serves causal rows and canvases, as the flags on the device say.
+            "is_prefilling": torch.zeros(num_rows, dtype=torch.bool),
         }
 
     def _find_commits(self, input_batch: InputBatch) -> torch.Tensor:

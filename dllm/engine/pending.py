@@ -24,6 +24,7 @@ alone, and nothing of this happens.
 Nothing here waits for the device.
 """
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -36,44 +37,25 @@ def find_commits(state: CanvasState, batch: InputBatch, num_tokens: torch.Tensor
 
     num_tokens: ``[slots]``, of each request, what it has emitted included.
     """
-    slots = batch.idx_mapping[: batch.num_reqs].long()
+    slots, ends = batch.idx_mapping[: batch.num_reqs], batch.seq_lens[: batch.num_reqs]
     widths = batch.cu_num_logits.diff()
-    commits = (widths > 0) & (batch.seq_lens[: batch.num_reqs] - widths < num_tokens[slots])
+    commits = ends - widths < num_tokens[slots]
+    if not np.diff(batch.cu_num_logits_np[: batch.num_reqs + 1]).all():
+        commits &= widths > 0
     state.commits[slots] = commits
     return commits
 
 
-def write_block_ids(state: CanvasState, batch: InputBatch) -> torch.Tensor:
+def write_block_ids(state: CanvasState, batch: InputBatch) -> None:
     """Put pending blocks in the place of canvases, in the batch's token ids.
 
-    Returns:
-        ``[N]`` bool, which canvas tokens of the batch these are. Behind a block that was emitted
-        without its last tokens are some that nobody sees.
+    Behind a block that was emitted without its last tokens are some that nobody sees.
     """
-    slots, places = batch.expanded_idx_mapping, batch.expanded_local_pos
-    rows = batch.logits_indices
-    is_block = state.commits[slots]
-    ids = batch.input_ids[rows]
-    block = state.argmax_canvas[slots, places].to(ids.dtype)
-    batch.input_ids[rows] = torch.where(is_block, block, ids)
-    return is_block
+    slots, rows = batch.expanded_idx_mapping, batch.logits_indices
+    block = state.argmax_canvas[slots, batch.expanded_local_pos].to(batch.input_ids.dtype)
+    batch.input_ids[rows] = torch.where(state.commits[slots], block, batch.input_ids[rows])
 
 
 def without_commits(rows: CanvasRows, state: CanvasState) -> CanvasRows:
     """The canvases of a visit: plain commits count as rows of width 0."""
     return rows._replace(widths=torch.where(state.commits[rows.slots], 0, rows.widths))
-
-
-def num_rejected(
-    state: CanvasState, batch: InputBatch, num_tokens: torch.Tensor, block_size: int
-) -> torch.Tensor:
-    """How many tokens of each row keep no KV: ``[R]``. Arguments as of ``find_commits``.
-
-    What is kept ends with the last whole block in front of the canvas, or with that of a plain
-    commit.
-    """
-    slots = batch.idx_mapping[: batch.num_reqs].long()
-    seq_lens = batch.seq_lens[: batch.num_reqs]
-    starts = seq_lens - batch.cu_num_logits.diff()
-    ends = torch.where(state.commits[slots], num_tokens[slots], starts)
-    return seq_lens - ends + ends % block_size

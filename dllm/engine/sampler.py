@@ -34,7 +34,7 @@ from dllm.engine.grammars import CanvasGrammars, Written
 from dllm.engine.logit_rows import LogitRows, joined_outputs, rows_at_once, tiles_of_batch
 from dllm.engine.logprobs import BlockLogprobs, KeptScores
 from dllm.engine.loop import DenoiseLoop
-from dllm.engine.state import CanvasState, denoise_rows
+from dllm.engine.state import CanvasState, denoise_rows, num_rejected, store_rows
 from dllm.engine.traces import BlockTraces
 from dllm.ops.filters import RowFilters
 from dllm.ops.staging import to_device
@@ -49,8 +49,6 @@ class Tile(NamedTuple):
         batch: their requests alone.
         rows: where the canvases are in it.
         at_least_two: the same rows for compiled code.
-        written_slots: ``[R]`` int64, where the state of each row is written: the spare slot for a
-            row without a canvas.
         traced: rows of logits whose tokens are traced, ``[n]``; None if nobody asks.
         is_pinned: ``[N, 1]`` bool, rows whose input token the request fixed (``settings.pins``);
             None if nobody pins.
@@ -65,7 +63,6 @@ class Tile(NamedTuple):
     batch: InputBatch
     rows: CanvasRows
     at_least_two: CanvasRows
-    written_slots: torch.Tensor
     traced: torch.Tensor | None
     is_pinned: torch.Tensor | None
     filters: RowFilters | None
@@ -123,6 +120,7 @@ class DiffusionSampler:
         with torch.inference_mode():
             self._free = state.seeds.new_full((longest,), NO_TOKEN, dtype=torch.int64)
         self._denoise_rows = maybe_compile(denoise_rows, vllm_config)
+        self._store_rows = maybe_compile(store_rows, vllm_config)
         self._fresh_canvas = maybe_compile(family.fresh_canvas, vllm_config)
         self._new_slots: list[int] = []  # of requests that have no canvas yet
 
@@ -204,9 +202,10 @@ class DiffusionSampler:
         return [self._tile(logit_rows, batch) for logit_rows, batch in parts]
 
     def _tile(self, logit_rows: slice, batch: InputBatch) -> Tile:
-        rows = CanvasRows.of_batch(batch, self.family.settings.canvas_length)
+        at_least_two = self._rows(batch)
         if self._is_async:
-            rows = pending.without_commits(rows, self.state)
+            at_least_two = pending.without_commits(at_least_two, self.state)
+        rows = at_least_two.first_rows(batch.num_reqs)
         state, slots = self.state, batch.idx_mapping_np[: batch.num_reqs]
         is_pinned, forbids_words = None, self.edits.forbids_words(batch, rows)
         if state.has_pins[slots].any():
@@ -219,8 +218,7 @@ class DiffusionSampler:
             logit_rows=logit_rows,
             batch=batch,
             rows=rows,
-            at_least_two=rows.at_least_two(state.spare_slot),
-            written_slots=torch.where(rows.widths > 0, rows.slots, state.spare_slot),
+            at_least_two=at_least_two,
             traced=self.traces.rows_of(batch),
             is_pinned=is_pinned,
             filters=self._filters(batch),
@@ -229,6 +227,9 @@ class DiffusionSampler:
             forbids_words=forbids_words,
             grammars=self.grammars.prepare(batch, rows),
         )
+
+    def _rows(self, batch: InputBatch) -> CanvasRows:
+        return CanvasRows.of_batch(batch, self.family.settings.canvas_length, self.state.spare_slot)
 
     def _denoise(self, logits: torch.Tensor | LogitRows, tiles: Sequence[Tile]) -> SamplerOutput:
         """A denoise step of all canvases."""
@@ -245,7 +246,7 @@ class DiffusionSampler:
             logits = self.edits.apply(logits, context)
         ids = self.req_states.draft_tokens[tile.batch.expanded_idx_mapping, rows.place]
         written = None if tile.grammars is None else self._write_texts(logits, ids, tile)
-        step = self._denoise_rows(
+        of_all = self._denoise_rows(
             logits,
             ids,
             tile.free if written is None else written.chosen,
@@ -253,7 +254,8 @@ class DiffusionSampler:
             self.state,
             self.family,
             tile.filters,
-        ).first_rows(tile.batch.num_reqs)
+        )
+        step = of_all.first_rows(tile.batch.num_reqs)
         self._store_soft_embeddings(logits, tile, step)
         scored_at = None
         if self.logprobs.are_wanted(tile.batch):
@@ -263,26 +265,34 @@ class DiffusionSampler:
         if tile.traced is not None:
             own = logits[tile.traced] if own is None else own
             self.traces.record(own, tile.traced, ids, tile.is_pinned, step, self.state, rows)
-        num_emitted = torch.where(step.converged, rows.widths, 0)
+        num_emitted = torch.where(of_all.converged, tile.at_least_two.widths, 0)
         if context is not None and tile.forbids_words is not None:
             tokens = step.argmax_canvas[rows.row_of, rows.place]  # [N]
             is_bad = self.edits.completes_bad_word(logits, tokens, context, tile.forbids_words)
-            num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
-            step = self._trim_at_bad_word(rows, step, num_emitted)
+            num_emitted = torch.minimum(num_emitted, clean_lengths(tile.at_least_two, is_bad))
+            of_all = self._trim_at_bad_word(tile.at_least_two, of_all, num_emitted)
+            step = of_all.first_rows(tile.batch.num_reqs)
         if written is not None:
-            self.grammars.emitted(written, num_emitted, tile.grammars)
+            self.grammars.emitted(written, num_emitted[: len(rows.slots)], tile.grammars)
         if self.frames.are_wanted(tile.batch):
             records = None if tile.traced is None else self.traces.records
             self.frames.take(rows, step, self.state.steps_done, records, tile.batch)
         if tile.traced is not None:
-            self.traces.end(tile.written_slots, step.converged)
-        self._store_state(tile, step)
+            self.traces.end(self.state.written_slots(rows), step.converged)
+        tokens, sampled, rejected = self._store_rows(
+            num_emitted,
+            of_all,
+            tile.at_least_two,
+            self.state,
+            self.req_states.draft_tokens,
+            self.req_states.total_len.gpu,
+            self.family.settings.block_size,
+        )
         logprobs = None
         if scored_at is not None:
-            logprobs = self.logprobs.of_blocks(
-                logits, scored_at, step, num_emitted, rows, tile.batch
-            )
-        return self._emit(rows, step, num_emitted, logprobs, tile.batch)
+            emitted = num_emitted[: len(rows.slots)]
+            logprobs = self.logprobs.of_blocks(logits, scored_at, step, emitted, rows, tile.batch)
+        return self._output(tokens, sampled, rejected, logprobs, tile.batch.num_reqs)
 
     def _write_texts(self, logits: torch.Tensor, ids: torch.Tensor, tile: Tile) -> Written:
         """Let grammars choose texts, and mask the logits.
@@ -331,17 +341,6 @@ class DiffusionSampler:
         redrawn = self.state.with_seeds(rows.slots, starts, drawn)
         return step._replace(canvas=torch.where(is_trimmed[:, None], redrawn, step.canvas))
 
-    def _store_state(self, tile: Tile, step: Denoised) -> None:
-        """Write the state that the next step of each canvas reads."""
-        state = self.state
-        for column, values in (
-            (self.req_states.draft_tokens, step.canvas),
-            (state.argmax_canvas, step.argmax_canvas),
-            (state.steps_done, step.steps_done),
-            *((state.carried[name], step.carried[name]) for name in state.carried),
-        ):
-            column[tile.written_slots] = values.to(column.dtype)
-
     def _store_soft_embeddings(self, logits: torch.Tensor, tile: Tile, step: Denoised) -> None:
         """Write what the next step is conditioned on.
 
@@ -354,17 +353,17 @@ class DiffusionSampler:
         if tile.is_pinned is not None:
             # The model's own choice at a pinned position must not reach the next step.
             soft = torch.where(tile.is_pinned, 0, soft)
-        soft_embeds[rows.slots[rows.row_of], rows.place] = soft.to(soft_embeds.dtype)
+        soft_embeds[tile.batch.expanded_idx_mapping, rows.place] = soft.to(soft_embeds.dtype)
 
-    def _emit(
+    def _output(
         self,
-        rows: CanvasRows,
-        step: Denoised,
-        num_emitted: torch.Tensor,
+        tokens: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
         logprobs: LogprobsTensors | None,
-        input_batch: InputBatch,
+        num_reqs: int,
     ) -> SamplerOutput:
-        """The output for vLLM: the tokens of converged canvases.
+        """The output for vLLM: the tokens of converged canvases, of the first rows.
 
         Every canvas token counts as rejected, also of a converged canvas. So vLLM does not advance
         the KV position. That is right because this step wrote bidirectional KV; an emitted block
@@ -372,25 +371,16 @@ class DiffusionSampler:
         rejected, too: they saw this canvas.
         """
         return SamplerOutput(
-            sampled_token_ids=step.argmax_canvas.to(torch.int32),
+            sampled_token_ids=tokens[:num_reqs],
             logprobs_tensors=logprobs,
             num_nans=None,
-            num_sampled=num_emitted.to(torch.int32),
-            num_rejected=self._num_rejected(input_batch),
+            num_sampled=num_sampled[:num_reqs],
+            num_rejected=num_rejected[:num_reqs],
         )
 
     def _nothing_sampled(self, batch: InputBatch) -> SamplerOutput:
         """The output of a batch without canvases: prompt chunks, blocks in a pass of their own."""
-        num_rejected = self._num_rejected(batch)
-        nothing = torch.zeros_like(num_rejected)
-        return SamplerOutput(
-            sampled_token_ids=nothing[:, None],
-            logprobs_tensors=None,
-            num_nans=None,
-            num_sampled=nothing,
-            num_rejected=num_rejected,
-        )
-
-    def _num_rejected(self, batch: InputBatch) -> torch.Tensor:
         num_tokens, size = self.req_states.total_len.gpu, self.family.settings.block_size
-        return pending.num_rejected(self.state, batch, num_tokens, size).to(torch.int32)
+        rejected = num_rejected(self.state, self._rows(batch), num_tokens, size).int()
+        nothing = torch.zeros_like(rejected)
+        return self._output(nothing[:, None], nothing, rejected, None, batch.num_reqs)

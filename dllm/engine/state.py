@@ -52,7 +52,7 @@ class CanvasState:
         device: torch.device,
     ) -> None:
         canvas_length = family.settings.canvas_length
-        # A slot that no request ever has: that of the empty row which CanvasRows.at_least_two adds,
+        # A slot that no request ever has: that of the empty row which CanvasRows.of_batch adds,
         # and what is written for a row without a canvas goes there.
         self.spare_slot = num_slots
 
@@ -156,6 +156,10 @@ class CanvasState:
         self.is_stop.view(-1).index_fill_(0, to_device(np.array(stops, np.int64), device), True)
         self._staged = {}
 
+    def written_slots(self, rows: CanvasRows) -> torch.Tensor:
+        """``[R]``, where the state of each row is written: the spare slot without a canvas."""
+        return torch.where(rows.widths > 0, rows.slots, self.spare_slot)
+
     def canvases(
         self, slots: torch.Tensor, ids: torch.Tensor, chosen: torch.Tensor, pins: torch.Tensor
     ) -> Canvases:
@@ -212,6 +216,33 @@ class CanvasState:
         return torch.where(is_known, pins, NO_TOKEN)
 
 
+def condition_rows(
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    places: torch.Tensor,
+    embeds: torch.Tensor,
+    is_canvas_row: torch.Tensor,
+    state: CanvasState,
+    family: Family,
+) -> None:
+    """The compiled part of making a model's inputs: conditions canvas rows, and marks them.
+
+    A pending block is no canvas.
+
+    Args:
+        rows: ``[N]``, which tokens of the batch are of canvases.
+        slots, places: ``[N]``, whose canvas each is of, and where in it.
+        embeds, is_canvas_row: ``[tokens, hidden]`` and ``[tokens]``, longer than any batch; the
+            embeddings of tokens, and False. Written to.
+    """
+    is_canvas = ~state.commits[slots]
+    if family.soft_size is not None:
+        own, soft = embeds[rows], state.soft_embeds[slots, places]
+        conditioned = family.condition(own, soft, state.steps_done[slots])
+        embeds[rows] = torch.where(is_canvas[:, None], conditioned, own)
+    is_canvas_row[rows] = is_canvas
+
+
 def denoise_rows(
     logits: torch.Tensor,
     ids: torch.Tensor,
@@ -227,7 +258,7 @@ def denoise_rows(
         logits: ``[N, V]`` fp32, edited.
         ids: ``[N]`` int64, the canvas tokens that entered the model.
         chosen: ``[N]`` int64, the tokens that grammars have chosen; NO_TOKEN in other rows.
-        rows: at least two of them (``CanvasRows.at_least_two``).
+        rows: at least two of them (``CanvasRows.of_batch``).
         state: read only.
 
     Returns:
@@ -250,6 +281,56 @@ def denoise_rows(
             for name, column in step.carried.items()
         },
     )
+
+
+def store_rows(
+    num_emitted: torch.Tensor,
+    step: Denoised,
+    rows: CanvasRows,
+    state: CanvasState,
+    draft_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The compiled end of a step: writes what the next one reads, and makes what vLLM gets.
+
+    Args:
+        num_emitted: ``[R]``, how many tokens of each canvas are emitted.
+        rows: at least two of them.
+        draft_tokens: ``[slots, C]``, vLLM's; the canvases.
+        num_tokens, block_size: as of ``num_rejected``.
+
+    Returns:
+        int32: emitted tokens ``[R, C]``, how many ``[R]``, and ``num_rejected`` ``[R]``.
+    """
+    written = state.written_slots(rows)
+    for column, values in (
+        (draft_tokens, step.canvas),
+        (state.argmax_canvas, step.argmax_canvas),
+        (state.steps_done, step.steps_done),
+        *((state.carried[name], step.carried[name]) for name in state.carried),
+    ):
+        column[written] = values.to(column.dtype)
+    rejected = num_rejected(state, rows, num_tokens, block_size)
+    return step.argmax_canvas.int(), num_emitted.int(), rejected.int()
+
+
+def num_rejected(
+    state: CanvasState, rows: CanvasRows, num_tokens: torch.Tensor, block_size: int
+) -> torch.Tensor:
+    """How many tokens of each row keep no KV: ``[R]``.
+
+    What is kept ends with the last whole block in front of the canvas, or with that of a pending
+    block.
+
+    Args:
+        rows: a pending block has a width of 0.
+        num_tokens: ``[slots]``, of each request, what it has emitted included.
+        block_size: of the model.
+    """
+    lengths = num_tokens[rows.slots.clamp(max=len(num_tokens) - 1)]  # it has no spare slot
+    ends = torch.where(state.commits[rows.slots], lengths, rows.seq_lens - rows.widths)
+    return rows.seq_lens - ends + ends % block_size
 
 
 def request_seed(options: RequestOptions, request_id: str, server_seed: int) -> int:

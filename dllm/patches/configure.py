@@ -11,6 +11,9 @@ from typing import Any
 from vllm.logger import init_logger
 
 from dllm import LOGGER
+from dllm.attention.choice import FLASH, KINDS, OURS, choose_kernel
+from dllm.attention.inputs import FP8_OF
+from dllm.engine.attention_layers import Layer, layers_of
 from dllm.models import FAMILIES, settings_of
 from dllm.models.quantized import emulate_on_cpu
 from dllm.patches.contract import ASYNC_SCHEDULER, CPU_WORKER, GPU_WORKER, SCHEDULER, SCHEDULERS
@@ -21,8 +24,6 @@ from dllm.settings.denoising import DenoiseSettings
 
 logger = init_logger(LOGGER)
 
-# vLLM's attention backends that take one causal flag per sequence.
-FLAG_BACKENDS = ("TRITON_ATTN", "FLASH_ATTN")
 # How many requests run at a time unless the user chooses. Logits that do not fit the workspace are
 # computed in tiles (``engine.logit_rows``), so that memory does not limit this.
 DEFAULT_CONCURRENCY = 64
@@ -264,48 +265,62 @@ def _choose_pages(cache: Any, block_size: int) -> None:
 
 
 def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:
-    """On CUDA, use our attention backend unless the user asks for another; a CPU has only one.
+    """On CUDA, the backend that ``choose_kernel`` names; a CPU has only one.
+
+    Ours gives batches to FlashAttention where ``flash_attn_version`` is 4, which is set if some
+    layer has a use for it.
 
     Raises:
         ValueError: the backend that the user asks for cannot serve this model.
     """
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.fa_utils import is_fa_version_supported
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if current_platform.is_cpu():
         return
     attention = vllm_config.attention_config
     attention.use_non_causal = True
-    if attention.backend in (None, AttentionBackendEnum.CUSTOM):
-        attention.backend = AttentionBackendEnum.CUSTOM
+    given = attention.backend.name if attention.backend else None
+    if given in (None, OURS):
         _refuse_cache_dtype(vllm_config.cache_config.cache_dtype)
-        return
-    if attention.backend.name not in FLAG_BACKENDS:
-        raise ValueError(
-            f"--attention-backend {attention.backend.name}: allowed for diffusion models are "
-            f"{', '.join(FLAG_BACKENDS)} and CUSTOM. Leave the flag out for CUSTOM."
-        )
-    if settings.block_size > 1:
-        raise ValueError(
-            f"--attention-backend {attention.backend.name} has no heads that see blocks. Leave the "
-            "flag out."
-        )
-    if settings.canvas_window == "anchored":
-        raise ValueError(
-            f"--attention-backend {attention.backend.name} has no anchored canvas window. Leave "
-            """the flag out, or serve with --hf-overrides '{"canvas_window": "symmetric"}'."""
-        )
-    if attention.backend == AttentionBackendEnum.FLASH_ATTN:
-        if attention.flash_attn_version not in (None, 4) or not is_fa_version_supported(4):
-            raise ValueError(
-                "--attention-backend FLASH_ATTN: diffusion models need FlashAttention 4, which "
-                f"takes a causal flag per sequence; flash_attn_version is "
-                f"{attention.flash_attn_version}, and version 4 is "
-                f"{'' if is_fa_version_supported(4) else 'not '}available here. Leave the flags "
-                "out, or use --attention-backend TRITON_ATTN."
-            )
+    attention.backend = AttentionBackendEnum[given or OURS]
+    if flash_layers(vllm_config, settings, given):
         attention.flash_attn_version = 4
+
+
+def flash_layers(
+    vllm_config: Any, settings: DenoiseSettings, option: str | None
+) -> dict[str, Layer]:
+    """The layers that FlashAttention serves in some batches, by name, on this GPU.
+
+    Raises:
+        ValueError: the backend that the user asks for (``option``) cannot serve this model.
+    """
+    from vllm.platforms import current_platform
+
+    from dllm.attention.flash import has_flash_attention
+
+    version = vllm_config.attention_config.flash_attn_version
+    has_flash = version in (None, 4) and has_flash_attention()
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    arch = current_platform.get_device_capability().to_int()
+    return {
+        name: layer
+        for name, layer in layers_of(vllm_config, settings).items()
+        if FLASH
+        in [
+            choose_kernel(
+                arch,
+                layer.head_size,
+                FP8_OF.get(cache_dtype, layer.dtype),
+                layer.mask,
+                kind,
+                has_flash,
+                option,
+            )
+            for kind in KINDS
+        ]
+    }
 
 
 def _refuse_cache_dtype(cache_dtype: str) -> None:

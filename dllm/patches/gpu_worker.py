@@ -16,9 +16,10 @@ from dllm.drafter.cache import check_pages
 from dllm.engine.warm_up import warm_up
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.cuda_graphs import keep_heads_out_of_full_graphs
+from dllm.patches.decoding import drafts_itself
 from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
 from dllm.patches.remote import RidingDrafts
-from dllm.patches.self_test import replace_wrong_kernels
+from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
 from dllm.patches.sleep import LoadedTensors
 from dllm.patches.worker import Records, Visits, notice_arrivals
 
@@ -41,8 +42,11 @@ class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
 
         With --enable-sleep-mode it is noted what lies beside the weights.
         """
+        speculative = self.vllm_config.speculative_config
         if self.serves_canvases:
             replace_wrong_kernels(self.vllm_config, self.device)
+        elif drafts_with_ours(speculative) and not drafts_itself(speculative):
+            replace_wrong_drafter_kernels(self.vllm_config, self.device)
         load = partial(super().load_model, **options)
         if self.model_config.enable_sleep_mode:
             self.loaded = LoadedTensors(load, self.device)

@@ -3,14 +3,18 @@
 A kernel that this compiler or GPU gets wrong makes wrong tokens, not an error.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from dllm import LOGGER
+from dllm.attention.choice import OURS, TRITON
+from dllm.engine.attention_layers import Layer, layers_of
 from dllm.models import settings_of
 from dllm.ops.dispatch import WRONG_KERNELS
+from dllm.patches.configure import flash_layers
 from dllm.settings.server import PluginOptions
 
 logger = init_logger(LOGGER)
@@ -22,40 +26,106 @@ OFF = f"{OPTION} serves without this test."
 def replace_wrong_kernels(vllm_config: Any, device: torch.device) -> None:
     """Run the checks of ``engine.kernel_checks``; something else takes the place of what is wrong.
 
-    Of our attention kernel: vLLM's Triton backend. Of row statistics: their definition. Of the
-    kernels of grammars: the CPU's version.
+    Of our attention kernel: vLLM's Triton backend. Of FlashAttention: our kernel. Of row
+    statistics: their definition. Of the kernels of grammars: the CPU's version.
 
     Raises:
         RuntimeError: our attention kernel is wrong, and vLLM's backends cannot serve this model.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from dllm.engine.kernel_checks import ATTENTION, checks, layers_of  # needs Triton
+    from dllm.engine.kernel_checks import ATTENTION, FLASH, canvas_trials
 
-    if not PluginOptions.from_vllm(vllm_config).self_test:
-        return
-    settings, attention = settings_of(vllm_config), vllm_config.attention_config
-    is_ours = attention.backend == AttentionBackendEnum.CUSTOM
-    layers = layers_of(vllm_config, settings) if is_ours else {}
-    for name, wrong in checks(layers, device):
-        if not wrong:
-            continue
-        instead = "its definition"
+    attention = vllm_config.attention_config
+
+    def replace(name: str, wrong: str) -> str:
         if name.startswith(ATTENTION):
-            if settings.block_size > 1 or settings.canvas_window == "anchored":
-                raise RuntimeError(
-                    f"The kernel of {name} is wrong on this GPU ({wrong}), and no other backend "
-                    f"can serve this model. Please report it. {OFF}"
-                )
+            try:
+                flash_layers(vllm_config, settings_of(vllm_config), TRITON)
+            except ValueError as error:
+                raise _no_other(name, wrong) from error
             attention.backend = AttentionBackendEnum.TRITON_ATTN
-            instead = "TRITON_ATTN"
-        else:
-            WRONG_KERNELS.add(name)
-        logger.error(
-            "dllm: the kernel of %s is wrong on this GPU (%s): %s serves. Please report it.",
-            name,
-            wrong,
-            instead,
-        )
+            return TRITON
+        if name.startswith(FLASH):
+            attention.flash_attn_version = None
+            return "our own kernel"
+        WRONG_KERNELS.add(name)
+        return "its definition"
+
+    if PluginOptions.from_vllm(vllm_config).self_test:
+        _run(canvas_trials(*layers_to_check(vllm_config), device), replace, device)
+
+
+def replace_wrong_drafter_kernels(vllm_config: Any, device: torch.device) -> None:
+    """The same for a drafter: vLLM chooses another attention, and torch computes the context.
+
+    Raises:
+        RuntimeError: our attention kernel is wrong, and no other has the drafter's window.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from dllm.drafter.pair import drafter_config
+    from dllm.engine.kernel_checks import ATTENTION, Context, drafter_trials
+
+    drafter, speculative = drafter_config(vllm_config), vllm_config.speculative_config
+    dtype = speculative.draft_model_config.dtype
+    sizes = drafter.num_heads, drafter.num_kv_heads, drafter.head_dim
+    layers = {
+        f"draft layers {index}": Layer(*sizes, each.window, each.is_anchored, dtype=dtype)
+        for index, each in enumerate(dict.fromkeys(drafter.layers))
+        if speculative.attention_backend == AttentionBackendEnum.CUSTOM
+    }
+    context = Context(
+        drafter.hidden_size,
+        min(len(drafter.layers), 2),
+        drafter.num_kv_heads,
+        drafter.head_dim,
+        drafter.head_dim,
+        drafter.is_neox_style is not False,
+        dtype,
+    )
+
+    def replace(name: str, wrong: str) -> str:
+        if name.startswith(ATTENTION):
+            if any(layer.is_anchored for layer in drafter.layers):
+                raise _no_other(name, wrong)
+            speculative.attention_backend = None
+            return "vLLM's"
+        WRONG_KERNELS.add(name)
+        return "its definition"
+
+    if PluginOptions.from_vllm(vllm_config).self_test:
+        _run(drafter_trials(layers, context, device), replace, device)
+
+
+def _run(trials: Any, replace: Callable[[str, str], str], device: torch.device) -> None:
+    """``replace`` puts something in the place of a wrong kernel, and says what."""
+    from dllm.engine.kernel_checks import checks  # needs Triton
+
+    for name, wrong in checks(trials):
+        if wrong:
+            logger.error(
+                "dllm: the kernel of %s is wrong on this GPU (%s): %s serves. Please report it.",
+                name,
+                wrong,
+                replace(name, wrong),
+            )
     if device.type == "cuda":
         torch.cuda.empty_cache()  # vLLM measures what is left
+
+
+def _no_other(name: str, wrong: str) -> RuntimeError:
+    return RuntimeError(
+        f"The kernel of {name} is wrong on this GPU ({wrong}), and no other backend can serve this "
+        f"model. Please report it. {OFF}"
+    )
+
+
+def layers_to_check(vllm_config: Any) -> tuple[dict[str, Layer], dict[str, Layer]]:
+    """The attention layers that our kernel serves, and those that FlashAttention serves, too."""
+    settings, attention = settings_of(vllm_config), vllm_config.attention_config
+    if attention.backend is None or attention.backend.name != OURS:
+        return {}, {}
+    has_flash = attention.flash_attn_version == 4
+    flash = flash_layers(vllm_config, settings, None if has_flash else OURS)
+    return layers_of(vllm_config, settings), flash

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -24,13 +24,14 @@ from tests.support.process import run_python
 pytestmark = pytest.mark.slow
 
 CANVAS, WINDOW = 12, 16
+WORKER = "tests.support.attention_backend_worker"
 
 
 @pytest.fixture(scope="module")
 def engine_run(checkpoint, tmp_path_factory):
     path = checkpoint(canvas_length=CANVAS, sliding_window=WINDOW, canvas_window="anchored")
     output = tmp_path_factory.mktemp("backend") / "run.pt"
-    run_python("-m", "tests.support.attention_backend_worker", str(path), str(output))
+    run_python("-m", WORKER, str(path), str(output))
     return path, torch.load(output)
 
 
@@ -67,12 +68,27 @@ def test_each_layer_checks_its_tensors_once(engine_run):
     assert run["checks"] == {"check_inputs": run["layers"], "check_write": run["layers"]}
 
 
+def test_flash_attention_gets_batches_of_one_kind(engine_run, tmp_path):
+    """On Hopper: layers without an anchored window, with the tokens of our kernel."""
+    path, expected = engine_run
+    run_python("-m", WORKER, str(path), str(tmp_path / "run.pt"), "16", "24", "flash")
+    run = torch.load(tmp_path / "run.pt")
+    assert run["tokens"] == expected["tokens"]
+    kinds = {True: set(), False: set()}
+    for (is_anchored, sequences), is_flash in zip(run["calls"], run["is_flash"], strict=True):
+        kind = frozenset(is_causal for _, is_causal in sequences)
+        assert is_flash == (not is_anchored and len(kind) == 1)
+        kinds[is_flash].add((is_anchored, kind))
+    assert {(False, frozenset({flag})) for flag in (0, 1)} == kinds[True]
+    assert (False, frozenset({0, 1})) in kinds[False]
+
+
 @pytest.mark.parametrize("name", ["SDAR", "LLADA2"])
 def test_models_with_blocks_do_the_same_as_on_vllms_cpu_kernel(name, tmp_path):
     """There, each block of a causal sequence is a sequence of its own."""
     path = family_checkpoints.write(tmp_path / "model", getattr(family_checkpoints, name))
-    worker, output, num_tokens = "tests.support.attention_backend_worker", tmp_path / "run.pt", 12
-    run_python("-m", worker, str(path), str(output), "32", str(num_tokens))
+    output, num_tokens = tmp_path / "run.pt", 12
+    run_python("-m", WORKER, str(path), str(output), "32", str(num_tokens))
     run = torch.load(output)
     params = [SamplingParams(max_tokens=num_tokens, seed=seed, ignore_eos=True) for seed in (1, 2)]
     expected = get_engine(path, max_model_len=128, max_num_batched_tokens=64)
@@ -81,64 +97,54 @@ def test_models_with_blocks_do_the_same_as_on_vllms_cpu_kernel(name, tmp_path):
     assert_same_runs(found, runs)
 
 
-@pytest.fixture
-def choose(monkeypatch):
-    """What the config hook makes of ``--attention-backend`` on CUDA."""
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-
-    def choose(backend, window, flash_attn=None, mode=None, has_flash_4=True, block_size=1):
-        monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: has_flash_4)
-        attention = SimpleNamespace(
-            backend=backend and AttentionBackendEnum[backend],
-            use_non_causal=False,
-            flash_attn_version=flash_attn,
-        )
-        compilation = SimpleNamespace(cudagraph_mode=mode)
-        config = SimpleNamespace(
-            attention_config=attention,
-            compilation_config=compilation,
-            cache_config=SimpleNamespace(cache_dtype="auto"),
-        )
-        settings = SimpleNamespace(canvas_window=window, block_size=block_size)
-        configure._choose_attention(config, settings)
-        assert attention.use_non_causal
-        return attention.backend.name, attention.flash_attn_version, compilation.cudagraph_mode
-
-    return choose
-
-
-@pytest.mark.parametrize("window", ["symmetric", "anchored"])
-@pytest.mark.parametrize("backend", [None, "CUSTOM"])
-def test_our_backend_is_the_default_with_full_graphs(choose, backend, window):
-    assert choose(backend, window) == ("CUSTOM", None, None)
-
-
-def test_backends_with_one_flag_a_sequence_keep_working(choose):
-    assert choose("TRITON_ATTN", "symmetric") == ("TRITON_ATTN", None, None)
-    assert choose("FLASH_ATTN", "symmetric") == ("FLASH_ATTN", 4, None)
-    no_graphs = choose("TRITON_ATTN", "symmetric", mode=CUDAGraphMode.NONE)
-    assert no_graphs == ("TRITON_ATTN", None, CUDAGraphMode.NONE)
-
-
-@pytest.mark.parametrize("backend", ["TRITON_ATTN", "FLASH_ATTN"])
-def test_the_anchored_window_is_refused_where_it_cannot_be_had(choose, backend):
-    with pytest.raises(ValueError, match=f"--attention-backend {backend} .*--hf-overrides"):
-        choose(backend, "anchored")
-
-
-def test_heads_that_see_blocks_need_our_backend(choose):
-    assert choose(None, "symmetric", block_size=4)[0] == "CUSTOM"
-    with pytest.raises(ValueError, match="--attention-backend TRITON_ATTN has no heads that see"):
-        choose("TRITON_ATTN", "symmetric", block_size=4)
-
-
-def test_backends_that_know_no_flag_are_refused(choose):
-    with pytest.raises(ValueError, match=r"FLASHINFER: allowed .* TRITON_ATTN, FLASH_ATTN and CUS"):
-        choose("FLASHINFER", "symmetric")
-    with pytest.raises(ValueError, match="flash_attn_version is 3, and version 4 is available"):
-        choose("FLASH_ATTN", "symmetric", flash_attn=3)
-    with pytest.raises(ValueError, match=r"version 4 is not available here.* TRITON_ATTN"):
-        choose("FLASH_ATTN", "symmetric", has_flash_4=False)
+@pytest.mark.parametrize(
+    ("given", "version", "has_flash", "window", "chosen"),
+    [
+        (None, None, True, "symmetric", ("CUSTOM", 4)),
+        (None, None, False, "symmetric", ("CUSTOM", None)),
+        (None, 3, True, "symmetric", ("CUSTOM", 3)),
+        (None, None, True, "anchored", ("CUSTOM", 4)),  # the full layers
+        ("CUSTOM", None, True, "symmetric", ("CUSTOM", None)),
+        ("CUSTOM", 4, True, "symmetric", ("CUSTOM", 4)),  # configured once more
+        ("TRITON_ATTN", None, True, "symmetric", ("TRITON_ATTN", None)),
+        ("FLASH_ATTN", None, True, "symmetric", ("FLASH_ATTN", 4)),
+        ("FLASH_ATTN", 3, True, "symmetric", None),
+        ("FLASH_ATTN", None, True, "anchored", None),
+    ],
+)
+def test_what_a_server_on_hopper_runs(monkeypatch, given, version, has_flash, window, chosen):
+    """backend and flash_attn_version behind ``--attention-backend``; None: refused."""
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "is_cpu", lambda self: False)
+    monkeypatch.setattr(
+        platform, "get_device_capability", classmethod(lambda cls: DeviceCapability(9, 0))
+    )
+    monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: has_flash)
+    attention = SimpleNamespace(
+        backend=given and AttentionBackendEnum[given],
+        use_non_causal=False,
+        flash_attn_version=version,
+    )
+    text = SimpleNamespace(
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=256,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=1024,
+    )
+    config = SimpleNamespace(
+        attention_config=attention,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(hf_text_config=text, dtype=torch.bfloat16),
+    )
+    settings = SimpleNamespace(canvas_window=window, block_size=1)
+    if chosen is None:
+        with pytest.raises(ValueError, match="--attention-backend FLASH_ATTN"):
+            configure._choose_attention(config, settings)
+        return
+    configure._choose_attention(config, settings)
+    assert attention.use_non_causal
+    assert (attention.backend.name, attention.flash_attn_version) == chosen
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
@@ -179,6 +185,7 @@ def server(**layer):
         compilation_config=SimpleNamespace(
             static_forward_context={"layer": SimpleNamespace(impl=impl)}
         ),
+        attention_config=SimpleNamespace(flash_attn_version=None),
         diffusion_config=None,
     )
 

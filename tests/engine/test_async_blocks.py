@@ -12,8 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+<<<<<<< HEAD
 from dllm.engine import pending
 from tests.engine.test_blocks import prompt
+=======
+from dllm.engine import state
+from tests.engine.test_blocks import KINDS, Model, prompt
+from tests.support import family_checkpoints
+>>>>>>> wt-gpu
 from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import (
     RUN_TOLERANCE,
@@ -158,18 +164,18 @@ def test_a_block_that_is_cut_at_a_bad_word(model, twin, ours):
 # --- these tests can fail -------------------------------------------------------------------------
 
 
-def no_tails(state: Any, batch: Any, num_tokens: Any, block_size: int) -> torch.Tensor:
+def no_tails(canvases: Any, rows: Any, num_tokens: Any, block_size: int) -> torch.Tensor:
     """As if every token in front of a canvas kept its KV."""
-    return num_rejected(state, batch, num_tokens, 1)
+    return num_rejected(canvases, rows, num_tokens, 1)
 
 
-num_rejected = pending.num_rejected
+num_rejected = state.num_rejected
 
 
 def test_without_rounding_to_blocks_runs_differ(model, twin, monkeypatch):
     expected = twin.quiet_run(prompt(model.size + 1), model.params())
     ruined = model.engine(True, max_num_batched_tokens=260)
-    monkeypatch.setattr(pending, "num_rejected", no_tails)
+    monkeypatch.setattr(state, "num_rejected", no_tails)
     with ruined.watch(keep_logits=True) as watched:
         name = ruined.add(prompt(model.size + 1), model.params())
         for _ in range(100):

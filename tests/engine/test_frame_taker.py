@@ -55,7 +55,7 @@ def step() -> Any:
 
 
 def take(taker: FrameTaker, records: torch.Tensor | None = None) -> Any:
-    rows = CanvasRows.of_batch(batch(), C)
+    rows = CanvasRows.of_batch(batch(), C, spare_slot=4)
     steps_before = torch.tensor([5, 6, 7, 8, 0], dtype=torch.int32)
     taker.take(rows, step(), steps_before, records, batch())
     answer: Any = SimpleNamespace()

@@ -17,7 +17,8 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.engine import canvas_rows, frame_taker, model_state, sampler
+from dllm.engine import canvas_rows, frame_taker, model_state, sampler, state
+from dllm.ops import staging
 from tests.engine import test_blocks
 from tests.engine.test_blocks import model  # noqa: F401  a fixture: SDAR, LLaDA2
 from tests.engine.test_loop import UNBOUNDED, params, switched
@@ -25,7 +26,7 @@ from tests.engine.test_parity import prompt
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import Engine
 from tests.support.watched_device import DEVICE, DeviceWatch, on_device
-from tests.support.watched_worker import WorkerWatch, watched_worker
+from tests.support.watched_worker import IN_PLACE, WorkerWatch, watched_worker
 
 LOOP, LOGPROBS = "dllm/engine/loop.py", "dllm/engine/logprobs.py"
 
@@ -248,12 +249,25 @@ def test_the_number_of_operations_does_not_grow_with_the_batch(engine):
         assert set(few.calls[hook]) == set(many.calls[hook])
 
 
-def test_state_is_written_without_being_read(scheduled, monkeypatch):
-    """Also where only the device knows which rows have a canvas."""
-    calls = counted_calls(scheduled, "_store_state", CASES["two"], monkeypatch)
-    columns = 3 + len(scheduled.runner.model_state.canvases.carried)
-    assert {call["__setitem__"] for call in calls} == {columns}
-    assert {name for call in calls for name in call} <= {"__setitem__", "to", "dtype"}
+# What a steady visit with one request launches beside the model's graph: kernels, copies, and each
+# compiled function as one. vLLM's runner has its own.
+HOOKS = (IN_PLACE, "state.prepare_inputs", "sampler")
+LAUNCHES = {"synchronous": 16, "asynchronous": 31}
+
+
+def test_few_kernels_are_launched_beside_the_graph(scheduled, request):
+    """Of the visits of one request those that neither read a prompt nor begin a canvas."""
+    watch = watched_run(scheduled, CASES["one"], passes=1)
+    common = [Counter(map(_as_items, watch.visits[hook])).most_common(1)[0][0] for hook in HOOKS]
+    launched = sum((Counter(dict(items)) for items in common), Counter())
+    assert launched["_denoise_rows"] == launched["_store_rows"] == launched["_condition"] == 1
+    is_async = scheduled.runner.vllm_config.scheduler_config.async_scheduling
+    most = LAUNCHES["asynchronous" if is_async else "synchronous"]
+    assert launched.total() == most, dict(launched)
+
+
+def _as_items(launches: Counter[str]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(launches.items()))
 
 
 def test_pins_cost_nothing_where_nobody_pins(engine, monkeypatch):
@@ -288,9 +302,9 @@ def test_canvases_of_requests_with_a_grammar_are_not_copied_to_the_host(engine):
 
 def test_a_visit_looks_at_its_rows_once(engine, monkeypatch):
     made = []
-    pad = canvas_rows.CanvasRows.at_least_two
+    of_batch = canvas_rows.CanvasRows.of_batch
     monkeypatch.setattr(
-        canvas_rows.CanvasRows, "at_least_two", lambda *args: (made.append(1), pad(*args))[1]
+        canvas_rows.CanvasRows, "of_batch", lambda *args: (made.append(1), of_batch(*args))[1]
     )
     watch = watched_run(engine, CASES["one"], passes=UNBOUNDED)
     assert len(watch.passes) > len(watch.calls["sampler"])
@@ -321,7 +335,7 @@ def blocking(values: Any, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values)).to(device)
 
 
-@pytest.mark.parametrize("module", [model_state, sampler])
+@pytest.mark.parametrize("module", [staging, model_state, sampler, state])
 def test_a_copy_that_blocks_would_be_found_in_the_worker(scheduled, monkeypatch, module):
     monkeypatch.setattr(module, "to_device", blocking)
     watch = watched_run(scheduled, CASES["one"], passes=1)

@@ -179,6 +179,8 @@ def is_module_name(node: ast.AST) -> bool:
 
 # Needs torchvision, without which nothing of it is imported.
 UNIMPORTABLE = {f"vllm.model_executor.models.{name}" for name in ("diffusion_gemma", "gemma4_mm")}
+# Exists on a GPU alone; tests/attention/test_attention_choice.py calls the function behind it.
+UNIMPORTABLE |= {"vllm.v1.attention.backends.fa_utils.flash_attn_varlen_func"}
 
 
 @pytest.mark.parametrize(("module", "name"), sorted(imports_of_ours()))

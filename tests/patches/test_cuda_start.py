@@ -34,6 +34,7 @@ FORMATS = {
     "modelopt": released(f"{GEMMA}-modelopt")["quantization_config"],
 }
 BLOCKS = {"llada2.0-mini": 32, "llada2.0-flash": 32, "sdar-1.7b-chat": 4}
+USES_FLASH = {"bf16": True, "modelopt": False, "llada2.0-mini": False}
 EACH = range(1, MOST_TOKENS // CANVAS + 1)
 # [requests, tokens, tokens of each]: canvases alone, then one head of a canvas's size among them.
 ALONE = [[count, count * CANVAS, CANVAS] for count in EACH]
@@ -43,7 +44,7 @@ WITH_HEAD = [[count, (count + 1) * CANVAS, None] for count in EACH[:-1]]
 REFUSED = {
     "FLASHINFER": (
         {"attention_backend": "FLASHINFER"},
-        "--attention-backend FLASHINFER: allowed for diffusion models are TRITON_ATTN",
+        "--attention-backend FLASHINFER: allowed for diffusion models are CUSTOM, FLASH_ATTN",
     ),
     "FLASH_ATTN": ({"attention_backend": "FLASH_ATTN"}, "need FlashAttention 4"),
     "TRITON_ATTN": (
@@ -91,6 +92,8 @@ def on_h200(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         cases[name] = {"model": cases["bf16"]["model"], "flags": flags}
     for name, flags in CHOSEN.items():
         cases[name] = {"model": cases["bf16"]["model"], "flags": flags}
+    for name in USES_FLASH:
+        cases[f"{name}, flash"] = {"model": cases[name]["model"], "flash": True}
     target = str(ROOT / "checkpoints/tiny-ar")
     cases["remote"] = {"model": target, "flags": REMOTE}
     cases["remote, async"] = {"model": target, "flags": REMOTE | {"async_scheduling": True}}
@@ -107,6 +110,14 @@ def test_our_parts_are_chosen(on_h200, name):
     assert start["max_num_seqs"] == 64
     # All canvases and 2,048 tokens of a prompt; vLLM's default for this GPU is 8,192.
     assert start["max_num_batched_tokens"] == max(64 * BLOCKS.get(name, CANVAS) + 2048, 8192)
+
+
+@pytest.mark.parametrize(("name", "uses_it"), USES_FLASH.items())
+def test_flash_attention_serves_where_the_table_says(on_h200, name, uses_it):
+    """Not without it, not from an FP8 cache, and no blocks."""
+    start = on_h200[f"{name}, flash"]
+    assert (start["attention"], start["flash_attn_version"]) == ("CUSTOM", 4 if uses_it else None)
+    assert on_h200[name]["flash_attn_version"] is None
 
 
 @pytest.mark.parametrize(
@@ -283,7 +294,7 @@ def test_other_gpus(tmp_path, gpu):
     cases: dict[str, dict[str, Any]] = {}
     for name, quantization in FORMATS.items():
         model = write_configs(tmp_path / name, GEMMA, quantization)
-        cases[name] = {"model": str(model), "batches": ALONE}
+        cases[name] = {"model": str(model), "batches": ALONE, "flash": True}
     cases["16-bit cache"] = cases["modelopt"] | {"flags": {"kv_cache_dtype": "bfloat16"}}
     starts = dict(zip(cases, rehearse(gpu, list(cases.values())), strict=True))
     if gpu == "a100":
@@ -292,6 +303,8 @@ def test_other_gpus(tmp_path, gpu):
         assert "Use --kv-cache-dtype bfloat16" in refusal
     for start in starts.values():
         assert start["attention"] == "CUSTOM"
+        is_hopper_16_bit = gpu == "h100" and start["cache_dtype"] != "fp8_e4m3"
+        assert start["flash_attn_version"] == (4 if is_hopper_16_bit else None)
         # vLLM's default for an A100 is 2,048 tokens, eight canvases.
         assert start["max_num_batched_tokens"] == 64 * CANVAS + 2048
         assert start["graphs"] == [["FULL", tokens, count] for count, tokens, _ in ALONE]

@@ -4,33 +4,49 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from dllm.drafter import context, pair
+from dllm.drafter.checkpoint import LayerAttention
 from dllm.engine import grammars, kernel_checks
+from dllm.engine.attention_layers import Layer
 from dllm.ops import dispatch
-from dllm.ops.dispatch import GRAMMAR_PATHS, ROW_STATISTICS
-from dllm.patches import self_test
+from dllm.ops.dispatch import CONTEXT_KV, GRAMMAR_PATHS, ROW_STATISTICS
+from dllm.patches import configure, self_test
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FULL = Layer()
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
     """Runs the test on a server whose checks find one kernel wrong; the backend that serves."""
 
-    def replace(wrong: str, block_size=1, window="symmetric", **options: object):
-        settings = SimpleNamespace(block_size=block_size, canvas_window=window)
-        monkeypatch.setattr(self_test, "settings_of", lambda config: settings)
-        monkeypatch.setattr(kernel_checks, "layers_of", lambda config, settings: {"full layers": 0})
+    def replace(wrong: str, layer: Layer = FULL, **options: object):
+        monkeypatch.setattr(self_test, "settings_of", lambda config: None)
+        monkeypatch.setattr(
+            self_test, "layers_to_check", lambda config: ({"full layers": layer}, {})
+        )
+        monkeypatch.setattr(configure, "layers_of", lambda config, settings: {"full layers": layer})
+        monkeypatch.setattr(
+            type(current_platform),
+            "get_device_capability",
+            classmethod(lambda cls: DeviceCapability(9, 0)),
+        )
         found = {"attention, full layers": "", ROW_STATISTICS: "", GRAMMAR_PATHS: ""}
         found |= {wrong: "off by up to 0.3"}
-        monkeypatch.setattr(kernel_checks, "checks", lambda layers, device: found.items())
+        monkeypatch.setattr(kernel_checks, "checks", lambda trials: found.items())
         config = SimpleNamespace(
             additional_config={"dllm": options},
-            attention_config=SimpleNamespace(backend=AttentionBackendEnum.CUSTOM),
+            attention_config=SimpleNamespace(
+                backend=AttentionBackendEnum.CUSTOM, flash_attn_version=4
+            ),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
         )
         self_test.replace_wrong_kernels(config, CPU)
-        return config.attention_config.backend
+        return config.attention_config
 
     wrong_kernels: set[str] = set()
     for module in (dispatch, grammars, self_test):
@@ -39,19 +55,25 @@ def run(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_vllms_kernel_takes_the_place_of_wrong_attention(run):
-    assert run("attention, full layers") == AttentionBackendEnum.TRITON_ATTN
+    assert run("attention, full layers").backend == AttentionBackendEnum.TRITON_ATTN
     assert not dispatch.WRONG_KERNELS
 
 
-@pytest.mark.parametrize("model", [{"block_size": 4}, {"window": "anchored"}])
-def test_where_it_cannot_nothing_wrong_is_served(run, model):
+@pytest.mark.parametrize("layer", [Layer(block_size=4), Layer(window=64, is_anchored=True)])
+def test_where_it_cannot_nothing_wrong_is_served(run, layer):
     with pytest.raises(RuntimeError, match="self_test"):
-        run("attention, full layers", **model)
+        run("attention, full layers", layer)
+
+
+def test_our_kernel_takes_the_place_of_wrong_flash_attention(run):
+    attention = run("FlashAttention 4, full layers")
+    assert (attention.backend, attention.flash_attn_version) == (AttentionBackendEnum.CUSTOM, None)
+    assert run(ROW_STATISTICS).flash_attn_version == 4
 
 
 def test_the_definition_takes_the_place_of_wrong_statistics(run):
     assert not dispatch._runs_definition(CUDA, 262_144)
-    assert run(ROW_STATISTICS) == AttentionBackendEnum.CUSTOM
+    assert run(ROW_STATISTICS).backend == AttentionBackendEnum.CUSTOM
     assert dispatch._runs_definition(CUDA, 262_144)
 
 
@@ -64,4 +86,56 @@ def test_the_host_takes_the_place_of_wrong_paths(run, monkeypatch):
 
 
 def test_it_can_be_turned_off(run):
-    assert run("attention, full layers", self_test=False) == AttentionBackendEnum.CUSTOM
+    attention = run("attention, full layers", self_test=False)
+    assert attention.backend == AttentionBackendEnum.CUSTOM
+
+
+@pytest.fixture
+def run_drafter(monkeypatch: pytest.MonkeyPatch):
+    """Runs the test on a server with a drafter whose checks find one kernel wrong."""
+    wrong_kernels: set[str] = set()
+    for module in (context, self_test):
+        monkeypatch.setattr(module, "WRONG_KERNELS", wrong_kernels)
+
+    def replace(wrong: str, is_anchored: bool = False) -> set[str] | None:
+        """What torch computes, or None: vLLM's attention serves."""
+        drafter = SimpleNamespace(
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=64,
+            hidden_size=128,
+            is_neox_style=None,
+            layers=(LayerAttention(), LayerAttention(64, False, is_anchored)),
+        )
+        monkeypatch.setattr(pair, "drafter_config", lambda config: drafter)
+        asked: list[str] = []
+
+        def checks(trials):
+            asked.extend(trials)
+            return [(name, "off by 1" if name == wrong else "") for name in trials]
+
+        monkeypatch.setattr(kernel_checks, "checks", checks)
+        speculative = SimpleNamespace(
+            attention_backend=AttentionBackendEnum.CUSTOM,
+            draft_model_config=SimpleNamespace(dtype=torch.bfloat16),
+        )
+        config = SimpleNamespace(additional_config={}, speculative_config=speculative)
+        self_test.replace_wrong_drafter_kernels(config, CPU)
+        assert asked == ["attention, draft layers 0", "attention, draft layers 1", CONTEXT_KV]
+        return None if speculative.attention_backend is None else wrong_kernels
+
+    return replace
+
+
+def test_torch_takes_the_place_of_a_wrong_context(run_drafter):
+    assert run_drafter("nothing") == set()
+    assert run_drafter(CONTEXT_KV) == {CONTEXT_KV}
+    projection = context.ContextProjection.__new__(context.ContextProjection)
+    projection.weight = torch.zeros(1)
+    assert projection._for_kernel() is None
+
+
+def test_vllm_takes_the_place_of_a_drafters_wrong_attention(run_drafter):
+    assert run_drafter("attention, draft layers 0") is None
+    with pytest.raises(RuntimeError, match="self_test"):
+        run_drafter("attention, draft layers 1", is_anchored=True)

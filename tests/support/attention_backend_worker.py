@@ -1,6 +1,9 @@
 """Runs vLLM's engine with our CUDA attention backend, in Triton's interpreter.
 
-    python attention_backend_worker.py CHECKPOINT OUTPUT [PAGE_SIZE [TOKENS]]
+    python attention_backend_worker.py CHECKPOINT OUTPUT [PAGE_SIZE [TOKENS [flash]]]
+
+With ``flash`` kernels are chosen as on an H200 for a 16-bit model; in the place of FlashAttention
+our kernel runs, and it is noted when.
 
 ``test_attention_backend.py`` starts it as a process of its own, because ``TRITON_INTERPRET=1`` has
 to be set before triton is imported. vLLM's CPU platform knows one backend only; here it returns
@@ -32,7 +35,9 @@ def serve_with_triton_kernel() -> None:
     CpuPlatform.get_attn_backend_cls = classmethod(lambda cls, *args, **kwargs: BACKEND)
 
 
-def main(checkpoint: str, output: str, page_size: str = "16", num_tokens: str = "24") -> None:
+def main(
+    checkpoint: str, output: str, page_size: str = "16", num_tokens: str = "24", flash: str = ""
+) -> None:
     """Generate, and save the tokens, the logits of every step and the arguments of our kernel."""
     from dllm.attention import backend
 
@@ -45,7 +50,7 @@ def main(checkpoint: str, output: str, page_size: str = "16", num_tokens: str = 
         attention_config={"backend": "CUSTOM"},
     )
     layers = engine.runner.vllm_config.compilation_config.static_forward_context
-    calls = []
+    calls, is_flash = [], []
     attend = backend.canvas_attention
     checks = Counter()
 
@@ -63,9 +68,19 @@ def main(checkpoint: str, output: str, page_size: str = "16", num_tokens: str = 
         is_anchored = batch.first_keys is not None
         lens = batch.query_start_loc.diff().tolist()
         calls.append((is_anchored, list(zip(lens, batch.is_causal.tolist(), strict=True))))
+        is_flash.append(False)
         return attend(query, cache, batch, options, out)
 
-    backend.canvas_attention = spy
+    def flash_spy(*given):
+        spy(*given)
+        is_flash[-1] = True
+
+    backend.canvas_attention, backend.flash_attention = spy, flash_spy
+    if flash:
+        choose = backend.choose_kernel
+        backend.choose_kernel = lambda arch, head_size, dtype, mask, kind, has_flash, option: (
+            choose(90, head_size, torch.bfloat16, mask, kind, True, option)
+        )
     prompts = [[20 + 3 * i for i in range(37)], [400 - i for i in range(5)]]
     length = int(num_tokens)
     params = [SamplingParams(max_tokens=length, seed=seed, ignore_eos=True) for seed in (1, 2)]
@@ -78,6 +93,7 @@ def main(checkpoint: str, output: str, page_size: str = "16", num_tokens: str = 
             "checks": dict(checks),
             "layers": sum(hasattr(layer, "kv_cache") for layer in layers.values()),
             "calls": calls,
+            "is_flash": is_flash,
         },
         output,
     )

@@ -9,7 +9,7 @@ from tests.support.process import run_python
 
 def rehearse(gpu: str, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A report for each case; both as ``cuda_start_worker`` says."""
-    plain: dict[str, Any] = {"flags": {}, "batches": [], "loads": False}
+    plain: dict[str, Any] = {"flags": {}, "batches": [], "loads": False, "flash": False}
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     finished = run_python(
         "-m",

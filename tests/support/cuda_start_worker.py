@@ -8,6 +8,7 @@
     flags    arguments of vLLM's EngineArgs
     batches  [[requests, tokens, tokens of each request or null], ...], for which a graph is chosen
     loads    true: the checkpoint's weights are loaded, too
+    flash    true: vLLM brings FlashAttention 4
 
 The last line of the output is a JSON list with a report for each case: what ``report`` returns, or
 {"refusal": message}. Nothing is computed. A model whose weights are not loaded is made on the meta
@@ -49,7 +50,9 @@ def report(case: dict[str, Any]) -> dict[str, Any]:
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
+    from vllm.vllm_flash_attn import flash_attn_interface
 
+    flash_attn_interface.FA4_AVAILABLE = case["flash"]
     arguments = EngineArgs(case["model"], skip_tokenizer_init=True, **case["flags"])
     config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
     if config.diffusion_config is None:
@@ -76,6 +79,7 @@ def choices(config: Any) -> dict[str, Any]:
     )
     return {
         "attention": getattr(config.attention_config.backend, "name", None),
+        "flash_attn_version": config.attention_config.flash_attn_version,
         "scheduler": scheduler.scheduler_cls,
         "async": scheduler.async_scheduling,
         "worker": config.parallel_config.worker_cls,

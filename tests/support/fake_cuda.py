@@ -37,6 +37,7 @@ GPUS = {
     "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80, 132),
     "h200": Gpu("NVIDIA H200", (9, 0), 140, 132),
     "b200": Gpu("NVIDIA B200", (10, 0), 178, 148),
+    "rtx5090": Gpu("NVIDIA GeForce RTX 5090", (12, 0), 32, 170),
 }
 
 # Extensions that the CPU build lacks and that are imported for their side effects alone.

@@ -18,6 +18,7 @@ what runs in `as_kernel` are single operations of the device.
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
@@ -26,6 +27,7 @@ from unittest import mock
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 REPOSITORY = Path(__file__).parents[2]
@@ -38,6 +40,10 @@ READS = frozenset(
     + ["__complex__", "__contains__", "__format__", "__repr__", "is_nonzero", "nonzero"]
     + ["argwhere", "masked_select", "masked_scatter", "unique", "unique_consecutive"]
     + ["bincount", "histc", "equal", "allclose"]
+)
+WITHOUT_KERNEL = frozenset(
+    ["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "scalar_tensor"]
+    + ["detach", "lift_fresh", "_unsafe_view"]
 )
 FILLS = frozenset(["index_fill", "index_fill_", "masked_fill", "masked_fill_"])
 ABOUT = frozenset(["device", "is_cuda", "is_cpu", "get_device", "is_pinned"])
@@ -76,18 +82,39 @@ def as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class _Launches(TorchDispatchMode):
+    """Counts operators that run a kernel: no views, no memory that is only allocated."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        # A conversion counts as a view where it changes nothing.
+        is_view = func.is_view and _shares_memory(result, args[0])
+        if not is_view and name not in WITHOUT_KERNEL:
+            self._counts[name] += 1
+        return result
+
+
 class DeviceWatch(TorchFunctionMode):
     """Notes what the host would wait for.
 
     Attributes:
         findings: those in this repository's own code, in order.
         num_calls: operations on the device, by name.
+        launches: kernels and copies that they launch, by the name of the operator.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.findings: list[Finding] = []
         self.num_calls: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        self._launches = _Launches(self.launches)
         self._pinned: dict[int, Any] = {}  # by address; kept, so that no address is used again
         # vLLM's CPU worker replaces this method by one that does nothing.
         self._can_pin = mock.patch.object(torch.Tensor, "pin_memory", lambda t: self.pinned(t))
@@ -100,6 +127,19 @@ class DeviceWatch(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._can_pin.stop()
+
+    def as_one_launch(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, watched, but what it launches counts as one: it is compiled."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self.launches.copy()
+            result = function(*args, **kwargs)
+            self.launches.clear()
+            self.launches.update(before)
+            self.launches[name] += 1
+            return result
+
+        return run
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in pinned memory."""
@@ -128,7 +168,10 @@ class DeviceWatch(TorchFunctionMode):
         if kind is not None:
             self._note(kind, name)
         becomes_pinned = kwargs.pop("pin_memory", False)
-        result = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
+        if name == "to" and target not in (None, _device_of(args[0])):
+            self.launches["copy to the other side"] += 1
+        with self._launches if is_on_device else nullcontext():
+            result = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
         # PyTorch itself pins what an asynchronous `to` makes on the host.
         if becomes_pinned or (name == "to" and target == HOST and kwargs.get("non_blocking")):
             self._pin(result)
@@ -197,6 +240,11 @@ class DeviceWatch(TorchFunctionMode):
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
+
+
+def _shares_memory(result: Any, given: torch.Tensor) -> bool:
+    memory = given.untyped_storage().data_ptr()
+    return all(one.untyped_storage().data_ptr() == memory for one in _tensors(result))
 
 
 def _index_cost(indexed: torch.Tensor, index: Any) -> str | None:

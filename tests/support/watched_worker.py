@@ -7,7 +7,7 @@ on a GPU, are single operations.
 
 import dataclasses
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,6 +24,9 @@ from tests.support.engine_harness import Engine
 from tests.support.grammar_paths import write_paths
 from tests.support.watched_device import DEVICE, DeviceWatch, as_kernel, off_device, on_device
 
+# What `maybe_compile` compiles on a server.
+COMPILED = {"state": ("_condition",), "sampler": ("_denoise_rows", "_store_rows", "_fresh_canvas")}
+IN_PLACE = "attention of a full graph"  # among the visits
 STATE_HOOKS = ("add_request", "apply_staged_writes", "prepare_inputs", "prepare_attn")
 SAMPLER_HOOKS = ("add_request", "apply_staged_writes")
 MODEL = ("forward", "embed_input_ids", "compute_logits")
@@ -36,12 +39,14 @@ class WorkerWatch(DeviceWatch):
     Attributes:
         calls: of each hook, how many operations each of its calls took.
         passes: how many operations each denoise step took.
+        visits: what each call of each hook launched.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, list[int]] = defaultdict(list)
         self.passes: list[int] = []
+        self.visits: dict[str, list[Counter[str]]] = defaultdict(list)
         self._is_inside = False
 
     def hook(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -52,6 +57,7 @@ class WorkerWatch(DeviceWatch):
                 return function(*args, **kwargs)
             has_pinned = mock.patch.object(torch_utils, "is_pin_memory_available", lambda: True)
             before, self._is_inside = self.num_calls.total(), True
+            launched = self.launches.copy()
             try:
                 with self, has_pinned:
                     given = {key: _given(value) for key, value in kwargs.items()}
@@ -59,6 +65,7 @@ class WorkerWatch(DeviceWatch):
             finally:
                 self._is_inside = False
                 self.calls[name].append(self.num_calls.total() - before)
+                self.visits[name].append(self.launches - launched)
 
         return run
 
@@ -91,9 +98,14 @@ def watched_worker(engine: Engine) -> Iterator[WorkerWatch]:
         for owner in (state, sampler, state.loop.forward_of.__self__):
             _move(owner, put, seen)
         for name in MODEL:
-            put(state.model, name, as_kernel(getattr(state.model, name)))
+            kernel = as_kernel(getattr(state.model, name))
+            put(state.model, name, watch.as_one_launch(name, kernel))
+        for owner, names in ((state, COMPILED["state"]), (sampler, COMPILED["sampler"])):
+            for name in names:
+                put(owner, name, watch.as_one_launch(name, getattr(owner, name)))
         put(model_state, "build_attn_metadata", as_kernel(model_state.build_attn_metadata))
-        put(state, "prepare_attn", partial(_in_a_graph_too, state, state.prepare_attn))
+        prepare = partial(_in_a_graph_too, watch, state, state.prepare_attn)
+        put(state, "prepare_attn", prepare)
         for label, owner, names in (
             ("requests", runner.req_states, ("apply_staged_writes",)),
             ("state", state, STATE_HOOKS),
@@ -108,11 +120,15 @@ def watched_worker(engine: Engine) -> Iterator[WorkerWatch]:
         yield watch
 
 
-def _in_a_graph_too(state: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_a_graph_too(
+    watch: WorkerWatch, state: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """`prepare_attn`, also as for a full CUDA graph where each row is one sequence."""
     batch, _, tables = args[:3]
     if len(state._sequences(batch).row_of) == batch.num_reqs:
+        before = watch.launches.copy()
         state._in_place(batch, tables)
+        watch.visits[IN_PLACE].append(watch.launches - before)
     return prepare(*args, **kwargs)
 
 

@@ -55,7 +55,7 @@ def transfer_count(step: Tensor, max_steps: Tensor, block_size: int) -> Tensor:
     The first `block_size % max_steps` steps replace one more. step: [R] int, the steps with masks
     before this one. Source: `get_num_transfer_tokens` of both references.
     """
-    max_steps = max_steps.clamp(min=1)  # 0 in the empty row of `CanvasRows.at_least_two`
+    max_steps = max_steps.clamp(min=1)  # 0 in the empty row of `CanvasRows.of_batch`
     extra = (step < block_size % max_steps).to(step.dtype)
     return (block_size // max_steps + extra).clamp(min=1)
 

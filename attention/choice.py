@@ -1,0 +1,89 @@
+"""Which kernel computes attention: one pure function of the GPU, the layer, the batch and a flag.
+
+A batch is wholly causal (prompts and emitted blocks), canvases alone, or both. In a full CUDA graph
+each row is one sequence, and whether it is causal is read on the device: such a batch counts as
+canvases alone.
+
+vLLM's FlashAttention 4 takes a causal flag for each sequence, and a symmetric window. It is chosen
+on Hopper alone, for 16-bit caches. On Blackwell it has no heads of 512, and those of 256 only in
+pages of 128 keys. How it cuts keys depends on the whole batch, so the last bits of a sequence do,
+too; with our kernel they do not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+OURS, FLASH, TRITON = "CUSTOM", "FLASH_ATTN", "TRITON_ATTN"  # vLLM's names of the backends
+BACKENDS = (OURS, FLASH, TRITON)
+# What rows see (``masks``): everything that is in front of them, or of this only what is in the
+# window, on both sides of a canvas row; keys from the first visible one on; whole blocks.
+UNBOUNDED, SYMMETRIC, ANCHORED, BLOCKS = "unbounded", "symmetric", "anchored", "blocks"
+CAUSAL, CANVASES, MIXED = KINDS = ("causal", "canvases", "mixed")
+HOPPER = 90
+
+
+def mask_of(window: int | None, is_anchored: bool, block_size: int) -> str:
+    """The name of what a layer's rows see."""
+    if block_size > 1:
+        return BLOCKS
+    if window is None:
+        return UNBOUNDED
+    return ANCHORED if is_anchored else SYMMETRIC
+
+
+def choose_kernel(
+    arch: int,
+    head_size: int,
+    dtype: torch.dtype,
+    mask: str,
+    kind: str,
+    has_flash: bool,
+    option: str | None,
+) -> str:
+    """The backend whose kernel serves a layer in a batch: one of ``BACKENDS``.
+
+    Args:
+        arch: compute capability, for instance 90 for 9.0.
+        dtype: of the keys in the cache.
+        mask: what ``mask_of`` returned for the layer.
+        kind: of the batch, one of ``KINDS``.
+        has_flash: whether FlashAttention 4 is installed and runs on this GPU.
+        option: the backend that the user asks for, for all batches; None: the fastest.
+
+    Raises:
+        ValueError: what the user asks for cannot serve this layer.
+    """
+    can_flash = has_flash and mask in (UNBOUNDED, SYMMETRIC) and _has_head(arch, head_size, dtype)
+    if option is None:
+        return FLASH if can_flash and arch == HOPPER and kind != MIXED else OURS
+    if option not in BACKENDS:
+        allowed = ", ".join(BACKENDS)
+        raise ValueError(
+            f"--attention-backend {option}: allowed for diffusion models are {allowed}. Leave the "
+            "flag out for the fastest."
+        )
+    if option != OURS and mask == BLOCKS:
+        raise ValueError(
+            f"--attention-backend {option} has no heads that see blocks. Leave the flag out."
+        )
+    if option != OURS and mask == ANCHORED:
+        raise ValueError(
+            f"--attention-backend {option} has no anchored canvas window. Leave the flag out, or "
+            """serve with --hf-overrides '{"canvas_window": "symmetric"}'."""
+        )
+    if option == FLASH and not can_flash:
+        raise ValueError(
+            "--attention-backend FLASH_ATTN: diffusion models need FlashAttention 4, which takes a "
+            "causal flag per sequence. It serves 16-bit caches on compute capability 9.0, and with "
+            f"heads of at most 128 on 10.x. Here it is {'' if has_flash else 'not '}available, "
+            f"heads have {head_size} elements of {dtype}, and the compute capability is "
+            f"{arch / 10}. Leave the flag out, or use --attention-backend TRITON_ATTN."
+        )
+    return option
+
+
+def _has_head(arch: int, head_size: int, dtype: torch.dtype) -> bool:
+    """Whether FlashAttention 4 has a kernel for heads of this size."""
+    largest = {9: 512, 10: 128}.get(arch // 10, 0)
+    return dtype.itemsize == 2 and head_size % 8 == 0 and head_size <= largest

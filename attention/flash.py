@@ -1,0 +1,47 @@
+"""vLLM's FlashAttention 4 for batches that ``choice`` gives it, called as `canvas_attention` is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+from vllm.v1.attention.backends import fa_utils
+
+from dllm.attention.inputs import AttentionOptions, PagedKV, RaggedBatch
+
+
+def flash_attention(
+    query: Tensor, cache: PagedKV, batch: RaggedBatch, options: AttentionOptions, out: Tensor
+) -> None:
+    """Write the attention of a batch into ``out``; arguments as of `canvas_attention`.
+
+    max_query_len is of this step, not of all: from it FlashAttention plans how it cuts keys. The
+    window counts the row itself, FlashAttention's two do not. As in vLLM's backend, the window
+    reaches to both sides of each row, and the flag of a causal sequence cuts off the right side.
+    """
+    assert batch.first_keys is None and options.block_size == 1 and not cache.is_fp8, options
+    reach = None if options.window is None else [options.window - 1] * 2
+    fa_utils.flash_attn_varlen_func(
+        q=query,
+        # Hopper's loads need strides of 16 bytes, also of an axis of length 1 (one KV head).
+        k=canonicalize_singleton_dim_strides(cache.key),
+        v=canonicalize_singleton_dim_strides(cache.value),
+        out=out,
+        cu_seqlens_q=batch.query_start_loc,
+        max_seqlen_q=batch.max_query_len,
+        seqused_k=batch.seq_lens,
+        max_seqlen_k=batch.max_seq_len,
+        block_table=batch.block_tables,
+        softmax_scale=options.scale,
+        softcap=options.logit_softcap,
+        causal=reach is None,
+        window_size=reach,
+        dynamic_causal=batch.is_causal,
+        fa_version=4,
+    )
+
+
+def has_flash_attention() -> bool:
+    """Whether FlashAttention 4 is installed and runs here; not with VLLM_BATCH_INVARIANT."""
+    from vllm import envs
+
+    return not envs.VLLM_BATCH_INVARIANT and fa_utils.is_fa_version_supported(4)
