@@ -38,17 +38,6 @@ def test_without_a_gpu_it_says_what_was_not_run(
     assert set(outcome.values()) == {"NOT RUN: no GPU"} and len(outcome) == len(PARTS) - 1
 
 
-<<<<<<< HEAD
-=======
-def test_a_call_is_a_selection_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_has_gpu", lambda: True)
-    monkeypatch.setattr(gpu, "run", say_that_it_ran)
-    monkeypatch.setattr(gpu, "write_without_weights", lambda *_, **__: None)
-    gpu.main(["--call", "1", "--parts", "start", "parity", "roofline", "--out", str(tmp_path)])
-    assert [row["part"] for row in read_csv(tmp_path / "gpu_parts.csv")] == ["parity", "start"]
-
-
->>>>>>> wt-gpu
 STARTS_A_SERVER = """
 import os, signal, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor

@@ -7,15 +7,10 @@ import pytest
 
 from bench import roofline
 from bench.context import read_csv
-<<<<<<< HEAD
-from bench.kernels import CANVAS, FULL, SLIDING
-from bench.roofline import CANVAS_LENGTH, H200, Pass, Work, released_config
-=======
 from bench.kernels import CANVAS, FULL, SLIDING, SYMMETRIC, Layer
-from bench.roofline import CANVAS_LENGTH, H200, Gpu, Pass, Work, released_config
+from bench.roofline import CANVAS_LENGTH, H200, Pass, Work, released_config
 from bench.roofline_attention import Expected, expected
 from dllm.attention.tuning import tile_config
->>>>>>> wt-gpu
 
 TEXT = released_config()["text_config"]
 ONE = Pass("fp8", batch=1, context=1024, canvas=256)
@@ -69,14 +64,6 @@ def test_the_floor_of_a_pass_is_the_sum_of_its_components(
     total = sum(max(work.times_ms(H200)) for work in roofline.components(TEXT, ONE))
     assert float(row["floor_ms"]) == pytest.approx(total, abs=0.01)
     assert float(row["tokens_per_s"]) == pytest.approx(1e3 * 256 / (16 * total), rel=1e-3)
-<<<<<<< HEAD
-=======
-
-
-def test_a_checkpoint_can_be_asked_about(tmp_path: Path) -> None:
-    tiny = str(ROOT / "checkpoints" / "tiny-random")
-    arguments = ["--config", tiny, "--batch", "1", "--results", str(tmp_path)]
-    assert roofline.main(arguments) == 0
 
 
 def attention(layer: Layer, batch: int, context: int, parts_of: int | None = None) -> Expected:
@@ -113,4 +100,3 @@ def test_finer_parts_help_one_canvas_and_cost_many() -> None:
         assert finer[0] < 0.7 * planned[0] and finer[1] > 1.1 * planned[1]
     # Three parts are two rounds on 132 multiprocessors, two parts one.
     assert attention(FULL, 1, 1024, 512).us > attention(FULL, 1, 1024, 640).us
->>>>>>> wt-gpu

@@ -12,14 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-<<<<<<< HEAD
-from dllm.engine import pending
-from tests.engine.test_blocks import prompt
-=======
 from dllm.engine import state
-from tests.engine.test_blocks import KINDS, Model, prompt
-from tests.support import family_checkpoints
->>>>>>> wt-gpu
+from tests.engine.test_blocks import prompt
 from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import (
     RUN_TOLERANCE,

@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 
-from dllm.engine import metrics, model_state, pending, state
+from dllm.engine import metrics, pending
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.model_state import DiffusionModelState
@@ -186,37 +186,11 @@ def no_commits(state: Any, batch: Any, num_tokens: Any) -> torch.Tensor:
     return torch.zeros(batch.num_reqs, dtype=torch.bool)
 
 
-<<<<<<< HEAD
 def test_without_passes_that_write_a_block_runs_differ(engine, checkpoint, monkeypatch):
-=======
-BROKEN: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "find_commits": (pending, no_commits),
-    "without_commits": (pending, lambda rows, state: rows),
-    "num_rejected": (
-        state,
-        lambda state, rows, *_: torch.where(state.commits[rows.slots], CANVAS, rows.widths),
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.nightly if number else [])
-        for number, name in enumerate(BROKEN)
-    ],
-)
-def test_without_a_part_of_it_runs_differ(engine, checkpoint, monkeypatch, name):
->>>>>>> wt-gpu
     expected = engine.quiet_run(prompt(70), params())
     ruined = get_async_engine(checkpoint(), max_num_batched_tokens=260)  # an engine to ruin
     assert_same_runs([ruined.quiet_run(prompt(70), params())], [expected])
-<<<<<<< HEAD
     monkeypatch.setattr(pending, "find_commits", no_commits)
-=======
-    owner, broken = BROKEN[name]
-    monkeypatch.setattr(owner, name, broken)
->>>>>>> wt-gpu
     ruined.reset_prefix_cache()
     with ruined.watch(keep_logits=True) as watched:
         req_id = ruined.add(prompt(70), params())
@@ -229,27 +203,6 @@ def test_without_a_part_of_it_runs_differ(engine, checkpoint, monkeypatch, name)
     assert run.difference(expected) > 100 * RUN_TOLERANCE
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.nightly
-def test_plain_embeddings_of_a_block(engine, checkpoint, monkeypatch):
-    """A block's tokens are not conditioned, and their layers are the encoder's."""
-    expected = engine.quiet_run(prompt(70), params())
-    ruined = get_async_engine(checkpoint(), max_num_batched_tokens=252)
-    condition = model_state.condition_rows
-
-    def nothing_is_a_block(*given: Any) -> None:
-        canvases = given[-2]
-        commits = canvases.commits.clone()
-        canvases.commits.fill_(False)
-        condition(*given)
-        canvases.commits.copy_(commits)
-
-    monkeypatch.setattr(ruined.runner.model_state, "_condition", nothing_is_a_block)
-    assert ruined.quiet_run(prompt(70), params()).difference(expected) > 100 * RUN_TOLERANCE
-
-
->>>>>>> wt-gpu
 def test_no_visit_repeats_its_batch(ours, monkeypatch):
     """Neither side asks for it: the next visit is on its way."""
     monkeypatch.setattr(ours.loop, "bound", 1e9)
