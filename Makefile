@@ -1,5 +1,5 @@
 # make serve | test | test-all | check | bench | bench-compare | kernels | setup | setup-dev |
-#      setup-quant | setup-dynamo | smollm2 | chromium | lock | release | container | clean
+#      setup-quant | setup-dynamo | smollm2 | lm_eval | chromium | lock | release | container | clean
 #
 #   PYTHON    the interpreter that .venv is made from (3.11 or later)
 #   PIP_ARGS  passed to every `pip install`, for instance another package index
@@ -35,7 +35,7 @@ export DO_NOT_TRACK ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-quant setup-dynamo smollm2 chromium serve test test-all check lint types \
+.PHONY: help setup setup-dev setup-quant setup-dynamo smollm2 lm_eval chromium serve test test-all check lint types \
         bench bench-compare kernels lock release container clean
 
 help:
@@ -104,6 +104,14 @@ $(VENV)/.clients: requirements/clients.txt $(VENV)/.locked
 	$(PIP) --target $(VENV)/clients -r requirements/clients.txt
 	@touch $@
 
+# Off Python's path: docs/clients.md says how to use it.
+lm_eval: $(VENV)/.lm_eval
+
+$(VENV)/.lm_eval: requirements/lm_eval.txt $(VENV)/.locked
+	rm -rf $(VENV)/lm_eval
+	$(PIP) --target $(VENV)/lm_eval -r requirements/lm_eval.txt
+	@touch $@
+
 # The target of docs/calibration.md, a folder of safetensors; tests that need it are skipped without.
 smollm2: $(VENV)/smollm2
 
@@ -130,7 +138,7 @@ serve: setup
 # Without the tests that are marked `nightly`; `make test-all` runs those, too.
 test: SELECT := -m "not nightly"
 test test-all: export HF_HUB_OFFLINE ?= 1
-test-all: $(VENV)/.images $(VENV)/.clients
+test-all: $(VENV)/.images $(VENV)/.clients $(VENV)/.lm_eval
 test test-all: setup-dev setup-quant $(VENV)/.diffusers
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) $(SELECT) $(ARGS)
 

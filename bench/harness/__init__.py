@@ -1,0 +1,1 @@
+"""Tasks and a model of lm-evaluation-harness (docs/clients.md)."""
