@@ -252,11 +252,12 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         if self._read_cache is not cache:  # once: nothing but lengths differs between steps
             check_inputs(query[:tokens], cache, attn_metadata.batch, output[:tokens])
             self._read_cache = cache
-        batch, attend = attn_metadata.batch, canvas_attention
+        batch, query, out = attn_metadata.batch, query[:tokens], output[:tokens]
         if self._kernel_for(attn_metadata.kind, cache) == FLASH:
             batch = replace(batch, max_query_len=attn_metadata.max_query_len)
-            attend = flash_attention
-        attend(query[:tokens], cache, batch, self.options, output[:tokens])
+            flash_attention(query, cache, batch, self.options, out)
+        else:
+            canvas_attention(query, cache, batch, self.options, out)
         return output
 
     def _kernel_for(self, kind: str, cache: PagedKV) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from vllm.config import VllmConfig
@@ -33,22 +33,22 @@ class Layer:
 def layers_of(vllm_config: VllmConfig, settings: DenoiseSettings) -> dict[str, Layer]:
     """The attention layers of a model of ours that differ, by name."""
     text = vllm_config.model_config.hf_text_config
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    full = Layer(
-        heads,
-        getattr(text, "num_global_key_value_heads", None) or kv_heads,
-        getattr(text, "global_head_dim", None) or head_size,
-        block_size=settings.block_size,
-        dtype=vllm_config.model_config.dtype,
-    )
-    layers = {"full layers": full}
-    if "sliding_attention" in (getattr(text, "layer_types", None) or ()):
-        layers["sliding layers"] = replace(
-            full,
-            num_kv_heads=kv_heads,
-            head_size=head_size,
-            window=text.sliding_window,
-            is_anchored=settings.canvas_window == "anchored",
+    layers: dict[str, Layer] = {}
+    for index, kind in enumerate(getattr(text, "layer_types", None) or ["full_attention"]):
+        # Where layers differ, transformers refuses what is asked of all of them together.
+        own = text.per_layer_config[index] if getattr(text, "is_heterogeneous", False) else text
+        is_sliding = kind == "sliding_attention"
+        heads = own.num_attention_heads
+        layers.setdefault(
+            "sliding layers" if is_sliding else "full layers",
+            Layer(
+                heads,
+                own.num_key_value_heads,
+                getattr(own, "head_dim", None) or own.hidden_size // heads,
+                own.sliding_window if is_sliding else None,
+                is_sliding and settings.canvas_window == "anchored",
+                settings.block_size,
+                vllm_config.model_config.dtype,
+            ),
         )
     return layers

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from dllm.ops.staging import to_device_together
+from dllm.ops.staging import to_device
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -54,20 +54,22 @@ class CanvasRows(NamedTuple):
         # [R, C]: positions beyond the width become the last position of the canvas.
         places = np.minimum(np.arange(canvas_length), np.maximum(widths - 1, 0)[:, None])
         last_row = max(int(starts[-1]) - 1, 0)  # the limit for a last row without a canvas
-        sent = to_device_together(
-            [
-                np.pad(slots, (0, num_more), constant_values=spare_slot),
-                widths,
-                row_of,
-                np.arange(len(row_of)) - starts[row_of],
-                np.minimum(starts[:-1, None] + places, last_row),
-            ],
-            input_batch.seq_lens.device,
-        )
+        device = input_batch.seq_lens.device
+
+        def sent(array: np.ndarray) -> torch.Tensor:
+            return to_device(array.astype(np.int64), device)
+
         seq_lens = input_batch.seq_lens[:num_reqs].long()
         if num_more:
             seq_lens = F.pad(seq_lens, (0, num_more))
-        return cls(sent[0], sent[1], seq_lens, *sent[2:])
+        return cls(
+            slots=sent(np.pad(slots, (0, num_more), constant_values=spare_slot)),
+            widths=sent(widths),
+            seq_lens=seq_lens,
+            row_of=sent(row_of),
+            place=sent(np.arange(len(row_of)) - starts[row_of]),
+            padded=sent(np.minimum(starts[:-1, None] + places, last_row)),
+        )
 
     @classmethod
     def whole(cls, starts: torch.Tensor, canvas_length: int) -> CanvasRows:

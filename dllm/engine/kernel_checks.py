@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,7 +106,7 @@ def checks(trials: Trials) -> Iterator[tuple[str, str]]:
             yield name, (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def attention(layer: Layer, device: torch.device, attend: Callable[..., None]) -> None:
+def attention(layer: Layer, device: torch.device, attend: Callable[..., Any]) -> None:
     """A prompt chunk, a canvas behind a long context, and one behind a short one.
 
     Args:

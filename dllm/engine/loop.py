@@ -146,7 +146,9 @@ class CanvasForward:
         num_tokens, device = model_state.max_num_tokens, model_state.device
         self._input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        self._rows = torch.arange(num_tokens, device=device)
+        # Made as a runner's batch: torch.compile compiles for either kind of tensor.
+        with torch.inference_mode():
+            self._rows = torch.arange(num_tokens, device=device)
 
     @contextmanager
     def of_batch(self, input_batch: InputBatch) -> Iterator[Forward]:

@@ -176,10 +176,13 @@ class DiffusionModelState(ModelState):
                 self.canvases,
                 self.family,
             )
-        return self.prepare_dummy_inputs(batch.num_reqs, num_padded)
+        return self._inputs(num_padded)
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """The same tensors with whatever they hold, for memory profiling and graph capture."""
+        return self._inputs(num_tokens)
+
+    def _inputs(self, num_tokens: int) -> dict[str, Any]:
         return {
             "inputs_embeds": self._inputs_embeds[:num_tokens],
             "is_canvas_row": self._is_canvas_row[:num_tokens],

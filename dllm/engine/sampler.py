@@ -285,7 +285,7 @@ class DiffusionSampler:
             tile.at_least_two,
             self.state,
             self.req_states.draft_tokens,
-            self.req_states.total_len.gpu,
+            self._lengths(tile.at_least_two),
             self.family.settings.block_size,
         )
         logprobs = None
@@ -380,7 +380,14 @@ class DiffusionSampler:
 
     def _nothing_sampled(self, batch: InputBatch) -> SamplerOutput:
         """The output of a batch without canvases: prompt chunks, blocks in a pass of their own."""
-        num_tokens, size = self.req_states.total_len.gpu, self.family.settings.block_size
-        rejected = num_rejected(self.state, self._rows(batch), num_tokens, size).int()
+        rows, size = self._rows(batch), self.family.settings.block_size
+        rejected = num_rejected(self.state, rows, self._lengths(rows), size).int()
         nothing = torch.zeros_like(rejected)
         return self._output(nothing[:, None], nothing, rejected, None, batch.num_reqs)
+
+    def _lengths(self, rows: CanvasRows) -> torch.Tensor:
+        """As of ``num_rejected``. Under synchronous scheduling no block is pending."""
+        if not self._is_async:
+            return rows.seq_lens
+        lengths = self.req_states.total_len.gpu  # has no spare slot
+        return lengths[rows.slots.clamp(max=len(lengths) - 1)]

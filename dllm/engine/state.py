@@ -289,7 +289,7 @@ def store_rows(
     rows: CanvasRows,
     state: CanvasState,
     draft_tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
+    lengths: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The compiled end of a step: writes what the next one reads, and makes what vLLM gets.
@@ -298,7 +298,7 @@ def store_rows(
         num_emitted: ``[R]``, how many tokens of each canvas are emitted.
         rows: at least two of them.
         draft_tokens: ``[slots, C]``, vLLM's; the canvases.
-        num_tokens, block_size: as of ``num_rejected``.
+        lengths, block_size: as of ``num_rejected``.
 
     Returns:
         int32: emitted tokens ``[R, C]``, how many ``[R]``, and ``num_rejected`` ``[R]``.
@@ -311,12 +311,12 @@ def store_rows(
         *((state.carried[name], step.carried[name]) for name in state.carried),
     ):
         column[written] = values.to(column.dtype)
-    rejected = num_rejected(state, rows, num_tokens, block_size)
+    rejected = num_rejected(state, rows, lengths, block_size)
     return step.argmax_canvas.int(), num_emitted.int(), rejected.int()
 
 
 def num_rejected(
-    state: CanvasState, rows: CanvasRows, num_tokens: torch.Tensor, block_size: int
+    state: CanvasState, rows: CanvasRows, lengths: torch.Tensor, block_size: int
 ) -> torch.Tensor:
     """How many tokens of each row keep no KV: ``[R]``.
 
@@ -325,10 +325,10 @@ def num_rejected(
 
     Args:
         rows: a pending block has a width of 0.
-        num_tokens: ``[slots]``, of each request, what it has emitted included.
+        lengths: ``[R]``, tokens of each request that has a pending block, what it has emitted
+            included.
         block_size: of the model.
     """
-    lengths = num_tokens[rows.slots.clamp(max=len(num_tokens) - 1)]  # it has no spare slot
     ends = torch.where(state.commits[rows.slots], lengths, rows.seq_lens - rows.widths)
     return rows.seq_lens - ends + ends % block_size
 

@@ -6,14 +6,11 @@ its ``MODELS_CONFIG_MAP``. Flags that cannot work are refused with what to do.
 
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from dllm import LOGGER
-from dllm.attention.choice import FLASH, KINDS, OURS, choose_kernel
-from dllm.attention.inputs import FP8_OF
-from dllm.engine.attention_layers import Layer, layers_of
 from dllm.models import FAMILIES, settings_of
 from dllm.models.quantized import emulate_on_cpu
 from dllm.patches.contract import ASYNC_SCHEDULER, CPU_WORKER, GPU_WORKER, SCHEDULER, SCHEDULERS
@@ -21,6 +18,9 @@ from dllm.patches.cpu import make_replicas_independent, set_cpu_worker
 from dllm.patches.cuda_graphs import choose_cuda_graphs
 from dllm.patches.statistics import read_statistics
 from dllm.settings.denoising import DenoiseSettings
+
+if TYPE_CHECKING:
+    from dllm.engine.attention_layers import Layer
 
 logger = init_logger(LOGGER)
 
@@ -278,6 +278,8 @@ def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:
 
     if current_platform.is_cpu():
         return
+    from dllm.attention.choice import OURS
+
     attention = vllm_config.attention_config
     attention.use_non_causal = True
     given = attention.backend.name if attention.backend else None
@@ -290,7 +292,7 @@ def _choose_attention(vllm_config: Any, settings: DenoiseSettings) -> None:
 
 def flash_layers(
     vllm_config: Any, settings: DenoiseSettings, option: str | None
-) -> dict[str, Layer]:
+) -> "dict[str, Layer]":
     """The layers that FlashAttention serves in some batches, by name, on this GPU.
 
     Raises:
@@ -298,7 +300,10 @@ def flash_layers(
     """
     from vllm.platforms import current_platform
 
+    from dllm.attention.choice import FLASH, KINDS, choose_kernel
     from dllm.attention.flash import has_flash_attention
+    from dllm.attention.inputs import FP8_OF
+    from dllm.engine.attention_layers import layers_of
 
     version = vllm_config.attention_config.flash_attn_version
     has_flash = version in (None, 4) and has_flash_attention()

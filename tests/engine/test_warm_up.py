@@ -110,12 +110,12 @@ def test_the_warm_up_emits_and_scores_blocks(engine: Engine, monkeypatch) -> Non
     emitted: list[list[int]] = []
     scores: list[int] = []
     calls: list[str] = []
-    emit, of_blocks = sampler._emit, sampler.logprobs.of_blocks
+    store, of_blocks = sampler._store_rows, sampler.logprobs.of_blocks
     of_prompt = runner.prompt_logprobs_worker.compute_prompt_logprobs
 
-    def spy_emit(rows, step, num_emitted, *others):
-        emitted.append(num_emitted.tolist())
-        return emit(rows, step, num_emitted, *others)
+    def spy_store(num_emitted, step, rows, *others):
+        emitted.append(num_emitted[rows.widths > 0].tolist())
+        return store(num_emitted, step, rows, *others)
 
     def spy_blocks(*args):
         found = of_blocks(*args)
@@ -127,7 +127,7 @@ def test_the_warm_up_emits_and_scores_blocks(engine: Engine, monkeypatch) -> Non
         calls.extend(["prompt"] * len(found))
         return found
 
-    monkeypatch.setattr(sampler, "_emit", spy_emit)
+    monkeypatch.setattr(sampler, "_store_rows", spy_store)
     monkeypatch.setattr(sampler.logprobs, "of_blocks", spy_blocks)
     monkeypatch.setattr(runner.prompt_logprobs_worker, "compute_prompt_logprobs", spy_prompt)
     warm_up(runner, worker.execute_model)

@@ -10,11 +10,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from dllm.drafter import context, pair
 from dllm.drafter.checkpoint import LayerAttention
-from dllm.engine import grammars, kernel_checks
+from dllm.engine import attention_layers, grammars, kernel_checks
 from dllm.engine.attention_layers import Layer
 from dllm.ops import dispatch
 from dllm.ops.dispatch import CONTEXT_KV, GRAMMAR_PATHS, ROW_STATISTICS
-from dllm.patches import configure, self_test
+from dllm.patches import self_test
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FULL = Layer()
@@ -29,7 +29,9 @@ def run(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(
             self_test, "layers_to_check", lambda config: ({"full layers": layer}, {})
         )
-        monkeypatch.setattr(configure, "layers_of", lambda config, settings: {"full layers": layer})
+        monkeypatch.setattr(
+            attention_layers, "layers_of", lambda config, settings: {"full layers": layer}
+        )
         monkeypatch.setattr(
             type(current_platform),
             "get_device_capability",
