@@ -27,7 +27,7 @@ from bench.rollout import rollout
 from bench.roofline import floors, small_table
 from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
 from bench.soak import soak
-from bench.tables import families, markdown, of, ratios, section, serving, ways
+from bench.tables import markdown, of, ratios, section, serving, ways
 from bench.workloads import ADAPTIVE, MIXED
 
 MARKED = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -95,7 +95,6 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
     "serving": serving,
     "step-time": lambda results: step_time(results / "profile_cpu.csv"),
     "recovery": recovery,
-    "families": families,
     "ways": ways,
     "rollout": rollout,
     "sampling-step": sampling_step,

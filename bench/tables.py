@@ -135,22 +135,6 @@ def serving(results: Path) -> str:
     return section(results / "serve_compiled.csv", "make bench", load_tables)
 
 
-def families(results: Path) -> str:
-    """Section of docs/families.md: models with blocks, a line a block size and load."""
-    command = "python -m bench.serve --model checkpoints/tiny-sdar"
-    return section(results / "families.csv", command, _by_block)
-
-
-def _by_block(rows: Rows) -> str:
-    first, *others = names_of(rows)
-    lines = []
-    for (size, load), here in grouped(rows, "canvas_length", "concurrency").items():
-        own = of(here, first)
-        compared = [ratios(own, of(here, name), "tokens_per_s") for name in others]
-        lines.append([f"B = {size}, {load} at once", spread(own, "tokens_per_s", 0), *compared])
-    return markdown(["", f"{first}, tokens/s", *(f"{first} / {name}" for name in others)], lines)
-
-
 def ways(results: Path) -> str:
     """Section of docs/families.md: one model, decoded in three ways, a line a way."""
     return section(results / "serve_nemotron.csv", "python -m bench.serve", _by_contestant)
