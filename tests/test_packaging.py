@@ -62,7 +62,7 @@ def test_the_text_for_a_package_index_has_no_links_into_the_repository() -> None
     assert len(text) > 500 and not re.findall(r"\]\((?!https?://)", text)
 
 
-KINDS = (".toml", ".json", ".jsonl", ".html", ".typed")
+KINDS = (".toml", ".jsonl", ".html", ".typed")
 
 
 def test_what_is_no_python_is_installed_too() -> None:

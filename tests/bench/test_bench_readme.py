@@ -109,8 +109,8 @@ def compared(tmp_path: Path) -> Path:
         "| vLLM's built-in DiffusionGemma | 2.50 [2.00 .. 3.00] | - | 0.50 [0.50 .. 0.50] "
         "| [abc1234](bench/results/serve_compiled.csv) |",
         "(default: 8) | - | - | 1.10 [1.10 .. 1.10] | [abc1234](bench/results/serve_settings.csv)",
-        "SDAR, blocks of 32 tokens | diffusers' pipeline | 3.00 [3.00 .. 3.00] | - | - | [abc1234]",
-        "SDAR, blocks of 4 tokens | diffusers' pipeline | - | - | - |",
+        "SDAR, blocks of 32 | diffusers' pipeline | 3.00 [3.00 .. 3.00] | - | - | [abc1234]",
+        "| vLLM without drafts | - | - | - |",
         "| vLLM's n-gram drafts | 0.90 [0.90 .. 0.90] | - | - | [abc1234]",
     ],
 )
