@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from dllm.attention.cache_write import check_write, write_kv
 from dllm.attention.canvas_attention import canvas_attention, plan_of
-from dllm.attention.choice import CANVASES, CAUSAL, FLASH, MIXED, choose_kernel, mask_of
+from dllm.attention.choice import CANVASES, CAUSAL, MIXED, flash_kinds, mask_of
 from dllm.attention.flash import flash_attention
 from dllm.attention.inputs import (
     FP8_OF,
@@ -204,6 +204,7 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         self._has_flash = config is not None and config.attention_config.flash_attn_version == 4
         capability = current_platform.get_device_capability()
         self._arch = 0 if capability is None else capability.to_int()
+        self._flash_kinds: list[str] = []  # of batches that go there; known with the first cache
 
     def _largest_shape(self) -> BatchShape | None:
         """Bounds of all steps of a server.
@@ -251,21 +252,20 @@ class CanvasAttentionImpl(AttentionImpl[CanvasAttentionMetadata]):
         cache = self.paged_kv(layer, kv_cache)
         if self._read_cache is not cache:  # once: nothing but lengths differs between steps
             check_inputs(query[:tokens], cache, attn_metadata.batch, output[:tokens])
+            self._flash_kinds = self._kinds_for_flash(cache)
             self._read_cache = cache
         batch, query, out = attn_metadata.batch, query[:tokens], output[:tokens]
-        if self._kernel_for(attn_metadata.kind, cache) == FLASH:
+        if attn_metadata.kind in self._flash_kinds:
             batch = replace(batch, max_query_len=attn_metadata.max_query_len)
             flash_attention(query, cache, batch, self.options, out)
         else:
             canvas_attention(query, cache, batch, self.options, out)
         return output
 
-    def _kernel_for(self, kind: str, cache: PagedKV) -> str:
+    def _kinds_for_flash(self, cache: PagedKV) -> list[str]:
         options = self.options
         mask = mask_of(options.window, self.is_anchored, options.block_size)
-        return choose_kernel(
-            self._arch, self.head_size, cache.key.dtype, mask, kind, self._has_flash, None
-        )
+        return flash_kinds(self._arch, self.head_size, cache.key.dtype, mask, self._has_flash, None)
 
     def do_kv_cache_update(
         self,

@@ -83,6 +83,16 @@ def choose_kernel(
     return option
 
 
+def flash_kinds(
+    arch: int, head_size: int, dtype: torch.dtype, mask: str, has_flash: bool, option: str | None
+) -> list[str]:
+    """The kinds of batches in which FlashAttention serves a layer; as ``choose_kernel``."""
+    chosen = {
+        kind: choose_kernel(arch, head_size, dtype, mask, kind, has_flash, option) for kind in KINDS
+    }
+    return [kind for kind in KINDS if chosen[kind] == FLASH]
+
+
 def _has_head(arch: int, head_size: int, dtype: torch.dtype) -> bool:
     """Whether FlashAttention 4 has a kernel for heads of this size."""
     largest = {9: 512, 10: 128}.get(arch // 10, 0)

@@ -300,7 +300,7 @@ def flash_layers(
     """
     from vllm.platforms import current_platform
 
-    from dllm.attention.choice import FLASH, KINDS, choose_kernel
+    from dllm.attention.choice import flash_kinds
     from dllm.attention.flash import has_flash_attention
     from dllm.attention.inputs import FP8_OF
     from dllm.engine.attention_layers import layers_of
@@ -312,19 +312,14 @@ def flash_layers(
     return {
         name: layer
         for name, layer in layers_of(vllm_config, settings).items()
-        if FLASH
-        in [
-            choose_kernel(
-                arch,
-                layer.head_size,
-                FP8_OF.get(cache_dtype, layer.dtype),
-                layer.mask,
-                kind,
-                has_flash,
-                option,
-            )
-            for kind in KINDS
-        ]
+        if flash_kinds(
+            arch,
+            layer.head_size,
+            FP8_OF.get(cache_dtype, layer.dtype),
+            layer.mask,
+            has_flash,
+            option,
+        )
     }
 
 
