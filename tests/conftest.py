@@ -83,6 +83,16 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def model_named(
+    checkpoint: Callable[..., Path], family: Callable[[str], Path]
+) -> Callable[[str], Any]:
+    """An ``engine_models.Model`` of a family, DiffusionGemma included: ``model_named("gemma")``."""
+    from tests.support.engine_models import model_of
+
+    return lambda name: model_of(name, checkpoint() if name == "gemma" else family(name))
+
+
+@pytest.fixture(scope="session")
 def engine(checkpoint: Callable[..., Path]) -> Any:
     """The engine most tests share: fp32, anchored window 64, canvas 32, canvases of 2-16 steps."""
     from tests.support.engine_harness import get_engine

@@ -4,7 +4,6 @@ Forms, and how an answer of each is judged, are those of ``test_grammars``.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_grammars import KINDS, params, shortest_text, text_of
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.engine_harness import TIGHT, assert_same_runs
-from tests.support.engine_models import Model, model_of
+from tests.support.engine_models import Model
 from tests.support.grammar_paths import as_on_a_gpu
 
 MAX_TOKENS = 128
@@ -60,13 +59,8 @@ BESIDE: list[dict[str, Any]] = [
     scope="module",
     params=["gemma", "sdar", "llada2", pytest.param("nemotron", marks=pytest.mark.nightly)],
 )
-def model(
-    request: pytest.FixtureRequest,
-    checkpoint: Callable[..., Path],
-    family: Callable[[str], Path],
-) -> Model:
-    name = request.param
-    return model_of(name, checkpoint() if name == "gemma" else family(name))
+def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
+    return model_named(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ In models with blocks behind prompts that end within a block, too.
 
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.engine.test_sampling_engine import CONTEXT, params, tokens_of, watched
 from tests.support.engine_harness import TIGHT
-from tests.support.engine_models import BLOCKS, SIZES, Model, model_of
+from tests.support.engine_models import BLOCKS, SIZES, Model
 from tests.support.family_checkpoints import MASK
 
 # What changes tokens, or their order: of each family.
@@ -44,18 +43,13 @@ def pins_of(model: Model) -> dict[int, int]:
 
 
 @pytest.fixture(scope="module", params=[*SIZES])
-def model(
-    request: pytest.FixtureRequest,
-    checkpoint: Callable[..., Path],
-    family: Callable[[str], Path],
-) -> Model:
-    name = request.param
-    return model_of(name, checkpoint() if name == "gemma" else family(name))
+def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
+    return model_named(request.param)
 
 
 @pytest.fixture(scope="module", params=BLOCKS)
-def of_blocks(request: pytest.FixtureRequest, family: Callable[[str], Path]) -> Model:
-    return model_of(request.param, family(request.param))
+def of_blocks(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
+    return model_named(request.param)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -7,7 +7,6 @@ plain loops in ``tests/models``.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,20 +16,15 @@ from tests.engine.test_engine import scheduler_watch
 from tests.engine.test_parity import prompt
 from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import TIGHT, Engine, assert_same_runs, blocks_of
-from tests.support.engine_models import SIZES, Model, model_of
+from tests.support.engine_models import SIZES, Model
 from tests.support.grammar_paths import as_on_a_gpu
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=[*SIZES])
-def model(
-    request: pytest.FixtureRequest,
-    checkpoint: Callable[..., Path],
-    family: Callable[[str], Path],
-) -> Model:
-    name = request.param
-    return model_of(name, checkpoint() if name == "gemma" else family(name))
+def model(request: pytest.FixtureRequest, model_named: Callable[[str], Model]) -> Model:
+    return model_named(request.param)
 
 
 @pytest.fixture(scope="module")
