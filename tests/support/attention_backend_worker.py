@@ -78,8 +78,8 @@ def main(
     backend.canvas_attention, backend.flash_attention = spy, flash_spy
     if flash:
         kinds = backend.flash_kinds
-        backend.flash_kinds = lambda arch, head_size, dtype, mask, has_flash, option: (
-            kinds(90, head_size, torch.bfloat16, mask, True, option)
+        backend.flash_kinds = lambda arch, head_size, dtype, mask, has_flash, option: kinds(
+            90, head_size, torch.bfloat16, mask, True, option
         )
     prompts = [[20 + 3 * i for i in range(37)], [400 - i for i in range(5)]]
     length = int(num_tokens)
