@@ -21,6 +21,7 @@ PATCHES = {
         "where torchvision is installed: vLLM's Gemma4 image processor, for our model"
     ),
     "vllm.ModelRegistry.register_model": "our classes serve the architectures",
+    "vllm.ModelRegistry.models": "on a CPU: our classes are imported where vLLM asks about them",
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": (
         "servers of our architectures, drafters or options are refused; others are left alone"
     ),

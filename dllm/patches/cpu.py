@@ -2,9 +2,11 @@
 
 import functools
 import os
+import threading
 from typing import Any
 
 import torch
+from vllm.config import CompilationMode
 from vllm.logger import init_logger
 
 from dllm import LOGGER
@@ -97,6 +99,27 @@ def choose_dtype() -> None:
     EngineArgs.create_model_config = create_model_config  # type: ignore[method-assign]
 
 
+def register_model(architecture: str, path: str) -> None:
+    """Register a class for ``architecture``, which is imported when it is needed.
+
+    vLLM imports it in another process to learn what it can do, so that a GPU is opened by none but
+    the engine. That process imports vLLM again, which takes 8 s. On a CPU it is imported here.
+
+    Args:
+        path: "module:Class".
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    class ImportedHere(registry._LazyRegisteredModel):
+        def inspect_model_cls(self) -> Any:
+            return registry._ModelInfo.from_model_cls(self.load_model_cls())
+
+    registry.ModelRegistry.register_model(architecture, path)
+    if current_platform.is_cpu():
+        registry.ModelRegistry.models[architecture] = ImportedHere(*path.split(":"))
+
+
 def make_replicas_independent(vllm_config: Any) -> None:
     """On a CPU, let each data parallel replica of a model with experts be an engine of its own.
 
@@ -177,7 +200,6 @@ def _honour_fork() -> None:
     its environment variables when it is loaded, and workers may have different ones; and OpenMP's
     threads do not survive a fork. With one thread and no binding neither applies.
     """
-    import torch._inductor.config
     from vllm.platforms.cpu import CpuPlatform
 
     check_and_update = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
@@ -187,9 +209,6 @@ def _honour_fork() -> None:
         check_and_update(cls, vllm_config)
         if asked == "fork" and _needs_no_openmp_setup() and _is_on_cpu_runtime(vllm_config):
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = asked
-            # vLLM sets TORCHINDUCTOR_COMPILE_THREADS=1. Inductor reads that variable at import, and
-            # here it is imported already.
-            torch._inductor.config.compile_threads = 1
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]
 
@@ -219,6 +238,26 @@ def allow_product_of_no_rows() -> None:
         return multiply(x, packed_weight, n, bias)
 
     _custom_ops.weight_packed_linear_cpu = weight_packed_linear_cpu
+
+
+def compile_on_all_cores(vllm_config: Any) -> None:
+    """Let Inductor run as many C++ compilers at once as this process may use cores.
+
+    vLLM allows one on every platform. What every kernel needs first is made in a thread, while the
+    model is loaded and traced: the widest vector instructions that compile and run, and a
+    precompiled header. Called in the worker, before it compiles.
+    """
+    import torch._inductor.config
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    if vllm_config.compilation_config.mode == CompilationMode.NONE:
+        return
+    torch._inductor.config.compile_threads = len(os.sched_getaffinity(0))
+    # Processes that compile Triton kernels, of which there are none on a CPU.
+    os.environ["TORCH_WARM_POOL"] = "0"
+    kernel = 'extern "C" void kernel() {}'
+    compile_first = functools.partial(CppPythonBindingsCodeCache.load_pybinding, [], kernel)
+    threading.Thread(target=compile_first, daemon=True).start()
 
 
 def register_cpu_kernels() -> None:

@@ -7,6 +7,7 @@ other model can be run with ``--worker-cls dllm.patches.cpu_worker.CanvasCPUWork
 # This module of vLLM patches torch, and must be imported before every other worker module.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 
+import gc
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dllm.patches.compile_cache import reload_compiled_backbone, write_checksums
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.cpu import (
     allow_product_of_no_rows,
+    compile_on_all_cores,
     pack_new_weights,
     refuse_new_int8_weights,
     register_cpu_kernels,
@@ -32,6 +34,9 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
     """A CPU worker that replaces Triton kernels, and compiles everything before it is ready."""
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        # vLLM collects garbage several times until the server is ready. Modules are none.
+        gc.freeze()
+        compile_on_all_cores(vllm_config)
         register_cpu_kernels()
         reload_compiled_backbone()
         allow_product_of_no_rows()

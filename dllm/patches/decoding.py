@@ -7,17 +7,15 @@ Served as such it is a causal language model to vLLM, with whatever vLLM does fo
 from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
-from dllm.patches.cpu import use_our_worker
+from dllm.patches.cpu import register_model, use_our_worker
 
 SPECULATOR = "dllm.drafter.self_drafter.SelfDrafter"
 
 
 def serve_decodings() -> None:
     """Let this process serve such models in each of the ways that they can decode."""
-    from vllm import ModelRegistry
-
     for architecture, path in AUTOREGRESSIVE.items():
-        ModelRegistry.register_model(architecture, path)
+        register_model(architecture, path)
     _read_option()
     _reserve_slots()
 

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.models import FAMILIES
 from dllm.patches.contract import DRAFTING_SCHEDULER
-from dllm.patches.cpu import use_our_worker
+from dllm.patches.cpu import register_model, use_our_worker
 from dllm.patches.decoding import (
     configure_self_drafting,
     drafts_itself,
@@ -37,14 +37,13 @@ _drafter: Any = None  # the last one made in this process
 
 def serve_drafters() -> None:
     """Let this process serve DFlash drafters with our classes instead of vLLM's."""
-    from vllm import ModelRegistry
     from vllm.config import VllmConfig
 
     from dllm.settings.drafting import DRAFTER_ARCHITECTURE
 
     global _is_ours
     _is_ours = True
-    ModelRegistry.register_model(DRAFTER_ARCHITECTURE, DRAFTER_MODEL)
+    register_model(DRAFTER_ARCHITECTURE, DRAFTER_MODEL)
     verify_and_update = VllmConfig.try_verify_and_update_config
 
     def try_verify_and_update_config(self: Any) -> None:

@@ -13,6 +13,7 @@ from dllm.patches.cpu import (
     choose_dtype,
     enable_cpu_runtime,
     is_cpu_without_triton,
+    register_model,
     set_cpu_worker,
 )
 from dllm.patches.decoding import serve_decodings
@@ -46,7 +47,6 @@ def install(serve_with_dllm: bool) -> None:
 
 
 def _serve_families() -> None:
-    from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -58,7 +58,7 @@ def _serve_families() -> None:
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
     _read_config_files()
     for architecture, served in FAMILIES.items():
-        ModelRegistry.register_model(architecture, served.model_class())
+        register_model(architecture, served.model_class())
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm, served.config)
     set_batch_defaults()
     choose_dtype()
@@ -94,9 +94,7 @@ def _keep_builtin() -> None:
 
     MODELS_CONFIG_MAP[BUILTIN_ARCHITECTURE] = _config_hook(configure)
     if is_cpu_without_triton():
-        from vllm import ModelRegistry
-
-        ModelRegistry.register_model(BUILTIN_ARCHITECTURE, BUILTIN)
+        register_model(BUILTIN_ARCHITECTURE, BUILTIN)
 
 
 def _config_hook(configure: Any, config: str | None = None) -> Any:
