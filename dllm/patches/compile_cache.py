@@ -1,4 +1,4 @@
-"""The compile cache on a CPU: a restart loads what was compiled, unless a file is damaged.
+"""Compiling on a CPU: on every core; and a restart loads what was compiled, if it is whole.
 
 vLLM keeps what it compiles in ``~/.cache/vllm/torch_compile_cache``, and PyTorch loads the
 libraries there as they are: one that was cut short ends the process with a signal, at each start,
@@ -9,10 +9,13 @@ the next one deletes what differs. PyTorch compiles a missing file again.
 import functools
 import hashlib
 import os
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from vllm.config import CompilationMode
 from vllm.logger import init_logger
 
 from dllm import LOGGER
@@ -21,6 +24,38 @@ from dllm.models import FAMILIES
 logger = init_logger(LOGGER)
 
 CHECKSUMS = "SHA256SUMS"
+
+
+def prepare_compiler(vllm_config: Any) -> Callable[[], Any]:
+    """Let Inductor run as many C++ compilers at once as this process may use cores (vLLM: one).
+
+    What every kernel needs first is made in a thread, while the model is loaded and traced: the
+    widest vector instructions that compile and run, and a precompiled header.
+
+    Returns:
+        Waits until the instructions are known. Called before anything is compiled: two threads that
+        look for them at once find different ones.
+    """
+    import torch._inductor.config
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    are_known = threading.Event()
+
+    def prepare() -> None:
+        try:
+            pick_vec_isa()
+        finally:
+            are_known.set()
+        CppPythonBindingsCodeCache.load_pybinding([], 'extern "C" void kernel() {}')
+
+    if vllm_config.compilation_config.mode == CompilationMode.NONE:
+        are_known.set()
+    else:
+        torch._inductor.config.compile_threads = len(os.sched_getaffinity(0))
+        os.environ["TORCH_WARM_POOL"] = "0"  # no processes that compile Triton kernels
+        threading.Thread(target=prepare, daemon=True).start()
+    return are_known.wait
 
 
 @functools.cache  # several workers in one process

@@ -2,11 +2,9 @@
 
 import functools
 import os
-import threading
 from typing import Any
 
 import torch
-from vllm.config import CompilationMode
 from vllm.logger import init_logger
 
 from dllm import LOGGER
@@ -108,16 +106,17 @@ def register_model(architecture: str, path: str) -> None:
     Args:
         path: "module:Class".
     """
-    from vllm.model_executor.models import registry
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
     from vllm.platforms import current_platform
 
-    class ImportedHere(registry._LazyRegisteredModel):
+    class ImportedHere(_LazyRegisteredModel):
         def inspect_model_cls(self) -> Any:
-            return registry._ModelInfo.from_model_cls(self.load_model_cls())
+            return _ModelInfo.from_model_cls(self.load_model_cls())
 
-    registry.ModelRegistry.register_model(architecture, path)
+    ModelRegistry.register_model(architecture, path)
     if current_platform.is_cpu():
-        registry.ModelRegistry.models[architecture] = ImportedHere(*path.split(":"))
+        ModelRegistry.models[architecture] = ImportedHere(*path.split(":"))
 
 
 def make_replicas_independent(vllm_config: Any) -> None:
@@ -238,26 +237,6 @@ def allow_product_of_no_rows() -> None:
         return multiply(x, packed_weight, n, bias)
 
     _custom_ops.weight_packed_linear_cpu = weight_packed_linear_cpu
-
-
-def compile_on_all_cores(vllm_config: Any) -> None:
-    """Let Inductor run as many C++ compilers at once as this process may use cores.
-
-    vLLM allows one on every platform. What every kernel needs first is made in a thread, while the
-    model is loaded and traced: the widest vector instructions that compile and run, and a
-    precompiled header. Called in the worker, before it compiles.
-    """
-    import torch._inductor.config
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    if vllm_config.compilation_config.mode == CompilationMode.NONE:
-        return
-    torch._inductor.config.compile_threads = len(os.sched_getaffinity(0))
-    # Processes that compile Triton kernels, of which there are none on a CPU.
-    os.environ["TORCH_WARM_POOL"] = "0"
-    kernel = 'extern "C" void kernel() {}'
-    compile_first = functools.partial(CppPythonBindingsCodeCache.load_pybinding, [], kernel)
-    threading.Thread(target=compile_first, daemon=True).start()
 
 
 def register_cpu_kernels() -> None:

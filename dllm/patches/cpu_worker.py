@@ -16,11 +16,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.engine.warm_up import warm_up
-from dllm.patches.compile_cache import reload_compiled_backbone, write_checksums
+from dllm.patches.compile_cache import (
+    prepare_compiler,
+    reload_compiled_backbone,
+    write_checksums,
+)
 from dllm.patches.contract import SCHEDULERS
 from dllm.patches.cpu import (
     allow_product_of_no_rows,
-    compile_on_all_cores,
     pack_new_weights,
     refuse_new_int8_weights,
     register_cpu_kernels,
@@ -36,7 +39,7 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
         # vLLM collects garbage several times until the server is ready. Modules are none.
         gc.freeze()
-        compile_on_all_cores(vllm_config)
+        self._compiler_is_ready = prepare_compiler(vllm_config)
         register_cpu_kernels()
         reload_compiled_backbone()
         allow_product_of_no_rows()
@@ -48,6 +51,11 @@ class CanvasCPUWorker(Records, Visits, RidingDrafts, CPUWorker):
         if self.serves_canvases:
             notice_arrivals()
         super().__init__(vllm_config, *args, **kwargs)
+
+    def determine_available_memory(self) -> int:
+        """vLLM's, which compiles the model and runs it."""
+        self._compiler_is_ready()
+        return super().determine_available_memory()
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Compile everything that a request will run, before the server reports ready."""

@@ -112,6 +112,7 @@ def test_what_we_put_in_the_place_of_a_function_takes_its_calls():
 
 NO_FUNCTIONS = {
     "vllm.v1.worker.gpu.model_runner.RejectionSampler": type,
+    "vllm.ModelRegistry.models": dict,
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
     "vllm.entrypoints.generate.structured_decisions.strategies.READ_STRATEGIES": dict,
     "vllm.entrypoints.generate.structured_decisions.question_types.QUESTION_TYPES": dict,
