@@ -5,9 +5,9 @@
 
 Scheduler, worker and client run in one process (one for each server: which implementation serves is
 fixed when a process imports vLLM). All blocks take --steps denoise steps. Only visits of the engine
-in which every request denoises and nothing else runs are counted, without the fastest and the
-slowest tenth. A part's time is its mean over the denoise steps in them, so that the parts add up to
-the mean step. A pass with a canvas' rows that only writes a block's KV counts as a step: the
+in which every request denoises and none is new are counted, without the fastest and the slowest
+tenth. A part's time is its mean over the denoise steps in them, so that the parts add up to the
+mean step. The rows of an emitted block, whose KV is written in the first pass of ours, count, too. A pass with a canvas' rows that only writes a block's KV counts as a step: the
 built-in's commits, and with asynchronous scheduling ours. Every instant belongs to the part whose
 function was entered last and has not returned; on a GPU, of its stream:
 
@@ -103,13 +103,14 @@ class Step:
     """One visit of the engine, from a ``schedule()`` to the next, with all of its passes.
 
     Attributes:
-        num_rows, num_canvas_rows: of the batch; of them, those of canvases.
+        num_new: requests whose prompts run.
+        num_canvas_rows: rows of the batch that belong to canvases.
     """
 
     parts_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     num_reqs: int = 0
+    num_new: int = 0
     num_canvas_rows: int = 0
-    num_rows: int = 0
     num_passes: int = 1
 
     @property
@@ -119,8 +120,8 @@ class Step:
 
     @property
     def is_denoise_only(self) -> bool:
-        """Every row belongs to a canvas: no prompt, no block to commit."""
-        return 0 < self.num_canvas_rows == self.num_rows
+        """No prompt runs beside the canvases."""
+        return self.num_canvas_rows > 0 == self.num_new
 
 
 class Recorder:
@@ -163,10 +164,11 @@ class Recorder:
             finally:
                 self._open.pop()
                 self._note()
+            if name == "schedule":
+                self.steps[-1].num_new = len(result.scheduled_new_reqs)
             if name == "prepare_inputs" and hasattr(result, "num_draft_tokens"):
                 step = self.steps[-1]
-                step.num_reqs, step.num_rows = result.num_reqs, result.num_tokens
-                step.num_canvas_rows = result.num_draft_tokens
+                step.num_reqs, step.num_canvas_rows = result.num_reqs, result.num_draft_tokens
             if name == "goes_on":
                 self.steps[-1].num_passes += result
             return result
