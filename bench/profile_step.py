@@ -7,7 +7,8 @@ Scheduler, worker and client run in one process (one for each server: which impl
 fixed when a process imports vLLM). All blocks take --steps denoise steps. Only visits of the engine
 in which every request denoises and none is new are counted, without the fastest and the slowest
 tenth. A part's time is its mean over the denoise steps in them, so that the parts add up to the
-mean step. The rows of an emitted block, whose KV is written in the first pass of ours, count, too. A pass with a canvas' rows that only writes a block's KV counts as a step: the
+mean step. The rows of an emitted block, whose KV is written in the first pass of the next one,
+count, too. A pass with a canvas' rows that only writes a block's KV counts as a step: the
 built-in's commits, and with asynchronous scheduling ours. Every instant belongs to the part whose
 function was entered last and has not returned; on a GPU, of its stream:
 
