@@ -31,12 +31,13 @@ class Model:
     def forward(self) -> None:
         self.now += 4
 
-    def schedule(self) -> None:
+    def schedule(self) -> SimpleNamespace:
         self.now += 1
+        return SimpleNamespace(scheduled_new_reqs=["new"] if self.now == 1 else [])
 
     def prepare_inputs(self) -> SimpleNamespace:
         self.now += 2
-        return SimpleNamespace(num_reqs=2, num_draft_tokens=64, num_tokens=64)
+        return SimpleNamespace(num_reqs=2, num_draft_tokens=64)
 
     def step(self) -> None:
         self.schedule()
@@ -68,7 +69,8 @@ def test_the_parts_of_a_step_add_up_to_its_wall_time(monkeypatch: pytest.MonkeyP
     for step in (first, second):
         assert {part: value for part, value in step.parts_ms.items() if value} == expected
         assert step.wall_ms == 8.25
-        assert step.is_denoise_only and step.num_reqs == 2
+        assert step.num_reqs == 2
+    assert [step.is_denoise_only for step in (first, second, last)] == [False, True, True]
     assert last.wall_ms == 8  # nobody says when the client comes back
 
 
