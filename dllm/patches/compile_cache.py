@@ -47,7 +47,8 @@ def prepare_compiler(vllm_config: Any) -> Callable[[], Any]:
             pick_vec_isa()
         finally:
             are_known.set()
-        CppPythonBindingsCodeCache.load_pybinding([], 'extern "C" void kernel() {}')
+        # The header, and no kernel: loading a damaged library would end the server.
+        CppPythonBindingsCodeCache.load_pybinding_async([], "", submit_fn=lambda compile: None)
 
     if vllm_config.compilation_config.mode == CompilationMode.NONE:
         are_known.set()
