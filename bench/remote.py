@@ -225,7 +225,7 @@ def table(rows: Rows) -> str:
     for (load,), here in grouped(rows, "concurrency").items():
         plain = of(here, PLAIN)
         for (name,), own in grouped(here, "contestant").items():
-            steps = middle(own, "tokens_per_step", 2)
+            steps = middle(own, "tokens_per_pass", 2)
             lines.append([f"{load} at once", name, ratios(own, plain, "tokens_per_s"), steps])
     header = ["", "drafts", f"tokens/s, ratio to {PLAIN}", "tokens a step and request"]
     return "\n\n".join([markdown(header, lines), *problems(rows)])

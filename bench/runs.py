@@ -13,7 +13,7 @@ Definitions:
     ms per denoise step  latencies of all requests / their denoise steps: what a step costs the one
                      who waits, with prefill, commits, and waiting for a place in the batch
     acceptance length  tokens per step of a request that verified drafts, the target's own included
-    tokens per step  of a request without canvases, steps without drafts included
+    tokens per pass  output tokens / forward passes behind prompts, of one request
     tokens/s         output tokens / wall time of the run, as ``vllm bench serve`` prints it
 
 ``vllm bench serve`` itself takes one commit pass a block off the canvas passes, which for ours
@@ -55,7 +55,7 @@ PRELOADED = (
 OVERLAPPED, COMMIT_APART, BUILTIN_PASSES, NO_CANVAS = "overlapped", "apart", "built-in", "none"
 TRANSFORMERS, PIPELINE = "transformers", "diffusers"  # whose answers, without a server
 SPEEDS = ("tokens_per_s", "ttft_ms", "latency_ms", "latency_p99_ms", "ms_per_denoise_step")
-FIGURES = (*SPEEDS, "steps_per_block", "passes_per_block", "acceptance_length", "tokens_per_step")
+FIGURES = (*SPEEDS, "steps_per_block", "passes_per_block", "tokens_per_pass", "acceptance_length")
 
 Row = dict[str, Any]  # of a CSV file; None where there is nothing to say
 
@@ -207,10 +207,11 @@ def figures(
     if drafts:
         row["acceptance_length"] = 1 + accepted / drafts
     if commits == NO_CANVAS:  # a step writes one token and the drafts that it accepts
-        row["tokens_per_step"] = num_tokens / (num_tokens - accepted)
+        row["tokens_per_pass"] = num_tokens / (num_tokens - accepted)
     if blocks and denoise:
         row["ms_per_denoise_step"] = 1e3 * sum(latencies) / denoise
         row |= {"steps_per_block": denoise / blocks, "passes_per_block": passes / blocks}
+        row["tokens_per_pass"] = num_tokens / passes
     return row
 
 

@@ -80,6 +80,7 @@ def section(path: Path, command: str, show: Callable[[Rows], str]) -> str:
 TITLES = {"adaptive": "adaptive denoise steps, questions", "fixed": "fixed steps, random tokens"}
 COLUMNS = (
     ("tokens_per_s", "tokens/s", 0, spread),
+    ("tokens_per_pass", "tokens per pass", 2, middle),
     ("ttft_ms", "TTFT, ms", 0, middle),
     ("latency_ms", "latency p50, ms", 0, spread),
     ("latency_p99_ms", "p99, ms", 0, middle),

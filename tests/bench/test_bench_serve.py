@@ -65,6 +65,8 @@ def test_numbers_of_a_run() -> None:
     assert ours["latency_p99_ms"] == pytest.approx(259.8)
     # 500 ms for 4 blocks of 8 denoise steps.
     assert ours["ms_per_denoise_step"] == builtin["ms_per_denoise_step"] == 500 / 32
+    # 128 tokens; the built-in commits each block in a pass more.
+    assert (ours["tokens_per_pass"], builtin["tokens_per_pass"]) == (128 / 32, 128 / 36)
 
 
 # Of six blocks: a request warmed the server up.
@@ -95,7 +97,7 @@ def test_an_autoregressive_model_has_a_token_a_step_and_the_drafts_that_it_accep
     workload = replace(WORKLOAD, schedule=ADAPTIVE, steps_per_block=None)
     one = figures(NO_CANVAS, result, workload)
     assert one["steps_per_block"] is None and one["passes_per_block"] is None
-    assert (one["tokens_per_step"], one["acceptance_length"]) == (2.0, 3.0)
+    assert (one["tokens_per_pass"], one["acceptance_length"]) == (2.0, 3.0)
 
 
 # --- what is refused -----------------------------------------------------------------------------

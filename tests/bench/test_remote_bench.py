@@ -36,7 +36,7 @@ def test_known_drafts_are_the_rest_of_a_text() -> None:
 def test_the_table_has_ratios_of_the_same_round() -> None:
     rows = [
         {"contestant": name, "concurrency": "4", "pair": str(pair), "problem": ""}
-        | {"tokens_per_s": str(speed), "tokens_per_step": "2.5"}
+        | {"tokens_per_s": str(speed), "tokens_per_pass": "2.5"}
         for name, speeds in ((AR, (150.0, 400.0)), (PLAIN, (100.0, 200.0)))
         for pair, speed in enumerate(speeds)
     ]
