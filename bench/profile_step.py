@@ -2,6 +2,8 @@
 
     python -m bench.profile_step --server ours built-in --concurrency 1 8
     python -m bench.profile_step --llm '{"enforce_eager": true}'
+    python -m bench.profile_step --random-60m --input-len 1024 8192 32768 \
+        --server ours built-in ours built-in ours built-in
 
 Scheduler, worker and client run in one process (one for each server: which implementation serves is
 fixed when a process imports vLLM). All blocks take --steps denoise steps. Only visits of the engine
@@ -21,6 +23,10 @@ function was entered last and has not returned; on a GPU, of its stream:
 There is no table and no CSV, and the exit code is 1, unless every request got all of its tokens, as
 many canvas rows were seen as the requests' passes have (`passes_of`), and the parts cover
 --coverage of the time that the client waited.
+
+``--random-60m`` takes the released model's shape with 60 million random parameters, and writes
+context_*.csv: what a pass costs behind prompts of different lengths. A server that is named several
+times is started as often; its figures are the median and the extremes of those.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,6 +50,7 @@ from unittest import mock
 import torch
 
 from bench.context import ROOT, Rows, command_line, publish, read_csv, write_csv
+from bench.long_prompts import context, write_random_60m
 from bench.serve import BUILTIN, OURS, write_generation_config
 from bench.servers import BUILTIN_ENVIRONMENT, child_environment
 from bench.tables import grouped, markdown, section
@@ -60,21 +67,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.here:
         return measure_here(options)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path = options.results / f"profile_{device}.csv"
+    path = options.results / f"{'context' if options.random_60m else 'profile'}_{device}.csv"
     # An engine and its worker run without further processes.
     alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     rows: Rows = []
     code = 0
-    for server in options.server:
+    for index, server in enumerate(options.server):
         with tempfile.TemporaryDirectory(prefix="dllm-profile-") as folder:
             chosen = ["--server", server, "--here", f"{folder}/rows.csv"]
+            if options.random_60m:
+                chosen += ["--model", str(write_random_60m(Path(folder) / "model"))]
             command = [sys.executable, "-m", "bench.profile_step", *arguments, *chosen]
             served = BUILTIN_ENVIRONMENT if server == BUILTIN else {}
             code |= subprocess.run(command, env=child_environment() | alone | served).returncode
-            rows += read_csv(Path(folder) / "rows.csv")
+            rows += [row | {"start": str(index)} for row in read_csv(Path(folder) / "rows.csv")]
         if rows:
             publish(path, rows)
-    print(f"{step_time(path)}\n\n{path}")
+    print(f"{context(path) if options.random_60m else step_time(path)}\n\n{path}")
     return code
 
 
@@ -82,11 +91,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "checkpoints" / "tiny-dllm")
+    parser.add_argument("--random-60m", action="store_true", help="instead of --model")
     parser.add_argument("--server", nargs="+", choices=(OURS, BUILTIN), default=[OURS])
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--steps", type=int, default=16, help="denoise steps of every block")
     parser.add_argument("--blocks", type=int, default=4, help="of every request")
-    parser.add_argument("--input-len", type=int, default=64)
+    parser.add_argument("--input-len", nargs="+", type=int, default=[64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--coverage", type=float, default=0.9)
     parser.add_argument("--llm", type=json.loads, default={}, help="more arguments of LLM, as JSON")
@@ -221,19 +231,19 @@ def measure_here(options: argparse.Namespace) -> int:
     rows: list[dict[str, object]] = []
     try:
         engine = Engine(options, server)
-        for concurrency in options.concurrency:
-            engine.work(concurrency, seed=0)  # warms up, and compiles
+        for concurrency, length in product(options.concurrency, options.input_len):
+            engine.work(concurrency, length)  # warms up, and compiles
             steps: list[Step] = []
-            for index in range(options.rounds):
-                steps += engine.profile(concurrency, seed=index + 1)
+            for _ in range(options.rounds):
+                steps += engine.profile(concurrency, length)
             counted = [one for one in steps if one.is_denoise_only and one.num_reqs == concurrency]
             parts_ms = mean_parts(counted)
             step_ms = sum(parts_ms.values())
-            print(f"{server}, {concurrency} at a time: {step_ms:.3f} ms a step")
+            print(f"{server}, {concurrency} at once, prompts of {length}: {step_ms:.3f} ms a step")
             for part, value in parts_ms.items():
                 print(f"  {part:8} {value:9.3f} ms {value / step_ms:6.1%}", flush=True)
-                about = {"server": server, "concurrency": concurrency, "group": part}
-                rows.append(about | {"share": value / step_ms, "step_ms": step_ms})
+                about = {"server": server, "concurrency": concurrency, "input_len": length}
+                rows.append(about | {"group": part, "share": value / step_ms, "step_ms": step_ms})
             write_csv(options.here, rows)
     except (RuntimeError, ValueError) as error:
         print(f"No table, because:\n{error}", file=sys.stderr)
@@ -266,7 +276,7 @@ class Engine:
         write_generation_config(options.model, generation, options.steps)
         given: dict[str, Any] = {
             "generation_config": str(generation),
-            "max_model_len": options.input_len + (options.blocks + 1) * self._canvas,
+            "max_model_len": max(options.input_len) + (options.blocks + 1) * self._canvas,
             "max_num_seqs": max(options.concurrency),
             "kv_cache_memory_bytes": 256 << 20,
         }
@@ -274,7 +284,7 @@ class Engine:
         is_async = self._llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         self._passes = passes_of(server, options.steps, bool(is_async))
 
-    def profile(self, concurrency: int, seed: int) -> list[Step]:
+    def profile(self, concurrency: int, length: int) -> list[Step]:
         """The steps of some work.
 
         Raises:
@@ -282,14 +292,14 @@ class Engine:
         """
         recorder = Recorder(torch.cuda.is_available())
         with recorder.watching(step_functions(self._llm)):
-            wall_ms = self.work(concurrency, seed)
+            wall_ms = self.work(concurrency, length)
         of_block, unused = self._passes
         canvas_rows = concurrency * (self._options.blocks * of_block + unused) * self._canvas
         check_steps(recorder.steps, wall_ms, canvas_rows, self._options.coverage)
         return recorder.steps
 
-    def work(self, concurrency: int, seed: int) -> float:
-        """Milliseconds until all answers are there; prompts differ, so nothing is found cached.
+    def work(self, concurrency: int, length: int) -> float:
+        """Milliseconds until all answers are there; from the second time on, prompts are cached.
 
         Raises:
             RuntimeError: an answer has too few tokens.
@@ -298,9 +308,8 @@ class Engine:
 
         output_len = self._options.blocks * self._canvas
         params = SamplingParams(max_tokens=output_len, ignore_eos=True, detokenize=False)
-        draws = torch.Generator().manual_seed(seed)
-        shape = (concurrency, self._options.input_len)
-        tokens = torch.randint(20, 120, shape, generator=draws).tolist()
+        draws = torch.Generator().manual_seed(0)
+        tokens = torch.randint(20, 120, (concurrency, length), generator=draws).tolist()
         prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in tokens]
         start = time.perf_counter()
         outputs = self._llm.generate(prompts, params, use_tqdm=False)

@@ -132,7 +132,7 @@ def test_a_real_engine_is_accounted_for(tmp_path: Path) -> None:
     """
     assert profile_step.main([*SMALL, "--results", str(tmp_path)]) == 0
     rows = read_csv(tmp_path / "profile_cpu.csv")
-    assert list(rows[0])[:3] == ["server", "concurrency", "group"]
+    assert list(rows[0])[:3] == ["server", "concurrency", "input_len"]
     assert {"commit", "machine", "versions", "command"} <= set(rows[0])
     shares = {row["group"]: float(row["share"]) for row in rows}
     assert set(shares) == set(PARTS) and min(shares.values()) >= 0
