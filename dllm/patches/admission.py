@@ -9,6 +9,10 @@ from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
 from dllm.settings.denoising import DenoiseSettings
 
 
+# In the ``__dict__`` of parameters that were checked a moment ago: what vLLM's check returned.
+VERDICT = "dllm_verdict"
+
+
 def check_requests_at_admission() -> None:
     """Refuse requests that cannot be served, with HTTP 400.
 
@@ -49,6 +53,8 @@ def _parse_requests() -> None:
     process = InputProcessor.process_inputs
 
     def _validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
+        if isinstance(params, SamplingParams) and VERDICT in vars(params):
+            return vars(params).pop(VERDICT)
         architecture = self.model_config.architecture
         if isinstance(params, SamplingParams) and architecture in AUTOREGRESSIVE:
             admit_next_tokens(params)
@@ -138,7 +144,8 @@ def _refuse_before_the_stream_starts() -> None:
     """Refuse a bad streaming request with HTTP 400 as well.
 
     ``AsyncLLM.generate`` is a generator. vLLM's checks run when the first item is taken from it; by
-    then the server has sent HTTP 200. Here the checks run when ``generate`` is called.
+    then the server has sent HTTP 200. Here the checks run when ``generate`` is called, and vLLM's
+    next call of them returns the same verdict.
     """
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -148,13 +155,17 @@ def _refuse_before_the_stream_starts() -> None:
 
     generate = AsyncLLM.generate
 
+    def check_now(llm: Any, params: Any) -> None:
+        verdict = llm.input_processor._validate_params(params, ("generate",))
+        vars(params)[VERDICT] = verdict
+
     def checked_generate(  # type: ignore[no-untyped-def]
         self: Any, prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any
     ):
         if self.model_config.architecture in FAMILIES:
             if isinstance(sampling_params, SamplingParams):
                 serving_of(self)
-                self.input_processor._validate_params(sampling_params, ("generate",))
+                check_now(self, sampling_params)
                 start_watching(self, sampling_params, request_id)
                 given = (prompt, sampling_params, request_id, *args)
                 if (filled := start_fill(self, generate, *given, **kwargs)) is not None:
@@ -163,7 +174,7 @@ def _refuse_before_the_stream_starts() -> None:
             if isinstance(prompt, dict) and prompt.get("prompt_token_ids"):
                 self.renderer.validate_token_ids(prompt["prompt_token_ids"])
         elif self.model_config.architecture in AUTOREGRESSIVE:
-            self.input_processor._validate_params(sampling_params, ("generate",))
+            check_now(self, sampling_params)
         return generate(self, prompt, sampling_params, request_id, *args, **kwargs)
 
     AsyncLLM.generate = checked_generate  # type: ignore[method-assign]
