@@ -20,9 +20,12 @@ from bench.decisions import decisions
 from bench.drafter import FILE as DRAFTER
 from bench.drafter import PLAIN, drafting, tables
 from bench.kernels import sampling_step
+from bench.long_prompts import context
 from bench.profile_step import step_time
 from bench.recovery import recovery
 from bench.remote import remote
+from bench.request_time import FILE as REQUEST
+from bench.request_time import request_time
 from bench.rollout import rollout
 from bench.roofline import floors, small_table
 from bench.serve import AUTOREGRESSIVE, BUILTIN, OURS, PIPELINE, REFERENCE
@@ -93,6 +96,8 @@ def cells(line: Line, rows: Rows) -> list[str]:
 SECTIONS: dict[str, Callable[[Path], str]] = {
     "comparison": comparison,
     "serving": serving,
+    "context": lambda results: context(results / "context_cpu.csv"),
+    "request-time": lambda results: request_time(results / REQUEST),
     "step-time": lambda results: step_time(results / "profile_cpu.csv"),
     "recovery": recovery,
     "ways": ways,

@@ -1,0 +1,197 @@
+"""What one request costs between socket and socket: milliseconds of CPU time, by process and part.
+
+    python -m bench.request_time
+
+A server answers questions of one block, one request at a time. Each block takes one denoise step,
+and then, on a second server, four. A process's CPU time is what the kernel counts, divided by the
+number of answers. py-spy samples how it divides among the parts. That stops the process at each
+sample, so the times are measured first, without it. py-spy needs root, or ``sysctl
+kernel.yama.ptrace_scope=0``.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+
+from bench.context import ROOT, Rows, command_line, publish, reporting_failures
+from bench.serve import write_generation_config
+from bench.servers import SERVE_FLAGS, Server
+from bench.tables import grouped, markdown, section
+from dllm.tasks.suite import FAMILIES, questions
+
+API, ENGINE = "API server", "engine"
+# Parts of each process, and what a frame of their stacks contains, ``function(file:line)``. A stack
+# belongs to the first part that one of its frames matches.
+PARTS = {
+    API: {
+        "checks of this plugin": "(dllm/settings/ (dllm/patches/admission (dllm/api/",
+        "other code of this plugin": "(dllm/",
+        "tokenizer": "(tokenizers/ _batch_encode tokenization_utils tokenize_prompt",
+        "chat template": "(jinja2/ <template> chat_template chat_utils",
+        "detokenizer": "detokenizer.py",
+        "messages to and from the engine": "serial_utils core_client (zmq/ (msgspec/",
+        "checks of vLLM": "input_processor sampling_params.py (vllm/renderers/",
+        "output processing": "output_processor output_handler metrics/ (prometheus",
+        "parsing": "get_request_handler (pydantic/main solve_dependencies (json/dec",
+        "response": "serialize_response (starlette/resp (json/enc model_dump",
+        "HTTP": "(uvicorn/ (starlette/ (fastapi/ (asyncio/ (vllm/entrypoints/",
+    },
+    ENGINE: {
+        "forward": "(dllm/models/gemma/backbone forward(vllm/ (vllm/compilation/",
+        "head": "compute_logits _logits(dllm",
+        "input preparation": "canvas_inputs canvas_attention prepare_inputs prepare_attn"
+        " _condition add_requests update_requests",
+        "emission": "(dllm/engine/emitted_blocks update_from_output",
+        "sampler": "(dllm/engine/sampler sample(vllm/v1/worker",
+        "scheduler": "(vllm/v1/core/ (dllm/engine/scheduler",
+        "messages": "serial_utils process_input_sockets process_output_sockets (zmq",
+    },
+}
+REST = "the rest"
+FILE = "request_cpu.csv"
+
+
+@reporting_failures
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and write the CSV."""
+    parser = command_line(__doc__)
+    parser.add_argument("--model", type=Path, default=ROOT / "checkpoints/tiny-dllm")
+    parser.add_argument("--steps", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each of two measurements")
+    options = parser.parse_args(arguments)
+    rows: Rows = []
+    for steps in options.steps:
+        rows += measure(options, steps)
+    path = options.results / FILE
+    publish(path, rows)
+    print(f"{request_time(path)}\n\n{path}")
+    return 0
+
+
+def measure(options: argparse.Namespace, steps: int) -> Rows:
+    """The rows of one server, whose blocks take so many denoise steps."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dllm-request-")))
+        write_generation_config(options.model, folder / "generation", steps)
+        flags = (*SERVE_FLAGS, "--generation-config", str(folder / "generation"))
+        server = Server("ours", str(options.model), folder / "log", flags)
+        stack.enter_context(server)
+        server.start()
+        server.wait_until_ready()
+        processes = {API: server.process.pid, ENGINE: engine_of(server.process.pid)}
+        ask(server, 5.0)  # warms up
+        before = {name: cpu_ms(pid) for name, pid in processes.items()}
+        count, wall_ms = ask(server, options.seconds)
+        spent = {name: (cpu_ms(pid) - before[name]) / count for name, pid in processes.items()}
+        shares = {}
+        for name, pid in processes.items():
+            stacks = sampled(pid, folder / "stacks", lambda: ask(server, options.seconds))
+            shares[name] = parts_of(name, stacks)
+    return [
+        {
+            "steps": str(steps),
+            "process": name,
+            "part": part,
+            "cpu_ms": f"{share * spent[name]:.4f}",
+            "wall_ms": f"{wall_ms:.3f}",
+            "num_requests": str(count),
+        }
+        for name in processes
+        for part, share in shares[name].items()
+    ]
+
+
+def engine_of(pid: int) -> int:
+    """The engine's process: that child of the API server which has used most CPU time."""
+    children = psutil.Process(pid).children(recursive=True)
+    return int(max(children, key=lambda child: sum(child.cpu_times()[:2])).pid)
+
+
+def cpu_ms(pid: int) -> float:
+    """CPU time that a process has used, in user and system mode."""
+    return 1e3 * float(sum(psutil.Process(pid).cpu_times()[:2]))
+
+
+def ask(server: Server, seconds: float) -> tuple[int, float]:
+    """Ask questions for so long: the number of answers, and milliseconds for each one."""
+    asked = [question.prompt for question in questions(FAMILIES, "heldout", 20)]
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        said = [{"role": "user", "content": asked[count % len(asked)]}]
+        server.post("/v1/chat/completions", messages=said, max_tokens=32, seed=count)
+        count += 1
+    return count, 1e3 * (time.perf_counter() - start) / count
+
+
+def sampled(pid: int, file: Path, work: Callable[[], object]) -> list[tuple[str, int]]:
+    """The stacks of a process while ``work`` runs, and how often each was seen.
+
+    Raises:
+        RuntimeError: py-spy failed.
+    """
+    py_spy = str(Path(sys.executable).with_name("py-spy"))
+    command = [py_spy, "record", "--pid", str(pid), "--rate", "250", "--format", "raw"]
+    spy = subprocess.Popen(
+        [*command, "--duration", "unlimited", "--output", str(file)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    work()
+    spy.send_signal(2)
+    _, said = spy.communicate(timeout=60)
+    if not file.exists():
+        raise RuntimeError(f"py-spy: {said}")
+    lines = (line.rpartition(" ") for line in file.read_text().splitlines())
+    return [(stack, int(count)) for stack, _, count in lines]
+
+
+def parts_of(process: str, stacks: Sequence[tuple[str, int]]) -> dict[str, float]:
+    """The share of each part in the samples of a process, in the order of ``PARTS``."""
+    seen = dict.fromkeys([*PARTS[process], REST], 0)
+    for stack, count in stacks:
+        seen[part_of(process, stack)] += count
+    return {part: count / sum(seen.values()) for part, count in seen.items()}
+
+
+def part_of(process: str, stack: str) -> str:
+    """The part that a stack belongs to."""
+    frames = stack.replace(" (", "(")
+    matching = (
+        part
+        for part, patterns in PARTS[process].items()
+        if any(pattern in frames for pattern in patterns.split())
+    )
+    return next(matching, REST)
+
+
+def request_time(path: Path) -> str:
+    """The table of a CSV of this command: a line for each part, a column a number of steps."""
+
+    def table(rows: Rows) -> str:
+        steps = list(dict.fromkeys(row["steps"] for row in rows))
+        lines = []
+        for process, of_process in grouped(rows, "process").items():
+            sums = dict.fromkeys(steps, 0.0)
+            for (part,), here in grouped(of_process, "part").items():
+                times = {row["steps"]: float(row["cpu_ms"]) for row in here}
+                sums = {count: sums[count] + times[count] for count in steps}
+                lines.append([process[0], part, *(f"{times[count]:.2f}" for count in steps)])
+            lines.append([process[0], "**together**", *(f"**{sums[c]:.2f}**" for c in steps)])
+        walls = (next(row["wall_ms"] for row in rows if row["steps"] == c) for c in steps)
+        lines.append(["client", "waits (wall time)", *(f"{float(wall):.2f}" for wall in walls)])
+        heads = [f"ms, {count} denoise step{'s' * (count != '1')}" for count in steps]
+        return markdown(["process", "part", *heads], lines)
+
+    return section(path, "python -m bench.request_time", table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""What a request costs: the parts that stacks of py-spy belong to, and the table."""
+
+import pytest
+
+from bench.context import write_csv
+from bench.request_time import API, ENGINE, PARTS, REST, part_of, parts_of, request_time
+
+SERVE = "run (asyncio/runners.py:1);app (fastapi/routing.py:2)"
+VISIT = "step (vllm/v1/engine/core.py:1);sample (vllm/v1/worker/gpu/model_runner.py:2)"
+
+
+@pytest.mark.parametrize(
+    ("process", "stack", "part"),
+    [
+        (API, f"{SERVE};read (dllm/settings/request.py:9)", "checks of this plugin"),
+        (API, f"{SERVE};deliver (dllm/patches/streaming.py:9)", "other code of this plugin"),
+        (API, f"{SERVE};root (<template>:3)", "chat template"),
+        (API, f"{SERVE};encode (vllm/v1/serial_utils.py:3)", "messages to and from the engine"),
+        (API, f"{SERVE};body (starlette/requests.py:3)", "HTTP"),
+        (ENGINE, f"{VISIT};__call__ (dllm/engine/sampler.py:3)", "sampler"),
+        (ENGINE, f"{VISIT};f (dllm/engine/loop.py:3);forward (vllm/x.py:3)", "forward"),
+        (ENGINE, f"{VISIT};_logits (dllm/models/gemma/backbone.py:3)", "forward"),
+        (ENGINE, "run (threading.py:1);process_output_sockets (vllm/x.py:2)", "messages"),
+        (ENGINE, "run (threading.py:1)", REST),
+    ],
+)
+def test_a_stack_belongs_to_the_first_part_that_matches(process: str, stack: str, part: str):
+    assert part_of(process, stack) == part
+
+
+def test_shares_are_those_of_the_samples_in_the_order_of_the_parts():
+    stacks = [(f"{VISIT};__call__ (dllm/engine/sampler.py:3)", 3), ("main (x.py:1)", 1)]
+
+    shares = parts_of(ENGINE, stacks)
+
+    assert list(shares) == [*PARTS[ENGINE], REST]
+    assert shares["sampler"] == 0.75
+    assert shares[REST] == 0.25
+    assert sum(shares.values()) == 1
+
+
+def test_the_table_has_sums_and_the_clients_time(tmp_path):
+    about = {"commit": "c", "machine": "m", "versions": "v", "command": "x", "num_requests": "9"}
+    rows = [
+        {"steps": steps, "process": process, "part": part, "cpu_ms": ms, "wall_ms": wall} | about
+        for steps, wall, ms in (("1", "8.5", "1.5"), ("4", "15.25", "2"))
+        for process, part in ((API, "HTTP"), (API, REST), (ENGINE, "forward"))
+    ]
+    write_csv(tmp_path / "request_cpu.csv", rows)
+
+    lines = request_time(tmp_path / "request_cpu.csv").splitlines()
+
+    assert lines[0] == "| process | part | ms, 1 denoise step | ms, 4 denoise steps |"
+    assert "| API server | **together** | **3.00** | **4.00** |" in lines
+    assert "| engine | **together** | **1.50** | **2.00** |" in lines
+    assert "| client | waits (wall time) | 8.50 | 15.25 |" in lines
