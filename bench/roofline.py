@@ -220,7 +220,13 @@ def small_models() -> dict[str, dict[str, Any]]:
         "dtype": "bfloat16",
     }
     llama |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
-    return {STEPWISE: llama | SMALL, "SDAR": sdar, "LLaDA2": llada2}
+    shape = {key: value for key, value in SMALL.items() if key != "num_hidden_layers"}
+    # Likewise, and half of the MLP is computed for every token, as in the released model.
+    shape |= {"intermediate_size": 768, "num_experts": 5, "top_k_experts": 3}
+    shape |= {"moe_intermediate_size": 256, "global_head_dim": 64, "num_global_key_value_heads": 3}
+    shape |= {"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5}
+    gemma = tiny_config(canvas_length=BLOCK, sliding_window=1024, **shape)
+    return {STEPWISE: llama | SMALL, "SDAR": sdar, "LLaDA2": llada2, "DiffusionGemma": gemma}
 
 
 def measure_small(config: dict[str, Any], is_stepwise: bool, rounds: int, out: Path) -> None:
