@@ -3,8 +3,9 @@
 import pytest
 
 from bench.context import write_csv
-from bench.request_time import API, ENGINE, PARTS, REST, part_of, parts_of, request_time
+from bench.request_time import API, ENGINE, PARTS, PLUGIN, REST, parts_of, request_time
 
+MESSAGES = "messages to and from the engine"
 SERVE = "run (asyncio/runners.py:1);app (fastapi/routing.py:2)"
 VISIT = "step (vllm/v1/engine/core.py:1);sample (vllm/v1/worker/gpu/model_runner.py:2)"
 
@@ -12,10 +13,11 @@ VISIT = "step (vllm/v1/engine/core.py:1);sample (vllm/v1/worker/gpu/model_runner
 @pytest.mark.parametrize(
     ("process", "stack", "part"),
     [
-        (API, f"{SERVE};read (dllm/settings/request.py:9)", "checks of this plugin"),
-        (API, f"{SERVE};deliver (dllm/patches/streaming.py:9)", "other code of this plugin"),
+        (API, f"{SERVE};read (dllm/settings/request.py:9)", PLUGIN),
+        (API, f"{SERVE};deliver (dllm/patches/streaming.py:9);loads (json/x.py:1)", PLUGIN),
+        (API, f"{SERVE};get (dllm/patches/a.py:9);get (vllm/v1/core_client.py:1)", MESSAGES),
         (API, f"{SERVE};root (<template>:3)", "chat template"),
-        (API, f"{SERVE};encode (vllm/v1/serial_utils.py:3)", "messages to and from the engine"),
+        (API, f"{SERVE};encode (vllm/v1/serial_utils.py:3)", MESSAGES),
         (API, f"{SERVE};body (starlette/requests.py:3)", "HTTP"),
         (ENGINE, f"{VISIT};__call__ (dllm/engine/sampler.py:3)", "sampler"),
         (ENGINE, f"{VISIT};f (dllm/engine/loop.py:3);forward (vllm/x.py:3)", "forward"),
@@ -25,11 +27,15 @@ VISIT = "step (vllm/v1/engine/core.py:1);sample (vllm/v1/worker/gpu/model_runner
     ],
 )
 def test_a_stack_belongs_to_the_first_part_that_matches(process: str, stack: str, part: str):
-    assert part_of(process, stack) == part
+    assert parts_of(process, [(stack, 1)])[part] == 1
 
 
 def test_shares_are_those_of_the_samples_in_the_order_of_the_parts():
-    stacks = [(f"{VISIT};__call__ (dllm/engine/sampler.py:3)", 3), ("main (x.py:1)", 1)]
+    stacks = [
+        (f"{VISIT};__call__ (dllm/engine/sampler.py:3)", 3),
+        ("main (x.py:1)", 1),
+        ("run (threading.py:1);Condition.wait (threading.py:331)", 99),
+    ]
 
     shares = parts_of(ENGINE, stacks)
 

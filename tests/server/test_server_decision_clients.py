@@ -1,4 +1,4 @@
-"""LiteLLM and LangChain ask typed decisions, unchanged, in a process of their own."""
+"""LiteLLM and LangChain chat and ask typed decisions, unchanged, in a process of their own."""
 
 import json
 import os
@@ -57,3 +57,20 @@ def test_langchain(answers):
     assert found["more"]["probability"] == expected
     assert found["who"]["choice"] in ("Ann", "Bob")
     assert 0 <= found["many"]["score"] <= 1
+
+
+def test_chats_give_the_answer_that_openais_client_gets(server, answers):
+    said = server.client().chat.completions.create(
+        model=MODEL, messages=decision_clients.SAID, temperature=0, max_tokens=64
+    )
+    expected = said.choices[0].message.content
+    chats = {
+        f"{client} {way}": answers[f"{client} {way}"]
+        for client in ("openai", "hosted_vllm", "langchain")
+        for way in ("chat", "achat", "stream")
+    }
+    assert chats == dict.fromkeys(chats, expected)
+
+
+def test_langchain_gets_what_its_schema_says(answers):
+    assert answers["langchain structured"] == {"name": "Lou", "age": 28}

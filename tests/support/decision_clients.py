@@ -1,4 +1,4 @@
-"""Asks a server typed decisions through LiteLLM and LangChain; run with these on Python's path.
+"""Asks a server through LiteLLM and LangChain; run with these on Python's path.
 
 ``python decision_clients.py URL MODEL`` writes what each answered as JSON.
 """
@@ -22,6 +22,44 @@ SYSTEMONE = {
     "who": {"type": "choice", "instructions": "Who?", "criteria": {"Ann": None, "Bob": "second"}},
     "many": {"type": "score", "instructions": "How many?", "criteria": ["few", "all"]},
 }
+SAID = [
+    {"role": "user", "content": "Write name, age and city as JSON: Lou is 28 and lives in Baku."}
+]
+PERSON = {
+    "title": "person",
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def chat_litellm(url: str, model: str) -> dict[str, Any]:
+    import litellm
+
+    found = {}
+    for provider in ("openai", "hosted_vllm"):
+        asked = {"model": f"{provider}/{model}", "api_base": url, "api_key": "none"}
+        asked |= {"messages": SAID, "temperature": 0, "max_tokens": 64}
+        parts = litellm.completion(**asked, stream=True)
+        found[f"{provider} chat"] = litellm.completion(**asked).choices[0].message.content
+        found[f"{provider} achat"] = (
+            asyncio.run(litellm.acompletion(**asked)).choices[0].message.content
+        )
+        found[f"{provider} stream"] = "".join(part.choices[0].delta.content or "" for part in parts)
+    return found
+
+
+def chat_langchain(url: str, model: str) -> dict[str, Any]:
+    from langchain_openai import ChatOpenAI
+
+    client = ChatOpenAI(model=model, base_url=url, api_key="none", temperature=0, max_tokens=64)
+    return {
+        "langchain chat": client.invoke(SAID).content,
+        "langchain achat": asyncio.run(client.ainvoke(SAID)).content,
+        "langchain stream": "".join(part.content for part in client.stream(SAID)),
+        "langchain structured": client.with_structured_output(PERSON).invoke(SAID),
+    }
 
 
 def ask_litellm(url: str, model: str) -> dict[str, Any]:
@@ -55,4 +93,7 @@ def ask_langchain(url: str, model: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(ask_litellm(*sys.argv[1:]) | ask_langchain(*sys.argv[1:])))
+    answers: dict[str, Any] = {}
+    for ask in (ask_litellm, ask_langchain, chat_litellm, chat_langchain):
+        answers |= ask(*sys.argv[1:])
+    print(json.dumps(answers))
