@@ -44,8 +44,8 @@ PARTS = {
         "HTTP": "(uvicorn/ (starlette/ (fastapi/ (asyncio/ (vllm/entrypoints/",
     },
     ENGINE: {
-        "forward": "(dllm/models/gemma/backbone forward(vllm/ (vllm/compilation/",
         "head": "compute_logits _logits(dllm",
+        "forward": "(dllm/models/gemma/backbone forward(vllm/ (vllm/compilation/",
         "input preparation": "canvas_inputs canvas_attention prepare_inputs prepare_attn"
         " _condition add_requests update_requests",
         "emission": "(dllm/engine/emitted_blocks update_from_output",

@@ -21,7 +21,7 @@ VISIT = "step (vllm/v1/engine/core.py:1);sample (vllm/v1/worker/gpu/model_runner
         (API, f"{SERVE};body (starlette/requests.py:3)", "HTTP"),
         (ENGINE, f"{VISIT};__call__ (dllm/engine/sampler.py:3)", "sampler"),
         (ENGINE, f"{VISIT};f (dllm/engine/loop.py:3);forward (vllm/x.py:3)", "forward"),
-        (ENGINE, f"{VISIT};_logits (dllm/models/gemma/backbone.py:3)", "forward"),
+        (ENGINE, f"{VISIT};_logits (dllm/models/gemma/backbone.py:3)", "head"),
         (ENGINE, "run (threading.py:1);process_output_sockets (vllm/x.py:2)", "messages"),
         (ENGINE, "run (threading.py:1)", REST),
     ],
