@@ -57,13 +57,14 @@ class Line(NamedTuple):
 DIFFUSION, DRAFTS = "DiffusionGemma", "autoregressive, our drafter"
 MORE_TITLE, MORE = "the same with `--max-num-seqs 64` (default: 8)", f"{BUILTIN} --max-num-seqs 64"
 QUESTIONS, PAIR = {"schedule": ADAPTIVE}, {"target": "tiny-ar", "family": MIXED}
-BLOCKS = {"canvas_length": "32"}
 LINES = (
     Line(DIFFUSION, "vLLM's built-in DiffusionGemma", SERVING, OURS, BUILTIN, QUESTIONS),
     Line(DIFFUSION, MORE_TITLE, SETTINGS, OURS, MORE, QUESTIONS),
-    Line(DIFFUSION, "Hugging Face's `generate`", SERVING, OURS, REFERENCE, QUESTIONS),
+    Line(DIFFUSION, "Hugging Face's `generate`, no server", SERVING, OURS, REFERENCE, QUESTIONS),
     Line(DIFFUSION, "an autoregressive model", SERVING, OURS, AUTOREGRESSIVE, QUESTIONS),
-    Line("SDAR, blocks of 32", "diffusers' pipeline", FAMILIES, OURS, PIPELINE, BLOCKS),
+    Line(
+        "SDAR, blocks of 32", "diffusers' pipeline, no server", FAMILIES, OURS, PIPELINE, QUESTIONS
+    ),
     Line(DRAFTS, "vLLM without drafts", DRAFTER, "adaptive", PLAIN, PAIR),
     Line(DRAFTS, "vLLM's n-gram drafts", DRAFTER, "adaptive", "n-gram", PAIR),
 )

@@ -44,7 +44,7 @@ from bench.context import ROOT, Rows, command_line, progress, publish
 from bench.roofline_attention import report
 from bench.servers import child_environment
 from bench.tables import markdown, middle, of, ratios, section
-from dllm.models.gemma.tiny import tiny_config
+from dllm.models.gemma.tiny import generation_config, tiny_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # The shape of google/diffusiongemma-26B-A4B-it: its text_config is its Gemma 4 26B-A4B backbone's.
@@ -235,8 +235,11 @@ def measure_small(config: dict[str, Any], is_stepwise: bool, rounds: int, out: P
 
     out.mkdir()
     (out / "config.json").write_text(json.dumps(config))
-    generation = {"max_denoising_steps": FIXED_STEPS, "confidence_threshold": 0.0}
-    (out / "generation_config.json").write_text(json.dumps({} if is_stepwise else generation))
+    generation: dict[str, Any] = {}
+    if not is_stepwise:
+        own = generation_config() if config["model_type"] == "diffusion_gemma" else {}
+        generation = own | {"max_denoising_steps": FIXED_STEPS, "confidence_threshold": 0.0}
+    (out / "generation_config.json").write_text(json.dumps(generation))
     # Eager: all of them compute alike, and compiling takes minutes for each.
     given: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
     given |= {"disable_log_stats": False, "enforce_eager": True}
