@@ -94,7 +94,6 @@ def compared(tmp_path: Path) -> Path:
     write_csv(tmp_path / readme.SERVING, serving)
     settings = runs(about, 32, OURS, 110) + runs(about, 32, f"{BUILTIN} --max-num-seqs 64", 100)
     write_csv(tmp_path / readme.SETTINGS, settings)
-    about = {"canvas_length": 32}
     write_csv(tmp_path / readme.FAMILIES, runs(about, 1, OURS, 90) + runs(about, 1, PIPELINE, 30))
     about = {"target": "tiny-ar", "family": "mixed"}
     drafting = runs(about, 1, "adaptive", 90) + runs(about, 1, "n-gram", 100)
@@ -109,7 +108,7 @@ def compared(tmp_path: Path) -> Path:
         "| vLLM's built-in DiffusionGemma | 2.50 [2.00 .. 3.00] | - | 0.50 [0.50 .. 0.50] "
         "| [abc1234](bench/results/serve_compiled.csv) |",
         "(default: 8) | - | - | 1.10 [1.10 .. 1.10] | [abc1234](bench/results/serve_settings.csv)",
-        "SDAR, blocks of 32 | diffusers' pipeline | 3.00 [3.00 .. 3.00] | - | - | [abc1234]",
+        "SDAR, blocks of 32 | diffusers' pipeline, no server | 3.00 [3.00 .. 3.00] | - | - |",
         "| vLLM without drafts | - | - | - |",
         "| vLLM's n-gram drafts | 0.90 [0.90 .. 0.90] | - | - | [abc1234]",
     ],

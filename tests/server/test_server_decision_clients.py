@@ -61,7 +61,7 @@ def test_langchain(answers):
 
 def test_chats_give_the_answer_that_openais_client_gets(server, answers):
     said = server.client().chat.completions.create(
-        model=MODEL, messages=decision_clients.SAID, temperature=0, max_tokens=64
+        model=MODEL, messages=decision_clients.SAID, seed=1, max_tokens=64
     )
     expected = said.choices[0].message.content
     chats = {
@@ -73,4 +73,5 @@ def test_chats_give_the_answer_that_openais_client_gets(server, answers):
 
 
 def test_langchain_gets_what_its_schema_says(answers):
-    assert answers["langchain structured"] == {"name": "Lou", "age": 28}
+    found = answers["langchain structured"]
+    assert {key: type(value) for key, value in found.items()} == {"name": str, "age": int}

@@ -40,7 +40,7 @@ def chat_litellm(url: str, model: str) -> dict[str, Any]:
     found = {}
     for provider in ("openai", "hosted_vllm"):
         asked = {"model": f"{provider}/{model}", "api_base": url, "api_key": "none"}
-        asked |= {"messages": SAID, "temperature": 0, "max_tokens": 64}
+        asked |= {"messages": SAID, "seed": 1, "max_tokens": 64}
         parts = litellm.completion(**asked, stream=True)
         found[f"{provider} chat"] = litellm.completion(**asked).choices[0].message.content
         found[f"{provider} achat"] = (
@@ -53,7 +53,7 @@ def chat_litellm(url: str, model: str) -> dict[str, Any]:
 def chat_langchain(url: str, model: str) -> dict[str, Any]:
     from langchain_openai import ChatOpenAI
 
-    client = ChatOpenAI(model=model, base_url=url, api_key="none", temperature=0, max_tokens=64)
+    client = ChatOpenAI(model=model, base_url=url, api_key="none", seed=1, max_tokens=64)
     return {
         "langchain chat": client.invoke(SAID).content,
         "langchain achat": asyncio.run(client.ainvoke(SAID)).content,
