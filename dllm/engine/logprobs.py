@@ -124,7 +124,7 @@ class BlockLogprobs:
             return None
         counts = self._rows_that_ask(input_batch)
         if self._kept is None and not self._is_async:
-            counts = np.minimum(counts, num_emitted.cpu().numpy())  # the only wait
+            counts = np.minimum(counts, num_emitted.cpu().numpy()[: len(counts)])  # the only wait
         if not counts.any():
             return None
         some = to_device(_row_indices(counts, input_batch), logits.device)

@@ -47,8 +47,7 @@ class Tile(NamedTuple):
     Attributes:
         logit_rows: their rows among all logits of the batch.
         batch: their requests alone.
-        rows: where the canvases are in it.
-        at_least_two: the same rows for compiled code.
+        rows: where the canvases are in it; at least two, of which the last may be empty.
         traced: rows of logits whose tokens are traced, ``[n]``; None if nobody asks.
         is_pinned: ``[N, 1]`` bool, rows whose input token the request fixed (``settings.pins``);
             None if nobody pins.
@@ -62,7 +61,6 @@ class Tile(NamedTuple):
     logit_rows: slice
     batch: InputBatch
     rows: CanvasRows
-    at_least_two: CanvasRows
     traced: torch.Tensor | None
     is_pinned: torch.Tensor | None
     filters: RowFilters | None
@@ -202,10 +200,9 @@ class DiffusionSampler:
         return [self._tile(logit_rows, batch) for logit_rows, batch in parts]
 
     def _tile(self, logit_rows: slice, batch: InputBatch) -> Tile:
-        at_least_two = self._rows(batch)
+        rows = self._rows(batch)
         if self._is_async:
-            at_least_two = pending.without_commits(at_least_two, self.state)
-        rows = at_least_two.first_rows(batch.num_reqs)
+            rows = pending.without_commits(rows, self.state)
         state, slots = self.state, batch.idx_mapping_np[: batch.num_reqs]
         is_pinned, forbids_words = None, self.edits.forbids_words(batch, rows)
         if state.has_pins[slots].any():
@@ -218,7 +215,6 @@ class DiffusionSampler:
             logit_rows=logit_rows,
             batch=batch,
             rows=rows,
-            at_least_two=at_least_two,
             traced=self.traces.rows_of(batch),
             is_pinned=is_pinned,
             filters=self._filters(batch),
@@ -246,16 +242,15 @@ class DiffusionSampler:
             logits = self.edits.apply(logits, context)
         ids = self.req_states.draft_tokens[tile.batch.expanded_idx_mapping, rows.place]
         written = None if tile.grammars is None else self._write_texts(logits, ids, tile)
-        of_all = self._denoise_rows(
+        step = self._denoise_rows(
             logits,
             ids,
             tile.free if written is None else written.chosen,
-            tile.at_least_two,
+            rows,
             self.state,
             self.family,
             tile.filters,
         )
-        step = of_all.first_rows(tile.batch.num_reqs)
         self._store_soft_embeddings(logits, tile, step)
         scored_at = None
         if self.logprobs.are_wanted(tile.batch):
@@ -265,15 +260,14 @@ class DiffusionSampler:
         if tile.traced is not None:
             own = logits[tile.traced] if own is None else own
             self.traces.record(own, tile.traced, ids, tile.is_pinned, step, self.state, rows)
-        num_emitted = torch.where(of_all.converged, tile.at_least_two.widths, 0)
+        num_emitted = torch.where(step.converged, rows.widths, 0)
         if context is not None and tile.forbids_words is not None:
             tokens = step.argmax_canvas[rows.row_of, rows.place]  # [N]
             is_bad = self.edits.completes_bad_word(logits, tokens, context, tile.forbids_words)
-            num_emitted = torch.minimum(num_emitted, clean_lengths(tile.at_least_two, is_bad))
-            of_all = self._trim_at_bad_word(tile.at_least_two, of_all, num_emitted)
-            step = of_all.first_rows(tile.batch.num_reqs)
+            num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
+            step = self._trim_at_bad_word(rows, step, num_emitted)
         if written is not None:
-            self.grammars.emitted(written, num_emitted[: len(rows.slots)], tile.grammars)
+            self.grammars.emitted(written, num_emitted, tile.grammars)
         if self.frames.are_wanted(tile.batch):
             records = None if tile.traced is None else self.traces.records
             self.frames.take(rows, step, self.state.steps_done, records, tile.batch)
@@ -281,17 +275,18 @@ class DiffusionSampler:
             self.traces.end(self.state.written_slots(rows), step.converged)
         tokens, sampled, rejected = self._store_rows(
             num_emitted,
-            of_all,
-            tile.at_least_two,
+            step,
+            rows,
             self.state,
             self.req_states.draft_tokens,
-            self._lengths(tile.at_least_two),
+            self._lengths(rows),
             self.family.settings.block_size,
         )
         logprobs = None
         if scored_at is not None:
-            emitted = num_emitted[: len(rows.slots)]
-            logprobs = self.logprobs.of_blocks(logits, scored_at, step, emitted, rows, tile.batch)
+            logprobs = self.logprobs.of_blocks(
+                logits, scored_at, step, num_emitted, rows, tile.batch
+            )
         return self._output(tokens, sampled, rejected, logprobs, tile.batch.num_reqs)
 
     def _write_texts(self, logits: torch.Tensor, ids: torch.Tensor, tile: Tile) -> Written:
