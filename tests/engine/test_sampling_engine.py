@@ -422,10 +422,10 @@ def test_prompt_logprobs_of_an_aborted_request_are_forgotten(engine):
     with engine.one_pass_a_visit():
         engine.step()
         engine.step()
-    assert engine.scheduler._prompt_logprobs._top
+    assert any(engine.scheduler._prompt_logprobs.values())
     engine.llm.llm_engine.abort_request([doomed])
     engine.generate([CONTEXT], params(1))
-    assert not engine.scheduler._prompt_logprobs._top
+    assert not any(engine.scheduler._prompt_logprobs.values())
 
 
 # --- canvases that the request brings ------------------------------------------------------------
