@@ -1,7 +1,7 @@
 """FrameTaker: in the worker, packs the canvases of watched requests after each denoise step.
 
-Where nobody watches it costs one comparison (``are_wanted``). It is a module of its own
-because ``engine.frames`` is imported by the API server, which has no worker's modules.
+It is a module of its own because ``engine.frames`` is imported by the API server, which has no
+worker's modules.
 """
 
 from typing import Any
@@ -27,7 +27,6 @@ class FrameTaker:
         self._every: list[str | None] = [None] * num_slots
         self._is_watched = np.zeros(num_slots, dtype=bool)
         self._is_shown = np.zeros(num_slots, dtype=bool)  # unfinished canvases, too
-        self._num_watched = 0  # slots; that of an ended request counts until it is used again
         self._pending: list[StepFrames] = []
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
@@ -39,15 +38,13 @@ class FrameTaker:
         is_shown = extra.get(STREAM) is not None
         is_watched = is_shown or traced(params) is not None
         is_watched &= get_tp_group().is_first_rank
-        self._num_watched += int(is_watched) - int(self._is_watched[slot])
         self._is_watched[slot], self._is_shown[slot] = is_watched, is_shown
         every = extra.get(STREAM_EVERY) or "pass" if is_shown else "block"
         self._every[slot] = every if is_watched else None
 
     def are_wanted(self, input_batch: InputBatch) -> bool:
         """Whether a request of the batch is watched."""
-        slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
-        return self._num_watched > 0 and bool(self._is_watched[slots].any())
+        return bool(self._is_watched[input_batch.idx_mapping_np[: input_batch.num_reqs]].any())
 
     def take(
         self,
