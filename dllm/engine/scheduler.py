@@ -22,7 +22,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm.engine.emitted_blocks import GrammarRoom, room_for
 from dllm.engine.frames import FrameMail
-from dllm.engine.visit import allow_more_passes, num_passes
 from dllm.settings.denoising import NO_TOKEN, block_size_of
 from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import PluginOptions
@@ -108,7 +107,7 @@ class CanvasScheduler(Scheduler):
         if self._overlaps_first_step:
             self._give_canvases_to_new_requests(output)
         if self._may_repeat(output):
-            allow_more_passes(output)
+            output.allows_more_passes = True  # type: ignore[attr-defined]  (``engine.loop``)
         return output
 
     def _mamba_block_aligned_split(
@@ -223,7 +222,7 @@ class CanvasScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's accounting of a visit; prompt logprobs are kept until the first block."""
         self._postpone_prompt_logprobs(model_runner_output)
-        self._num_passes = num_passes(model_runner_output)
+        self._num_passes = getattr(model_runner_output, "num_passes", 1)
         frames = FrameMail(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         frames.add_to(outputs)

@@ -17,7 +17,6 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from dllm.engine.loop import DenoiseLoop
-from dllm.engine.visit import allows_more_passes, num_passes
 from dllm.settings.server import PluginOptions
 from tests.engine.test_engine import page_contents, params, scheduled_spans, scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
@@ -186,7 +185,7 @@ def test_a_request_aborted_in_mid_loop_leaves_nothing_behind(engine, monkeypatch
 
         def abort_first(scheduled: Any, answer: Any) -> Any:
             if not aborted:
-                aborted.append(num_passes(answer))
+                aborted.append(answer.num_passes)
                 engine.llm.llm_engine.abort_request([doomed])
             return update(scheduled, answer)
 
@@ -353,7 +352,7 @@ def permissions(monkeypatch: pytest.MonkeyPatch, engine: Engine, is_crowded: Any
 
     def spy(self: Any, throttle_prefills: bool = False) -> Any:
         output = schedule(self, throttle_prefills)
-        messages.append((is_crowded(self, output), allows_more_passes(output)))
+        messages.append((is_crowded(self, output), hasattr(output, "allows_more_passes")))
         return output
 
     monkeypatch.setattr(type(engine.scheduler), "schedule", spy)
