@@ -3,6 +3,8 @@
 The quiet run itself is held to Hugging Face in ``test_parity.py``.
 """
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -26,15 +28,15 @@ def start(request, checkpoint):
     return lambda **options: get(checkpoint(), **{"max_num_batched_tokens": 256} | options)
 
 
-def params(blocks: float = 3, seed: int = 1, **options) -> SamplingParams:
-    """`blocks` canvases of output, not ended by end-of-sequence."""
-    options = {"ignore_eos": True} | options
-    return SamplingParams(max_tokens=int(blocks * CANVAS), seed=seed, **options)
-
-
-def quiet(engine, context, sampling) -> list[int]:
-    """The tokens of a request that has an engine with an empty cache to itself."""
-    return engine.quiet_run(context, sampling).tokens
+def params(
+    blocks: float = 3, seed: int = 1, bad_word_ids: Sequence[Sequence[int]] = (), **options
+) -> SamplingParams:
+    """`blocks` canvases of output, not ended by end-of-sequence; bad words as token ids."""
+    options = {"ignore_eos": True, "max_tokens": int(blocks * CANVAS), "seed": seed} | options
+    result = SamplingParams(**options)
+    if bad_word_ids:
+        result._bad_words_token_ids = [list(word) for word in bad_word_ids]
+    return result
 
 
 def scheduler_watch(monkeypatch, engine, name):
@@ -197,10 +199,11 @@ def test_without_a_seed_every_request_draws_its_own_noise(engine):
 
 def test_greedy_draws_no_gumbel_noise(engine, monkeypatch):
     greedy = params(temperature=0)
-    tokens = quiet(engine, prompt(30), greedy)
+    tokens = engine.quiet_run(prompt(30), greedy).tokens
     monkeypatch.setattr(
         "dllm.ops.row_stats.gumbel",
         lambda keys, vocab_size: torch.randn(len(keys), vocab_size) * 50,
     )
-    assert quiet(engine, prompt(30), greedy) == tokens
-    assert quiet(engine, prompt(30), params()) != quiet(engine, prompt(30), params())
+    assert engine.quiet_run(prompt(30), greedy).tokens == tokens
+    drawn = [engine.quiet_run(prompt(30), params()).tokens for _ in range(2)]
+    assert drawn[0] != drawn[1]

@@ -268,29 +268,6 @@ def _as_items(launches: Counter[str]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(launches.items()))
 
 
-def test_pins_cost_nothing_where_nobody_pins(engine, monkeypatch):
-    store = "_store_soft_embeddings"
-    (plain,) = {call["where"] for call in counted_calls(engine, store, CASES["one"], monkeypatch)}
-    (pinned,) = {call["where"] for call in counted_calls(engine, store, CASES["pins"], monkeypatch)}
-    assert pinned == plain + 1
-
-
-def counted_calls(engine, name, requests, monkeypatch) -> list[Counter[str]]:
-    """The operations of each call of a method of the sampler."""
-    kind = type(engine.runner.sampler)
-    method, calls = getattr(kind, name), []
-
-    def spy(*args):
-        with DeviceWatch() as watch:
-            method(*args)
-        calls.append(watch.num_calls)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, name, spy)
-        watched_run(engine, requests, passes=1)
-    return [call for call in calls if call]  # the first run is not watched
-
-
 def test_canvases_of_requests_with_a_grammar_are_not_copied_to_the_host(engine):
     """vLLM copies drafts for its scheduler, and ours does not ask for their tokens."""
     engine.generate(*zip(*CASES["a grammar"], strict=True))

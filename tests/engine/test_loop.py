@@ -458,15 +458,6 @@ def test_without_kv_pages_for_the_canvas_the_prompt_goes_alone(engine, monkeypat
     assert [span[1:] for span in scheduled_spans(o for _, o in outputs)][:2] == [(50, 0), (32, 32)]
 
 
-def test_a_prompt_that_leaves_no_room_for_a_whole_canvas_takes_a_narrow_one(engine):
-    limit = engine.runner.max_model_len
-    with engine.watch() as watched:
-        (output,) = engine.outputs([prompt(limit - 5)], params(blocks=9))
-    (steps,) = watched.values()
-    assert {len(step.canvas) for step in steps} == {5} and steps[0].head_len
-    assert len(output.outputs[0].token_ids) == 5
-
-
 # --- what is counted -----------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.test_engine import scheduled_spans, scheduler_watch
+from tests.engine.test_engine import params, scheduled_spans, scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import (
@@ -22,18 +22,6 @@ from tests.support.naive_edits import edited, first_bad_word
 
 STOPS = (1, 6)  # eos_token_id of the checkpoint's generation_config.json
 MAX_STEPS = 16
-
-
-def params(
-    blocks: float = 3, seed: int = 1, bad_word_ids: Sequence[Sequence[int]] = (), **options
-) -> SamplingParams:
-    """`blocks` canvases of output, not ended by end-of-sequence; bad words as token ids."""
-    result = SamplingParams(
-        **({"ignore_eos": True, "max_tokens": int(blocks * CANVAS), "seed": seed} | options)
-    )
-    if bad_word_ids:
-        result._bad_words_token_ids = [list(word) for word in bad_word_ids]
-    return result
 
 
 def watched(
