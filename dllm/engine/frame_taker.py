@@ -42,10 +42,6 @@ class FrameTaker:
         every = extra.get(STREAM_EVERY) or "pass" if is_shown else "block"
         self._every[slot] = every if is_watched else None
 
-    def are_wanted(self, input_batch: InputBatch) -> bool:
-        """Whether a request of the batch is watched."""
-        return bool(self._is_watched[input_batch.idx_mapping_np[: input_batch.num_reqs]].any())
-
     def take(
         self,
         rows: CanvasRows,
@@ -54,7 +50,7 @@ class FrameTaker:
         records: torch.Tensor | None,
         input_batch: InputBatch,
     ) -> None:
-        """Pack what a pass did; does not wait for the device.
+        """Pack what a pass did to watched canvases, if there are any; does not wait for the device.
 
         Args:
             step: what the family decided.
@@ -63,6 +59,8 @@ class FrameTaker:
         """
         num_reqs = input_batch.num_reqs
         slots = input_batch.idx_mapping_np[:num_reqs]
+        if not self._is_watched[slots].any():
+            return
         widths = np.diff(input_batch.cu_num_logits_np[: num_reqs + 1])
         is_wanted = self._is_watched[slots] & (widths > 0)
         if rows.slots.device.type == "cpu":  # elsewhere nobody knows yet what has converged

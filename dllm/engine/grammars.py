@@ -188,7 +188,7 @@ class HostGrammars(CanvasGrammars):
         rows: CanvasRows,
         prepared: list[tuple[int, int, SlotGrammar]],
     ) -> Written:
-        """As described; ``paths`` by batch row."""
+        """As in the base class; ``paths`` by batch row."""
         widths, seq_lens = rows.widths.tolist(), rows.seq_lens.tolist()
         chosen = np.full(len(logits), NO_TOKEN, dtype=np.int64)
         paths: dict[int, Path] = {}
@@ -215,7 +215,7 @@ class HostGrammars(CanvasGrammars):
         num_emitted: torch.Tensor,
         prepared: list[tuple[int, int, SlotGrammar]],
     ) -> None:
-        """As described."""
+        """As in the base class."""
         counts = num_emitted.tolist()
         for row, _, grammar in prepared:
             if counts[row]:
@@ -260,7 +260,7 @@ class DeviceGrammars(CanvasGrammars):
         self._least = 0, 0  # classes and states that kernels have room for
 
     def _put(self, slot: int, found: SlotGrammar | None) -> None:
-        """As described; the state goes to the device with ``apply_staged_writes``."""
+        """As in the base class; the state goes to the device with ``apply_staged_writes``."""
         super()._put(slot, found)
         self._staged[slot] = found.state if found else 0
         # The scheduler lets in no more than there is room for.
@@ -276,7 +276,7 @@ class DeviceGrammars(CanvasGrammars):
         return {one.grammar for one in self.slots if one}
 
     def apply_staged_writes(self) -> None:
-        """As described."""
+        """As in the base class."""
         if self._staged:
             slots, states = to_device(np.array([*self._staged.items()]).T.copy(), self._device)
             self._states[slots] = states.int()
@@ -284,7 +284,7 @@ class DeviceGrammars(CanvasGrammars):
 
     @contextmanager
     def largest(self) -> Iterator[None]:
-        """As described; for vLLM's memory profile, before there are requests."""
+        """As in the base class; for vLLM's memory profile, before there are requests."""
         shipped = Constraint.shipped(Table.of_any_text(self._pool.vocab_size).to_bytes(), None)
         grammar = Grammar(shipped, stops=(0,), fillers=())
         self._least = LARGEST
@@ -332,7 +332,7 @@ class DeviceGrammars(CanvasGrammars):
     def write(
         self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: PreparedTables
     ) -> Written:
-        """As described; ``paths`` of all rows."""
+        """As in the base class; ``paths`` of all rows."""
         state = self._states[prepared.slots]
         canvases = Searches(
             first_row=prepared.first_row,
@@ -357,7 +357,7 @@ class DeviceGrammars(CanvasGrammars):
     def emitted(
         self, written: Written, num_emitted: torch.Tensor, prepared: PreparedTables
     ) -> None:
-        """As described. Canvases with a grammar are emitted whole: none has bad words."""
+        """As in the base class. Canvases with a grammar are emitted whole: none has bad words."""
         paths: Paths = written.paths
         before = self._states[prepared.slots]
         is_emitted = num_emitted[: len(before)] > 0

@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
@@ -260,17 +261,11 @@ class DiffusionSampler:
         if tile.traced is not None:
             own = logits[tile.traced] if own is None else own
             self.traces.record(own, tile.traced, ids, tile.is_pinned, step, self.state, rows)
-        num_emitted = torch.where(step.converged, rows.widths, 0)
-        if context is not None and tile.forbids_words is not None:
-            tokens = step.argmax_canvas[rows.row_of, rows.place]  # [N]
-            is_bad = self.edits.completes_bad_word(logits, tokens, context, tile.forbids_words)
-            num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
-            step = self._trim_at_bad_word(rows, step, num_emitted)
+        step, num_emitted = self._emission(logits, context, step, tile)
         if written is not None:
             self.grammars.emitted(written, num_emitted, tile.grammars)
-        if self.frames.are_wanted(tile.batch):
-            records = None if tile.traced is None else self.traces.records
-            self.frames.take(rows, step, self.state.steps_done, records, tile.batch)
+        records = None if tile.traced is None else self.traces.records
+        self.frames.take(rows, step, self.state.steps_done, records, tile.batch)
         if tile.traced is not None:
             self.traces.end(self.state.written_slots(rows), step.converged)
         tokens, sampled, rejected = self._store_rows(
@@ -326,15 +321,32 @@ class DiffusionSampler:
             min_p=states.min_p.gpu[row_slots],
         )
 
-    def _trim_at_bad_word(
-        self, rows: CanvasRows, step: Denoised, num_emitted: torch.Tensor
-    ) -> Denoised:
-        """Start the next canvas of a trimmed row directly behind the tokens that are emitted."""
-        starts = rows.seq_lens - rows.widths + num_emitted
+    def _emission(
+        self, logits: torch.Tensor, context: LogitsContext | None, step: Denoised, tile: Tile
+    ) -> tuple[Denoised, torch.Tensor]:
+        """How many tokens of each canvas are emitted: ``[R]``, in front of the first bad word.
+
+        Args:
+            logits: edited; changed in place.
+            context: of the edits; None if there are none.
+
+        Returns:
+            The step, in which the next canvas of a trimmed row starts directly behind the tokens
+            that are emitted; and their number.
+        """
+        rows = tile.rows
+        num_emitted = torch.where(step.converged, rows.widths, 0)
+        if context is None or tile.forbids_words is None:
+            return step, num_emitted
+        tokens = step.argmax_canvas[rows.row_of, rows.place]  # [N]
+        is_bad = self.edits.completes_bad_word(logits, tokens, context, tile.forbids_words)
+        num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
         is_trimmed = step.converged & (num_emitted < rows.widths)
+        starts = rows.seq_lens - rows.widths + num_emitted
         drawn = self.family.fresh_canvas(self.state.seeds[rows.slots], starts)
         redrawn = self.state.with_seeds(rows.slots, starts, drawn)
-        return step._replace(canvas=torch.where(is_trimmed[:, None], redrawn, step.canvas))
+        canvas = torch.where(is_trimmed[:, None], redrawn, step.canvas)
+        return step._replace(canvas=canvas), num_emitted
 
     def _store_soft_embeddings(self, logits: torch.Tensor, tile: Tile, step: Denoised) -> None:
         """Write what the next step is conditioned on.

@@ -99,4 +99,4 @@ def test_a_gpu_packs_what_the_host_packs_and_nobody_waits(taker, records):
 def test_only_the_first_rank_sends_frames(taker):
     taker.group.is_first_rank = False
     taker.add_request(3, watched())
-    assert not taker.are_wanted(batch())
+    assert not hasattr(take(taker), "canvas_frames")
