@@ -77,6 +77,10 @@ class CanvasGrammars(ABC):
     Args:
         vllm_config: for the longest sequence, and for the token that pads.
         num_slots: how many requests run at a time.
+
+    Attributes:
+        slots: the grammar of each request; None without one.
+        has_grammar: ``[slots]`` bool, for the host.
     """
 
     def __init__(self, vllm_config: VllmConfig, num_slots: int) -> None:
@@ -84,7 +88,7 @@ class CanvasGrammars(ABC):
         padding = vllm_config.model_config.hf_text_config.pad_token_id
         self._fillers = () if padding is None else (int(padding),)
         self.slots: list[SlotGrammar | None] = [None] * num_slots
-        self._has_grammar = np.zeros(num_slots, dtype=bool)
+        self.has_grammar = np.zeros(num_slots, dtype=bool)
         self._slot_of: dict[str, int] = {}
         # Equal grammars are unpacked once, as long as a request has them or they were used last.
         self._unpacked: WeakValueDictionary[Any, Grammar] = WeakValueDictionary()
@@ -112,7 +116,7 @@ class CanvasGrammars(ABC):
             self._put(slot, None)
 
     def _put(self, slot: int, found: SlotGrammar | None) -> None:
-        self._has_grammar[slot] = found is not None
+        self.has_grammar[slot] = found is not None
         self.slots[slot] = found
 
     def _read(self, shipped: bytes, data: NewRequestData) -> SlotGrammar:
@@ -143,7 +147,7 @@ class CanvasGrammars(ABC):
 
         Does not wait for the device.
         """
-        if not self._has_grammar[batch.idx_mapping_np[: batch.num_reqs]].any():
+        if not self.has_grammar[batch.idx_mapping_np[: batch.num_reqs]].any():
             return None
         return self._prepare(batch, rows)
 

@@ -12,7 +12,7 @@ it is admitted. A canvas that has not converged goes on; one that has converged 
 fresh one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,10 +195,9 @@ class DiffusionSampler:
 
     def _tiles(self, input_batch: InputBatch, fits: bool) -> list[Tile]:
         """The canvases of a visit, in one tile if all logits fit the workspace."""
-        parts: Iterable[tuple[slice, InputBatch]] = [(slice(None), input_batch)]
-        if not fits:
-            parts = tiles_of_batch(input_batch, self._rows_at_once)
-        return [self._tile(logit_rows, batch) for logit_rows, batch in parts]
+        if fits:
+            return [self._tile(slice(None), input_batch)]
+        return [self._tile(*part) for part in tiles_of_batch(input_batch, self._rows_at_once)]
 
     def _tile(self, logit_rows: slice, batch: InputBatch) -> Tile:
         rows = self._rows(batch)
@@ -220,7 +219,7 @@ class DiffusionSampler:
             is_pinned=is_pinned,
             filters=self._filters(batch),
             free=self._free[: int(batch.cu_num_logits_np[batch.num_reqs])],
-            is_edited=self.edits.are_wanted(batch),
+            is_edited=bool(self.edits.is_edited[slots].any()),
             forbids_words=forbids_words,
             grammars=self.grammars.prepare(batch, rows),
         )
@@ -307,12 +306,7 @@ class DiffusionSampler:
         make ``torch.compile`` compile the step a second time.
         """
         states, slots = self.sampling_states, input_batch.idx_mapping_np[: input_batch.num_reqs]
-        is_filtered = (
-            (states.top_k.np[slots] != self.vocab_size)
-            | (states.top_p.np[slots] != 1.0)
-            | (states.min_p.np[slots] != 0.0)
-        )
-        if not is_filtered.any() and states.top_k.gpu.is_cuda:
+        if states.top_k.gpu.is_cuda and not self.is_filtered(slots).any():
             return None
         row_slots = input_batch.expanded_idx_mapping
         return RowFilters(
@@ -320,6 +314,13 @@ class DiffusionSampler:
             top_p=states.top_p.gpu[row_slots],
             min_p=states.min_p.gpu[row_slots],
         )
+
+    def is_filtered(self, slots: np.ndarray) -> np.ndarray:
+        """Which of these requests use top-k, top-p or min-p: ``[R]`` bool."""
+        states = self.sampling_states
+        columns = ((states.top_k, self.vocab_size), (states.top_p, 1.0), (states.min_p, 0.0))
+        found: np.ndarray = np.any([column.np[slots] != off for column, off in columns], axis=0)
+        return found
 
     def _emission(
         self, logits: torch.Tensor, context: LogitsContext | None, step: Denoised, tile: Tile
