@@ -55,6 +55,7 @@ class LogitEdits:
         logit_bias: LogitsProcessor,
         penalties: LogitsProcessor,
         bad_words: LogitsProcessor,
+        *,
         num_slots: int,
     ) -> None:
         self._processors: Sequence[LogitsProcessor] = (logit_bias, penalties, bad_words)

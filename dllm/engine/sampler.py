@@ -99,17 +99,15 @@ class DiffusionSampler:
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state  # the runner counts emitted tokens there
-        logit_bias, penalties, bad_words = sampler.logits_processors
-        self.edits = LogitEdits(
-            logit_bias, penalties, bad_words, num_slots=self.req_states.max_num_reqs
-        )
+        num_slots = self.req_states.max_num_reqs
+        self.edits = LogitEdits(*sampler.logits_processors, num_slots=num_slots)
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         most = vllm_config.model_config.max_logprobs
         self._most_logprobs = self.vocab_size if most < 0 else most
         kept = KeptScores(state.argmax_canvas) if family.decides_for_good else None
         self.logprobs = BlockLogprobs(sampler, self._is_async, kept)
-        self.frames = FrameTaker(num_slots=self.req_states.max_num_reqs)
+        self.frames = FrameTaker(num_slots)
         self.traces = BlockTraces(state.argmax_canvas, family.decides_for_good)
         self._rows_at_once = rows_at_once(vllm_config)
         # Longer than any batch: torch.compile takes two equal sizes for the same one, and would
