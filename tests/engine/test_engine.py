@@ -136,18 +136,6 @@ def test_the_kv_of_generated_blocks_equals_that_of_the_same_tokens_prefilled(eng
         torch.testing.assert_close(generated, prefilled, rtol=1e-4, atol=1e-4)
 
 
-def test_a_prefix_shared_by_two_requests_changes_nothing(engine, monkeypatch):
-    page = engine.runner.block_tables.block_sizes[0]
-    shared = prompt(page)
-    contexts = [shared + prompt(5, salt=1), shared + prompt(8, salt=2)]
-    expected = [engine.quiet_run(context, params()) for context in contexts]
-    engine.reset_prefix_cache()
-    hits = scheduler_watch(monkeypatch, engine, "_get_local_prefix_cache_hit")
-    runs = [engine.runs([context], params())[0] for context in contexts]
-    assert [result[1] for _, result in hits] == [0, page]
-    assert_same_runs(runs, expected)
-
-
 # --- batches, budgets, interruptions -------------------------------------------------------------
 
 
@@ -185,25 +173,10 @@ def test_a_cache_that_is_too_small_for_long_delays_requests_and_ends_none(
     tight.reset_prefix_cache()  # asserts that no KV block leaked
 
 
-# --- where generation ends -----------------------------------------------------------------------
+# --- noise ---------------------------------------------------------------------------------------
 
 
 def test_without_a_seed_every_request_draws_its_own_noise(engine):
     same = [prompt(20)] * 3
     outputs = engine.generate(same, SamplingParams(max_tokens=CANVAS, ignore_eos=True))
     assert len({tuple(tokens) for tokens in outputs}) == 3
-
-
-# --- request options -----------------------------------------------------------------------------
-
-
-def test_greedy_draws_no_gumbel_noise(engine, monkeypatch):
-    greedy = params(temperature=0)
-    tokens = engine.quiet_run(prompt(30), greedy).tokens
-    monkeypatch.setattr(
-        "dllm.ops.row_stats.gumbel",
-        lambda keys, vocab_size: torch.randn(len(keys), vocab_size) * 50,
-    )
-    assert engine.quiet_run(prompt(30), greedy).tokens == tokens
-    drawn = [engine.quiet_run(prompt(30), params()).tokens for _ in range(2)]
-    assert drawn[0] != drawn[1]

@@ -152,6 +152,14 @@ def test_what_follows_a_bad_word_is_denoised_again(engine, num_steps):
     assert starts == [len(CONTEXT) + sum(emitted[:i]) for i in range(len(emitted))]
 
 
+def assert_seen(pins: dict[int, int], steps: Sequence[DenoiseStep], context: Sequence[int]) -> None:
+    """Every step has what is pinned, by position of the answer, on its canvas."""
+    for step in steps:
+        offset = step.canvas_start - len(context)
+        here = {p - offset: t for p, t in pins.items() if 0 <= p - offset < len(step.canvas)}
+        assert {place: step.canvas[place] for place in here} == here
+
+
 def test_the_canvas_behind_a_cut_one_starts_with_its_pins(engine):
     """Pins of positions that were cut, and of later ones, are in the first step's input."""
     pins = {place: 40 + place for place in range(CANVAS // 2, 2 * CANVAS, 3)}
@@ -163,10 +171,7 @@ def test_the_canvas_behind_a_cut_one_starts_with_its_pins(engine):
     )
     _, steps = watched(engine, CONTEXT, sampling)
     assert steps[0].num_emitted < CANVAS, "the first canvas was not cut"
-    for step in steps:
-        offset = step.canvas_start - len(CONTEXT)
-        here = {p - offset: token for p, token in pins.items() if 0 <= p - offset < CANVAS}
-        assert {place: step.canvas[place] for place in here} == here
+    assert_seen(pins, steps, CONTEXT)
 
 
 # --- filters -------------------------------------------------------------------------------------
