@@ -24,7 +24,7 @@ class FrameTaker:
     """In the worker: copies the canvases of watched requests, if there are any."""
 
     def __init__(self, num_slots: int) -> None:
-        self._every: list[str | None] = [None] * num_slots
+        self._every = ["block"] * num_slots
         self._is_watched = np.zeros(num_slots, dtype=bool)
         self._is_shown = np.zeros(num_slots, dtype=bool)  # unfinished canvases, too
         self._pending: list[StepFrames] = []
@@ -39,8 +39,7 @@ class FrameTaker:
         is_watched = is_shown or traced(params) is not None
         is_watched &= get_tp_group().is_first_rank
         self._is_watched[slot], self._is_shown[slot] = is_watched, is_shown
-        every = extra.get(STREAM_EVERY) or "pass" if is_shown else "block"
-        self._every[slot] = every if is_watched else None
+        self._every[slot] = extra.get(STREAM_EVERY) or "pass" if is_shown else "block"
 
     def take(
         self,
@@ -69,7 +68,7 @@ class FrameTaker:
         if len(index) == 0:
             return
         packed = _packed(index, rows, step, steps_before, records)
-        every = [str(self._every[slot]) for slot in slots[index]]
+        every = [self._every[slot] for slot in slots[index]]
         self._pending.append(StepFrames([input_batch.req_ids[i] for i in index], every, packed))
 
     def attach(self, answer: ModelRunnerOutput) -> None:
