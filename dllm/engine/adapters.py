@@ -6,13 +6,13 @@ else is refused by name when an adapter is loaded: heads, embeddings, experts, r
 families, and the MLP of self-conditioning, which is computed for canvases only.
 """
 
-import functools
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.lora.lora_model import LoRAModel
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import is_in_target_modules, parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
@@ -114,7 +114,7 @@ def _refuse_other_shape(name: str, lora: Any, manager: Any) -> None:
 def load_lora_model(
     runner: Any, model: nn.Module, vllm_config: VllmConfig, device: torch.device
 ) -> nn.Module:
-    """Takes the place of the method of vLLM's model runner: gives linear layers adapters.
+    """In the place of the method of vLLM's model runner: gives linear layers adapters.
 
     Raises:
         ValueError: ``--lora-target-modules`` names something else.
@@ -140,14 +140,48 @@ def load_lora_model(
     return served
 
 
-def take_adapters(runner: Any) -> None:
-    """Before the model is loaded: the runner gives it adapters by ``load_lora_model``."""
-    runner.load_lora_model = functools.partial(load_lora_model, runner)
-
-
 def map_rows(runner: Any, batch: InputBatch) -> None:
     """Tell the layers which row of ``batch`` has which adapter, as vLLM does for a whole visit."""
     inputs = runner.lora_state.make_lora_inputs(
         batch.req_ids, batch.idx_mapping_np, batch.num_scheduled_tokens
     )
     runner._set_active_loras(*inputs)
+
+
+class PunicaByRuns(PunicaWrapperCPU):
+    """On a CPU: two matrix products for each run of rows that have the same adapter.
+
+    vLLM's own gathers a matrix for each row. For a row without an adapter it takes row -1 of the
+    stacked adapters, which is the last one, so that in a batch of both its answers are wrong.
+    """
+
+    def add_lora_linear(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: tuple[torch.Tensor, ...],
+        lora_b_stacked: tuple[torch.Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: tuple[torch.Tensor, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add ``scale * x @ A.T @ B.T`` to each slice of ``y``, in place.
+
+        Args:
+            y: ``[rows, sum of output_slices]``; x: ``[rows, columns]``.
+            lora_a_stacked, lora_b_stacked: of each slice, ``[adapters, 1, rank, columns]`` and
+                ``[adapters, 1, slice, rank]``.
+        """
+        if self.no_lora:
+            return
+        runs = (one.tolist() for one in self.prefill_metadata[:3])
+        stacked = list(zip(lora_a_stacked, lora_b_stacked, strict=True))
+        for start, length, adapter in zip(*runs, strict=True):
+            if adapter < 0:
+                continue
+            rows = slice(start, start + length)
+            parts = y[rows].split(output_slices, dim=1)
+            for part, (a, b) in zip(parts, stacked, strict=True):
+                part.add_(x[rows] @ a[adapter, 0].T @ b[adapter, 0].T, alpha=scale)

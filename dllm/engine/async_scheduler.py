@@ -105,5 +105,5 @@ class CanvasAsyncScheduler(CanvasScheduler, AsyncScheduler):
         stats = super().make_stats(*args, **kwargs)
         count, self._num_commits = self._num_commits, 0
         if stats is not None and count:
-            metrics.add_commit_passes(stats, count)
+            metrics.put_into(stats, metrics.KEY, count)
         return stats

@@ -88,12 +88,3 @@ class CanvasRows(NamedTuple):
             place=places % canvas_length,
             padded=places.view(num_rows, canvas_length),
         )
-
-    def first_rows(self, num_rows: int) -> CanvasRows:
-        """The first batch rows alone; those behind them are empty."""
-        return self._replace(
-            slots=self.slots[:num_rows],
-            widths=self.widths[:num_rows],
-            seq_lens=self.seq_lens[:num_rows],
-            padded=self.padded[:num_rows],
-        )

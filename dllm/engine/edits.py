@@ -45,6 +45,9 @@ class LogitEdits:
         logit_bias, penalties, bad_words: vLLM's processors, in the order in which vLLM applies
             them. The order matters: a bias is added, and a penalty multiplies.
         num_slots: how many requests the processors have room for.
+
+    Attributes:
+        is_edited: ``[slots]`` bool, for the host.
     """
 
     def __init__(
@@ -52,27 +55,24 @@ class LogitEdits:
         logit_bias: LogitsProcessor,
         penalties: LogitsProcessor,
         bad_words: LogitsProcessor,
+        *,
         num_slots: int,
     ) -> None:
         self._processors: Sequence[LogitsProcessor] = (logit_bias, penalties, bad_words)
         self._bad_words = bad_words
-        self._is_edited = np.zeros(num_slots, dtype=bool)
+        self.is_edited = np.zeros(num_slots, dtype=bool)
         self._has_bad_words = np.zeros(num_slots, dtype=bool)
 
     def add_request(self, slot: int, params: SamplingParams) -> None:
         """Store what a new (or resumed) request asks for, in place of the slot's last request."""
         asked = [processor.add_request(slot, params) for processor in self._processors]
-        self._is_edited[slot] = any(asked)
+        self.is_edited[slot] = any(asked)
         self._has_bad_words[slot] = asked[-1]
 
     def apply_staged_writes(self) -> None:
         """Send what ``add_request`` stored to the device."""
         for processor in self._processors:
             processor.apply_staged_writes()
-
-    def are_wanted(self, input_batch: InputBatch) -> bool:
-        """Whether a request of the batch has an edit. Does not wait for the device."""
-        return bool(self._is_edited[_slots_np(input_batch)].any())
 
     def context(
         self, rows: CanvasRows, state: CanvasState, input_batch: InputBatch

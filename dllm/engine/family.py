@@ -124,18 +124,6 @@ class Denoised(NamedTuple):
     stats: RowStats
     decided: Tensor | None = None
 
-    def first_rows(self, num_rows: int) -> "Denoised":
-        """The first canvases alone, without the row that ``CanvasRows.of_batch`` added."""
-        return self._replace(
-            canvas=self.canvas[:num_rows],
-            fresh=self.fresh[:num_rows],
-            argmax_canvas=self.argmax_canvas[:num_rows],
-            accepted=self.accepted[:num_rows],
-            converged=self.converged[:num_rows],
-            steps_done=self.steps_done[:num_rows],
-            carried={name: column[:num_rows] for name, column in self.carried.items()},
-        )
-
 
 class Family(ABC):
     """What the engine asks of a family. A model class returns one from ``make_family``.

@@ -12,11 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
-from dllm.engine.state import CanvasState
-from dllm.engine.traces import BlockTraces
+from dllm.engine.sampler import DiffusionSampler
 from dllm.ops import noise
 from dllm.ops.dispatch import row_stats
 from dllm.ops.staging import to_device
@@ -27,39 +25,12 @@ class FirstTokens:
 
     Args:
         model: whose ``compute_logits`` gives logits of any row.
-        state: of all canvases.
-        draft_tokens: ``[slots, C]``, the canvases.
+        sampler: of the model.
         mask_token_id: of the model; a place that holds another token keeps it.
-        traces: get what is known of these tokens.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        state: CanvasState,
-        draft_tokens: torch.Tensor,
-        mask_token_id: int,
-        traces: BlockTraces,
-    ) -> None:
-        self._model, self._state, self._canvases = model, state, draft_tokens
-        self._mask, self._traces = mask_token_id, traces
-        self._is_free = np.zeros(len(draft_tokens), dtype=bool)  # by slot
-
-    def add_request(self, slot: int, params: SamplingParams) -> None:
-        """Learn whether a new request begins so."""
-        self._is_free[slot] = not (
-            params.structured_outputs
-            or params.logit_bias
-            or params.bad_words
-            or params.allowed_token_ids
-            or params.min_tokens
-            or params.presence_penalty
-            or params.frequency_penalty
-            or params.repetition_penalty != 1
-            or params.top_k > 0
-            or params.top_p < 1
-            or params.min_p > 0
-        )
+    def __init__(self, model: Any, sampler: DiffusionSampler, mask_token_id: int) -> None:
+        self._model, self._sampler, self._mask = model, sampler, mask_token_id
 
     def write(self, hidden_states: torch.Tensor, batch: InputBatch) -> None:
         """Behind a forward pass: begin the canvases whose text has been read to its end.
@@ -71,7 +42,10 @@ class FirstTokens:
         count = batch.num_reqs
         slots_np = batch.idx_mapping_np[:count]
         starts_np = batch.num_computed_tokens_np[:count] + batch.num_scheduled_tokens[:count]
-        begins = self._is_free[slots_np] & (starts_np >= batch.prefill_len_np[:count])
+        begins = starts_np >= batch.prefill_len_np[:count]
+        sampler = self._sampler
+        is_restricted = sampler.edits.is_edited[slots_np] | sampler.grammars.has_grammar[slots_np]
+        begins &= ~(is_restricted | sampler.is_filtered(slots_np))
         if batch.num_draft_tokens_per_req is not None:
             begins &= batch.num_draft_tokens_per_req[:count] == 0
         if not begins.any():
@@ -81,7 +55,8 @@ class FirstTokens:
             np.stack([lasts, slots_np[begins], starts_np[begins]]).astype(np.int64),
             hidden_states.device,
         )
-        state = self._state
+        state, traces = sampler.state, sampler.traces
+        canvases = sampler.req_states.draft_tokens  # [slots, C]
         logits = self._model.compute_logits(hidden_states[rows])
         keys = noise.row_keys(
             state.seeds[slots], starts, torch.zeros_like(starts), 1, noise.STREAM_GUMBEL
@@ -89,8 +64,8 @@ class FirstTokens:
         keys = torch.where(state.is_greedy[slots, None], noise.NO_KEY, keys)
         temperature = state.temperatures[slots]
         tokens = row_stats(logits, temperature, keys, None).sample
-        begun = self._canvases[slots, 0]
+        begun = canvases[slots, 0]
         is_free = begun == self._mask
-        if self._traces.are_wanted(slots_np):
-            self._traces.record_first(logits, tokens, temperature, slots, is_free)
-        self._canvases[slots, 0] = torch.where(is_free, tokens.to(begun.dtype), begun)
+        if traces.are_wanted(slots_np):
+            traces.record_first(logits, tokens, temperature, slots, is_free)
+        canvases[slots, 0] = torch.where(is_free, tokens.to(begun.dtype), begun)

@@ -27,8 +27,14 @@ if TYPE_CHECKING:
 # `kv_transfer_params` is the field of an output that may hold anything, and KV transfer is refused
 # for diffusion models. An output with this key holds a frame and nothing else.
 KEY = "dllm_frame"
-# Rows of `StepFrames.packed`. The last column of these two is the canvas width, and whether the
-# canvas has converged.
+# Rows of `StepFrames.packed`, and the types of their numbers: attributes of a `Frame`.
+LINES: dict[str, Any] = {
+    "canvas": np.int32,
+    "argmax": np.int32,
+    "entropy": np.float32,
+    "accepted": bool,
+}
+# The last column of these two is the canvas width, and whether the canvas has converged.
 WIDTH, ACCEPTED = 2, 3
 TRACE_LINES = slice(4, 8)
 
@@ -94,16 +100,11 @@ class FrameMail:
 
 
 def _frame_output(req_id: str, num_prompt_tokens: int, packed: np.ndarray) -> EngineCoreOutput:
-    start, step, width, is_final = (int(number) for number in packed[: TRACE_LINES.start, -1])
-    frame = {
-        "offset": start - num_prompt_tokens,
-        "step": step,
-        "is_final": bool(is_final),
-        "canvas": packed[0, :width].astype(np.int32).tobytes(),
-        "argmax": packed[1, :width].astype(np.int32).tobytes(),
-        "entropy": packed[2, :width].tobytes(),
-        "accepted": packed[3, :width].astype(bool).tobytes(),
-    }
+    start, step, width, is_final = (int(number) for number in packed[: len(LINES), -1])
+    frame: dict[str, Any] = {"offset": start - num_prompt_tokens, "step": step}
+    frame["is_final"] = bool(is_final)
+    for line, (name, kind) in zip(packed, LINES.items(), strict=False):  # traces behind them
+        frame[name] = line[:width].astype(kind).tobytes()
     return EngineCoreOutput(request_id=req_id, new_token_ids=[], kv_transfer_params={KEY: frame})
 
 
@@ -170,13 +171,5 @@ def frame_of(output: EngineCoreOutput) -> Frame:
     """The frame in an output of which ``is_frame`` is true."""
     assert output.kv_transfer_params is not None
     frame = output.kv_transfer_params[KEY]
-    return Frame(
-        offset=frame["offset"],
-        step=frame["step"],
-        is_final=frame["is_final"],
-        canvas=np.frombuffer(frame["canvas"], np.int32),
-        argmax=np.frombuffer(frame["argmax"], np.int32),
-        entropy=np.frombuffer(frame["entropy"], np.float32),
-        accepted=np.frombuffer(frame["accepted"], bool),
-        trace=frame.get("trace"),
-    )
+    arrays = {name: np.frombuffer(frame[name], kind) for name, kind in LINES.items()}
+    return Frame(**frame | arrays)

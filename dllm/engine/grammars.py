@@ -31,7 +31,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.emitted_blocks import room_for
-from dllm.grammar.constraint import Grammar, SlotGrammar
+from dllm.grammar.constraint import Constraint, Grammar, SlotGrammar
 from dllm.grammar.device import (
     NO_TABLE,
     NoRoom,
@@ -77,6 +77,10 @@ class CanvasGrammars(ABC):
     Args:
         vllm_config: for the longest sequence, and for the token that pads.
         num_slots: how many requests run at a time.
+
+    Attributes:
+        slots: the grammar of each request; None without one.
+        has_grammar: ``[slots]`` bool, for the host.
     """
 
     def __init__(self, vllm_config: VllmConfig, num_slots: int) -> None:
@@ -84,7 +88,7 @@ class CanvasGrammars(ABC):
         padding = vllm_config.model_config.hf_text_config.pad_token_id
         self._fillers = () if padding is None else (int(padding),)
         self.slots: list[SlotGrammar | None] = [None] * num_slots
-        self._has_grammar = np.zeros(num_slots, dtype=bool)
+        self.has_grammar = np.zeros(num_slots, dtype=bool)
         self._slot_of: dict[str, int] = {}
         # Equal grammars are unpacked once, as long as a request has them or they were used last.
         self._unpacked: WeakValueDictionary[Any, Grammar] = WeakValueDictionary()
@@ -112,7 +116,7 @@ class CanvasGrammars(ABC):
             self._put(slot, None)
 
     def _put(self, slot: int, found: SlotGrammar | None) -> None:
-        self._has_grammar[slot] = found is not None
+        self.has_grammar[slot] = found is not None
         self.slots[slot] = found
 
     def _read(self, shipped: bytes, data: NewRequestData) -> SlotGrammar:
@@ -143,7 +147,7 @@ class CanvasGrammars(ABC):
 
         Does not wait for the device.
         """
-        if not self._has_grammar[batch.idx_mapping_np[: batch.num_reqs]].any():
+        if not self.has_grammar[batch.idx_mapping_np[: batch.num_reqs]].any():
             return None
         return self._prepare(batch, rows)
 
@@ -166,7 +170,7 @@ class CanvasGrammars(ABC):
 
     @abstractmethod
     def emitted(self, written: Written, num_emitted: torch.Tensor, prepared: Any) -> None:
-        """Move the states of slots behind what is emitted: ``num_emitted`` ``[R]``."""
+        """Move the states of slots behind what is emitted: ``num_emitted`` ``[R]`` or longer."""
 
 
 class HostGrammars(CanvasGrammars):
@@ -188,7 +192,7 @@ class HostGrammars(CanvasGrammars):
         rows: CanvasRows,
         prepared: list[tuple[int, int, SlotGrammar]],
     ) -> Written:
-        """As described; ``paths`` by batch row."""
+        """As in the base class; ``paths`` by batch row."""
         widths, seq_lens = rows.widths.tolist(), rows.seq_lens.tolist()
         chosen = np.full(len(logits), NO_TOKEN, dtype=np.int64)
         paths: dict[int, Path] = {}
@@ -215,7 +219,7 @@ class HostGrammars(CanvasGrammars):
         num_emitted: torch.Tensor,
         prepared: list[tuple[int, int, SlotGrammar]],
     ) -> None:
-        """As described."""
+        """As in the base class."""
         counts = num_emitted.tolist()
         for row, _, grammar in prepared:
             if counts[row]:
@@ -223,25 +227,26 @@ class HostGrammars(CanvasGrammars):
 
 
 class PreparedTables(NamedTuple):
-    """What kernels need to know about R rows.
+    """What kernels need to know about the R requests of a batch.
 
     Attributes:
         tables: of the grammars in all slots.
-        table_of: ``[R]`` int32, NO_TABLE without a grammar.
+        table_of: ``[R]`` int32, NO_TABLE without a grammar or a canvas.
         slots: ``[R]`` int64.
-        end: ``[R]`` int64, where answers end at the latest.
+        tokens_left: ``[R]`` int64, how many tokens the answer may have from its canvas on.
         stops, fillers: ``[R, M]`` int64, ascending; the last one is repeated.
-        first_row: ``[R]`` int32, among the rows of logits.
+        first_row, length: ``[R]`` int32, of each canvas among the rows of logits.
         most_rows: of one canvas.
     """
 
     tables: PackedTables
     table_of: torch.Tensor
     slots: torch.Tensor
-    end: torch.Tensor
+    tokens_left: torch.Tensor
     stops: torch.Tensor
     fillers: torch.Tensor
     first_row: torch.Tensor
+    length: torch.Tensor
     most_rows: int
 
 
@@ -256,9 +261,10 @@ class DeviceGrammars(CanvasGrammars):
         vocab_size = vllm_config.model_config.get_vocab_size()
         self._room = room_for(num_slots, vocab_size)
         self._pool = TablePool(self._room, vocab_size, device)
+        self._least = 0, 0  # classes and states that kernels have room for
 
     def _put(self, slot: int, found: SlotGrammar | None) -> None:
-        """As described; the state goes to the device with ``apply_staged_writes``."""
+        """As in the base class; the state goes to the device with ``apply_staged_writes``."""
         super()._put(slot, found)
         self._staged[slot] = found.state if found else 0
         # The scheduler lets in no more than there is room for.
@@ -274,7 +280,7 @@ class DeviceGrammars(CanvasGrammars):
         return {one.grammar for one in self.slots if one}
 
     def apply_staged_writes(self) -> None:
-        """As described."""
+        """As in the base class."""
         if self._staged:
             slots, states = to_device(np.array([*self._staged.items()]).T.copy(), self._device)
             self._states[slots] = states.int()
@@ -282,70 +288,62 @@ class DeviceGrammars(CanvasGrammars):
 
     @contextmanager
     def largest(self) -> Iterator[None]:
-        """As described; for vLLM's memory profile, before there are requests."""
-        vocab_size = self._pool.vocab_size
-        anything = Table.of_any_text(vocab_size)
-        tables = self._pool.place([anything])[0]
-        largest = tables._replace(most_classes=LARGEST[0], most_states=LARGEST[1])
-
-        def prepare(batch: InputBatch, rows: CanvasRows) -> PreparedTables:
-            one = torch.zeros_like(rows.slots)
-            widths = np.diff(batch.cu_num_logits_np[: batch.num_reqs + 1])
-            return PreparedTables(
-                tables=largest,
-                table_of=one.int(),
-                slots=rows.slots,
-                end=one + self._longest,
-                stops=one[:, None],
-                fillers=one[:, None],
-                first_row=to_device(batch.cu_num_logits_np[: batch.num_reqs], self._device).int(),
-                most_rows=max(int(widths.max()), 1),
-            )
-
-        self.prepare = prepare  # type: ignore[method-assign]
+        """As in the base class; for vLLM's memory profile, before there are requests."""
+        shipped = Constraint.shipped(Table.of_any_text(self._pool.vocab_size).to_bytes(), None)
+        grammar = Grammar(shipped, stops=(0,), fillers=())
+        self._least = LARGEST
+        for slot in range(len(self.slots)):
+            self._put(slot, SlotGrammar(grammar, grammar.start, self._longest))
         try:
             yield
         finally:
-            del self.prepare
+            self._least = 0, 0
+            for slot in range(len(self.slots)):
+                self._put(slot, None)
 
     def _prepare(self, batch: InputBatch, rows: CanvasRows) -> PreparedTables:
-        slots = batch.idx_mapping_np[: batch.num_reqs].tolist()
-        found = [self.slots[slot] for slot in slots]
+        num_reqs = batch.num_reqs  # `rows` may have an empty one more
+        found = [self.slots[slot] for slot in batch.idx_mapping_np[:num_reqs].tolist()]
         # Of all slots, not of this batch alone: the same for every tile of a visit.
         grammars = [*self._grammars()]
         tables, numbers = self._pool.place([one.canvas.table for one in grammars])
         number = dict(zip(grammars, numbers, strict=True))
         # Any grammar where there is none.
         of_row = [(one.grammar if one else grammars[0]).canvas for one in found]
-        starts = batch.cu_num_logits_np[: batch.num_reqs + 1]
 
         def sent(values: Any, dtype: type[np.integer]) -> torch.Tensor:
             return to_device(np.array(values, dtype), self._device)
 
+        starts, widths = batch.cu_num_logits_np[: num_reqs + 1], rows.widths[:num_reqs]
         table_of = sent([number[o.grammar] if o else NO_TABLE for o in found], np.int32)
+        end = sent([one.end if one else 0 for one in found], np.int64)
         return PreparedTables(
-            tables=tables,
+            tables=tables._replace(
+                most_classes=max(tables.most_classes, self._least[0]),
+                most_states=max(tables.most_states, self._least[1]),
+            ),
             # A row that only writes a block's KV has logits, but no canvas (`engine.pending`).
-            table_of=torch.where(rows.widths > 0, table_of, NO_TABLE),
-            slots=rows.slots,
-            end=sent([one.end if one else 0 for one in found], np.int64),
+            table_of=torch.where(widths > 0, table_of, NO_TABLE),
+            slots=rows.slots[:num_reqs],
+            tokens_left=end - (rows.seq_lens[:num_reqs] - widths),
             stops=sent(padded([canvas.stops for canvas in of_row]), np.int64),
             fillers=sent(padded([canvas.fillers for canvas in of_row]), np.int64),
             first_row=sent(starts[:-1], np.int32),
+            length=widths.int(),
             most_rows=max(int(np.diff(starts).max()), 1),
         )
 
     def write(
         self, logits: torch.Tensor, scores: Scores, rows: CanvasRows, prepared: PreparedTables
     ) -> Written:
-        """As described; ``paths`` of all rows."""
+        """As in the base class; ``paths`` of all rows."""
         state = self._states[prepared.slots]
         canvases = Searches(
             first_row=prepared.first_row,
-            length=rows.widths.int(),
+            length=prepared.length,
             table=prepared.table_of,
             state=state,
-            budget=self._budget(rows, prepared, state),
+            budget=_budget(prepared, state),
             row_of=rows.row_of,
             most_rows=prepared.most_rows,
         )
@@ -360,24 +358,24 @@ class DeviceGrammars(CanvasGrammars):
         is_free = (prepared.table_of[rows.row_of] == NO_TABLE) | (paths.states == STOPPED)
         return Written(torch.where(is_free, NO_TOKEN, paths.tokens), paths)
 
-    def _budget(
-        self, rows: CanvasRows, prepared: PreparedTables, state: torch.Tensor
-    ) -> torch.Tensor:
-        """``[R]`` int32, as ``viterbi.budget_of``."""
-        tokens_left = prepared.end - (rows.seq_lens - rows.widths)
-        first_state = prepared.tables.first_state[prepared.table_of.clamp(min=0).long()]
-        left = prepared.tables.left[(first_state + state.clamp(min=0)).long()]
-        has_room = (left < tokens_left) & (state >= 0)  # for the token that ends the text
-        can_end = (left <= tokens_left) | (state < 0)
-        return torch.where(can_end, tokens_left - has_room.long(), UNLIMITED).int()
-
     def emitted(
         self, written: Written, num_emitted: torch.Tensor, prepared: PreparedTables
     ) -> None:
-        """As described. Canvases with a grammar are emitted whole: none has bad words."""
+        """As in the base class. Canvases with a grammar are emitted whole: none has bad words."""
         paths: Paths = written.paths
         before = self._states[prepared.slots]
-        self._states[prepared.slots] = torch.where(num_emitted > 0, paths.end, before)
+        is_emitted = num_emitted[: len(before)] > 0
+        self._states[prepared.slots] = torch.where(is_emitted, paths.end, before)
+
+
+def _budget(prepared: PreparedTables, state: torch.Tensor) -> torch.Tensor:
+    """``[R]`` int32, as ``viterbi.budget_of``; ``state``: ``[R]``."""
+    tables, tokens_left = prepared.tables, prepared.tokens_left
+    first_state = tables.first_state[prepared.table_of.clamp(min=0).long()]
+    left = tables.left[(first_state + state.clamp(min=0)).long()]
+    has_room = (left < tokens_left) & (state >= 0)  # for the token that ends the text
+    can_end = (left <= tokens_left) | (state < 0)
+    return torch.where(can_end, tokens_left - has_room.long(), UNLIMITED).int()
 
 
 def write_paths(*given: Any) -> Paths:

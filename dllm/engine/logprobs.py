@@ -69,7 +69,7 @@ class BlockLogprobs:
 
     def are_wanted(self, input_batch: InputBatch) -> bool:
         """Whether a request of the batch asks for logprobs. Does not wait for the device."""
-        return self._dims(input_batch) is not None
+        return bool(self._asks[input_batch.idx_mapping_np[: input_batch.num_reqs]].any())
 
     def keep_decided(
         self,
@@ -102,7 +102,9 @@ class BlockLogprobs:
         rows: CanvasRows,
         input_batch: InputBatch,
     ) -> LogprobsTensors | None:
-        """The logprobs of canvases that are emitted; None if nobody who asks has a canvas.
+        """The logprobs of canvases that are emitted; None if nobody who asks has one.
+
+        Called only if they ``are_wanted``.
 
         Under synchronous scheduling it waits for the device if the scores were not kept, and the
         result holds emitted tokens only. Otherwise it holds whole canvases, emitted or not; vLLM
@@ -119,18 +121,15 @@ class BlockLogprobs:
             1 for the most likely token, and counts ties. With a ``--logprobs-mode`` of logits the
             values are logits / temperature.
         """
-        dims = self._dims(input_batch)
-        if dims is None:
-            return None
         counts = self._rows_that_ask(input_batch)
         if self._kept is None and not self._is_async:
-            counts = np.minimum(counts, num_emitted.cpu().numpy())  # the only wait
+            counts = np.minimum(counts, num_emitted.cpu().numpy()[: len(counts)])  # the only wait
         if not counts.any():
             return None
         some = to_device(_row_indices(counts, input_batch), logits.device)
         if self._kept is not None:
             slots = rows.slots[rows.row_of[some]]
-            found = self._kept.read(slots, rows.place[some], 1 + max(dims))
+            found = self._kept.read(slots, rows.place[some], 1 + max(self._dims(input_batch)))
         else:
             found = self._scored(some, logits, temperature, step.argmax_canvas, rows, input_batch)
         return found._replace(cu_num_generated_tokens=(np.cumsum(counts) - counts).tolist())
@@ -152,7 +151,6 @@ class BlockLogprobs:
     ) -> LogprobsTensors:
         """The scores of the rows ``some`` ``[n]`` of the logits, a few at a time."""
         dims = self._dims(input_batch)
-        assert dims is not None, "a request asks for logprobs"
         parts = [
             self._scores(
                 logits[few],
@@ -194,12 +192,12 @@ class BlockLogprobs:
             logits_mode=self._reports_logits,
         )
 
-    def _dims(self, input_batch: InputBatch) -> tuple[int, int] | None:
-        """How many top logprobs, and how many given token ids, a request asks for at most.
-
-        None if no request of the batch asks for any.
-        """
-        return self._sampler.get_logprobs_dims(input_batch.idx_mapping_np[: input_batch.num_reqs])
+    def _dims(self, input_batch: InputBatch) -> tuple[int, int]:
+        """How many top logprobs, and how many given token ids, a request asks for at most."""
+        slots = input_batch.idx_mapping_np[: input_batch.num_reqs]
+        dims = self._sampler.get_logprobs_dims(slots)
+        assert dims is not None, "a request asks for logprobs"
+        return dims
 
 
 class KeptScores:

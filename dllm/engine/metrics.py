@@ -36,13 +36,8 @@ def take_out(stats: SchedulerStats, key: str) -> Any:
     return counts
 
 
-def add_commit_passes(stats: SchedulerStats, count: int) -> None:
-    """Engine core: put the number of such passes into the statistics."""
-    put_into(stats, KEY, count)
-
-
 def record_commit_passes(stats: SchedulerStats, labels: Sequence[str]) -> None:
-    """Front end: move the number from the statistics to the counter.
+    """Front end: move the number of such passes (KEY) from the statistics to the counter.
 
     Args:
         labels: values of LABELS.

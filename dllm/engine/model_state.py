@@ -104,13 +104,8 @@ class DiffusionModelState(ModelState):
             self.vllm_config, self.family, self.canvases, sampler, self.grammars, self.loop
         )
         if self.family.begins_causally:
-            self.first_tokens = FirstTokens(
-                self.model,
-                self.canvases,
-                requests.draft_tokens,
-                self.model_config.hf_config.mask_token_id,
-                ours.traces,
-            )
+            mask = self.model_config.hf_config.mask_token_id
+            self.first_tokens = FirstTokens(self.model, ours, mask)
         return ours, None
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
@@ -121,8 +116,6 @@ class DiffusionModelState(ModelState):
         self.canvases.reset(req_index, options, seed, new_req_data.prompt_len)
         self._num_rows[req_index] = options.num_rows
         self.grammars.add_request(req_index, new_req_data)
-        if self.first_tokens is not None:
-            self.first_tokens.add_request(req_index, new_req_data.sampling_params)
 
     def remove_request(self, req_id: str) -> None:
         """Let go of what a request that has ended, or was preempted, keeps on the device."""

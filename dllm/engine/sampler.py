@@ -12,7 +12,7 @@ it is admitted. A canvas that has not converged goes on; one that has converged 
 fresh one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
@@ -47,8 +48,7 @@ class Tile(NamedTuple):
     Attributes:
         logit_rows: their rows among all logits of the batch.
         batch: their requests alone.
-        rows: where the canvases are in it.
-        at_least_two: the same rows for compiled code.
+        rows: where the canvases are in it; at least two, of which the last may be empty.
         traced: rows of logits whose tokens are traced, ``[n]``; None if nobody asks.
         is_pinned: ``[N, 1]`` bool, rows whose input token the request fixed (``settings.pins``);
             None if nobody pins.
@@ -62,7 +62,6 @@ class Tile(NamedTuple):
     logit_rows: slice
     batch: InputBatch
     rows: CanvasRows
-    at_least_two: CanvasRows
     traced: torch.Tensor | None
     is_pinned: torch.Tensor | None
     filters: RowFilters | None
@@ -100,17 +99,15 @@ class DiffusionSampler:
         self.req_states = sampler.req_states
         self.sampling_states = sampler.sampling_states
         self.penalties_state = sampler.penalties_state  # the runner counts emitted tokens there
-        logit_bias, penalties, bad_words = sampler.logits_processors
-        self.edits = LogitEdits(
-            logit_bias, penalties, bad_words, num_slots=self.req_states.max_num_reqs
-        )
+        num_slots = self.req_states.max_num_reqs
+        self.edits = LogitEdits(*sampler.logits_processors, num_slots=num_slots)
         self._is_async = bool(vllm_config.scheduler_config.async_scheduling)
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         most = vllm_config.model_config.max_logprobs
         self._most_logprobs = self.vocab_size if most < 0 else most
         kept = KeptScores(state.argmax_canvas) if family.decides_for_good else None
         self.logprobs = BlockLogprobs(sampler, self._is_async, kept)
-        self.frames = FrameTaker(num_slots=self.req_states.max_num_reqs)
+        self.frames = FrameTaker(num_slots)
         self.traces = BlockTraces(state.argmax_canvas, family.decides_for_good)
         self._rows_at_once = rows_at_once(vllm_config)
         # Longer than any batch: torch.compile takes two equal sizes for the same one, and would
@@ -196,16 +193,14 @@ class DiffusionSampler:
 
     def _tiles(self, input_batch: InputBatch, fits: bool) -> list[Tile]:
         """The canvases of a visit, in one tile if all logits fit the workspace."""
-        parts: Iterable[tuple[slice, InputBatch]] = [(slice(None), input_batch)]
-        if not fits:
-            parts = tiles_of_batch(input_batch, self._rows_at_once)
-        return [self._tile(logit_rows, batch) for logit_rows, batch in parts]
+        if fits:
+            return [self._tile(slice(None), input_batch)]
+        return [self._tile(*part) for part in tiles_of_batch(input_batch, self._rows_at_once)]
 
     def _tile(self, logit_rows: slice, batch: InputBatch) -> Tile:
-        at_least_two = self._rows(batch)
+        rows = self._rows(batch)
         if self._is_async:
-            at_least_two = pending.without_commits(at_least_two, self.state)
-        rows = at_least_two.first_rows(batch.num_reqs)
+            rows = pending.without_commits(rows, self.state)
         state, slots = self.state, batch.idx_mapping_np[: batch.num_reqs]
         is_pinned, forbids_words = None, self.edits.forbids_words(batch, rows)
         if state.has_pins[slots].any():
@@ -218,12 +213,11 @@ class DiffusionSampler:
             logit_rows=logit_rows,
             batch=batch,
             rows=rows,
-            at_least_two=at_least_two,
             traced=self.traces.rows_of(batch),
             is_pinned=is_pinned,
             filters=self._filters(batch),
             free=self._free[: int(batch.cu_num_logits_np[batch.num_reqs])],
-            is_edited=self.edits.are_wanted(batch),
+            is_edited=bool(self.edits.is_edited[slots].any()),
             forbids_words=forbids_words,
             grammars=self.grammars.prepare(batch, rows),
         )
@@ -246,16 +240,15 @@ class DiffusionSampler:
             logits = self.edits.apply(logits, context)
         ids = self.req_states.draft_tokens[tile.batch.expanded_idx_mapping, rows.place]
         written = None if tile.grammars is None else self._write_texts(logits, ids, tile)
-        of_all = self._denoise_rows(
+        step = self._denoise_rows(
             logits,
             ids,
             tile.free if written is None else written.chosen,
-            tile.at_least_two,
+            rows,
             self.state,
             self.family,
             tile.filters,
         )
-        step = of_all.first_rows(tile.batch.num_reqs)
         self._store_soft_embeddings(logits, tile, step)
         scored_at = None
         if self.logprobs.are_wanted(tile.batch):
@@ -265,33 +258,27 @@ class DiffusionSampler:
         if tile.traced is not None:
             own = logits[tile.traced] if own is None else own
             self.traces.record(own, tile.traced, ids, tile.is_pinned, step, self.state, rows)
-        num_emitted = torch.where(of_all.converged, tile.at_least_two.widths, 0)
-        if context is not None and tile.forbids_words is not None:
-            tokens = step.argmax_canvas[rows.row_of, rows.place]  # [N]
-            is_bad = self.edits.completes_bad_word(logits, tokens, context, tile.forbids_words)
-            num_emitted = torch.minimum(num_emitted, clean_lengths(tile.at_least_two, is_bad))
-            of_all = self._trim_at_bad_word(tile.at_least_two, of_all, num_emitted)
-            step = of_all.first_rows(tile.batch.num_reqs)
+        step, num_emitted = self._emission(logits, context, step, tile)
         if written is not None:
-            self.grammars.emitted(written, num_emitted[: len(rows.slots)], tile.grammars)
-        if self.frames.are_wanted(tile.batch):
-            records = None if tile.traced is None else self.traces.records
-            self.frames.take(rows, step, self.state.steps_done, records, tile.batch)
+            self.grammars.emitted(written, num_emitted, tile.grammars)
+        records = None if tile.traced is None else self.traces.records
+        self.frames.take(rows, step, self.state.steps_done, records, tile.batch)
         if tile.traced is not None:
             self.traces.end(self.state.written_slots(rows), step.converged)
         tokens, sampled, rejected = self._store_rows(
             num_emitted,
-            of_all,
-            tile.at_least_two,
+            step,
+            rows,
             self.state,
             self.req_states.draft_tokens,
-            self._lengths(tile.at_least_two),
+            self._lengths(rows),
             self.family.settings.block_size,
         )
         logprobs = None
         if scored_at is not None:
-            emitted = num_emitted[: len(rows.slots)]
-            logprobs = self.logprobs.of_blocks(logits, scored_at, step, emitted, rows, tile.batch)
+            logprobs = self.logprobs.of_blocks(
+                logits, scored_at, step, num_emitted, rows, tile.batch
+            )
         return self._output(tokens, sampled, rejected, logprobs, tile.batch.num_reqs)
 
     def _write_texts(self, logits: torch.Tensor, ids: torch.Tensor, tile: Tile) -> Written:
@@ -317,12 +304,7 @@ class DiffusionSampler:
         make ``torch.compile`` compile the step a second time.
         """
         states, slots = self.sampling_states, input_batch.idx_mapping_np[: input_batch.num_reqs]
-        is_filtered = (
-            (states.top_k.np[slots] != self.vocab_size)
-            | (states.top_p.np[slots] != 1.0)
-            | (states.min_p.np[slots] != 0.0)
-        )
-        if not is_filtered.any() and states.top_k.gpu.is_cuda:
+        if states.top_k.gpu.is_cuda and not self.is_filtered(slots).any():
             return None
         row_slots = input_batch.expanded_idx_mapping
         return RowFilters(
@@ -331,15 +313,39 @@ class DiffusionSampler:
             min_p=states.min_p.gpu[row_slots],
         )
 
-    def _trim_at_bad_word(
-        self, rows: CanvasRows, step: Denoised, num_emitted: torch.Tensor
-    ) -> Denoised:
-        """Start the next canvas of a trimmed row directly behind the tokens that are emitted."""
-        starts = rows.seq_lens - rows.widths + num_emitted
+    def is_filtered(self, slots: np.ndarray) -> np.ndarray:
+        """Which of these requests use top-k, top-p or min-p: ``[R]`` bool."""
+        states = self.sampling_states
+        columns = ((states.top_k, self.vocab_size), (states.top_p, 1.0), (states.min_p, 0.0))
+        found: np.ndarray = np.any([column.np[slots] != off for column, off in columns], axis=0)
+        return found
+
+    def _emission(
+        self, logits: torch.Tensor, context: LogitsContext | None, step: Denoised, tile: Tile
+    ) -> tuple[Denoised, torch.Tensor]:
+        """How many tokens of each canvas are emitted: ``[R]``, in front of the first bad word.
+
+        Args:
+            logits: edited; changed in place.
+            context: of the edits; None if there are none.
+
+        Returns:
+            The step, in which the next canvas of a trimmed row starts directly behind the tokens
+            that are emitted; and their number.
+        """
+        rows = tile.rows
+        num_emitted = torch.where(step.converged, rows.widths, 0)
+        if context is None or tile.forbids_words is None:
+            return step, num_emitted
+        tokens = step.argmax_canvas[rows.row_of, rows.place]  # [N]
+        is_bad = self.edits.completes_bad_word(logits, tokens, context, tile.forbids_words)
+        num_emitted = torch.minimum(num_emitted, clean_lengths(rows, is_bad))
         is_trimmed = step.converged & (num_emitted < rows.widths)
+        starts = rows.seq_lens - rows.widths + num_emitted
         drawn = self.family.fresh_canvas(self.state.seeds[rows.slots], starts)
         redrawn = self.state.with_seeds(rows.slots, starts, drawn)
-        return step._replace(canvas=torch.where(is_trimmed[:, None], redrawn, step.canvas))
+        canvas = torch.where(is_trimmed[:, None], redrawn, step.canvas)
+        return step._replace(canvas=canvas), num_emitted
 
     def _store_soft_embeddings(self, logits: torch.Tensor, tile: Tile, step: Denoised) -> None:
         """Write what the next step is conditioned on.

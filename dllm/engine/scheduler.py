@@ -22,8 +22,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm.engine.emitted_blocks import GrammarRoom, room_for
 from dllm.engine.frames import FrameMail
-from dllm.engine.prompt_logprobs import PendingPromptLogprobs
-from dllm.engine.visit import allow_more_passes, num_passes
 from dllm.settings.denoising import NO_TOKEN, block_size_of
 from dllm.settings.request import requested_canvas_width
 from dllm.settings.server import PluginOptions
@@ -37,7 +35,11 @@ class CanvasScheduler(Scheduler):
         options = PluginOptions.from_vllm(self.vllm_config)
         self._separate_commit = options.commit == "separate"
         self._overlaps_first_step = options.first_step == "overlapped"
-        self._prompt_logprobs = PendingPromptLogprobs()
+        # Of requests that have not emitted anything yet: fields of the worker's answer, by request.
+        self._prompt_logprobs: dict[str, dict[str, Any]] = {
+            "prompt_logprobs_dict": {},
+            "prompt_token_id_logprobs_dict": {},
+        }
         self._block_size = block_size_of(self.vllm_config)
         # Lets the base class ask `_mamba_block_aligned_split` how long a prompt chunk may be.
         self.need_mamba_block_aligned_split |= self._block_size > 1
@@ -105,7 +107,7 @@ class CanvasScheduler(Scheduler):
         if self._overlaps_first_step:
             self._give_canvases_to_new_requests(output)
         if self._may_repeat(output):
-            allow_more_passes(output)
+            output.allows_more_passes = True  # type: ignore[attr-defined]  (``engine.loop``)
         return output
 
     def _mamba_block_aligned_split(
@@ -219,12 +221,31 @@ class CanvasScheduler(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """vLLM's accounting of a visit; prompt logprobs are kept until the first block."""
-        self._prompt_logprobs.postpone(model_runner_output, self.requests)
-        self._num_passes = num_passes(model_runner_output)
+        self._postpone_prompt_logprobs(model_runner_output)
+        self._num_passes = getattr(model_runner_output, "num_passes", 1)
         frames = FrameMail(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         frames.add_to(outputs)
         return outputs
+
+    def _postpone_prompt_logprobs(self, answer: ModelRunnerOutput) -> None:
+        """Replace a visit's prompt logprobs by those of the requests that emit in this visit.
+
+        vLLM's worker returns them when it has read the last chunk of the prompt. An autoregressive
+        model emits its first token then, and vLLM's scheduler asserts that both come together.
+        """
+        for name, kept in self._prompt_logprobs.items():
+            kept |= getattr(answer, name)
+        if not any(self._prompt_logprobs.values()):
+            return
+        emitted = answer.sampled_token_ids
+        emitting = {
+            req_id for req_id, at in answer.req_id_to_index.items() if emitted and emitted[at]
+        }
+        for name, kept in self._prompt_logprobs.items():
+            setattr(answer, name, {req_id: kept[req_id] for req_id in emitting & kept.keys()})
+            waiting = (kept.keys() & self.requests.keys()) - emitting
+            self._prompt_logprobs[name] = {req_id: kept[req_id] for req_id in waiting}
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False

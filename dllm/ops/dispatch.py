@@ -119,9 +119,7 @@ def _cutoffs(
 
 
 @_cutoffs.register_fake
-def _cutoff_shape(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
+def _cutoff_shape(logits: Tensor, temperature: Tensor, *filters: Tensor) -> Tensor:
     return torch.empty_like(temperature)
 
 
@@ -131,10 +129,7 @@ def _row_stats_shapes(
     temperature: Tensor,
     keys: Tensor,
     probs_dtype: torch.dtype | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    is_compiled: bool,
+    *others: object,
 ) -> list[Tensor]:
     num_rows, vocab_size = logits.shape
     ids = [logits.new_empty(num_rows, dtype=torch.int64) for _ in range(2)]

@@ -13,7 +13,7 @@ def adapt_layers(runner: Any) -> None:
     from vllm.platforms import current_platform
     from vllm.platforms.cpu import CpuPlatform
 
-    from dllm.engine.adapters import take_adapters
+    from dllm.engine.adapters import load_lora_model
 
     # Experts take no adapter. vLLM would give them Triton's kernels, which a CPU does not have.
     init = FusedMoEConfig.__post_init__
@@ -26,10 +26,10 @@ def adapt_layers(runner: Any) -> None:
     if current_platform.is_cpu():
 
         def get_punica_wrapper(cls: Any) -> str:
-            return "dllm.engine.punica_cpu.PunicaByRuns"
+            return "dllm.engine.adapters.PunicaByRuns"
 
         CpuPlatform.get_punica_wrapper = classmethod(get_punica_wrapper)  # type: ignore[assignment]
-    take_adapters(runner)
+    runner.load_lora_model = functools.partial(load_lora_model, runner)
 
 
 def adapt_passes(runner: Any) -> None:

@@ -17,7 +17,6 @@ from dllm.drafter.recording import (
     refuse_target_without_hidden_states,
     step_without_drafts,
 )
-from dllm.engine.visit import allows_more_passes, report_passes
 from dllm.engine.warm_up import canvas_batch
 from dllm.patches.adapters import adapt_layers, adapt_passes
 from dllm.patches.new_weights import loading, refuse_other_checkpoint
@@ -80,7 +79,7 @@ class Visits:
         """vLLM's; before it, the loop learns what the scheduler allows."""
         if self.serves_canvases:
             loop = self.model_runner.model_state.loop
-            loop.begin_visit(allows_more_passes(scheduler_output))
+            loop.begin_visit(getattr(scheduler_output, "allows_more_passes", False))
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -93,7 +92,7 @@ class Visits:
         answer = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if self.serves_canvases and answer is not None:
             output = getattr(answer, "model_runner_output", answer)
-            report_passes(output, self.model_runner.model_state.loop.num_passes)
+            output.num_passes = self.model_runner.model_state.loop.num_passes
             self.model_runner.sampler.frames.attach(output)
         return answer
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dllm.engine import state
+from tests.engine.test_async_engine import started_run
 from tests.engine.test_blocks import prompt
 from tests.support.async_engine import rows_taken
 from tests.support.engine_harness import (
@@ -139,22 +140,6 @@ def test_canvases_that_do_not_fit_wait_with_their_tails(model, twin):
     assert taken["commit with its tail"] and taken["mixed batch"], taken
 
 
-# --- where generation ends ------------------------------------------------------------------------
-
-
-def test_a_block_that_is_cut_at_a_bad_word(model, twin, ours):
-    """It has no KV, and its tokens are the tail of the next canvas."""
-    context = prompt(model.size + 1)
-    # In a single step no token is masked for the one in front of it.
-    params = model.params(blocks=4, extra_args={"diffusion_max_steps": 1})
-    plain = twin.quiet_run(context, params).tokens
-    params._bad_words_token_ids = [plain[1:3]]
-    expected = twin.quiet_run(context, params)
-    with rows_taken(model.size) as taken:
-        assert_same_runs([ours.quiet_run(context, params)], [expected])
-    assert taken["trimmed commit"], taken
-
-
 # --- these tests can fail -------------------------------------------------------------------------
 
 
@@ -170,12 +155,5 @@ def test_without_rounding_to_blocks_runs_differ(model, twin, monkeypatch):
     expected = twin.quiet_run(prompt(model.size + 1), model.params())
     ruined = model.engine(True, max_num_batched_tokens=260)
     monkeypatch.setattr(state, "num_rejected", no_tails)
-    with ruined.watch(keep_logits=True) as watched:
-        name = ruined.add(prompt(model.size + 1), model.params())
-        for _ in range(100):
-            finished = {one.request_id: one for one in ruined.step()}
-            if finished:
-                break
-    tokens = list(finished[name].outputs[0].token_ids) if finished else []
-    run = Run(tokens, torch.cat([step.logits for step in watched[name]]))
+    run = started_run(ruined, prompt(model.size + 1), model.params())
     assert run.difference(expected) > 100 * RUN_TOLERANCE

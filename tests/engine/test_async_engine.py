@@ -3,6 +3,7 @@
 The twin takes one pass a visit, and gives every emitted block a pass of its own.
 """
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -16,9 +17,8 @@ from dllm.engine import metrics, pending
 from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.frames import FrameMail, frame_of
 from dllm.engine.model_state import DiffusionModelState
-from dllm.engine.sampler import DiffusionSampler
 from tests.engine.test_engine import scheduler_watch
-from tests.engine.test_loop import REQUESTS, params, switched
+from tests.engine.test_loop import REQUESTS, params, passes_of_visits, switched
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support.async_engine import get_async_engine, rows_taken
 from tests.support.engine_harness import RUN_TOLERANCE, Engine, Run, assert_same_runs
@@ -100,18 +100,6 @@ def test_a_block_that_does_not_fit_into_the_next_visit(engine, checkpoint):
 # --- request options ------------------------------------------------------------------------------
 
 
-def test_a_block_that_is_cut_at_a_bad_word(engine, ours):
-    """The pass of its KV has more rows than the block has tokens."""
-    sampling = params(
-        blocks=5, logit_bias={30: 20.0, 31: 20.0}, extra_args={"diffusion_max_steps": 2}
-    )
-    sampling._bad_words_token_ids = [[30, 30], [31, 31, 30]]
-    expected = engine.quiet_run(prompt(20), sampling)
-    with rows_taken() as taken:
-        assert_same_runs([ours.quiet_run(prompt(20), sampling)], [expected])
-    assert taken["trimmed commit"], taken
-
-
 def test_frames_of_watched_canvases(engine, ours, monkeypatch):
     """One for each denoise step; none of the passes that only write a block's KV."""
     seen: list[Any] = []
@@ -136,17 +124,6 @@ def test_frames_of_watched_canvases(engine, ours, monkeypatch):
         for of_engine in seen
     )
     assert frames == expected
-
-
-def test_logits_in_tiles(engine, ours, monkeypatch):
-    # A tile is never smaller than what vLLM scores at once of a prompt, but here.
-    requests = [one for one in REQUESTS if one[1].prompt_logprobs is None]
-    expected = engine.generate(*zip(*requests, strict=True))
-    for owner in (ours.runner.model, ours.runner.sampler):
-        monkeypatch.setattr(owner, "_rows_at_once", CANVAS + 13)
-    with rows_taken() as taken:
-        assert ours.generate(*zip(*requests, strict=True)) == expected
-    assert taken["mixed batch"]
 
 
 # --- attention ------------------------------------------------------------------------------------
@@ -181,6 +158,15 @@ def test_a_full_graph_gets_the_same_sequences(ours, monkeypatch):
 # --- these tests can fail -------------------------------------------------------------------------
 
 
+def started_run(engine: Engine, context: list[int], sampling: SamplingParams) -> Run:
+    """A run that may never end: of 200 steps at most, without its tokens if it has not ended."""
+    with engine.watch(keep_logits=True) as watched:
+        name = engine.add(context, sampling)
+        ended = itertools.chain.from_iterable(engine.step() for _ in range(200))
+        tokens = next((list(one.outputs[0].token_ids) for one in ended), [])
+    return Run(tokens, torch.cat([step.logits for step in watched[name]]))
+
+
 def no_commits(state: Any, batch: Any, num_tokens: Any) -> torch.Tensor:
     state.commits.fill_(False)
     return torch.zeros(batch.num_reqs, dtype=torch.bool)
@@ -192,28 +178,12 @@ def test_without_passes_that_write_a_block_runs_differ(engine, checkpoint, monke
     assert_same_runs([ruined.quiet_run(prompt(70), params())], [expected])
     monkeypatch.setattr(pending, "find_commits", no_commits)
     ruined.reset_prefix_cache()
-    with ruined.watch(keep_logits=True) as watched:
-        req_id = ruined.add(prompt(70), params())
-        for _ in range(200):
-            finished = {one.request_id: one for one in ruined.step()}
-            if finished:
-                break
-    tokens = list(finished[req_id].outputs[0].token_ids) if finished else []
-    run = Run(tokens, torch.cat([step.logits for step in watched[req_id]]))
-    assert run.difference(expected) > 100 * RUN_TOLERANCE
+    assert started_run(ruined, prompt(70), params()).difference(expected) > 100 * RUN_TOLERANCE
 
 
 def test_no_visit_repeats_its_batch(ours, monkeypatch):
     """Neither side asks for it: the next visit is on its way."""
     monkeypatch.setattr(ours.loop, "bound", 1e9)
-    passes = []
-    call = DiffusionSampler.__call__
-
-    def spy(self: Any, logits: Any, batch: Any, draft_logits: None = None) -> Any:
-        output = call(self, logits, batch, draft_logits)
-        passes.append(self.loop.num_passes)
-        return output
-
-    monkeypatch.setattr(DiffusionSampler, "__call__", spy)
-    ours.generate([prompt(20)], params(blocks=2))
+    with passes_of_visits(ours) as passes:
+        ours.generate([prompt(20)], params(blocks=2))
     assert set(passes) == {1} and len(passes) > 4

@@ -14,6 +14,7 @@ import torch
 from vllm.exceptions import VLLMValidationError
 
 from dllm.patches import configure
+from tests.engine.test_engine import scheduled_spans, scheduler_watch
 from tests.support import family_checkpoints
 from tests.support.engine_harness import (
     RUN_TOLERANCE,
@@ -107,27 +108,15 @@ def test_without_that_refusal_the_prefix_cache_gives_wrong_answers(tmp_path, mon
 # --- batches, budgets, interruptions -------------------------------------------------------------
 
 
-def test_prompts_in_chunks_and_budgets_smaller_than_the_batch(engine, model):
+def test_prompts_in_chunks_and_budgets_smaller_than_the_batch(engine, model, monkeypatch):
     size = model.size
     small = model.engine(max_num_batched_tokens=2 * size + 3)
     contexts = [prompt(n, salt=n) for n in (7 * size + 2, 4 * size, size - 1)]
     expected = [engine.quiet_run(context, model.params()) for context in contexts]
     small.reset_prefix_cache()
-    chunks = []
-    schedule = small.scheduler.schedule
-
-    def spy(*args):
-        output = schedule(*args)
-        drafts = output.scheduled_spec_decode_tokens
-        for req_id, count in output.num_scheduled_tokens.items():
-            chunks.append((count, len(drafts.get(req_id, ()))))
-        return output
-
-    small.scheduler.schedule = spy
-    try:
-        assert_same_runs(small.runs(contexts, model.params()), expected)
-    finally:
-        del small.scheduler.schedule
+    outputs = scheduler_watch(monkeypatch, small, "schedule")
+    assert_same_runs(small.runs(contexts, model.params()), expected)
+    chunks = [span[1:] for span in scheduled_spans(output for _, output in outputs)]
     # A chunk that is not the last ends with a block: no token is computed twice.
     assert (2 * size, 0) in chunks and (2 * size + 3, 0) not in chunks
 

@@ -59,7 +59,8 @@ class Batch:
             argmax_canvas=torch.zeros(SLOTS, CANVAS, dtype=torch.int64),
         )
         self.canvases.argmax_canvas[self.slots] = self.argmax
-        self.rows, self.input_batch = self._rows(), self._input_batch()
+        self.input_batch = self._input_batch()
+        self.rows = CanvasRows.of_batch(self.input_batch, CANVAS, spare_slot=SLOTS - 1)
 
     def _edits(self) -> LogitEdits:
         req_states = LogitsProcRequestState.from_request_state(self.states)
@@ -88,17 +89,6 @@ class Batch:
     def place(self) -> np.ndarray:
         return np.concatenate([np.arange(width) for width in self.widths])
 
-    def _rows(self) -> CanvasRows:
-        widths = torch.tensor(self.widths)
-        return CanvasRows(
-            slots=torch.tensor(self.slots),
-            widths=widths,
-            seq_lens=torch.from_numpy(self.starts) + widths,
-            row_of=torch.from_numpy(self.row_of),
-            place=torch.from_numpy(self.place),
-            padded=torch.empty(0),
-        )
-
     def _input_batch(self) -> SimpleNamespace:
         num_rows = len(self.logits)
         return SimpleNamespace(
@@ -110,7 +100,9 @@ class Batch:
             # A head in front of the first canvas: logits rows are not token rows.
             positions=torch.cat([torch.zeros(3).long(), self._positions()]),
             logits_indices=torch.arange(3, 3 + num_rows),
+            seq_lens=torch.from_numpy(self.starts + self.widths),
             seq_lens_cpu_upper_bound=torch.from_numpy(self.starts + CANVAS),
+            cu_num_logits_np=np.cumsum([0, *self.widths]),
         )
 
     def _positions(self) -> Tensor:
@@ -129,9 +121,8 @@ class Batch:
         forbids_words = self.edits.forbids_words(self.input_batch, self.rows)
         assert context is not None and forbids_words is not None
         of_rows = argmax[self.row_of, self.place]
-        return clean_lengths(
-            self.rows, self.edits.completes_bad_word(logits, of_rows, context, forbids_words)
-        ).tolist()
+        is_bad = self.edits.completes_bad_word(logits, of_rows, context, forbids_words)
+        return clean_lengths(self.rows, is_bad).tolist()[: len(self.slots)]
 
     def expected(self, has_past: bool = True) -> Tensor:
         """The same, row by row."""

@@ -3,6 +3,8 @@
 The quiet run itself is held to Hugging Face in ``test_parity.py``.
 """
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -26,15 +28,15 @@ def start(request, checkpoint):
     return lambda **options: get(checkpoint(), **{"max_num_batched_tokens": 256} | options)
 
 
-def params(blocks: float = 3, seed: int = 1, **options) -> SamplingParams:
-    """`blocks` canvases of output, not ended by end-of-sequence."""
-    options = {"ignore_eos": True} | options
-    return SamplingParams(max_tokens=int(blocks * CANVAS), seed=seed, **options)
-
-
-def quiet(engine, context, sampling) -> list[int]:
-    """The tokens of a request that has an engine with an empty cache to itself."""
-    return engine.quiet_run(context, sampling).tokens
+def params(
+    blocks: float = 3, seed: int = 1, bad_word_ids: Sequence[Sequence[int]] = (), **options
+) -> SamplingParams:
+    """`blocks` canvases of output, not ended by end-of-sequence; bad words as token ids."""
+    options = {"ignore_eos": True, "max_tokens": int(blocks * CANVAS), "seed": seed} | options
+    result = SamplingParams(**options)
+    if bad_word_ids:
+        result._bad_words_token_ids = [list(word) for word in bad_word_ids]
+    return result
 
 
 def scheduler_watch(monkeypatch, engine, name):
@@ -134,18 +136,6 @@ def test_the_kv_of_generated_blocks_equals_that_of_the_same_tokens_prefilled(eng
         torch.testing.assert_close(generated, prefilled, rtol=1e-4, atol=1e-4)
 
 
-def test_a_prefix_shared_by_two_requests_changes_nothing(engine, monkeypatch):
-    page = engine.runner.block_tables.block_sizes[0]
-    shared = prompt(page)
-    contexts = [shared + prompt(5, salt=1), shared + prompt(8, salt=2)]
-    expected = [engine.quiet_run(context, params()) for context in contexts]
-    engine.reset_prefix_cache()
-    hits = scheduler_watch(monkeypatch, engine, "_get_local_prefix_cache_hit")
-    runs = [engine.runs([context], params())[0] for context in contexts]
-    assert [result[1] for _, result in hits] == [0, page]
-    assert_same_runs(runs, expected)
-
-
 # --- batches, budgets, interruptions -------------------------------------------------------------
 
 
@@ -183,24 +173,10 @@ def test_a_cache_that_is_too_small_for_long_delays_requests_and_ends_none(
     tight.reset_prefix_cache()  # asserts that no KV block leaked
 
 
-# --- where generation ends -----------------------------------------------------------------------
+# --- noise ---------------------------------------------------------------------------------------
 
 
 def test_without_a_seed_every_request_draws_its_own_noise(engine):
     same = [prompt(20)] * 3
     outputs = engine.generate(same, SamplingParams(max_tokens=CANVAS, ignore_eos=True))
     assert len({tuple(tokens) for tokens in outputs}) == 3
-
-
-# --- request options -----------------------------------------------------------------------------
-
-
-def test_greedy_draws_no_gumbel_noise(engine, monkeypatch):
-    greedy = params(temperature=0)
-    tokens = quiet(engine, prompt(30), greedy)
-    monkeypatch.setattr(
-        "dllm.ops.row_stats.gumbel",
-        lambda keys, vocab_size: torch.randn(len(keys), vocab_size) * 50,
-    )
-    assert quiet(engine, prompt(30), greedy) == tokens
-    assert quiet(engine, prompt(30), params()) != quiet(engine, prompt(30), params())

@@ -1,4 +1,4 @@
-"""Frames of the worker: the two ways to pack them are one, and only watched canvases are packed."""
+"""Frames of the worker: the same on a CPU and on a GPU, and only of watched canvases."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +11,7 @@ from vllm import SamplingParams
 from dllm.engine import frame_taker
 from dllm.engine.canvas_rows import CanvasRows
 from dllm.engine.frame_taker import FrameTaker
+from tests.support.watched_device import DeviceWatch, on_device
 
 C = 4
 WIDTHS = [4, 0, 2, 3]  # of rows; their slots are 3, 1, 0, 2
@@ -54,10 +55,13 @@ def step() -> Any:
     )
 
 
-def take(taker: FrameTaker, records: torch.Tensor | None = None) -> Any:
-    rows = CanvasRows.of_batch(batch(), C, spare_slot=4)
-    steps_before = torch.tensor([5, 6, 7, 8, 0], dtype=torch.int32)
-    taker.take(rows, step(), steps_before, records, batch())
+def take(taker: FrameTaker, records: torch.Tensor | None = None, where: Any = lambda x: x) -> Any:
+    """The answer with the frames; ``where`` puts tensors on a device."""
+    rows = where(CanvasRows.of_batch(batch(), C, spare_slot=4))
+    steps_before = where(torch.tensor([5, 6, 7, 8, 0], dtype=torch.int32))
+    taken = SimpleNamespace(**where(vars(step())))
+    taken.stats = SimpleNamespace(**where(vars(taken.stats)))
+    taker.take(rows, taken, steps_before, where(records), batch())
     answer: Any = SimpleNamespace()
     taker.attach(answer)
     return answer
@@ -81,20 +85,18 @@ def test_watched_canvases_are_packed_and_others_are_not(taker):
 
 
 @pytest.mark.parametrize("records", [None, torch.rand(5, C, 4)], ids=["frames", "traces"])
-def test_a_gpu_packs_what_the_host_packs(taker, monkeypatch, records):
+def test_a_gpu_packs_what_the_host_packs_and_nobody_waits(taker, records):
     for slot in range(4):
         taker.add_request(slot, watched())
     (expected,) = take(taker, records).canvas_frames
-    monkeypatch.setattr(frame_taker, "_pack_on_host", frame_taker._pack_on_device)
-    (found,) = take(taker, records).canvas_frames
-    assert isinstance(found.packed, torch.Tensor) and isinstance(expected.packed, np.ndarray)
-    width = torch.tensor(WIDTHS)[[0, 2, 3], None, None]
-    is_used = (torch.arange(C + 1) < width) | (torch.arange(C + 1) == C)
-    packed = torch.from_numpy(expected.packed)
-    assert torch.equal(found.packed * is_used, packed * is_used)
+    with DeviceWatch() as watch:
+        (found,) = take(taker, records, on_device).canvas_frames
+        assert found.packed.is_pinned()
+    assert isinstance(expected.packed, np.ndarray) and not watch.findings
+    assert torch.equal(found.packed, torch.from_numpy(expected.packed))
 
 
 def test_only_the_first_rank_sends_frames(taker):
     taker.group.is_first_rank = False
     taker.add_request(3, watched())
-    assert not taker.are_wanted(batch())
+    assert not hasattr(take(taker), "canvas_frames")

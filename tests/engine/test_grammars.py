@@ -223,33 +223,9 @@ def test_one_that_contradicts_its_grammar_ends_alone(engine, monkeypatch):
     assert [list(good.outputs[0].token_ids)] == expected
 
 
-def test_canvases_are_not_copied_to_the_host_for_masks(engine, monkeypatch):
-    handler = engine.runner.draft_tokens_handler
-    seen, take = [], handler.set_draft_tokens
-    monkeypatch.setattr(
-        handler,
-        "set_draft_tokens",
-        lambda batch, tokens: seen.append(batch.has_structured_output_reqs) or take(batch, tokens),
-    )
-    engine.generate([prompt(12)], [params("json")])
-    assert seen and not any(seen)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(stop_token_ids=[35, 60]),
-        dict(
-            extra_args={
-                "diffusion_seed_canvas": prompt(CANVAS, salt=9),
-                "diffusion_pinned": [0, 3],
-            }
-        ),
-    ],
-    ids=lambda options: ",".join(options),
-)
-def test_it_holds_beside_other_parameters(engine, options):
-    (output,) = engine.outputs([prompt(10)], params("json", **options))
+def test_it_holds_beside_a_seed_canvas_and_pins(engine):
+    given = {"diffusion_seed_canvas": prompt(CANVAS, salt=9), "diffusion_pinned": [0, 3]}
+    (output,) = engine.outputs([prompt(10)], params("json", extra_args=given))
     assert is_of_schema(text_of(engine, output.outputs[0]))
 
 

@@ -8,7 +8,6 @@ then waits once a visit for the emitted tokens.
 
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from dllm.engine import canvas_rows, frame_taker, model_state, sampler, state
+from dllm.engine import canvas_rows, model_state, sampler, state
 from tests.engine import test_blocks
 from tests.engine.test_blocks import model  # noqa: F401  a fixture: SDAR, LLaDA2
 from tests.engine.test_loop import UNBOUNDED, params, switched
@@ -269,29 +268,6 @@ def _as_items(launches: Counter[str]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(launches.items()))
 
 
-def test_pins_cost_nothing_where_nobody_pins(engine, monkeypatch):
-    store = "_store_soft_embeddings"
-    (plain,) = {call["where"] for call in counted_calls(engine, store, CASES["one"], monkeypatch)}
-    (pinned,) = {call["where"] for call in counted_calls(engine, store, CASES["pins"], monkeypatch)}
-    assert pinned == plain + 1
-
-
-def counted_calls(engine, name, requests, monkeypatch) -> list[Counter[str]]:
-    """The operations of each call of a method of the sampler."""
-    kind = type(engine.runner.sampler)
-    method, calls = getattr(kind, name), []
-
-    def spy(*args):
-        with DeviceWatch() as watch:
-            method(*args)
-        calls.append(watch.num_calls)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, name, spy)
-        watched_run(engine, requests, passes=1)
-    return [call for call in calls if call]  # the first run is not watched
-
-
 def test_canvases_of_requests_with_a_grammar_are_not_copied_to_the_host(engine):
     """vLLM copies drafts for its scheduler, and ours does not ask for their tokens."""
     engine.generate(*zip(*CASES["a grammar"], strict=True))
@@ -308,26 +284,6 @@ def test_a_visit_looks_at_its_rows_once(engine, monkeypatch):
     watch = watched_run(engine, CASES["one"], passes=UNBOUNDED)
     assert len(watch.passes) > len(watch.calls["sampler"])
     assert len(made) <= 2 * len(watch.calls["sampler"])  # of two runs
-
-
-def test_a_watched_canvas_is_packed_without_a_wait():
-    """Frames go to servers only, so this is called by itself."""
-    rows = canvas_rows.CanvasRows.whole(torch.tensor([4, 8, 16]), 4)
-    stats = SimpleNamespace(entropy=on_device(torch.rand(12)))
-    canvases = on_device(torch.arange(12).view(3, 4))
-    step = SimpleNamespace(
-        canvas=canvases,
-        argmax_canvas=canvases,
-        accepted=canvases > 3,
-        converged=canvases[:, 0] > 3,
-        stats=stats,
-    )
-    with DeviceWatch() as watch:
-        packed = frame_taker._pack_on_device(
-            np.array([0, 2]), on_device(rows), step, canvases[:, 1], on_device(torch.rand(3, 4, 4))
-        )
-        assert packed.is_pinned()
-    assert not watch.findings
 
 
 def blocking(values: Any, device: torch.device) -> torch.Tensor:

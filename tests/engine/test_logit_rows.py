@@ -10,6 +10,8 @@ from dllm.engine.frame_taker import FrameTaker
 from dllm.engine.logit_rows import LogitRows, tile_bounds
 from dllm.settings.server import PluginOptions
 from tests.engine.test_parity import CANVAS, prompt
+from tests.support.async_engine import get_async_engine
+from tests.support.engine_harness import get_engine
 
 
 @pytest.mark.parametrize(
@@ -40,17 +42,18 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
     ]
 
 
-def test_tiles_change_nothing(engine, monkeypatch):
+@pytest.mark.parametrize("get", [get_engine, get_async_engine])
+def test_tiles_change_nothing(engine, checkpoint, monkeypatch, get):
     whole = engine.outputs(*requests())
-    limit = CANVAS + 13
-    monkeypatch.setattr(engine.runner.model, "_rows_at_once", limit)
-    monkeypatch.setattr(engine.runner.sampler, "_rows_at_once", limit)
+    ours, limit = get(checkpoint(), max_num_batched_tokens=256), CANVAS + 13
+    monkeypatch.setattr(ours.runner.model, "_rows_at_once", limit)
+    monkeypatch.setattr(ours.runner.sampler, "_rows_at_once", limit)
     seen = []
     at = LogitRows.__getitem__
     monkeypatch.setattr(
         LogitRows, "__getitem__", lambda logits, rows: seen.append(rows) or at(logits, rows)
     )
-    tiled = engine.outputs(*requests())
+    tiled = ours.outputs(*requests())
     sizes = {rows.stop - rows.start for rows in seen}
     assert max(sizes) <= limit and len(sizes) > 1
     for a, b in zip(whole, tiled, strict=True):

@@ -55,24 +55,16 @@ class Blocks:
         self.logits = torch.randn(num_rows, VOCAB, generator=generator) * 5
         self.logits[:, 9] = -torch.inf
         self.temperature = torch.rand(num_rows, generator=generator) + 1e-3
-        self.argmax = torch.zeros(4, CANVAS, dtype=torch.int64)
-        row_of = np.repeat(np.arange(4), WIDTHS)
-        place = np.concatenate([np.arange(width) for width in WIDTHS])
-        self.argmax[row_of, place] = self.logits.argmax(-1)
-        self.rows = CanvasRows(
-            slots=torch.tensor([3, 2, 1, 0]),
-            widths=torch.tensor(WIDTHS),
-            seq_lens=torch.empty(0),
-            row_of=torch.from_numpy(row_of),
-            place=torch.from_numpy(place),
-            padded=torch.empty(0),
-        )
         self.batch = SimpleNamespace(
             num_reqs=4,
             idx_mapping_np=np.array([3, 2, 1, 0]),
             cu_num_logits_np=np.cumsum([0, *WIDTHS]),
-            expanded_idx_mapping=torch.tensor([3, 2, 1, 0])[row_of],
+            seq_lens=torch.tensor(WIDTHS),
         )
+        self.rows = CanvasRows.of_batch(self.batch, CANVAS, spare_slot=SLOTS)
+        self.batch.expanded_idx_mapping = self.rows.slots[self.rows.row_of]
+        self.argmax = torch.zeros(4, CANVAS, dtype=torch.int64)
+        self.argmax[self.rows.row_of, self.rows.place] = self.logits.argmax(-1)
 
     def of(self, *num_emitted: int):
         return self.logprobs.of_blocks(

@@ -14,7 +14,7 @@ def counted(model: str) -> float | None:
 def test_commit_passes_reach_prometheus_and_leave_the_statistics() -> None:
     for carried in (None, {"another": 1}):
         stats = SchedulerStats(ec_connector_stats=carried)
-        metrics.add_commit_passes(stats, 3)
+        metrics.put_into(stats, metrics.KEY, 3)
         metrics.record_commit_passes(stats, ["of this test", "0"])
         metrics.record_commit_passes(stats, ["of this test", "0"])  # not twice
         assert stats.ec_connector_stats == carried

@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.engine.test_engine import scheduled_spans, scheduler_watch
+from tests.engine.test_engine import params, scheduled_spans, scheduler_watch
 from tests.engine.test_parity import CANVAS, prompt
 from tests.support import hf_reference
 from tests.support.engine_harness import (
@@ -22,18 +22,6 @@ from tests.support.naive_edits import edited, first_bad_word
 
 STOPS = (1, 6)  # eos_token_id of the checkpoint's generation_config.json
 MAX_STEPS = 16
-
-
-def params(
-    blocks: float = 3, seed: int = 1, bad_word_ids: Sequence[Sequence[int]] = (), **options
-) -> SamplingParams:
-    """`blocks` canvases of output, not ended by end-of-sequence; bad words as token ids."""
-    result = SamplingParams(
-        **({"ignore_eos": True, "max_tokens": int(blocks * CANVAS), "seed": seed} | options)
-    )
-    if bad_word_ids:
-        result._bad_words_token_ids = [list(word) for word in bad_word_ids]
-    return result
 
 
 def watched(
@@ -164,6 +152,14 @@ def test_what_follows_a_bad_word_is_denoised_again(engine, num_steps):
     assert starts == [len(CONTEXT) + sum(emitted[:i]) for i in range(len(emitted))]
 
 
+def assert_seen(pins: dict[int, int], steps: Sequence[DenoiseStep], context: Sequence[int]) -> None:
+    """Every step has what is pinned, by position of the answer, on its canvas."""
+    for step in steps:
+        offset = step.canvas_start - len(context)
+        here = {p - offset: t for p, t in pins.items() if 0 <= p - offset < len(step.canvas)}
+        assert {place: step.canvas[place] for place in here} == here
+
+
 def test_the_canvas_behind_a_cut_one_starts_with_its_pins(engine):
     """Pins of positions that were cut, and of later ones, are in the first step's input."""
     pins = {place: 40 + place for place in range(CANVAS // 2, 2 * CANVAS, 3)}
@@ -175,10 +171,7 @@ def test_the_canvas_behind_a_cut_one_starts_with_its_pins(engine):
     )
     _, steps = watched(engine, CONTEXT, sampling)
     assert steps[0].num_emitted < CANVAS, "the first canvas was not cut"
-    for step in steps:
-        offset = step.canvas_start - len(CONTEXT)
-        here = {p - offset: token for p, token in pins.items() if 0 <= p - offset < CANVAS}
-        assert {place: step.canvas[place] for place in here} == here
+    assert_seen(pins, steps, CONTEXT)
 
 
 # --- filters -------------------------------------------------------------------------------------
@@ -422,10 +415,10 @@ def test_prompt_logprobs_of_an_aborted_request_are_forgotten(engine):
     with engine.one_pass_a_visit():
         engine.step()
         engine.step()
-    assert engine.scheduler._prompt_logprobs._top
+    assert any(engine.scheduler._prompt_logprobs.values())
     engine.llm.llm_engine.abort_request([doomed])
     engine.generate([CONTEXT], params(1))
-    assert not engine.scheduler._prompt_logprobs._top
+    assert not any(engine.scheduler._prompt_logprobs.values())
 
 
 # --- canvases that the request brings ------------------------------------------------------------

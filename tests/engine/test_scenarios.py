@@ -134,6 +134,21 @@ def test_asynchronously_a_block_takes_a_pass_more_than_its_denoise_steps(quiet, 
     assert not taken["block at the head"] and not taken["block alone"]
 
 
+def test_asynchronously_a_block_is_cut_at_a_bad_word(quiet, model):
+    """The visit of its KV has more rows than the block has tokens.
+
+    With blocks there is none: the tokens are the tail of the next canvas.
+    """
+    ours, context = model.engine(True), prompt(model.size + 1)
+    # In a single step no token is masked for the one in front of it.
+    params = model.params(blocks=4, extra_args={"diffusion_max_steps": 1})
+    params._bad_words_token_ids = [quiet.quiet_run(context, params).tokens[1:3]]
+    expected = quiet.quiet_run(context, params)
+    with rows_taken(model.size if model.has_blocks else 1) as taken:
+        assert_same_runs([ours.quiet_run(context, params)], [expected])
+    assert taken["trimmed commit"], taken
+
+
 @pytest.mark.parametrize("is_on_device", [False, True], ids=["host", "device"])
 def test_asynchronously_no_visit_waits_for_the_tokens_of_a_grammar(
     quiet, model, monkeypatch, is_on_device

@@ -15,6 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm.models.gemma.rule import accept_mask
 from dllm.models.unmasking.reference import DecodingRule, additive, block_causal, load_model
+from tests.engine.test_sampling_engine import schedule
 from tests.support import hf_reference
 from tests.support.async_engine import get_async_engine
 from tests.support.engine_harness import TIGHT, Engine, get_engine
@@ -181,7 +182,7 @@ def test_a_replay_of_uniform_noise_gives_the_same_numbers(checkpoint):
             num_early += step < len(canvases)
             assert trace["reveal_steps"][n] == step
             hot = reference.probs[n // 32][step - 1][place].double().log()
-            heat = heat_of(engine, step)
+            heat = schedule(engine, step)
             found.append([*of_row(hot * heat, token, heat)])
         assert_is(trace, found)
     assert num_early > 10
@@ -192,12 +193,6 @@ def accepted(engine: Engine, probs: torch.Tensor) -> list[bool]:
     config = engine.runner.model_state.family.settings
     entropy = torch.special.entr(probs).sum(-1)
     return accept_mask(entropy[None], torch.tensor([32]), config.entropy_bound)[0].tolist()
-
-
-def heat_of(engine: Engine, step: int) -> float:
-    config = engine.runner.model_state.family.settings
-    left = (config.max_denoising_steps - step + 1) / config.max_denoising_steps
-    return float(config.t_min + (config.t_max - config.t_min) * left)
 
 
 def assert_same(traces: list[Any], expected: list[Any]) -> None:
