@@ -8,7 +8,6 @@ from typing import Any
 from dllm.models import AUTOREGRESSIVE, FAMILIES, settings_of, takes_images
 from dllm.settings.denoising import DenoiseSettings
 
-
 # In the ``__dict__`` of parameters that were checked a moment ago: what vLLM's check returned.
 VERDICT = "dllm_verdict"
 

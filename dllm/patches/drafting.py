@@ -21,7 +21,6 @@ from dllm.patches.decoding import (
 from dllm.patches.remote import (
     configure_remote,
     drafts_remotely,
-    make_speculator,
     run_remote_targets_on_v2,
 )
 from dllm.patches.statistics import read_statistics
@@ -215,16 +214,15 @@ def _admit_all_sampling_parameters() -> None:
 
 
 @functools.cache
-def _patch_runner() -> None:
-    """Let Model Runner V2 make our ``Drafter``, and take each request's drafts from it."""
-    import torch
+def make_our_speculators() -> None:
+    """Let Model Runner V2 make our speculators. Called by a worker."""
     from vllm.v1.worker.gpu import model_runner
 
     from dllm.drafter.self_drafter import SelfDrafter
     from dllm.drafter.speculator import Drafter
+    from dllm.remote.speculator import RemoteDrafts
 
     init_speculator = model_runner.init_speculator
-    take_draft_token_ids = model_runner.GPUModelRunner.take_draft_token_ids
 
     def init_ours(vllm_config: Any, device: Any, req_states: Any = None) -> Any:
         global _drafter
@@ -233,19 +231,10 @@ def _patch_runner() -> None:
             _drafter = kind(vllm_config, device)
             return _drafter
         if drafts_remotely(vllm_config.speculative_config):
-            return make_speculator(vllm_config, device)
+            return RemoteDrafts(vllm_config, device)
         return init_speculator(vllm_config, device, req_states)
 
-    def take_trimmed(self: Any) -> Any:
-        if not isinstance(self.speculator, Drafter):
-            return take_draft_token_ids(self)
-        with torch.inference_mode():
-            self.speculator.draft_late(self.req_states, self.draft_tokens_handler)
-        drafts = take_draft_token_ids(self)
-        return None if drafts is None else self.speculator.report(drafts)
-
     model_runner.init_speculator = init_ours
-    model_runner.GPUModelRunner.take_draft_token_ids = take_trimmed  # type: ignore[method-assign]
 
 
 def drafter_of_this_process() -> Any:
@@ -254,20 +243,3 @@ def drafter_of_this_process() -> Any:
     A worker makes it, so with a worker in another process there is none here.
     """
     return _drafter
-
-
-def draft_in_this_worker(vllm_config: Any) -> None:
-    """Called by a worker: patch its model runner if this server has a drafter of ours."""
-    speculative = vllm_config.speculative_config
-    if drafts_with_ours(speculative) or drafts_remotely(speculative):
-        _patch_runner()
-        verify_by_our_rule()
-
-
-def verify_by_our_rule() -> None:
-    """Let this process keep drafts that are the target's own tokens, whoever made them."""
-    from vllm.v1.worker.gpu import model_runner
-
-    from dllm.drafter.verification import DrafterInvariantSampler
-
-    model_runner.RejectionSampler = DrafterInvariantSampler  # type: ignore[misc]

@@ -7,35 +7,30 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from dllm.drafter.cache import check_pages
 from dllm.engine.warm_up import warm_up
-from dllm.patches.contract import SCHEDULERS
-from dllm.patches.cuda_graphs import keep_heads_out_of_full_graphs
+from dllm.patches.cuda_graphs import canvas_runner
 from dllm.patches.decoding import drafts_itself
-from dllm.patches.drafting import draft_in_this_worker, drafts_with_ours
-from dllm.patches.remote import RidingDrafts
+from dllm.patches.drafting import drafts_with_ours
 from dllm.patches.self_test import replace_wrong_drafter_kernels, replace_wrong_kernels
 from dllm.patches.sleep import LoadedTensors
-from dllm.patches.worker import Records, Visits, notice_arrivals
+from dllm.patches.worker import Drafts, Records, Visits
 
 
-class CanvasGPUWorker(Records, Visits, RidingDrafts, Worker):
+class CanvasGPUWorker(Records, Visits, Drafts, Worker):
     """A GPU worker whose Model Runner V2 runs a diffusion model, or our drafter."""
 
     loaded: LoadedTensors | None = None  # where sleep mode is enabled
 
-    def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-        self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
+    def _make_model_runner(self) -> Any:
+        """vLLM's; of a diffusion model, one that knows which batches can be a full graph."""
         if self.serves_canvases:
-            notice_arrivals()
-            keep_heads_out_of_full_graphs()
-        draft_in_this_worker(vllm_config)
-        super().__init__(vllm_config, *args, **kwargs)
+            return canvas_runner()(self.vllm_config, self.device)
+        return super()._make_model_runner()
 
     def load_model(self, **options: Any) -> None:
         """vLLM's, with kernels that have passed a test.

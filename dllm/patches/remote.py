@@ -111,25 +111,3 @@ def run_remote_targets_on_v2() -> None:
     VllmConfig._get_v2_model_runner_unsupported_features = (  # type: ignore[method-assign]
         _get_v2_model_runner_unsupported_features
     )
-
-
-def make_speculator(vllm_config: Any, device: Any) -> Any:
-    """The speculator of a target with remote drafts."""
-    from dllm.remote.speculator import RemoteDrafts
-
-    return RemoteDrafts(vllm_config, device)
-
-
-class RidingDrafts:
-    """A base class in front of a worker of vLLM: takes the drafts that ride in the schedule."""
-
-    vllm_config: Any
-    model_runner: Any
-
-    def execute_model(self, scheduler_output: Any) -> Any:
-        """vLLM's; before it, drafts are copied to where the model runner reads them."""
-        if drafts_remotely(self.vllm_config.speculative_config):
-            from dllm.remote.speculator import take_scheduled
-
-            take_scheduled(self.model_runner.req_states, scheduler_output)
-        return super().execute_model(scheduler_output)  # type: ignore[misc]

@@ -111,7 +111,6 @@ def test_what_we_put_in_the_place_of_a_function_takes_its_calls():
 
 
 NO_FUNCTIONS = {
-    "vllm.v1.worker.gpu.model_runner.RejectionSampler": type,
     "vllm.ModelRegistry.models": dict,
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP": dict,
     "vllm.entrypoints.generate.structured_decisions.strategies.READ_STRATEGIES": dict,
@@ -305,6 +304,7 @@ ALSO_USED = {
     "DiffusionModelState.prepare_attn",
     "DiffusionModelState.remove_request",
     "Drafter._maybe_predict_acceptance",
+    "Drafts.execute_model",
     "DrafterNetwork._build_fused_kv_buffers",
     "DrafterNetwork.load_weights",
     "DrafterNetwork.precompute_and_store_context_kv",
@@ -318,7 +318,6 @@ ALSO_USED = {
     "Int8Linear.process_weights_after_loading",
     "NemotronLabsDiffusionForCausalLM.load_weights",
     "Records.sample_tokens",
-    "RidingDrafts.execute_model",
     "TranslatingImpl.forward",
     "UnmaskingModel.compute_logits",
     "UnmaskingModel.forward",
