@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from dllm import LOGGER
 from dllm.cpu.instructions import computes_bf16
 from dllm.models import AUTOREGRESSIVE, FAMILIES
-from dllm.patches.contract import CPU_WORKER, GPU_WORKER, IN_PROCESS_EXECUTOR
+from dllm.patches.contract import CPU_WORKER, IN_PROCESS_EXECUTOR
 from dllm.patches.preflight import refuse_missing_parts
 
 logger = init_logger(LOGGER)
@@ -45,25 +45,6 @@ def set_cpu_worker(vllm_config: Any) -> None:
     is_alone = parallel.distributed_executor_backend == "uni"
     if is_alone and parallel.worker_cls == CPU_WORKER and _needs_no_openmp_setup():
         parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
-
-
-def use_our_worker(vllm_config: Any, needs: str, advice: str = "Leave the flag out.") -> None:
-    """Choose our worker of this platform for a server of any model.
-
-    Args:
-        needs: who needs it, as the message begins: "recording needs".
-
-    Raises:
-        ValueError: the user chose another worker.
-    """
-    from vllm.platforms import current_platform
-
-    worker = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
-    parallel = vllm_config.parallel_config
-    if parallel.worker_cls not in ("auto", worker):
-        raise ValueError(f"--worker-cls {parallel.worker_cls}: {needs} {worker}. {advice}")
-    parallel.worker_cls = worker
-    set_cpu_worker(vllm_config)
 
 
 def choose_dtype() -> None:

@@ -7,7 +7,8 @@ Served as such it is a causal language model to vLLM, with whatever vLLM does fo
 from typing import Any
 
 from dllm.models import AUTOREGRESSIVE, FAMILIES
-from dllm.patches.cpu import register_model, use_our_worker
+from dllm.patches.cpu import register_model
+from dllm.patches.serving import use_our_worker
 
 SPECULATOR = "dllm.drafter.self_drafter.SelfDrafter"
 

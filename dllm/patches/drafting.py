@@ -7,30 +7,24 @@ CPU worker verifies the drafts of every method by our rule.
 import functools
 from typing import Any
 
-from vllm.logger import init_logger
-
-from dllm import LOGGER
 from dllm.models import FAMILIES
 from dllm.patches.contract import DRAFTING_SCHEDULER
-from dllm.patches.cpu import register_model, use_our_worker
+from dllm.patches.cpu import register_model
 from dllm.patches.decoding import (
     configure_self_drafting,
     drafts_itself,
     use_v2_for_autoregressive,
 )
+from dllm.patches.neighbours import is_disabled
 from dllm.patches.remote import (
     configure_remote,
     drafts_remotely,
     run_remote_targets_on_v2,
 )
-from dllm.patches.statistics import read_statistics
-
-logger = init_logger(LOGGER)
+from dllm.patches.serving import use_our_worker
 
 DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
 
-# Whether `serve_drafters` was called. With DLLM_DISABLE=1 vLLM's own drafter stays in place.
-_is_ours = False
 _drafter: Any = None  # the last one made in this process
 
 
@@ -40,8 +34,6 @@ def serve_drafters() -> None:
 
     from dllm.settings.drafting import DRAFTER_ARCHITECTURE
 
-    global _is_ours
-    _is_ours = True
     register_model(DRAFTER_ARCHITECTURE, DRAFTER_MODEL)
     verify_and_update = VllmConfig.try_verify_and_update_config
 
@@ -53,9 +45,7 @@ def serve_drafters() -> None:
             _choose_classes(self)
         elif is_first and drafts_with_ours(self.speculative_config):
             _configure_drafting(self)
-        elif is_first and configure_remote(self):
-            read_statistics()
-        elif is_first:
+        elif is_first and not configure_remote(self):
             use_v2_for_autoregressive(self)
             _configure_recording(self)
 
@@ -70,7 +60,7 @@ def drafts_with_ours(speculative_config: Any) -> bool:
 
     if drafts_itself(speculative_config):
         return True
-    if not _is_ours or speculative_config is None or speculative_config.method != "dflash":
+    if is_disabled() or speculative_config is None or speculative_config.method != "dflash":
         return False
     return DRAFTER_ARCHITECTURE in (speculative_config.draft_model_config.architectures or ())
 
@@ -102,7 +92,6 @@ def _choose_classes(vllm_config: Any) -> None:
     from vllm.platforms import current_platform
 
     from dllm.drafter.pair import drafter_options
-    from dllm.patches.lifetime import end_together
     from dllm.settings.drafting import always_verifies_all
 
     if vllm_config.lora_config is not None:
@@ -115,8 +104,6 @@ def _choose_classes(vllm_config: Any) -> None:
         "drafting needs",
         "Leave the flag out, or set DLLM_DISABLE=1 for vLLM's own drafter.",
     )
-    read_statistics()
-    end_together()
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
     verifies_all = always_verifies_all(
         drafter_options(vllm_config), speculative.num_speculative_tokens
@@ -140,7 +127,6 @@ def _configure_recording(vllm_config: Any) -> None:
         ValueError: the server cannot record what is asked for.
     """
     from dllm.drafter.recording import refuse_unrecordable
-    from dllm.patches.lifetime import end_together
     from dllm.settings.drafting import WHERE
     from dllm.settings.server import PluginOptions
 
@@ -157,7 +143,6 @@ def _configure_recording(vllm_config: Any) -> None:
         )
     refuse_unrecordable(vllm_config)
     use_our_worker(vllm_config, "recording needs")
-    end_together()
     if not vllm_config.use_v2_model_runner:
         raise ValueError(
             f"{WHERE}: record needs vLLM's Model Runner V2, and this server would run another one."

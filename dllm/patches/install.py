@@ -4,6 +4,7 @@ Every patch checks what is served: a model or drafter that is not ours behaves a
 plugin. ``contract`` lists every name that is touched, and why.
 """
 
+import functools
 from typing import Any
 
 from dllm.models import FAMILIES, REFUSED, load, own_configs
@@ -18,32 +19,26 @@ from dllm.patches.cpu import (
 )
 from dllm.patches.decoding import serve_decodings
 from dllm.patches.drafting import serve_drafters
-from dllm.patches.neighbours import refuse_model_type
+from dllm.patches.neighbours import is_disabled, refuse_model_type
 
 BUILTIN_ARCHITECTURE = "DiffusionGemmaForBlockDiffusion"  # vLLM has a class for it, too
 BUILTIN = "dllm.patches.builtin:TextOnlyDiffusionGemma"
 ATTENTION_BACKEND = "dllm.attention.backend.CanvasAttentionBackend"
 
-_installed = False
 
+@functools.cache  # calling it again changes nothing
+def install() -> None:
+    """Install the plugin in this process.
 
-def install(serve_with_dllm: bool) -> None:
-    """Install the plugin in this process; calling it again changes nothing.
-
-    Args:
-        serve_with_dllm: False installs only the CPU runtime, and leaves vLLM's own DiffusionGemma
-            and DFlash drafter in place.
+    With DLLM_DISABLE=1 that is the CPU runtime alone, and vLLM's own DiffusionGemma and DFlash
+    drafter stay in place.
     """
-    global _installed
-    if _installed:
-        return
-    _installed = True
     enable_cpu_runtime()
-    if serve_with_dllm:
-        _serve_families()
-        serve_drafters()
-    else:
+    if is_disabled():
         _keep_builtin()
+        return
+    _serve_families()
+    serve_drafters()
 
 
 def _serve_families() -> None:

@@ -7,8 +7,9 @@ A target asks for it in ``--speculative-config``: method "custom_class", and as 
 from typing import Any
 
 from dllm.patches.contract import REMOTE_SCHEDULER
-from dllm.patches.cpu import set_cpu_worker, use_our_worker
+from dllm.patches.cpu import set_cpu_worker
 from dllm.patches.decoding import drafts_itself
+from dllm.patches.serving import use_our_worker
 
 SPECULATOR = "dllm.remote.speculator.RemoteDrafts"
 
@@ -31,7 +32,6 @@ def configure_remote(vllm_config: Any) -> bool:
     Raises:
         ValueError: an option or a flag does not work with remote drafts.
     """
-    from dllm.patches.lifetime import end_together
     from dllm.settings.remote import WHERE
     from dllm.settings.server import PluginOptions
 
@@ -52,7 +52,6 @@ def configure_remote(vllm_config: Any) -> bool:
         )
     _check(vllm_config, options.remote)
     _choose_classes(vllm_config)
-    end_together()
     return True
 
 

@@ -33,7 +33,7 @@ from tests.support.vllm_source import (
 )
 
 # What vLLM's plugin loader does; tests that start no engine need it, too.
-install.install(serve_with_dllm=True)
+install.install()
 
 
 def resolve(target: str) -> Any:
@@ -395,11 +395,10 @@ def test_installing_again_changes_nothing():
             ],
         )
 
-    install.install(serve_with_dllm=True)
+    install.install()
     first = state()
     assert first[3].__module__ == first[4].__module__ == "dllm.patches.admission"
-    install.install(serve_with_dllm=True)
-    install.install(serve_with_dllm=False)
+    install.install()
     assert state() == first
 
 
