@@ -72,7 +72,9 @@ PATCHES = {
     "vllm.entrypoints.serve.engine.serving.BaseServing._get_trace_headers": (
         "between two prompts of a body the API server answers others"
     ),
-    "vllm.v1.engine.llm_engine.LLMEngine.add_request": "the same for the offline engine",
+    "vllm.v1.engine.llm_engine.LLMEngine.add_request": (
+        "a request's grammar is compiled and sent with it; canvases are shown in streams alone"
+    ),
     "vllm.tool_parsers.structural_tag_registry.register_vllm_structural_tag": (
         "in the front end: the grammar of tool calls in Gemma 4's syntax"
     ),

@@ -8,7 +8,6 @@ import functools
 from typing import Any
 
 from dllm.models import FAMILIES, REFUSED, load, own_configs
-from dllm.patches.admission import check_requests_at_admission
 from dllm.patches.configure import configure_dllm, set_batch_defaults
 from dllm.patches.cpu import (
     choose_dtype,
@@ -47,7 +46,11 @@ def _serve_families() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     # Not loaded where vLLM's own classes serve.
+    from dllm.patches.admission import check_requests_at_admission
+    from dllm.patches.async_llm import check_requests_early, start_in_turn
     from dllm.patches.grammars import serve_structured_outputs
+    from dllm.patches.routes import add_endpoint_plugins, extend_routes
+    from dllm.patches.streaming import take_frames_out
 
     if not current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CUSTOM, ATTENTION_BACKEND)
@@ -60,6 +63,11 @@ def _serve_families() -> None:
     serve_decodings()
     check_requests_at_admission()
     serve_structured_outputs()
+    check_requests_early()
+    start_in_turn()
+    extend_routes()
+    add_endpoint_plugins()
+    take_frames_out()
 
 
 def _read_config_files() -> None:
