@@ -20,12 +20,8 @@ from dllm.patches.compile_cache import (
     reload_compiled_backbone,
     write_checksums,
 )
-from dllm.patches.cpu import (
-    allow_product_of_no_rows,
-    pack_new_weights,
-    refuse_new_int8_weights,
-    register_cpu_kernels,
-)
+from dllm.patches.cpu import allow_product_of_no_rows, register_cpu_kernels
+from dllm.patches.new_weights import pack_new_weights, refuse_new_int8_weights
 from dllm.patches.worker import Drafts, Records, Visits
 
 
