@@ -29,7 +29,6 @@ from dllm.patches.cpu import choose_dtype, is_cpu_without_triton
 from dllm.settings.server import PluginOptions
 from tests.support import family_checkpoints
 from tests.support.forced_async import asynchronous_platform
-from tests.support.process import printed_json, run_python
 
 CANVAS = 32
 
@@ -341,35 +340,6 @@ def test_whose_process_the_worker_runs_in(
         monkeypatch.delenv(missing)
     config = engine_config(checkpoint(), distributed_executor_backend=asked)
     assert Executor.get_class(config) is expected
-
-
-# --- other processes -----------------------------------------------------------------------------
-
-
-DISABLED = """
-import json, sys
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader import get_model_cls
-from vllm import plugins
-from vllm.plugins import load_general_plugins
-
-load_general_plugins()
-config = EngineArgs(sys.argv[1], enforce_eager=True, max_model_len=256).create_engine_config()
-model = [cls.__module__ for cls in get_model_cls(config.model_config).__mro__]
-routes = [type(one).__name__ for one in plugins.load_endpoint_plugins(("generate",))]
-print(json.dumps([config.scheduler_config.scheduler_cls, model, routes]))
-"""
-
-
-def test_dllm_disable_leaves_vllms_own_model_scheduler_and_routes(checkpoint):
-    disabled = {"DLLM_DISABLE": "1"}
-    scheduler, model, routes = printed_json(
-        run_python("-c", DISABLED, str(checkpoint()), environment=disabled)
-    )
-    assert scheduler == "vllm.v1.core.sched.diffusion_scheduler.DiffusionScheduler"
-    assert any(module == "vllm.model_executor.models.diffusion_gemma" for module in model)
-    assert "dllm.models.gemma.backbone" not in model
-    assert routes == []  # where ours take over vLLM's /v1/systemone, and add routes
 
 
 # --- the type of weights -------------------------------------------------------------------------
