@@ -25,8 +25,6 @@ from dllm.patches.serving import use_our_worker
 
 DRAFTER_MODEL = "dllm.drafter.network:DFlashDrafter"
 
-_drafter: Any = None  # the last one made in this process
-
 
 def serve_drafters() -> None:
     """Let this process serve DFlash drafters with our classes instead of vLLM's."""
@@ -210,21 +208,11 @@ def make_our_speculators() -> None:
     init_speculator = model_runner.init_speculator
 
     def init_ours(vllm_config: Any, device: Any, req_states: Any = None) -> Any:
-        global _drafter
         if drafts_with_ours(vllm_config.speculative_config):
             kind = SelfDrafter if drafts_itself(vllm_config.speculative_config) else Drafter
-            _drafter = kind(vllm_config, device)
-            return _drafter
+            return kind(vllm_config, device)
         if drafts_remotely(vllm_config.speculative_config):
             return RemoteDrafts(vllm_config, device)
         return init_speculator(vllm_config, device, req_states)
 
     model_runner.init_speculator = init_ours
-
-
-def drafter_of_this_process() -> Any:
-    """The last ``Drafter`` that was made in this process, None if there is none.
-
-    A worker makes it, so with a worker in another process there is none here.
-    """
-    return _drafter
