@@ -47,35 +47,26 @@ def set_cpu_worker(vllm_config: Any) -> None:
         parallel.distributed_executor_backend = IN_PROCESS_EXECUTOR
 
 
-def choose_dtype() -> None:
+def choose_dtype(arguments: Any, model_config: Any) -> None:
     """Let ``--dtype auto`` be float32 for what we serve, on a CPU without bf16 instructions.
 
     Matrix products are several times faster in float32 there. Quantized checkpoints keep their
     dtype, for which the kernels of their format are made.
     """
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or computes_bf16():
         return
-    create = EngineArgs.create_model_config
-
-    @functools.wraps(create)
-    def create_model_config(self: Any) -> Any:
-        config = create(self)
-        speculative = self.speculative_config or {}
-        is_ours = (
-            config.architecture in {*FAMILIES, *AUTOREGRESSIVE}
-            or speculative.get("method") == "dflash"
-            or str(speculative.get("model")).startswith("dllm.")
-        )
-        is_open = self.dtype == "auto" and config.quantization is None
-        if is_ours and is_open and config.dtype == torch.bfloat16:
-            config.dtype = torch.float32
-            logger.info("dllm: --dtype auto is float32: this CPU has no bf16 instructions")
-        return config
-
-    EngineArgs.create_model_config = create_model_config  # type: ignore[method-assign]
+    speculative = arguments.speculative_config or {}
+    is_ours = (
+        model_config.architecture in {*FAMILIES, *AUTOREGRESSIVE}
+        or speculative.get("method") == "dflash"
+        or str(speculative.get("model")).startswith("dllm.")
+    )
+    is_open = arguments.dtype == "auto" and model_config.quantization is None
+    if is_ours and is_open and model_config.dtype == torch.bfloat16:
+        model_config.dtype = torch.float32
+        logger.info("dllm: --dtype auto is float32: this CPU has no bf16 instructions")
 
 
 def register_model(architecture: str, path: str) -> None:

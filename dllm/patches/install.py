@@ -10,7 +10,6 @@ from typing import Any
 from dllm.models import FAMILIES, REFUSED, load, own_configs
 from dllm.patches.configure import configure_dllm, set_batch_defaults
 from dllm.patches.cpu import (
-    choose_dtype,
     enable_cpu_runtime,
     is_cpu_without_triton,
     register_model,
@@ -59,7 +58,6 @@ def _serve_families() -> None:
         register_model(architecture, served.model_class())
         MODELS_CONFIG_MAP[architecture] = _config_hook(configure_dllm, served.config)
     set_batch_defaults()
-    choose_dtype()
     serve_decodings()
     check_requests_at_admission()
     serve_structured_outputs()

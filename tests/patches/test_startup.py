@@ -25,7 +25,7 @@ from dllm.engine.async_scheduler import CanvasAsyncScheduler
 from dllm.engine.scheduler import CanvasScheduler
 from dllm.models.gemma.settings import GemmaSettings
 from dllm.patches.contract import IN_PROCESS_EXECUTOR
-from dllm.patches.cpu import choose_dtype, is_cpu_without_triton
+from dllm.patches.cpu import is_cpu_without_triton
 from dllm.settings.server import PluginOptions
 from tests.support import family_checkpoints
 from tests.support.forced_async import asynchronous_platform
@@ -350,17 +350,13 @@ def test_whose_process_the_worker_runs_in(
 )
 def test_the_dtype_of_a_cpu(checkpoint, monkeypatch, has_units, flags, dtype):
     load_general_plugins()
-    monkeypatch.setattr(EngineArgs, "create_model_config", EngineArgs.create_model_config)
     monkeypatch.setattr("dllm.patches.cpu.computes_bf16", lambda: has_units)
-    choose_dtype()
     assert engine_config(checkpoint(), **flags).model_config.dtype == dtype
 
 
 def test_targets_of_drafters_and_other_models(monkeypatch):
     load_general_plugins()
-    monkeypatch.setattr(EngineArgs, "create_model_config", EngineArgs.create_model_config)
     monkeypatch.setattr("dllm.patches.cpu.computes_bf16", lambda: False)
-    choose_dtype()
     drafter = {"method": "dflash", "model": "checkpoints/tiny-drafter"}
     target = EngineArgs("checkpoints/tiny-ar", speculative_config=drafter)
     assert target.create_model_config().dtype == torch.float32
