@@ -19,7 +19,7 @@ from dllm.patches.neighbours import is_disabled
 from dllm.patches.remote import (
     configure_remote,
     drafts_remotely,
-    run_remote_targets_on_v2,
+    run_our_speculators_on_v2,
 )
 from dllm.patches.serving import use_our_worker
 
@@ -48,7 +48,7 @@ def serve_drafters() -> None:
             _configure_recording(self)
 
     VllmConfig.try_verify_and_update_config = try_verify_and_update_config  # type: ignore[method-assign]
-    run_remote_targets_on_v2()
+    run_our_speculators_on_v2()
     _admit_all_sampling_parameters()
 
 

@@ -95,8 +95,8 @@ def _choose_classes(vllm_config: Any) -> None:
     scheduler.async_scheduling = False
 
 
-def run_remote_targets_on_v2() -> None:
-    """Let Model Runner V2, which calls our speculators, run targets with one of them."""
+def run_our_speculators_on_v2() -> None:
+    """Let Model Runner V2 run targets with a speculator of ours."""
     from vllm.config import VllmConfig
 
     find = VllmConfig._get_v2_model_runner_unsupported_features
