@@ -37,7 +37,7 @@ class Visits:
         self.serves_canvases = vllm_config.scheduler_config.scheduler_cls in SCHEDULERS
         if self.serves_canvases:
             notice_arrivals()
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's. Memory profiling then runs the denoise step that needs the most memory.
@@ -127,7 +127,7 @@ class Drafts:
         self._is_ours = self._drafts_remotely or drafts_with_ours(speculative)
         if self._is_ours:
             make_our_speculators()
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def load_model(self, **options: Any) -> None:
         """vLLM's. Drafts of ours are then kept if they are the target's own tokens.
